@@ -1,0 +1,78 @@
+# Two commands matter to a newcomer: `make demo` and `make test`. Each makes .venv by itself, with
+# the versions that constraints.txt pins, and leaves it alone until pyproject.toml or
+# constraints.txt change.
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-newest check gpu golden bench figures docs clean
+
+help:  ## list these commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+# The stamp is touched last, so an interrupted installation is done again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (a few minutes the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) -c constraints.txt -e '.[test,transformers,demo]'
+	@touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	@$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)  ## train a small Llama with and without the backend, and compare
+	@$(PY) -m memeff_compile demo
+
+test: $(INSTALLED)  ## every CPU test, in three processes
+	$(PY) -m pytest -q -n $(JOBS)
+	TRITON_INTERPRET=1 $(PY) -m pytest -q -m interpreter
+	env -u TRITON_INTERPRET $(PY) -m pytest -q -m offline
+
+test-all: $(INSTALLED)  ## the CPU tests and those that take minutes
+	$(PY) -m pytest -q -n $(JOBS) -m 'not gpu and not interpreter and not offline'
+	TRITON_INTERPRET=1 $(PY) -m pytest -q -m interpreter
+	env -u TRITON_INTERPRET $(PY) -m pytest -q -m offline
+
+test-newest:  ## the CPU tests against the newest torch and transformers, in .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade -e '.[test,transformers,demo]'
+	.venv-newest/bin/python -m memeff_compile doctor
+	.venv-newest/bin/python -m pytest -q -n $(JOBS)
+
+gpu:  ## only what a GPU can show; uses the python it finds, installs nothing
+	env -u TRITON_INTERPRET PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -m gpu tests
+
+check: $(INSTALLED_DEV)  ## lint, format, types, import directions, spelling, generated pages
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/codespell
+	$(PY) -m memeff_compile options | diff docs/options.md - \
+	  || { echo "docs/options.md is out of date: run 'make docs'"; exit 1; }
+
+golden: $(INSTALLED)  ## accept new goldens, after reading the diff
+	EXPECTTEST_ACCEPT=1 $(PY) -m pytest -q $$(grep -rlE 'assertExpectedInline|assert_expected_inline' tests examples)
+	find tests examples -name '*.py.bak' -delete
+
+bench: $(INSTALLED)  ## time and weigh an op: make bench OP=linear_cross_entropy
+	$(PY) -m benchmarks.run $(if $(OP),--op $(OP)) $(if $(BASE),--base $(BASE))
+
+figures: $(INSTALLED)  ## redraw every figure from the raw results
+	$(PY) -m benchmarks.plot
+
+docs: $(INSTALLED)  ## rewrite the generated pages
+	$(PY) -m memeff_compile options > docs/options.md.new
+	mv docs/options.md.new docs/options.md
+
+clean:  ## remove everything that the commands above made
+	rm -rf .venv .venv-newest build dist demo_output *.egg-info \
+	  .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

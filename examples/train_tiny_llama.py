@@ -1,0 +1,186 @@
+"""Train a small Llama with and without the backend: same loss, less memory (`make demo`).
+
+The text is the Python sources installed on this machine, so nothing is downloaded. Each run is a
+fresh process that compiles, warms up, and then reports the peak memory of its training steps: the
+allocator's on a GPU, the resident set of the process on the CPU. The plot goes to demo_output/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import resource
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import memeff_compile
+from memeff_compile.doctor import inductor_problem
+
+WARM_UP = 2
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCABULARY = 32768
+LAYERS, HEADS = 2, 4
+if DEVICE == "cuda":
+    DTYPE, WIDTH, BATCH, LENGTH = torch.bfloat16, 1024, 16, 1024
+else:
+    DTYPE, WIDTH, BATCH, LENGTH = torch.float32, 128, 8, 256
+
+
+def installed_text(megabytes: float = 4) -> str:
+    """Return the sources of the standard library, up to a size."""
+    text = ""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += path.read_text(errors="ignore")
+        if len(text) > megabytes * 1e6:
+            break
+    return text
+
+
+def make_batches(steps: int) -> torch.Tensor:
+    """Return (steps, BATCH, LENGTH) token ids from a tokenizer trained here on the same text."""
+    text = installed_text()
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), VOCABULARY, show_progress=False)
+    ids = torch.tensor(tokenizer.encode(text).ids)
+    starts = torch.randint(len(ids) - LENGTH, (steps, BATCH))
+    return torch.stack([torch.stack([ids[s : s + LENGTH] for s in row]) for row in starts])
+
+
+def reset_peak() -> None:
+    """Start measuring peak memory from here."""
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    elif sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Return the peak since `reset_peak`, or since the start where that is not to be had."""
+    if DEVICE == "cuda":
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "linux":
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def train(name: str, inner: str, batches: torch.Tensor) -> dict[str, Any]:
+    """Train on every batch, and return losses, memory, speed and the report."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=11 * WIDTH // 4,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=LENGTH,
+    )
+    model = LlamaForCausalLM(config).to(DEVICE, DTYPE)
+    if name == "memeff":
+        model.compile(backend="memeff", options={"memeff.inner": inner})
+    else:
+        model.compile(backend=inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, started = [], time.perf_counter()
+    progress = tqdm(batches.to(DEVICE), desc=f"{name:>9}", unit="step", ncols=90, mininterval=1)
+    for step, ids in enumerate(progress):
+        if step == WARM_UP:
+            reset_peak()
+            started = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        progress.set_postfix(loss=f"{losses[-1]:.3f}")
+    seconds = (time.perf_counter() - started) / (len(batches) - WARM_UP)
+    report = str(memeff_compile.last_report())
+    return {"losses": losses, "peak": peak_bytes(), "seconds": seconds, "report": report}
+
+
+def run_in_fresh_process(name: str, inner: str, batches: Path) -> dict[str, Any]:
+    """Run `train` in a process of its own, so that one run's memory cannot colour the other's."""
+    result = batches.with_name(f"{name}.json")
+    arguments = [__file__, "--run", name, inner, str(batches), str(result)]
+    subprocess.run([sys.executable, *arguments], check=True)
+    return json.loads(result.read_text())
+
+
+def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draw the loss curves over each other, and the peak memory of each run as bars from zero."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=[2, 1])
+    for (name, run), style in zip(runs.items(), ("-", "--"), strict=True):
+        left.plot(run["losses"], style, label=name)
+        right.bar_label(right.bar(name, run["peak"] / 2**30), fmt="%.2f")
+    left.set(xlabel="step", ylabel="loss", title="Loss")
+    left.legend()
+    right.set(ylabel="GiB", title="Peak memory while training")
+    figure.tight_layout()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def compare(steps: int) -> None:
+    """Run both, then print what came out."""
+    problem = inductor_problem(DEVICE)
+    inner = "aot_eager" if problem else "inductor"
+    if problem:
+        print(
+            f"Inductor cannot compile here ({problem}); both runs use aot_eager instead.",
+            flush=True,
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        batches = Path(folder) / "batches.pt"
+        print(
+            f"Tokenizing installed Python sources; training on {DEVICE} with {inner}.", flush=True
+        )
+        torch.manual_seed(0)
+        torch.save(make_batches(steps), batches)
+        runs = {name: run_in_fresh_process(name, inner, batches) for name in (inner, "memeff")}
+    plain, ours = runs[inner], runs["memeff"]
+    print(f"\n{ours['report']}\n")
+    for name, run in runs.items():
+        memory = f"{run['peak'] / 2**30:.2f} GiB"
+        print(
+            f"{name:>9}: last loss {run['losses'][-1]:.4f}, {memory}, {run['seconds']:.2f} s/step"
+        )
+    difference = max(abs(a - b) for a, b in zip(plain["losses"], ours["losses"], strict=True))
+    print(f"Largest difference between the loss curves: {difference:.1e}")
+    path = Path("demo_output") / "train_tiny_llama.png"
+    draw(runs, path)
+    print(f"Plot: {path}")
+
+
+def main() -> None:
+    """Compare, or do one run for `compare`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--run", nargs=4, metavar=("NAME", "INNER", "BATCHES", "RESULT"))
+    arguments = parser.parse_args()
+    if arguments.run is None:
+        compare(arguments.steps)
+    else:
+        name, inner, batches, result = arguments.run
+        Path(result).write_text(json.dumps(train(name, inner, torch.load(batches))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""torch.compile(model, backend="memeff"): the usual compiler, without the buffers nobody reads.
+
+Nothing here needs to be imported to use the backend: torch finds it through its entry point.
+Every public name is loaded on first use, so importing this package imports neither torch nor
+triton. That matters because TORCH_LOGS="+memeff_compile" makes torch import it while torch
+itself is still starting.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memeff_compile.api import compile as compile
+    from memeff_compile.api import reset as reset
+    from memeff_compile.errors import OptionError as OptionError
+    from memeff_compile.options import Options as Options
+    from memeff_compile.report import graphs as graphs
+    from memeff_compile.report import last_report as last_report
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "OptionError": "errors",
+    "Options": "options",
+    "compile": "api",
+    "graphs": "report",
+    "last_report": "report",
+    "reset": "api",
+}
+
+__all__ = ["OptionError", "Options", "__version__", "compile", "graphs", "last_report", "reset"]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from the module that defines it (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}"
+        )
+    value: object = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,47 @@
+"""Every exception class of memeff_compile.
+
+Each message says what was seen, what is needed and what to do. All classes derive from
+`MemeffError` and from the built-in class that a caller would expect, so that
+`except ValueError` keeps working for someone who has never heard of us. This module imports
+nothing, because it is imported while torch itself may still be starting.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DoubleBackwardError",
+    "MemeffError",
+    "OptionError",
+    "StaleLogitsError",
+    "StrictError",
+    "TargetRangeError",
+    "UnsupportedInputError",
+]
+
+
+class MemeffError(Exception):
+    """Base class of every error that memeff_compile raises on purpose."""
+
+
+class OptionError(MemeffError, ValueError):
+    """An option has an unknown name, a wrong type or a value out of range."""
+
+
+class StrictError(MemeffError, RuntimeError):
+    """A pass named in `memeff.strict` did not fire; the message lists why."""
+
+
+class StaleLogitsError(MemeffError, RuntimeError):
+    """Deferred logits were read after the weights they come from had been changed in place."""
+
+
+class TargetRangeError(MemeffError, IndexError):
+    """A target is neither a column of the head nor the ignored index."""
+
+
+class DoubleBackwardError(MemeffError, RuntimeError):
+    """A second derivative was asked of an op that has only a first one."""
+
+
+class UnsupportedInputError(MemeffError, TypeError):
+    """An op was called with a dtype, layout or setting that it cannot serve."""

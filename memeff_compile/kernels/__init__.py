@@ -1,0 +1,9 @@
+"""Every op of the package; importing this defines their schemas, so that graphs can name them."""
+
+from __future__ import annotations
+
+from memeff_compile.kernels.linear_cross_entropy import op as _linear_cross_entropy
+
+__all__: list[str] = []
+
+del _linear_cross_entropy

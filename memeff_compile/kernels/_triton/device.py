@@ -1,0 +1,32 @@
+"""Facts about the GPU that launchers decide by."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+
+# H100 and H200; also what the width rules assume where there is no GPU to ask.
+DEFAULT_PROCESSORS = 132
+
+
+@lru_cache(maxsize=64)
+def can_run_kernels(index: int) -> bool:
+    """Say whether our Triton kernels and fp32-output products run on CUDA device `index`.
+
+    They need triton and compute capability 8.0 or later.
+    """
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+@lru_cache(maxsize=64)
+def _cuda_processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of `device`, or that of an H200 off CUDA."""
+    if device.type != "cuda":
+        return DEFAULT_PROCESSORS
+    return _cuda_processors(torch.cuda.current_device() if device.index is None else device.index)

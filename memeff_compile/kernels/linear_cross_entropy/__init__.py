@@ -1,0 +1,26 @@
+"""Linear layer and cross entropy in one op, without ever forming the N x V logits.
+
+Cut Cross-Entropy (arXiv 2411.09009, table 1) computes the loss of a language model's head from the
+hidden states and the head's weight. This folder holds the op memeff::linear_cross_entropy, its two
+engines and the formula of the bytes it saves. Per row of the hidden states it returns
+
+    nll        logsumexp(z) - z[target]
+    lse        logsumexp(z), for a z-loss
+    logit_sum  sum_j column_weight_j z_j, for label smoothing
+
+with z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), all differentiable once.
+Means, sums, class weights of the target and shifts stay outside, in ordinary ops on N numbers.
+"""
+
+from __future__ import annotations
+
+from memeff_compile.kernels.linear_cross_entropy.memory import bytes_after as bytes_after
+from memeff_compile.kernels.linear_cross_entropy.memory import bytes_before as bytes_before
+from memeff_compile.kernels.linear_cross_entropy.op import ENGINES as ENGINES
+from memeff_compile.kernels.linear_cross_entropy.op import (
+    linear_cross_entropy as linear_cross_entropy,
+)
+from memeff_compile.kernels.linear_cross_entropy.op import (
+    linear_cross_entropy_backward as linear_cross_entropy_backward,
+)
+from memeff_compile.kernels.linear_cross_entropy.op import supports as supports

@@ -1,0 +1,200 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The two elementwise passes of engine H: products to row statistics, products to gradients.
+
+Each program owns one row of an N x W piece of fp32 products, so nothing is summed across programs
+and every result is the same bit for bit from run to run. 16-bit vectors are widened right after
+each load: arithmetic is fp32 throughout, on the GPU and under Triton's interpreter alike.
+
+Axis letters: rows are tokens, columns are vocabulary entries counted from `first_column`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+# A block of columns and the warps that share it: 16 fp32 elements per thread.
+MAX_BLOCK = 2048
+WARPS = 4
+
+
+@triton.jit
+def _cap(u, softcap):
+    """Return z = softcap * tanh(u / softcap) and dz/du.
+
+    tanh comes from exp2(-2|u| / softcap), which never overflows and keeps NaN.
+    """
+    shrink = tl.exp2(tl.abs(u) * (-2.0 * LOG2E / softcap))
+    tanh = (1.0 - shrink) / (1.0 + shrink)
+    slope = 4.0 * shrink / ((1.0 + shrink) * (1.0 + shrink))
+    return tl.where(u < 0.0, -softcap * tanh, softcap * tanh), slope
+
+
+@triton.jit
+def _linear_cross_entropy_statistics_kernel(
+    s_ptr,  # (N, W) fp32 products
+    stride_s_row,
+    bias_ptr,  # (V,) or None
+    column_weight_ptr,  # (V,) fp32 or None
+    target_ptr,  # (N,) int32 or int64
+    state_ptr,  # (N, 4) fp32: running maximum, sum, target logit, weighted sum of logits
+    nll_ptr,  # (N,) fp32, written with the last piece
+    lse_ptr,  # (N,) fp32, written with the last piece
+    logit_sum_ptr,  # (N,) fp32 or None, written with the last piece
+    first_column,
+    width,
+    vocab,
+    ignore_index,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_COLUMN_WEIGHT: tl.constexpr,
+    HAS_IGNORE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    WITH_LOGIT_SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    s_row_ptr = s_ptr + row * stride_s_row
+    state_row_ptr = state_ptr + row * 4
+    target = tl.load(target_ptr + row).to(tl.int64)
+    is_kept = target == target
+    if HAS_IGNORE:
+        is_kept = target != ignore_index
+    is_active = is_kept
+    if WITH_LSE:
+        is_active = target == target
+
+    is_later = first_column > 0
+    peak = tl.load(state_row_ptr, mask=is_later, other=float("-inf"))
+    mass = tl.load(state_row_ptr + 1, mask=is_later, other=0.0)
+    # NaN until the target's column comes by: an out-of-range target can never look like a loss.
+    target_logit = tl.load(state_row_ptr + 2, mask=is_later, other=float("nan"))
+    weighted = 0.0
+    if WITH_LOGIT_SUM:
+        weighted = tl.load(state_row_ptr + 3, mask=is_later, other=0.0)
+
+    column = target - first_column
+    is_here = is_active & (column >= 0) & (column < width)
+    s_target = tl.load(s_row_ptr + column, mask=is_here, other=0.0)
+    if HAS_BIAS:
+        s_target += tl.load(bias_ptr + target, mask=is_here, other=0.0).to(tl.float32)
+    z_target = s_target * scale
+    if HAS_SOFTCAP:
+        z_target, _ = _cap(z_target, softcap)
+    target_logit = tl.where(is_here, z_target, target_logit)
+
+    for start in range(0, width, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        mask = (offs < width) & is_active
+        s = tl.load(s_row_ptr + offs, mask=mask, other=0.0)
+        if HAS_BIAS:
+            s += tl.load(bias_ptr + first_column + offs, mask=mask, other=0.0).to(tl.float32)
+        z = s * scale
+        if HAS_SOFTCAP:
+            z, _ = _cap(z, softcap)
+        if WITH_LOGIT_SUM:
+            counted = tl.where(mask, z, 0.0)
+            if HAS_COLUMN_WEIGHT:
+                counted *= tl.load(column_weight_ptr + first_column + offs, mask=mask, other=0.0)
+            weighted += tl.sum(counted, axis=0)
+        z = tl.where(mask, z, float("-inf"))
+        # tl.max passes over NaN; the sum below keeps it.
+        higher = tl.maximum(peak, tl.max(z, axis=0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row of -inf so far
+        mass = mass * tl.exp2((peak - base) * LOG2E)
+        mass += tl.sum(tl.exp2((z - base) * LOG2E), axis=0)
+        peak = higher
+
+    if first_column + width < vocab:
+        tl.store(state_row_ptr, peak)
+        tl.store(state_row_ptr + 1, mass)
+        tl.store(state_row_ptr + 2, target_logit)
+        if WITH_LOGIT_SUM:
+            tl.store(state_row_ptr + 3, weighted)
+    else:
+        log_mass = tl.log(tl.where(is_active, mass, 1.0))
+        # (peak - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
+        tl.store(nll_ptr + row, tl.where(is_kept, (peak - target_logit) + log_mass, 0.0))
+        tl.store(lse_ptr + row, tl.where(is_active, peak + log_mass, 0.0))
+        if WITH_LOGIT_SUM:
+            tl.store(logit_sum_ptr + row, tl.where(is_kept, weighted, 0.0))
+
+
+@triton.jit
+def _linear_cross_entropy_gradient_kernel(
+    s_ptr,  # (N, W) fp32 products
+    stride_s_row,
+    g_ptr,  # (N, W) gradients in the input dtype; may be s_ptr itself for fp32
+    stride_g_row,
+    bias_ptr,  # (V,) or None
+    column_weight_ptr,  # (V,) fp32 or None
+    target_ptr,  # (N,) int32 or int64
+    lse_ptr,  # (N,) fp32
+    grad_nll_ptr,  # (N,) fp32
+    grad_lse_ptr,  # (N,) fp32
+    grad_logit_sum_ptr,  # (N,) fp32 or None
+    first_column,
+    width,
+    ignore_index,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_COLUMN_WEIGHT: tl.constexpr,
+    HAS_IGNORE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    WITH_LOGIT_SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_piece = offs < width
+    target = tl.load(target_ptr + row).to(tl.int64)
+    is_kept = target == target
+    if HAS_IGNORE:
+        is_kept = target != ignore_index
+    is_active = is_kept
+    if WITH_LSE:
+        is_active = target == target
+    mask = in_piece & is_active
+
+    s = tl.load(s_ptr + row * stride_s_row + offs, mask=mask, other=0.0)
+    if HAS_BIAS:
+        s += tl.load(bias_ptr + first_column + offs, mask=mask, other=0.0).to(tl.float32)
+    z = s * scale
+    slope = scale
+    if HAS_SOFTCAP:
+        z, dz_du = _cap(z, softcap)
+        slope = dz_du * scale
+    lse = tl.load(lse_ptr + row)
+    grad_nll = tl.load(grad_nll_ptr + row)
+    grad_lse = tl.load(grad_lse_ptr + row)
+    p = tl.exp2((z - lse) * LOG2E)
+
+    column = target - first_column
+    column = tl.where((column >= 0) & (column < width), column, -1).to(tl.int32)
+    one_hot = tl.where(offs == column, 1.0, 0.0)
+    g = tl.where(is_kept, grad_nll * (p - one_hot), 0.0) + grad_lse * p
+    if WITH_LOGIT_SUM:
+        grad_logit_sum = tl.where(is_kept, tl.load(grad_logit_sum_ptr + row), 0.0)
+        if HAS_COLUMN_WEIGHT:
+            g += grad_logit_sum * tl.load(
+                column_weight_ptr + first_column + offs, mask=mask, other=0.0
+            )
+        else:
+            g += grad_logit_sum
+    g = tl.where(mask, g * slope, 0.0)
+    tl.store(g_ptr + row * stride_g_row + offs, g.to(g_ptr.dtype.element_ty), mask=in_piece)
+
+
+def block_for(width: int) -> int:
+    """Return the block of columns a program handles at once for pieces of `width` columns.
+
+    Example: block_for(64) == 128 and block_for(10_000) == 2048.
+    """
+    return min(MAX_BLOCK, max(128, 1 << (width - 1).bit_length()))

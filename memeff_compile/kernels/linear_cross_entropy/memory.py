@@ -1,0 +1,116 @@
+"""Bytes before and after, as formulas in N (rows), D (hidden size) and V (vocabulary).
+
+They count the dominant buffers that live beside the inputs and the gradients that are returned.
+`before` is what a model holds for its loss without us: full N x V buffers. `after` is an upper
+bound of what our op holds: pieces, per-row vectors and the fp32 sum of the hidden gradient.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import sympy
+import torch
+
+from memeff_compile.kernels.linear_cross_entropy.pieces import (
+    HYBRID_AUTO_BYTES,
+    HYBRID_AUTO_BYTES_PER_ROW,
+    MIN_WIDTH,
+    REFERENCE_AUTO_BYTES,
+    REFERENCE_AUTO_BYTES_ELSEWHERE,
+    REFERENCE_AUTO_COLUMNS,
+    reference_bytes_per_logit,
+)
+
+Size: TypeAlias = sympy.Expr | int
+
+
+def bytes_before(
+    rows: Size,
+    depth: Size,
+    vocab: Size,
+    *,
+    dtype: torch.dtype,
+    upcast: bool = True,
+    returns_logits: bool = False,
+    training: bool = True,
+    compiled: bool = True,
+) -> sympy.Expr:
+    """Return the peak bytes of N x V buffers that the loss takes without us.
+
+    Compiled by Inductor: one logits tensor in the compute dtype, which backward overwrites with its
+    own gradient; if the logits are returned to the user it cannot, and needs a second one. Casts
+    and log_softmax are fused away. Measured at N, V = 8192, 256000 in bf16: 4001 MiB, formula 4000.
+
+    Eager forward: the logits, an fp32 copy if there is a cast, and the output of log_softmax. Eager
+    backward: that output, its gradient and the gradient of its input, each in the cast's dtype, and
+    the logits if they are returned. Measured at the same shape: 24000 MiB (22839 beyond the two
+    gradients, which do not exist yet at the peak), formula 24000.
+
+    Args:
+        rows, depth, vocab: N, D, V as symbols or numbers. D does not enter.
+        dtype: compute dtype of the logits.
+        upcast: whether the model casts 16-bit logits to fp32 for its loss.
+        returns_logits: whether the logits leave the graph and so outlive the loss.
+        training: whether gradients follow.
+        compiled: Inductor if true, eager otherwise.
+
+    Example: bytes_before(N, D, V, dtype=torch.bfloat16) == 2*N*V.
+    """
+    del depth
+    logits = dtype.itemsize
+    wide = max(logits, 4) if upcast else logits
+    if compiled:
+        per_logit = logits * (2 if training and returns_logits else 1)
+    else:
+        copy = wide if wide != logits else 0
+        per_logit = logits + copy + wide
+        if training:
+            per_logit = max(per_logit, 3 * wide + (logits if returns_logits else 0))
+    return sympy.Integer(per_logit) * sympy.sympify(rows) * sympy.sympify(vocab)
+
+
+def bytes_after(
+    rows: Size,
+    depth: Size,
+    vocab: Size,
+    *,
+    dtype: torch.dtype,
+    device_type: str,
+    workspace: int = 0,
+    has_softcap: bool = False,
+    training: bool = True,
+) -> sympy.Expr:
+    """Return an upper bound of the bytes our op holds beside inputs and returned gradients.
+
+    The larger of forward and backward: the workspace of pieces (each at most half as wide as the
+    vocabulary, once that exceeds 64 columns), the vectors of N elements, and for 16-bit inputs the
+    fp32 sum of the hidden gradient (4ND). Engine R adds the fp32 copy of 16-bit hidden states and
+    one piece of the weight, and on a CPU the copies of the rows that are not ignored.
+
+    Args:
+        rows, depth, vocab: N, D, V as symbols or numbers.
+        dtype: dtype of hidden and weight.
+        device_type: "cuda" means engine H, except for fp64.
+        workspace: the op's workspace in bytes, 0 = automatic.
+        has_softcap: whether logits are capped.
+        training: whether a backward pass follows.
+    """
+    n, d, v = sympy.sympify(rows), sympy.sympify(depth), sympy.sympify(vocab)
+    half = (sympy.floor((v + 2 * MIN_WIDTH - 1) / (2 * MIN_WIDTH))) * MIN_WIDTH
+    itemsize = dtype.itemsize
+    sums = 4 * n * d if itemsize == 2 and training else sympy.Integer(0)
+    if device_type == "cuda" and itemsize <= 4:
+        per_logit = 6 if itemsize == 2 else 4
+        budget = workspace or sympy.Max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * n)
+        pieces = sympy.Min(sympy.Max(budget, MIN_WIDTH * per_logit * n), per_logit * n * half)
+        # state, nll, lse, logit_sum, the cotangents made contiguous, target checks
+        return pieces + sums + 64 * n
+    per_logit = reference_bytes_per_logit(itemsize, has_softcap, training)
+    automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
+    budget = workspace or sympy.Max(automatic, REFERENCE_AUTO_COLUMNS * per_logit * n)
+    columns = sympy.Min(sympy.Max(sympy.floor(budget / (per_logit * n)), MIN_WIDTH), half)
+    # 16-bit: hidden in fp32, the piece of the weight in fp32 and its gradient before rounding
+    widened = 4 * n * d + 8 * columns * d if itemsize == 2 else sympy.Integer(0)
+    compacted = 2 * itemsize * n * d if device_type == "cpu" else sympy.Integer(0)
+    return per_logit * n * columns + sums + widened + compacted + 24 * max(itemsize, 4) * n

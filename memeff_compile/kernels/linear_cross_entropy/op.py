@@ -1,0 +1,452 @@
+"""memeff::linear_cross_entropy and its backward: schemas, validation, engines, fakes, autograd.
+
+The op is functional, opaque to Inductor and unaffected by autocast. It saves its inputs and one lse
+per row; backward is an op of its own that recomputes products piece by piece.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
+from memeff_compile.kernels._triton.device import can_run_kernels
+from memeff_compile.kernels.linear_cross_entropy import reference
+from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INDICES = (torch.int32, torch.int64)
+# The names of memeff.linear_cross_entropy's modes that this op will serve, and those it does.
+GRADIENT_FILTERS = ("exact", "mass", "block")
+AVAILABLE_FILTERS = ("exact",)
+
+ENGINES = {
+    "hybrid": (
+        "library products in fp32 and one Triton pass per piece of the vocabulary "
+        "(CUDA, compute capability 8.0 or later; bf16, fp16, fp32)"
+    ),
+    "reference": "plain PyTorch, piece by piece over the vocabulary (any device, also fp64)",
+}
+
+_KNOBS = (
+    "int? ignore_index, float scale, float softcap, bool with_lse, bool with_logit_sum, "
+    "str gradient_filter, int workspace"
+)
+_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
+_LIBRARY.define(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
+    f"Tensor? column_weight, *, {_KNOBS}) -> (Tensor nll, Tensor lse, Tensor logit_sum)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "linear_cross_entropy_backward(Tensor grad_nll, Tensor grad_lse, Tensor grad_logit_sum, "
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? column_weight, Tensor lse, "
+    f"*, {_KNOBS}, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def supports(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    softcap: float = 0.0,
+    gradient_filter: str = "exact",
+    workspace: int = 0,
+) -> str | None:
+    """Say in a sentence why the op cannot serve these inputs, or return None if it can.
+
+    Reads dtypes, devices, layouts and sizes, never values, and adds no guard: sizes that are
+    symbols are left to the op's own checks. Real and fake tensors both do.
+
+    Args:
+        hidden: (..., D).
+        weight: (V, D).
+        bias: (V,) or None.
+        target: (...), the leading dimensions of hidden.
+        column_weight: (V,) or None.
+        dtype: dtype that the caller will cast hidden, weight and bias to, if it will.
+        softcap, gradient_filter, workspace: as for the op.
+
+    Example: supports(torch.ones(3, 4), torch.ones(5, 4), None, torch.zeros(3).long()) is None.
+    """
+    return (
+        _setting_fault(softcap, gradient_filter, workspace)
+        or _layout_fault(hidden, weight, bias, target, column_weight)
+        or _dtype_fault(hidden, weight, bias, target, column_weight, dtype)
+        or _shape_fault(hidden, weight, bias, target, column_weight)
+    )
+
+
+def _setting_fault(softcap: float, gradient_filter: str, workspace: int) -> str | None:
+    if gradient_filter not in GRADIENT_FILTERS:
+        return (
+            f"gradient_filter is {gradient_filter!r}; known filters are "
+            f"{', '.join(GRADIENT_FILTERS)}. Use 'exact'."
+        )
+    if gradient_filter not in AVAILABLE_FILTERS:
+        return f"gradient_filter {gradient_filter!r} is not available yet. Use 'exact'."
+    if not softcap >= 0:
+        return f"softcap is {softcap}; it must be positive, or 0 for none."
+    if isinstance(workspace, int) and workspace < 0:
+        return f"workspace is {workspace} bytes; it must be positive, or 0 for automatic."
+    return None
+
+
+def _layout_fault(*tensors: Tensor | None) -> str | None:
+    hidden = tensors[0]
+    assert hidden is not None
+    for name, tensor in zip(_NAMES, tensors, strict=True):
+        if tensor is None:
+            continue
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
+            return f"{name} is {kind}; a plain strided tensor is needed. Dequantise or densify it."
+        if tensor.device != hidden.device:
+            return (
+                f"{name} is on {tensor.device} and hidden on {hidden.device}; move them to one "
+                "device."
+            )
+    return None
+
+
+_NAMES = ("hidden", "weight", "bias", "target", "column_weight")
+
+
+def _dtype_fault(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+    dtype: torch.dtype | None,
+) -> str | None:
+    floating = {"hidden": hidden, "weight": weight, "bias": bias}
+    for name, tensor in floating.items():
+        if tensor is not None and tensor.dtype not in FLOATING:
+            return (
+                f"{name} has dtype {_short(tensor.dtype)}; bfloat16, float16, float32 or float64 "
+                "is needed. Dequantise or cast it."
+            )
+        if tensor is not None and dtype is None and tensor.dtype != hidden.dtype:
+            return (
+                f"{name} has dtype {_short(tensor.dtype)} and hidden {_short(hidden.dtype)}; "
+                "cast them to one dtype."
+            )
+    if dtype is not None and dtype not in FLOATING:
+        return (
+            f"the compute dtype is {_short(dtype)}; bfloat16, float16, float32 or float64 is "
+            "needed."
+        )
+    if target.dtype not in INDICES:
+        return (
+            f"target has dtype {_short(target.dtype)}; class indices of dtype int64 or int32 are "
+            "needed. Class probabilities are not supported."
+        )
+    if column_weight is not None:
+        if column_weight.dtype not in FLOATING:
+            return (
+                f"column_weight has dtype {_short(column_weight.dtype)}; a floating dtype is "
+                "needed. Cast it."
+            )
+        if column_weight.requires_grad:
+            return "column_weight requires a gradient, which the op does not give. Detach it."
+    return None
+
+
+def _shape_fault(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+) -> str | None:
+    if hidden.dim() < 1 or weight.dim() != 2:
+        return (
+            f"hidden has {hidden.dim()} dimensions and weight {weight.dim()}; (..., D) and (V, D) "
+            "are needed."
+        )
+    if target.dim() != hidden.dim() - 1:
+        return (
+            f"target has {target.dim()} dimensions and hidden {hidden.dim()}; target must have the "
+            "leading dimensions of hidden."
+        )
+    vocab, depth = weight.shape
+    for vector, name in ((bias, "bias"), (column_weight, "column_weight")):
+        if vector is not None and vector.dim() != 1:
+            return f"{name} has {vector.dim()} dimensions; (V,) is needed."
+    for seen, needed, sentence in _size_pairs(hidden, weight, bias, target, column_weight):
+        if isinstance(seen, int) and isinstance(needed, int) and seen != needed:
+            return sentence
+    if isinstance(vocab, int) and vocab == 0:
+        return f"weight has shape (0, {depth}); a head needs at least one column."
+    return None
+
+
+def _size_pairs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+) -> list[tuple[Any, Any, str]]:
+    """List the sizes that must agree, with the sentence for when they do not."""
+    vocab, depth = weight.shape
+    pairs = [
+        (
+            hidden.shape[-1],
+            depth,
+            f"hidden has {hidden.shape[-1]} features and weight {depth}; hidden must be (..., D) "
+            "and weight (V, D).",
+        )
+    ]
+    for seen, needed in zip(target.shape, hidden.shape[:-1], strict=True):
+        sentence = (
+            f"target has shape {tuple(target.shape)} and hidden {tuple(hidden.shape)}; target must "
+            "have the leading dimensions of hidden."
+        )
+        pairs.append((seen, needed, sentence))
+    for vector, name in ((bias, "bias"), (column_weight, "column_weight")):
+        if vector is not None:
+            sentence = f"{name} has {vector.shape[0]} elements and weight {vocab} rows."
+            pairs.append((vector.shape[0], vocab, sentence))
+    return pairs
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _require_support(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+    settings: dict[str, Any],
+) -> None:
+    sentence = supports(
+        hidden,
+        weight,
+        bias,
+        target,
+        column_weight,
+        softcap=settings["softcap"],
+        gradient_filter=settings["gradient_filter"],
+        workspace=settings["workspace"],
+    )
+    if sentence is not None:
+        raise UnsupportedInputError(f"linear_cross_entropy: {sentence}")
+
+
+def _knobs(settings: dict[str, Any]) -> Knobs:
+    return Knobs(**{name: settings[name] for name in Knobs._fields})
+
+
+def _uses_hybrid(hidden: Tensor) -> bool:
+    if hidden.device.type != "cuda" or hidden.dtype == torch.float64:
+        return False
+    index = hidden.device.index
+    return can_run_kernels(torch.cuda.current_device() if index is None else index)
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Keep autocast, which reaches into opaque ops, away from the engines' products."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
+    """Refuse targets that are no column: at once on a CPU, by a device assertion on CUDA."""
+    is_valid = (target >= 0) & (target < vocab)
+    if ignore_index is not None:
+        is_valid |= target == ignore_index
+    if target.device.type == "cuda":
+        torch._assert_async(
+            is_valid.all(),
+            f"linear_cross_entropy: a target is outside 0 .. {vocab - 1} and is not ignore_index "
+            f"({ignore_index})",
+        )
+        return
+    if not bool(is_valid.all()):
+        row = int((~is_valid).nonzero()[0])
+        raise TargetRangeError(
+            f"linear_cross_entropy: target holds {int(target[row])} (row {row}); columns run from "
+            f"0 to {vocab - 1} and ignore_index is {ignore_index}. Fix the labels, or pass that "
+            "value as ignore_index."
+        )
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+    **settings: Any,  # noqa: ANN401
+) -> tuple[Tensor, Tensor, Tensor]:
+    _require_support(hidden, weight, bias, target, column_weight, settings)
+    knobs, rows = _knobs(settings), target.numel()
+    if rows == 0:
+        return _fake_forward(hidden, weight, bias, target, column_weight, **settings)
+    flat_target = target.reshape(rows)
+    with _without_autocast(hidden.device.type):
+        _check_range(flat_target, weight.shape[0], knobs.ignore_index)
+        flat_hidden = hidden.reshape(rows, hidden.shape[-1])
+        if _uses_hybrid(hidden):
+            from memeff_compile.kernels.linear_cross_entropy.hybrid import forward
+        else:
+            forward = reference.forward
+        nll, lse, logit_sum = forward(flat_hidden, weight, bias, flat_target, column_weight, knobs)
+    if knobs.with_logit_sum:
+        logit_sum = logit_sum.view(target.shape)
+    return nll.view(target.shape), lse.view(target.shape), logit_sum
+
+
+def _backward(
+    grad_nll: Tensor,
+    grad_lse: Tensor,
+    grad_logit_sum: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+    lse: Tensor,
+    *,
+    output_mask: list[bool],
+    **settings: Any,  # noqa: ANN401
+) -> tuple[Tensor, Tensor, Tensor]:
+    _require_support(hidden, weight, bias, target, column_weight, settings)
+    knobs, rows = _knobs(settings), target.numel()
+    needs_hidden, needs_weight, needs_bias = output_mask
+    mask = (needs_hidden, needs_weight, needs_bias and bias is not None)
+    if rows == 0:
+        zeros = (hidden, weight, bias)
+        gradients: Any = [
+            torch.zeros_like(tensor) if wanted and tensor is not None else None
+            for tensor, wanted in zip(zeros, mask, strict=True)
+        ]
+    else:
+        with _without_autocast(hidden.device.type):
+            if _uses_hybrid(hidden):
+                from memeff_compile.kernels.linear_cross_entropy.hybrid import backward
+            else:
+                backward = reference.backward
+            gradients = backward(
+                grad_nll.reshape(rows),
+                grad_lse.reshape(rows),
+                grad_logit_sum.reshape(rows if knobs.with_logit_sum else 0),
+                hidden.reshape(rows, hidden.shape[-1]),
+                weight,
+                bias,
+                target.reshape(rows),
+                column_weight,
+                lse.reshape(rows),
+                knobs,
+                mask,
+            )
+    grad_hidden, grad_weight, grad_bias = (
+        hidden.new_empty(0) if gradient is None else gradient for gradient in gradients
+    )
+    if needs_hidden:
+        grad_hidden = grad_hidden.reshape(hidden.shape)
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _fake_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+    **settings: Any,  # noqa: ANN401
+) -> tuple[Tensor, Tensor, Tensor]:
+    _require_support(hidden, weight, bias, target, column_weight, settings)
+    for seen, needed, sentence in _size_pairs(hidden, weight, bias, target, column_weight):
+        torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    nll = hidden.new_empty(target.shape, dtype=wide)
+    lse = hidden.new_empty(target.shape, dtype=wide)
+    sum_shape = target.shape if settings["with_logit_sum"] else (0,)
+    return nll, lse, hidden.new_empty(sum_shape, dtype=wide)
+
+
+def _fake_backward(
+    grad_nll: Tensor,
+    grad_lse: Tensor,
+    grad_logit_sum: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+    lse: Tensor,
+    *,
+    output_mask: list[bool],
+    **settings: Any,  # noqa: ANN401
+) -> tuple[Tensor, Tensor, Tensor]:
+    del grad_nll, grad_lse, grad_logit_sum, lse
+    _require_support(hidden, weight, bias, target, column_weight, settings)
+    needs_hidden, needs_weight, needs_bias = output_mask
+    nothing = [hidden.new_empty(0) for _ in range(3)]
+    return (
+        hidden.new_empty(hidden.shape) if needs_hidden else nothing[0],
+        torch.empty_like(weight) if needs_weight else nothing[1],
+        torch.empty_like(bias) if needs_bias and bias is not None else nothing[2],
+    )
+
+
+def _setup_context(
+    ctx: Any,  # noqa: ANN401
+    inputs: tuple[Any, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    hidden, weight, bias, target, column_weight = inputs
+    ctx.save_for_backward(hidden, weight, bias, target, column_weight, output[1])
+    ctx.settings = keyword_only_inputs
+
+
+def _link(
+    ctx: Any,  # noqa: ANN401
+    grad_nll: Tensor,
+    grad_lse: Tensor,
+    grad_logit_sum: Tensor,
+) -> tuple[Tensor | None, ...]:
+    mask = list(ctx.needs_input_grad[:3])
+    gradients = torch.ops.memeff.linear_cross_entropy_backward.default(
+        grad_nll, grad_lse, grad_logit_sum, *ctx.saved_tensors, **ctx.settings, output_mask=mask
+    )
+    found = [gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True)]
+    return (*found, None, None)
+
+
+def _refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:  # noqa: ANN401
+    raise DoubleBackwardError(
+        "linear_cross_entropy: a second derivative of the fused loss was asked for, and the op has "
+        "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}."
+    )
+
+
+_LIBRARY.impl("linear_cross_entropy", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("linear_cross_entropy_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("memeff::linear_cross_entropy", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake("memeff::linear_cross_entropy_backward", _fake_backward, lib=_LIBRARY)
+torch.library.register_autograd(
+    "memeff::linear_cross_entropy", _link, setup_context=_setup_context, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "memeff::linear_cross_entropy_backward", _refuse_double_backward, lib=_LIBRARY
+)
+
+linear_cross_entropy = torch.ops.memeff.linear_cross_entropy.default
+linear_cross_entropy_backward = torch.ops.memeff.linear_cross_entropy_backward.default

@@ -1,0 +1,158 @@
+"""How wide a piece of the vocabulary is: the only place that turns a workspace into widths.
+
+Axis letters of this folder: N rows (tokens), D depth (hidden size), V vocabulary, W columns of one
+piece. Both engines walk the vocabulary in pieces, so that the transient is N x W and never N x V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+MIB = 2**20
+# The smallest piece. A smaller workspace than this piece needs is exceeded rather than refused.
+MIN_WIDTH = 64
+
+# Engine H, automatic workspace: at least 64 MiB and at least 12 KiB per row. 12 KiB per row is a
+# gradient piece of 4096 columns in bf16 (8 KiB) beside a strip of 1024 fp32 products (4 KiB), about
+# 5 % of what the bf16 logits of a 128k vocabulary take. Narrower pieces lose twice: the fp32 sum of
+# the hidden gradient is read and written once per piece (8ND bytes), and a short product leaves
+# multiprocessors idle.
+HYBRID_AUTO_BYTES = 64 * MIB
+HYBRID_AUTO_BYTES_PER_ROW = 12 * 1024
+
+# Engine R: on a CPU a piece should stay in the cache between the product and the passes over it;
+# elsewhere it should be large enough to hide the launches.
+REFERENCE_AUTO_BYTES = {"cpu": 8 * MIB}
+REFERENCE_AUTO_BYTES_ELSEWHERE = 64 * MIB
+REFERENCE_AUTO_COLUMNS = 256
+
+# What one wave of a weight-gradient product and one pass over the fp32 hidden gradient cost on an
+# H200, per row. Only their ratio matters.
+_SECONDS_PER_WAVE = 2 * 128 * 256 * 132 / 790e12
+_SECONDS_PER_BYTE = 1 / 4.28e12
+
+
+class Knobs(NamedTuple):
+    """The settings of one call that both engines read; meanings as in the op's schema."""
+
+    ignore_index: int | None
+    scale: float
+    softcap: float
+    with_lse: bool
+    with_logit_sum: bool
+    workspace: int
+
+
+class Widths(NamedTuple):
+    """Columns of products (`strip`) and of gradients (`piece`) that are alive at once."""
+
+    strip: int
+    piece: int
+
+
+def spans(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
+    """Cut the columns [first, stop) into spans of `width`; the last one may be shorter.
+
+    Example: list(spans(0, 5, 2)) == [(0, 2), (2, 4), (4, 5)].
+    """
+    for start in range(first, stop, width):
+        yield start, min(start + width, stop)
+
+
+def _round_down(value: int, step: int) -> int:
+    return max(step, value // step * step)
+
+
+def _half_vocab(vocab: int) -> int:
+    """Return the widest piece allowed: half the vocabulary, so that no buffer is ever N x V."""
+    return max(MIN_WIDTH, -(-vocab // (2 * MIN_WIDTH)) * MIN_WIDTH)
+
+
+def hybrid_budget(rows: int, workspace: int) -> int:
+    """Return the bytes engine H may use for pieces; `workspace` 0 means automatic."""
+    return workspace or max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * rows)
+
+
+@lru_cache(maxsize=1024)
+def hybrid_widths(
+    rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
+) -> Widths:
+    """Choose engine H's widths within the workspace.
+
+    16-bit inputs: a strip of fp32 products (4 bytes per element) beside a piece of gradients in the
+    input dtype (2 bytes); the strip gets a third of the budget. fp32 inputs: the gradient replaces
+    the product in place, so strip and piece are one buffer. The piece is then narrowed to where
+    the weight-gradient product fills whole waves of multiprocessors.
+
+    Args:
+        rows, depth, vocab: N, D, V.
+        workspace: bytes, 0 = automatic.
+        itemsize: bytes of one element of the inputs, 2 or 4.
+        processors: multiprocessors of the GPU.
+    """
+    per_row = hybrid_budget(rows, workspace) // max(rows, 1)
+    widest = _half_vocab(vocab)
+    if itemsize == 4:
+        width = _whole_waves(min(per_row // 4, widest), depth, vocab, processors)
+        return Widths(width, width)
+    strip = per_row // 12
+    strip = min(_round_down(strip, 256 if strip >= 256 else MIN_WIDTH), widest)
+    limit = max(strip, min((per_row - 4 * strip) // 2, widest))
+    return Widths(strip, max(strip, _whole_waves(limit, depth, vocab, processors)))
+
+
+def _whole_waves(limit: int, depth: int, vocab: int, processors: int) -> int:
+    """Return the cheapest piece width in (limit / 2, limit] by the model of `_piece_seconds`."""
+    if limit < 256:
+        return _round_down(limit, MIN_WIDTH)
+    step = 128 * -(-limit // (128 * 64))  # at most 64 candidates
+    candidates = range(_round_down(limit, step), limit // 2, -step)
+    return min(
+        candidates or (limit,),
+        key=lambda width: -(-vocab // width) * _piece_seconds(width, depth, processors),
+    )
+
+
+def _piece_seconds(width: int, depth: int, processors: int) -> float:
+    """Model one piece's weight-gradient product in 128 x 256 tiles, plus its hidden-gradient sum.
+
+    Both are per row. The other two products cost the same per column at any width considered.
+    """
+    tiles = min(
+        -(-depth // 128) * -(-width // 256),
+        -(-depth // 256) * -(-width // 128),
+    )
+    return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
+
+
+def reference_bytes_per_logit(itemsize: int, has_softcap: bool, with_gradient: bool) -> int:
+    """Return the bytes engine R holds per element of a piece.
+
+    Args:
+        itemsize: bytes of one input element: 2 and 4 compute in fp32, 8 in fp64.
+        has_softcap: backward then keeps the slope beside the product.
+        with_gradient: backward; 16-bit inputs then also need the rounded gradient.
+    """
+    wide = max(itemsize, 4)
+    if not with_gradient:
+        return wide
+    return wide * (2 if has_softcap else 1) + (2 if itemsize == 2 else 0)
+
+
+def reference_budget(rows: int, workspace: int, bytes_per_logit: int, device_type: str) -> int:
+    """Return the bytes engine R may use for pieces; `workspace` 0 means automatic."""
+    return workspace or max(
+        REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE),
+        REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows,
+    )
+
+
+def reference_width(
+    rows: int, vocab: int, workspace: int, bytes_per_logit: int, device_type: str
+) -> int:
+    """Choose engine R's piece width within the workspace."""
+    budget = reference_budget(rows, workspace, bytes_per_logit, device_type)
+    width = budget // (bytes_per_logit * max(rows, 1))
+    return min(_round_down(width, MIN_WIDTH), _half_vocab(vocab))

@@ -1,0 +1,249 @@
+"""Engine R: the formula in plain PyTorch, piece by piece over the vocabulary; any device.
+
+16-bit and fp32 inputs meet in fp32 products that go into exp unrounded; fp64 stays fp64. In
+backward the gradient with respect to the products is formed in full precision, target term
+included, and rounded once to the input dtype, as engine H does. On a CPU, where looking at targets
+costs nothing, rows with an ignored target are left out of every product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.linear_cross_entropy.pieces import (
+    Knobs,
+    reference_bytes_per_logit,
+    reference_width,
+    spans,
+)
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+    knobs: Knobs,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute nll, lse and logit_sum of every row.
+
+    Args:
+        hidden: (N, D) of any floating dtype.
+        weight: (V, D), any strides.
+        bias: (V,) or None.
+        target: (N,) int32 or int64.
+        column_weight: (V,) or None.
+        knobs: the call's settings.
+
+    Returns:
+        (N,) fp32 each, fp64 for fp64 inputs; logit_sum is (0,) unless asked for.
+    """
+    rows = target.shape[0]
+    wide = _wide(hidden.dtype)
+    kept = _kept_rows(target, knobs)
+    if kept is not None:
+        hidden, target = hidden[kept], target[kept]
+    nll, lse, logit_sum = _statistics(
+        hidden.to(wide), weight, bias, target.long(), column_weight, knobs
+    )
+    if kept is not None:
+        results = [vector.new_zeros(rows) for vector in (nll, lse, logit_sum)]
+        for whole, part in zip(results, (nll, lse, logit_sum), strict=True):
+            if part.shape == kept.shape:
+                whole[kept] = part
+        nll, lse, logit_sum = results
+    elif knobs.ignore_index is not None:
+        is_ignored = target == knobs.ignore_index
+        nll = nll.masked_fill_(is_ignored, 0)
+        if knobs.with_logit_sum:
+            logit_sum = logit_sum.masked_fill_(is_ignored, 0)
+        if not knobs.with_lse:
+            lse = lse.masked_fill_(is_ignored, 0)
+    if not knobs.with_logit_sum:
+        logit_sum = logit_sum.new_empty(0)
+    return nll, lse, logit_sum
+
+
+def backward(
+    grad_nll: Tensor,
+    grad_lse: Tensor,
+    grad_logit_sum: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+    lse: Tensor,
+    knobs: Knobs,
+    output_mask: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Compute the gradients of hidden, weight and bias that `output_mask` asks for.
+
+    Args:
+        grad_nll, grad_lse: (N,) fp32 or fp64.
+        grad_logit_sum: (N,), or (0,) where there is no logit_sum.
+        lse: (N,) from forward.
+        output_mask: which of hidden, weight, bias need a gradient.
+
+    Returns:
+        (N, D), a tensor laid out like weight, (V,); None where not asked for.
+    """
+    needs_hidden, needs_weight, needs_bias = output_mask
+    narrow, wide = hidden.dtype, _wide(hidden.dtype)
+    all_hidden, vocab = hidden, weight.shape[0]
+    kept = _kept_rows(target, knobs)
+    if kept is not None:
+        hidden, target, lse = hidden[kept], target[kept], lse[kept]
+        grad_nll, grad_lse = grad_nll[kept], grad_lse[kept]
+        grad_logit_sum = grad_logit_sum[kept] if knobs.with_logit_sum else grad_logit_sum
+    elif knobs.ignore_index is not None:
+        is_ignored = target == knobs.ignore_index
+        grad_nll = grad_nll.masked_fill(is_ignored, 0)
+        if knobs.with_logit_sum:
+            grad_logit_sum = grad_logit_sum.masked_fill(is_ignored, 0)
+        if not knobs.with_lse:
+            # exp(z - inf) is 0, so whatever their logits, these rows get no gradient.
+            lse = lse.masked_fill(is_ignored, torch.inf)
+    # The scale is the last factor of every term, so it goes into the cotangents, N elements each.
+    on_probability = ((grad_nll + grad_lse) * knobs.scale).unsqueeze(1)
+    on_target = grad_nll * knobs.scale
+    on_sum = grad_logit_sum * knobs.scale
+
+    wide_hidden, target = hidden.to(wide), target.long()
+    grad_hidden = torch.zeros_like(wide_hidden) if needs_hidden else None
+    grad_weight = torch.empty_like(weight) if needs_weight else None
+    grad_bias = torch.empty_like(bias) if needs_bias and bias is not None else None
+    buffer, width = _buffer(wide_hidden, weight, knobs, narrow, with_gradient=True)
+    slopes = torch.empty_like(buffer) if knobs.softcap > 0 else None
+    columns = None if column_weight is None else column_weight.to(wide)
+
+    for first, stop in spans(0, vocab, width):
+        wide_weight = weight[first:stop].to(wide)
+        g = _window(buffer, hidden.shape[0], stop - first)
+        _scaled_products(wide_hidden, wide_weight, bias, first, knobs, g)
+        if slopes is not None:
+            slope = _window(slopes, hidden.shape[0], stop - first)
+            g.div_(knobs.softcap).tanh_()
+            torch.mul(g, g, out=slope).neg_().add_(1)
+            g.mul_(knobs.softcap)
+        g.sub_(lse.unsqueeze(1)).exp_().mul_(on_probability)
+        _subtract_at_target(g, target - first, on_target)
+        if knobs.with_logit_sum:
+            ones = g.new_ones(1).expand(stop - first)
+            g.addr_(on_sum, ones if columns is None else columns[first:stop])
+        if slopes is not None:
+            g.mul_(slope)
+        if grad_bias is not None:
+            grad_bias[first:stop] = g.sum(0)
+        if narrow != wide:
+            g.copy_(g.to(narrow))
+        if grad_weight is not None:
+            _product_into(g.t(), wide_hidden, grad_weight[first:stop])
+        if grad_hidden is not None:
+            grad_hidden.addmm_(g, wide_weight)
+
+    if grad_hidden is not None:
+        grad_hidden = grad_hidden.to(narrow)
+        if kept is not None:
+            whole = all_hidden.new_zeros(all_hidden.shape)
+            whole[kept] = grad_hidden
+            grad_hidden = whole
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _kept_rows(target: Tensor, knobs: Knobs) -> Tensor | None:
+    """Return the rows to compute on a CPU, or None where all of them are.
+
+    With `with_lse` ignored rows still need their lse. On a GPU counting rows would wait for it.
+    """
+    if knobs.with_lse or knobs.ignore_index is None or target.device.type != "cpu":
+        return None
+    is_kept = target != knobs.ignore_index
+    return None if bool(is_kept.all()) else is_kept.nonzero().squeeze(1)
+
+
+def _statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+    knobs: Knobs,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk the vocabulary once, keeping maximum, sum, target logit and logit sum of each row."""
+    rows = hidden.shape[0]
+    peak = hidden.new_full((rows,), -torch.inf)
+    mass, total = hidden.new_zeros(rows), hidden.new_zeros(rows)
+    target_logit = hidden.new_full((rows,), torch.nan)
+    buffer, width = _buffer(hidden, weight, knobs, hidden.dtype, with_gradient=False)
+    columns = None if column_weight is None else column_weight.to(hidden.dtype)
+    for first, stop in spans(0, weight.shape[0], width):
+        z = _window(buffer, rows, stop - first)
+        _scaled_products(hidden, weight[first:stop].to(hidden.dtype), bias, first, knobs, z)
+        if knobs.softcap > 0:
+            z.div_(knobs.softcap).tanh_().mul_(knobs.softcap)
+        is_here, column = _column(target - first, stop - first)
+        target_logit = torch.where(is_here, z.gather(1, column).squeeze(1), target_logit)
+        if knobs.with_logit_sum:
+            total += z.sum(1) if columns is None else z @ columns[first:stop]
+        higher = torch.maximum(peak, z.amax(1))
+        base = higher.masked_fill(higher == -torch.inf, 0)  # a row of -inf so far
+        z.sub_(base.unsqueeze(1)).exp_()
+        mass = mass * (peak - base).exp_() + z.sum(1)
+        peak = higher
+    log_mass = mass.log()
+    # (peak - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
+    return (peak - target_logit) + log_mass, peak + log_mass, total
+
+
+def _buffer(
+    hidden: Tensor, weight: Tensor, knobs: Knobs, narrow: torch.dtype, *, with_gradient: bool
+) -> tuple[Tensor, int]:
+    """Allocate one piece of products and return it with the piece's width."""
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    per_logit = reference_bytes_per_logit(narrow.itemsize, knobs.softcap > 0, with_gradient)
+    width = reference_width(rows, vocab, knobs.workspace, per_logit, hidden.device.type)
+    return hidden.new_empty(rows * min(width, vocab)), width
+
+
+def _window(buffer: Tensor, rows: int, width: int) -> Tensor:
+    """View the head of a flat buffer as a contiguous (rows, width) matrix."""
+    return buffer[: rows * width].view(rows, width)
+
+
+def _scaled_products(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int, knobs: Knobs, out: Tensor
+) -> None:
+    """Write u = scale * (hidden @ weight.T + bias) of one piece into `out`."""
+    torch.mm(hidden, weight.t(), out=out)
+    if bias is not None:
+        out.add_(bias[first : first + out.shape[1]])
+    if knobs.scale != 1:
+        out.mul_(knobs.scale)
+
+
+def _column(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Say which rows have their target in this piece, and give a column safe to index with."""
+    is_here = (column >= 0) & (column < width)
+    return is_here, column.clamp(0, width - 1).unsqueeze(1)
+
+
+def _subtract_at_target(g: Tensor, column: Tensor, amount: Tensor) -> None:
+    """Subtract `amount` at each row's target where it lies in this piece."""
+    is_here, safe = _column(column, g.shape[1])
+    at_target = g.gather(1, safe).squeeze(1)
+    g.scatter_(1, safe, torch.where(is_here, at_target - amount, at_target).unsqueeze(1))
+
+
+def _product_into(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write left @ right into `out`, rounding once if `out` is narrower."""
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(left @ right)

@@ -1,0 +1,121 @@
+"""The base of tensors whose values are computed on first use.
+
+A wrapper subclass has a shape, a dtype, a device and a place in the autograd graph, and no memory.
+Everything that reaches memory without passing through the dispatcher would therefore see nothing,
+or crash: pickling, numpy, raw pointers, storages, shared memory. `LazyTensor` sends each of these
+to a plain tensor: `_values` for what only reads, `_memory` for what may write as well.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import numpy
+
+__all__ = ["LazyTensor"]
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor with values on demand; subclasses say where they come from."""
+
+    def _values(self) -> Tensor:
+        """Return the values as a plain tensor without autograd, to be read and not written."""
+        raise NotImplementedError
+
+    def _memory(self) -> Tensor:
+        """Return the values as a plain tensor that anyone may write to from now on."""
+        raise NotImplementedError
+
+    def _peek(self) -> Tensor | None:
+        """Return the plain values if there are any already."""
+        raise NotImplementedError
+
+    def _stand_in(self, *, shared: bool = True) -> Tensor:
+        """Return a plain tensor over the same values that is a leaf, or not, as `self` is.
+
+        Eager PyTorch's own refusals (`numpy()` of a tensor that requires grad, for one) then come
+        from eager PyTorch itself.
+        """
+        plain = (self._memory() if shared else self._values()).detach()
+        if not self.requires_grad:
+            return plain
+        with torch.enable_grad():
+            plain.requires_grad_()
+            return plain if self.is_leaf else plain.view_as(plain)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Show the values once there are some; printing alone computes nothing."""
+        values = self._peek()
+        if values is not None:
+            return f"{type(self).__name__}({values!r})"
+        grad = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ""
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"device='{self.device}'{grad}; values not computed yet, any use computes them)"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._stand_in(shared=False).__reduce_ex__(protocol)
+
+    def __copy__(self) -> Tensor:
+        return copy.copy(self._stand_in())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._stand_in(shared=False).__deepcopy__(memo)
+        copied: Tensor = memo[id(self)]
+        return copied
+
+    def numpy(self, *, force: bool = False) -> numpy.ndarray[Any, Any]:
+        return self._stand_in().numpy(force=force)
+
+    def tolist(self) -> list[Any]:
+        return self._values().tolist()
+
+    def data_ptr(self) -> int:
+        return self._memory().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._memory().untyped_storage()
+
+    def _typed_storage(self) -> torch.TypedStorage:
+        return self._memory()._typed_storage()
+
+    def storage(self) -> torch.TypedStorage:
+        return self._memory().storage()
+
+    def share_memory_(self) -> LazyTensor:
+        self._memory().share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        values = self._peek()
+        return self.is_cuda if values is None else values.is_shared()
+
+    def is_pinned(self, *args: Any, **kwargs: Any) -> bool:
+        values = self._peek()
+        return values is not None and values.is_pinned(*args, **kwargs)
+
+    def pin_memory(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._stand_in(shared=False).pin_memory(*args, **kwargs)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stand_in().__dlpack__(*args, **kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return torch.empty(0, device=self.device).__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        # On the CPU the attribute has to be missing, without a computation to find that out.
+        tensor = self._stand_in() if self.is_cuda else torch.empty(0, device=self.device)
+        interface: dict[str, Any] = tensor.__cuda_array_interface__
+        return interface

@@ -1,0 +1,135 @@
+"""What deferred logits are computed from, and whether that is still what it was.
+
+Eager PyTorch computes logits before anything can change the head. Deferred logits are computed
+when somebody looks, and by then an optimizer may have stepped. A wrong number must never come out
+of that, so a `LogitsSource` stamps its tensors when it is made and compares before it computes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from memeff_compile.errors import StaleLogitsError
+from memeff_compile.logits import LogitsRecipe
+
+__all__ = ["LogitsSource"]
+
+
+class LogitsSource:
+    """The hidden states and the head that logits come from.
+
+    Holds detached aliases: the autograd graph of the hidden states belongs to the logits tensor
+    alone, and a detached copy of the logits must not keep it alive.
+
+    Args:
+        hidden: (..., hidden), what enters the head.
+        weight: the head's weight.
+        bias: the bias inside the product, or None.
+        vectors: the tensors that the recipe's bias steps add.
+        remedy: the end of the error's sentence.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        vectors: Sequence[Tensor],
+        remedy: str,
+    ) -> None:
+        self.hidden, self.weight = hidden.detach(), weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self.vectors = tuple(vector.detach() for vector in vectors)
+        self.remedy = remedy
+        self.is_inference = hidden.is_inference()
+        self.materialisations = 0  # products computed so far
+        self.stepped_by: str | None = None
+        head = [tensor for tensor in (weight, bias, *vectors) if tensor is not None]
+        self.parameters = [weakref.ref(tensor) for tensor in head if tensor.requires_grad]
+        self._stamps = tuple(map(_stamp, self._tensors()))
+        if self.parameters:
+            _watch_optimizers()
+            _live.add(self)
+
+    def compute(self, recipe: LogitsRecipe, rows: Tensor) -> Tensor:
+        """Return the logits of some rows of the hidden states, without autograd.
+
+        Raises:
+            StaleLogitsError: the product would not be the one of the forward pass.
+        """
+        change = self.change()
+        if change is not None:
+            raise StaleLogitsError(
+                "These logits were left out of the forward pass to be computed on first use, and "
+                f"{change}: the values of the forward pass are gone. {self.remedy}"
+            )
+        self.materialisations += 1
+        with torch.inference_mode(self.is_inference), torch.no_grad():
+            return recipe.logits(rows, self.weight, self.bias, self.vectors)
+
+    def change(self) -> str | None:
+        """Say what has changed since this source was made; None if nothing has."""
+        for name, tensor, before in zip(self._names(), self._tensors(), self._stamps, strict=True):
+            version, pointer = _stamp(tensor)
+            if version != before[0]:
+                return (
+                    f"{name} changed in place since then (version {before[0]}, now {version}; "
+                    "an optimizer step does this)"
+                )
+            if tensor.numel() and not tensor.untyped_storage().nbytes():
+                return f"the memory of {name} was freed since then, as sharded training does"
+            if pointer != before[1]:
+                return f"the memory of {name} was replaced since then"
+        if self.stepped_by is not None:
+            return f"{self.stepped_by}.step() updated the head since then"
+        return None
+
+    def _names(self) -> Iterator[str]:
+        yield "the hidden states they come from"
+        yield "the head's weight"
+        if self.bias is not None:
+            yield "the head's bias"
+        yield from ("a vector added to them" for _ in self.vectors)
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        head = (self.hidden, self.weight)
+        return (*head, *self.vectors) if self.bias is None else (*head, self.bias, *self.vectors)
+
+
+def _stamp(tensor: Tensor) -> tuple[int | None, int]:
+    """What shows a change without a look at the values; inference tensors count no versions."""
+    return (None if tensor.is_inference() else tensor._version), tensor.data_ptr()
+
+
+_live: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
+_is_watching = False
+
+
+def _watch_optimizers() -> None:
+    """See optimizer steps that no version counter shows: fused ones, and writes through `.data`."""
+    global _is_watching
+    if not _is_watching:
+        register_optimizer_step_post_hook(_after_step)
+        _is_watching = True
+
+
+@torch._dynamo.disable
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Mark the sources whose head this optimizer has just updated."""
+    waiting: dict[int, list[LogitsSource]] = {}
+    for source in list(_live):
+        for reference in source.parameters if source.stepped_by is None else ():
+            waiting.setdefault(id(reference()), []).append(source)
+    if not waiting:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in waiting and parameter.grad is not None:
+                for source in waiting[id(parameter)]:
+                    source.stepped_by = type(optimizer).__name__

@@ -1,0 +1,577 @@
+"""Every option of the backend: one frozen dataclass that holds, validates and documents them.
+
+`torch.compile(model, backend="memeff", options={...})` takes two kinds of keys. Keys that start
+with `memeff.` are ours and are the fields of `Options`; every other key is an Inductor config key
+and is handed on to Inductor. `docs/options.md` is printed from the fields below
+(`python -m memeff_compile options`), so the page cannot drift from the code.
+
+Nothing here imports torch until an Inductor key or a mode name has to be looked up.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, TypeAlias, cast, get_origin
+
+from memeff_compile.errors import OptionError
+
+__all__ = ["PASS_NAMES", "RESERVED_PASS_NAMES", "Options", "options_page"]
+
+PREFIX = "memeff."
+
+PASS_NAMES = ("fuse_linear_cross_entropy", "defer_logits")
+"""Names of the passes that exist, in the order in which they run."""
+
+RESERVED_PASS_NAMES = (
+    "quantize_attention",
+    "encode_weights",
+    "ternarize_linear",
+    "merge_kv_cache",
+)
+"""Names of passes that later releases bring; naming one is answered with 'not available yet'."""
+
+Check: TypeAlias = Callable[[str, object], object]
+
+
+class _FrozenMapping(Mapping[str, Any]):
+    """A read-only mapping that can be hashed (by its keys, so values may be anything)."""
+
+    def __init__(self, items: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:  # noqa: ANN401 - a config value can be anything
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+def _seen(key: str, value: object) -> str:
+    return f"{key} is {value!r} ({type(value).__name__})"
+
+
+def _nearest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
+    """Return the candidates most like `name`, ignoring case, dashes and a missing prefix."""
+    plain = {_plain(candidate): candidate for candidate in candidates}
+    close = difflib.get_close_matches(_plain(name), plain, n=count, cutoff=0.6)
+    return [plain[match] for match in close]
+
+
+def _plain(name: str) -> str:
+    return name.lower().removeprefix(PREFIX).replace("-", "_")
+
+
+def _suggest(name: str, candidates: Iterable[str]) -> str:
+    nearest = _nearest(name, candidates)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _check_choice(
+    key: str, value: object, *, values: tuple[str, ...], later: Mapping[str, str]
+) -> object:
+    if isinstance(value, str) and value in later:
+        raise OptionError(f"{key} is {value!r}, which is not available yet: {later[value]}")
+    if not isinstance(value, str) or value not in values:
+        suggestion = _suggest(str(value), (*values, *later))
+        allowed = ", ".join(map(repr, values))
+        raise OptionError(f"{_seen(key, value)}; it takes {allowed}.{suggestion}")
+    return value
+
+
+def _check_absent(key: str, value: object, *, reason: str) -> object:
+    if value is not None:
+        raise OptionError(f"{_seen(key, value)}, but {key} is not available yet: {reason}")
+    return None
+
+
+def _check_mode(key: str, value: object) -> object:
+    if value is None:
+        return None
+    from torch._inductor import list_mode_options
+
+    modes = list(list_mode_options())
+    if not isinstance(value, str) or value not in modes:
+        raise OptionError(
+            f"{_seen(key, value)}; it takes one of Inductor's modes: "
+            f"{', '.join(map(repr, modes))}.{_suggest(str(value), modes)}"
+        )
+    return value
+
+
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)\s*", re.IGNORECASE)
+_UNIT = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def _check_bytes(key: str, value: object) -> object:
+    if value == "auto":
+        return 0
+    if isinstance(value, str) and (match := _BYTES.fullmatch(value)):
+        value = int(float(match[1]) * _UNIT[match[2].lower()])
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise OptionError(
+            f"{_seen(key, value)}; it takes 'auto', a number of bytes (0 means 'auto') "
+            "or a size such as '64MiB' or '1GiB'."
+        )
+    return value
+
+
+def _check_pass_name(key: str, value: object, *, wildcard: bool = False) -> str:
+    if isinstance(value, str) and (value in PASS_NAMES or (wildcard and value == "*")):
+        return value
+    if isinstance(value, str) and value in RESERVED_PASS_NAMES:
+        raise OptionError(
+            f"{key} names the pass {value!r}, which is not available yet; "
+            f"the passes of this release are {', '.join(map(repr, PASS_NAMES))}."
+        )
+    star = " and '*' for all of them" if wildcard else ""
+    raise OptionError(
+        f"{key} names the pass {value!r}, which does not exist; the passes are "
+        f"{', '.join(map(repr, PASS_NAMES))}{star}.{_suggest(str(value), PASS_NAMES)}"
+    )
+
+
+def _check_strict(key: str, value: object) -> object:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple, set, frozenset)):
+        raise OptionError(f"{_seen(key, value)}; it takes a pass name or a list of pass names.")
+    wanted = {_check_pass_name(key, name) for name in names}
+    return tuple(name for name in PASS_NAMES if name in wanted)
+
+
+def _check_paths(key: str, value: object) -> tuple[str, ...]:
+    paths = [value] if isinstance(value, str) else value
+    if not isinstance(paths, (list, tuple, set, frozenset)):
+        raise OptionError(
+            f"{_seen(key, value)}; it takes a module path such as 'model.layers.0', a pattern "
+            "such as 'model.layers.*.mlp', a list of them, or {pass name: paths}."
+        )
+    for path in paths:
+        if not isinstance(path, str) or not path.strip():
+            raise OptionError(
+                f"{key} contains {path!r} ({type(path).__name__}); every entry is a non-empty "
+                "module path such as 'model.layers.0' ('*' matches every module)."
+            )
+    return tuple(sorted(set(paths)))
+
+
+def _check_skip(key: str, value: object) -> object:
+    if isinstance(value, Mapping):
+        rules = {
+            _check_pass_name(key, name, wildcard=True): _check_paths(key, paths)
+            for name, paths in value.items()
+        }
+    else:
+        rules = {"*": _check_paths(key, value)}
+    return _FrozenMapping({name: paths for name, paths in rules.items() if paths})
+
+
+def _check_inductor(key: str, value: object) -> object:
+    if not isinstance(value, Mapping):
+        raise OptionError(f"{_seen(key, value)}; it takes a mapping of Inductor config keys.")
+    if not value:
+        return _FrozenMapping()
+    from torch._inductor import config
+
+    known: dict[str, Any] = config.get_config_copy()
+    checked: dict[str, Any] = {}
+    for given, setting in value.items():
+        name = given.replace("-", "_") if isinstance(given, str) else given
+        if name not in known:
+            nearest = _nearest(str(given), (*_by_key(), *known), count=3)
+            hint = f" Nearest names: {', '.join(map(repr, nearest))}." if nearest else ""
+            raise OptionError(
+                f"{given!r} is neither an option of memeff (those start with {PREFIX!r}) nor a "
+                f"config key of Inductor.{hint} `python -m memeff_compile options` lists ours."
+            )
+        expected = cast("Any", config).get_type(name)
+        if get_origin(expected) is None and isinstance(expected, type):  # noqa: SIM102
+            if not isinstance(setting, expected):
+                raise OptionError(
+                    f"{_seen(given, setting)}; Inductor's config key {name!r} takes "
+                    f"{expected.__name__} (it is {known[name]!r} now)."
+                )
+        checked[name] = setting
+    return _FrozenMapping(checked)
+
+
+@dataclass(frozen=True)
+class _Info:
+    """What the documentation and the parser know of one field."""
+
+    key: str
+    values: str
+    meaning: str
+    check: Check
+    status: str = "available"
+
+
+def _option(
+    default: Any,  # noqa: ANN401 - a dataclass field can hold anything
+    *,
+    key: str,
+    values: str,
+    meaning: str,
+    check: Check,
+    status: str = "available",
+) -> Any:  # noqa: ANN401
+    info = _Info(PREFIX + key, values, meaning, check, status)
+    if isinstance(default, _FrozenMapping):
+        return field(default_factory=_FrozenMapping, metadata={"info": info})
+    return field(default=default, metadata={"info": info})
+
+
+def _choice(
+    key: str, *values: str, meaning: str, later: Mapping[str, str] | None = None, status: str = ""
+) -> Any:  # noqa: ANN401
+    later = later or {}
+    not_yet = f"not available yet: {', '.join(f'`{value}`' for value in later)}" if later else ""
+    return _option(
+        values[0],
+        key=key,
+        values=", ".join(f"`{value}`" for value in (*values, *later)),
+        meaning=meaning,
+        check=partial(_check_choice, values=values, later=later),
+        status="; ".join(filter(None, (status, not_yet))) or "available",
+    )
+
+
+_NO_LOSSY = (
+    "no lossy mode has shipped, because none has a fidelity run behind it. Use 'exact' meanwhile."
+)
+_NO_FILTER = (
+    "the engine that leaves out gradient entries below a threshold has not shipped. "
+    "Use 'exact' meanwhile; it already avoids the rows x vocabulary tensor."
+)
+_NO_KNOB = "it belongs to the filtered engines, which have not shipped. Leave it out meanwhile."
+_NO_ATTENTION = "low-bit attention has not shipped. Use 'exact' meanwhile."
+_NO_WEIGHTS = "entropy-coded weights have not shipped. Use 'off' meanwhile."
+_NO_VERIFY = (
+    "numerical comparison with the unedited graph has not shipped. Leave it 'off' meanwhile; the "
+    "structural checks after every edit always run."
+)
+_NO_PASS = "accepted; no pass of this release reads it"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The validated options of one compilation.
+
+    Build it with `Options.parse`, which takes what `torch.compile` takes, or directly by field
+    name. Instances are immutable, hashable and picklable.
+
+    Raises:
+        OptionError: A key is unknown, or a value has the wrong type or is out of range.
+
+    Example:
+        >>> Options.parse(None, {"memeff.logits": "eager"}).logits
+        'eager'
+    """
+
+    preset: str = _choice(
+        "preset",
+        "exact",
+        meaning="Which set of defaults to start from. `exact` changes rounding order at most.",
+        later={"fast": _NO_LOSSY, "paper": _NO_LOSSY},
+    )
+    linear_cross_entropy: str = _choice(
+        "linear_cross_entropy",
+        "exact",
+        "off",
+        meaning="Compute linear + cross entropy without the rows x vocabulary logits.",
+        later={"mass": _NO_FILTER, "block": _NO_FILTER},
+    )
+    linear_cross_entropy_workspace: int = _option(
+        0,
+        key="linear_cross_entropy.workspace",
+        values="`auto`, bytes, or a size such as `64MiB`",
+        meaning="Upper bound of the transient piece of logits. Smaller saves memory, larger runs "
+        "fewer and bigger products. `auto`: 64 MiB on a GPU, 8 MiB on the CPU, more for many rows.",
+        check=_check_bytes,
+    )
+    linear_cross_entropy_eps: float | None = _option(
+        None,
+        key="linear_cross_entropy.eps",
+        values="none",
+        meaning="Threshold of the gradient filter.",
+        check=partial(_check_absent, reason=_NO_KNOB),
+        status="not available yet",
+    )
+    linear_cross_entropy_tau: float | None = _option(
+        None,
+        key="linear_cross_entropy.tau",
+        values="none",
+        meaning="Share of the probability mass that the gradient filter keeps.",
+        check=partial(_check_absent, reason=_NO_KNOB),
+        status="not available yet",
+    )
+    logits: str = _choice(
+        "logits",
+        "deferred",
+        "eager",
+        "none",
+        meaning="What a training step returns as logits once the loss no longer needs them. "
+        "`deferred`: computed on first use; reading them after the weights changed raises. "
+        "`eager`: computed in every step, as without the backend. `none`: the output is None.",
+    )
+    attention: str = _choice(
+        "attention",
+        "exact",
+        "off",
+        meaning="How attention runs.",
+        later={"8b": _NO_ATTENTION, "8b+f16": _NO_ATTENTION, "4b": _NO_ATTENTION},
+        status=_NO_PASS,
+    )
+    kv_reads: str = _choice(
+        "kv_reads",
+        "exact",
+        "off",
+        meaning="Whether static KV caches are read only where they are filled.",
+        status=_NO_PASS,
+    )
+    ternary: str = _choice(
+        "ternary",
+        "exact",
+        "off",
+        meaning="Whether linears of ternary-trained models run on packed weights.",
+        status=_NO_PASS,
+    )
+    weights: str = _choice(
+        "weights",
+        "off",
+        meaning="Entropy coding of weights.",
+        later={"win4": _NO_WEIGHTS, "tier": _NO_WEIGHTS, "rans": _NO_WEIGHTS},
+    )
+    skip: Mapping[str, tuple[str, ...]] = _option(
+        _FrozenMapping(),
+        key="skip",
+        values="a module path, a list of them, or `{pass name or '*': paths}`",
+        meaning="Modules that passes leave alone, with everything inside them. Paths are as in "
+        "`named_modules()`; `*` and `?` match as in file names.",
+        check=_check_skip,
+    )
+    strict: tuple[str, ...] = _option(
+        (),
+        key="strict",
+        values="a pass name or a list of them",
+        meaning="Raise instead of compiling when a named pass did not fire.",
+        check=_check_strict,
+    )
+    verify: str = _choice(
+        "verify",
+        "off",
+        meaning="Compare results with the unedited graph at run time.",
+        later={"on": _NO_VERIFY},
+    )
+    inner: str = _choice(
+        "inner",
+        "inductor",
+        "aot_eager",
+        "eager",
+        meaning="The compiler that gets the graph after our passes. Modes and Inductor keys "
+        "matter to `inductor` only; `aot_eager` needs no C++ compiler.",
+    )
+    mode: str | None = _option(
+        None,
+        key="mode",
+        values="none, or a mode of Inductor such as `reduce-overhead`, `max-autotune`",
+        meaning="Same as `torch.compile(mode=...)`, which torch refuses next to `options=`.",
+        check=_check_mode,
+    )
+    inductor: Mapping[str, Any] = field(default_factory=_FrozenMapping)
+
+    def __post_init__(self) -> None:
+        for each, info in _by_field().items():
+            self._store(each, info.check(info.key, getattr(self, each)))
+        self._store("inductor", _check_inductor("inductor", self.inductor))
+        self._check_strict_is_possible()
+
+    def _store(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_strict_is_possible(self) -> None:
+        off = {
+            "fuse_linear_cross_entropy": (
+                f"{PREFIX}linear_cross_entropy='off'" if self.linear_cross_entropy == "off" else ""
+            ),
+            "defer_logits": f"{PREFIX}logits={self.logits!r}" if self.logits != "deferred" else "",
+        }
+        off["defer_logits"] = off["defer_logits"] or off["fuse_linear_cross_entropy"]
+        for name in self.strict:
+            if off[name]:
+                raise OptionError(
+                    f"{PREFIX}strict requires the pass {name!r}, but {off[name]} switches it "
+                    "off. Drop one of the two."
+                )
+
+    @classmethod
+    def parse(cls, mode: str | None = None, options: Mapping[str, object] | None = None) -> Options:
+        """Validate what `torch.compile` was given.
+
+        Args:
+            mode: Value of `torch.compile(mode=...)`, or None.
+            options: Value of `torch.compile(options=...)`, or None. It is never changed.
+
+        Raises:
+            OptionError: With what was seen, the nearest right name, and what to do.
+        """
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError(
+                f"{_seen('options', options)}; it takes a mapping such as "
+                "{'memeff.logits': 'eager'}."
+            )
+        values: dict[str, Any] = {}
+        inductor: dict[str, object] = {}
+        for key, value in (options or {}).items():
+            if isinstance(key, str) and key.startswith(PREFIX):
+                values[_field_of(key)] = value
+            else:
+                inductor[key] = value
+        if mode is not None:
+            _check_mode("mode", mode)
+            if values.get("mode", mode) != mode:
+                raise OptionError(
+                    f"mode is {mode!r} and {PREFIX}mode is {values['mode']!r}; they say the same "
+                    "thing. Give one of them."
+                )
+            values["mode"] = mode
+        return cls(**values, inductor=inductor)
+
+    def skips(self, pass_name: str, module_path: str) -> bool:
+        """Say whether `memeff.skip` keeps a pass away from a module.
+
+        Args:
+            pass_name: One of `PASS_NAMES`.
+            module_path: Path as in `named_modules()`; the root module is "".
+
+        Example:
+            >>> Options(skip={"*": ("model.layers.*.mlp",)}).skips(
+            ...     "defer_logits", "model.layers.3.mlp.up_proj"
+            ... )
+            True
+        """
+        patterns = (*self.skip.get("*", ()), *self.skip.get(pass_name, ()))
+        return any(
+            fnmatchcase(module_path, pattern) or fnmatchcase(module_path, f"{pattern}.*")
+            for pattern in patterns
+        )
+
+    def inductor_patches(self) -> dict[str, Any]:
+        """Return the config patches for Inductor: those of the mode, then the explicit keys."""
+        patches: dict[str, Any] = {}
+        if self.mode is not None:
+            from torch._inductor import list_mode_options
+
+            patches.update(list_mode_options(self.mode))
+        patches.update(self.inductor)
+        return patches
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what differs from the defaults, as `torch.compile(options=...)` takes it."""
+        plain = type(self)()
+        changed = {
+            info.key: getattr(self, name)
+            for name, info in _by_field().items()
+            if getattr(self, name) != getattr(plain, name)
+        }
+        if self.skip:
+            changed[f"{PREFIX}skip"] = dict(self.skip)
+        return {**changed, **self.inductor}
+
+
+def _info(each: Field[Any]) -> _Info | None:
+    return cast("_Info | None", each.metadata.get("info"))
+
+
+def _by_field() -> dict[str, _Info]:
+    return {each.name: info for each in fields(Options) if (info := _info(each))}
+
+
+def _by_key() -> dict[str, str]:
+    return {info.key: name for name, info in _by_field().items()}
+
+
+def _field_of(key: str) -> str:
+    keys = _by_key()
+    if key not in keys:
+        raise OptionError(
+            f"{key!r} is not an option of memeff.{_suggest(key, keys)} "
+            f"The options are {', '.join(keys)}."
+        )
+    return keys[key]
+
+
+def key_of(name: str) -> str:
+    """Return the option key of a field name, for the keyword form of `memeff_compile.compile`.
+
+    Raises:
+        OptionError: No option has that name.
+    """
+    known = _by_field()
+    if name not in known:
+        raise OptionError(
+            f"{name!r} is not an option of memeff.{_suggest(name, known)} "
+            f"The names are {', '.join(known)}; Inductor's own keys go into options={{...}}."
+        )
+    return known[name].key
+
+
+_PAGE_HEAD = """\
+# Options
+
+This page is printed by `python -m memeff_compile options`; do not edit it by hand.
+
+```python
+torch.compile(model, backend="memeff", options={"memeff.logits": "eager", "max_autotune": True})
+memeff_compile.compile(model, logits="eager", options={"max_autotune": True})  # same, checked now
+```
+
+Keys that start with `memeff.` are in the table below; every other key is an Inductor config key
+and is handed on to Inductor. A key that neither side knows is an `OptionError` with the nearest
+right name. The first value is the default.
+
+| key | values | meaning | status |
+|---|---|---|---|
+"""
+
+_PAGE_TAIL = """
+In `memeff_compile.compile` the keyword of an option is its key without `memeff.`, with `_` for a
+further dot: `linear_cross_entropy_workspace="64MiB"`.
+
+## Passes
+
+`memeff.skip` and `memeff.strict` take the names of passes: {passes}.
+Reserved for later releases, and answered with "not available yet": {reserved}.
+
+```python
+options={{"memeff.skip": "draft_head"}}                                   # every pass, one module
+options={{"memeff.skip": {{"defer_logits": ["lm_head", "heads.*"]}}}}       # one pass, some modules
+options={{"memeff.strict": "fuse_linear_cross_entropy"}}                  # raise if it did not fire
+```
+"""
+
+
+def options_page() -> str:
+    """Return the text of docs/options.md."""
+    rows = [
+        f"| `{info.key}` | {info.values} | {info.meaning} | {info.status} |\n"
+        for info in _by_field().values()
+    ]
+    tail = _PAGE_TAIL.format(
+        passes=", ".join(f"`{name}`" for name in PASS_NAMES),
+        reserved=", ".join(f"`{name}`" for name in RESERVED_PASS_NAMES),
+    )
+    return _PAGE_HEAD + "".join(rows) + tail

@@ -1,0 +1,156 @@
+"""The one way a pass changes a graph: every edit keeps metadata, is verified, and can be undone.
+
+New nodes are calls to op overloads with ``example_value``, ``stack_trace`` and ``nn_module_stack``
+filled: AOTAutograd's cache refuses graphs with holes in the first, and reports read the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from .. import compat
+from .graph_info import GraphInfo
+
+
+class EditRefused(Exception):
+    """An edit would have changed what a consumer sees; the match is rolled back."""
+
+
+class Editor:
+    """Collects the edits of one match on one graph."""
+
+    def __init__(self, info: GraphInfo) -> None:
+        self.info = info
+        self._inserted: list[Node] = []
+        self._replaced: list[tuple[Node, Node, list[Node]]] = []
+        self._outputs: list[tuple[Node, Any]] = []
+        self._like: Node | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph being edited."""
+        return self.info.gm.graph
+
+    @contextlib.contextmanager
+    def at(self, node: Node) -> Iterator[None]:
+        """Insert before ``node``, taking its source line and module path for the new nodes."""
+        before = self._like
+        self._like = node
+        try:
+            yield
+        finally:
+            self._like = before
+
+    def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        """Insert a call and compute its example value in the region of the node it stands before."""
+        like = self._like
+        assert like is not None, "call() outside at()"
+        with self.graph.inserting_before(like):
+            node = self.graph.call_function(op, args, kwargs)
+        self._inserted.append(node)
+        for key in ("stack_trace", "nn_module_stack"):
+            if key in like.meta:
+                node.meta[key] = like.meta[key]
+        self.info.regions[node] = self.info.regions[like]
+        node.meta["example_value"] = self._evaluate(node, args, kwargs)
+        return node
+
+    def item(self, node: Node, index: int) -> Node:
+        """Insert ``node[index]`` for an op with several results."""
+        import operator
+
+        like = self._like
+        assert like is not None, "item() outside at()"
+        with self.graph.inserting_before(like):
+            got = self.graph.call_function(operator.getitem, (node, index))
+        self._inserted.append(got)
+        for key in ("stack_trace", "nn_module_stack"):
+            if key in like.meta:
+                got.meta[key] = like.meta[key]
+        self.info.regions[got] = self.info.regions[like]
+        got.meta["example_value"] = compat.example_value(node)[index]
+        return got
+
+    def replace(self, old: Node, new: Node) -> None:
+        """Let every user of ``old`` use ``new``; refuse when they differ in what a user can see."""
+        difference = describe_difference(compat.example_value(old), compat.example_value(new))
+        if difference:
+            raise EditRefused(f"{old.name} would change {difference}")
+        users = [u for u in old.users if u is not new]
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        self._replaced.append((old, new, users))
+
+    def set_output(self, arguments: Any) -> None:
+        """Replace the graph's outputs."""
+        output = self.info.output
+        self._outputs.append((output, output.args))
+        output.args = arguments
+
+    def commit(self, dead: Sequence[Node]) -> None:
+        """Erase those of ``dead`` that nobody uses any more, last first, and lint the graph."""
+        for node in sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True):
+            if not node.users and node.op in ("call_function", "call_method"):
+                self.graph.erase_node(node)
+        self.graph.lint()
+        self.info.refresh()
+
+    def rollback(self) -> None:
+        """Undo every edit of this match."""
+        for output, args in reversed(self._outputs):
+            output.args = args
+        for old, new, users in reversed(self._replaced):
+            for user in users:
+                user.replace_input_with(new, old)
+        for node in reversed(self._inserted):
+            self.graph.erase_node(node)
+        self._inserted, self._replaced, self._outputs = [], [], []
+        self.info.refresh()
+
+    def _evaluate(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        from torch._dispatch.python import enable_python_dispatcher
+
+        values = torch.fx.node.map_arg((tuple(args), kwargs), compat.example_value)
+        mode = next(
+            (
+                compat.fake_mode_of(v)
+                for v in torch.utils._pytree.tree_leaves(values)
+                if compat.is_fake(v)
+            ),
+            None,
+        )
+        assert mode is not None, f"no fake operand for {node}"
+        region = self.info.regions[node]
+        device = next(
+            v.device for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch.Tensor)
+        )
+        with (
+            mode,
+            enable_python_dispatcher(),
+            torch.set_grad_enabled(region.grad),
+            torch.autocast(device.type, enabled=False),
+        ):
+            assert isinstance(node.target, OpOverload)
+            return node.target(*values[0], **values[1])
+
+
+def describe_difference(old: Any, new: Any) -> str:
+    """Return in words how two example values differ for a user, or an empty string."""
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+        return "its type" if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor) else ""
+    if old.dtype != new.dtype:
+        return f"dtype from {old.dtype} to {new.dtype}"
+    if old.dim() != new.dim() or not all(
+        compat.statically_true(a == b) for a, b in zip(old.shape, new.shape, strict=True)
+    ):
+        return f"shape from {tuple(old.shape)} to {tuple(new.shape)}"
+    if old.device != new.device:
+        return f"device from {old.device} to {new.device}"
+    if old.requires_grad != new.requires_grad:
+        return f"requires_grad from {old.requires_grad} to {new.requires_grad}"
+    return ""

@@ -1,0 +1,372 @@
+"""What was rewritten, what was left alone and why, and the bytes that never get allocated.
+
+The backend records one `GraphReport` per compiled graph; `last_report()` returns them all since
+the last reset, as text (`print`) or JSON. Byte counts are sympy formulas over the sizes of the
+user's own model, so a reader can check the number and put in other sizes.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import textwrap
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    import sympy
+
+__all__ = [
+    "DEFERRED_SENTENCE",
+    "GraphReport",
+    "Record",
+    "Report",
+    "clear",
+    "format_bytes",
+    "graphs",
+    "last_report",
+    "record_graph",
+]
+
+Action: TypeAlias = Literal["rewrote", "declined", "deferred", "dropped", "note", "internal_error"]
+
+CHANGES: frozenset[str] = frozenset({"rewrote", "deferred", "dropped"})
+"""The actions that changed the graph."""
+
+MAX_GRAPHS = 64
+
+DEFERRED_SENTENCE = (
+    "Reading out.logits after the weights changed raises; options={'memeff.logits': 'eager'} "
+    "restores eager logits."
+)
+
+_WIDTH = 96
+_INDENT = 11
+
+
+def format_bytes(count: float) -> str:
+    """Return a byte count as a reader says it: '1.95 GiB', '64.0 MiB', '512 bytes'."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(count) >= size:
+            return f"{count / size:.{2 if unit == 'GiB' else 1}f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One thing that a pass did, or one thing that it left alone.
+
+    Args:
+        pass_name: One of `options.PASS_NAMES`, or "backend".
+        action: What happened.
+        code: Short stable name of the reason, for tests and scripts ("logits_reused").
+        sentence: What happened, for a reader.
+        hint: What the user can do about it, or "".
+        source: The user's line, as "train.py:12 in forward: loss = ...", or "".
+        module: Path of the module as in `named_modules()`, or "".
+        bytes_before: Bytes that the dominant buffers take without the change.
+        bytes_after: Bytes that they take with it.
+        sizes: Value (or size hint, where a dimension is dynamic) of each symbol in the formulas.
+    """
+
+    pass_name: str
+    action: Action
+    code: str
+    sentence: str
+    hint: str = ""
+    source: str = ""
+    module: str = ""
+    bytes_before: sympy.Expr | None = None
+    bytes_after: sympy.Expr | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash((self.pass_name, self.action, self.code, self.sentence, self.source))
+
+    @property
+    def formula(self) -> sympy.Expr | None:
+        """Bytes saved as a formula, or None where no formula was given."""
+        if self.bytes_before is None:
+            return None
+        return self.bytes_before - (0 if self.bytes_after is None else self.bytes_after)
+
+    @property
+    def bytes_saved(self) -> int | None:
+        """Bytes saved at `sizes`, or None where a size is unknown."""
+        return self._value(self.formula)
+
+    def _value(self, formula: sympy.Expr | None) -> int | None:
+        if formula is None:
+            return None
+        known = {s: self.sizes[s.name] for s in formula.free_symbols if s.name in self.sizes}
+        value = formula.subs(known)
+        return int(value) if value.is_number else None
+
+    def __str__(self) -> str:
+        label = "failed" if self.action == "internal_error" else self.action
+        lines = [f"{label:<{_INDENT - 1}} {self._title()}"]
+        for text in (self.source, self.sentence, *self._consequences()):
+            if text:
+                lines += textwrap.wrap(text, _WIDTH - _INDENT, break_long_words=False)
+        return f"\n{' ' * _INDENT}".join(lines)
+
+    def _title(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        why = f" ({self.code})" if self.action not in CHANGES else ""
+        return f"{self.pass_name}{where}{why}"
+
+    def _consequences(self) -> list[str]:
+        texts = []
+        if self.formula is not None:
+            texts.append(self._saving(self.formula))
+        if self.hint:
+            texts.append(f"What to do: {self.hint}")
+        if self.action == "deferred" and "memeff.logits" not in self.sentence:
+            texts.append(DEFERRED_SENTENCE)
+        return texts
+
+    def _saving(self, formula: sympy.Expr) -> str:
+        names = {s.name for e in (self.bytes_before, self.bytes_after) if e for s in e.free_symbols}
+        sizes = ", ".join(
+            f"{name} = {self.sizes[name]}" for name in sorted(names & set(self.sizes))
+        )
+        verb = "Saves" if self.action in CHANGES else "Would save"
+        saved = self.bytes_saved
+        number = "" if saved is None else f" {format_bytes(saved)}"
+        before, after = self._value(self.bytes_before), self._value(self.bytes_after)
+        change = (
+            f" ({format_bytes(before)} before, {format_bytes(after)} after)"
+            if before is not None and after is not None
+            else ""
+        )
+        return f"{verb}{number}{change}: {self._difference()} bytes{f' with {sizes}' if sizes else ''}."
+
+    def _difference(self) -> str:
+        """Return the formula as 'before - after', in that order (sympy would sort the terms)."""
+        if not self.bytes_after:
+            return str(self.bytes_before)
+        after = f"({self.bytes_after})" if self.bytes_after.is_Add else str(self.bytes_after)
+        return f"{self.bytes_before} - {after}"
+
+    def _to_dict(self) -> dict[str, Any]:
+        return {
+            "pass_name": self.pass_name,
+            "action": self.action,
+            "code": self.code,
+            "sentence": self.sentence,
+            "hint": self.hint,
+            "source": self.source,
+            "module": self.module,
+            "bytes_before": None if self.bytes_before is None else str(self.bytes_before),
+            "bytes_after": None if self.bytes_after is None else str(self.bytes_after),
+            "bytes_saved": self.bytes_saved,
+            "sizes": dict(self.sizes),
+        }
+
+    @classmethod
+    def _from_dict(cls, data: Mapping[str, Any]) -> Record:
+        given = {key: value for key, value in data.items() if key != "bytes_saved"}
+        for key in ("bytes_before", "bytes_after"):
+            given[key] = None if given[key] is None else _parse_formula(given[key])
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What happened to one graph.
+
+    Args:
+        name: As Dynamo counts, "graph 0/0".
+        training: Whether the graph was compiled with gradients.
+        records: In the order in which the passes ran.
+        nodes: Nodes of the graph as it came in.
+        seconds: Time spent in our own code.
+        before: The graph as it came in, as text.
+        after: The graph as it went on to the inner compiler, as text.
+        note: Anything else worth a line, or "".
+    """
+
+    name: str
+    training: bool
+    records: tuple[Record, ...]
+    nodes: int
+    seconds: float
+    before: str = ""
+    after: str = ""
+    note: str = ""
+
+    def __str__(self) -> str:
+        kind = "training" if self.training else "inference"
+        nodes = f"{self.nodes} node{'' if self.nodes == 1 else 's'}"
+        heading = f"{self.name} ({kind}, {nodes}, our passes {_format_seconds(self.seconds)})"
+        paragraphs = [str(record) for record in self.records]
+        if not any(record.action in CHANGES for record in self.records):
+            why = (
+                " for the reasons above" if self.records else ": no pass found anything to do here"
+            )
+            paragraphs.append(f"The graph went on unchanged{why}.")
+        if self.note:
+            paragraphs.append(textwrap.fill(self.note, _WIDTH))
+        return "\n\n".join([heading, *(textwrap.indent(text, "  ") for text in paragraphs)])
+
+    def _to_dict(self, *, include_graphs: bool) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            "name": self.name,
+            "training": self.training,
+            "nodes": self.nodes,
+            "seconds": self.seconds,
+            "note": self.note,
+            "records": [record._to_dict() for record in self.records],
+        }
+        return {**data, "before": self.before, "after": self.after} if include_graphs else data
+
+    @classmethod
+    def _from_dict(cls, data: Mapping[str, Any]) -> GraphReport:
+        records = tuple(Record._from_dict(record) for record in data["records"])
+        return cls(**{**data, "records": records})
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every graph compiled since the last reset, oldest first.
+
+    Example:
+        >>> print(Report(()))  # doctest: +ELLIPSIS
+        Nothing has been compiled with backend="memeff" yet...
+    """
+
+    graphs: tuple[GraphReport, ...]
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """The records of all graphs, flattened."""
+        return tuple(record for graph in self.graphs for record in graph.records)
+
+    @property
+    def bytes_saved(self) -> int:
+        """Sum over all changes whose saving is known at the sizes compiled for."""
+        changes = (record for record in self.records if record.action in CHANGES)
+        return sum(record.bytes_saved or 0 for record in changes)
+
+    def rewrites(self, pass_name: str | None = None) -> int:
+        """Return how many changes a pass made (or all passes, for None)."""
+        return sum(
+            record.action in CHANGES and pass_name in (None, record.pass_name)
+            for record in self.records
+        )
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return (
+                'Nothing has been compiled with backend="memeff" yet, or not since the last reset. '
+                '\nCompile a model with torch.compile(model, backend="memeff"), call it once, '
+                "then ask again."
+            )
+        return "\n\n".join([self._summary(), *map(str, self.graphs)])
+
+    def _summary(self) -> str:
+        count, changes = len(self.graphs), self.rewrites()
+        declined = sum(record.action == "declined" for record in self.records)
+        parts = [
+            f"{count} graph{'' if count == 1 else 's'}",
+            f"{changes or 'no'} change{'' if changes == 1 else 's'}",
+            f"{declined} declined" if declined else "",
+            f"{format_bytes(self.bytes_saved)} never allocated" if self.bytes_saved > 0 else "",
+        ]
+        return f"memeff_compile: {', '.join(filter(None, parts))}"
+
+    def to_json(self, *, include_graphs: bool = True, indent: int | None = None) -> str:
+        """Return the report as JSON, with formulas as strings.
+
+        Args:
+            include_graphs: Whether to include the text of each graph before and after.
+            indent: As in `json.dumps`.
+        """
+        graphs = [graph._to_dict(include_graphs=include_graphs) for graph in self.graphs]
+        return json.dumps({"bytes_saved": self.bytes_saved, "graphs": graphs}, indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read back what `to_json` wrote; the symbols of formulas are positive integers."""
+        data = json.loads(text)
+        return cls(tuple(GraphReport._from_dict(graph) for graph in data["graphs"]))
+
+
+_OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.Pow: lambda a, b: a**b,
+}
+
+
+def _parse_formula(text: str) -> sympy.Expr:
+    """Read a byte formula; `sympy.sympify` would evaluate code, and take N for a function."""
+    import sympy
+
+    functions = {name: getattr(sympy, name) for name in ("Min", "Max", "ceiling", "floor")}
+
+    def build(node: ast.AST) -> Any:  # noqa: ANN401 - any sympy object
+        match node:
+            case ast.Expression(body=body):
+                return build(body)
+            case ast.Constant(value=int() | float() as value):
+                return sympy.sympify(value)
+            case ast.Name(id=name):
+                return sympy.Symbol(name, integer=True, positive=True)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -build(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](build(left), build(right))
+            case ast.Call(func=ast.Name(id=name), args=args) if name in functions:
+                return functions[name](*map(build, args))
+        raise ValueError(f"{text!r} is not a byte formula: it contains {ast.unparse(node)!r}")
+
+    formula: sympy.Expr = build(ast.parse(text, mode="eval"))
+    return formula
+
+
+_lock = threading.Lock()
+_graphs: deque[GraphReport] = deque(maxlen=MAX_GRAPHS)
+
+
+def record_graph(report: GraphReport) -> None:
+    """Keep the report of a graph that was just compiled (the newest 64 are kept)."""
+    with _lock:
+        _graphs.append(report)
+
+
+def clear() -> None:
+    """Forget every report; `torch._dynamo.reset()` does this through the backend."""
+    with _lock:
+        _graphs.clear()
+
+
+def graphs() -> Sequence[GraphReport]:
+    """Return every graph compiled since the last reset, oldest first.
+
+    Each has the text of the graph as it came in and as it went on, identical on every supported
+    torch, so that a test of the user's own can hold them as a golden.
+
+    Example:
+        >>> print(memeff_compile.graphs()[-1].after)  # doctest: +SKIP
+    """
+    with _lock:
+        return tuple(_graphs)
+
+
+def last_report() -> Report:
+    """Return what was done to every graph compiled since the last reset.
+
+    Example:
+        >>> print(memeff_compile.last_report())  # doctest: +SKIP
+    """
+    return Report(tuple(graphs()))

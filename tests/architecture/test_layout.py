@@ -1,0 +1,104 @@
+"""The shape of the repository: what every folder must contain."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from memeff_compile.options import PASS_NAMES, RESERVED_PASS_NAMES
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "memeff_compile"
+OP_FOLDERS = sorted(
+    folder
+    for folder in (PACKAGE / "kernels").iterdir()
+    if folder.is_dir() and not folder.name.startswith("_")
+)
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports_at_top(path: Path) -> set[str]:
+    """Return the absolute module names that a file imports when it is imported."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("folder", OP_FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("file", ["__init__.py", "op.py", "reference.py", "memory.py"])
+def test_op_folder_is_complete(folder: Path, file: str) -> None:
+    assert (folder / file).is_file(), f"{folder.name} lacks {file}; see CONTRIBUTING, 'add an op'"
+
+
+@pytest.mark.parametrize("folder", OP_FOLDERS, ids=lambda folder: folder.name)
+def test_op_folder_has_tests(folder: Path) -> None:
+    assert list((ROOT / "tests" / "kernels").rglob(f"*{folder.name}*"))
+
+
+@pytest.mark.parametrize("name", PASS_NAMES)
+def test_pass_is_a_file_named_in_the_options_with_tests_and_a_page(name: str) -> None:
+    assert (PACKAGE / "passes" / f"{name}.py").is_file()
+    assert list((ROOT / "tests").rglob(f"*{name}*.py"))
+    pages = " ".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    assert f"`{name}`" in pages
+
+
+@pytest.mark.parametrize("name", RESERVED_PASS_NAMES)
+def test_reserved_pass_has_no_file_yet(name: str) -> None:
+    assert not (PACKAGE / "passes" / f"{name}.py").exists(), "move it to PASS_NAMES"
+
+
+KERNEL_MODULES = sorted((PACKAGE / "kernels").rglob("*.py"))
+
+
+@pytest.mark.parametrize("module", KERNEL_MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_kernels_know_nothing_of_graphs(module: Path) -> None:
+    """import-linter sees torch as one module, so its graph half is looked for here."""
+    imported = {
+        name
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None), *(alias.name for alias in node.names)]
+        if name
+    }
+    graphs = ("torch.fx", "torch._inductor", "torch._dynamo")
+    assert not [name for name in imported if name.startswith(graphs)]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_triton_is_imported_by_kernel_files_only(module: Path) -> None:
+    uses_triton = any(name.split(".")[0] == "triton" for name in imports_at_top(module))
+    assert not uses_triton or "kernels" in module.parts
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_module_has_a_docstring_and_prints_nothing(module: Path) -> None:
+    tree = ast.parse(module.read_text())
+    assert ast.get_docstring(tree)
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert not any(isinstance(call, ast.Name) and call.id == "print" for call in calls)
+
+
+def test_the_package_door_is_small() -> None:
+    assert len((PACKAGE / "__init__.py").read_text().splitlines()) < 60
+
+
+def test_version_is_the_same_everywhere() -> None:
+    import memeff_compile
+
+    found = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found is not None
+    assert found[1] == memeff_compile.__version__
+
+
+def test_every_paper_is_cited() -> None:
+    citations = (ROOT / "CITATIONS.bib").read_text()
+    for paper in ("2411.09009", "2410.20650", "2411.10958", "2411.04965", "2405.14366"):
+        assert paper in citations

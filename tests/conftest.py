@@ -1,0 +1,98 @@
+"""What every test gets: a seed, few threads, a clean Dynamo, and a backend found by name.
+
+The suite runs as several processes (see the Makefile), because Triton reads TRITON_INTERPRET when
+it is imported. A test whose marker does not fit its process fails with the command to use.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+OPTIONAL = ("expecttest", "hypothesis", "transformers")
+"""Test files that import one of these are left out where it is missing (`make gpu`)."""
+
+MISSING = tuple(name for name in OPTIONAL if importlib.util.find_spec(name) is None)
+
+left_out: list[str] = []
+
+
+def _make_backend_visible() -> None:
+    """Announce the entry point from a source checkout that nobody installed."""
+    if any(entry.name == "memeff" for entry in entry_points(group="torch_dynamo_backends")):
+        return
+    folder = Path(tempfile.mkdtemp(prefix="memeff-entry-point-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    info = folder / "memeff_compile-0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: memeff_compile\nVersion: 0.0\n")
+    (info / "entry_points.txt").write_text(
+        "[torch_dynamo_backends]\nmemeff = memeff_compile.backend:memeff\n"
+    )
+    sys.path.append(str(folder))
+    inherited = os.environ.get("PYTHONPATH")
+    paths = [inherited] if inherited else []
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, str(ROOT), str(folder)])
+
+
+_make_backend_visible()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out a test file whose optional package is not installed, and say so in the header."""
+    if not MISSING or collection_path.suffix != ".py" or collection_path == Path(__file__):
+        return None
+    text = collection_path.read_text()
+    needs = [name for name in MISSING if re.search(rf"^(import|from) {name}\b", text, re.MULTILINE)]
+    if not needs:
+        return None
+    left_out.append(f"{collection_path.relative_to(ROOT)} (needs {', '.join(needs)})")
+    return True
+
+
+def pytest_report_collectionfinish() -> list[str]:
+    """List the files left out, so that nothing is skipped in silence."""
+    return [f"left out, package not installed: {name}" for name in left_out]
+
+
+@pytest.fixture(autouse=True)
+def _fits_this_process(request: pytest.FixtureRequest) -> None:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.fail("this test needs a CUDA device; `make gpu` runs it on a machine that has one")
+    if request.node.get_closest_marker("interpreter") and not interpreted:
+        pytest.fail("run interpreter tests with `TRITON_INTERPRET=1 pytest -m interpreter`")
+    if request.node.get_closest_marker("offline") and interpreted:
+        pytest.fail("run offline tests with TRITON_INTERPRET unset: `pytest -m offline`")
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    if "memeff_compile.report" in sys.modules:
+        sys.modules["memeff_compile.report"].clear()
+
+
+@pytest.fixture
+def nan_filled_empty() -> Iterator[None]:
+    """Fill whatever torch.empty returns with NaN, so that an unwritten output cannot pass."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,73 @@
+"""`memeff_compile.compile`: options are checked when it is called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import memeff_compile
+from memeff_compile.toy import ToyModel
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"logits": "lazy"}, "memeff.logits is 'lazy'"),
+        ({"logit": "eager"}, "Did you mean 'logits'?"),
+        ({"options": {"memeff.logit": "eager"}}, "Did you mean 'memeff.logits'?"),
+        ({"options": "eager"}, "takes a mapping"),
+        ({"mode": "fastest"}, "mode is 'fastest'"),
+        ({"mode": "max-autotune", "options": {"memeff.mode": "default"}}, "Give one of them"),
+        ({"logits": "eager", "options": {"memeff.logits": "none"}}, "give it once"),
+    ],
+    ids=str,
+)
+def test_bad_option_raises_before_anything_is_called(
+    settings: dict[str, object], words: str
+) -> None:
+    with pytest.raises(memeff_compile.OptionError) as caught:
+        memeff_compile.compile(ToyModel(), **settings)  # type: ignore[call-overload]
+    assert words in str(caught.value)
+
+
+def test_module_compiles_and_trains() -> None:
+    model, ids = ToyModel(), torch.arange(8)
+    expected = model(ids)
+    loss = memeff_compile.compile(model, inner="aot_eager")(ids)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    assert model.head.weight.grad is not None
+
+
+def test_mode_may_stand_next_to_options() -> None:
+    compiled = memeff_compile.compile(
+        ToyModel(), mode="reduce-overhead", options={"memeff.inner": "aot_eager"}
+    )
+    assert torch.isfinite(compiled(torch.arange(8)))
+
+
+def test_function_and_decorator_forms() -> None:
+    @memeff_compile.compile(inner="eager", fullgraph=True)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    assert double(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_an_options_instance_is_taken() -> None:
+    options = memeff_compile.Options(inner="eager", logits="eager")
+    compiled = memeff_compile.compile(ToyModel(), options=options)
+    assert torch.isfinite(compiled(torch.arange(8)))
+
+
+def test_reset_forgets_the_reports() -> None:
+    memeff_compile.compile(ToyModel(), inner="eager")(torch.arange(8))
+    assert memeff_compile.last_report().graphs
+    memeff_compile.reset()
+    assert not memeff_compile.last_report().graphs
+
+
+def test_bad_option_through_torch_compile_reaches_the_user() -> None:
+    compiled = torch.compile(ToyModel(), backend="memeff", options={"memeff.logits": "lazy"})
+    with pytest.raises(Exception, match=r"memeff\.logits is 'lazy'"):
+        compiled(torch.arange(8))

@@ -1,0 +1,96 @@
+"""What importing us costs, each seen in a fresh process."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import FreshPython
+
+LOADED = """
+import sys
+import memeff_compile
+{then}
+heavy = [name for name in ("torch", "triton", "torch._dynamo", "sympy") if name in sys.modules]
+print(heavy)
+"""
+
+
+def test_importing_the_package_imports_nothing_heavy(fresh_python: FreshPython) -> None:
+    result = fresh_python(LOADED.format(then=""))
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize("name", ["Options", "OptionError", "last_report", "graphs", "__version__"])
+def test_a_public_name_costs_no_torch(fresh_python: FreshPython, name: str) -> None:
+    result = fresh_python(LOADED.format(then=f"memeff_compile.{name}"))
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_public_names_are_listed_once_and_resolve(fresh_python: FreshPython) -> None:
+    code = """
+import memeff_compile
+assert set(memeff_compile.__all__) <= set(dir(memeff_compile))
+assert all(getattr(memeff_compile, name) is not None for name in memeff_compile.__all__)
+try:
+    memeff_compile.last_raport
+except AttributeError as error:
+    print(error)
+"""
+    result = fresh_python(code)
+    assert "last_report" in result.stdout, result.stderr
+
+
+def test_backend_is_found_by_name_without_an_import_of_ours(fresh_python: FreshPython) -> None:
+    code = """
+import sys
+import torch
+assert "memeff_compile" not in sys.modules
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        return self.linear(x)
+model = torch.compile(Model(), backend="memeff", options={"memeff.inner": "eager"})
+model(torch.ones(2, 4)).sum().backward()
+print("memeff_compile.backend" in sys.modules)
+"""
+    result = fresh_python(code)
+    assert result.stdout.strip() == "True", result.stderr
+
+
+@pytest.mark.parametrize("module", ["backend", "deferred", "kernels", "passes", "logits"])
+def test_no_module_of_ours_imports_triton(fresh_python: FreshPython, module: str) -> None:
+    """torch._dynamo itself imports triton where it can, so triton is made unimportable."""
+    code = f"""
+import sys
+sys.modules["triton"] = None
+import importlib
+importlib.import_module("memeff_compile.{module}")
+print("ok")
+"""
+    result = fresh_python(code)
+    assert result.stdout.strip() == "ok", result.stderr
+
+
+def test_torch_logs_by_package_name_prints_decisions(fresh_python: FreshPython) -> None:
+    code = """
+import torch
+from memeff_compile.toy import ToyModel
+torch.compile(ToyModel(), backend="memeff", options={"memeff.inner": "eager"})(torch.arange(8))
+"""
+    result = fresh_python(code, TORCH_LOGS="+memeff_compile")
+    assert result.returncode == 0, result.stderr
+    assert "fuse_linear_cross_entropy" in result.stderr
+
+
+def test_without_torch_logs_nothing_is_printed(fresh_python: FreshPython) -> None:
+    code = """
+import torch
+from memeff_compile.toy import ToyModel
+torch.compile(ToyModel(), backend="memeff", options={"memeff.inner": "eager"})(torch.arange(8))
+"""
+    result = fresh_python(code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+    assert "memeff" not in result.stderr

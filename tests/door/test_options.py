@@ -1,0 +1,346 @@
+"""Options: what is accepted, what is refused and with which words."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memeff_compile.errors import MemeffError, OptionError
+from memeff_compile.options import PASS_NAMES, Options, key_of, options_page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DOCUMENTED_KEYS = (
+    "preset",
+    "linear_cross_entropy",
+    "linear_cross_entropy.workspace",
+    "linear_cross_entropy.eps",
+    "linear_cross_entropy.tau",
+    "logits",
+    "attention",
+    "kv_reads",
+    "ternary",
+    "weights",
+    "skip",
+    "strict",
+    "verify",
+    "inner",
+    "mode",
+)
+
+
+def parse(**options: object) -> Options:
+    """Parse options given without their prefix."""
+    return Options.parse(None, {f"memeff.{key}": value for key, value in options.items()})
+
+
+def test_no_options_are_the_defaults() -> None:
+    assert Options.parse() == Options.parse(None, {}) == Options()
+    assert Options().to_dict() == {}
+    assert Options().inductor_patches() == {}
+
+
+def test_every_documented_key_is_a_field_and_every_field_is_documented() -> None:
+    names = [each.name for each in fields(Options) if each.name != "inductor"]
+    assert [key_of(name) for name in names] == [f"memeff.{key}" for key in DOCUMENTED_KEYS]
+    assert all(f"| `{key_of(name)}` |" in options_page() for name in names)
+
+
+def test_docs_page_is_current() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    assert page == options_page(), "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("preset", "exact"),
+        ("linear_cross_entropy", "off"),
+        ("logits", "eager"),
+        ("logits", "none"),
+        ("attention", "off"),
+        ("kv_reads", "off"),
+        ("ternary", "off"),
+        ("weights", "off"),
+        ("verify", "off"),
+        ("inner", "aot_eager"),
+        ("inner", "eager"),
+    ],
+)
+def test_available_value_is_stored(key: str, value: str) -> None:
+    assert getattr(parse(**{key: value}), key) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("preset", "fast"),
+        ("preset", "paper"),
+        ("linear_cross_entropy", "mass"),
+        ("linear_cross_entropy", "block"),
+        ("linear_cross_entropy.eps", 1e-3),
+        ("linear_cross_entropy.tau", 0.99),
+        ("attention", "8b"),
+        ("attention", "8b+f16"),
+        ("attention", "4b"),
+        ("weights", "win4"),
+        ("weights", "tier"),
+        ("weights", "rans"),
+        ("verify", "on"),
+        ("strict", "quantize_attention"),
+        ("skip", {"merge_kv_cache": "model"}),
+    ],
+)
+def test_announced_value_says_not_available_yet(key: str, value: object) -> None:
+    with pytest.raises(OptionError, match="not available yet") as caught:
+        parse(**{key: value})
+    assert f"memeff.{key}" in str(caught.value)
+    assert repr(value) in str(caught.value) or key == "skip"
+
+
+@pytest.mark.parametrize(
+    ("options", "nearest"),
+    [
+        ({"memeff.logit": "eager"}, "memeff.logits"),
+        ({"memeff.Logits": "eager"}, "memeff.logits"),
+        ({"memeff.linear_ce": "off"}, "memeff.linear_cross_entropy"),
+        ({"memeff.linear-cross-entropy": "off"}, "memeff.linear_cross_entropy"),
+        ({"logits": "eager"}, "memeff.logits"),
+        ({"memef.logits": "eager"}, "memeff.logits"),
+        ({"max_autotun": True}, "max_autotune"),
+        ({"triton.cudagraph": True}, "triton.cudagraphs"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_unknown_key_names_the_nearest(options: dict[str, object], nearest: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.parse(None, options)
+    assert repr(next(iter(options))) in str(caught.value)
+    assert repr(nearest) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("logits", "defered", "Did you mean 'deferred'?"),
+        ("logits", True, "True (bool); it takes 'deferred', 'eager', 'none'"),
+        ("logits", None, "None (NoneType); it takes"),
+        ("linear_cross_entropy", "exakt", "Did you mean 'exact'?"),
+        ("linear_cross_entropy", 1, "1 (int); it takes 'exact', 'off'"),
+        ("inner", "aot-eager", "Did you mean 'aot_eager'?"),
+        ("linear_cross_entropy.workspace", -1, "-1 (int); it takes 'auto'"),
+        ("linear_cross_entropy.workspace", 1.5, "1.5 (float)"),
+        ("linear_cross_entropy.workspace", True, "True (bool)"),
+        ("linear_cross_entropy.workspace", "64 MB", "such as '64MiB'"),
+        ("mode", "max-autotun", "Did you mean 'max-autotune'?"),
+        ("mode", 3, "3 (int); it takes one of Inductor's modes"),
+        ("strict", "fuse_linear_ce", "Did you mean 'fuse_linear_cross_entropy'?"),
+        ("strict", 3, "3 (int); it takes a pass name"),
+        ("strict", [3], "names the pass 3"),
+        ("skip", 3, "3 (int); it takes a module path"),
+        ("skip", [""], "non-empty module path"),
+        ("skip", [4], "contains 4 (int)"),
+        ("skip", {"defer_logit": "x"}, "Did you mean 'defer_logits'?"),
+        ("skip", {"*": None}, "None (NoneType)"),
+    ],
+    ids=str,
+)
+def test_wrong_value_says_what_was_seen_and_needed(key: str, value: object, words: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse(**{key: value})
+    assert f"memeff.{key}" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_options_must_be_a_mapping_with_string_keys() -> None:
+    with pytest.raises(OptionError, match="takes a mapping such as"):
+        Options.parse(None, [("memeff.logits", "eager")])  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="neither an option of memeff"):
+        Options.parse(None, {3: "eager"})  # type: ignore[dict-item]
+
+
+def test_the_error_is_also_a_value_error() -> None:
+    assert issubclass(OptionError, ValueError)
+    assert issubclass(OptionError, MemeffError)
+
+
+def test_the_callers_dict_is_left_alone() -> None:
+    options = {"memeff.skip": ["b", "a"], "max-autotune": True, "memeff.logits": "eager"}
+    kept = {**options, "memeff.skip": ["b", "a"]}
+    Options.parse("reduce-overhead", options)
+    assert options == kept
+
+
+class TestInductorKeys:
+    """Every key without our prefix goes to Inductor, checked the way torch checks it."""
+
+    def test_known_key_is_forwarded_with_dashes_as_underscores(self) -> None:
+        parsed = Options.parse(None, {"max-autotune": True, "triton.cudagraphs": False})
+        assert parsed.inductor == {"max_autotune": True, "triton.cudagraphs": False}
+        assert parsed.inductor_patches() == {"max_autotune": True, "triton.cudagraphs": False}
+
+    def test_wrong_type_says_which(self) -> None:
+        with pytest.raises(OptionError, match=r"max_autotune is 'x' \(str\).*takes bool"):
+            Options.parse(None, {"max_autotune": "x"})
+
+    def test_callables_and_lists_are_accepted(self) -> None:
+        parsed = Options.parse(None, {"post_grad_custom_post_pass": print})
+        assert parsed.inductor["post_grad_custom_post_pass"] is print
+        assert isinstance(hash(parsed), int)
+
+
+class TestMode:
+    """`mode=` of torch.compile and `memeff.mode` are the same thing."""
+
+    def test_either_way_expands_to_the_same_patches(self) -> None:
+        by_argument = Options.parse("reduce-overhead")
+        by_option = parse(mode="reduce-overhead")
+        assert by_argument == by_option
+        assert by_argument.inductor_patches()["triton.cudagraphs"] is True
+
+    def test_explicit_key_wins_over_the_mode(self) -> None:
+        parsed = Options.parse("max-autotune", {"triton.cudagraphs": False})
+        assert parsed.inductor_patches()["triton.cudagraphs"] is False
+        assert parsed.inductor_patches()["max_autotune"] is True
+
+    def test_contradiction_is_refused(self) -> None:
+        assert Options.parse("max-autotune", {"memeff.mode": "max-autotune"})
+        with pytest.raises(OptionError, match="Give one of them"):
+            Options.parse("max-autotune", {"memeff.mode": "reduce-overhead"})
+
+    def test_unknown_mode_argument_is_refused(self) -> None:
+        with pytest.raises(OptionError, match=r"mode is 'fastest'.*'reduce-overhead'"):
+            Options.parse("fastest")
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        ("auto", 0),
+        (0, 0),
+        (123, 123),
+        ("64MiB", 64 << 20),
+        (" 1.5 gib ", 3 << 29),
+        ("512 B", 512),
+        ("2KiB", 2048),
+    ],
+)
+def test_workspace_is_stored_in_bytes(given: int | str, count: int) -> None:
+    parsed = parse(**{"linear_cross_entropy.workspace": given})
+    assert parsed.linear_cross_entropy_workspace == count
+
+
+class TestSkip:
+    """Which modules are left alone by which pass."""
+
+    @pytest.mark.parametrize(
+        ("pattern", "path", "expected"),
+        [
+            ("lm_head", "lm_head", True),
+            ("lm_head", "lm_head.inner", True),
+            ("lm_head", "lm_head2", False),
+            ("lm_head", "model.lm_head", False),
+            ("*.lm_head", "model.lm_head", True),
+            ("model.layers.*.mlp", "model.layers.3.mlp.up_proj", True),
+            ("model.layers.*.mlp", "model.layers.3.attention", False),
+            ("model.layers.?", "model.layers.12", False),
+            ("*", "", True),
+            ("model", "", False),
+            ("Model", "model", False),
+        ],
+    )
+    def test_pattern(self, pattern: str, path: str, expected: bool) -> None:
+        parsed = parse(skip=pattern)
+        assert all(parsed.skips(name, path) is expected for name in PASS_NAMES)
+
+    def test_per_pass_rules_hold_for_that_pass_only(self) -> None:
+        parsed = parse(skip={"defer_logits": ["lm_head"], "*": "draft"})
+        assert parsed.skips("defer_logits", "lm_head")
+        assert not parsed.skips("fuse_linear_cross_entropy", "lm_head")
+        assert parsed.skips("fuse_linear_cross_entropy", "draft.head")
+
+    def test_order_and_repetition_do_not_matter(self) -> None:
+        assert parse(skip=["a", "b", "a"]) == parse(skip={"*": ("b", "a")})
+        assert parse(skip=[]) == Options()
+
+
+class TestStrict:
+    """Naming a pass that must fire."""
+
+    def test_one_name_or_several_in_any_order(self) -> None:
+        assert parse(strict="defer_logits").strict == ("defer_logits",)
+        assert parse(strict=list(reversed(PASS_NAMES))).strict == PASS_NAMES
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"strict": "fuse_linear_cross_entropy", "linear_cross_entropy": "off"},
+            {"strict": "defer_logits", "logits": "eager"},
+            {"strict": "defer_logits", "linear_cross_entropy": "off"},
+        ],
+        ids=str,
+    )
+    def test_requiring_a_pass_that_is_switched_off_is_refused(
+        self, options: dict[str, str]
+    ) -> None:
+        with pytest.raises(OptionError, match="Drop one of the two"):
+            parse(**options)
+
+
+def test_options_are_immutable() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Options().logits = "eager"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Options().skip["*"] = ("x",)  # type: ignore[index]
+
+
+PATHS = st.lists(st.from_regex(r"[a-z*]+(\.[a-z0-9*]+){0,2}", fullmatch=True), max_size=3)
+VALID = st.fixed_dictionaries(
+    {},
+    optional={
+        "memeff.logits": st.sampled_from(["deferred", "eager", "none"]),
+        "memeff.linear_cross_entropy": st.sampled_from(["exact", "off"]),
+        "memeff.linear_cross_entropy.workspace": st.one_of(
+            st.just("auto"), st.integers(0, 1 << 40), st.just("64MiB")
+        ),
+        "memeff.inner": st.sampled_from(["inductor", "aot_eager", "eager"]),
+        "memeff.skip": st.one_of(
+            PATHS, st.dictionaries(st.sampled_from([*PASS_NAMES, "*"]), PATHS)
+        ),
+        "memeff.mode": st.sampled_from([None, "default", "reduce-overhead"]),
+        "max_autotune": st.booleans(),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(VALID)
+def test_round_trips_through_dict_and_pickle(options: dict[str, object]) -> None:
+    parsed = Options.parse(None, options)
+    assert Options.parse(None, parsed.to_dict()) == parsed
+    copy = pickle.loads(pickle.dumps(parsed))
+    assert copy == parsed
+    assert hash(copy) == hash(parsed)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(
+        st.one_of(
+            st.text(max_size=8), st.sampled_from([f"memeff.{key}" for key in DOCUMENTED_KEYS])
+        ),
+        st.one_of(
+            st.none(), st.booleans(), st.integers(), st.text(max_size=6), st.lists(st.none())
+        ),
+        max_size=3,
+    )
+)
+def test_any_input_parses_or_raises_our_error(options: dict[str, object]) -> None:
+    with contextlib.suppress(OptionError):
+        assert isinstance(Options.parse(None, options), Options)

@@ -1,0 +1,127 @@
+"""Engine H's Triton kernels on a CPU: the same source, run by Triton's interpreter.
+
+The interpreter stores bf16 by cutting bits off instead of rounding, which doubles the error of the
+gradient of the products; budgets are doubled to match.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.linear_cross_entropy import hybrid
+from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, hybrid_widths
+from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
+
+pytestmark = pytest.mark.interpreter
+
+NARROW_PIECES = 21 * 64 * 6
+
+
+class _EngineH(torch.autograd.Function):
+    """The engine without its op, which would send CPU tensors to the reference."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight, bias, target, column_weight, knobs = args
+        flat = hidden.reshape(target.numel(), -1), weight, bias, target.reshape(-1), column_weight
+        nll, lse, logit_sum = hybrid.forward(*flat, knobs)
+        ctx.save_for_backward(*flat, lse)
+        ctx.knobs, ctx.shape, ctx.has_bias = knobs, hidden.shape, bias is not None
+        sum_shape = target.shape if knobs.with_logit_sum else (0,)
+        return nll.view(target.shape), lse.view(target.shape), logit_sum.view(sum_shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flat_grads = [grad.reshape(-1) for grad in grads]
+        mask = (True, True, ctx.has_bias)
+        grad_hidden, grad_weight, grad_bias = hybrid.backward(
+            *flat_grads, *ctx.saved_tensors, ctx.knobs, mask
+        )
+        assert grad_hidden is not None
+        return grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None
+
+
+def engine_h(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    knobs = Knobs(**{name: arguments[name] for name in Knobs._fields})
+    results: tuple[Tensor, Tensor, Tensor] = _EngineH.apply(*tensors, knobs)
+    return results
+
+
+def _check(inputs: Inputs, case: Case, workspace: int = NARROW_PIECES) -> None:
+    assert_matches_oracle(engine_h, inputs, case.arguments(workspace), slack=2)
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_values_and_gradients_match_the_oracle(case: Case, dtype: torch.dtype) -> None:
+    assert hybrid_widths(21, 13, 201, NARROW_PIECES, dtype.itemsize, 132).strip == 64
+    _check(make_inputs(case, dtype=dtype, kind="peaked"), case)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 65, 4500])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("workspace", [0, 1, 5 * 12 * 256])
+def test_any_size_matches_the_oracle(rows: int, vocab: int, workspace: int) -> None:
+    case = CASES[-1]
+    _check(make_inputs(case, shape=(rows,), vocab=vocab, dtype=torch.bfloat16), case, workspace)
+
+
+def test_poisoned_row_stays_visible() -> None:
+    inputs = make_inputs(CASES[0], shape=(4,))
+    for row, poison in enumerate(("nan", "inf", "-inf")):
+        inputs.hidden[row, 4] = float(poison)
+    arguments = CASES[0].arguments(NARROW_PIECES)
+    hidden = inputs.hidden.requires_grad_()
+    nll, _, _ = engine_h(hidden, inputs.weight, None, inputs.target, None, **arguments)
+    nll.sum().backward()
+    assert hidden.grad is not None
+    assert nll.isnan().tolist() == [True, True, True, False]
+    assert hidden.grad.isnan().all(1).tolist() == [True, True, True, False]
+
+
+def test_columns_masked_by_bias_get_no_gradient() -> None:
+    case = Case("bias", has_bias=True)
+    inputs = make_inputs(case)
+    assert inputs.bias is not None
+    inputs.bias[:130] = float("-inf")  # the first strips hold nothing but -inf
+    inputs.target.clamp_(min=130)
+    _check(inputs, case)
+
+
+def test_out_of_range_target_reads_nothing_and_gives_nan() -> None:
+    inputs = make_inputs(CASES[0], shape=(3,))
+    inputs.target[1] = 10**12
+    arguments = CASES[0].arguments(NARROW_PIECES)
+    nll, _, _ = engine_h(*inputs.tensors(), **arguments)
+    assert nll.isnan().tolist() == [False, True, False]
+
+
+def test_strided_inputs_match_the_oracle() -> None:
+    inputs = make_inputs(CASES[0], shape=(6,))
+    inputs.weight = inputs.weight.T.contiguous().T
+    wide = torch.zeros(6, 2 * inputs.hidden.shape[-1])
+    wide[:, ::2] = inputs.hidden
+    inputs.hidden = wide[:, ::2]
+    inputs.grad_nll = torch.tensor(0.5).expand(6)
+    _check(inputs, CASES[0])
+
+
+@pytest.mark.parametrize(
+    "mask", [(True, False, False), (False, True, False), (False, False, True)], ids=str
+)
+def test_frozen_inputs_are_skipped(mask: tuple[bool, bool, bool]) -> None:
+    case = Case("bias", has_bias=True)
+    inputs = make_inputs(case, shape=(6,))
+    knobs = Knobs(-100, 1.0, 0.0, False, False, NARROW_PIECES)
+    _, lse, _ = hybrid.forward(*inputs.tensors(), knobs)
+    grads = inputs.grad_nll, inputs.grad_lse, inputs.grad_logit_sum
+    wanted = hybrid.backward(*grads, *inputs.tensors(), lse, knobs, (True, True, True))
+    found = hybrid.backward(*grads, *inputs.tensors(), lse, knobs, mask)
+    for flag, some, all_of in zip(mask, found, wanted, strict=True):
+        assert (some is not None) == flag
+        assert some is None or (all_of is not None and torch.equal(some, all_of))
