@@ -62,11 +62,12 @@ golden: $(INSTALLED)  ## accept new goldens, after reading the diff
 	EXPECTTEST_ACCEPT=1 $(PY) -m pytest -q $$(grep -rlE 'assertExpectedInline|assert_expected_inline' tests examples)
 	find tests examples -name '*.py.bak' -delete
 
-bench: $(INSTALLED)  ## time and weigh an op: make bench OP=linear_cross_entropy
-	$(PY) -m benchmarks.run $(if $(OP),--op $(OP)) $(if $(BASE),--base $(BASE))
+OP ?= linear_cross_entropy
+bench:  ## measure with the python it finds: make bench OP=models ARGS="--model llama3.2-1b"
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/$(OP).py $(ARGS)
 
 figures: $(INSTALLED)  ## redraw every figure from the raw results
-	$(PY) -m benchmarks.plot
+	$(PY) benchmarks/plot.py
 
 docs: $(INSTALLED)  ## rewrite the generated pages
 	$(PY) -m memeff_compile options > docs/options.md.new

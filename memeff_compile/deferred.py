@@ -1,3 +1,4 @@
+# ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
 """Logits that are computed on first use.
 
 A graph whose loss no longer needs the logits returns the hidden states in their place, and
@@ -34,7 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 from torch.utils import _pytree as pytree
 
 from memeff_compile.errors import MemeffError, UnsupportedInputError
-from memeff_compile.lazy_tensor import LazyTensor
+from memeff_compile.lazy_tensor import MEMORY_METHODS, LazyTensor, untraced
 from memeff_compile.logits import DeferredOutput, LogitsRecipe
 from memeff_compile.logits_source import LogitsSource
 from memeff_compile.row_gradient import RowGradient, indexed_dims
@@ -44,8 +45,7 @@ __all__ = ["REMEDY", "DeferredLogits", "attach", "defer"]
 aten = torch.ops.aten
 
 REMEDY = (
-    "Read out.logits before optimizer.step(), or compile with "
-    'options={"memeff.logits": "eager"}.'
+    'Read out.logits before optimizer.step(), or compile with options={"memeff.logits": "eager"}.'
 )
 """What a user can do about stale logits: the last sentence of every `StaleLogitsError`."""
 
@@ -81,7 +81,7 @@ def defer(
         >>> logits = defer(hidden, head.weight, None, (), LogitsRecipe(hidden.dtype))
         >>> logits[:, -1].argmax(-1)        # computes the last rows and no others
     """
-    result: Tensor = _Defer.apply(recipe, remedy, hidden, weight, bias, *vectors)
+    result: Tensor = _apply(recipe, remedy, hidden, weight, bias, *vectors)
     return result
 
 
@@ -102,7 +102,8 @@ def attach(
     entries = tuple(plan)
 
     def run(*args: Any) -> Sequence[Any]:
-        outputs = compiled(*args)  # as Dynamo calls it; AOTAutograd's _boxed_call flag does not hold here
+        # As Dynamo calls it; AOTAutograd's _boxed_call flag does not hold here.
+        outputs = compiled(*args)
         results = list(outputs)
         for entry in entries:
             hidden = results[entry.output]
@@ -123,7 +124,7 @@ class _Defer(torch.autograd.Function):
     """Joins deferred logits to the hidden states and the head that they come from."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         recipe: LogitsRecipe,
         remedy: str,
@@ -139,7 +140,7 @@ class _Defer(torch.autograd.Function):
         return _Memory(source, recipe, source.hidden, shape).whole(shape)
 
     @staticmethod
-    @torch._dynamo.disable
+    @untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *vectors = ctx.saved_tensors
         recipe: LogitsRecipe = ctx.recipe
@@ -158,6 +159,9 @@ class _Defer(torch.autograd.Function):
                     total = totals[place]
                     totals[place] = part if total is None else total + part
         return (None, None, *totals)
+
+
+_apply = cast("Callable[..., Tensor]", _Defer.apply)
 
 
 class _Memory:
@@ -239,8 +243,9 @@ class _Memory:
         if view._own is not None:
             is_only_lender = not self.loans or self.lender() is view
             self.lender = weakref.ref(view) if is_only_lender else _nobody
+            if not self.loans:
+                self.loan_version = version
             self.loans.append(StorageWeakRef(view._own.untyped_storage()))
-            self.loan_version = version
 
     def is_pristine(self, view: DeferredLogits) -> bool:
         """Say whether the values of `view` are surely those of the forward pass."""
@@ -248,17 +253,22 @@ class _Memory:
 
     def snapshot(self, view: DeferredLogits, dtype: torch.dtype) -> Callable[[], Tensor | None]:
         """Return a way to copy the values of `view` later, which holds none of this memory."""
-        reference, geometry = weakref.ref(self), (view._size, view._stride, view._offset)
+        reference, origin = weakref.ref(self), self.origin
+        geometry = (view._size, view._stride, view._offset)
         is_inference = self.source.is_inference
 
         def copy() -> Tensor | None:
-            memory = reference()
-            if memory is None or memory.value is None:
-                return None
-            if memory.is_open or memory.alias_version is not None:
+            memory, value = reference(), None
+            if memory is not None:
+                if memory.is_open or memory.alias_version is not None:
+                    return None
+                value = memory.value
+            if value is None and origin is not None:
+                value = origin()
+            if value is None:
                 return None
             with torch.inference_mode(is_inference), torch.no_grad():
-                return memory.value.as_strided(*geometry).to(
+                return value.as_strided(*geometry).to(
                     dtype, copy=True, memory_format=torch.contiguous_format
                 )
 
@@ -285,6 +295,12 @@ _LOST_WRITE = (
 )
 
 
+_OTHER_MEMORY = (
+    "{} would give deferred logits another shape or other memory in place. Use a function that "
+    'returns a new tensor, or compile with options={{"memeff.logits": "eager"}}.'
+)
+
+
 class DeferredLogits(LazyTensor):
     """Logits, or some of their rows, that are computed on first use."""
 
@@ -294,18 +310,19 @@ class DeferredLogits(LazyTensor):
     _size: tuple[int, ...]
     _stride: tuple[int, ...]
     _offset: int
+    _counts_writes: bool  # false for `.data`, whose version counter is its own
     _row_hook: Any
 
     @staticmethod
     def __new__(
-        cls,
+        cls: type[DeferredLogits],
         memory: _Memory,
         rows: Tensor,
         size: tuple[int, ...],
         stride: tuple[int, ...],
         offset: int,
     ) -> DeferredLogits:
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls,
             size,
             strides=stride,
@@ -315,18 +332,19 @@ class DeferredLogits(LazyTensor):
         )
         self._shared, self._rows, self._own, self._row_hook = memory, rows, None, None
         self._size, self._stride, self._offset = size, stride, offset
-        return cast("DeferredLogits", self)
+        self._counts_writes = True
+        return self
 
     @property
     def materialisations(self) -> int:
         """Products computed so far for these logits and everything derived from them."""
         return self._shared.source.materialisations
 
-    @torch._dynamo.disable
+    @untraced
     def _values(self) -> Tensor:
         return self._shared.read(self)
 
-    @torch._dynamo.disable
+    @untraced
     def _memory(self) -> Tensor:
         return self._shared.write(self)
 
@@ -364,8 +382,9 @@ def _nobody() -> None:
 
 
 def _version(view: DeferredLogits) -> int | None:
+    """Number of writes to `view` and its aliases, where PyTorch keeps count."""
     with torch._C.DisableTorchFunctionSubclass():
-        return None if view.is_inference() else view._version
+        return view._version if view._counts_writes and not view.is_inference() else None
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -379,7 +398,7 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 # Below autograd ----------------------------------------------------------------------------------
 
 
-@torch._dynamo.disable
+@untraced
 def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one ATen operation: lazily where a rule says how, else on the computed values."""
     rule = _LAZY.get(func)
@@ -399,10 +418,7 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one ATen operation on the computed values."""
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], DeferredLogits):
         name = func._schema.name.split("::")[-1]
-        raise UnsupportedInputError(
-            f"{name} would give deferred logits another shape or other memory in place. Use the "
-            f'function that returns a new tensor, or options={{"memeff.logits": "eager"}}.'
-        )
+        raise UnsupportedInputError(_OTHER_MEMORY.format(name))
     written = {id(view): view for view in _written(func, args, kwargs)}
     is_view = any(out.alias_info and not out.alias_info.is_write for out in func._schema.returns)
     wrappers: dict[int, DeferredLogits] = {}
@@ -425,12 +441,15 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     result = func(*plain_args, **plain_kwargs)
     if not written:
         return result
+    if func._schema.name.startswith("aten::_foreach"):
+        # These count writes on the tensors they are given, which are the plain ones.
+        for view in written.values():
+            if not view.is_inference():
+                torch.autograd.graph.increment_version(view)
     return pytree.tree_map_only(Tensor, lambda out: wrappers.get(id(out), out), result)
 
 
-def _written(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[DeferredLogits]:
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DeferredLogits]:
     """The deferred logits among the arguments that an operation writes to."""
     name = func._schema.name
     if not func._schema.is_mutable and (name.startswith("aten::") or not name.endswith("_")):
@@ -449,9 +468,15 @@ _Rule = Callable[[Any, DeferredLogits, Sequence[Any], Mapping[str, Any]], Any]
 
 def _derive(view: DeferredLogits, geometry: Tensor, rows: Tensor) -> DeferredLogits:
     """A view of `view` that has the given rows."""
-    return DeferredLogits(
-        view._shared, rows, tuple(geometry.shape), geometry.stride(), geometry.storage_offset()
+    derived = DeferredLogits(
+        view._shared,
+        rows,
+        tuple(geometry.shape),
+        geometry.stride(),
+        int(geometry.storage_offset()),
     )
+    derived._counts_writes = view._counts_writes
+    return derived
 
 
 def _same_rows(
@@ -544,6 +569,13 @@ def _shaped_like(
     return func(stand_in, *args, **kwargs)
 
 
+def _restrided(
+    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Strides count in the memory that eager PyTorch would have: have it, and go on with it."""
+    view._shared.link(view)
+
+
 def _itself(
     func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> DeferredLogits:
@@ -588,6 +620,7 @@ _LAZY: dict[Any, _Rule] = {
     aten.new_zeros.default: _shaped_like,
     aten.new_ones.default: _shaped_like,
     aten.new_full.default: _shaped_like,
+    aten.as_strided.default: _restrided,
     aten.detach_.default: _itself,
     aten.record_stream.default: _recorded,
 }
@@ -596,7 +629,7 @@ _LAZY: dict[Any, _Rule] = {
 # Above autograd ----------------------------------------------------------------------------------
 
 
-@torch._dynamo.disable
+@untraced
 def _function(
     func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -627,7 +660,8 @@ def _plain(view: DeferredLogits) -> Tensor:
 def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
     """Spare a selection of rows the dense gradient that its autograd node would make."""
     if view.requires_grad and view._row_hook is None and prod(view._size) < prod(base._size):
-        view._row_hook = view.register_hook(RowGradient.of)
+        register: Callable[..., Any] = view.register_hook
+        view._row_hook = register(RowGradient.of)
 
 
 def _dense(grad: Any) -> Any:
@@ -663,8 +697,21 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:
-    """`.data` as `.detach()`: writes to it stay visible, because the version counter is shared."""
-    return view.detach()
+    data: Tensor = func(view)
+    if isinstance(data, DeferredLogits):
+        data._counts_writes = False
+    return data
+
+
+def _set_data(func: Any, view: Tensor, data: Tensor) -> None:
+    if isinstance(view, DeferredLogits):
+        raise UnsupportedInputError(_OTHER_MEMORY.format("Assigning to .data"))
+    func(view, data)
+
+
+def _method(func: Any, view: LazyTensor, *args: Any, **kwargs: Any) -> Any:
+    """`Tensor.numpy(logits)` is `logits.numpy()`."""
+    return getattr(view, func.__name__)(*args, **kwargs)
 
 
 def _set_item(func: Any, target: Tensor, index: Any, value: Any) -> None:
@@ -674,15 +721,20 @@ def _set_item(func: Any, target: Tensor, index: Any, value: Any) -> None:
     func(target, index, value)
 
 
+# Attributes, seen from the class.
+_GRAD, _DATA = cast("Any", torch.Tensor.grad), cast("Any", torch.Tensor.data)
+
 # The one table of functions that must act before autograd sees them. A loss of deferred logits
 # that never makes them would enter here.
 _ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     torch.Tensor.register_hook: _register_hook,
     torch.Tensor.retain_grad: _retain_grad,
-    torch.Tensor.grad.__get__: _read_grad,  # type: ignore[attr-defined]
-    torch.Tensor.data.__get__: _data,  # type: ignore[attr-defined]
+    _GRAD.__get__: _read_grad,
+    _DATA.__get__: _data,
+    _DATA.__set__: _set_data,
     torch.Tensor.__setitem__: _set_item,
     torch.autograd.grad: _gradients,
+    **{getattr(torch.Tensor, name): _method for name in MEMORY_METHODS},
 }
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
 """The base of tensors whose values are computed on first use.
 
 A wrapper subclass has a shape, a dtype, a device and a place in the autograd graph, and no memory.
@@ -9,7 +10,8 @@ to a plain tensor: `_values` for what only reads, `_memory` for what may write a
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +19,33 @@ from torch import Tensor
 if TYPE_CHECKING:
     import numpy
 
-__all__ = ["LazyTensor"]
+__all__ = ["MEMORY_METHODS", "LazyTensor", "untraced"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+MEMORY_METHODS = (
+    "__deepcopy__",
+    "__dlpack__",
+    "__dlpack_device__",
+    "__reduce_ex__",
+    "__repr__",
+    "_typed_storage",
+    "data_ptr",
+    "is_pinned",
+    "is_shared",
+    "numpy",
+    "pin_memory",
+    "share_memory_",
+    "storage",
+    "tolist",
+    "untyped_storage",
+)
+"""Methods of `torch.Tensor` that do not pass through the dispatcher; `LazyTensor` has its own."""
+
+
+def untraced(function: _Function) -> _Function:
+    """Keep Dynamo out of a function that works on the real tensors."""
+    return cast("_Function", torch._dynamo.disable(function))
 
 
 class LazyTensor(torch.Tensor):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -54,7 +55,7 @@ class LogitsRecipe:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the logits."""
-        return self._dtypes()[-1]
+        return self._dtypes[-1]
 
     def vocab(self, weight: Tensor) -> int:
         """Return the number of columns that the logits have with `weight`."""
@@ -109,7 +110,7 @@ class LogitsRecipe:
             tanhs: list[Tensor] = []
             if any(name == "tanh" for name, _ in self.steps):
                 self._forward(hidden, weight, bias, vectors, tanhs)
-            dtypes = self._dtypes()
+            dtypes = self._dtypes
             place = count
             for index in range(len(self.steps) - 1, -1, -1):
                 name, value = self.steps[index]
@@ -122,13 +123,14 @@ class LogitsRecipe:
             result[:3] = self._product_gradients(grad, hidden, weight, bias, needs)
         return tuple(result)
 
-    def _dtypes(self) -> list[torch.dtype]:
+    @cached_property
+    def _dtypes(self) -> tuple[torch.dtype, ...]:
         """Dtype of the product and behind every step."""
         dtypes = [self.compute_dtype]
         for name, value in self.steps:
             changes = name in ("to", "bias") and value is not None
             dtypes.append(cast("torch.dtype", value) if changes else dtypes[-1])
-        return dtypes
+        return tuple(dtypes)
 
     def _forward(
         self,

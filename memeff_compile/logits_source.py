@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memeff_compile.errors import StaleLogitsError
+from memeff_compile.lazy_tensor import untraced
 from memeff_compile.logits import LogitsRecipe
 
 __all__ = ["LogitsSource"]
@@ -50,12 +52,23 @@ class LogitsSource:
         self.is_inference = hidden.is_inference()
         self.materialisations = 0  # products computed so far
         self.stepped_by: str | None = None
-        head = [tensor for tensor in (weight, bias, *vectors) if tensor is not None]
-        self.parameters = [weakref.ref(tensor) for tensor in head if tensor.requires_grad]
-        self._stamps = tuple(map(_stamp, self._tensors()))
+        self.parameters = [
+            weakref.ref(tensor)
+            for tensor in (weight, bias, *vectors)
+            if tensor is not None and tensor.requires_grad
+        ]
+        self._tensors = [
+            tensor
+            for tensor in (self.hidden, self.weight, self.bias, *self.vectors)
+            if tensor is not None
+        ]
+        self._stamps = [_stamp(tensor) for tensor in self._tensors]
+        self._sample: Tensor | None = None
         if self.parameters:
-            _watch_optimizers()
+            self._sample = _sample(self.weight).clone()
             _live.add(self)
+            if not _is_watching:
+                _watch_optimizers()
 
     def compute(self, recipe: LogitsRecipe, rows: Tensor) -> Tensor:
         """Return the logits of some rows of the hidden states, without autograd.
@@ -75,7 +88,7 @@ class LogitsSource:
 
     def change(self) -> str | None:
         """Say what has changed since this source was made; None if nothing has."""
-        for name, tensor, before in zip(self._names(), self._tensors(), self._stamps, strict=True):
+        for name, tensor, before in zip(self._names(), self._tensors, self._stamps, strict=True):
             version, pointer = _stamp(tensor)
             if version != before[0]:
                 return (
@@ -88,6 +101,8 @@ class LogitsSource:
                 return f"the memory of {name} was replaced since then"
         if self.stepped_by is not None:
             return f"{self.stepped_by}.step() updated the head since then"
+        if self._sample is not None and _differ(self._sample, _sample(self.weight)):
+            return "the head's weight changed since then, through .data or outside PyTorch"
         return None
 
     def _names(self) -> Iterator[str]:
@@ -97,14 +112,25 @@ class LogitsSource:
             yield "the head's bias"
         yield from ("a vector added to them" for _ in self.vectors)
 
-    def _tensors(self) -> tuple[Tensor, ...]:
-        head = (self.hidden, self.weight)
-        return (*head, *self.vectors) if self.bias is None else (*head, self.bias, *self.vectors)
-
 
 def _stamp(tensor: Tensor) -> tuple[int | None, int]:
     """What shows a change without a look at the values; inference tensors count no versions."""
     return (None if tensor.is_inference() else tensor._version), tensor.data_ptr()
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """A few entries all over a weight: a hand-written `p.data -= lr * p.grad` shows in these."""
+    rows, columns = weight.shape
+    down, right = weight.stride()
+    return weight.as_strided(
+        (min(rows, 8), min(columns, 8)), (max(rows // 8, 1) * down, max(columns // 8, 1) * right)
+    )
+
+
+def _differ(left: Tensor, right: Tensor) -> bool:
+    """Compare values so that NaN equals NaN."""
+    with torch.no_grad(), _disable_current_modes():
+        return bool(((left != right) & ~(left.isnan() & right.isnan())).any())
 
 
 _live: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
@@ -114,12 +140,11 @@ _is_watching = False
 def _watch_optimizers() -> None:
     """See optimizer steps that no version counter shows: fused ones, and writes through `.data`."""
     global _is_watching
-    if not _is_watching:
-        register_optimizer_step_post_hook(_after_step)
-        _is_watching = True
+    register_optimizer_step_post_hook(_after_step)
+    _is_watching = True
 
 
-@torch._dynamo.disable
+@untraced
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Mark the sources whose head this optimizer has just updated."""
     waiting: dict[int, list[LogitsSource]] = {}

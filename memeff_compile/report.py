@@ -146,7 +146,8 @@ class Record:
             if before is not None and after is not None
             else ""
         )
-        return f"{verb}{number}{change}: {self._difference()} bytes{f' with {sizes}' if sizes else ''}."
+        given = f" with {sizes}" if sizes else ""
+        return f"{verb}{number}{change}: {self._difference()} bytes{given}."
 
     def _difference(self) -> str:
         """Return the formula as 'before - after', in that order (sympy would sort the terms)."""

@@ -1,3 +1,4 @@
+# ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
 """Gradients of logits that are zero but for a few rows, kept as those rows.
 
 `logits[:, -1]` has the autograd node that eager PyTorch gives it, and that node's backward returns
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from memeff_compile.lazy_tensor import LazyTensor
+from memeff_compile.lazy_tensor import LazyTensor, untraced
 
 __all__ = ["Piece", "RowGradient", "RowStep", "indexed_dims"]
 
@@ -61,13 +62,13 @@ class RowGradient(LazyTensor):
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], pieces: tuple[Piece, ...], like: Tensor
+        cls: type[RowGradient], shape: Sequence[int], pieces: tuple[Piece, ...], like: Tensor
     ) -> RowGradient:
-        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=like.dtype, device=like.device
         )
         self.pieces, self._dense = pieces, None
-        return cast("RowGradient", self)
+        return self
 
     @staticmethod
     def of(rows: Tensor) -> Tensor:
@@ -80,8 +81,8 @@ class RowGradient(LazyTensor):
         """Return the plain gradient."""
         if self._dense is None:
             parts = [piece.scatter(piece.rows) for piece in self.pieces]
-            total = parts[0] if parts else torch.zeros(
-                self.shape, dtype=self.dtype, device=self.device
+            total = (
+                parts[0] if parts else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             )
             for part in parts[1:]:
                 total = total + part
@@ -116,7 +117,7 @@ class RowGradient(LazyTensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-@torch._dynamo.disable
+@untraced
 def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     rule = _RULES.get(func)
     if rule is not None:

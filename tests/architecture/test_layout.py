@@ -45,7 +45,8 @@ def test_op_folder_has_tests(folder: Path) -> None:
 @pytest.mark.parametrize("name", PASS_NAMES)
 def test_pass_is_a_file_named_in_the_options_with_tests_and_a_page(name: str) -> None:
     assert (PACKAGE / "passes" / f"{name}.py").is_file()
-    assert list((ROOT / "tests").rglob(f"*{name}*.py"))
+    others = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+    assert any(name in path.read_text() for path in others if path.parent.name != "door")
     pages = " ".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     assert f"`{name}`" in pages
 

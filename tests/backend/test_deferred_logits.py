@@ -7,7 +7,7 @@ import gc
 import io
 import pickle
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -357,17 +357,22 @@ def _under_autocast(body: Callable[[], Tensor]) -> Tensor:
         return body()
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+# Uses that read separate parts, each of which is computed on its own, or a copy as well.
+PARTWISE = ("chunked loss", "nested tensor", "split of the vocabulary")
+
+
+@pytest.mark.parametrize("name", USES)
 @pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated", "ignore:.*[Nn]ested")
 def test_use_computes_once_and_gives_what_eager_gives(
-    use: Callable[[Tensor], Any], logits: Tensor, eager: Tensor
+    name: str, logits: Tensor, eager: Tensor
 ) -> None:
+    use = USES[name]
     same(use(logits), use(eager))
-    assert products(logits) <= 2
+    assert products(logits) <= (3 if name in PARTWISE else 1)
     before = products(logits)
     logits.argmax(-1)
     logits.argmax(-1)
-    assert products(logits) <= max(before, 1) + (before < 2)
+    assert products(logits) <= before + 1
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
@@ -445,7 +450,8 @@ def test_gradcheck_in_double() -> None:
     vector.requires_grad_()
 
     def logits(h: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
-        return defer(h, w, b, (v,), recipe)
+        # Read at once: gradcheck writes into its inputs where no version counter shows it.
+        return defer(h, w, b, (v,), recipe) * 1
 
     def rows(h: Tensor, w: Tensor, b: Tensor, v: Tensor) -> Tensor:
         return defer(h, w, b, (v,), recipe)[:, 1:].reshape(-1, 5)[1] * 2
@@ -460,7 +466,7 @@ def test_frozen_head_and_frozen_trunk_get_no_gradient() -> None:
         tensors = [torch.randn(4, 8), torch.randn(6, 8)]
         tensors[1 - frozen].requires_grad_()
         logits = defer(*tensors, None, (), LogitsRecipe(torch.float32))
-        logits[2].sum().backward()
+        logits[2].sum().backward(retain_graph=True)
         logits.sum().backward()
         assert tensors[frozen].grad is None
         assert tensors[1 - frozen].grad is not None
@@ -502,9 +508,8 @@ def test_tensor_and_module_backward_functions_accept_logits() -> None:
     for deferred in (True, False):
         at = world(deferred=deferred)
         at.logits.backward(torch.ones_like(at.logits), retain_graph=True)
-        torch.autograd.backward([at.logits, at.logits[0]], [torch.ones(BATCH, LENGTH, VOCAB)] + [
-            torch.full((LENGTH, VOCAB), 3.0)
-        ])
+        whole, part = torch.ones(BATCH, LENGTH, VOCAB), torch.full((LENGTH, VOCAB), 3.0)
+        torch.autograd.backward([at.logits, at.logits[0]], [whole, part])
         found.append([leaf.grad for leaf in at.leaves])
     same(*found)
 
@@ -634,7 +639,7 @@ def test_sending_to_another_process_gives_values(eager: Tensor) -> None:
     from multiprocessing.reduction import ForkingPickler
 
     logits = world(deferred=True).logits
-    with pytest.raises(RuntimeError, match="[Cc]owardly"):
+    with pytest.raises(RuntimeError, match=r"[Cc]owardly"):
         ForkingPickler.dumps(logits)
     received = pickle.loads(ForkingPickler.dumps(logits.detach()))
     assert type(received) is Tensor
@@ -817,6 +822,12 @@ def test_changing_the_shape_in_place_is_refused_with_a_sentence(name: str, logit
     assert EAGER in str(error.value)
 
 
+def test_replacing_the_data_is_refused_with_a_sentence(logits: Tensor) -> None:
+    with pytest.raises(UnsupportedInputError, match="data") as error:
+        logits.data = torch.ones(2)
+    assert EAGER in str(error.value)
+
+
 def test_detach_in_place_detaches() -> None:
     logits = world(deferred=True).logits
     assert logits.detach_() is logits
@@ -853,10 +864,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def test_first_read_after_a_step_raises_with_both_remedies(
     make: Callable[[Any], torch.optim.Optimizer],
 ) -> None:
-    at = world(deferred=True)
-    derived = [at.logits[:, -1], at.logits.float(), at.logits.double(), at.logits.clone()]
-    optimizer = make([at.leaves[1]])
-    at.logits.square().sum().item()
     fresh = world(deferred=True)
     optimizer = make([fresh.leaves[1]])
     fresh.hidden.sum().backward()
@@ -900,6 +907,19 @@ def test_step_that_leaves_the_head_alone_changes_nothing(eager: Tensor) -> None:
     assert at.leaves[1].grad is None
     Fused(at.leaves).step()
     same(at.logits, eager)
+
+
+def test_manual_step_through_data_raises() -> None:
+    at = world(deferred=True)
+    at.leaves[1].data -= 0.1 * torch.ones(VOCAB, HIDDEN)
+    with pytest.raises(StaleLogitsError, match=r"\.data"):
+        at.logits.argmax()
+
+
+def test_weight_with_nans_is_no_change() -> None:
+    weight = torch.full((VOCAB, HIDDEN), float("nan"), requires_grad=True)
+    logits = defer(torch.ones(2, HIDDEN), weight, None, (), LogitsRecipe(torch.float32))
+    assert logits.isnan().all()
 
 
 def test_skipped_step_of_a_gradient_scaler_changes_nothing(eager: Tensor) -> None:
@@ -1038,20 +1058,13 @@ def test_training_loop_that_reads_only_the_loss_computes_nothing() -> None:
     assert losses[-1] < losses[0]
 
 
-def test_result_keeps_the_kind_of_sequence_and_the_calling_convention() -> None:
+def test_result_keeps_the_kind_of_sequence() -> None:
     hidden, weight = torch.randn(2, 4), torch.randn(3, 4)
     plan = [DeferredOutput(0, 1, None, (), LogitsRecipe(torch.float32))]
 
-    def boxed(args: list[Tensor]) -> list[Tensor]:
-        result = [args[0] * 1]
-        args.clear()
-        return result
-
-    boxed._boxed_call = True  # type: ignore[attr-defined]
-    for run in (attach(boxed, plan, clone_hidden=False),):
-        result = run(hidden, weight)
-        assert isinstance(result, list)
-        same(result[0], hidden @ weight.T)
+    as_list = attach(lambda h, w: [h * 1], plan, clone_hidden=False)(hidden, weight)
+    assert isinstance(as_list, list)
+    same(as_list[0], hidden @ weight.T)
     assert isinstance(attach(lambda h, w: (h,), plan, clone_hidden=False)(hidden, weight), tuple)
 
 
@@ -1260,7 +1273,3 @@ def test_reports_of_the_optimizer_hook_do_not_keep_sources_alive() -> None:
     assert len(logits_source._live) == before + 1
     del at
     assert len(logits_source._live) == before
-
-
-def gradients_of(parts: Sequence[Tensor]) -> list[Tensor | None]:
-    return [part.grad for part in parts]

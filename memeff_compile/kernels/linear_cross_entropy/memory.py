@@ -85,8 +85,8 @@ def bytes_after(
 
     The larger of forward and backward: the workspace of pieces (each at most half as wide as the
     vocabulary, once that exceeds 64 columns), the vectors of N elements, and for 16-bit inputs the
-    fp32 sum of the hidden gradient (4ND). Engine R adds the fp32 copy of 16-bit hidden states and
-    one piece of the weight, and on a CPU the copies of the rows that are not ignored.
+    fp32 sum of the hidden gradient (4ND). Engine R adds the fp32 copies of 16-bit hidden states
+    and of pieces of the weight, and on a CPU the copies of the rows that are not ignored.
 
     Args:
         rows, depth, vocab: N, D, V as symbols or numbers.
@@ -110,7 +110,7 @@ def bytes_after(
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     budget = workspace or sympy.Max(automatic, REFERENCE_AUTO_COLUMNS * per_logit * n)
     columns = sympy.Min(sympy.Max(sympy.floor(budget / (per_logit * n)), MIN_WIDTH), half)
-    # 16-bit: hidden in fp32, the piece of the weight in fp32 and its gradient before rounding
-    widened = 4 * n * d + 8 * columns * d if itemsize == 2 else sympy.Integer(0)
+    # 16-bit: hidden in fp32, two pieces of the weight in fp32 and its gradient before rounding
+    widened = 4 * n * d + 12 * columns * d if itemsize == 2 else sympy.Integer(0)
     compacted = 2 * itemsize * n * d if device_type == "cpu" else sympy.Integer(0)
     return per_logit * n * columns + sums + widened + compacted + 24 * max(itemsize, 4) * n

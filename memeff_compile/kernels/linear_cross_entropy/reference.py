@@ -45,8 +45,9 @@ def forward(
     kept = _kept_rows(target, knobs)
     if kept is not None:
         hidden, target = hidden[kept], target[kept]
+    width = _width(hidden.dtype, rows, weight, knobs, with_gradient=False)
     nll, lse, logit_sum = _statistics(
-        hidden.to(wide), weight, bias, target.long(), column_weight, knobs
+        hidden.to(wide), weight, bias, target.long(), column_weight, knobs, width
     )
     if kept is not None:
         results = [vector.new_zeros(rows) for vector in (nll, lse, logit_sum)]
@@ -93,6 +94,7 @@ def backward(
     needs_hidden, needs_weight, needs_bias = output_mask
     narrow, wide = hidden.dtype, _wide(hidden.dtype)
     all_hidden, vocab = hidden, weight.shape[0]
+    width = _width(narrow, hidden.shape[0], weight, knobs, with_gradient=True)
     kept = _kept_rows(target, knobs)
     if kept is not None:
         hidden, target, lse = hidden[kept], target[kept], lse[kept]
@@ -115,7 +117,7 @@ def backward(
     grad_hidden = torch.zeros_like(wide_hidden) if needs_hidden else None
     grad_weight = torch.empty_like(weight) if needs_weight else None
     grad_bias = torch.empty_like(bias) if needs_bias and bias is not None else None
-    buffer, width = _buffer(wide_hidden, weight, knobs, narrow, with_gradient=True)
+    buffer = wide_hidden.new_empty(hidden.shape[0] * min(width, vocab))
     slopes = torch.empty_like(buffer) if knobs.softcap > 0 else None
     columns = None if column_weight is None else column_weight.to(wide)
 
@@ -175,13 +177,14 @@ def _statistics(
     target: Tensor,
     column_weight: Tensor | None,
     knobs: Knobs,
+    width: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk the vocabulary once, keeping maximum, sum, target logit and logit sum of each row."""
     rows = hidden.shape[0]
     peak = hidden.new_full((rows,), -torch.inf)
     mass, total = hidden.new_zeros(rows), hidden.new_zeros(rows)
     target_logit = hidden.new_full((rows,), torch.nan)
-    buffer, width = _buffer(hidden, weight, knobs, hidden.dtype, with_gradient=False)
+    buffer = hidden.new_empty(rows * min(width, weight.shape[0]))
     columns = None if column_weight is None else column_weight.to(hidden.dtype)
     for first, stop in spans(0, weight.shape[0], width):
         z = _window(buffer, rows, stop - first)
@@ -202,14 +205,12 @@ def _statistics(
     return (peak - target_logit) + log_mass, peak + log_mass, total
 
 
-def _buffer(
-    hidden: Tensor, weight: Tensor, knobs: Knobs, narrow: torch.dtype, *, with_gradient: bool
-) -> tuple[Tensor, int]:
-    """Allocate one piece of products and return it with the piece's width."""
-    rows, vocab = hidden.shape[0], weight.shape[0]
-    per_logit = reference_bytes_per_logit(narrow.itemsize, knobs.softcap > 0, with_gradient)
-    width = reference_width(rows, vocab, knobs.workspace, per_logit, hidden.device.type)
-    return hidden.new_empty(rows * min(width, vocab)), width
+def _width(
+    dtype: torch.dtype, rows: int, weight: Tensor, knobs: Knobs, *, with_gradient: bool
+) -> int:
+    """Choose the piece's width by the number of all rows, ignored ones included."""
+    per_logit = reference_bytes_per_logit(dtype.itemsize, knobs.softcap > 0, with_gradient)
+    return reference_width(rows, weight.shape[0], knobs.workspace, per_logit, weight.device.type)
 
 
 def _window(buffer: Tensor, rows: int, width: int) -> Tensor:

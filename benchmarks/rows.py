@@ -1,0 +1,78 @@
+"""Writes one JSON line per measurement, with everything needed to repeat it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, Any]:
+    """Return machine, versions, commit and command."""
+    import triton
+
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": os.environ.get("MEMEFF_COMMIT") or _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    try:
+        import transformers
+
+        facts["transformers"] = transformers.__version__
+    except ImportError:
+        pass
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["driver"] = _driver()
+    else:
+        facts["gpu"] = None
+        facts["cpu"] = platform.processor() or platform.machine()
+    return facts
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    """Append ``row`` with its environment to ``path`` and print it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as stream:
+        stream.write(json.dumps({**row, **environment()}) + "\n")
+    print(json.dumps(row), flush=True)
+
+
+def percentiles(samples: list[float]) -> dict[str, float]:
+    """Return median, 20th and 80th percentile, rounded to a microsecond."""
+    ordered = sorted(samples)
+
+    def at(share: float) -> float:
+        return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3)
+
+    return {"median": at(0.5), "p20": at(0.2), "p80": at(0.8)}
+
+
+def _commit() -> str:
+    root = Path(__file__).resolve().parent
+    result = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
+    )
+    return result.stdout.strip() or "unknown"
+
+
+def _driver() -> str:
+    result = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.stdout.strip().splitlines()[0] if result.stdout.strip() else "unknown"
