@@ -86,7 +86,9 @@ def reference(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[float, Te
 def ours(workspace: str) -> Loss:
     """Return the op as a mean loss."""
     unit = next((u for u in UNITS if workspace.endswith(u)), "")
-    size = 0 if workspace == "auto" else int(float(workspace.removesuffix(unit)) * UNITS.get(unit, 1))
+    size = (
+        0 if workspace == "auto" else int(float(workspace.removesuffix(unit)) * UNITS.get(unit, 1))
+    )
 
     def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         nll, _, _ = op_folder.linear_cross_entropy(
@@ -140,7 +142,9 @@ def main() -> None:
     parser.add_argument("--workspace", nargs="+", default=["auto"])
     parser.add_argument("--method", nargs="*", default=["eager", "inductor"])
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/linear_cross_entropy.jsonl"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/linear_cross_entropy.jsonl")
+    )
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -200,7 +204,9 @@ def error(grad: Tensor | None, wanted: Tensor) -> float:
     off = total = 0.0
     for first in range(0, wanted.shape[0], 16384):
         piece = wanted[first : first + 16384]
-        off += float((grad[first : first + 16384].float() - piece).square().sum(dtype=torch.float64))
+        off += float(
+            (grad[first : first + 16384].float() - piece).square().sum(dtype=torch.float64)
+        )
         total += float(piece.square().sum(dtype=torch.float64))
     return math.sqrt(off / total)
 

@@ -150,7 +150,15 @@ def main() -> None:
     for name in given.model:
         for _ in range(given.rounds):
             for backend in given.backend:
-                command = [sys.executable, __file__, "--here", "--model", name, "--backend", backend]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--here",
+                    "--model",
+                    name,
+                    "--backend",
+                    backend,
+                ]
                 command += ["--steps", str(given.steps), "--out", str(given.out)]
                 if backend == "memeff":
                     command += [f"--option={pair}" for pair in given.option]

@@ -63,7 +63,11 @@ def percentiles(samples: list[float]) -> dict[str, float]:
 def _commit() -> str:
     root = Path(__file__).resolve().parent
     result = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return result.stdout.strip() or "unknown"
 

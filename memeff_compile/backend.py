@@ -16,7 +16,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from . import compat, report
-from .deferred import attach
+from .deferred import accept, attach
+from .errors import MemeffError
 from .options import Options
 from .passes import PASSES
 from .passes.pipeline import run
@@ -42,16 +43,57 @@ def memeff(
     Raises:
         OptionError: an option is unknown, mistyped or out of range.
         StrictError: a pass named in ``memeff.strict`` did not fire.
+        MemeffError: ``memeff.logits`` is ``none`` and another part of the model reads the logits.
     """
     chosen = Options.parse(mode, options)
     _keep_transformers_losses_in_one_graph()
+    pieces = compat.inputs_from_other_graphs(gm)
+    _refuse_dropped(example_inputs, pieces)
     outcome = run(gm, PASSES, chosen)
     report.record_graph(outcome.report)
+    outputs = _drop_missing_outputs(gm) if outcome.changed else None
     compiled = _inner(gm, example_inputs, chosen)
+    if outputs is not None:
+        compiled = _put_back(compiled, outputs)
+    if pieces:
+        compiled = accept(compiled, pieces)
     if not outcome.deferred:
         return compiled
     clone = chosen.inner == "inductor" and compat.inductor_uses_cudagraphs(_patches(chosen))
     return attach(compiled, outcome.deferred, clone_hidden=clone)
+
+
+def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
+    """Take outputs that are None out of the graph and return which ones stayed; None if all did.
+
+    AOTAutograd takes them, but not where DDP compiles a model in pieces.
+    """
+    output = next(reversed(gm.graph.nodes))
+    present = [value is not None for value in output.args[0]]
+    if all(present):
+        return None
+    output.args = (tuple(value for value in output.args[0] if value is not None),)
+    gm.recompile()
+    return present
+
+
+def _put_back(compiled: Callable[..., Any], present: Sequence[bool]) -> Callable[..., Any]:
+    """Wrap a compiled callable so that it returns None again where outputs were taken out."""
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        results = iter(compiled(*args))
+        return tuple(next(results) if is_there else None for is_there in present)
+
+    return run
+
+
+def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> None:
+    if any(example_inputs[place] is None for place in pieces):
+        raise MemeffError(
+            "memeff.logits='none' dropped logits that a later part of the model reads: DDP compiles the "
+            "model in pieces, one per bucket of gradients, and the logits cross from one to the next. Set "
+            "memeff.logits to 'deferred' or 'eager', or torch._dynamo.config.optimize_ddp = False."
+        )
 
 
 def reset() -> None:
@@ -84,13 +126,8 @@ def _keep_transformers_losses_in_one_graph() -> None:
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     warn_once = getattr(getattr(modeling, "logger", None), "warning_once", None)
-    if warn_once is None:
-        return
-    from torch._dynamo import config
-
-    ignored = getattr(config, "ignore_logging_functions", None)
-    if isinstance(ignored, set):
-        ignored.add(warn_once)
+    if warn_once is not None:
+        compat.ignore_while_tracing(warn_once)
 
 
 _keep_transformers_losses_in_one_graph()

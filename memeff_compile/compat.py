@@ -5,11 +5,14 @@ One file to mend per torch release: ``tests/backend/test_compat.py`` probes ever
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Compiled = Callable[..., Sequence[Any]]
 
@@ -40,12 +43,55 @@ def source_name(node: Node) -> str:
     return str(name() if callable(name) else name)
 
 
+def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
+    """Return the positions of the tensors that another compiled piece of the model hands to ``gm``.
+
+    DDP cuts a captured graph where its buckets end; what crosses a cut is no input of the user's.
+    """
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    return [
+        position
+        for position, node in enumerate(placeholders)
+        if isinstance(example_value(node), torch.Tensor) and node.meta.get("grapharg") is None
+    ]
+
+
 def compile_id() -> str:
     """Return the id of the compile in progress, such as ``0/1``, or an empty string."""
     from torch._guards import CompileContext
 
     current = CompileContext.current_compile_id()
     return "" if current is None else str(current)
+
+
+def ignore_while_tracing(function: Callable[..., Any]) -> None:
+    """Let Dynamo treat a logging function as a no-op instead of breaking the graph at it."""
+    from torch._dynamo import config
+
+    ignored = getattr(config, "ignore_logging_functions", None)
+    if isinstance(ignored, set) and function not in ignored:
+        ignored.add(_NamedFunction(function))
+
+
+class _NamedFunction(str):
+    """A function's name that counts as equal to the function.
+
+    Dynamo looks functions up in its set of ignored ones, and writes the set to its logs as JSON: up to
+    torch 2.12 a bare function there fails every compile's log entry.
+    """
+
+    __slots__ = ("_function",)
+
+    def __new__(cls, function: Callable[..., Any]) -> _NamedFunction:
+        named = super().__new__(cls, getattr(function, "__qualname__", repr(function)))
+        named._function = function
+        return named
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._function == getattr(other, "_function", other))
+
+    def __hash__(self) -> int:
+        return hash(self._function)
 
 
 def is_exporting() -> bool:
@@ -60,6 +106,37 @@ def statically_true(condition: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return bool(statically_known_true(condition))
+
+
+def known_number(value: Any) -> int | float | None:
+    """Return the number that ``value`` is or, for a node, stands for at present; adds no guard.
+
+    ``dynamic=True`` turns the numbers of a config, such as a softcap, into symbols. Numbers that come
+    from the size of a tensor have no answer here.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    symbol = example_value(value) if isinstance(value, Node) else None
+    if isinstance(symbol, torch.SymFloat):
+        from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+        symbols = symbol.node.expr.free_symbols
+        is_given = bool(symbols) and all(symbol_is_type(s, SymT.FLOAT) for s in symbols)
+    elif isinstance(symbol, torch.SymInt):
+        is_given = value.op == "placeholder" and ".size()" not in source_name(value)
+    else:
+        return None
+    number = symbol.node.hint if is_given else None
+    return number if isinstance(number, (int, float)) else None
+
+
+def hold_constant(value: Any) -> None:
+    """Guard the symbol behind a node at its present number: another number compiles anew."""
+    symbol = example_value(value) if isinstance(value, Node) else None
+    if isinstance(symbol, torch.SymInt):
+        int(symbol)
+    elif isinstance(symbol, torch.SymFloat):
+        float(symbol)
 
 
 def mode_options(mode: str) -> dict[str, Any]:
@@ -111,6 +188,12 @@ def is_fake(value: Any) -> bool:
     return type(value) is FakeTensor
 
 
+def is_dtensor(value: Any) -> bool:
+    """Return whether ``value`` is a tensor spread over ranks."""
+    tensor_module = sys.modules.get("torch.distributed.tensor")
+    return tensor_module is not None and isinstance(value, tensor_module.DTensor)
+
+
 def fake_mode_of(value: Any) -> Any:
     """Return the fake mode ``value`` belongs to, or None."""
     return getattr(value, "fake_mode", None)
@@ -121,50 +204,69 @@ def storage_key(value: torch.Tensor) -> int:
     return int(value.untyped_storage()._cdata)
 
 
-def is_fsdp_managed(parameter: Any) -> bool:
-    """Return whether FSDP owns ``parameter`` and may free it after forward."""
-    if not isinstance(parameter, torch.Tensor):
+def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return this rank's shard of ``weight`` when FSDP2 gathered it, else None.
+
+    Optimizers and checkpoints write to the shard; ``weight`` follows at its next gathering.
+    """
+    param, _ = _fsdp2_owner(weight)
+    shard: torch.Tensor | None = getattr(param, "sharded_param", None)
+    return shard
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor that this rank holds of a distributed one."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def fsdp_frees_after_forward(weight: Any) -> bool:
+    """Return whether FSDP frees ``weight`` before the caller of the model can use it.
+
+    FSDP2 keeps the outermost group gathered until the backward pass, and every other group that is
+    told not to reshard; FSDP1 makes no such promise.
+    """
+    if not isinstance(weight, torch.Tensor):
         return False
-    import sys
-
-    if "torch.distributed.fsdp" not in sys.modules:
-        return False
-    return any(
-        name.startswith(("_fsdp", "fsdp")) for name in getattr(parameter, "__dict__", ())
-    ) or parameter in _fsdp_unsharded_parameters()
+    if _is_fsdp1_view(weight):
+        return True
+    param, group = _fsdp2_owner(weight)
+    return param is not None and getattr(group, "post_forward_mesh_info", group) is not None
 
 
-def _fsdp_unsharded_parameters() -> _IdentitySet:
-    """Collect the unsharded parameters of every live FSDP2 group."""
-    found = _IdentitySet()
-    try:
-        from torch.distributed._composable_state import _module_state_mapping
-        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-    except ImportError:
-        return found
-    for module in list(_module_state_mapping):
-        states = _module_state_mapping.get(module)
-        state = states() if callable(states) else states
-        candidates = state.values() if isinstance(state, dict) else (state,)
-        for candidate in candidates:
-            group = getattr(candidate, "_fsdp_param_group", None)
-            if not isinstance(candidate, FSDPState) or group is None:
-                continue
-            for fsdp_param in group.fsdp_params:
-                unsharded = getattr(fsdp_param, "_unsharded_param", None)
-                if unsharded is not None:
-                    found.add(unsharded)
-    return found
+def _is_fsdp1_view(weight: torch.Tensor) -> bool:
+    return any(getattr(t, "_is_flat_param", False) for t in (weight, weight._base))
 
 
-class _IdentitySet:
-    """Tensors by identity: comparing them by value would run a kernel."""
+# Gathered parameters live as long as their module: a tensor is looked for once.
+_fsdp2_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def __init__(self) -> None:
-        self._items: dict[int, Any] = {}
 
-    def add(self, item: Any) -> None:
-        self._items[id(item)] = item
+def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
+    """Return FSDP2's objects for a gathered parameter and its group; (None, None) if it is none."""
+    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if states is None:
+        return None, None
+    if weight not in _fsdp2_owners:
+        _fsdp2_owners[weight] = _find_fsdp2_owner(weight, states)
+    param, group = (reference() for reference in _fsdp2_owners[weight])
+    return param, group
 
-    def __contains__(self, item: Any) -> bool:
-        return id(item) in self._items
+
+def _find_fsdp2_owner(weight: torch.Tensor, states: Any) -> tuple[Any, Any]:
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for entry in list(_module_state_mapping.values()):
+        state = entry() if isinstance(entry, weakref.ref) else entry
+        if not isinstance(state, states.FSDPState):
+            continue
+        groups = getattr(state, "_fsdp_param_groups", None)  # one group, unnumbered, before 2.12
+        for group in (state._fsdp_param_group,) if groups is None else groups:
+            for param in () if group is None else group.fsdp_params:
+                if getattr(param, "_unsharded_param", None) is weight:
+                    return weakref.ref(param), weakref.ref(group)
+    return _nothing, _nothing
+
+
+def _nothing() -> None:
+    return None

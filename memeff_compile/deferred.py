@@ -34,13 +34,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 from torch.utils import _pytree as pytree
 
+from memeff_compile import compat
 from memeff_compile.errors import MemeffError, UnsupportedInputError
 from memeff_compile.lazy_tensor import MEMORY_METHODS, LazyTensor, untraced
 from memeff_compile.logits import DeferredOutput, LogitsRecipe
 from memeff_compile.logits_source import LogitsSource
 from memeff_compile.row_gradient import RowGradient, indexed_dims
 
-__all__ = ["REMEDY", "DeferredLogits", "attach", "defer"]
+__all__ = ["REMEDY", "DeferredLogits", "accept", "attach", "defer"]
 
 aten = torch.ops.aten
 
@@ -106,16 +107,37 @@ def attach(
         outputs = compiled(*args)
         results = list(outputs)
         for entry in entries:
-            hidden = results[entry.output]
-            logits = defer(
-                hidden.clone() if clone_hidden else hidden,
-                args[entry.weight],
-                None if entry.bias is None else args[entry.bias],
-                [args[index] for index in entry.vectors],
-                entry.recipe,
-            )
+            hidden, weight = results[entry.output], args[entry.weight]
+            bias = None if entry.bias is None else args[entry.bias]
+            vectors = [args[index] for index in entry.vectors]
+            if compat.is_fake(hidden):
+                # DDP asks for fake outputs, to compile the next piece of the model with.
+                logits = entry.recipe.logits(hidden, weight, bias, vectors)
+            else:
+                hidden = hidden.clone() if clone_hidden else hidden
+                logits = defer(hidden, weight, bias, vectors, entry.recipe)
             results[entry.output] = logits.detach() if entry.detached else logits
         return results if isinstance(outputs, list) else tuple(results)
+
+    return run
+
+
+def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """Wrap a compiled callable so that deferred logits among its arguments arrive as plain ones.
+
+    Args:
+        compiled: takes plain tensors only.
+        places: the arguments that come out of another compiled callable.
+
+    Returns:
+        A callable of the same arguments. Gradients reach the deferred logits.
+    """
+    entries = tuple(places)
+
+    def run(*args: Any) -> Any:
+        if any(isinstance(args[place], DeferredLogits) for place in entries):
+            args = tuple(_plain(arg) if isinstance(arg, DeferredLogits) else arg for arg in args)
+        return compiled(*args)
 
     return run
 
@@ -203,8 +225,7 @@ class _Memory:
 
     def read(self, view: DeferredLogits) -> Tensor:
         """Return the values of `view`, computing its rows alone where that is less work."""
-        has_few_rows = prod(view._size) < prod(self.shape)
-        if self.value is not None or not has_few_rows or self._has_computed_enough():
+        if self.value is not None or (view._own is None and not self._is_less_work(view)):
             return self.link(view)
         self._refuse_lost_writes(view, is_own=True)
         if view._own is None:
@@ -274,9 +295,10 @@ class _Memory:
 
         return copy
 
-    def _has_computed_enough(self) -> bool:
-        """Say whether rows computed piecemeal have cost as much as all rows at once."""
-        return self.rows_computed >= prod(self.shape[:-1])
+    def _is_less_work(self, view: DeferredLogits) -> bool:
+        """Say whether to compute the rows of `view` alone, after what such rows have cost."""
+        rows = prod(self.shape[:-1])
+        return prod(view._size[:-1]) < rows and self.rows_computed < rows
 
     def _refuse_lost_writes(self, view: DeferredLogits, *, is_own: bool) -> None:
         """Raise if a loan was written to that `view` cannot see."""
@@ -349,7 +371,12 @@ class DeferredLogits(LazyTensor):
         return self._shared.write(self)
 
     def _peek(self) -> Tensor | None:
-        return self._own if self._shared.value is None else self._shared.read(self)
+        if self._shared.value is None:
+            return self._own
+        try:
+            return self._shared.read(self)
+        except MemeffError:
+            return None
 
     def _geometry(self) -> Tensor:
         """This tensor's place in its memory, on the meta device."""
@@ -367,7 +394,7 @@ class DeferredLogits(LazyTensor):
         return _function(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # annotated as a function of torch's own
         cls,
         func: Any,
         types: Sequence[type],
@@ -405,7 +432,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if rule is not None and isinstance(args[0], DeferredLogits):
         result = rule(func, args[0], args[1:], kwargs)
         if result is not None:
-            return result
+            return None if result is _NOTHING else result
     elif torch.is_inference_mode_enabled():
         # Without autograd, composite operations arrive whole; their parts may have rules.
         result = func.decompose(*args, **kwargs)
@@ -584,12 +611,16 @@ def _itself(
 
 def _recorded(
     func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> DeferredLogits:
+) -> object:
+    """Keep what the values come from until another stream has used it."""
     for tensor in (view._rows, view._shared.source.weight, view._peek()):
         if tensor is not None:
             func(tensor, *args, **kwargs)
-    return view
+    return _NOTHING
 
+
+_NOTHING = object()
+"""The result of a rule for an operation that returns nothing; None says that a rule has none."""
 
 _LAZY: dict[Any, _Rule] = {
     aten.alias.default: _same_rows,

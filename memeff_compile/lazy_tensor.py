@@ -76,7 +76,7 @@ class LazyTensor(torch.Tensor):
             plain.requires_grad_()
             return plain if self.is_leaf else plain.view_as(plain)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show the values once there are some; printing alone computes nothing."""
         values = self._peek()
         if values is not None:
@@ -114,10 +114,10 @@ class LazyTensor(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return self._memory().untyped_storage()
 
-    def _typed_storage(self) -> torch.TypedStorage:
+    def _typed_storage(self) -> Any:
         return self._memory()._typed_storage()
 
-    def storage(self) -> torch.TypedStorage:
+    def storage(self) -> Any:
         return self._memory().storage()
 
     def share_memory_(self) -> LazyTensor:

@@ -16,11 +16,17 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memeff_compile import compat
 from memeff_compile.errors import StaleLogitsError
 from memeff_compile.lazy_tensor import untraced
 from memeff_compile.logits import LogitsRecipe
 
 __all__ = ["LogitsSource"]
+
+_REMEDY_GATHERED = (
+    "FSDP frees the gathered head in the backward pass: read out.logits before loss.backward(), or "
+    'compile with options={"memeff.logits": "eager"}.'
+)
 
 
 class LogitsSource:
@@ -52,17 +58,22 @@ class LogitsSource:
         self.is_inference = hidden.is_inference()
         self.materialisations = 0  # products computed so far
         self.stepped_by: str | None = None
+        operands = [tensor for tensor in (weight, bias, *vectors) if tensor is not None]
+        shards = [compat.fsdp_shard(tensor) for tensor in operands]
+        self._shards = [shard for shard in shards if shard is not None]
         self.parameters = [
-            weakref.ref(tensor)
-            for tensor in (weight, bias, *vectors)
-            if tensor is not None and tensor.requires_grad
+            weakref.ref(tensor) for tensor in (*operands, *self._shards) if tensor.requires_grad
         ]
         self._tensors = [
             tensor
             for tensor in (self.hidden, self.weight, self.bias, *self.vectors)
             if tensor is not None
         ]
-        self._stamps = [_stamp(tensor) for tensor in self._tensors]
+        self._stamps: list[tuple[int | None, int | None]] = [_stamp(t) for t in self._tensors]
+        for place, shard in enumerate(shards, 1):
+            if shard is not None:  # FSDP gathers a weight again and again, each time somewhere else
+                self._stamps[place] = (self._stamps[place][0], None)
+        self._shard_stamps = [_shard_stamp(shard) for shard in self._shards]
         self._sample: Tensor | None = None
         if self.parameters:
             self._sample = _sample(self.weight).clone()
@@ -80,7 +91,8 @@ class LogitsSource:
         if change is not None:
             raise StaleLogitsError(
                 "These logits were left out of the forward pass to be computed on first use, and "
-                f"{change}: the values of the forward pass are gone. {self.remedy}"
+                f"{change}: the values of the forward pass are gone. "
+                f"{_REMEDY_GATHERED if self._shards else self.remedy}"
             )
         self.materialisations += 1
         with torch.inference_mode(self.is_inference), torch.no_grad():
@@ -97,8 +109,10 @@ class LogitsSource:
                 )
             if tensor.numel() and not tensor.untyped_storage().nbytes():
                 return f"the memory of {name} was freed since then, as sharded training does"
-            if pointer != before[1]:
+            if before[1] is not None and pointer != before[1]:
                 return f"the memory of {name} was replaced since then"
+        if [_shard_stamp(shard) for shard in self._shards] != self._shard_stamps:
+            return "the sharded head changed in place since then"
         if self.stepped_by is not None:
             return f"{self.stepped_by}.step() updated the head since then"
         if self._sample is not None and _differ(self._sample, _sample(self.weight)):
@@ -116,6 +130,11 @@ class LogitsSource:
 def _stamp(tensor: Tensor) -> tuple[int | None, int]:
     """What shows a change without a look at the values; inference tensors count no versions."""
     return (None if tensor.is_inference() else tensor._version), tensor.data_ptr()
+
+
+def _shard_stamp(shard: Tensor) -> tuple[Any, ...]:
+    """What shows a change of a distributed tensor: it and its local part count writes apart."""
+    return shard._version, *_stamp(compat.local_part(shard))
 
 
 def _sample(weight: Tensor) -> Tensor:

@@ -140,6 +140,8 @@ class Record:
         verb = "Saves" if self.action in CHANGES else "Would save"
         saved = self.bytes_saved
         number = "" if saved is None else f" {format_bytes(saved)}"
+        if saved is not None and saved <= 0:
+            number = " nothing at these sizes"
         before, after = self._value(self.bytes_before), self._value(self.bytes_after)
         change = (
             f" ({format_bytes(before)} before, {format_bytes(after)} after)"

@@ -105,7 +105,7 @@ class RowGradient(LazyTensor):
         return RowGradient(shape, pieces, self)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # annotated as a function of torch's own
         cls,
         func: Any,
         types: Sequence[type],
@@ -114,7 +114,8 @@ class RowGradient(LazyTensor):
     ) -> Any:
         return _dispatch(func, args, kwargs or {})
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # Gradients meet no function that has to act above autograd.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 @untraced
@@ -182,9 +183,8 @@ def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGra
     )
 
 
-def _squeeze(grad: RowGradient, dim: int | Sequence[int] | None = None) -> RowGradient | None:
-    meta = torch.empty(grad.shape, device="meta")
-    return _reshape(grad, (meta.squeeze() if dim is None else meta.squeeze(dim)).shape)
+def _squeeze(grad: RowGradient, *dim: Any) -> RowGradient | None:
+    return _reshape(grad, torch.empty(grad.shape, device="meta").squeeze(*dim).shape)
 
 
 def _unsqueeze(grad: RowGradient, dim: int) -> RowGradient | None:
@@ -221,7 +221,8 @@ def _index_put(
     indices = list(indices)
 
     def scatter(grad: Tensor) -> Tensor:
-        return aten.index_put(grad.new_zeros(_with_last(shape, grad)), indices, grad, True)
+        zeros = grad.new_zeros(_with_last(shape, grad))
+        return cast("Tensor", aten.index_put(zeros, indices, grad, True))
 
     return values.then(shape, RowStep(lambda x: aten.index(x, indices), scatter))
 

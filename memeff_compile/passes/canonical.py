@@ -195,8 +195,8 @@ def _sized(name: str, size_keyword: str) -> _Reader:
         if len(args) > 1 and not isinstance(args[1], (list, tuple, torch.dtype)):
             args = (args[0], list(args[1:]))
         if "shape" in kwargs:
-            kwargs = {**kwargs, size_keyword: kwargs["shape"]}
-            del kwargs["shape"]
+            kwargs = dict(kwargs)
+            kwargs[size_keyword] = list(kwargs.pop("shape"))
         return (_bind_packet(getattr(aten, name), args, kwargs),)
 
     return reader
@@ -215,8 +215,10 @@ def _cast(dtype: torch.dtype) -> _Reader:
 
 def _to(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
     """Read every form of ``Tensor.to`` as a dtype cast when the device stays where it is."""
+    if not args or not _is_tensor(args[0]):
+        raise _CannotBind
     source, result = compat.example_value(args[0]), compat.example_value(node)
-    if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
+    if not isinstance(result, torch.Tensor):
         raise _CannotBind
     known = all(
         isinstance(a, (torch.dtype, torch.device, str, bool)) or _is_tensor(a) for a in args[1:]
@@ -229,9 +231,7 @@ def _to(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
 
 
 def _cross_entropy(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
-    names = (
-        "input target weight size_average ignore_index reduce reduction label_smoothing".split()
-    )
+    names = "input target weight size_average ignore_index reduce reduction label_smoothing".split()
     given = _by_name(names, args, kwargs)
     return (
         bind(
@@ -267,14 +267,47 @@ def _nll_loss(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Readin
     )
 
 
-def _by_name(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    required: Sequence[str] = ("input", "target"),
+) -> dict[str, Any]:
     if len(args) > len(names) or set(kwargs) - set(names):
         raise _CannotBind
     given = dict(zip(names, args, strict=False))
     given.update(kwargs)
-    if "input" not in given or "target" not in given:
+    if not given.keys() >= set(required):
         raise _CannotBind
     return given
+
+
+def _embedding(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+    """Read ``F.embedding(ids, weight)``, whose ATen op takes the weight first."""
+    names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse".split()
+    given = _by_name(names, args, kwargs, required=("input", "weight"))
+    padding = given.get("padding_idx")
+    padding = -1 if padding is None else padding
+    if given.get("max_norm") is not None or (padding < 0 and given.get("padding_idx") is not None):
+        raise _CannotBind
+    flags = (given.get("scale_grad_by_freq", False), given.get("sparse", False))
+    return (bind(aten.embedding.default, (given["weight"], given["input"], padding, *flags), {}),)
+
+
+def _dropout(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+    """Read ``F.dropout``, whose ATen op has no defaults."""
+    given = _by_name("input p training inplace".split(), args, kwargs, required=("input",))
+    if given.get("inplace"):
+        raise _CannotBind
+    operands = (given["input"], given.get("p", 0.5), given.get("training", True))
+    return (bind(aten.dropout.default, operands, {}),)
+
+
+def _where_method(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+    """Read ``x.where(condition, other)``: the ATen op takes the condition first."""
+    if len(args) != 3 or kwargs:
+        raise _CannotBind
+    return (_bind_packet(aten.where, (args[1], args[0], args[2]), {}),)
 
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -285,7 +318,9 @@ def _reduction(given: Mapping[str, Any]) -> int:
         from torch.nn import _reduction as legacy
 
         return _REDUCTIONS[
-            legacy.legacy_get_string(given.get("size_average"), given.get("reduce"), emit_warning=False)
+            legacy.legacy_get_string(
+                given.get("size_average"), given.get("reduce"), emit_warning=False
+            )
         ]
     reduction = given.get("reduction", "mean")
     if reduction not in _REDUCTIONS:
@@ -352,7 +387,9 @@ def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading
 
     def add(op: OpOverload, *rest: Any) -> None:
         nonlocal current
-        schema_args = dict(zip((a.name for a in op._schema.arguments), (current, *rest), strict=True))
+        schema_args = dict(
+            zip((a.name for a in op._schema.arguments), (current, *rest), strict=True)
+        )
         calls.append(Call(op, schema_args))
         current = PREVIOUS
 
@@ -410,6 +447,8 @@ _METHODS: dict[str, _Reader] = {
     "double": _cast(torch.float64),
     "half": _cast(torch.float16),
     "bfloat16": _cast(torch.bfloat16),
+    "long": _cast(torch.int64),
+    "int": _cast(torch.int32),
     "to": _to,
     "type_as": _to,
     "type": _to,
@@ -419,6 +458,7 @@ _METHODS: dict[str, _Reader] = {
     "permute": _dims("permute"),
     "log_softmax": _softmax_like(aten.log_softmax),
     "softmax": _softmax_like(aten.softmax),
+    "where": _where_method,
     "__getitem__": _getitem,
 }
 
@@ -428,7 +468,7 @@ _BY_NAME = (
     "neg pow mean sum index_copy index_copy_ index_select view_as reshape_as expand_as "
     "repeat_interleave masked_fill relu gelu silu sigmoid softplus dropout layer_norm rms_norm "
     "linear embedding cat stack scaled_dot_product_attention take_along_dim chunk split unbind "
-    "ravel square rsqrt sqrt argmax cos sin where triu tril ne eq lt le gt ge baddbmm"
+    "ravel pad clamp roll square rsqrt sqrt argmax cos sin where triu tril ne eq lt le gt ge baddbmm"
 ).split()
 
 _FUNCTIONS: dict[Any, _Reader] = {
@@ -436,6 +476,8 @@ _FUNCTIONS: dict[Any, _Reader] = {
     F.nll_loss: _nll_loss,
     F.log_softmax: _softmax_like(aten.log_softmax),
     F.softmax: _softmax_like(aten.softmax),
+    F.embedding: _embedding,
+    F.dropout: _dropout,
     torch.log_softmax: _softmax_like(aten.log_softmax),
     torch.softmax: _softmax_like(aten.softmax),
     torch.einsum: _einsum,
@@ -451,6 +493,10 @@ _FUNCTIONS: dict[Any, _Reader] = {
     operator.pow: _plain("pow"),
     operator.ne: _plain("ne"),
     operator.eq: _plain("eq"),
+    operator.lt: _plain("lt"),
+    operator.le: _plain("le"),
+    operator.gt: _plain("gt"),
+    operator.ge: _plain("ge"),
     torch.true_divide: _plain("div"),
     torch.divide: _plain("div"),
     torch.multiply: _plain("mul"),
@@ -523,7 +569,9 @@ def trace(node: Node) -> Reading | None:
     Milliseconds per node: the judge of the table, and the way out where the table has no entry.
     """
     value = compat.example_value(node)
-    if not isinstance(value, torch.Tensor) or isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not isinstance(value, torch.Tensor) or isinstance(
+        node.target, torch._ops.HigherOrderOperator
+    ):
         return None
     operands = list(dict.fromkeys(node.all_input_nodes))
     values = [compat.example_value(operand) for operand in operands]

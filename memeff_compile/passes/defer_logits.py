@@ -34,6 +34,12 @@ STALE_SENTENCE = (
     "StaleLogitsError; options={'memeff.logits': 'eager'} restores eager logits"
 )
 
+GATHERED_SENTENCE = (
+    "out.logits is computed when first read; FSDP frees the gathered head in the backward pass, and a "
+    "first read after loss.backward() raises StaleLogitsError; options={'memeff.logits': 'eager'} "
+    "restores eager logits"
+)
+
 
 @dataclass(frozen=True)
 class LogitsOutput:
@@ -85,14 +91,17 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
         return "torch.export needs plain tensors as outputs"
     for output in outputs:
         head = output.chain.head
-        weights = [head.weight, head.bias, *(s.value for s in output.chain.steps if s.kind == "bias")]
+        weights = [
+            head.weight,
+            head.bias,
+            *(s.value for s in output.chain.steps if s.kind == "bias"),
+        ]
         for weight in weights:
             if weight is None:
                 continue
             if weight.op != "placeholder":
                 return f"{weight.name} is computed inside the graph"
-            real = compat.example_input(weight)
-            if compat.is_fsdp_managed(real):
+            if compat.fsdp_frees_after_forward(compat.example_input(weight)):
                 return "FSDP frees the gathered head weight after the forward pass"
         if output.chain.moved:
             return "they are returned with the vocabulary dimension moved"
@@ -126,9 +135,15 @@ def rewrite(
             )
         slots[index] = hidden
         plan.append(_planned(info, index, output))
-        notes.append(("deferred", "logits_deferred", STALE_SENTENCE))
+        notes.append(("deferred", "logits_deferred", _stale_sentence(output)))
     editor.set_output((type(info.output.args[0])(slots),))
     return plan, notes
+
+
+def _stale_sentence(output: LogitsOutput) -> str:
+    weight = compat.example_input(output.chain.head.weight)
+    is_gathered = weight is not None and compat.fsdp_shard(weight) is not None
+    return GATHERED_SENTENCE if is_gathered else STALE_SENTENCE
 
 
 def _static_size(hidden: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ filled: AOTAutograd's cache refuses graphs with holes in the first, and reports 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,16 @@ class Editor:
         self.info.regions[got] = self.info.regions[like]
         got.meta["example_value"] = compat.example_value(node)[index]
         return got
+
+    def copy(self, node: Node, replaced: Mapping[Node, Node]) -> Node:
+        """Insert a copy of ``node`` that reads the ``replaced`` operands."""
+        like = self._like
+        assert like is not None, "copy() outside at()"
+        with self.graph.inserting_before(like):
+            copied = self.graph.node_copy(node, lambda n: replaced.get(n, n))
+        self._inserted.append(copied)
+        self.info.regions[copied] = self.info.regions[like]
+        return copied
 
     def replace(self, old: Node, new: Node) -> None:
         """Let every user of ``old`` use ``new``; refuse when they differ in what a user can see."""

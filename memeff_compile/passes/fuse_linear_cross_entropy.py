@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -36,7 +36,7 @@ from .base import Decline, Done, Gain
 from .canonical import aten, read_one
 from .defer_logits import LogitsOutput
 from .editor import Editor
-from .graph_info import GraphInfo
+from .graph_info import GraphInfo, written_by
 from .linear_head import Chain, Head, HeadReader, Modifiers, fold, replay_rows
 
 SMALLEST_VOCABULARY = 32
@@ -59,6 +59,12 @@ class Tail:
     ignore_index: int | None = None
     label_smoothing: float = 0.0
     through: Node | None = None  # the log_softmax between
+    symbols: tuple[Node, ...] = ()  # settings that dynamic=True made symbols of
+
+    @property
+    def operands(self) -> tuple[Node, ...]:
+        """The tensors the loss reads beside the logits."""
+        return tuple(n for n in (self.target, self.class_weight) if n is not None)
 
 
 @dataclass
@@ -129,6 +135,8 @@ class FuseLinearCrossEntropy:
                     seen.add(user)
                     queue.append(user)
                     continue
+                if node in written_by(user):
+                    return _mutated(user, tails[0].node)
                 what = "log-probabilities" if node in throughs else "logits"
                 return Decline(
                     f"logits_reused({_name(user)})",
@@ -168,21 +176,22 @@ class FuseLinearCrossEntropy:
             training=training,
             compiled=info.options.inner == "inductor",
         )
-        after = op_folder.bytes_after(
-            n,
-            d,
-            v,
-            dtype=head.compute_dtype,
-            device_type=hidden.device.type,
-            workspace=info.options.linear_cross_entropy_workspace,
-            has_softcap=any(s.kind == "tanh" for s in match.tails[0].chain.steps),
-            training=training,
-        )
         sizes = {
             "N": math.prod(_hint(size) for size in hidden.shape[:-1]),
             "D": _hint(hidden.shape[-1]),
             "V": _hint(weight.shape[1 if head.transposed else 0]),
         }
+        call: dict[str, Any] = {
+            "dtype": head.compute_dtype,
+            "device_type": hidden.device.type,
+            "workspace": info.options.linear_cross_entropy_workspace,
+            "has_softcap": any(s.kind == "tanh" for s in match.tails[0].chain.steps),
+            "training": training,
+        }
+        held = op_folder.piece_sizes(max(sizes["N"], 1), sizes["V"], **call)
+        sizes |= {"B": int(held.bytes), "W": int(held.columns)}
+        pieces = op_folder.Pieces(*sympy.symbols("B W", integer=True, positive=True))
+        after = op_folder.bytes_after(n, d, v, **call, pieces=pieces)
         return Gain(before, after, sizes)
 
     def anchor(self, match: Site) -> Node:
@@ -198,7 +207,12 @@ class FuseLinearCrossEntropy:
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
         """Emit one op call per set of tails with the same rows and targets; then the outputs."""
         spellings = []
-        for group in _groups(match.tails):
+        chains = [*(t.chain for t in match.tails), *(o.chain for o in match.outputs)]
+        for symbol in (s.symbol for chain in chains for s in chain.steps):
+            compat.hold_constant(symbol)
+        for symbol in (s for t in match.tails for s in t.symbols):
+            compat.hold_constant(symbol)
+        for group in _groups(info, match.tails):
             _emit_group(info, editor, group)
             spellings.extend(_name(t.node) for t in group)
         deferred, notes = defer_logits.rewrite(info, match.outputs, editor)
@@ -238,11 +252,13 @@ def _tails_of(info: GraphInfo, reader: HeadReader, node: Node) -> Iterable[Tail 
     if call.op is aten.cross_entropy_loss.default:
         yield from _loss_tail(info, reader, node, a["self"], a, a["label_smoothing"], None)
     elif call.op is aten.nll_loss_nd.default:
-        soft = _log_softmax_operand(info, a["self"])
+        soft = _log_softmax_operand(info, a["self"], class_dim=1)
         if soft is None:
             if not _is_plain_loss_input(info, a["self"]):
                 yield Decline(
-                    "not_log_softmax", "nll_loss does not read a log_softmax", node=node
+                    "not_log_softmax",
+                    "nll_loss does not read a log_softmax over its classes",
+                    node=node,
                 )
             return
         yield from _loss_tail(info, reader, node, soft, a, 0.0, a["self"])
@@ -264,7 +280,7 @@ def _loss_tail(
     node: Node,
     logits: Node,
     a: Any,
-    label_smoothing: float,
+    label_smoothing: Any,
     through: Node | None,
 ) -> Iterable[Tail | Decline]:
     target = info.tensor(a["target"])
@@ -280,16 +296,27 @@ def _loss_tail(
     if isinstance(chain, Decline):
         yield Decline(chain.code, chain.sentence, chain.hint, node)
         return
+    settings = (a["reduction"], a["ignore_index"], label_smoothing)
+    reduction, ignore_index, smoothing = map(compat.known_number, settings)
+    if reduction is None or ignore_index is None or smoothing is None:
+        yield Decline(
+            "setting_not_constant",
+            f"ignore_index or label_smoothing of `{_name(node)}` varies with the sizes of tensors",
+            "give it a fixed number",
+            node,
+        )
+        return
     yield Tail(
         node,
         "loss",
         chain,
         target=a["target"],
         class_weight=a["weight"],
-        reduction=int(a["reduction"]),
-        ignore_index=a["ignore_index"],
-        label_smoothing=float(label_smoothing),
+        reduction=int(reduction),
+        ignore_index=int(ignore_index),
+        label_smoothing=float(smoothing),
         through=through,
+        symbols=tuple(s for s in settings if isinstance(s, Node)),
     )
 
 
@@ -308,7 +335,7 @@ def _gather_tail(
         compat.statically_true(i == s)
         for i, s in zip(index_value.shape[:-1], value.shape[:-1], strict=True)
     )
-    soft = _log_softmax_operand(info, source)
+    soft = _log_softmax_operand(info, source, class_dim=-1)
     chain = reader.chain(soft if soft is not None else source)
     if isinstance(chain, Decline):
         if soft is not None:
@@ -320,8 +347,8 @@ def _gather_tail(
     yield Tail(node, kind, chain, target=index, through=source if soft is not None else None)
 
 
-def _log_softmax_operand(info: GraphInfo, node: Any) -> Node | None:
-    """Return x when ``node`` is log_softmax(x) over its class dimension."""
+def _log_softmax_operand(info: GraphInfo, node: Any, class_dim: int) -> Node | None:
+    """Return x when ``node`` is log_softmax(x) over ``class_dim`` (the only one of a vector)."""
     if not isinstance(node, Node):
         return None
     call = read_one(node)
@@ -330,12 +357,12 @@ def _log_softmax_operand(info: GraphInfo, node: Any) -> Node | None:
     value = info.tensor(call.args["self"])
     if value is None:
         return None
-    dim = call.args["dim"] % value.dim()
+    rank = max(value.dim(), 1)
     dtype = call.args["dtype"]
     if dtype is not None and dtype.itemsize < value.dtype.itemsize:
         return None
     source: Node = call.args["self"]
-    return source if dim in (1, value.dim() - 1) else None
+    return source if call.args["dim"] % rank == min(class_dim % rank, rank - 1) else None
 
 
 def _is_plain_loss_input(info: GraphInfo, node: Any) -> bool:
@@ -346,8 +373,9 @@ def _loss_outside(info: GraphInfo) -> Iterable[Decline]:
     """Say so when a training graph returns head-shaped logits and no loss reads them."""
     if not info.needs_grad or info.parent is not None:
         return
+    reader = HeadReader(info, tracing=False)
     for node in info.output.all_input_nodes:
-        chain = HeadReader(info).chain(node)
+        chain = reader.chain(node)
         if isinstance(chain, Decline):
             continue
         head = chain.head
@@ -460,13 +488,11 @@ def _check_tails(info: GraphInfo, site: Site) -> Decline | None:
                 "transpose(1, 2) the logits, or flatten batch and length",
                 tail.node,
             )
-        if chain.moved and logits.dim() == 2:
-            return Decline("class_dim_changed", "the logits are transposed", node=tail.node)
-        if tail.label_smoothing < 0 or tail.label_smoothing > 1:
-            return Decline("label_smoothing", "label smoothing outside [0, 1]", node=tail.node)
         weight = tail.class_weight
         if weight is not None and not compat.is_fake(compat.example_value(weight)):
-            return Decline("class_weight", "the class weights are a tensor subclass", node=tail.node)
+            return Decline(
+                "class_weight", "the class weights are a tensor subclass", node=tail.node
+            )
         if weight is not None and compat.example_value(weight).requires_grad:
             return Decline(
                 "class_weight", "the class weights need a gradient", "detach them", tail.node
@@ -504,32 +530,35 @@ def _check_writes(info: GraphInfo, site: Site) -> Decline | None:
         last = info.output
     operands: list[Node] = [site.head.hidden, site.head.weight, *site.covered]
     for tail in site.tails:
-        operands.extend(n for n in (tail.target, tail.class_weight) if n is not None)
-        operands.extend(s.value for s in tail.chain.steps if s.kind == "bias")
+        operands.extend((*tail.operands, *tail.chain.operands))
+    for output in site.outputs:
+        operands.extend(output.chain.operands)
     if site.head.bias is not None:
         operands.append(site.head.bias)
     results = {t.node for t in site.tails}
     writer = info.written_between([n for n in operands if n not in results], site.head.node, last)
-    if writer is None:
-        return None
+    return None if writer is None else _mutated(writer, site.tails[0].node)
+
+
+def _mutated(writer: Node, loss: Node) -> Decline:
     return Decline(
         "mutated",
         f"`{_name(writer)}` writes in place to the logits, the hidden states, the weight or the "
         "targets between the head and the loss",
         "use the out-of-place form",
-        site.tails[0].node,
+        loss,
     )
 
 
 # --- rewriting ----------------------------------------------------------------------------------------
 
 
-def _groups(tails: Sequence[Tail]) -> list[list[Tail]]:
-    """Group tails that one op call can serve: same rows, same modifiers, same targets."""
+def _groups(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
+    """Group tails that one op call can serve: same rows, same modifiers, same targets, in time."""
     groups: list[list[Tail]] = []
     for tail in sorted(tails, key=lambda t: t.kind == "lse"):  # targets first, logsumexp joins
         for group in groups:
-            if _compatible(group, tail):
+            if _compatible(info, group, tail) and _late(info, [*group, tail]) is not None:
                 group.append(tail)
                 break
         else:
@@ -537,7 +566,7 @@ def _groups(tails: Sequence[Tail]) -> list[list[Tail]]:
     return groups
 
 
-def _compatible(group: list[Tail], tail: Tail) -> bool:
+def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
     first = group[0]
     if first.chain.row_key != tail.chain.row_key or _modifiers(first) != _modifiers(tail):
         return False
@@ -545,7 +574,7 @@ def _compatible(group: list[Tail], tail: Tail) -> bool:
         return True
     return (
         first.kind != "lse"
-        and _target_source(first.target) is _target_source(tail.target)
+        and _target_source(info, first.target) is _target_source(info, tail.target)
         and first.ignore_index == tail.ignore_index
         and first.class_weight is tail.class_weight
     )
@@ -557,36 +586,83 @@ def _modifiers(tail: Tail) -> Modifiers:
     return folded
 
 
-def _target_source(node: Node | None) -> Node | None:
-    """Follow a target through reshapes and same-device moves to where it comes from."""
+def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
+    """Follow a target through reshapes and copies to where it comes from, unless that is written to."""
     while node is not None:
         call = read_one(node)
-        if call is None or call.op not in (
-            aten.view.default,
-            aten.reshape.default,
-            aten.unsqueeze.default,
-            aten.squeeze.dim,
-            aten.contiguous.default,
-            aten.to.dtype,
-            aten.flatten.using_ints,
-        ):
+        if call is None or call.op not in _TARGET_MOVES:
             return node
-        node = call.args["self"]
+        if call.args.get("dtype", torch.int64) not in (torch.int64, torch.int32):
+            return node
+        source: Node = call.args["self"]
+        if any(info.may_share_memory(t, source) for w in info.writes for t in w.targets):
+            return node
+        node = source
     return None
 
 
+_TARGET_MOVES = (
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.contiguous.default,
+    aten.to.dtype,
+    aten.flatten.using_ints,
+)
+
+
+def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
+    """Return what must be computed again, earlier, for one op call to serve ``group``; None if unsafe.
+
+    The call stands before the first tail. Targets that are made after it (a shift behind a z-loss) are
+    made once more before it: integer views and copies that cost nothing, of inputs nobody writes to.
+    """
+    first = min((t.node for t in group), key=lambda n: info.positions[n])
+    again: list[Node] = []
+
+    def collect(node: Node) -> bool:
+        if info.positions[node] < info.positions[first] or node in again:
+            return True
+        call = read_one(node)
+        if call is None or written_by(node) or call.op is aten.dropout.default:
+            return False
+        if not all(collect(operand) for operand in node.all_input_nodes):
+            return False
+        again.append(node)
+        return True
+
+    operands = [n for t in group for n in t.operands]
+    if not all(collect(operand) for operand in operands):
+        return None
+    if again:
+        touched = [*again, *(i for n in again for i in n.all_input_nodes)]
+        last = max(again, key=lambda n: info.positions[n])
+        if info.written_between(touched, first, last) is not None:
+            return None
+    return again
+
+
 def _emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
-    first = min(group, key=lambda t: info.positions[t.node])
-    last = max(group, key=lambda t: info.positions[t.node])
-    target_positions = [info.positions[t.target] for t in group if t.target is not None]
-    anchor = first.node if max(target_positions, default=-1) < info.positions[first.node] else last.node
-    # a result must be ready before its earliest user
-    emit = _GroupEmitter(info, editor, group)
+    anchor = min((t.node for t in group), key=lambda n: info.positions[n])
+    again = _late(info, group)
+    assert again is not None, "only tails that one call can serve are grouped"
     with editor.at(anchor):
+        early: dict[Node, Node] = {}
+        for node in again:
+            early[node] = editor.copy(node, early)
+        group = [_reading_early(tail, early) for tail in group]
+        emit = _GroupEmitter(info, editor, group)
         emit.op_call()
     for tail in group:
-        with editor.at(tail.node if info.positions[tail.node] >= info.positions[anchor] else anchor):
+        with editor.at(tail.node):
             editor.replace(tail.node, emit.result(tail))
+
+
+def _reading_early(tail: Tail, early: Mapping[Node, Node]) -> Tail:
+    target = None if tail.target is None else early.get(tail.target, tail.target)
+    weight = None if tail.class_weight is None else early.get(tail.class_weight, tail.class_weight)
+    return replace(tail, target=target, class_weight=weight)
 
 
 class _GroupEmitter:
@@ -785,7 +861,9 @@ class _GroupEmitter:
         flat = e.call(
             aten.index_select.default, class_weight, 0, e.call(aten.reshape.default, index, [-1])
         )
-        picked = e.call(aten.to.dtype, e.call(aten.reshape_as.default, flat, index), self._loss_dtype())
+        picked = e.call(
+            aten.to.dtype, e.call(aten.reshape_as.default, flat, index), self._loss_dtype()
+        )
         return e.call(aten.mul.Tensor, picked, kept)
 
     def _loss_dtype(self) -> torch.dtype:

@@ -190,7 +190,9 @@ class GraphInfo:
             held = self.tensor(placeholder)
             if held is not None and compat.storage_key(held) == key:
                 real = compat.example_input(placeholder)
-                return not isinstance(real, torch.nn.Parameter) and not _is_module_state(placeholder)
+                return not isinstance(real, torch.nn.Parameter) and not _is_module_state(
+                    placeholder
+                )
         return False
 
 

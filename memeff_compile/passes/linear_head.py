@@ -41,13 +41,15 @@ class Step:
 
     kind is ``rows`` (reorders or selects rows), ``reshape`` (regroups leading dimensions), ``same``
     (no change), ``move`` (class dimension from last to 1), ``detach``, or a pointwise step:
-    ``to``, ``mul``, ``div``, ``tanh``, ``bias``, with its value.
+    ``to``, ``mul``, ``div``, ``tanh``, ``bias``, with its value. A value that the graph computes from
+    a number of the user's (``dynamic=True`` makes symbols of them) is held constant through ``symbol``.
     """
 
     node: Node
     kind: str
     value: Any = None
     reading: Reading = ()
+    symbol: Node | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,15 @@ class Chain:
         """The pointwise steps, in order."""
         return tuple(s for s in self.steps if s.kind in POINTWISE)
 
+    @property
+    def operands(self) -> tuple[Node, ...]:
+        """The tensors that the steps read beside the logits: row indices and vectors."""
+        readings = (a for s in self.row_steps for c in s.reading for a in c.args.values())
+        flat = (a for value in readings for a in (value if isinstance(value, list) else [value]))
+        vectors = (s.value for s in self.steps if s.kind == "bias")
+        carried = {self.head.node, *(s.node for s in self.steps)}
+        return tuple(n for n in (*flat, *vectors) if isinstance(n, Node) and n not in carried)
+
 
 POINTWISE = ("to", "mul", "div", "tanh", "bias")
 
@@ -97,10 +108,14 @@ _MAX_STEPS = 24
 
 
 class HeadReader:
-    """Reads chains of one graph, each node once."""
+    """Reads chains of one graph, each node once.
 
-    def __init__(self, info: GraphInfo) -> None:
+    ``tracing`` says whether a node the table does not know is worth the milliseconds of a trace.
+    """
+
+    def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
         self.info = info
+        self.tracing = tracing
         self._chains: dict[Node, Chain | Decline] = {}
 
     def chain(self, node: Node) -> Chain | Decline:
@@ -195,8 +210,7 @@ class HeadReader:
                     and {call.args["dim0"] % 2, call.args["dim1"] % 2} == {0, 1}
                 )
                 or (
-                    call.op is aten.permute.default
-                    and [d % 2 for d in call.args["dims"]] == [1, 0]
+                    call.op is aten.permute.default and [d % 2 for d in call.args["dims"]] == [1, 0]
                 )
             )
             if swaps:
@@ -217,7 +231,7 @@ class HeadReader:
     # --- steps ------------------------------------------------------------------------------------
 
     def _reading(self, node: Node) -> Reading | None:
-        return read(node) or trace(node)
+        return read(node) or (trace(node) if self.tracing else None)
 
     def _chain_operand(self, node: Node) -> Node | None:
         """Return the operand through which ``node`` may carry logits."""
@@ -246,7 +260,9 @@ class HeadReader:
         kinds = set()
         rank = self._rank_before(node)
         for call in reading:
-            kind = "same" if moved and call.op in _SAME_OPS else _row_kind(call, rank, head, self.info)
+            kind = (
+                "same" if moved and call.op in _SAME_OPS else _row_kind(call, rank, head, self.info)
+            )
             if kind is None or (moved and kind != "same"):
                 return Decline(
                     "unknown_step",
@@ -304,8 +320,9 @@ class HeadReader:
             return Step(node, "tanh")
         if op in _SCALES:
             kind = "mul" if op in (aten.mul.Tensor, aten.mul.Scalar) else "div"
-            factor = args["other"]
-            if isinstance(factor, Node) or not isinstance(factor, (int, float)):
+            given = args["other"]
+            factor = compat.known_number(given)
+            if factor is None:
                 return Decline(
                     "scale_not_constant",
                     f"{_describe(node)} scales the logits by a tensor or a varying number",
@@ -313,8 +330,11 @@ class HeadReader:
                     node,
                 )
             if not math.isfinite(factor) or factor == 0:
-                return Decline("scale_not_constant", f"{_describe(node)} scales by {factor}", node=node)
-            return Step(node, kind, float(factor))
+                return Decline(
+                    "scale_not_constant", f"{_describe(node)} scales by {factor}", node=node
+                )
+            symbol = given if isinstance(given, Node) else None
+            return Step(node, kind, float(factor), symbol=symbol)
         if op is aten.add.Tensor:
             vector = args["other"]
             if vector is self._chain_operand(node):
@@ -365,6 +385,15 @@ class HeadReader:
                 "compile the model and its loss as one function; fullgraph=True shows what split them",
                 node,
             )
+        values = [compat.example_value(n) for n in (node, *node.all_input_nodes)]
+        if any(compat.is_dtensor(value) for value in values):
+            return Decline(
+                "tensor_parallel_head",
+                f"the head is tensor parallel: each rank has a part of the logits, which "
+                f"{_describe(node)} moves between ranks",
+                "gather the head to a plain tensor, or leave the loss to the model's own code",
+                node,
+            )
         return Decline(
             "no_linear_head",
             f"the logits come from {_describe(node)}, which is not a linear head",
@@ -384,7 +413,9 @@ def fold(steps: Sequence[Step]) -> Modifiers | Decline:
                 result = replace(result, softcap=result.softcap * factor)
         elif step.kind == "tanh":
             if capped:
-                return Decline("softcap_twice", "the logits pass through tanh twice", node=step.node)
+                return Decline(
+                    "softcap_twice", "the logits pass through tanh twice", node=step.node
+                )
             capped = True
             result = replace(result, softcap=1.0)
         elif step.kind == "bias":
@@ -522,6 +553,7 @@ def _second(call: Call) -> Any:
 
 
 def _describe(node: Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.name)
+    name = (
+        node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.name)
+    )
     return f"`{name}`"
-

@@ -6,9 +6,10 @@ back; an error of our own restores the graph as it came and is reported, and com
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..report import GraphReport, Record
 from . import defer_logits
 from .base import Decline, Done, Gain, GraphPass
 from .editor import Editor, EditRefused
-from .graph_info import GraphInfo, ambient_region
+from .graph_info import GraphInfo, ambient_region, clean_module_path
 from .render import render
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
         for module, graph in snapshot:
             module.graph = graph
         state.fail(error)
+    state.note_unused_skips(gm)
     if state.changed:
         for module, _ in snapshot:
             module.recompile()
@@ -107,6 +109,24 @@ class _Run:
             )
         )
 
+    def note_unused_skips(self, gm: GraphModule) -> None:
+        """Say so when a path in ``memeff.skip`` names no module of this graph: it may be a typo."""
+        patterns = {p for paths in self.options.skip.values() for p in paths}
+        if not patterns:
+            return
+        paths = {clean_module_path(path) for node in gm.graph.nodes for path in _module_stack(node)}
+        for pattern in sorted(patterns):
+            if not any(Options(skip={"*": (pattern,)}).skips("*", path) for path in paths):
+                self.records.append(
+                    Record(
+                        "backend",
+                        "note",
+                        "skip_unmatched",
+                        f"memeff.skip names {pattern!r}, and no module of this graph has such a path.",
+                        "Compare it with the names in model.named_modules().",
+                    )
+                )
+
     def apply(
         self,
         graph_pass: GraphPass,
@@ -122,9 +142,13 @@ class _Run:
                 continue
             anchor = graph_pass.anchor(found)
             refusal = self._skipped(graph_pass, info, found) or graph_pass.check(info, found)
-            gain = graph_pass.gain(info, found) if refusal is None or refusal.code != "skipped" else None
+            gain = (
+                graph_pass.gain(info, found)
+                if refusal is None or refusal.code != "skipped"
+                else None
+            )
             if refusal is not None:
-                self._decline(graph_pass, info, refusal, gain, anchor)
+                self._decline(graph_pass, info, refusal, gain, anchor, graph_pass.places(found))
                 continue
             if not any(module is info.gm for module, _ in snapshot):
                 snapshot.append((info.gm, copy_graph(info.gm)))
@@ -134,14 +158,16 @@ class _Run:
         for node in graph_pass.places(found):
             path = info.module_path(node)
             if path and self.options.skips(graph_pass.name, path):
-                return Decline("skipped", f"memeff.skip names {path}", node=graph_pass.anchor(found))
+                return Decline(
+                    "skipped", f"memeff.skip names {path}", node=graph_pass.anchor(found)
+                )
         return None
 
     def _rewrite(
         self, graph_pass: GraphPass, info: GraphInfo, found: Any, gain: Gain | None
     ) -> None:
         anchor = graph_pass.anchor(found)
-        where = _place(info, anchor)
+        where = _place(info, anchor, graph_pass.places(found))
         editor = Editor(info)
         try:
             done = graph_pass.rewrite(info, found, editor)
@@ -149,7 +175,11 @@ class _Run:
         except EditRefused as refused:
             editor.rollback()
             self._decline(
-                graph_pass, info, Decline("edit_refused", f"the edit was undone: {refused}"), gain, anchor
+                graph_pass,
+                info,
+                Decline("edit_refused", f"the edit was undone: {refused}"),
+                gain,
+                anchor,
             )
             return
         self.changed = True
@@ -165,7 +195,7 @@ class _Run:
                 graph_pass.name,
                 "rewrote",
                 "rewrote",
-                done.sentence,
+                _sentence(done.sentence),
                 source=source,
                 module=module,
                 bytes_before=gain.before if gain else None,
@@ -176,7 +206,7 @@ class _Run:
         for action, code, sentence in done.notes:
             assert action in ("deferred", "dropped", "note")
             self.records.append(
-                Record(defer_logits.NAME, action, code, sentence, source=source, module=module)  # type: ignore[arg-type]
+                Record(defer_logits.NAME, action, code, _sentence(sentence), source=source, module=module)  # type: ignore[arg-type]
             )
 
     def _decline(
@@ -186,16 +216,17 @@ class _Run:
         decline: Decline,
         gain: Gain | None,
         anchor: Node | None = None,
+        nearby: Iterable[Node] = (),
     ) -> None:
         node = decline.node or anchor
-        source, module = _place(info, node) if node is not None else ("", "")
+        source, module = _place(info, node, nearby) if node is not None else ("", "")
         self.records.append(
             Record(
                 graph_pass.name,
                 "declined",
                 decline.code,
-                decline.sentence,
-                decline.hint,
+                _sentence(decline.sentence),
+                _sentence(decline.hint),
                 source,
                 module,
                 gain.before if gain else None,
@@ -205,13 +236,32 @@ class _Run:
         )
 
 
-def _place(info: GraphInfo, node: Node) -> tuple[str, str]:
-    return info.source_line(node), info.module_path(node)
+def _place(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
+    """Return the user's line of ``node``, and its module path or that of the nodes around it."""
+    paths = (info.module_path(n) for n in (node, *nearby))
+    return info.source_line(node), next(filter(None, paths), "")
+
+
+def _sentence(text: str) -> str:
+    """Write ``text`` as a sentence: a capital at the front, a full stop at the end."""
+    if not text:
+        return text
+    head = text[0].upper() if text[0].islower() and not text.startswith(_NAMES) else text[0]
+    return head + text[1:] + ("" if text[-1] in ".!?" else ".")
+
+
+_NAMES = ("memeff", "out.", "torch", "linear ", "linear+")
+
+
+def _module_stack(node: Node) -> list[str]:
+    stack = node.meta.get("nn_module_stack") or {}
+    return [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
 
 
 def copy_graph(gm: GraphModule) -> Graph:
     """Return a copy of ``gm``'s graph that can take its place again."""
     copied = Graph()
+    copied.set_codegen(copy.deepcopy(gm.graph._codegen))
     mapping: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         mapping[node] = copied.node_copy(node, lambda n: mapping[n])
@@ -245,7 +295,10 @@ def _log(report: GraphReport) -> None:
 def _enforce_strict(options: Options, report: GraphReport) -> None:
     """Raise when a pass the user insists on declined a place, or found none in a training graph."""
     for name in options.strict:
-        fired = any(r.pass_name == name and r.action in ("rewrote", "deferred", "dropped") for r in report.records)
+        fired = any(
+            r.pass_name == name and r.action in ("rewrote", "deferred", "dropped")
+            for r in report.records
+        )
         declined = [r for r in report.records if r.action == "declined" and r.pass_name == name]
         if declined or (report.training and not fired):
             reasons = "\n".join(f"  - {r.code}: {r.sentence} {r.source}" for r in declined)

@@ -37,7 +37,9 @@ def render(gm: GraphModule) -> str:
 
 
 class _Renderer:
-    def __init__(self, gm: GraphModule, indent: str = "", symbols: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, gm: GraphModule, indent: str = "", symbols: dict[str, str] | None = None
+    ) -> None:
         self.gm, self.indent = gm, indent
         self.names: dict[Node, str] = {}
         self.symbols = {} if symbols is None else symbols

@@ -59,6 +59,12 @@ def products(logits: Tensor) -> int:
     return logits.materialisations
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Tensors this small spend their time waking threads up."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def logits() -> Tensor:
     return world(deferred=True).logits
@@ -266,6 +272,14 @@ def test_reading_row_by_row_computes_everything_once_that_is_cheaper(logits: Ten
         logits[:, step].argmax(-1)
     # 210 rows; a product of few rows costs as much as one of 64.
     assert products(logits) == 4 + 1
+
+
+def test_slice_of_a_small_batch_computes_once_for_forward_and_backward() -> None:
+    hidden, weight = torch.randn(2, 5, 8, requires_grad=True), torch.randn(6, 8)
+    logits = defer(hidden, weight, None, (), LogitsRecipe(torch.float32))
+    last = logits[:, -1]
+    (last.square().sum() + last.exp().sum()).backward()
+    assert products(logits) == 1
 
 
 def test_views_of_all_rows_share_one_computation(logits: Tensor, eager: Tensor) -> None:
@@ -500,6 +514,19 @@ def test_retain_grad_and_hooks_see_plain_gradients() -> None:
         last.square().sum().backward()
         found.append([z.grad, last.grad, *seen])
     assert all(type(grad) is Tensor for grad in found[0])
+    same(*found)
+
+
+def test_logits_as_a_leaf_collect_gradients_and_take_optimizer_steps() -> None:
+    found = []
+    for deferred in (True, False):
+        leaf = world(deferred=deferred).logits.detach().requires_grad_()
+        leaf[:, -1].square().sum().backward()
+        first = leaf.grad.clone()
+        (leaf[0].sum() + leaf.exp().sum()).backward()
+        torch.optim.SGD([leaf], lr=0.1, momentum=0.9).step()
+        found.append([first, leaf.grad, leaf.detach()])
+    assert all(type(grad) is Tensor for grad in found[0][:2])
     same(*found)
 
 
@@ -782,6 +809,7 @@ def test_write_through_an_alias_of_a_slice_raises_for_other_readers(
         other.argmax(-1)
     assert EAGER in str(error.value)
     assert ".clone()" in str(error.value)
+    assert "DeferredLogits" in repr(other)
 
 
 def test_write_to_a_slice_while_an_alias_of_it_lives_raises(logits: Tensor) -> None:

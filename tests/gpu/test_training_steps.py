@@ -33,10 +33,10 @@ def model(dtype: torch.dtype, seed: int = 0, **overrides: Any) -> nn.Module:
     return built.train()
 
 
-def batch(seed: int = 1) -> Tensor:
+def batch(seed: int = 1, rows: int = 4, length: int = 256) -> Tensor:
     """Draw token ids."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (4, 256), generator=generator).cuda()
+    return torch.randint(0, VOCABULARY, (rows, length), generator=generator).cuda()
 
 
 def step(module: nn.Module, ids: Tensor) -> tuple[float, dict[str, Tensor]]:
@@ -65,9 +65,7 @@ def test_fp32_training_step_equals_eager() -> None:
     compiled = torch.compile(module, backend="memeff")
     loss, grads = step(compiled, ids)
     assert abs(loss - wanted_loss) <= 1e-6 * wanted_loss
-    scale = 1e-3 * (
-        sum(float(w.norm()) ** 2 for w in wanted.values()) / len(wanted)
-    ) ** 0.5
+    scale = 1e-3 * (sum(float(w.norm()) ** 2 for w in wanted.values()) / len(wanted)) ** 0.5
     names = {n.removeprefix("_orig_mod."): n for n in grads}
     plain_names = {n.removeprefix("_orig_mod."): n for n in inductor}
     for name, reference in wanted.items():
@@ -152,7 +150,7 @@ def test_deferred_logits_read_after_backward_equal_eager() -> None:
 def test_formula_bounds_what_the_loss_allocates() -> None:
     from memeff_compile import last_report
 
-    ids = batch()
+    ids = batch(rows=16, length=512)
     peaks = {}
     for backend in ("inductor", "memeff"):
         torch._dynamo.reset()
@@ -167,4 +165,4 @@ def test_formula_bounds_what_the_loss_allocates() -> None:
         del out, compiled
     saved = last_report().bytes_saved
     assert saved > 0
-    assert peaks["inductor"] - peaks["memeff"] > 0.3 * saved
+    assert peaks["inductor"] - peaks["memeff"] > 0.5 * saved, (peaks, saved)

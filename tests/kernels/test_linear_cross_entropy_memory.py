@@ -139,12 +139,12 @@ def test_before_counts_bytes_per_logit(settings: dict[str, Any], per_logit: int)
     assert bytes_before(N, D, V, **settings) == per_logit * N * V
 
 
-def test_hybrid_takes_a_twentieth_of_compiled_logits_at_gemma_2_2b() -> None:
+def test_hybrid_takes_a_fifteenth_of_compiled_logits_at_gemma_2_2b() -> None:
     sizes = {"dtype": torch.bfloat16}
     after = bytes_after(8192, 2304, 256_000, **sizes, device_type="cuda")
     before = bytes_before(8192, 2304, 256_000, **sizes)
-    assert after < 170 * MIB
-    assert after < before / 20
+    assert after < 201 * MIB
+    assert after < before / 15
 
 
 @pytest.mark.parametrize("workspace", [0, 1, 10**6, 2**26, 10**10])
@@ -169,7 +169,7 @@ def test_hybrid_widths_stay_within_the_workspace(dtype: torch.dtype, workspace: 
 
 @pytest.mark.parametrize(
     ("rows", "depth", "vocab", "expected"),
-    [(16384, 2048, 128256, (1024, 4096)), (8192, 2304, 256_000, (1024, 3712))],
+    [(16384, 2048, 128256, (2048, 4096)), (8192, 2304, 256_000, (2048, 3712))],
     ids=["Llama-3.2-1B, 8 x 2048", "Gemma-2-2B, 4 x 2048"],
 )
 def test_hybrid_widths_of_the_models_we_measure(

@@ -14,8 +14,10 @@ Means, sums, class weights of the target and shifts stay outside, in ordinary op
 
 from __future__ import annotations
 
+from memeff_compile.kernels.linear_cross_entropy.memory import Pieces as Pieces
 from memeff_compile.kernels.linear_cross_entropy.memory import bytes_after as bytes_after
 from memeff_compile.kernels.linear_cross_entropy.memory import bytes_before as bytes_before
+from memeff_compile.kernels.linear_cross_entropy.memory import piece_sizes as piece_sizes
 from memeff_compile.kernels.linear_cross_entropy.op import ENGINES as ENGINES
 from memeff_compile.kernels.linear_cross_entropy.op import (
     linear_cross_entropy as linear_cross_entropy,

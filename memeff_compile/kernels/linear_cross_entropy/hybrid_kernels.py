@@ -85,7 +85,7 @@ def _linear_cross_entropy_statistics_kernel(
         s_target += tl.load(bias_ptr + target, mask=is_here, other=0.0).to(tl.float32)
     z_target = s_target * scale
     if HAS_SOFTCAP:
-        z_target, slope_at_target = _cap(z_target, softcap)
+        z_target, _slope_at_target = _cap(z_target, softcap)
     target_logit = tl.where(is_here, z_target, target_logit)
 
     for start in range(0, width, BLOCK):
@@ -96,7 +96,7 @@ def _linear_cross_entropy_statistics_kernel(
             s += tl.load(bias_ptr + first_column + offs, mask=mask, other=0.0).to(tl.float32)
         z = s * scale
         if HAS_SOFTCAP:
-            z, slope = _cap(z, softcap)
+            z, _slope = _cap(z, softcap)
         if WITH_LOGIT_SUM:
             counted = tl.where(mask, z, 0.0)
             if HAS_COLUMN_WEIGHT:

@@ -7,7 +7,7 @@ bound of what our op holds: pieces, per-row vectors and the fp32 sum of the hidd
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import sympy
 import torch
@@ -80,6 +80,7 @@ def bytes_after(
     workspace: int = 0,
     has_softcap: bool = False,
     training: bool = True,
+    pieces: Pieces | None = None,
 ) -> sympy.Expr:
     """Return an upper bound of the bytes our op holds beside inputs and returned gradients.
 
@@ -95,22 +96,66 @@ def bytes_after(
         workspace: the op's workspace in bytes, 0 = automatic.
         has_softcap: whether logits are capped.
         training: whether a backward pass follows.
+        pieces: bytes and columns of the pieces, as symbols for a short formula; by default what
+            `piece_sizes` gives.
     """
-    n, d, v = sympy.sympify(rows), sympy.sympify(depth), sympy.sympify(vocab)
-    half = (sympy.floor((v + 2 * MIN_WIDTH - 1) / (2 * MIN_WIDTH))) * MIN_WIDTH
+    n, d = sympy.sympify(rows), sympy.sympify(depth)
+    if pieces is None:
+        pieces = piece_sizes(
+            rows,
+            vocab,
+            dtype=dtype,
+            device_type=device_type,
+            workspace=workspace,
+            has_softcap=has_softcap,
+            training=training,
+        )
     itemsize = dtype.itemsize
     sums = 4 * n * d if itemsize == 2 and training else sympy.Integer(0)
-    if device_type == "cuda" and itemsize <= 4:
+    if _is_hybrid(dtype, device_type):
+        # state, nll, lse, logit_sum, the cotangents made contiguous, target checks
+        return pieces.bytes + sums + 64 * n
+    # 16-bit: hidden in fp32, two pieces of the weight in fp32 and its gradient before rounding
+    widened = 4 * n * d + 12 * pieces.columns * d if itemsize == 2 else sympy.Integer(0)
+    compacted = 2 * itemsize * n * d if device_type == "cpu" else sympy.Integer(0)
+    return pieces.bytes + sums + widened + compacted + 24 * max(itemsize, 4) * n
+
+
+class Pieces(NamedTuple):
+    """What one call holds of the logits at any time: bytes, and columns where a copy needs them."""
+
+    bytes: sympy.Expr
+    columns: sympy.Expr
+
+
+def piece_sizes(
+    rows: Size,
+    vocab: Size,
+    *,
+    dtype: torch.dtype,
+    device_type: str,
+    workspace: int = 0,
+    has_softcap: bool = False,
+    training: bool = True,
+) -> Pieces:
+    """Return an upper bound of the pieces of logits that are alive at once.
+
+    Args: as for `bytes_after`.
+    """
+    n, v = sympy.sympify(rows), sympy.sympify(vocab)
+    half = (sympy.floor((v + 2 * MIN_WIDTH - 1) / (2 * MIN_WIDTH))) * MIN_WIDTH
+    itemsize = dtype.itemsize
+    if _is_hybrid(dtype, device_type):
         per_logit = 6 if itemsize == 2 else 4
         budget = workspace or sympy.Max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * n)
-        pieces = sympy.Min(sympy.Max(budget, MIN_WIDTH * per_logit * n), per_logit * n * half)
-        # state, nll, lse, logit_sum, the cotangents made contiguous, target checks
-        return pieces + sums + 64 * n
+        held = sympy.Min(sympy.Max(budget, MIN_WIDTH * per_logit * n), per_logit * n * half)
+        return Pieces(held, held / (per_logit * n))
     per_logit = reference_bytes_per_logit(itemsize, has_softcap, training)
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     budget = workspace or sympy.Max(automatic, REFERENCE_AUTO_COLUMNS * per_logit * n)
     columns = sympy.Min(sympy.Max(sympy.floor(budget / (per_logit * n)), MIN_WIDTH), half)
-    # 16-bit: hidden in fp32, two pieces of the weight in fp32 and its gradient before rounding
-    widened = 4 * n * d + 12 * columns * d if itemsize == 2 else sympy.Integer(0)
-    compacted = 2 * itemsize * n * d if device_type == "cpu" else sympy.Integer(0)
-    return per_logit * n * columns + sums + widened + compacted + 24 * max(itemsize, 4) * n
+    return Pieces(per_logit * n * columns, columns)
+
+
+def _is_hybrid(dtype: torch.dtype, device_type: str) -> bool:
+    return device_type == "cuda" and dtype.itemsize <= 4

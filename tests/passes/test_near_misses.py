@@ -1,0 +1,703 @@
+"""Graphs that look almost like a fused loss: each is left alone, or rewritten and still right.
+
+Every case runs in float64 with the inner compiler eager, so that whatever the passes decide must give
+the values and gradients of eager to twelve digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.surfaces import D, V
+
+from .captured_graphs import FUSE, compare_with_eager
+
+Function = Callable[..., Any]
+
+
+def head_inputs(rows: int = 2, length: int = 8, ignored: bool = True) -> tuple[Tensor, ...]:
+    """Return hidden states, a weight (V, D), a bias (V,) in float64, and labels."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    hidden, weight, bias = normal(rows, length, D), normal(V, D), normal(V)
+    labels = torch.randint(0, V, (rows, length), generator=generator)
+    if ignored:
+        labels[:, 1::5] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), labels
+
+
+def logits_of(h: Tensor, w: Tensor) -> Tensor:
+    return F.linear(h, w)
+
+
+def loss_of(logits: Tensor, y: Tensor, **settings: Any) -> Tensor:
+    return F.cross_entropy(logits.view(-1, V), y.view(-1), **settings)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of (hidden, weight, bias, labels), how often the pass fires, and why not."""
+
+    function: Function
+    fires: int = 0
+    code: str = ""
+    fullgraph: bool = True
+
+
+# --- other readers of the logits --------------------------------------------------------------------
+
+
+def entropy_of_the_logits(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    p = logits.softmax(-1)
+    return loss_of(logits, y), -(p * (p + 1e-9).log()).sum(-1).mean()
+
+
+def argmax_of_the_logits(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    return loss_of(logits, y), (logits.argmax(-1) == y).sum()
+
+
+def kl_to_a_teacher(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    teacher = logits_of(h.detach() * 1.5, w.detach()).log_softmax(-1)
+    student = logits.log_softmax(-1)
+    return loss_of(logits, y) + F.kl_div(student, teacher, log_target=True, reduction="sum")
+
+
+def log_softmax_is_returned(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    log_probs = logits_of(h, w).view(-1, V).log_softmax(-1)
+    return F.nll_loss(log_probs, y.view(-1)), log_probs
+
+
+def max_of_the_logits(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    return loss_of(logits, y) + 1e-3 * logits.amax(-1).square().mean()
+
+
+def gather_without_logsumexp(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    return loss_of(logits, y) + logits.gather(-1, y.clamp(min=0).unsqueeze(-1)).mean()
+
+
+def logsumexp_alone(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return logits_of(h, w).logsumexp(-1).mean()
+
+
+def logsumexp_over_rows(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    return loss_of(logits, y) + logits.logsumexp(1).mean()
+
+
+# --- writes in place ----------------------------------------------------------------------------------
+
+
+def logits_written(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    logits.mul_(0.5)
+    return loss_of(logits, y)
+
+
+def logits_written_by_operator(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    logits += 1.0
+    logits[..., 0] = -5.0
+    return loss_of(logits, y)
+
+
+def view_of_logits_written(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    logits[:, :, :3].zero_()
+    return loss_of(logits, y)
+
+
+def logits_masked_in_place(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    logits.masked_fill_(torch.arange(V) > 40, -1e4)
+    return loss_of(logits, y)
+
+
+@torch.no_grad()
+def hidden_written(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    hidden = h * 2
+    logits = logits_of(hidden, w)
+    hidden.zero_()
+    return loss_of(logits, y), hidden
+
+
+@torch.no_grad()
+def hidden_view_written(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    hidden = h * 2
+    logits = logits_of(hidden, w)
+    hidden.view(-1)[3:].fill_(7.0)
+    return loss_of(logits, y)
+
+
+@torch.no_grad()
+def weight_written(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    w.t()[0].mul_(2.0)
+    return loss_of(logits, y)
+
+
+@torch.no_grad()
+def an_input_that_may_be_the_hidden_states_written(
+    h: Tensor, w: Tensor, b: Tensor, y: Tensor
+) -> Any:
+    logits = logits_of(h, w)
+    b.zero_()
+    return loss_of(logits, y)
+
+
+def hidden_written_before_the_head(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    hidden = h * 2
+    hidden.add_(1.0)
+    return loss_of(logits_of(hidden, w), y)
+
+
+def targets_written(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    y[:, 0] = 3
+    return loss_of(logits, y)
+
+
+@torch.no_grad()
+def targets_written_after(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    loss = loss_of(logits_of(h, w), y)
+    y[:, 0] = 3
+    return loss
+
+
+@torch.no_grad()
+def targets_written_between_two_losses(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    first = loss_of(logits, y)
+    y.clamp_(min=0)
+    return first + loss_of(logits, y)
+
+
+def copies_of_targets_written_between(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    short = y.to(torch.int32)
+    before = short.to(torch.int64)
+    short.clamp_(min=0)
+    after = short.to(torch.int64)
+    logits = logits_of(h, w)
+    return loss_of(logits, before) + loss_of(logits, after)
+
+
+@torch.no_grad()
+def row_index_written(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    order = torch.arange(8)
+    logits = logits_of(h, w).index_select(1, order)
+    order.add_(1).remainder_(8)
+    return loss_of(logits, y)
+
+
+def class_weights_written(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    weight = torch.ones(V, dtype=torch.float64)
+    logits = logits_of(h, w)
+    weight[::2] = 2.0
+    return loss_of(logits, y, weight=weight)
+
+
+def bias_written(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    vector = b.detach() * 1
+    logits = logits_of(h, w) + vector
+    vector.zero_()
+    return loss_of(logits, y)
+
+
+def logits_written_after_the_loss(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    with torch.no_grad():
+        logits = logits_of(h, w)
+        loss = loss_of(logits, y)
+        logits.zero_()
+    return loss, logits
+
+
+def cache_written_between(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    cache = torch.zeros(2, 8, D, dtype=torch.float64)
+    logits = logits_of(h, w)
+    cache.copy_(h.detach())
+    return loss_of(logits, y), cache
+
+
+# --- logits that are not the head's alone -------------------------------------------------------------
+
+
+def masked_fill_on_logits(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w).masked_fill(torch.arange(V) > 44, -1e4), y.clamp(max=44))
+
+
+def dropout_on_logits(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(F.dropout(logits_of(h, w), 0.5, True), y)
+
+
+def learned_temperature(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w) * b[0], y)
+
+
+def tensor_temperature(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w) / torch.full((), 2.0, dtype=torch.float64), y)
+
+
+def temperature_per_row(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w) / h[..., :1].abs().clamp(min=0.5), y)
+
+
+def zero_scale(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w) * 0.0, y)
+
+
+def negative_scale(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w) * -0.5, y)
+
+
+def scale_vector(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w) * b, y)
+
+
+def scaled_added_bias(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(torch.add(logits_of(h, w), b, alpha=2), y)
+
+
+def double_tanh(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(torch.tanh(torch.tanh(logits_of(h, w))), y)
+
+
+def negative_softcap(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(torch.tanh(logits_of(h, w) / 3.0) * -3.0, y)
+
+
+def unequal_softcap(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(torch.tanh(logits_of(h, w) / 3.0) * 5.0, y)
+
+
+def bias_before_softcap(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(torch.tanh((logits_of(h, w) + b) / 3.0) * 3.0, y)
+
+
+def scale_bias_scale_softcap(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(torch.tanh((F.linear(h, w, b) * 0.5 + b) / 3.0) * 3.0, y)
+
+
+def bias_after_softcap(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(torch.tanh(logits_of(h, w)) + b, y)
+
+
+def two_biases(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(b + (F.linear(h, w, b) * 0.5 + b.view(1, V)), y)
+
+
+def bias_per_row(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w) + h[..., :1], y)
+
+
+def number_added(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w) + 1.0, y)
+
+
+def logits_plus_other_logits(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    down, up = w[:4], w[:, :4]
+    return loss_of(logits_of(h, w) + F.linear(F.linear(h, down), up), y)
+
+
+def cat_of_two_heads(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    both = torch.cat([logits_of(h, w), F.linear(h, w[:8])], -1)
+    return F.cross_entropy(both.view(-1, V + 8), y.view(-1))
+
+
+def relu_on_logits(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(F.relu(logits_of(h, w)), y)
+
+
+# --- where the classes are --------------------------------------------------------------------------
+
+
+def vocabulary_split(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return F.cross_entropy(
+        logits_of(h, w).view(-1, V // 2), y.view(-1).repeat_interleave(2).remainder(V // 2)
+    )
+
+
+def vocabulary_columns_sliced(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return F.cross_entropy(logits_of(h, w)[..., :40].reshape(-1, 40), y.clamp(max=39).view(-1))
+
+
+def vocabulary_columns_permuted(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w).flip(-1), y)
+
+
+def vocabulary_columns_indexed(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w)[..., torch.arange(V - 1, -1, -1)], y)
+
+
+def classes_transposed(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    square = F.linear(h.reshape(-1, D)[:1].expand(V, D), w)
+    return F.cross_entropy(square.t(), torch.arange(V))
+
+
+def softmax_over_length(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    log_probs = logits_of(h, w).log_softmax(1)
+    return -log_probs.gather(-1, y.clamp(min=0).unsqueeze(-1)).mean()
+
+
+def softmax_over_length_of_moved_classes(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return F.nll_loss(F.log_softmax(logits_of(h, w).transpose(1, 2), dim=-1), y)
+
+
+def softmax_over_moved_classes(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return F.nll_loss(F.log_softmax(logits_of(h, w).transpose(1, 2), dim=1), y)
+
+
+def classes_in_the_middle(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h.repeat(1, 6, 1), w)  # (2, 48, V): 48 rows are taken for classes
+    return F.cross_entropy(logits, y.repeat(1, 6).clamp(0))
+
+
+def softmax_over_batch(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    log_probs = F.log_softmax(logits_of(h, w).view(-1, V), dim=0)
+    return F.nll_loss(log_probs, y.view(-1))
+
+
+def gather_of_two_classes(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    index = torch.stack([y.clamp(min=0), y.clamp(min=3)], -1)
+    return -logits_of(h, w).log_softmax(-1).gather(-1, index).mean()
+
+
+def gather_of_rows(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    index = y.clamp(0, 7).unsqueeze(-1)
+    return -logits_of(h, w).log_softmax(-1).gather(1, index).mean()
+
+
+def gather_of_fewer_rows(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    index = y[:, :4].clamp(min=0).unsqueeze(-1)
+    return -logits_of(h, w).log_softmax(-1).gather(-1, index).mean()
+
+
+def rows_repeated(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h[:, :1], w).expand(-1, 8, -1)
+    return F.cross_entropy(logits.reshape(-1, V), y.view(-1))
+
+
+def rows_interleaved(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w).repeat_interleave(2, dim=1)
+    return F.cross_entropy(logits.reshape(-1, V), y.repeat_interleave(2, dim=1).view(-1))
+
+
+def rows_reversed(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return F.cross_entropy(logits_of(h, w).flip(1).reshape(-1, V), y.view(-1))
+
+
+def rows_indexed(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    order = torch.tensor([5, 0, 3])
+    return F.cross_entropy(logits_of(h, w)[:, order].view(-1, V), y[:, order].reshape(-1))
+
+
+def squeezed_and_unsqueezed(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)[:1].squeeze(0).unsqueeze(0).unsqueeze(2).squeeze(2)
+    return F.cross_entropy(logits.view(-1, V), y[0])
+
+
+def one_row(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return F.cross_entropy(logits_of(h[0, 0], w), y[0, 0])
+
+
+def sequence_of_four_dimensions(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h.view(2, 2, 4, D), w)
+    return F.cross_entropy(logits.flatten(0, 1).flatten(0, 1), y.flatten())
+
+
+def classes_moved_in_four_dimensions(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h.view(2, 2, 4, D), w).permute(0, 3, 1, 2)
+    return F.cross_entropy(logits, y.view(2, 2, 4), reduction="none").sum()
+
+
+# --- what the loss asks for ---------------------------------------------------------------------------
+
+
+def probability_targets(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    target = torch.full((16, V), 1 / V, dtype=torch.float64)
+    return F.cross_entropy(logits_of(h, w).view(-1, V), target)
+
+
+@torch.no_grad()  # with gradients eager refuses them, too
+def class_weights_with_gradient(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w), y, weight=b.requires_grad_())
+
+
+def class_weights_of_an_input(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w), y, weight=b.detach().sigmoid())
+
+
+def everything_ignored(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w), torch.full_like(y, -100))
+
+
+def everything_ignored_and_summed(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w), torch.full_like(y, -100), reduction="sum")
+
+
+def ignored_class_in_the_vocabulary(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w), y.clamp(min=0), ignore_index=0)
+
+
+# --- several losses and heads -------------------------------------------------------------------------
+
+
+def one_head_two_losses(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    other = y.clamp(min=0).flip(0)
+    return loss_of(logits, y) + 0.3 * loss_of(logits, other, reduction="sum")
+
+
+def one_head_called_twice(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w), y) + loss_of(logits_of(h.flip(1), w), y)
+
+
+def multi_token_prediction(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    first = F.cross_entropy(logits_of(h, w)[:, :-1].reshape(-1, V), y[:, 1:].reshape(-1))
+    second = F.linear(torch.tanh(h), w * 2, b)
+    return first + F.cross_entropy(second[:, :-2].reshape(-1, V), y[:, 2:].reshape(-1))
+
+
+def two_reductions_of_one_loss(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    return loss_of(logits, y), loss_of(logits, y, reduction="sum"), loss_of(logits, y, reduction="none")
+
+
+def z_loss_before_the_targets_exist(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    penalty = logits.logsumexp(-1).square().mean() * 1e-2
+    shifted = F.pad(y, (0, 1), value=-100)[:, 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, V), shifted.view(-1)) + penalty
+
+
+def loss_before_the_second_targets_exist(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    first = loss_of(logits, y)
+    scaled = first * 2
+    return scaled + loss_of(logits, y.view(-1).unsqueeze(0), reduction="sum")
+
+
+def log_probs_twice(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    log_probs = logits_of(h, w).log_softmax(-1)
+    index = y.clamp(min=0).unsqueeze(-1)
+    return log_probs.gather(-1, index), log_probs.gather(-1, index.flip(0))
+
+
+def rows_then_other_rows(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    return F.cross_entropy(logits[:, 0], y[:, 0]) + F.cross_entropy(logits[:, -1], y[:, -1])
+
+
+def tied_to_an_embedding(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    hidden = h + F.embedding(y.clamp(min=0), w)
+    return loss_of(logits_of(hidden, w), y)
+
+
+def head_of_a_transposed_weight(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    columns = w.t().contiguous()
+    return loss_of(h @ columns, y)
+
+
+def head_weight_computed(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w / w.norm(dim=1, keepdim=True)), y)
+
+
+def head_weight_computed_logits_returned(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w / w.norm(dim=1, keepdim=True))
+    return loss_of(logits, y), logits
+
+
+# --- gradients, regions, nested graphs ------------------------------------------------------------------
+
+
+def loss_without_gradient(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    with torch.no_grad():
+        loss = loss_of(logits_of(h, w), y)
+    return loss, h.sum()
+
+
+def only_the_loss_without_gradient(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    with torch.no_grad():
+        loss = loss_of(logits, y)
+    return loss, h.sum()
+
+
+def metric_without_gradient_beside_a_loss(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    with torch.no_grad():
+        metric = loss_of(logits, y, reduction="sum")
+    return loss_of(logits, y), metric
+
+
+def metric_of_detached_logits(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = logits_of(h, w)
+    return loss_of(logits, y) + loss_of(logits.detach(), y, reduction="sum")
+
+
+def detached_hidden(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h.detach(), w), y)
+
+
+def detached_weight(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return loss_of(logits_of(h, w.detach()), y)
+
+
+def loss_in_a_checkpoint(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return checkpoint(lambda h, w, y: loss_of(logits_of(h, w), y), h, w, y, use_reentrant=False)
+
+
+def logits_leave_a_checkpoint(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    def body(h: Tensor, w: Tensor, y: Tensor) -> Any:
+        logits = logits_of(h, w)
+        return loss_of(logits, y), logits
+
+    return checkpoint(body, h, w, y, use_reentrant=False)
+
+
+def loss_outside_the_checkpoint_of_the_head(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    logits = checkpoint(logits_of, h, w, use_reentrant=False)
+    return loss_of(logits, y)
+
+
+def loss_in_a_branch(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return torch.cond(
+        h.sum() > 0,
+        lambda h, w, y: loss_of(logits_of(h, w), y),
+        lambda h, w, y: loss_of(logits_of(h * 2, w), y),
+        (h, w, y),
+    )
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(h, w)
+        return loss_of(logits_of(h, w), y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        h, w = ctx.saved_tensors
+        return grad * h, grad * w, None
+
+
+def loss_in_an_autograd_function(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
+    return _Doubled.apply(h, w, y)
+
+
+CASES: dict[str, Case] = {
+    case.function.__name__: case
+    for case in (
+        Case(entropy_of_the_logits, 0, "logits_reused(softmax)"),
+        Case(argmax_of_the_logits, 0, "logits_reused(argmax)"),
+        Case(kl_to_a_teacher, 0, "logits_reused(log_softmax)"),
+        Case(log_softmax_is_returned, 0, "logits_reused(output)"),
+        Case(max_of_the_logits, 0, "logits_reused(amax)"),
+        Case(gather_without_logsumexp, 0, "logits_reused(gather)"),
+        Case(logsumexp_alone),
+        Case(logsumexp_over_rows, 0, "logits_reused(logsumexp)"),
+        Case(logits_written, 0, "mutated"),
+        Case(logits_written_by_operator, 0, "no_linear_head"),
+        Case(view_of_logits_written, 0, "logits_reused(getitem)"),
+        Case(logits_masked_in_place, 0, "mutated"),
+        Case(hidden_written, 0, "mutated"),
+        Case(hidden_view_written, 0, "mutated"),
+        Case(weight_written, 0, "mutated"),
+        Case(an_input_that_may_be_the_hidden_states_written, 0, "mutated"),
+        Case(hidden_written_before_the_head, 1),
+        Case(targets_written, 0, "mutated"),
+        Case(targets_written_after, 1),
+        Case(targets_written_between_two_losses, 0, "mutated"),
+        Case(copies_of_targets_written_between, 1),
+        Case(row_index_written, 0, "mutated"),
+        Case(class_weights_written, 0, "mutated"),
+        Case(bias_written, 0, "mutated"),
+        Case(logits_written_after_the_loss, 0, "mutated"),
+        Case(cache_written_between, 1),
+        Case(masked_fill_on_logits, 0, "no_linear_head"),
+        Case(dropout_on_logits, 0, "no_linear_head"),
+        Case(learned_temperature, 0, "scale_not_constant"),
+        Case(tensor_temperature, 0, "scale_not_constant"),
+        Case(temperature_per_row, 0, "scale_not_constant"),
+        Case(zero_scale, 0, "scale_not_constant"),
+        Case(negative_scale, 1),
+        Case(scale_vector, 0, "scale_not_constant"),
+        Case(scaled_added_bias, 0, "logits_combined"),
+        Case(double_tanh, 0, "softcap_twice"),
+        Case(negative_softcap, 1),
+        Case(unequal_softcap, 1),
+        Case(bias_before_softcap, 1),
+        Case(scale_bias_scale_softcap, 1),
+        Case(bias_after_softcap, 0, "bias_after_softcap"),
+        Case(two_biases, 1),
+        Case(bias_per_row, 0, "logits_combined"),
+        Case(number_added, 0, "no_linear_head"),
+        Case(logits_plus_other_logits, 0, "logits_combined"),
+        Case(cat_of_two_heads, 0, "no_linear_head"),
+        Case(relu_on_logits, 0, "no_linear_head"),
+        Case(vocabulary_split, 0, "class_dim_changed"),
+        Case(vocabulary_columns_sliced, 0, "unknown_step"),
+        Case(vocabulary_columns_permuted, 0, "no_linear_head"),
+        Case(vocabulary_columns_indexed, 0, "unknown_step"),
+        Case(classes_transposed, 0, "no_linear_head"),
+        Case(softmax_over_length, 0),
+        Case(softmax_over_length_of_moved_classes, 0, "not_log_softmax"),
+        Case(softmax_over_moved_classes, 1),
+        Case(classes_in_the_middle, 0, "class_dim_changed"),
+        Case(softmax_over_batch, 0, "not_log_softmax"),
+        Case(gather_of_two_classes, 0),
+        Case(gather_of_rows, 0),
+        Case(gather_of_fewer_rows, 0),
+        Case(rows_repeated, 0, "no_linear_head"),
+        Case(rows_interleaved, 0, "no_linear_head"),
+        Case(rows_reversed, 0, "no_linear_head"),
+        Case(rows_indexed, 1),
+        Case(squeezed_and_unsqueezed, 1),
+        Case(one_row, 1),
+        Case(sequence_of_four_dimensions, 1),
+        Case(classes_moved_in_four_dimensions, 1),
+        Case(probability_targets, 0, "prob_targets"),
+        Case(class_weights_with_gradient, 0, "class_weight"),
+        Case(class_weights_of_an_input, 1),
+        Case(everything_ignored, 1),
+        Case(everything_ignored_and_summed, 1),
+        Case(ignored_class_in_the_vocabulary, 1),
+        Case(one_head_two_losses, 1),
+        Case(one_head_called_twice, 2),
+        Case(multi_token_prediction, 2),
+        Case(two_reductions_of_one_loss, 1),
+        Case(z_loss_before_the_targets_exist, 1),
+        Case(loss_before_the_second_targets_exist, 1),
+        Case(log_probs_twice, 1),
+        Case(rows_then_other_rows, 1),
+        Case(tied_to_an_embedding, 1),
+        Case(head_of_a_transposed_weight, 1),
+        Case(head_weight_computed, 1),
+        Case(head_weight_computed_logits_returned, 0, "logits_not_deferrable"),
+        Case(loss_without_gradient, 1),
+        Case(only_the_loss_without_gradient, 0, "region_mismatch"),
+        Case(metric_without_gradient_beside_a_loss, 0, "region_mismatch"),
+        Case(metric_of_detached_logits, 0, "detached"),
+        Case(detached_hidden, 1),
+        Case(detached_weight, 1),
+        Case(loss_in_a_checkpoint, 1),
+        Case(logits_leave_a_checkpoint, 0, "logits_leave_checkpoint"),
+        Case(loss_outside_the_checkpoint_of_the_head, 0, "no_linear_head"),
+        Case(loss_in_a_branch, 0),
+        Case(loss_in_an_autograd_function, 0),
+    )
+}
