@@ -80,7 +80,7 @@ def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
 def _put_back(compiled: Callable[..., Any], present: Sequence[bool]) -> Callable[..., Any]:
     """Wrap a compiled callable so that it returns None again where outputs were taken out."""
 
-    def run(*args: Any) -> tuple[Any, ...]:
+    def run(*args: object) -> tuple[Any, ...]:
         results = iter(compiled(*args))
         return tuple(next(results) if is_there else None for is_there in present)
 
@@ -90,9 +90,10 @@ def _put_back(compiled: Callable[..., Any], present: Sequence[bool]) -> Callable
 def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> None:
     if any(example_inputs[place] is None for place in pieces):
         raise MemeffError(
-            "memeff.logits='none' dropped logits that a later part of the model reads: DDP compiles the "
-            "model in pieces, one per bucket of gradients, and the logits cross from one to the next. Set "
-            "memeff.logits to 'deferred' or 'eager', or torch._dynamo.config.optimize_ddp = False."
+            "memeff.logits='none' dropped logits that a later part of the model reads: DDP "
+            "compiles the model in pieces, one per bucket of gradients, and the logits cross from "
+            "one to the next. Set memeff.logits to 'deferred' or 'eager', or "
+            "torch._dynamo.config.optimize_ddp = False."
         )
 
 

@@ -120,14 +120,23 @@ def known_number(value: Any) -> int | float | None:
     if isinstance(symbol, torch.SymFloat):
         from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-        symbols = symbol.node.expr.free_symbols
-        is_given = bool(symbols) and all(symbol_is_type(s, SymT.FLOAT) for s in symbols)
+        is_given = all(symbol_is_type(s, SymT.FLOAT) for s in symbol.node.expr.free_symbols)
     elif isinstance(symbol, torch.SymInt):
-        is_given = value.op == "placeholder" and ".size()" not in source_name(value)
+        is_given = known_size(symbol) is not None or (
+            value.op == "placeholder" and ".size()" not in source_name(value)
+        )
     else:
         return None
     number = symbol.node.hint if is_given else None
     return number if isinstance(number, (int, float)) else None
+
+
+def known_size(size: Any) -> int | None:
+    """Return a size that is the same in every call, or None; adds no guard."""
+    if isinstance(size, int):
+        return size
+    known = size.node.maybe_as_int()
+    return None if known is None else int(known)
 
 
 def hold_constant(value: Any) -> None:

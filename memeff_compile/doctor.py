@@ -182,9 +182,10 @@ def _backend() -> list[Finding]:
 def _engines() -> list[Finding]:
     import torch
 
-    from memeff_compile.kernels.linear_cross_entropy import ENGINES
+    from memeff_compile.kernels.linear_cross_entropy import ENGINES, engine_for
 
-    first = "hybrid" if torch.cuda.is_available() else "reference"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    first = engine_for(device, torch.bfloat16)
     op = "memeff::linear_cross_entropy"
     findings = [Finding("what runs where", op, f"{first} engine: {ENGINES[first]}")]
     rest = [name for name in ENGINES if name != first]

@@ -22,7 +22,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
-OPTIONAL = ("expecttest", "hypothesis", "transformers")
+OPTIONAL = ("expecttest", "hypothesis", "transformers", "accelerate", "peft")
 """Test files that import one of these are left out where it is missing (`make gpu`)."""
 
 MISSING = tuple(name for name in OPTIONAL if importlib.util.find_spec(name) is None)

@@ -8,8 +8,8 @@ shape, dtype and gradient, and is computed when somebody looks.
     before: logits = linear(h, W);  loss = cross_entropy(logits, y);  return loss, logits
     after:  loss = memeff.linear_cross_entropy(h, W, y);              return loss, h   (+ a plan)
 
-Not deferred, with the reason in the report: weights that are not direct inputs of the graph, sharded
-or managed by FSDP, checkpoint bodies, export.
+Not deferred, with the reason in the report: weights that are not direct inputs of the graph or that
+FSDP frees after the forward pass, checkpoint bodies, export.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ STALE_SENTENCE = (
 )
 
 GATHERED_SENTENCE = (
-    "out.logits is computed when first read; FSDP frees the gathered head in the backward pass, and a "
-    "first read after loss.backward() raises StaleLogitsError; options={'memeff.logits': 'eager'} "
+    "out.logits is computed when first read; FSDP frees the gathered head in the backward pass, and "
+    "a first read after loss.backward() raises StaleLogitsError; options={'memeff.logits': 'eager'} "
     "restores eager logits"
 )
 
@@ -147,8 +147,8 @@ def _stale_sentence(output: LogitsOutput) -> str:
 
 
 def _static_size(hidden: torch.Tensor) -> int:
-    size = hidden.shape[-1]
-    assert isinstance(size, int), "the check admits only a static hidden size"
+    size = compat.known_size(hidden.shape[-1])
+    assert size is not None, "the check admits only a static hidden size"
     return size
 
 

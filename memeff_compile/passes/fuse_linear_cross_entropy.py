@@ -94,8 +94,10 @@ class FuseLinearCrossEntropy:
         """Yield one site per head with a loss-like consumer; a Decline per loss that has none."""
         reader = HeadReader(info)
         by_head: dict[Node, list[Tail]] = defaultdict(list)
+        losses = False
         for node in info.gm.graph.nodes:
             for answer in _tails_of(info, reader, node):
+                losses = True
                 if isinstance(answer, Decline):
                     yield answer
                 else:
@@ -104,7 +106,7 @@ class FuseLinearCrossEntropy:
             if not any(t.kind in ("loss", "log_prob") for t in tails) and not _pairs(tails):
                 continue
             yield self._site(info, reader, head_node, tails)
-        if not by_head:
+        if not losses:
             yield from _loss_outside(info)
 
     def _site(
@@ -183,6 +185,7 @@ class FuseLinearCrossEntropy:
         }
         call: dict[str, Any] = {
             "dtype": head.compute_dtype,
+            "engine": op_folder.engine_for(hidden.device, head.compute_dtype),
             "device_type": hidden.device.type,
             "workspace": info.options.linear_cross_entropy_workspace,
             "has_softcap": any(s.kind == "tanh" for s in match.tails[0].chain.steps),
@@ -301,7 +304,7 @@ def _loss_tail(
     if reduction is None or ignore_index is None or smoothing is None:
         yield Decline(
             "setting_not_constant",
-            f"ignore_index or label_smoothing of `{_name(node)}` varies with the sizes of tensors",
+            f"`{_name(node)}` gets an ignore_index or label_smoothing that varies from call to call",
             "give it a fixed number",
             node,
         )
@@ -342,6 +345,14 @@ def _gather_tail(
             yield Decline(chain.code, chain.sentence, chain.hint, node)
         return
     if not same_rows:
+        if soft is not None:
+            yield Decline(
+                "rows_differ",
+                "the gathered index may have fewer rows than the log-probabilities",
+                "slice the hidden states to the rows that are gathered; sizes that are always equal "
+                "but marked dynamic one by one are best marked by dynamic=True",
+                node,
+            )
         return
     kind = "logit" if soft is None else "log_prob"
     yield Tail(node, kind, chain, target=index, through=source if soft is not None else None)
@@ -409,19 +420,22 @@ def _check_operands(info: GraphInfo, site: Site) -> Decline | None:
     where = site.tails[0].node
     hidden, weight = info.tensor(head.hidden), info.tensor(head.weight)
     assert hidden is not None and weight is not None
-    for label, node in (("hidden states", head.hidden), ("head weight", head.weight)):
-        value = compat.example_value(node)
-        if not compat.is_fake(value):
+    operands = [("hidden states", head.hidden), ("head weight", head.weight), ("bias", head.bias)]
+    operands += [("targets", tail.target) for tail in site.tails]
+    for label, node in operands:
+        value = None if node is None else compat.example_value(node)
+        if value is not None and not compat.is_fake(value):
             kind = type(value).__name__
             code = "tensor_parallel_head" if kind == "DTensor" else f"subclass_weight({kind})"
             return Decline(
                 code,
-                f"the {label} are a {kind}, which this op does not take",
+                f"the {label} come as a {kind}, which this op does not take",
                 "gather the head to a plain tensor, or leave the loss to the model's own code",
                 where,
             )
     vocabulary = weight.shape[1 if head.transposed else 0]
-    if not isinstance(hidden.shape[-1], int) or not isinstance(vocabulary, int):
+    vocabulary = compat.known_size(vocabulary)
+    if compat.known_size(hidden.shape[-1]) is None or vocabulary is None:
         return Decline(
             "dynamic_vocabulary",
             "the hidden or vocabulary size is dynamic",
@@ -683,7 +697,8 @@ class _GroupEmitter:
         hidden_value = self.info.tensor(head.hidden)
         assert hidden_value is not None
         key_steps = self.group[0].chain.row_steps[: self._rows_in_key()]
-        hidden = replay_rows(e, head.hidden, key_steps, hidden_value.shape[-1])
+        size = compat.known_size(hidden_value.shape[-1])
+        hidden = replay_rows(e, head.hidden, key_steps, size)
         self.hidden = self._cast(hidden)
         weight = self._cast(head.weight)
         if head.transposed:
@@ -820,7 +835,7 @@ class _GroupEmitter:
         hidden_value = self.info.tensor(self.head.hidden)
         assert hidden_value is not None
         rest = tail.chain.row_steps[self._rows_in_key() :]
-        replayed = replay_rows(e, self.hidden, rest, hidden_value.shape[-1])
+        replayed = replay_rows(e, self.hidden, rest, compat.known_size(hidden_value.shape[-1]))
         like = e.call(aten.select.int, replayed, -1, 0)
         call = read_one(tail.node)
         if call is not None and call.args["keepdim"]:
@@ -897,8 +912,8 @@ class _GroupEmitter:
 
 
 def _engine(hidden: torch.Tensor | None, dtype: torch.dtype) -> str:
-    on_gpu = hidden is not None and hidden.device.type == "cuda" and dtype != torch.float64
-    name = "hybrid" if on_gpu else "reference"
+    assert hidden is not None
+    name = op_folder.engine_for(hidden.device, dtype)
     return f"engine {name}: {op_folder.ENGINES[name]}"
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
 from .. import compat
@@ -278,6 +278,9 @@ def written_by(node: Node) -> tuple[Node, ...]:
     target = node.target
     if isinstance(target, OpOverload):
         return _written_by_schema(node, target)
+    if isinstance(target, OpOverloadPacket):
+        overloads = (getattr(target, name) for name in target.overloads())
+        return tuple(n for overload in overloads for n in _written_by_schema(node, overload))
     if isinstance(target, HigherOrderOperator):
         return _written_by_higher_order(node)
     if target is operator.setitem or target in _IN_PLACE_OPERATORS:

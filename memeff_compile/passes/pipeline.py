@@ -115,6 +115,7 @@ class _Run:
         if not patterns:
             return
         paths = {clean_module_path(path) for node in gm.graph.nodes for path in _module_stack(node)}
+        paths.add("")
         for pattern in sorted(patterns):
             if not any(Options(skip={"*": (pattern,)}).skips("*", path) for path in paths):
                 self.records.append(
@@ -246,11 +247,12 @@ def _sentence(text: str) -> str:
     """Write ``text`` as a sentence: a capital at the front, a full stop at the end."""
     if not text:
         return text
-    head = text[0].upper() if text[0].islower() and not text.startswith(_NAMES) else text[0]
+    is_word = text.split(" ")[0].rstrip(",:;").isalpha() and not text.startswith(_NAMES)
+    head = text[0].upper() if is_word else text[0]
     return head + text[1:] + ("" if text[-1] in ".!?" else ".")
 
 
-_NAMES = ("memeff", "out.", "torch", "linear ", "linear+")
+_NAMES = ("memeff", "torch", "linear ", "matmul ", "mm ", "addmm ", "einsum ")
 
 
 def _module_stack(node: Node) -> list[str]:
@@ -265,6 +267,8 @@ def copy_graph(gm: GraphModule) -> Graph:
     mapping: dict[Node, Node] = {}
     for node in gm.graph.nodes:
         mapping[node] = copied.node_copy(node, lambda n: mapping[n])
+        if hasattr(node, "_dynamo_source"):  # AOTAutograd asks every placeholder for it
+            mapping[node]._dynamo_source = node._dynamo_source
     return copied
 
 
@@ -279,7 +283,7 @@ def _guarded_render(gm: GraphModule) -> str:
 def _log(report: GraphReport) -> None:
     fired = [r for r in report.records if r.action in ("rewrote", "deferred", "dropped")]
     log.info(
-        "%s: %d nodes, %d changes, %d declined, %.1f ms",
+        "%s: %d nodes, changes: %d, declined: %d, %.1f ms",
         report.name,
         report.nodes,
         len(fired),

@@ -19,6 +19,7 @@ from memeff_compile.kernels.linear_cross_entropy.memory import bytes_after as by
 from memeff_compile.kernels.linear_cross_entropy.memory import bytes_before as bytes_before
 from memeff_compile.kernels.linear_cross_entropy.memory import piece_sizes as piece_sizes
 from memeff_compile.kernels.linear_cross_entropy.op import ENGINES as ENGINES
+from memeff_compile.kernels.linear_cross_entropy.op import engine_for as engine_for
 from memeff_compile.kernels.linear_cross_entropy.op import (
     linear_cross_entropy as linear_cross_entropy,
 )

@@ -76,6 +76,7 @@ def bytes_after(
     vocab: Size,
     *,
     dtype: torch.dtype,
+    engine: str,
     device_type: str,
     workspace: int = 0,
     has_softcap: bool = False,
@@ -92,7 +93,8 @@ def bytes_after(
     Args:
         rows, depth, vocab: N, D, V as symbols or numbers.
         dtype: dtype of hidden and weight.
-        device_type: "cuda" means engine H, except for fp64.
+        engine: "hybrid" or "reference", as `engine_for` says.
+        device_type: where the tensors are, such as "cuda".
         workspace: the op's workspace in bytes, 0 = automatic.
         has_softcap: whether logits are capped.
         training: whether a backward pass follows.
@@ -105,6 +107,7 @@ def bytes_after(
             rows,
             vocab,
             dtype=dtype,
+            engine=engine,
             device_type=device_type,
             workspace=workspace,
             has_softcap=has_softcap,
@@ -112,7 +115,7 @@ def bytes_after(
         )
     itemsize = dtype.itemsize
     sums = 4 * n * d if itemsize == 2 and training else sympy.Integer(0)
-    if _is_hybrid(dtype, device_type):
+    if engine == "hybrid":
         # state, nll, lse, logit_sum, the cotangents made contiguous, target checks
         return pieces.bytes + sums + 64 * n
     # 16-bit: hidden in fp32, two pieces of the weight in fp32 and its gradient before rounding
@@ -133,6 +136,7 @@ def piece_sizes(
     vocab: Size,
     *,
     dtype: torch.dtype,
+    engine: str,
     device_type: str,
     workspace: int = 0,
     has_softcap: bool = False,
@@ -145,7 +149,7 @@ def piece_sizes(
     n, v = sympy.sympify(rows), sympy.sympify(vocab)
     half = (sympy.floor((v + 2 * MIN_WIDTH - 1) / (2 * MIN_WIDTH))) * MIN_WIDTH
     itemsize = dtype.itemsize
-    if _is_hybrid(dtype, device_type):
+    if engine == "hybrid":
         per_logit = 6 if itemsize == 2 else 4
         budget = workspace or sympy.Max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * n)
         held = sympy.Min(sympy.Max(budget, MIN_WIDTH * per_logit * n), per_logit * n * half)
@@ -156,6 +160,3 @@ def piece_sizes(
     columns = sympy.Min(sympy.Max(sympy.floor(budget / (per_logit * n)), MIN_WIDTH), half)
     return Pieces(per_logit * n * columns, columns)
 
-
-def _is_hybrid(dtype: torch.dtype, device_type: str) -> bool:
-    return device_type == "cuda" and dtype.itemsize <= 4

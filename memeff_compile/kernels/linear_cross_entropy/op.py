@@ -250,11 +250,16 @@ def _knobs(settings: dict[str, Any]) -> Knobs:
     return Knobs(**{name: settings[name] for name in Knobs._fields})
 
 
+def engine_for(device: torch.device, dtype: torch.dtype) -> str:
+    """Name the engine that serves tensors of this device and dtype: a key of `ENGINES`."""
+    if device.type != "cuda" or dtype == torch.float64:
+        return "reference"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return "hybrid" if can_run_kernels(index) else "reference"
+
+
 def _uses_hybrid(hidden: Tensor) -> bool:
-    if hidden.device.type != "cuda" or hidden.dtype == torch.float64:
-        return False
-    index = hidden.device.index
-    return can_run_kernels(torch.cuda.current_device() if index is None else index)
+    return engine_for(hidden.device, hidden.dtype) == "hybrid"
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:

@@ -1,0 +1,153 @@
+"""DistributedDataParallel: Dynamo compiles a model in pieces, one per bucket of gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import memeff_compile
+from tests.distributed.models import (
+    OPTIONS,
+    TRAINING,
+    VOCABULARY,
+    Small,
+    assert_deferred,
+    assert_ranks_agree,
+    assert_same_gradients,
+    codes,
+    fresh_start,
+    gradients,
+    ids,
+)
+from tests.distributed.processes import run_in_two_processes
+
+WIDTH = 512  # a linear layer of this width fills the smallest bucket that PyTorch makes
+BUCKET_MIB = 1
+
+
+class Crossing(Small):
+    """Hands its logits on to layers in a later bucket."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.mix, self.score = nn.Linear(VOCABULARY, 2048), nn.Linear(2048, 256)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        loss, logits = super().forward(ids)
+        return loss + self.score(torch.tanh(self.mix(logits))).square().mean(), logits
+
+
+class LossOnly(Small):
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(ids)[0]
+
+
+def pieces() -> int:
+    return len(memeff_compile.last_report().graphs)
+
+
+def transformers_model_in_pieces() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            tie_word_embeddings=True,
+        )
+        return transformers.LlamaForCausalLM(config)
+
+    eager = DistributedDataParallel(model(), bucket_cap_mb=BUCKET_MIB)
+    expected = eager(input_ids=ids(), labels=ids())
+    expected.loss.backward()
+    wrapped = DistributedDataParallel(
+        model(), bucket_cap_mb=BUCKET_MIB, find_unused_parameters=True
+    )
+    compiled = torch.compile(wrapped, backend="memeff", options=OPTIONS)
+    for _ in range(2):
+        wrapped.zero_grad()
+        out = compiled(input_ids=ids(), labels=ids())
+        out.loss.backward()
+        assert_deferred(out.logits)
+    assert codes() == TRAINING
+    assert pieces() > 1
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(out.logits + 0, expected.logits)
+    assert_same_gradients(gradients(wrapped), gradients(eager))
+    assert_ranks_agree(gradients(wrapped))
+
+
+def every_way_to_compile() -> None:
+    def check(make: Any, modes: dict[str, Any], options: dict[str, str], in_place: bool) -> Any:
+        fresh_start()
+        eager = DistributedDataParallel(make(), bucket_cap_mb=BUCKET_MIB)
+        model = make()
+        expected = eager(ids())
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        expected[0].backward()
+        if in_place:
+            model.compile(backend="memeff", options={**OPTIONS, **options})
+        ours = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **modes)
+        run = (
+            ours
+            if in_place
+            else torch.compile(ours, backend="memeff", options={**OPTIONS, **options})
+        )
+        for _ in range(2):
+            ours.zero_grad()
+            out = run(ids())
+            loss, *logits = out if isinstance(out, tuple) else (out,)
+            loss.backward()
+        torch.testing.assert_close(loss, expected[0], rtol=1e-6, atol=0)
+        assert_same_gradients(gradients(ours), gradients(eager))
+        assert_ranks_agree(gradients(ours))
+        return logits
+
+    def small() -> nn.Module:
+        return Small(WIDTH)
+
+    def loss_only() -> nn.Module:
+        return LossOnly(WIDTH)
+
+    (logits,) = check(small, {"static_graph": True}, {}, in_place=True)
+    assert_deferred(logits)
+    assert codes() == TRAINING
+    assert pieces() > 1
+
+    (logits,) = check(small, {}, {"memeff.logits": "none"}, in_place=False)
+    assert logits is None
+    assert codes() == {"rewrote", "logits_none"}
+    assert pieces() > 1
+
+    check(loss_only, {}, {}, in_place=False)
+    assert codes() == {"rewrote"}
+
+    (logits,) = check(Crossing, {}, {}, in_place=False)
+    assert_deferred(logits, products=1)  # what the later piece read was computed once
+    assert pieces() > 1
+
+
+def dropped_logits_that_a_later_piece_reads() -> None:
+    fresh_start()
+    ours = DistributedDataParallel(Crossing(), bucket_cap_mb=BUCKET_MIB)
+    run = torch.compile(ours, backend="memeff", options={**OPTIONS, "memeff.logits": "none"})
+    with pytest.raises(Exception, match="dropped logits that a later part of the model reads"):
+        run(ids())
+
+
+def all_of_it() -> None:
+    transformers_model_in_pieces()
+    every_way_to_compile()
+    dropped_logits_that_a_later_piece_reads()
+
+
+def test_ddp(tmp_path: Path) -> None:
+    run_in_two_processes(all_of_it, tmp_path)

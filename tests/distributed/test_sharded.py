@@ -1,0 +1,311 @@
+"""FSDP2, FSDP1 and tensor parallelism: what fires, what is declined, and that nothing is garbage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import memeff_compile
+from memeff_compile.errors import StaleLogitsError
+from tests.distributed.models import (
+    OPTIONS,
+    TRAINING,
+    VOCABULARY,
+    Small,
+    assert_deferred,
+    assert_same_gradients,
+    codes,
+    fresh_start,
+    gradients,
+    ids,
+)
+from tests.distributed.processes import RANKS, run_in_two_processes
+
+
+@cache
+def mesh() -> DeviceMesh:
+    """Both processes on the CPU, also where there is a GPU."""
+    return init_device_mesh("cpu", (RANKS,))
+
+
+def sharded(module: nn.Module, **settings: Any) -> nn.Module:
+    return fully_shard(module, mesh=mesh(), **settings)
+
+
+def small(**settings: Any) -> nn.Module:
+    model = Small()
+    sharded(model.block, **settings)
+    return sharded(model, **settings)
+
+
+def compiled(model: nn.Module, **options: str) -> Any:
+    fresh_start()
+    model.compile(backend="memeff", options={**OPTIONS, **options})
+    return model
+
+
+def llama(*, tied: bool) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        tie_word_embeddings=tied,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def shard_layers(model: nn.Module) -> nn.Module:
+    for layer in model.get_submodule("model.layers").children():
+        sharded(layer)
+    return sharded(model)
+
+
+def transformers_model_in_place() -> None:
+    eager = shard_layers(llama(tied=False))
+    expected = eager(input_ids=ids(), labels=ids())
+    expected.loss.backward()
+
+    model = compiled(shard_layers(llama(tied=False)))
+    unread = model(input_ids=ids(), labels=ids())
+    assert codes() == TRAINING
+    unread.loss.backward()
+    assert_deferred(unread.logits)
+    with pytest.raises(StaleLogitsError, match=r"read out.logits before loss.backward\(\)"):
+        unread.logits.argmax(-1)
+    report = str(memeff_compile.last_report())
+    assert "FSDP frees the gathered head in the backward pass" in " ".join(report.split())
+    assert_same_gradients(gradients(model), gradients(eager))
+
+    model.zero_grad()
+    out = model(input_ids=ids(), labels=ids())
+    torch.testing.assert_close(out.logits + 0, expected.logits)
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
+    out.loss.backward()
+    torch.testing.assert_close(out.logits.detach() + 0, expected.logits.detach())
+    assert_same_gradients(gradients(model), gradients(eager))
+
+
+def transformers_model_compiled_before_sharding() -> None:
+    eager = shard_layers(llama(tied=True))
+    expected = eager(input_ids=ids(), labels=ids())
+    expected.loss.backward()
+
+    fresh_start()
+    model = llama(tied=True)
+    run = torch.compile(model, backend="memeff", options={**OPTIONS, "memeff.logits": "none"})
+    shard_layers(model)
+    out = run(input_ids=ids(), labels=ids())
+    out.loss.backward()
+    assert codes() == {"rewrote", "logits_none"}
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
+    assert_same_gradients(gradients(model), gradients(eager))
+
+
+def a_function_that_returns_the_loss() -> None:
+    eager, model = small(), small()
+    eager(ids())[0].backward()
+    fresh_start()
+    run = torch.compile(lambda x: model(x)[0], backend="memeff", options=OPTIONS)
+    run(ids()).backward()
+    assert "rewrote" in codes()
+    assert_same_gradients(gradients(model), gradients(eager))
+
+
+def a_loss_on_the_logits_too() -> None:
+    eager, model = small(), compiled(small())
+    for each in (eager, model):
+        loss, logits = each(ids())
+        (loss + logits.square().mean()).backward()
+    assert codes() == TRAINING
+    assert_same_gradients(gradients(model), gradients(eager))
+
+
+def parameters_in_bf16() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    eager, model = small(mp_policy=policy), compiled(small(mp_policy=policy))
+    expected, expected_logits = eager(ids())
+    expected.backward()
+    loss, logits = model(ids())
+    assert codes() == TRAINING
+    assert logits.dtype == expected_logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits + 0, expected_logits)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
+    assert_same_gradients(gradients(model), gradients(eager), tolerance=1e-2)
+
+
+def evaluation() -> None:
+    eager, model = small(), compiled(small())
+    with torch.no_grad():
+        _, logits = model(ids())
+        torch.testing.assert_close(logits + 0, eager(ids())[1])
+
+
+def by_hand(parameters: Any) -> Callable[[], None]:
+    listed = list(parameters)
+
+    def step() -> None:
+        with torch.no_grad():
+            for parameter in listed:
+                parameter.sub_(parameter.grad, alpha=1e-3)
+
+    return step
+
+
+def foreach(parameters: Any) -> Callable[[], Any]:
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=True).step
+
+
+def fused(parameters: Any) -> Callable[[], Any]:
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True).step
+
+
+def logits_of_an_earlier_step() -> None:
+    """Each step changes the shards alone; what was gathered stays, or is gathered anew."""
+    for make in (by_hand, foreach, fused):
+        for stays in (True, False):
+            model = compiled(small())
+            model.set_reshard_after_backward(not stays)
+            step = make(model.parameters())
+            loss, logits = model(ids())
+            loss.backward()
+            if stays:
+                assert logits[:1].argmax(-1).shape == (1, 12)
+            step()
+            with pytest.raises(StaleLogitsError):
+                logits.argmax(-1)
+            model(ids())
+            with pytest.raises(StaleLogitsError):
+                logits.argmax(-1)
+
+
+def logits_of_an_earlier_micro_batch() -> None:
+    model = compiled(small())
+    loss, earlier = model(ids())
+    loss.backward()
+    _, later = model(ids())  # gathers the same weights again
+    assert torch.equal(earlier + 0, later + 0)
+
+
+class Outer(nn.Module):
+    """Makes `inner` a group that FSDP frees after its forward, as it frees every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.factor = Small(), nn.Parameter(torch.ones(2))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        loss, logits = self.inner(ids)
+        return loss * self.factor.sum(), logits
+
+
+def nested(**settings: bool) -> nn.Module:
+    model = Outer()
+    sharded(model.inner, **settings)
+    return sharded(model)
+
+
+def a_head_that_is_freed_after_forward() -> None:
+    eager, model = nested(), compiled(nested())
+    for each in (eager, model):
+        loss, logits = each(ids())
+        loss.backward()
+    assert type(logits) is Tensor
+    (record,) = memeff_compile.last_report().records
+    assert record.code == "logits_not_deferrable"
+    assert "FSDP frees the gathered head weight after the forward pass" in record.sentence
+    assert "memeff.logits': 'none'" in record.hint
+    assert record.bytes_saved > 0
+    assert_same_gradients(gradients(model), gradients(eager))
+
+    model = compiled(nested(), **{"memeff.logits": "none"})
+    loss, logits = model(ids())
+    loss.backward()
+    assert logits is None
+    assert codes() == {"rewrote", "logits_none"}
+    assert_same_gradients(gradients(model), gradients(eager))
+
+    model = compiled(nested(reshard_after_forward=False))
+    loss, logits = model(ids())
+    assert codes() == TRAINING
+    assert_deferred(logits)
+
+
+def a_head_with_a_group_of_its_own() -> None:
+    """FSDP's hooks around the head split the graph between the head and the loss."""
+
+    def make() -> nn.Module:
+        model = Small()
+        sharded(model.head)
+        return sharded(model)
+
+    eager, model = make(), compiled(make())
+    for each in (eager, model):
+        loss, logits = each(ids())
+        loss.backward()
+    assert type(logits) is Tensor
+    assert codes() == {"graph_break_between"}
+    assert_same_gradients(gradients(model), gradients(eager))
+
+
+def the_older_fsdp() -> None:
+    model = FullyShardedDataParallel(Small(), use_orig_params=True, device_id=torch.device("cpu"))
+    eager = FullyShardedDataParallel(Small(), use_orig_params=True, device_id=torch.device("cpu"))
+    compiled(model)
+    for each in (eager, model):
+        loss, logits = each(ids())
+        loss.backward()
+    assert type(logits) is Tensor
+    assert codes() == {"logits_not_deferrable"}
+    assert_same_gradients(gradients(model), gradients(eager))
+
+
+def a_tensor_parallel_head() -> None:
+    def make() -> nn.Module:
+        layout = ColwiseParallel(output_layouts=Replicate())
+        return parallelize_module(Small(), mesh(), {"head": layout})
+
+    eager, model = make(), compiled(make())
+    for each in (eager, model):
+        loss, _ = each(torch.arange(24).view(2, 12))
+        loss.backward()
+    assert codes() == {"tensor_parallel_head"}
+    assert_same_gradients(gradients(model), gradients(eager))
+
+
+def all_of_it() -> None:
+    transformers_model_in_place()
+    transformers_model_compiled_before_sharding()
+    a_function_that_returns_the_loss()
+    a_loss_on_the_logits_too()
+    parameters_in_bf16()
+    evaluation()
+    logits_of_an_earlier_step()
+    logits_of_an_earlier_micro_batch()
+    a_head_that_is_freed_after_forward()
+    a_head_with_a_group_of_its_own()
+    the_older_fsdp()
+    a_tensor_parallel_head()
+
+
+def test_sharded_models(tmp_path: Path) -> None:
+    run_in_two_processes(all_of_it, tmp_path)
