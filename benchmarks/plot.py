@@ -73,7 +73,7 @@ def head_and_loss(rows: list[dict[str, Any]], target: Path) -> None:
             axis.plot(x, y, "o", color=colour)
             axis.annotate(row["method"], (x, y), textcoords="offset points", xytext=(5, 4), fontsize=7)
         axis.set_xscale("log")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.2 * max(row["both_ms"]["median"] for row in here))
         axis.set_xlim(50, 60000)
         axis.set_xlabel("MiB beyond the gradients")
         axis.set_ylabel("forward + backward, ms")

@@ -15,13 +15,25 @@ from typing import Any
 import torch
 
 
+def command() -> str:
+    """Return the command as anyone would type it in a clone."""
+    arguments = iter(sys.argv[1:])
+    kept = []
+    for argument in arguments:
+        if argument == "--out":
+            next(arguments, None)
+        elif argument != "--here":
+            kept.append(argument)
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *kept])
+
+
 def environment() -> dict[str, Any]:
     """Return machine, versions, commit and command."""
     import triton
 
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "commit": os.environ.get("MEMEFF_COMMIT") or _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,

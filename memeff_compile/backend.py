@@ -68,11 +68,12 @@ def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
 
     AOTAutograd takes them, but not where DDP compiles a model in pieces.
     """
-    output = next(reversed(gm.graph.nodes))
-    present = [value is not None for value in output.args[0]]
+    output = compat.output_node(gm.graph)
+    values: Any = output.args[0]
+    present = [value is not None for value in values]
     if all(present):
         return None
-    output.args = (tuple(value for value in output.args[0] if value is not None),)
+    output.args = (tuple(value for value in values if value is not None),)
     gm.recompile()
     return present
 

@@ -11,10 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Compiled = Callable[..., Sequence[Any]]
+
+
+def output_node(graph: Graph) -> Node:
+    """Return the output node; ``reversed(graph.nodes)`` is no iterator before torch 2.12."""
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            return node
+    raise AssertionError("a graph without an output")
 
 
 def example_value(node: Node) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -115,7 +116,8 @@ def rewrite(
     if not outputs:
         return [], []
     by_node = {o.node: o for o in outputs}
-    slots = list(info.output.args[0])
+    values: Any = info.output.args[0]
+    slots = list(values)
     plan: list[DeferredOutput] = []
     notes: list[tuple[str, str, str]] = []
     for index, slot in enumerate(slots):
@@ -129,14 +131,14 @@ def rewrite(
         chain = output.chain
         hidden_value = info.tensor(chain.head.hidden)
         assert hidden_value is not None
-        with editor.at(info.output):
+        with editor.at(info.output, like=output.node):
             hidden = replay_rows(
                 editor, chain.head.hidden, chain.row_steps, _static_size(hidden_value)
             )
         slots[index] = hidden
         plan.append(_planned(info, index, output))
         notes.append(("deferred", "logits_deferred", _stale_sentence(output)))
-    editor.set_output((type(info.output.args[0])(slots),))
+    editor.set_output((type(values)(slots),))
     return plan, notes
 
 

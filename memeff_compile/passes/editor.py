@@ -7,6 +7,7 @@ filled: AOTAutograd's cache refuses graphs with holes in the first, and reports 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ class Editor:
         self._inserted: list[Node] = []
         self._replaced: list[tuple[Node, Node, list[Node]]] = []
         self._outputs: list[tuple[Node, Any]] = []
+        self._place: Node | None = None
         self._like: Node | None = None
 
     @property
@@ -38,54 +40,51 @@ class Editor:
         return self.info.gm.graph
 
     @contextlib.contextmanager
-    def at(self, node: Node) -> Iterator[None]:
-        """Insert before ``node``, taking its source line and module path for the new nodes."""
-        before = self._like
-        self._like = node
+    def at(self, node: Node, *, like: Node | None = None) -> Iterator[None]:
+        """Insert before ``node``; the new nodes take source line and module path of ``like``."""
+        before = self._place, self._like
+        self._place, self._like = node, like or node
         try:
             yield
         finally:
-            self._like = before
+            self._place, self._like = before
 
     def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         """Insert a call and compute its example value in the region of the node it stands before."""
-        like = self._like
-        assert like is not None, "call() outside at()"
-        with self.graph.inserting_before(like):
+        with self._inserting():
             node = self.graph.call_function(op, args, kwargs)
-        self._inserted.append(node)
-        for key in ("stack_trace", "nn_module_stack"):
-            if key in like.meta:
-                node.meta[key] = like.meta[key]
-        self.info.regions[node] = self.info.regions[like]
+        self._adopt(node)
         node.meta["example_value"] = self._evaluate(node, args, kwargs)
         return node
 
     def item(self, node: Node, index: int) -> Node:
         """Insert ``node[index]`` for an op with several results."""
-        import operator
-
-        like = self._like
-        assert like is not None, "item() outside at()"
-        with self.graph.inserting_before(like):
+        with self._inserting():
             got = self.graph.call_function(operator.getitem, (node, index))
-        self._inserted.append(got)
-        for key in ("stack_trace", "nn_module_stack"):
-            if key in like.meta:
-                got.meta[key] = like.meta[key]
-        self.info.regions[got] = self.info.regions[like]
+        self._adopt(got)
         got.meta["example_value"] = compat.example_value(node)[index]
         return got
 
     def copy(self, node: Node, replaced: Mapping[Node, Node]) -> Node:
         """Insert a copy of ``node`` that reads the ``replaced`` operands."""
-        like = self._like
-        assert like is not None, "copy() outside at()"
-        with self.graph.inserting_before(like):
+        with self._inserting():
             copied = self.graph.node_copy(node, lambda n: replaced.get(n, n))
-        self._inserted.append(copied)
-        self.info.regions[copied] = self.info.regions[like]
+        self._adopt(copied)
         return copied
+
+    def _inserting(self) -> contextlib.AbstractContextManager[Any]:
+        assert self._place is not None, "an edit outside at()"
+        return self.graph.inserting_before(self._place)
+
+    def _adopt(self, node: Node) -> None:
+        """Record a new node; give it the source line, module path and region of its place."""
+        assert self._place is not None
+        assert self._like is not None
+        self._inserted.append(node)
+        for key in ("stack_trace", "nn_module_stack"):
+            if key in self._like.meta:
+                node.meta.setdefault(key, self._like.meta[key])
+        self.info.regions[node] = self.info.regions[self._place]
 
     def replace(self, old: Node, new: Node) -> None:
         """Let every user of ``old`` use ``new``; refuse when they differ in what a user can see."""

@@ -216,7 +216,7 @@ class FuseLinearCrossEntropy:
         for symbol in (s for t in match.tails for s in t.symbols):
             compat.hold_constant(symbol)
         for group in _groups(info, match.tails):
-            _emit_group(info, editor, group)
+            match.covered.extend(_emit_group(info, editor, group))
             spellings.extend(_name(t.node) for t in group)
         deferred, notes = defer_logits.rewrite(info, match.outputs, editor)
         engine = _engine(info.tensor(match.head.hidden), match.head.compute_dtype)
@@ -657,7 +657,8 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     return again
 
 
-def _emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
+def _emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]:
+    """Emit the op and the results of ``group``; return the nodes that were computed again earlier."""
     anchor = min((t.node for t in group), key=lambda n: info.positions[n])
     again = _late(info, group)
     assert again is not None, "only tails that one call can serve are grouped"
@@ -671,6 +672,7 @@ def _emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
     for tail in group:
         with editor.at(tail.node):
             editor.replace(tail.node, emit.result(tail))
+    return again
 
 
 def _reading_early(tail: Tail, early: Mapping[Node, Node]) -> Tail:

@@ -83,7 +83,7 @@ class GraphInfo:
     @property
     def output(self) -> Node:
         """The output node."""
-        return next(n for n in reversed(self.gm.graph.nodes) if n.op == "output")
+        return compat.output_node(self.gm.graph)
 
     @cached_property
     def needs_grad(self) -> bool:

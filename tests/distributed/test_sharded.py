@@ -244,6 +244,11 @@ def a_head_that_is_freed_after_forward() -> None:
     assert codes() == {"rewrote", "logits_none"}
     assert_same_gradients(gradients(model), gradients(eager))
 
+    root = Small()
+    sharded(root, reshard_after_forward=True)
+    compiled(root)(ids())
+    assert codes() == {"logits_not_deferrable"}
+
     model = compiled(nested(reshard_after_forward=False))
     loss, logits = model(ids())
     assert codes() == TRAINING
@@ -268,14 +273,23 @@ def a_head_with_a_group_of_its_own() -> None:
 
 
 def the_older_fsdp() -> None:
-    model = FullyShardedDataParallel(Small(), use_orig_params=True, device_id=torch.device("cpu"))
-    eager = FullyShardedDataParallel(Small(), use_orig_params=True, device_id=torch.device("cpu"))
-    compiled(model)
+    def make() -> nn.Module:
+        cpu = torch.device("cpu")
+        return FullyShardedDataParallel(Small(), use_orig_params=True, device_id=cpu)
+
+    eager, model = make(), compiled(make())
     for each in (eager, model):
         loss, logits = each(ids())
         loss.backward()
     assert type(logits) is Tensor
     assert codes() == {"logits_not_deferrable"}
+    assert_same_gradients(gradients(model), gradients(eager))
+
+    model = compiled(make(), **{"memeff.logits": "none"})
+    loss, logits = model(ids())
+    loss.backward()
+    assert logits is None
+    assert codes() == {"rewrote", "logits_none"}
     assert_same_gradients(gradients(model), gradients(eager))
 
 

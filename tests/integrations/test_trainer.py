@@ -171,3 +171,5 @@ def test_the_two_ways_that_do_not_work_say_what_the_docs_say(tmp_path: Path) -> 
     wrapped = torch.compile(llama(), backend="memeff", options=OPTIONS)
     with pytest.raises(ValueError, match="The batch received was empty"):
         trainer(wrapped, tmp_path).train()
+    trainer(wrapped, tmp_path, remove_unused_columns=False, max_steps=1).train()
+    assert codes() == TRAINING

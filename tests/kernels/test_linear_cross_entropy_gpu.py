@@ -57,7 +57,7 @@ def test_any_size_matches_the_oracle(
     inputs = make_inputs(case, shape=shape, vocab=vocab, depth=depth, dtype=dtype, device=DEVICE)
     for workspace in (0, 1):
         # With few elements a gradient may be a small difference of sums, where rounding shows.
-        assert_matches_oracle(linear_cross_entropy, inputs, case.arguments(workspace), slack=20)
+        assert_matches_oracle(linear_cross_entropy, inputs, case.arguments(workspace), slack=100 if vocab == 1 else 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -310,7 +310,7 @@ torch.cuda.synchronize()
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300
     )
     assert result.returncode != 0
-    assert "device-side assert" in result.stderr
+    assert "_assert_async" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

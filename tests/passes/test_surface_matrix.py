@@ -8,9 +8,6 @@ in bf16 and under autocast.
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,12 +16,18 @@ import torch
 from torch import Tensor, nn
 
 import memeff_compile
+from tests.support.closeness import (
+    WORSE,
+    assert_no_worse,
+    assert_same_gradients,
+    needs_compiler,
+    pooled_error,
+)
 from tests.support.surfaces import SURFACES, D, SurfaceModel, V, batch, loss_and_grads
 
 from .captured_graphs import FUSE
 
 SEEDS = range(5)
-WORSE = 1.1  # how much worse than eager's the error of bf16 may be
 SHAPES = [(2, 8), (3, 5), (4, 9)]
 
 MODES = {
@@ -32,12 +35,6 @@ MODES = {
     "bf16": (torch.bfloat16, False),
     "autocast": (torch.float32, True),
 }
-
-needs_compiler = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None,
-    reason="Inductor compiles C++ on the CPU, and there is no g++ or clang++ here",
-)
-
 
 def region(autocast: bool) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
@@ -59,30 +56,17 @@ def assert_fired(heads: int = 1, graphs: int = 1) -> None:
     assert not [r for r in report.records if r.action in ("declined", "internal_error")], str(report)
 
 
-def assert_same_gradients(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
-    """The definition for fp32: |g - g'| <= 1e-5 max(|g'|, 1e-3 RMS of |g'| over the parameters)."""
-    norms = [e.norm() for e in expected if e is not None]
-    rms = torch.stack(norms).square().mean().sqrt()
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None and theirs is not None:
-            assert (ours - theirs).norm() <= 1e-5 * torch.maximum(theirs.norm(), 1e-3 * rms)
-
-
-def pooled_error(found: list[Tensor | None], truth: list[Tensor | None]) -> float:
-    pairs = [(f.float(), t.float()) for f, t in zip(found, truth, strict=True) if f is not None and t is not None]
-    difference = sum(float((f - t).square().sum()) for f, t in pairs)
-    return (difference / sum(float(t.square().sum()) for _, t in pairs)) ** 0.5
-
-
 def assert_no_worse_than_eager(
     model: nn.Module, run: Callable[..., Any], autocast: bool, shape: tuple[int, int]
 ) -> None:
-    """Compare the errors of loss and gradients against fp32, median over the seeds."""
+    """Compare the errors of loss and gradients against fp32 over the seeds.
+
+    The loss is one number, whose error may be small by luck: half a bf16 rounding is allowed on top.
+    """
     dtype = next(model.parameters()).dtype
     reference = SurfaceModel(model.surface, dtype).float()
     reference.load_state_dict(model.state_dict())
-    ours, theirs = [], []
+    ours, theirs, off, eager_off = [], [], [], []
     for seed in SEEDS:
         x, labels = batch(*shape, dtype=dtype, seed=seed)
         true_loss, truth = loss_and_grads(reference, x.float(), labels)
@@ -90,13 +74,12 @@ def assert_no_worse_than_eager(
             eager_loss, eager_grads = loss_and_grads(model, x, labels)
             loss, grads = loss_and_grads(_Called(model, run), x, labels)
         assert loss.dtype == eager_loss.dtype
-        rounding = torch.finfo(loss.dtype).eps * float(true_loss.abs())
-        off, eager_off = (float((value - true_loss).abs()) for value in (loss, eager_loss))
-        assert off <= WORSE * eager_off + rounding
+        off.append(float((loss - true_loss).abs() / true_loss))
+        eager_off.append(float((eager_loss - true_loss).abs() / true_loss))
         ours.append(pooled_error(grads, truth))
         theirs.append(pooled_error(eager_grads, truth))
-    floor = 1e-6  # where both are as good as fp32
-    assert statistics.median(ours) <= WORSE * statistics.median(theirs) + floor
+    assert max(off) <= WORSE * max(eager_off) + 2**-10
+    assert_no_worse(ours, theirs)
 
 
 class _Called(nn.Module):

@@ -1,0 +1,250 @@
+"""Unmodified transformers models of many families: the loss is fused, and everything equals eager.
+
+The models are tiny and random. The inner compiler is aot_eager, so that what is compared is the
+passes' work and not Inductor's rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memeff_compile
+from memeff_compile.deferred import DeferredLogits
+from tests.support.closeness import assert_no_worse, assert_same_gradients, pooled_error
+from tests.support.zoo import FAMILIES, VOCABULARY, Family, build, inputs
+
+pytest.importorskip("transformers", reason="the model zoo is built from transformers' configs")
+
+BY_NAME = {family.name: family for family in FAMILIES}
+FUSE = "fuse_linear_cross_entropy"
+
+
+def compiled(model: nn.Module, dynamic: bool | None = None, **options: Any) -> Any:
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    settings = {"memeff.inner": "aot_eager"} | {f"memeff.{k}": v for k, v in options.items()}
+    return torch.compile(
+        model, backend="memeff", fullgraph=True, dynamic=dynamic, options=settings
+    )
+
+
+def step(model: Any, owner: nn.Module, batch: dict[str, Any]) -> tuple[Any, list[Tensor | None]]:
+    """Return the model's output and its gradients after one backward."""
+    owner.zero_grad(set_to_none=True)
+    output = model(**batch)
+    output.loss.backward()
+    return output, [p.grad for p in owner.parameters()]
+
+
+def records() -> list[tuple[str, str]]:
+    return [(r.pass_name, r.code) for r in memeff_compile.last_report().records]
+
+
+FUSED_AND_DEFERRED = [(FUSE, "rewrote"), ("defer_logits", "logits_deferred")]
+
+
+def assert_equals_eager(model: nn.Module, batch: dict[str, Any], **settings: Any) -> Any:
+    expected, expected_grads = step(model, model, batch)
+    found, grads = step(compiled(model, **settings), model, batch)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+    assert_same_gradients(grads, expected_grads)
+    assert len(memeff_compile.graphs()) == 1
+    assert records() == FUSED_AND_DEFERRED
+    if settings.get("logits") != "none":
+        assert isinstance(found.logits, DeferredLogits)
+        assert found.logits.materialisations == 0
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+    return found
+
+
+def test_the_zoo_is_large_enough() -> None:
+    assert len(FAMILIES) == len(BY_NAME) >= 40
+    assert {f.kind for f in FAMILIES} == {"causal", "seq2seq", "masked", "speech"}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+def test_fused_loss_equals_eager(family: Family) -> None:
+    assert_equals_eager(build(family), inputs(family))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "qwen2", "gpt2", "opt", "cohere", "t5", "bert"]
+)
+def test_bf16_is_no_worse_than_eager(name: str) -> None:
+    family = BY_NAME[name]
+    model = build(family, torch.bfloat16)
+    exact = build(family)
+    exact.load_state_dict(model.state_dict())
+    run = compiled(model)
+    ours, eager = [], []
+    for seed in range(5):
+        batch = inputs(family, seed=seed)
+        _, truth = step(exact, exact, batch)
+        _, grads = step(model, model, batch)
+        eager.append(pooled_error(grads, truth))
+        found, grads = step(run, model, batch)
+        ours.append(pooled_error(grads, truth))
+        assert found.logits.dtype == torch.bfloat16
+    assert_no_worse(ours, eager)
+    assert records() == FUSED_AND_DEFERRED
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_gradient_checkpointing_equals_eager(name: str) -> None:
+    model = build(BY_NAME[name])
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_equals_eager(model, inputs(BY_NAME[name]))
+    assert "tag_activation_checkpoint" in memeff_compile.graphs()[-1].after
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("items", [torch.tensor(17), 17], ids=["tensor", "int"])
+def test_num_items_in_batch_equals_eager(name: str, items: Any) -> None:
+    family = BY_NAME[name]
+    assert_equals_eager(build(family), {**inputs(family), "num_items_in_batch": items})
+
+
+def test_shift_labels_equal_eager() -> None:
+    batch = inputs(BY_NAME["llama"])
+    shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    model = build(BY_NAME["llama"])
+    by_hand = assert_equals_eager(model, {**batch, "shift_labels": shifted})
+    torch.testing.assert_close(by_hand.loss, model(**batch).loss)
+
+
+@pytest.mark.parametrize(("name", "tied"), [("llama", True), ("gpt2", False), ("bart", False)])
+def test_tied_and_untied_heads_equal_eager(name: str, tied: bool) -> None:
+    model = build(BY_NAME[name], tie_word_embeddings=tied)
+    shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert shared == tied
+    assert_equals_eager(model, inputs(BY_NAME[name]))
+
+
+def test_attention_mask_equals_eager() -> None:
+    family = BY_NAME["llama"]
+    batch = inputs(family)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :3] = 0
+    assert_equals_eager(build(family), {**batch, "attention_mask": mask})
+
+
+def test_mixture_of_experts_with_router_loss_equals_eager() -> None:
+    family = BY_NAME["mixtral"]
+    model = build(family, output_router_logits=True)
+    expected, expected_grads = step(model, model, inputs(family))
+    run = torch.compile(model, backend="memeff", options={"memeff.inner": "aot_eager"})
+    found, grads = step(run, model, inputs(family))
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+    assert_same_gradients(grads, expected_grads)
+    assert memeff_compile.last_report().rewrites(FUSE) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite"])
+def test_everything_dynamic_compiles_once(name: str) -> None:
+    """With dynamic=True Dynamo makes symbols of a config's numbers, too: softcaps and scales."""
+    family = BY_NAME[name]
+    model = build(family)
+    run = compiled(model, dynamic=True)
+    for rows, length in ((2, 12), (3, 9), (5, 7)):
+        batch = inputs(family, rows, length)
+        expected, expected_grads = step(model, model, batch)
+        found, grads = step(run, model, batch)
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+        assert_same_gradients(grads, expected_grads)
+    assert len(memeff_compile.graphs()) == 1
+    assert records() == FUSED_AND_DEFERRED
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_autocast_is_no_worse_than_eager(name: str) -> None:
+    family = BY_NAME[name]
+    model = build(family)
+    run = compiled(model)
+    ours, eager = [], []
+    for seed in range(5):
+        batch = inputs(family, seed=seed)
+        _, truth = step(model, model, batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            _, grads = step(model, model, batch)
+            eager.append(pooled_error(grads, truth))
+            found, grads = step(run, model, batch)
+            ours.append(pooled_error(grads, truth))
+        assert found.logits.dtype == torch.bfloat16
+    assert_no_worse(ours, eager)
+    assert records() == FUSED_AND_DEFERRED
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=lambda c: c.__name__)
+def test_evaluation_equals_eager(context: Any) -> None:
+    family = BY_NAME["gemma2"]
+    model = build(family).eval()
+    with context():
+        expected, found = model(**inputs(family)), compiled(model)(**inputs(family))
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found.logits, expected.logits)
+    assert not memeff_compile.graphs()[-1].training
+
+
+def test_a_forward_without_labels_is_left_alone() -> None:
+    family = BY_NAME["llama"]
+    model = build(family).eval()
+    ids = inputs(family)["input_ids"]
+    with torch.no_grad():
+        expected, found = model(ids), compiled(model)(ids)
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert type(found.logits) is Tensor
+    assert records() == []
+
+
+def test_logits_none_drops_them() -> None:
+    family = BY_NAME["llama"]
+    model = build(family)
+    expected, expected_grads = step(model, model, inputs(family))
+    found, grads = step(compiled(model, logits="none"), model, inputs(family))
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+    assert_same_gradients(grads, expected_grads)
+    assert found.logits is None
+    assert records() == [(FUSE, "rewrote"), ("defer_logits", "logits_none")]
+
+
+def test_a_loss_on_the_logits_outside_equals_eager() -> None:
+    """Distillation: a second loss reads out.logits; gradients of both reach the weights."""
+    family = BY_NAME["llama"]
+    model = build(family)
+    batch = inputs(family)
+    teacher = torch.randn(2, 12, VOCABULARY, generator=torch.Generator().manual_seed(0))
+
+    def both(run: Any) -> tuple[Tensor, list[Tensor | None]]:
+        model.zero_grad(set_to_none=True)
+        output = run(**batch)
+        distance = nn.functional.kl_div(
+            output.logits.log_softmax(-1), teacher.log_softmax(-1), log_target=True
+        )
+        (output.loss + distance).backward()
+        return output.loss, [p.grad for p in model.parameters()]
+
+    expected, expected_grads = both(model)
+    found, grads = both(compiled(model))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert_same_gradients(grads, expected_grads)
+
+
+def test_no_graph_break_of_a_familys_own_is_added() -> None:
+    """GPT-2 alone would break between head and loss; the backend keeps it in one piece."""
+    family = BY_NAME["gpt2"]
+    model = build(family)
+    pieces: list[Any] = []
+
+    def count(gm: Any, example_inputs: Any) -> Any:
+        pieces.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    with contextlib.suppress(AttributeError):
+        torch.compile(model, backend=count)(**inputs(family))
+    assert len(pieces) == 1
