@@ -2,9 +2,9 @@
 
     python benchmarks/linear_cross_entropy.py --shape gemma2 llama3 llama1b --workspace auto 64MiB
 
-Data is "peaked": every row has a few likely tokens, as in a trained model. Memory is the peak beyond
-what was resident, minus the two gradients. Errors are relative Frobenius norms against products and
-softmax in fp32, vocabulary piece by piece. Methods are interleaved in one process.
+Data is "peaked": every row has a few likely tokens, as in a trained model. Memory is the peak
+beyond what was resident, minus the two gradients. Errors are relative Frobenius norms against
+products and softmax in fp32, vocabulary piece by piece. Methods are interleaved in one process.
 """
 
 from __future__ import annotations
@@ -155,47 +155,58 @@ def main() -> None:
         methods["inductor"] = torch.compile(eager, dynamic=False)
     for shape in given.shape:
         hidden, weight, target = data(shape, device)
-        wanted_loss, wanted_hidden, wanted_weight = reference(hidden, weight, target)
+        wanted = reference(hidden, weight, target)
         hidden.requires_grad_(True)
         weight.requires_grad_(True)
         for name, method in methods.items():
             n, d, v = SHAPES[shape]
-
-            def both(method: Loss = method) -> Tensor:
-                hidden.grad = weight.grad = None
-                loss = method(hidden, weight, target)
-                loss.backward()
-                return loss
-
-            def forward(method: Loss = method) -> Tensor:
-                with torch.no_grad():
-                    return method(hidden, weight, target)
-
             row: dict[str, Any] = {"what": "linear cross entropy", "shape": shape, "method": name}
             row |= {"N": n, "D": d, "V": v, "data": "peaked", "dtype": "bfloat16"}
             try:
-                loss = both()
-                row["loss_error"] = abs(loss.item() - wanted_loss) / wanted_loss
-                row["grad_hidden_error"] = error(hidden.grad, wanted_hidden)
-                row["grad_weight_error"] = error(weight.grad, wanted_weight)
-                if device == "cuda":
-                    hidden.grad = weight.grad = None
-                    del loss
-                    torch.cuda.synchronize()
-                    resident = torch.cuda.memory_allocated()
-                    torch.cuda.reset_peak_memory_stats()
-                    both()
-                    torch.cuda.synchronize()
-                    peak = torch.cuda.max_memory_allocated() - resident
-                    gradients = (n * d + v * d) * 2
-                    row["mib_beyond_gradients"] = round((peak - gradients) / 2**20, 1)
-                row["forward_ms"] = timed(forward, given.repeats, device)
-                row["both_ms"] = timed(both, given.repeats, device)
+                row |= measure(method, hidden, weight, target, wanted, given.repeats)
             except torch.cuda.OutOfMemoryError as problem:
                 row["error"] = str(problem)[:100]
             rows.write(given.out, row)
-            hidden.grad = weight.grad = None
-        del hidden, weight, target, wanted_hidden, wanted_weight
+        hidden = weight = target = wanted = None
+
+
+def measure(
+    method: Loss,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    wanted: tuple[float, Tensor, Tensor],
+    repeats: int,
+) -> dict[str, Any]:
+    """Return errors, memory and times of one method."""
+
+    def both() -> Tensor:
+        hidden.grad = weight.grad = None
+        loss = method(hidden, weight, target)
+        loss.backward()
+        return loss.detach()
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return method(hidden, weight, target)
+
+    row: dict[str, Any] = {"loss_error": abs(both().item() - wanted[0]) / wanted[0]}
+    row["grad_hidden_error"] = error(hidden.grad, wanted[1])
+    row["grad_weight_error"] = error(weight.grad, wanted[2])
+    hidden.grad = weight.grad = None
+    if hidden.is_cuda:
+        torch.cuda.synchronize()
+        resident = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        both()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - resident
+        gradients = (hidden.numel() + weight.numel()) * 2
+        row["mib_beyond_gradients"] = round((peak - gradients) / 2**20, 1)
+    row["forward_ms"] = timed(forward, repeats, hidden.device.type)
+    row["both_ms"] = timed(both, repeats, hidden.device.type)
+    hidden.grad = weight.grad = None
+    return row
 
 
 def error(grad: Tensor | None, wanted: Tensor) -> float:

@@ -2,9 +2,10 @@
 
     python benchmarks/models.py --model llama3.2-1b gemma2-2b --backend inductor memeff
 
-A step is forward + backward in bf16 under gradient checkpointing, with ``model(input_ids, labels=labels)``
-returning loss and logits. Every row is a fresh process: peak memory is the allocator's absolute peak,
-weights and gradients included. Rounds alternate between the backends, so a drift of the machine shows.
+A step is forward + backward in bf16 under gradient checkpointing, with ``model(input_ids,
+labels=labels)`` returning loss and logits. Every row is a fresh process: peak memory is the
+allocator's absolute peak, weights and gradients included. Rounds alternate between the backends, so
+a drift of the machine shows.
 """
 
 from __future__ import annotations

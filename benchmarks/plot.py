@@ -1,6 +1,6 @@
 """Draws the figures from committed rows; it measures nothing.
 
-    python benchmarks/plot.py                      # every results folder -> docs/figures/
+python benchmarks/plot.py                      # every results folder -> docs/figures/
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ def training_steps(rows: list[dict[str, Any]], target: Path) -> None:
         axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False)
-    figure.suptitle(
-        f"Training step, bf16, gradient checkpointing, unmodified model\n{caption(rows)}", fontsize=9
-    )
+    title = f"Training step, bf16, gradient checkpointing, unmodified model\n{caption(rows)}"
+    figure.suptitle(title, fontsize=9)
     save(figure, target)
 
 
@@ -71,7 +70,8 @@ def head_and_loss(rows: list[dict[str, Any]], target: Path) -> None:
             colour = next((c for n, c in COLOURS.items() if row["method"].startswith(n)), "black")
             x, y = row["mib_beyond_gradients"], row["both_ms"]["median"]
             axis.plot(x, y, "o", color=colour)
-            axis.annotate(row["method"], (x, y), textcoords="offset points", xytext=(5, 4), fontsize=7)
+            place = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 7}
+            axis.annotate(row["method"], (x, y), **place)
         axis.set_xscale("log")
         axis.set_ylim(0, 1.2 * max(row["both_ms"]["median"] for row in here))
         axis.set_xlim(50, 60000)

@@ -122,9 +122,9 @@ def _patches(options: Options) -> dict[str, Any]:
 def _keep_transformers_losses_in_one_graph() -> None:
     """Keep a one-time warning of transformers from splitting a model and its loss.
 
-    Classes without a ``loss_type`` (GPT-2) warn once, through a cached logger method, when their loss
-    is looked up; Dynamo breaks the graph there, so that head and loss land in two graphs. Naming that
-    one bound method as ignorable while tracing keeps them together.
+    Classes without a ``loss_type`` (GPT-2) warn once, through a cached logger method, when their
+    loss is looked up; Dynamo breaks the graph there, so that head and loss land in two graphs.
+    Naming that one bound method as ignorable while tracing keeps them together.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     warn_once = getattr(getattr(modeling, "logger", None), "warning_once", None)

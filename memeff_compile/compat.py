@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -21,7 +21,8 @@ def output_node(graph: Graph) -> Node:
     """Return the output node; ``reversed(graph.nodes)`` is no iterator before torch 2.12."""
     for node in reversed(graph.nodes):
         if node.op == "output":
-            return node
+            found: Node = node
+            return found
     raise AssertionError("a graph without an output")
 
 
@@ -84,11 +85,11 @@ def ignore_while_tracing(function: Callable[..., Any]) -> None:
 class _NamedFunction(str):
     """A function's name that counts as equal to the function.
 
-    Dynamo looks functions up in its set of ignored ones, and writes the set to its logs as JSON: up to
-    torch 2.12 a bare function there fails every compile's log entry.
+    Dynamo looks functions up in its set of ignored ones, and writes the set to its logs as JSON: up
+    to torch 2.12 a bare function there fails every compile's log entry.
     """
 
-    __slots__ = ("_function",)
+    _function: Callable[..., Any]
 
     def __new__(cls, function: Callable[..., Any]) -> _NamedFunction:
         named = super().__new__(cls, getattr(function, "__qualname__", repr(function)))
@@ -119,8 +120,8 @@ def statically_true(condition: Any) -> bool:
 def known_number(value: Any) -> int | float | None:
     """Return the number that ``value`` is or, for a node, stands for at present; adds no guard.
 
-    ``dynamic=True`` turns the numbers of a config, such as a softcap, into symbols. Numbers that come
-    from the size of a tensor have no answer here.
+    ``dynamic=True`` turns the numbers of a config, such as a softcap, into symbols. Numbers that
+    come from the size of a tensor have no answer here.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
@@ -156,6 +157,15 @@ def hold_constant(value: Any) -> None:
         float(symbol)
 
 
+def size_hint(size: Any) -> int:
+    """Return a number for a size, the hint of a symbol; 0 when it has none. Adds no guard."""
+    if isinstance(size, int):
+        return size
+    node = getattr(size, "node", None)
+    hint = getattr(node, "hint", None)
+    return int(hint) if isinstance(hint, int) else 0
+
+
 def mode_options(mode: str) -> dict[str, Any]:
     """Expand an Inductor mode name into its config keys."""
     from torch._inductor import list_mode_options
@@ -179,16 +189,16 @@ def compile_with_inductor(
     """Hand the graph to Inductor; ``patches`` also hold for the backward it compiles later."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Compiled = compile_fx(gm, example_inputs, config_patches=dict(patches))
-    return compiled
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(patches))
+    return cast("Compiled", compiled)
 
 
 def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
     """Hand the graph to AOTAutograd and run the result op by op."""
     from torch._dynamo.backends.debugging import aot_eager
 
-    compiled: Compiled = aot_eager(gm, example_inputs)
-    return compiled
+    inputs: Any = example_inputs
+    return cast("Compiled", aot_eager(gm, inputs))
 
 
 def trace_one(function: Callable[..., Any], operands: Sequence[Any]) -> torch.fx.Graph:

@@ -323,7 +323,7 @@ class Options:
         "deferred",
         "eager",
         "none",
-        meaning="What a model called with labels returns as logits once the loss no longer needs them. "
+        meaning="What a model called with labels returns as logits. "
         "`deferred`: computed on first use; reading them after the weights changed raises. "
         "`eager`: computed in every step, as without the backend. `none`: the output is None.",
     )

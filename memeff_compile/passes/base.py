@@ -10,6 +10,7 @@ import sympy
 from torch.fx import Node
 
 from ..logits import DeferredOutput
+from ..report import Action
 from .editor import Editor
 from .graph_info import GraphInfo
 
@@ -33,21 +34,25 @@ class Gain:
     sizes: Mapping[str, int]
 
 
+Note = tuple[Action, str, str]
+"""What else a rewrite did, for the report: action, code, sentence."""
+
+
 @dataclass
 class Done:
-    """What a rewrite did, for the report; and what the backend must do around the compiled graph."""
+    """What a rewrite did, for the report, and what the backend must do around the graph."""
 
     node: Node
     sentence: str
-    notes: list[tuple[str, str, str]] = field(default_factory=list)  # action, code, sentence
+    notes: list[Note] = field(default_factory=list)
     deferred: list[DeferredOutput] = field(default_factory=list)
 
 
 class GraphPass(Protocol):
     """One entry of the compiler: finds places, judges each, rewrites the good ones.
 
-    ``find`` and ``check`` are pure. ``rewrite`` edits only through the editor; the pipeline verifies
-    the result and rolls the match back when an edit is refused.
+    ``find`` and ``check`` are pure. ``rewrite`` edits only through the editor; the pipeline
+    verifies the result and rolls the match back when an edit is refused.
     """
 
     name: str

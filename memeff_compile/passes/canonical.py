@@ -1,12 +1,13 @@
 """One spelling for every node: reads a Dynamo node as the ATen calls it stands for.
 
-Dynamo records what the user typed: ``x.float()``, ``x.to(torch.float32)`` and ``x.to(dtype=...)`` are
-three different nodes. Every pass reads through :func:`read`, which gives the pre-dispatch ATen calls
-with arguments bound by schema name and defaults filled, so a pass knows one spelling of each idea.
+Dynamo records what the user typed: ``x.float()``, ``x.to(torch.float32)`` and ``x.to(dtype=...)``
+are three different nodes. Every pass reads through :func:`read`, which gives the pre-dispatch ATen
+calls with arguments bound by schema name and defaults filled, so a pass knows one spelling of each
+idea.
 
-Reading never changes the graph. Two tiers: a table (names, then schemas) that costs microseconds, and
-:func:`trace`, which runs the one node on fake operands under ``make_fx`` and is the table's judge in
-the tests. A node neither tier can read is None: whoever asked declines.
+Reading never changes the graph. Two tiers: a table (names, then schemas) that costs microseconds,
+and :func:`trace`, which runs the one node on fake operands under ``make_fx`` and is the table's
+judge in the tests. A node neither tier can read is None: whoever asked declines.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ _RENAMED = {"input": "self", "axis": "dim", "keepdims": "keepdim", "tensor1": "s
 
 
 def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Bind ``args`` and ``kwargs`` to the schema of ``op``, defaults filled; _CannotBind if unfit."""
+    """Bind ``args`` and ``kwargs`` to the schema of ``op``, defaults filled, or raise."""
     schema = op._schema
     bound: dict[str, Any] = {}
     positional = [a for a in schema.arguments if not a.kwarg_only]
@@ -99,7 +100,7 @@ def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     for argument in schema.arguments:
         if argument.name in bound:
             value = bound[argument.name]
-            if argument.N is not None and _is_integer(value):
+            if getattr(argument, "N", None) is not None and _is_integer(value):
                 value = [value]  # a fixed-size list such as int[1] takes a bare integer
             if not _fits(value, argument.type):
                 raise _CannotBind
@@ -468,7 +469,8 @@ _BY_NAME = (
     "neg pow mean sum index_copy index_copy_ index_select view_as reshape_as expand_as "
     "repeat_interleave masked_fill relu gelu silu sigmoid softplus dropout layer_norm rms_norm "
     "linear embedding cat stack scaled_dot_product_attention take_along_dim chunk split unbind "
-    "ravel pad clamp roll square rsqrt sqrt argmax cos sin where triu tril ne eq lt le gt ge baddbmm"
+    "ravel pad clamp roll square rsqrt sqrt argmax cos sin where triu tril ne eq lt le "
+    "gt ge baddbmm"
 ).split()
 
 _FUNCTIONS: dict[Any, _Reader] = {

@@ -1,9 +1,9 @@
 """Decides whether a logits output can be handed back as a deferred tensor, and plans it.
 
-A Hugging Face model returns its logits beside the loss. As a graph output that needs a gradient they
-would be kept, and the backward would add a logits-sized tensor of zeros. So the fused loss replaces
-that output by the hidden states (N x D) and the backend wraps them: ``out.logits`` has the right
-shape, dtype and gradient, and is computed when somebody looks.
+A Hugging Face model returns its logits beside the loss. As a graph output that needs a gradient
+they would be kept, and the backward would add a logits-sized tensor of zeros. So the fused loss
+replaces that output by the hidden states (N x D) and the backend wraps them: ``out.logits`` has the
+right shape, dtype and gradient, and is computed when somebody looks.
 
     before: logits = linear(h, W);  loss = cross_entropy(logits, y);  return loss, logits
     after:  loss = memeff.linear_cross_entropy(h, W, y);              return loss, h   (+ a plan)
@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..logits import DeferredOutput, LogitsRecipe
-from .base import Decline
+from .base import Decline, Note
 from .editor import Editor
 from .graph_info import GraphInfo
 from .linear_head import Chain, replay_rows
@@ -36,8 +36,10 @@ STALE_SENTENCE = (
 )
 
 GATHERED_SENTENCE = (
-    "out.logits is computed when first read; FSDP frees the gathered head in the backward pass, and "
-    "a first read after loss.backward() raises StaleLogitsError; options={'memeff.logits': 'eager'} "
+    "out.logits is computed when first read; FSDP frees the gathered head in the "
+    "backward pass, and "
+    "a first read after loss.backward() raises StaleLogitsError; "
+    "options={'memeff.logits': 'eager'} "
     "restores eager logits"
 )
 
@@ -70,9 +72,12 @@ def check(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> Decline | None:
     if mode == "eager":
         return Decline(
             "logits_kept",
-            "the logits are an output of the compiled graph and memeff.logits is 'eager' (or memeff.skip "
-            "names them), so they are computed and kept; a fused loss would compute them a second time",
-            "return only the loss from the compiled function, or set memeff.logits to 'deferred' or 'none'",
+            "the logits are an output of the compiled graph and memeff.logits is 'eager' "
+            "(or memeff.skip "
+            "names them), so they are computed and kept; a fused loss would compute them "
+            "a second time",
+            "return only the loss from the compiled function, or set memeff.logits to "
+            "'deferred' or 'none'",
             node,
         )
     reason = _why_not_deferrable(info, outputs)
@@ -111,15 +116,15 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
 
 def rewrite(
     info: GraphInfo, outputs: Sequence[LogitsOutput], editor: Editor
-) -> tuple[list[DeferredOutput], list[tuple[str, str, str]]]:
-    """Replace the outputs by hidden states (or None) and return the backend's plan and the notes."""
+) -> tuple[list[DeferredOutput], list[Note]]:
+    """Replace the outputs by hidden states (or None); return the plan and the notes."""
     if not outputs:
         return [], []
     by_node = {o.node: o for o in outputs}
     values: Any = info.output.args[0]
     slots = list(values)
     plan: list[DeferredOutput] = []
-    notes: list[tuple[str, str, str]] = []
+    notes: list[Note] = []
     for index, slot in enumerate(slots):
         output = by_node.get(slot) if isinstance(slot, Node) else None
         if output is None:

@@ -50,7 +50,7 @@ class Editor:
             self._place, self._like = before
 
     def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
-        """Insert a call and compute its example value in the region of the node it stands before."""
+        """Insert a call; compute its example value in the region where it stands."""
         with self._inserting():
             node = self.graph.call_function(op, args, kwargs)
         self._adopt(node)

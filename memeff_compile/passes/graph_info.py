@@ -1,7 +1,7 @@
 """Read-only questions about a captured graph: roles, regions, writes, source lines, module paths.
 
-A pass asks; nothing here changes the graph. Sizes may be symbolic: no question turns a symbol into a
-number, since that would add a guard and with it a recompile.
+A pass asks; nothing here changes the graph. Sizes may be symbolic: no question turns a symbol into
+a number, since that would add a guard and with it a recompile.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class GraphInfo:
         return argument if isinstance(argument, Node) else None
 
     def root_placeholder(self, node: Node) -> Node | None:
-        """Follow ``node`` out of checkpoint bodies to the placeholder of the whole graph, if it is one."""
+        """Follow ``node`` out of checkpoint bodies to the placeholder of the whole graph, if it is
+        one.
+        """
         if node.op != "placeholder":
             return None
         if self.parent is None:
@@ -124,7 +126,7 @@ class GraphInfo:
         outer = self.argument_of(node)
         return None if outer is None else self.parent.root_placeholder(outer)
 
-    # --- where it came from -------------------------------------------------------------------------
+    # --- where it came from -----------------------------------------------------------------------
 
     def module_path(self, node: Node) -> str:
         """Return the module path ``node`` was called in, such as ``model.layers.0.mlp``."""
@@ -147,7 +149,7 @@ class GraphInfo:
                 break
         return f"{_short_path(file)}:{line} in {function}: {text.strip()}"
 
-    # --- writes -------------------------------------------------------------------------------------
+    # --- writes -----------------------------------------------------------------------------------
 
     @cached_property
     def writes(self) -> list[Write]:
@@ -160,7 +162,7 @@ class GraphInfo:
         return found
 
     def written_between(self, nodes: Sequence[Node], first: Node, last: Node) -> Node | None:
-        """Return a node after ``first`` and up to ``last`` that may write to memory of ``nodes``."""
+        """Return a node after ``first``, up to ``last``, that may write to memory of ``nodes``."""
         lo, hi = self.positions[first], self.positions[last]
         for write in self.writes:
             if lo < write.position <= hi and any(
@@ -170,7 +172,7 @@ class GraphInfo:
         return None
 
     def may_share_memory(self, a: Node, b: Node) -> bool:
-        """Return whether the two may overlap: same fake storage, or two inputs nobody vouches for."""
+        """Return whether the two may overlap: one fake storage, or inputs nobody vouches for."""
         if a is b:
             return True
         left, right = self.tensor(a), self.tensor(b)
@@ -219,7 +221,7 @@ def clean_module_path(path: str) -> str:
     return path.strip(".")
 
 
-# --- regions ----------------------------------------------------------------------------------------
+# --- regions --------------------------------------------------------------------------------------
 
 
 def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) -> Region:
@@ -252,7 +254,7 @@ def ambient_region() -> Region:
     return Region(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
-# --- writes -----------------------------------------------------------------------------------------
+# --- writes ---------------------------------------------------------------------------------------
 
 _IN_PLACE_OPERATORS = {
     getattr(operator, name)
@@ -340,3 +342,12 @@ def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
     if (known or modules) and not any(written_by(n) for b in modules for n in b.graph.nodes):
         return ()
     return tuple(n for n in node.all_input_nodes if n.op != "get_attr")
+
+
+def node_name(node: Node) -> str:
+    """Return the name a reader knows the operation by."""
+    if isinstance(node.target, str):
+        return node.target
+    if isinstance(node.target, OpOverload):
+        return node.target._schema.name.split("::")[-1]
+    return getattr(node.target, "__name__", str(node.target))

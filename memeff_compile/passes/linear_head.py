@@ -1,9 +1,11 @@
 """Reads how a logits tensor comes from hidden states: the head, then row moves and pointwise steps.
 
-    hidden -> head (linear, matmul, addmm, einsum) -> {view, slice, transpose | cast, scale, cap, bias}*
+    hidden -> head (linear, matmul, addmm, einsum) -> {view, slice, transpose | cast, scale, cap,
+    bias}*
 
 Row moves leave the class dimension alone, so they commute with the product and the pointwise steps:
-they are replayed on the hidden states. Pointwise steps fold into ``scale``, ``softcap`` and ``bias``.
+they are replayed on the hidden states. Pointwise steps fold into ``scale``, ``softcap`` and
+``bias``.
 """
 
 from __future__ import annotations
@@ -40,9 +42,10 @@ class Step:
     """One node between the head and a consumer.
 
     kind is ``rows`` (reorders or selects rows), ``reshape`` (regroups leading dimensions), ``same``
-    (no change), ``move`` (class dimension from last to 1), ``detach``, or a pointwise step:
-    ``to``, ``mul``, ``div``, ``tanh``, ``bias``, with its value. A value that the graph computes from
-    a number of the user's (``dynamic=True`` makes symbols of them) is held constant through ``symbol``.
+    (no change), ``move`` (class dimension from last to 1), ``detach``, or a pointwise step: ``to``,
+    ``mul``, ``div``, ``tanh``, ``bias``, with its value. A value that the graph computes from a
+    number of the user's (``dynamic=True`` makes symbols of them) is held constant through
+    ``symbol``.
     """
 
     node: Node
@@ -78,6 +81,11 @@ class Chain:
         return any(s.kind == "move" for s in self.steps)
 
     @property
+    def detached(self) -> bool:
+        """Whether no gradient passes through."""
+        return any(s.kind == "detach" for s in self.steps)
+
+    @property
     def point_steps(self) -> tuple[Step, ...]:
         """The pointwise steps, in order."""
         return tuple(s for s in self.steps if s.kind in POINTWISE)
@@ -97,7 +105,9 @@ POINTWISE = ("to", "mul", "div", "tanh", "bias")
 
 @dataclass(frozen=True)
 class Modifiers:
-    """Pointwise steps folded: ``z = softcap * tanh(scale * (s + bias) / softcap)``, softcap 0 for none."""
+    """Pointwise steps folded: ``z = softcap * tanh(scale * (s + bias) / softcap)``, softcap 0 for
+    none.
+    """
 
     scale: float = 1.0
     softcap: float = 0.0
@@ -266,7 +276,8 @@ class HeadReader:
             if kind is None or (moved and kind != "same"):
                 return Decline(
                     "unknown_step",
-                    f"{_describe(node)} between the head and the loss is not a known row move, cast, "
+                    f"{_describe(node)} between the head and the loss is not a known row "
+                    f"move, cast, "
                     "scale, softcap or bias",
                     "compute it on the hidden states, or on the per-token losses",
                     node,
@@ -351,7 +362,8 @@ class HeadReader:
             ):
                 return Decline(
                     "logits_combined",
-                    f"{_describe(node)} adds to the logits something other than a vector over the vocabulary",
+                    f"{_describe(node)} adds to the logits something other than a vector "
+                    f"over the vocabulary",
                     node=node,
                 )
             return Step(node, "bias", self._vector_source(vector))
@@ -381,8 +393,10 @@ class HeadReader:
         if node.op == "placeholder":
             return Decline(
                 "graph_break_between",
-                "the logits enter this graph from outside: the head that made them is in another graph",
-                "compile the model and its loss as one function; fullgraph=True shows what split them",
+                "the logits enter this graph from outside: the head that made them is in "
+                "another graph",
+                "compile the model and its loss as one function; fullgraph=True shows "
+                "what split them",
                 node,
             )
         values = [compat.example_value(n) for n in (node, *node.all_input_nodes)]
@@ -449,7 +463,7 @@ def _replay(editor: Editor, current: Node, call: Call, hidden_size: Any) -> Node
     return editor.call(call.op, current, *args.values())
 
 
-# --- classification ---------------------------------------------------------------------------------
+# --- classification -------------------------------------------------------------------------------
 
 _SCALES = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 _SAME_OPS = (aten.contiguous.default, aten.clone.default, aten.alias.default)

@@ -123,7 +123,8 @@ class _Run:
                         "backend",
                         "note",
                         "skip_unmatched",
-                        f"memeff.skip names {pattern!r}, and no module of this graph has such a path.",
+                        f"memeff.skip names {pattern!r}, and no module of this graph has "
+                        f"such a path.",
                         "Compare it with the names in model.named_modules().",
                     )
                 )
@@ -205,9 +206,15 @@ class _Run:
             )
         )
         for action, code, sentence in done.notes:
-            assert action in ("deferred", "dropped", "note")
             self.records.append(
-                Record(defer_logits.NAME, action, code, _sentence(sentence), source=source, module=module)  # type: ignore[arg-type]
+                Record(
+                    defer_logits.NAME,
+                    action,
+                    code,
+                    _sentence(sentence),
+                    source=source,
+                    module=module,
+                )
             )
 
     def _decline(
@@ -307,8 +314,10 @@ def _enforce_strict(options: Options, report: GraphReport) -> None:
         if declined or (report.training and not fired):
             reasons = "\n".join(f"  - {r.code}: {r.sentence} {r.source}" for r in declined)
             raise StrictError(
-                f"memeff.strict names {name}, which did not rewrite everything it found in {report.name}:\n"
+                f"memeff.strict names {name}, which did not rewrite everything it found "
+                f"in {report.name}:\n"
                 + (reasons or "  - nothing in this training graph looks like what it rewrites")
-                + "\nRemove the name from memeff.strict to compile anyway, or change the code as hinted "
+                + "\nRemove the name from memeff.strict to compile anyway, or change the "
+                "code as hinted "
                 "in memeff_compile.last_report()."
             )

@@ -1,7 +1,8 @@
 """Prints a captured graph as text that is the same on every supported torch.
 
-Inputs are named by their place in the user's model, operations by their canonical ATen reading, sizes
-by s0, s1 in order of appearance; no file paths, no generated names. Golden tests compare this text.
+Inputs are named by their place in the user's model, operations by their canonical ATen reading,
+sizes by s0, s1 in order of appearance; no file paths, no generated names. Golden tests compare this
+text.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _DTYPES = {
 
 
 def render(gm: GraphModule) -> str:
-    """Return the text of ``gm``; nested graphs follow, indented, under the names they are called by."""
+    """Return the text of ``gm``; nested graphs follow, indented, under the names they are called
+    by.
+    """
     return "\n".join(_Renderer(gm).lines())
 
 
@@ -140,7 +143,7 @@ class _Renderer:
     def _unread(self, node: Node) -> str:
         target = node.target
         if isinstance(target, (OpOverload, HigherOrderOperator)):
-            name = target.name().replace("::", ".")
+            name = str(target.name()).replace("::", ".")  # type: ignore[no-untyped-call]
         else:
             name = target if isinstance(target, str) else getattr(target, "__name__", "call")
         parts = [self._value(a) for a in node.args]

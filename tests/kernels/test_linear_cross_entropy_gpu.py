@@ -57,7 +57,9 @@ def test_any_size_matches_the_oracle(
     inputs = make_inputs(case, shape=shape, vocab=vocab, depth=depth, dtype=dtype, device=DEVICE)
     for workspace in (0, 1):
         # With few elements a gradient may be a small difference of sums, where rounding shows.
-        assert_matches_oracle(linear_cross_entropy, inputs, case.arguments(workspace), slack=100 if vocab == 1 else 20)
+        assert_matches_oracle(
+            linear_cross_entropy, inputs, case.arguments(workspace), slack=100 if vocab == 1 else 20
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -287,7 +289,15 @@ def test_formula_bounds_what_is_allocated(dtype: torch.dtype, workspace: int) ->
     returned = hidden.grad.nbytes + weight.grad.nbytes
     both = torch.cuda.max_memory_allocated() - resident - returned
     bound = int(
-        bytes_after(rows, depth, vocab, dtype=dtype, engine="hybrid", device_type="cuda", workspace=workspace)
+        bytes_after(
+            rows,
+            depth,
+            vocab,
+            dtype=dtype,
+            engine="hybrid",
+            device_type="cuda",
+            workspace=workspace,
+        )
     )
     slack = 8 * MIB  # the allocator hands out blocks up to 1 MiB larger than asked for
     assert forward <= bound + slack

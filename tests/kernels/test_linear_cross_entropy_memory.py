@@ -86,7 +86,14 @@ def test_formula_bounds_what_is_allocated(
     knobs = Knobs(-100, 1.0, softcap, False, False, workspace)
     forward, backward, returned = run(inputs, knobs)
     formula = bytes_after(
-        N, D, V, dtype=dtype, engine="reference", device_type="cpu", workspace=workspace, has_softcap=softcap > 0
+        N,
+        D,
+        V,
+        dtype=dtype,
+        engine="reference",
+        device_type="cpu",
+        workspace=workspace,
+        has_softcap=softcap > 0,
     )
     bound = int(formula.subs({N: rows, D: depth, V: vocab}))
     used = max(forward.peak, backward.peak - returned)
@@ -151,7 +158,14 @@ def test_hybrid_takes_a_fifteenth_of_compiled_logits_at_gemma_2_2b() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_hybrid_widths_stay_within_the_workspace(dtype: torch.dtype, workspace: int) -> None:
     formula = bytes_after(
-        N, D, V, dtype=dtype, engine="hybrid", device_type="cuda", workspace=workspace, training=False
+        N,
+        D,
+        V,
+        dtype=dtype,
+        engine="hybrid",
+        device_type="cuda",
+        workspace=workspace,
+        training=False,
     )
     bound = sympy.lambdify((N, D, V), formula)
     for rows, depth, vocab in itertools.product(

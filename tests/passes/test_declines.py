@@ -236,7 +236,9 @@ REFUSALS = [
         "fixed number",
         settings={"dynamic": True},
     ),
-    Refusal("logits_reused(argmax)", logits_reused, "also used by `argmax`", "outside the compiled"),
+    Refusal(
+        "logits_reused(argmax)", logits_reused, "also used by `argmax`", "outside the compiled"
+    ),
     Refusal(
         "logits_reused(output)",
         log_probs_reused,
@@ -278,9 +280,7 @@ REFUSALS = [
     Refusal("logits_combined", logits_combined, "other than a vector over the vocabulary"),
     Refusal("unknown_step", unknown_step, "is not a known row move", "on the hidden states"),
     Refusal("unknown_step", classes_moved_and_more, "is not a known row move"),
-    Refusal(
-        "unknown_step", gather_behind_moved_classes, "after moving the classes", line="gather"
-    ),
+    Refusal("unknown_step", gather_behind_moved_classes, "after moving the classes", line="gather"),
     Refusal("rows_differ", rows_differ, "may have fewer rows", "dynamic=True", line="gather"),
     Refusal("class_dim_changed", vocabulary_split, "changes the vocabulary dimension"),
     Refusal(
@@ -300,7 +300,9 @@ REFUSALS = [
     Refusal("vocab_too_small", vocab_too_small, "31 classes"),
     Refusal("class_weight", class_weight, "class weights need a gradient", "detach them"),
     Refusal("detached", detached, "reads detached logits"),
-    Refusal("region_mismatch", region_mismatch, "switched differently from the head", "same no_grad"),
+    Refusal(
+        "region_mismatch", region_mismatch, "switched differently from the head", "same no_grad"
+    ),
     Refusal("mutated", mutated, "`setitem` writes in place", "out-of-place"),
     Refusal("mutated", logits_mutated, "`add_` writes in place", "out-of-place"),
     Refusal(
@@ -354,14 +356,17 @@ def assert_explains(record: Record, refusal: Refusal) -> None:
 def test_subclass_weight_is_refused_by_name() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
-    h, w, b, y = inputs()
+    h, w, _, y = inputs()
     weight = torch.nn.Parameter(TwoTensor(w.detach(), w.detach().clone()))
 
     def function(h: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(h, weight).view(-1, V), y.view(-1))
 
     refusal = Refusal(
-        "subclass_weight(TwoTensor)", function, "the head weight come as a TwoTensor", "plain tensor"
+        "subclass_weight(TwoTensor)",
+        function,
+        "the head weight come as a TwoTensor",
+        "plain tensor",
     )
     compiled = torch.compile(function, backend="memeff", options={"memeff.inner": "aot_eager"})
     found, expected = compiled(h, y), function(h, y)
@@ -391,7 +396,9 @@ def test_tensor_parallel_head_is_refused(one_rank_mesh: Any) -> None:
 
     def function(hidden: Tensor, y: Tensor) -> Tensor:
         logits = F.linear(hidden, weight)
-        return F.cross_entropy(logits.redistribute(placements=[Replicate()]).to_local().view(-1, V), y.view(-1))
+        return F.cross_entropy(
+            logits.redistribute(placements=[Replicate()]).to_local().view(-1, V), y.view(-1)
+        )
 
     compiled = torch.compile(function, backend="memeff", options={"memeff.inner": "aot_eager"})
     torch.testing.assert_close(compiled(hidden, y), function(hidden, y))

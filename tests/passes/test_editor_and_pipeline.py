@@ -120,7 +120,9 @@ class DoubleTheLoss:
         return Done(match, "loss -> 2 loss")
 
 
-def losses(options: dict[str, Any] | None = None, module: nn.Module | None = None) -> tuple[float, float]:
+def losses(
+    options: dict[str, Any] | None = None, module: nn.Module | None = None
+) -> tuple[float, float]:
     """Return the compiled and the eager loss."""
     module = module or Toy(returns_logits=False)
     settings = {"memeff.inner": "eager", **(options or {})}
@@ -189,7 +191,9 @@ def test_refused_edit_leaves_the_graph_and_says_so(
 def test_internal_error_restores_the_graph_and_goes_on(
     trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    passes = (*PASSES, DoubleTheLoss(trouble)) if trouble == "enabled" else (DoubleTheLoss(trouble),)
+    passes = (
+        (*PASSES, DoubleTheLoss(trouble)) if trouble == "enabled" else (DoubleTheLoss(trouble),)
+    )
     monkeypatch.setattr(backend, "PASSES", passes)
     with caplog.at_level(logging.WARNING, logger="memeff_compile"):
         found, expected = losses()

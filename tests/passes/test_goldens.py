@@ -106,7 +106,9 @@ def with_an_accuracy(toy: Toy, hidden: Tensor, labels: Tensor) -> tuple[Tensor, 
 
 def test_plain_graph() -> None:
     run(plain)
-    expecttest.assert_expected_inline(after(), """\
+    expecttest.assert_expected_inline(
+        after(),
+        """\
 graph(
     lm_head.weight: param f32[64, 16],
     hidden: input f32[2, 8, 16],
@@ -120,13 +122,16 @@ graph(
     %5: f32[] = aten.sum(%3)
     %6: i64[] = aten.sum(%4)
     %7: f32[] = aten.div(%5, %6)
-    return (%7)""")
+    return (%7)""",
+    )
 
 
 def test_plain_graph_as_it_came() -> None:
     run(plain)
     (graph,) = memeff_compile.graphs()
-    expecttest.assert_expected_inline(graph.before, """\
+    expecttest.assert_expected_inline(
+        graph.before,
+        """\
 graph(
     lm_head.weight: param f32[64, 16],
     hidden: input f32[2, 8, 16],
@@ -136,12 +141,15 @@ graph(
     %1: f32[16, 64] = aten.view(%0, [-1, 64])
     %2: i64[16] = aten.view(labels, [-1])
     %3: f32[] = aten.cross_entropy_loss(%1, %2)
-    return (%3)""")
+    return (%3)""",
+    )
 
 
 def test_transformers_graph_with_returned_logits() -> None:
     run(as_transformers)
-    expecttest.assert_expected_inline(after(), """\
+    expecttest.assert_expected_inline(
+        after(),
+        """\
 graph(
     lm_head.weight: param f32[64, 16],
     hidden: input f32[2, 8, 16],
@@ -158,12 +166,15 @@ graph(
     %8: f32[] = aten.sum(%6)
     %9: i64[] = aten.sum(%7)
     %10: f32[] = aten.div(%8, %9)
-    return (%10, hidden)""")
+    return (%10, hidden)""",
+    )
 
 
 def test_softcap_and_z_loss_graph() -> None:
     run(softcap_and_z_loss)
-    expecttest.assert_expected_inline(after(), """\
+    expecttest.assert_expected_inline(
+        after(),
+        """\
 graph(
     lm_head.weight: param f32[64, 16],
     hidden: input f32[2, 8, 16],
@@ -182,12 +193,15 @@ graph(
     %10: f32[] = aten.div(%8, %9)
     %11: f32[] = aten.mul(%6, 0.0001)
     %12: f32[] = aten.add(%10, %11)
-    return (%12)""")
+    return (%12)""",
+    )
 
 
 def test_label_smoothing_graph() -> None:
     run(label_smoothing)
-    expecttest.assert_expected_inline(after(), """\
+    expecttest.assert_expected_inline(
+        after(),
+        """\
 graph(
     lm_head.weight: param f32[64, 16],
     hidden: input f32[2, 8, 16],
@@ -213,12 +227,15 @@ graph(
     %17: f32[] = aten.mul(%9, 0.9)
     %18: f32[] = aten.mul(%16, 0.0015625)
     %19: f32[] = aten.add(%17, %18)
-    return (%19)""")
+    return (%19)""",
+    )
 
 
 def test_checkpoint_graph() -> None:
     run(in_a_checkpoint)
-    expecttest.assert_expected_inline(after(), """\
+    expecttest.assert_expected_inline(
+        after(),
+        """\
 graph(
     hidden: input f32[2, 8, 16],
     labels: input i64[2, 8],
@@ -241,12 +258,15 @@ graph(
         %5: f32[] = aten.sum(%3)
         %6: i64[] = aten.sum(%4)
         %7: f32[] = aten.div(%5, %6)
-        return (%7)""")
+        return (%7)""",
+    )
 
 
 def test_symbolic_sizes_graph() -> None:
     run(last_position_dropped, dynamic=True)
-    expecttest.assert_expected_inline(after(), """\
+    expecttest.assert_expected_inline(
+        after(),
+        """\
 graph(
     lm_head.weight: param f32[64, 16],
     s0: input size,
@@ -263,12 +283,15 @@ graph(
     %6: f32[s0, s1 - 1] = getitem(%5, 0)
     %7: b8[s0, s1 - 1] = aten.ne(%4, -100)
     %8: f32[] = aten.sum(%6)
-    return (%8)""")
+    return (%8)""",
+    )
 
 
 def test_log_probs_graph() -> None:
     run(log_probs)
-    expecttest.assert_expected_inline(after(), """\
+    expecttest.assert_expected_inline(
+        after(),
+        """\
 graph(
     lm_head.weight: param f32[64, 16],
     hidden: input f32[2, 8, 16],
@@ -281,14 +304,17 @@ graph(
     %4: f32[2, 8] = aten.neg(%3)
     %5: f32[2, 8, 1] = aten.reshape(%4, [2, 8, 1])
     %6: f32[2, 8] = aten.squeeze(%5, -1)
-    return (%6)""")
+    return (%6)""",
+    )
 
 
 def test_declined_graph_is_the_one_that_came() -> None:
     run(with_an_accuracy)
     (graph,) = memeff_compile.graphs()
     assert graph.after == graph.before
-    expecttest.assert_expected_inline(after(), """\
+    expecttest.assert_expected_inline(
+        after(),
+        """\
 graph(
     lm_head.weight: param f32[64, 16],
     hidden: input f32[2, 8, 16],
@@ -302,12 +328,15 @@ graph(
     %5: f32[16, 64] = aten.view(%0, [-1, 64])
     %6: i64[16] = aten.view(labels, [-1])
     %7: f32[] = aten.cross_entropy_loss(%5, %6)
-    return (%7, %4)""")
+    return (%7, %4)""",
+    )
 
 
 def test_report_of_a_deferred_graph() -> None:
     run(as_transformers)
-    expecttest.assert_expected_inline(report(), """\
+    expecttest.assert_expected_inline(
+        report(),
+        """\
 memeff_compile: 1 graph, 2 changes, 8.5 KiB never allocated
 
 graph 0/0 (training, 12 nodes, our passes 0 ms)
@@ -320,12 +349,15 @@ graph 0/0 (training, 12 nodes, our passes 0 ms)
 
   deferred   defer_logits in lm_head
              out.logits is computed when first read; reading it after the weights changed raises
-             StaleLogitsError; options={'memeff.logits': 'eager'} restores eager logits.""")
+             StaleLogitsError; options={'memeff.logits': 'eager'} restores eager logits.""",
+    )
 
 
 def test_report_of_a_declined_graph() -> None:
     run(with_an_accuracy)
-    expecttest.assert_expected_inline(report(), """\
+    expecttest.assert_expected_inline(
+        report(),
+        """\
 memeff_compile: 1 graph, no changes, 1 declined
 
 graph 0/0 (training, 12 nodes, our passes 0 ms)
@@ -334,12 +366,15 @@ graph 0/0 (training, 12 nodes, our passes 0 ms)
              The logits are also used by `argmax`.
              What to do: Compute that from the loss, or outside the compiled function.
 
-  The graph went on unchanged for the reasons above.""")
+  The graph went on unchanged for the reasons above.""",
+    )
 
 
 def test_report_of_symbolic_sizes() -> None:
     run(last_position_dropped, dynamic=True)
-    expecttest.assert_expected_inline(report(), """\
+    expecttest.assert_expected_inline(
+        report(),
+        """\
 memeff_compile: 1 graph, 1 change, 4.5 KiB never allocated
 
 graph 0/0 (training, 12 nodes, our passes 0 ms)
@@ -348,4 +383,5 @@ graph 0/0 (training, 12 nodes, our passes 0 ms)
              linear + cross_entropy -> memeff::linear_cross_entropy; engine reference: plain
              PyTorch, piece by piece over the vocabulary (any device, also fp64).
              Saves 4.5 KiB (12.0 KiB before, 7.5 KiB after): 12*N*V - (B + 8*D*N + 96*N) bytes
-             with B = 4096, D = 16, N = 16, V = 64.""")
+             with B = 4096, D = 16, N = 16, V = 64.""",
+    )

@@ -474,7 +474,11 @@ def multi_token_prediction(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
 
 def two_reductions_of_one_loss(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:
     logits = logits_of(h, w)
-    return loss_of(logits, y), loss_of(logits, y, reduction="sum"), loss_of(logits, y, reduction="none")
+    return (
+        loss_of(logits, y),
+        loss_of(logits, y, reduction="sum"),
+        loss_of(logits, y, reduction="none"),
+    )
 
 
 def z_loss_before_the_targets_exist(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Any:

@@ -177,7 +177,8 @@ def draw(random_: random.Random) -> tuple[str, Callable[..., Any]]:
 def operands(seed: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     h, w, b = (
-        torch.randn(size, generator=generator, dtype=torch.float64) for size in ((2, 4, D), (V, D), (V,))
+        torch.randn(size, generator=generator, dtype=torch.float64)
+        for size in ((2, 4, D), (V, D), (V,))
     )
     y = torch.randint(0, V, (2, 4), generator=generator)
     y[0, 1] = -100

@@ -36,6 +36,7 @@ MODES = {
     "autocast": (torch.float32, True),
 }
 
+
 def region(autocast: bool) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
 
@@ -53,7 +54,9 @@ def assert_fired(heads: int = 1, graphs: int = 1) -> None:
     report = memeff_compile.last_report()
     assert len(report.graphs) == graphs, str(report)
     assert report.rewrites(FUSE) == heads * graphs, str(report)
-    assert not [r for r in report.records if r.action in ("declined", "internal_error")], str(report)
+    assert not [r for r in report.records if r.action in ("declined", "internal_error")], str(
+        report
+    )
 
 
 def assert_no_worse_than_eager(

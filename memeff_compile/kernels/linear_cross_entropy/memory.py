@@ -159,4 +159,3 @@ def piece_sizes(
     budget = workspace or sympy.Max(automatic, REFERENCE_AUTO_COLUMNS * per_logit * n)
     columns = sympy.Min(sympy.Max(sympy.floor(budget / (per_logit * n)), MIN_WIDTH), half)
     return Pieces(per_logit * n * columns, columns)
-
