@@ -517,6 +517,8 @@ _METHODS.update(
         "__mul__": _plain("mul"),
         "__truediv__": _plain("div"),
         "__add__": _plain("add"),
+        "__eq__": _plain("eq"),
+        "__ne__": _plain("ne"),
     }
 )
 for _name in _BY_NAME:

@@ -164,12 +164,16 @@ def _planned(info: GraphInfo, index: int, output: LogitsOutput) -> DeferredOutpu
     head = output.chain.head
     steps: list[tuple[str, object]] = []
     vectors: list[int] = []
+    dtype = head.compute_dtype
     for step in output.chain.point_steps:
-        if step.kind == "bias":
+        value = info.tensor(step.node)
+        assert value is not None
+        if step.kind == "bias":  # a wider vector widens the logits
             vectors.append(positions[step.value])
-            steps.append(("bias", None))
+            steps.append(("bias", None if value.dtype == dtype else value.dtype))
         else:
             steps.append((step.kind, step.value))
+        dtype = value.dtype
     return DeferredOutput(
         output=index,
         weight=positions[head.weight],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import memeff_compile
 from memeff_compile.deferred import DeferredLogits
@@ -49,12 +50,28 @@ def records() -> list[tuple[str, str]]:
 FUSED_AND_DEFERRED = [(FUSE, "rewrote"), ("defer_logits", "logits_deferred")]
 
 
+def graphs_without_us(model: nn.Module, batch: dict[str, Any]) -> int:
+    """Count the graphs that Dynamo makes of a model before any backend has a say."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    torch.compile(model, backend=counter)(**batch)
+    torch._dynamo.reset()
+    return int(counter.frame_count)
+
+
 def assert_equals_eager(model: nn.Module, batch: dict[str, Any], **settings: Any) -> Any:
     expected, expected_grads = step(model, model, batch)
-    found, grads = step(compiled(model, **settings), model, batch)
+    count = 1
+    try:
+        found, grads = step(compiled(model, **settings), model, batch)
+    except torch._dynamo.exc.Unsupported:
+        # transformers before 5.20 branches on data in some families: their graph breaks anyway.
+        count = graphs_without_us(model, batch)
+        assert count > 1
+        found, grads = step(compiled(model, fullgraph=False, **settings), model, batch)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
     assert_same_gradients(grads, expected_grads)
-    assert len(memeff_compile.graphs()) == 1
+    assert len(memeff_compile.graphs()) == count
     assert records() == FUSED_AND_DEFERRED
     if settings.get("logits") != "none":
         assert isinstance(found.logits, DeferredLogits)

@@ -975,6 +975,45 @@ def test_dressed_heads_equal_eager(clothes: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_wider_bias_widens_the_returned_logits(dtype: torch.dtype) -> None:
+    h, w, _, y = (t.detach() for t in head_inputs())
+    bias = torch.linspace(-1, 1, V, requires_grad=True)
+
+    def function(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(h, w) / 2 + bias
+        return loss_of(logits, y), logits
+
+    given = h.to(dtype).requires_grad_(), w.to(dtype).requires_grad_(), y
+    expected = function(*given)
+    torch._dynamo.reset()
+    found = torch.compile(function, backend="memeff", options={"memeff.inner": "eager"})(*given)
+    assert found[1].dtype == expected[1].dtype == torch.float32
+    torch.testing.assert_close(found[1], expected[1])
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-2, atol=1e-2)
+
+
+def test_classes_forbidden_by_an_infinite_bias_equal_eager() -> None:
+    """Whole pieces of the vocabulary may be forbidden, whatever the size of the pieces."""
+
+    def function(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        forbidden = b.detach().new_zeros(V).masked_fill(torch.arange(V) < 40, -torch.inf)
+        return loss_of(logits_of(h, w) + forbidden, y.clamp(min=40))
+
+    for workspace in (0, 1):
+        options = {"memeff.linear_cross_entropy.workspace": workspace}
+        assert compare_with_eager(function, *head_inputs(), options=options).fired == 1
+
+
+def test_hooks_on_logits_are_kept() -> None:
+    def function(h: Tensor, w: Tensor, b: Tensor, y: Tensor) -> Tensor:
+        logits = logits_of(h, w)
+        logits.register_hook(lambda gradient: gradient * 2)
+        return loss_of(logits, y)
+
+    assert compare_with_eager(function, *head_inputs(), fullgraph=False).fired == 0
+
+
 _LIBRARY = torch.library.Library("memeff_near_misses", "FRAGMENT")
 _LIBRARY.define("scramble(Tensor(a!) x) -> ()")
 
