@@ -1,0 +1,391 @@
+"""Every private name of torch that this package leans on, probed on the torch that is installed.
+
+A failure here after an update of torch says which function of `compat.py` to mend.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from memeff_compile import compat
+from memeff_compile.toy import ToyModel
+from tests.support.closeness import needs_compiler
+
+PROBED: set[str] = set()
+
+
+def probes(*names: str) -> Callable[[Any], Any]:
+    """Note which functions of compat a test is about."""
+    PROBED.update(names)
+    return lambda test: test
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+        self.register_buffer("offset", torch.ones(3))
+        self.cap, self.seen = 30.0, 0
+
+    def forward(self, x: Tensor, times: int = 2) -> Tensor:
+        return (x @ self.weight + self.offset)[:, :2] / self.cap * times
+
+
+def look(
+    question: Callable[[GraphModule, Sequence[Any]], Any], *args: Any, dynamic: bool | None = None
+) -> Any:
+    """Ask a question about a captured graph while Dynamo waits for its backend."""
+    answers = []
+
+    def asking(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        answers.append(question(gm, example_inputs))
+        return gm.forward
+
+    torch._dynamo.reset()
+    model = Model()
+    torch.compile(model, backend=asking, fullgraph=True, dynamic=dynamic)(
+        *(args or (torch.ones(5, 4),))
+    )
+    return answers[0]
+
+
+def placeholders(gm: GraphModule) -> list[Node]:
+    return [n for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def calls(gm: GraphModule) -> list[Node]:
+    return [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+
+
+# --- what Dynamo records --------------------------------------------------------------------------------
+
+
+@probes("example_value", "is_fake", "fake_mode_of")
+def test_every_node_has_a_fake_example_value_of_one_mode() -> None:
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        values = [compat.example_value(n) for n in gm.graph.nodes if n.op != "output"]
+        assert all(compat.is_fake(v) for v in values)
+        assert len({id(compat.fake_mode_of(v)) for v in values}) == 1
+        assert compat.fake_mode_of(values[0]) is not None
+        assert not compat.is_fake(example_inputs[0])
+
+    look(question)
+
+
+@probes("example_input", "source_name")
+def test_placeholders_know_their_tensor_and_their_name() -> None:
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> dict[str, str]:
+        for node, given in zip(placeholders(gm), example_inputs, strict=True):
+            assert compat.example_input(node) is given
+        return {
+            compat.source_name(n): type(compat.example_input(n)).__name__ for n in placeholders(gm)
+        }
+
+    kinds = look(question)
+    assert [kinds[name] for name in kinds if "x" in name.split(".")[0]] == ["Tensor"]
+    assert [kinds[name] for name in kinds if "weight" in name] == ["Parameter"]
+    (buffer,) = (name for name in kinds if "offset" in name)
+    assert "_buffers[" in buffer or "_modules[" in buffer or kinds[buffer] == "Tensor"
+
+
+@probes("example_input", "source_name")
+def test_other_nodes_have_neither() -> None:
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        for node in calls(gm):
+            assert compat.example_input(node) is None
+            assert compat.source_name(node) == ""
+
+    look(question)
+
+
+@probes("inputs_from_other_graphs")
+def test_inputs_of_the_user_are_not_those_of_another_graph() -> None:
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        assert compat.inputs_from_other_graphs(gm) == []
+        last = placeholders(gm)[-1]
+        kept = last.meta.pop("grapharg")
+        assert compat.inputs_from_other_graphs(gm) == [len(placeholders(gm)) - 1]
+        last.meta["grapharg"] = kept
+
+    look(question)
+
+
+@probes("output_node")
+def test_output_node() -> None:
+    assert look(lambda gm, _: compat.output_node(gm.graph).op) == "output"
+
+
+@probes("compile_id")
+def test_compile_id() -> None:
+    assert look(lambda gm, _: compat.compile_id()) == "0/0"
+    assert compat.compile_id() == ""
+
+
+def test_stack_traces_and_module_paths_are_recorded() -> None:
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        for node in calls(gm):
+            assert Path(__file__).name in node.meta["stack_trace"]
+
+    look(question)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    def paths(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        for node in calls(gm):
+            assert any("inner" in entry[0] for entry in node.meta["nn_module_stack"].values())
+        return gm.forward
+
+    torch.compile(Outer(), backend=paths)(torch.ones(5, 4))
+
+
+@probes("ignore_while_tracing")
+def test_a_logging_function_can_be_ignored() -> None:
+    import logging
+
+    from torch._dynamo import config
+
+    log = logging.getLogger("memeff_compile_test_of_ignored_logs")
+    before = set(config.ignore_logging_functions)
+    try:
+        compat.ignore_while_tracing(log.warning)
+        compat.ignore_while_tracing(log.warning)
+        assert len(config.ignore_logging_functions) == len(before) + 1
+        assert log.warning in config.ignore_logging_functions
+
+        def function(x: Tensor) -> Tensor:
+            log.warning("not while compiling")
+            return x + 1
+
+        torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2))
+    finally:
+        config.ignore_logging_functions.clear()
+        config.ignore_logging_functions.update(before)
+
+
+# --- symbols ----------------------------------------------------------------------------------------------
+
+
+@probes("statically_true", "known_size", "size_hint", "known_number", "hold_constant")
+def test_symbols_are_read_without_guards() -> None:
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        x = next(n for n in placeholders(gm) if compat.source_name(n) == "L['x']")
+        rows = compat.example_value(x).shape[0]
+        assert isinstance(rows, torch.SymInt)
+        assert compat.known_size(rows) is None
+        assert compat.size_hint(rows) == 5
+        assert compat.statically_true(rows == rows)
+        assert not compat.statically_true(rows == 5)
+        assert compat.known_size(compat.example_value(x).shape[1]) == 4
+        weight = next(n for n in placeholders(gm) if "weight" in compat.source_name(n))
+        assert compat.known_size(compat.example_value(weight).shape[1]) == 3
+        guards = len(rows.node.shape_env.guards)
+        sizes = [n for n in placeholders(gm) if ".size()" in compat.source_name(n)]
+        assert [compat.known_number(n) for n in sizes] == [None] * len(sizes)
+        assert sizes
+        scale = next(n for n in calls(gm) if "truediv" in str(n.target)).args[1]
+        assert isinstance(compat.example_value(scale), torch.SymFloat)
+        assert compat.known_number(scale) == 30.0
+        assert len(rows.node.shape_env.guards) == guards
+        compat.hold_constant(scale)
+        assert compat.known_number(scale) == 30.0
+        assert not compat.example_value(scale).node.expr.free_symbols
+
+    look(question, torch.ones(5, 4), dynamic=True)
+
+
+@probes("known_number", "known_size", "size_hint", "statically_true", "hold_constant")
+def test_plain_numbers_are_themselves() -> None:
+    assert compat.known_number(2) == 2
+    assert compat.known_number(0.5) == 0.5
+    assert compat.known_number(None) is None
+    assert compat.known_number(True) is None
+    assert compat.known_size(7) == compat.size_hint(7) == 7
+    assert compat.statically_true(True)
+    compat.hold_constant(3)
+
+
+# --- fake tensors and tracing -----------------------------------------------------------------------------
+
+
+@probes("storage_key")
+def test_views_share_the_storage_key_of_their_base() -> None:
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        x = compat.example_value(placeholders(gm)[0])
+        with compat.fake_mode_of(x):
+            assert compat.storage_key(x) == compat.storage_key(x.view(-1)[1:])
+            assert compat.storage_key(x) != compat.storage_key(x.clone())
+
+    look(question)
+
+
+@probes("trace_one")
+def test_composite_ops_are_traced_whole() -> None:
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> list[str]:
+        x, w = (compat.example_value(n) for n in placeholders(gm)[:2])
+        x, w = (x, w) if x.shape == (5, 4) else (w, x)
+        graph = compat.trace_one(lambda a, b: nn.functional.linear(a, b.t()), [x, w])
+        return [str(n.target) for n in graph.nodes if n.op == "call_function"]
+
+    assert look(question) == ["aten.t.default", "aten.linear.default"]
+
+
+@probes("is_exporting")
+def test_exporting_is_seen() -> None:
+    seen = []
+
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(compat.is_exporting())
+            return x + 1
+
+    Asking()(torch.ones(2))
+    torch.export.export(Asking(), (torch.ones(2),), strict=False)
+    assert seen[0] is False
+    assert True in seen
+
+
+# --- compilers --------------------------------------------------------------------------------------------
+
+
+@probes("mode_options", "inductor_uses_cudagraphs")
+def test_modes_of_inductor() -> None:
+    assert compat.mode_options("default") == {}
+    patches = compat.mode_options("reduce-overhead")
+    assert compat.inductor_uses_cudagraphs(patches)
+    assert not compat.inductor_uses_cudagraphs({})
+
+
+@probes("compile_with_aot_eager")
+def test_aot_eager_compiles_a_graph() -> None:
+    model = Model()
+    compiled = torch.compile(model, backend=compat.compile_with_aot_eager)
+    compiled(torch.ones(5, 4)).sum().backward()
+    assert model.weight.grad is not None
+
+
+@needs_compiler
+@probes("compile_with_inductor")
+def test_inductor_compiles_a_graph_under_patches() -> None:
+    patches = {"compile_threads": 1, "epilogue_fusion": False}
+    model = ToyModel()
+    compiled = torch.compile(
+        model, backend=lambda gm, inputs: compat.compile_with_inductor(gm, inputs, patches)
+    )
+    compiled(torch.arange(8)).backward()
+    assert model.head.weight.grad is not None
+
+
+def test_regions_are_entered_and_left_by_known_names() -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+            y = x * 2
+        return y.clone()
+
+    names: list[str] = []
+
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        names.extend(n.target.__name__ for n in calls(gm) if n.op == "call_function")
+        return gm.forward
+
+    torch.compile(function, backend=question, fullgraph=True)(torch.ones(2))
+    for name in ("_set_grad_enabled", "_enter_autocast", "_exit_autocast"):
+        assert name in names
+    assert {"_enter_inference_mode", "_exit_inference_mode"} <= set(names)
+
+
+def test_checkpoint_bodies_hang_on_a_known_operator() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    names: list[str] = []
+
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        names.extend(
+            n.target.name()
+            for n in calls(gm)
+            if isinstance(n.target, torch._ops.HigherOrderOperator)
+        )
+        return gm.forward
+
+    def function(x: Tensor) -> Tensor:
+        return checkpoint(torch.sin, x, use_reentrant=False)
+
+    torch.compile(function, backend=question)(torch.ones(2, requires_grad=True))
+    assert names == ["tag_activation_checkpoint"]
+
+
+# --- distributed ------------------------------------------------------------------------------------------
+
+
+@probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward")
+def test_plain_tensors_belong_to_no_group() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert not compat.is_dtensor(weight)
+    assert compat.local_part(weight) is weight
+    assert compat.fsdp_shard(weight) is None
+    assert not compat.fsdp_frees_after_forward(weight)
+    assert not compat.fsdp_frees_after_forward(None)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
+@probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward")
+def test_parameters_of_fsdp2_are_found() -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        inner, outer = nn.Linear(4, 4), nn.Linear(4, 4)
+        model = nn.Sequential(inner, outer)
+        fully_shard(inner, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert compat.is_dtensor(outer.weight)
+        assert not compat.is_dtensor(compat.local_part(outer.weight))
+        inner.unshard()
+        model.unshard()
+        assert isinstance(compat.fsdp_shard(outer.weight), Tensor)
+        assert compat.fsdp_frees_after_forward(inner.weight)
+        model(torch.ones(1, 4)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_every_function_of_compat_is_probed() -> None:
+    functions = {
+        name
+        for name, value in vars(compat).items()
+        if inspect.isfunction(value) and value.__module__ == compat.__name__
+    }
+    public = {name for name in functions if not name.startswith("_")}
+    assert public <= PROBED, public - PROBED
+
+
+def test_private_names_of_torch_stand_in_compat_only() -> None:
+    """Passes and backend reach Dynamo and Inductor through compat; what they import is listed."""
+    allowed = {
+        "torch._ops",
+        "torch._dispatch.python",
+        "torch.fx.node",
+    }
+    package = Path(compat.__file__).parent
+    found = set()
+    for file in [package / "backend.py", *sorted((package / "passes").glob("*.py"))]:
+        text = file.read_text()
+        found |= set(re.findall(r"^\s*(?:from|import) (torch\._[\w.]+)", text, re.MULTILINE))
+    assert found <= allowed, found - allowed
