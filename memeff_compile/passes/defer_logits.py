@@ -73,9 +73,8 @@ def check(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> Decline | None:
         return Decline(
             "logits_kept",
             "the logits are an output of the compiled graph and memeff.logits is 'eager' "
-            "(or memeff.skip "
-            "names them), so they are computed and kept; a fused loss would compute them "
-            "a second time",
+            "(or memeff.skip names them), so they are computed and kept; a fused loss would "
+            "compute them a second time",
             "return only the loss from the compiled function, or set memeff.logits to "
             "'deferred' or 'none'",
             node,

@@ -158,9 +158,8 @@ def check_writes(info: GraphInfo, site: Site) -> Decline | None:
 def mutated(writer: Node, loss: Node) -> Decline:
     return Decline(
         "mutated",
-        f"`{node_name(writer)}` writes in place to the logits, the hidden states, the "
-        f"weight or the "
-        "targets between the head and the loss",
+        f"`{node_name(writer)}` writes in place to the logits, the hidden states, the weight or "
+        "the targets between the head and the loss",
         "use the out-of-place form",
         loss,
     )

@@ -82,7 +82,8 @@ def tails_of(info: GraphInfo, reader: HeadReader, node: Node) -> Iterable[Tail |
             if not _is_plain_loss_input(info, a["self"]):
                 yield Decline(
                     "not_log_softmax",
-                    "nll_loss does not read a log_softmax over its classes",
+                    "nll_loss does not read a log_softmax over its classes directly",
+                    "use cross_entropy, or take log_softmax after the logits are reshaped",
                     node=node,
                 )
             return

@@ -20,7 +20,7 @@ MIN_WIDTH = 64
 # strip 1024 / 2048 / 4096 with that piece take 61.4 / 59.8 / 60.1 ms at N, D, V = 16384, 2048,
 # 128256 and 70.9 / 69.5 / 68.5 ms at 8192, 2304, 256000; strips of 256 take 72 and 87 ms. Narrower
 # pieces lose twice: the fp32 sum of the hidden gradient is read and written once per piece (8ND
-# bytes), and a short product leaves multiprocessors idle.
+# bytes), and a short product leaves multiprocessors idle. Rows: piece-widths.jsonl of the results.
 HYBRID_AUTO_BYTES = 64 * MIB
 HYBRID_AUTO_BYTES_PER_ROW = 16 * 1024
 
