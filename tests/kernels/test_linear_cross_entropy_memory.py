@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from memeff_compile.kernels.linear_cross_entropy import bytes_after, bytes_before, reference
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     Knobs,
+    RowGradients,
     hybrid_widths,
     reference_width,
     spans,
@@ -64,26 +65,28 @@ def run(inputs: Inputs, knobs: Knobs) -> tuple[LiveBytes, LiveBytes, int]:
     """Run engine R both ways; return the counts and the bytes of the returned gradients."""
     with LiveBytes() as forward:
         outputs = reference.forward(*inputs.tensors(), knobs)
-    grads = inputs.grad_nll, inputs.grad_lse, inputs.grad_logit_sum
+    grads = RowGradients(*inputs.cotangents())
+    mask = (True, True, inputs.bias is not None)
     with LiveBytes() as backward:
         gradients = reference.backward(
-            *grads, *inputs.tensors(), outputs[1], knobs, (True, True, inputs.bias is not None)
+            grads, *inputs.tensors(), outputs.lse, outputs.entropy, knobs, mask
         )
     returned = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
     return forward, backward, returned
 
 
+@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("ignored_share", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("workspace", [0, 200 * 64 * 240], ids=["automatic", "3 MB"])
 def test_formula_bounds_what_is_allocated(
-    workspace: int, dtype: torch.dtype, ignored_share: float, softcap: float
+    workspace: int, dtype: torch.dtype, ignored_share: float, softcap: float, entropy: bool
 ) -> None:
     rows, depth, vocab = 200, 16, 24_000
-    case = Case("memory", ignored_share=ignored_share, softcap=softcap)
+    case = Case("memory", ignored_share=ignored_share, softcap=softcap, with_entropy=entropy)
     inputs = make_inputs(case, shape=(rows,), depth=depth, vocab=vocab, dtype=dtype)
-    knobs = Knobs(-100, 1.0, softcap, False, False, workspace)
+    knobs = Knobs(**case.arguments(workspace))
     forward, backward, returned = run(inputs, knobs)
     formula = bytes_after(
         N,
@@ -94,6 +97,7 @@ def test_formula_bounds_what_is_allocated(
         device_type="cpu",
         workspace=workspace,
         has_softcap=softcap > 0,
+        with_entropy=entropy,
     )
     bound = int(formula.subs({N: rows, D: depth, V: vocab}))
     used = max(forward.peak, backward.peak - returned)
@@ -102,16 +106,23 @@ def test_formula_bounds_what_is_allocated(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("every_row", [False, True])
 @pytest.mark.parametrize(("rows", "vocab"), [(40, 300), (400, 3000), (3000, 200)])
 def test_no_tensor_is_as_large_as_the_logits(
-    rows: int, vocab: int, with_lse: bool, dtype: torch.dtype
+    rows: int, vocab: int, every_row: bool, dtype: torch.dtype
 ) -> None:
     case = Case(
-        "all", softcap=5.0, has_bias=True, ignored_share=0.2, with_logit_sum=True, with_lse=with_lse
+        "all",
+        softcap=5.0,
+        has_bias=True,
+        ignored_share=0.2,
+        with_logit_sum=True,
+        with_lse=every_row,
+        with_entropy=every_row,
+        with_top=every_row,
     )
     inputs = make_inputs(case, shape=(rows,), depth=8, vocab=vocab, dtype=dtype)
-    knobs = Knobs(-100, 1.0, 5.0, with_lse, True, 10**12)
+    knobs = Knobs(**case.arguments(10**12))
     forward, backward, _ = run(inputs, knobs)
     assert max(forward.largest, backward.largest) < rows * vocab
 

@@ -96,7 +96,7 @@ def test_mean_equals_eager_cross_entropy() -> None:
     expected.backward()
     wanted = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
-    nll, _, _ = linear_cross_entropy(hidden, weight, None, inputs.target, None, **PLAIN.arguments())
+    nll, *_ = linear_cross_entropy(hidden, weight, None, inputs.target, None, **PLAIN.arguments())
     loss = nll.sum() / (inputs.target != -100).sum()
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
@@ -111,8 +111,8 @@ def test_confident_target_keeps_a_tiny_loss() -> None:
     hidden = torch.tensor([[14.0, 0.0, 0.0]])
     arguments = PLAIN.arguments()
     target = torch.tensor([0])
-    nll, _, _ = linear_cross_entropy(hidden, weight, None, target, None, **arguments)
-    expected, _, _ = dense_linear_cross_entropy(hidden, weight, None, target, None, **arguments)
+    nll, *_ = linear_cross_entropy(hidden, weight, None, target, None, **arguments)
+    expected, *_ = dense_linear_cross_entropy(hidden, weight, None, target, None, **arguments)
     assert float(nll) > 0
     assert relative_error(nll, expected) < 0.1
 
@@ -157,7 +157,7 @@ def test_float16_logits_beyond_its_range_stay_finite() -> None:
     hidden = torch.full((2, 64), 60.0, dtype=torch.float16)
     weight = torch.stack([torch.full((64,), 30.0), torch.full((64,), 29.0)]).half()
     target = torch.tensor([0, 1])
-    nll, lse, _ = linear_cross_entropy(hidden, weight, None, target, None, **PLAIN.arguments())
+    nll, lse, *_ = linear_cross_entropy(hidden, weight, None, target, None, **PLAIN.arguments())
     torch.testing.assert_close(nll, torch.tensor([0.0, 3840.0]))
     assert lse[0] == 60 * 30 * 64
 

@@ -116,7 +116,7 @@ graph(
 ):
     %0: i64[16] = aten.view(labels, [-1])
     %1: i64[2, 8] = aten.reshape(%0, [2, 8])
-    %2: (f32[2, 8], f32[2, 8], f32[0]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %1, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=False, gradient_filter='exact', workspace=0)
+    %2: (f32[2, 8], f32[2, 8], f32[0], f32[0], i64[0]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %1, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=False, gradient_filter='exact', workspace=0)
     %3: f32[2, 8] = getitem(%2, 0)
     %4: b8[2, 8] = aten.ne(%1, -100)
     %5: f32[] = aten.sum(%3)
@@ -160,7 +160,7 @@ graph(
     %2: i64[2, 8] = aten.contiguous(%1)
     %3: i64[16] = aten.view(%2, [-1])
     %4: i64[2, 8] = aten.reshape(%3, [2, 8])
-    %5: (f32[2, 8], f32[2, 8], f32[0]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %4, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=False, gradient_filter='exact', workspace=0)
+    %5: (f32[2, 8], f32[2, 8], f32[0], f32[0], i64[0]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %4, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=False, gradient_filter='exact', workspace=0)
     %6: f32[2, 8] = getitem(%5, 0)
     %7: b8[2, 8] = aten.ne(%4, -100)
     %8: f32[] = aten.sum(%6)
@@ -182,7 +182,7 @@ graph(
 ):
     %0: i64[16] = aten.view(labels, [-1])
     %1: i64[2, 8] = aten.reshape(%0, [2, 8])
-    %2: (f32[2, 8], f32[2, 8], f32[0]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %1, None, ignore_index=-100, scale=1.0, softcap=30.0, with_lse=True, with_logit_sum=False, gradient_filter='exact', workspace=0)
+    %2: (f32[2, 8], f32[2, 8], f32[0], f32[0], i64[0]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %1, None, ignore_index=-100, scale=1.0, softcap=30.0, with_lse=True, with_logit_sum=False, gradient_filter='exact', workspace=0)
     %3: f32[2, 8] = getitem(%2, 0)
     %4: f32[2, 8] = getitem(%2, 1)
     %5: f32[2, 8] = aten.square(%4)
@@ -209,7 +209,7 @@ graph(
 ):
     %0: i64[16] = aten.view(labels, [-1])
     %1: i64[2, 8] = aten.reshape(%0, [2, 8])
-    %2: (f32[2, 8], f32[2, 8], f32[2, 8]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %1, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=True, gradient_filter='exact', workspace=0)
+    %2: (f32[2, 8], f32[2, 8], f32[2, 8], f32[0], i64[0]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %1, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=True, gradient_filter='exact', workspace=0)
     %3: f32[2, 8] = getitem(%2, 2)
     %4: f32[2, 8] = getitem(%2, 0)
     %5: f32[2, 8] = getitem(%2, 1)
@@ -252,7 +252,7 @@ graph(
     ):
         %0: i64[16] = aten.view(labels, [-1])
         %1: i64[2, 8] = aten.reshape(%0, [2, 8])
-        %2: (f32[2, 8], f32[2, 8], f32[0]) = memeff.linear_cross_entropy(hidden, self_modules_lm_head_parameters_weight, None, %1, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=False, gradient_filter='exact', workspace=0)
+        %2: (f32[2, 8], f32[2, 8], f32[0], f32[0], i64[0]) = memeff.linear_cross_entropy(hidden, self_modules_lm_head_parameters_weight, None, %1, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=False, gradient_filter='exact', workspace=0)
         %3: f32[2, 8] = getitem(%2, 0)
         %4: b8[2, 8] = aten.ne(%1, -100)
         %5: f32[] = aten.sum(%3)
@@ -279,7 +279,7 @@ graph(
     %2: f32[s0, s1 - 1, 16] = aten.slice(hidden, 1, end=-1)
     %3: f32[s0, s1 - 1] = aten.select(%2, -1, 0)
     %4: i64[s0, s1 - 1] = aten.reshape_as(%1, %3)
-    %5: (f32[s0, s1 - 1], f32[s0, s1 - 1], f32[0]) = memeff.linear_cross_entropy(%2, lm_head.weight, None, %4, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=False, gradient_filter='exact', workspace=0)
+    %5: (f32[s0, s1 - 1], f32[s0, s1 - 1], f32[0], f32[0], i64[0]) = memeff.linear_cross_entropy(%2, lm_head.weight, None, %4, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=False, gradient_filter='exact', workspace=0)
     %6: f32[s0, s1 - 1] = getitem(%5, 0)
     %7: b8[s0, s1 - 1] = aten.ne(%4, -100)
     %8: f32[] = aten.sum(%6)
@@ -299,7 +299,7 @@ graph(
 ):
     %0: i64[2, 8, 1] = aten.unsqueeze(labels, -1)
     %1: i64[2, 8] = aten.reshape(%0, [2, 8])
-    %2: (f32[2, 8], f32[2, 8], f32[0]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %1, None, ignore_index=None, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=False, gradient_filter='exact', workspace=0)
+    %2: (f32[2, 8], f32[2, 8], f32[0], f32[0], i64[0]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %1, None, ignore_index=None, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=False, gradient_filter='exact', workspace=0)
     %3: f32[2, 8] = getitem(%2, 0)
     %4: f32[2, 8] = aten.neg(%3)
     %5: f32[2, 8, 1] = aten.reshape(%4, [2, 8, 1])

@@ -7,8 +7,11 @@ engines and the formula of the bytes it saves. Per row of the hidden states it r
     nll        logsumexp(z) - z[target]
     lse        logsumexp(z), for a z-loss
     logit_sum  sum_j column_weight_j z_j, for label smoothing
+    entropy    -sum_j p_j log p_j with p = softmax(z)
+    top        the index of the largest z_j, the first of equals
 
-with z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), all differentiable once.
+with z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), all differentiable once but
+the last.
 Means, sums, class weights of the target and shifts stay outside, in ordinary ops on N numbers.
 """
 

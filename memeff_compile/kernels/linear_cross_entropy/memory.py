@@ -80,6 +80,7 @@ def bytes_after(
     device_type: str,
     workspace: int = 0,
     has_softcap: bool = False,
+    with_entropy: bool = False,
     training: bool = True,
     pieces: Pieces | None = None,
 ) -> sympy.Expr:
@@ -97,6 +98,7 @@ def bytes_after(
         device_type: where the tensors are, such as "cuda".
         workspace: the op's workspace in bytes, 0 = automatic.
         has_softcap: whether logits are capped.
+        with_entropy: whether the entropy of each row is computed.
         training: whether a backward pass follows.
         pieces: bytes and columns of the pieces, as symbols for a short formula; by default what
             `piece_sizes` gives.
@@ -111,6 +113,7 @@ def bytes_after(
             device_type=device_type,
             workspace=workspace,
             has_softcap=has_softcap,
+            with_entropy=with_entropy,
             training=training,
         )
     itemsize = dtype.itemsize
@@ -140,6 +143,7 @@ def piece_sizes(
     device_type: str,
     workspace: int = 0,
     has_softcap: bool = False,
+    with_entropy: bool = False,
     training: bool = True,
 ) -> Pieces:
     """Return an upper bound of the pieces of logits that are alive at once.
@@ -154,7 +158,7 @@ def piece_sizes(
         budget = workspace or sympy.Max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * n)
         held = sympy.Min(sympy.Max(budget, MIN_WIDTH * per_logit * n), per_logit * n * half)
         return Pieces(held, held / (per_logit * n))
-    per_logit = reference_bytes_per_logit(itemsize, has_softcap, training)
+    per_logit = reference_bytes_per_logit(itemsize, has_softcap, training, with_entropy)
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     budget = workspace or sympy.Max(automatic, REFERENCE_AUTO_COLUMNS * per_logit * n)
     columns = sympy.Min(sympy.Max(sympy.floor(budget / (per_logit * n)), MIN_WIDTH), half)

@@ -1,12 +1,14 @@
 """memeff::linear_cross_entropy and its backward: schemas, validation, engines, fakes, autograd.
 
-The op is functional, opaque to Inductor and unaffected by autocast. It saves its inputs and one lse
-per row; backward is an op of its own that recomputes products piece by piece.
+The op is functional, opaque to Inductor and unaffected by autocast. It saves its inputs, one
+lse per row and, if asked for, one entropy; backward is an op of its own that recomputes products
+piece by piece.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -15,13 +17,15 @@ from torch import Tensor
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels._triton.device import can_run_kernels
 from memeff_compile.kernels.linear_cross_entropy import reference
-from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs
+from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
 # The names of memeff.linear_cross_entropy's modes that this op will serve, and those it does.
 GRADIENT_FILTERS = ("exact", "mass", "block")
 AVAILABLE_FILTERS = ("exact",)
+# Which of the two gradients a filter may leave blocks out of.
+FILTER_PARTS = ("both", "hidden", "weight")
 
 ENGINES = {
     "hybrid": (
@@ -33,17 +37,20 @@ ENGINES = {
 
 _KNOBS = (
     "int? ignore_index, float scale, float softcap, bool with_lse, bool with_logit_sum, "
-    "str gradient_filter, int workspace"
+    "str gradient_filter, int workspace, bool with_entropy=False, bool with_top=False, "
+    'float filter_level=0.0, str filter_parts="both", bool sort_vocabulary=False'
 )
 _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
 _LIBRARY.define(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-    f"Tensor? column_weight, *, {_KNOBS}) -> (Tensor nll, Tensor lse, Tensor logit_sum)",
+    f"Tensor? column_weight, *, {_KNOBS}) -> "
+    "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "linear_cross_entropy_backward(Tensor grad_nll, Tensor grad_lse, Tensor grad_logit_sum, "
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? column_weight, Tensor lse, "
+    "Tensor grad_entropy, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
+    "Tensor? column_weight, Tensor lse, Tensor entropy, "
     f"*, {_KNOBS}, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -60,6 +67,8 @@ def supports(
     softcap: float = 0.0,
     gradient_filter: str = "exact",
     workspace: int = 0,
+    filter_level: float = 0.0,
+    filter_parts: str = "both",
 ) -> str | None:
     """Say in a sentence why the op cannot serve these inputs, or return None if it can.
 
@@ -73,19 +82,28 @@ def supports(
         target: (...), the leading dimensions of hidden.
         column_weight: (V,) or None.
         dtype: dtype that the caller will cast hidden, weight and bias to, if it will.
-        softcap, gradient_filter, workspace: as for the op.
+        softcap, gradient_filter, workspace, filter_level, filter_parts: as for the op.
 
     Example: supports(torch.ones(3, 4), torch.ones(5, 4), None, torch.zeros(3).long()) is None.
     """
     return (
-        _setting_fault(softcap, gradient_filter, workspace)
+        _setting_fault(softcap, workspace)
+        or _filter_fault(gradient_filter, filter_level, filter_parts)
         or _layout_fault(hidden, weight, bias, target, column_weight)
         or _dtype_fault(hidden, weight, bias, target, column_weight, dtype)
         or _shape_fault(hidden, weight, bias, target, column_weight)
     )
 
 
-def _setting_fault(softcap: float, gradient_filter: str, workspace: int) -> str | None:
+def _setting_fault(softcap: float, workspace: int) -> str | None:
+    if not softcap >= 0:
+        return f"softcap is {softcap}; it must be positive, or 0 for none."
+    if isinstance(workspace, int) and workspace < 0:
+        return f"workspace is {workspace} bytes; it must be positive, or 0 for automatic."
+    return None
+
+
+def _filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
     if gradient_filter not in GRADIENT_FILTERS:
         return (
             f"gradient_filter is {gradient_filter!r}; known filters are "
@@ -93,10 +111,10 @@ def _setting_fault(softcap: float, gradient_filter: str, workspace: int) -> str 
         )
     if gradient_filter not in AVAILABLE_FILTERS:
         return f"gradient_filter {gradient_filter!r} is not available yet. Use 'exact'."
-    if not softcap >= 0:
-        return f"softcap is {softcap}; it must be positive, or 0 for none."
-    if isinstance(workspace, int) and workspace < 0:
-        return f"workspace is {workspace} bytes; it must be positive, or 0 for automatic."
+    if not (level >= 0 and math.isfinite(level)):
+        return f"filter_level is {level}; it must be positive and finite, or 0 for automatic."
+    if parts not in FILTER_PARTS:
+        return f"filter_parts is {parts!r}; known parts are {', '.join(FILTER_PARTS)}."
     return None
 
 
@@ -232,22 +250,26 @@ def _require_support(
     column_weight: Tensor | None,
     settings: dict[str, Any],
 ) -> None:
+    knobs = _knobs(settings)
     sentence = supports(
         hidden,
         weight,
         bias,
         target,
         column_weight,
-        softcap=settings["softcap"],
-        gradient_filter=settings["gradient_filter"],
-        workspace=settings["workspace"],
+        softcap=knobs.softcap,
+        gradient_filter=knobs.gradient_filter,
+        workspace=knobs.workspace,
+        filter_level=knobs.filter_level,
+        filter_parts=knobs.filter_parts,
     )
     if sentence is not None:
         raise UnsupportedInputError(f"linear_cross_entropy: {sentence}")
 
 
 def _knobs(settings: dict[str, Any]) -> Knobs:
-    return Knobs(**{name: settings[name] for name in Knobs._fields})
+    """Read a call's settings; the dispatcher leaves out those that equal their defaults."""
+    return Knobs(**{name: settings[name] for name in Knobs._fields if name in settings})
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
@@ -297,7 +319,7 @@ def _forward(
     target: Tensor,
     column_weight: Tensor | None,
     **settings: Any,  # noqa: ANN401
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Rows:
     _require_support(hidden, weight, bias, target, column_weight, settings)
     knobs, rows = _knobs(settings), target.numel()
     if rows == 0:
@@ -310,22 +332,23 @@ def _forward(
             from memeff_compile.kernels.linear_cross_entropy.hybrid import forward
         else:
             forward = reference.forward
-        nll, lse, logit_sum = forward(flat_hidden, weight, bias, flat_target, column_weight, knobs)
-    if knobs.with_logit_sum:
-        logit_sum = logit_sum.view(target.shape)
-    return nll.view(target.shape), lse.view(target.shape), logit_sum
+        found = forward(flat_hidden, weight, bias, flat_target, column_weight, knobs)
+    parts = zip(found, knobs.wanted, strict=True)
+    return Rows(*(part.view(target.shape) if wanted else part for part, wanted in parts))
 
 
 def _backward(
     grad_nll: Tensor,
     grad_lse: Tensor,
     grad_logit_sum: Tensor,
+    grad_entropy: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     column_weight: Tensor | None,
     lse: Tensor,
+    entropy: Tensor,
     *,
     output_mask: list[bool],
     **settings: Any,  # noqa: ANN401
@@ -347,15 +370,19 @@ def _backward(
             else:
                 backward = reference.backward
             gradients = backward(
-                grad_nll.reshape(rows),
-                grad_lse.reshape(rows),
-                grad_logit_sum.reshape(rows if knobs.with_logit_sum else 0),
+                RowGradients(
+                    grad_nll.reshape(rows),
+                    grad_lse.reshape(rows),
+                    grad_logit_sum.reshape(rows if knobs.with_logit_sum else 0),
+                    grad_entropy.reshape(rows if knobs.with_entropy else 0),
+                ),
                 hidden.reshape(rows, hidden.shape[-1]),
                 weight,
                 bias,
                 target.reshape(rows),
                 column_weight,
                 lse.reshape(rows),
+                entropy.reshape(rows if knobs.with_entropy else 0),
                 knobs,
                 mask,
             )
@@ -374,32 +401,42 @@ def _fake_forward(
     target: Tensor,
     column_weight: Tensor | None,
     **settings: Any,  # noqa: ANN401
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Rows:
     _require_support(hidden, weight, bias, target, column_weight, settings)
     for seen, needed, sentence in _size_pairs(hidden, weight, bias, target, column_weight):
         torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    nll = hidden.new_empty(target.shape, dtype=wide)
-    lse = hidden.new_empty(target.shape, dtype=wide)
-    sum_shape = target.shape if settings["with_logit_sum"] else (0,)
-    return nll, lse, hidden.new_empty(sum_shape, dtype=wide)
+    knobs = _knobs(settings)
+
+    def rows(dtype: torch.dtype, wanted: bool = True) -> Tensor:
+        return hidden.new_empty(target.shape if wanted else (0,), dtype=dtype)
+
+    return Rows(
+        nll=rows(wide),
+        lse=rows(wide),
+        logit_sum=rows(wide, knobs.with_logit_sum),
+        entropy=rows(wide, knobs.with_entropy),
+        top=rows(torch.int64, knobs.with_top),
+    )
 
 
 def _fake_backward(
     grad_nll: Tensor,
     grad_lse: Tensor,
     grad_logit_sum: Tensor,
+    grad_entropy: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     column_weight: Tensor | None,
     lse: Tensor,
+    entropy: Tensor,
     *,
     output_mask: list[bool],
     **settings: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del grad_nll, grad_lse, grad_logit_sum, lse
+    del grad_nll, grad_lse, grad_logit_sum, grad_entropy, lse, entropy
     _require_support(hidden, weight, bias, target, column_weight, settings)
     needs_hidden, needs_weight, needs_bias = output_mask
     nothing = [hidden.new_empty(0) for _ in range(3)]
@@ -414,10 +451,12 @@ def _setup_context(
     ctx: Any,  # noqa: ANN401
     inputs: tuple[Any, ...],
     keyword_only_inputs: dict[str, Any],
-    output: tuple[Tensor, Tensor, Tensor],
+    output: tuple[Tensor, ...],
 ) -> None:
     hidden, weight, bias, target, column_weight = inputs
-    ctx.save_for_backward(hidden, weight, bias, target, column_weight, output[1])
+    _, lse, _, entropy, top = output
+    ctx.mark_non_differentiable(top)
+    ctx.save_for_backward(hidden, weight, bias, target, column_weight, lse, entropy)
     ctx.settings = keyword_only_inputs
 
 
@@ -426,10 +465,19 @@ def _link(
     grad_nll: Tensor,
     grad_lse: Tensor,
     grad_logit_sum: Tensor,
+    grad_entropy: Tensor,
+    grad_top: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
+    del grad_top  # an index has no gradient
     mask = list(ctx.needs_input_grad[:3])
     gradients = torch.ops.memeff.linear_cross_entropy_backward.default(
-        grad_nll, grad_lse, grad_logit_sum, *ctx.saved_tensors, **ctx.settings, output_mask=mask
+        grad_nll,
+        grad_lse,
+        grad_logit_sum,
+        grad_entropy,
+        *ctx.saved_tensors,
+        **ctx.settings,
+        output_mask=mask,
     )
     found = [gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True)]
     return (*found, None, None)
