@@ -221,7 +221,7 @@ def values_and_gradients(op: Op, inputs: Inputs, arguments: dict[str, Any]) -> R
     )
     used = {name: leaf for name, leaf in leaves.items() if leaf is not None}
     gradients = torch.autograd.grad(total, list(used.values()))
-    named = dict(zip(NAMES, outputs, strict=True))
+    named = dict(zip(NAMES, outputs, strict=False))
     return {
         **{name: output.detach() for name, output in named.items()},
         **{f"grad_{name}": grad for name, grad in zip(used, gradients, strict=True)},

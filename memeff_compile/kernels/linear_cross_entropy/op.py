@@ -1,8 +1,8 @@
 """memeff::linear_cross_entropy and its backward: schemas, validation, engines, fakes, autograd.
 
 The op is functional, opaque to Inductor and unaffected by autocast. It saves its inputs, one
-lse per row and, if asked for, one entropy; backward is an op of its own that recomputes products
-piece by piece.
+lse per row and, if asked for, one entropy, and what a filter decided; backward is an op of its own
+that recomputes products piece by piece.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels._triton.device import can_run_kernels
-from memeff_compile.kernels.linear_cross_entropy import reference
+from memeff_compile.kernels.linear_cross_entropy import filters, fused, hybrid, reference
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
-# The names of memeff.linear_cross_entropy's modes that this op will serve, and those it does.
+# What memeff.linear_cross_entropy may be.
 GRADIENT_FILTERS = ("exact", "mass", "block")
-AVAILABLE_FILTERS = ("exact",)
 # Which of the two gradients a filter may leave blocks out of.
 FILTER_PARTS = ("both", "hidden", "weight")
 
 ENGINES = {
+    "fused": (
+        "products in Triton that keep only statistics and gradients of the logits "
+        "(CUDA, compute capability 8.0 or later; bf16, fp16)"
+    ),
     "hybrid": (
         "library products in fp32 and one Triton pass per piece of the vocabulary "
         "(CUDA, compute capability 8.0 or later; bf16, fp16, fp32)"
@@ -44,13 +47,14 @@ _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
 _LIBRARY.define(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
     f"Tensor? column_weight, *, {_KNOBS}) -> "
-    "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top)",
+    "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top, "
+    "Tensor dropped, Tensor active, Tensor row_order)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "linear_cross_entropy_backward(Tensor grad_nll, Tensor grad_lse, Tensor grad_logit_sum, "
     "Tensor grad_entropy, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-    "Tensor? column_weight, Tensor lse, Tensor entropy, "
+    "Tensor? column_weight, Tensor lse, Tensor entropy, Tensor active, Tensor row_order, "
     f"*, {_KNOBS}, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -109,8 +113,6 @@ def _filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
             f"gradient_filter is {gradient_filter!r}; known filters are "
             f"{', '.join(GRADIENT_FILTERS)}. Use 'exact'."
         )
-    if gradient_filter not in AVAILABLE_FILTERS:
-        return f"gradient_filter {gradient_filter!r} is not available yet. Use 'exact'."
     if not (level >= 0 and math.isfinite(level)):
         return f"filter_level is {level}; it must be positive and finite, or 0 for automatic."
     if parts not in FILTER_PARTS:
@@ -272,16 +274,31 @@ def _knobs(settings: dict[str, Any]) -> Knobs:
     return Knobs(**{name: settings[name] for name in Knobs._fields if name in settings})
 
 
-def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Name the engine that serves tensors of this device and dtype: a key of `ENGINES`."""
+def engine_for(device: torch.device, dtype: torch.dtype, depth: int = 8) -> str:
+    """Name the engine that serves tensors of this device, dtype and depth: a key of `ENGINES`.
+
+    Calls that ask for entropy or top, or hold a weight whose rows do not follow each other in
+    memory, are served by "hybrid" where this says "fused".
+    """
     if device.type != "cuda" or dtype == torch.float64:
         return "reference"
     index = torch.cuda.current_device() if device.index is None else device.index
-    return "hybrid" if can_run_kernels(index) else "reference"
+    if not can_run_kernels(index):
+        return "reference"
+    return "fused" if dtype in fused.DTYPES and depth % 8 == 0 else "hybrid"
 
 
-def _uses_hybrid(hidden: Tensor) -> bool:
-    return engine_for(hidden.device, hidden.dtype) == "hybrid"
+def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> str:
+    name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1])
+    if name == "fused" and (knobs.with_entropy or knobs.with_top or not fused.serves(weight)):
+        return "hybrid"
+    return name
+
+
+def _found_shapes(hidden: Tensor, vocab: int, rows: int, knobs: Knobs) -> tuple[Any, ...]:
+    """Return the shapes of what a filter decides; engines other than "fused" have no filter."""
+    has_filter = engine_for(hidden.device, hidden.dtype, hidden.shape[-1]) == "fused"
+    return filters.found_shapes(rows, vocab, knobs.gradient_filter if has_filter else "exact")
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
@@ -319,7 +336,7 @@ def _forward(
     target: Tensor,
     column_weight: Tensor | None,
     **settings: Any,  # noqa: ANN401
-) -> Rows:
+) -> tuple[Tensor, ...]:
     _require_support(hidden, weight, bias, target, column_weight, settings)
     knobs, rows = _knobs(settings), target.numel()
     if rows == 0:
@@ -328,13 +345,18 @@ def _forward(
     with _without_autocast(hidden.device.type):
         _check_range(flat_target, weight.shape[0], knobs.ignore_index)
         flat_hidden = hidden.reshape(rows, hidden.shape[-1])
-        if _uses_hybrid(hidden):
-            from memeff_compile.kernels.linear_cross_entropy.hybrid import forward
+        name = _engine(flat_hidden, weight, knobs)
+        operands = (flat_hidden, weight, bias, flat_target, column_weight, knobs)
+        if name == "fused":
+            found, left_out = fused.forward(*operands)
         else:
-            forward = reference.forward
-        found = forward(flat_hidden, weight, bias, flat_target, column_weight, knobs)
+            found = (hybrid if name == "hybrid" else reference).forward(*operands)
+            shapes = _found_shapes(hidden, weight.shape[0], rows, knobs)
+            left_out = filters.nothing_left_out(hidden, shapes)
     parts = zip(found, knobs.wanted, strict=True)
-    return Rows(*(part.view(target.shape) if wanted else part for part, wanted in parts))
+    shaped = (part.view(target.shape) if wanted else part for part, wanted in parts)
+    dropped = left_out.dropped.view(target.shape) if left_out.dropped.numel() else left_out.dropped
+    return *shaped, dropped, left_out.active, left_out.row_order
 
 
 def _backward(
@@ -349,6 +371,8 @@ def _backward(
     column_weight: Tensor | None,
     lse: Tensor,
     entropy: Tensor,
+    active: Tensor,
+    row_order: Tensor,
     *,
     output_mask: list[bool],
     **settings: Any,  # noqa: ANN401
@@ -365,27 +389,27 @@ def _backward(
         ]
     else:
         with _without_autocast(hidden.device.type):
-            if _uses_hybrid(hidden):
-                from memeff_compile.kernels.linear_cross_entropy.hybrid import backward
-            else:
-                backward = reference.backward
-            gradients = backward(
-                RowGradients(
-                    grad_nll.reshape(rows),
-                    grad_lse.reshape(rows),
-                    grad_logit_sum.reshape(rows if knobs.with_logit_sum else 0),
-                    grad_entropy.reshape(rows if knobs.with_entropy else 0),
-                ),
-                hidden.reshape(rows, hidden.shape[-1]),
-                weight,
-                bias,
-                target.reshape(rows),
-                column_weight,
-                lse.reshape(rows),
-                entropy.reshape(rows if knobs.with_entropy else 0),
-                knobs,
-                mask,
+            grads = RowGradients(
+                grad_nll.reshape(rows),
+                grad_lse.reshape(rows),
+                grad_logit_sum.reshape(rows if knobs.with_logit_sum else 0),
+                grad_entropy.reshape(rows if knobs.with_entropy else 0),
             )
+            flat_hidden = hidden.reshape(rows, hidden.shape[-1])
+            operands = (flat_hidden, weight, bias, target.reshape(rows), column_weight)
+            name, flat_lse = _engine(flat_hidden, weight, knobs), lse.reshape(rows)
+            if name == "fused":
+                left_out = filters.LeftOut(lse.new_empty(0), active, row_order)
+                gradients = fused.backward(grads, *operands, flat_lse, left_out, knobs, mask)
+            else:
+                gradients = (hybrid if name == "hybrid" else reference).backward(
+                    grads,
+                    *operands,
+                    flat_lse,
+                    entropy.reshape(rows if knobs.with_entropy else 0),
+                    knobs,
+                    mask,
+                )
     grad_hidden, grad_weight, grad_bias = (
         hidden.new_empty(0) if gradient is None else gradient for gradient in gradients
     )
@@ -401,7 +425,7 @@ def _fake_forward(
     target: Tensor,
     column_weight: Tensor | None,
     **settings: Any,  # noqa: ANN401
-) -> Rows:
+) -> tuple[Tensor, ...]:
     _require_support(hidden, weight, bias, target, column_weight, settings)
     for seen, needed, sentence in _size_pairs(hidden, weight, bias, target, column_weight):
         torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")
@@ -411,13 +435,21 @@ def _fake_forward(
     def rows(dtype: torch.dtype, wanted: bool = True) -> Tensor:
         return hidden.new_empty(target.shape if wanted else (0,), dtype=dtype)
 
-    return Rows(
+    found = Rows(
         nll=rows(wide),
         lse=rows(wide),
         logit_sum=rows(wide, knobs.with_logit_sum),
         entropy=rows(wide, knobs.with_entropy),
         top=rows(torch.int64, knobs.with_top),
     )
+    shapes = _found_shapes(hidden, weight.shape[0], target.numel(), knobs)
+    left_out = [
+        hidden.new_empty(shape, dtype=dtype)
+        for shape, dtype in zip(shapes, filters.DTYPES, strict=True)
+    ]
+    if shapes[0] != (0,):
+        left_out[0] = rows(torch.float32)
+    return *found, *left_out
 
 
 def _fake_backward(
@@ -432,11 +464,13 @@ def _fake_backward(
     column_weight: Tensor | None,
     lse: Tensor,
     entropy: Tensor,
+    active: Tensor,
+    row_order: Tensor,
     *,
     output_mask: list[bool],
     **settings: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del grad_nll, grad_lse, grad_logit_sum, grad_entropy, lse, entropy
+    del grad_nll, grad_lse, grad_logit_sum, grad_entropy, lse, entropy, active, row_order
     _require_support(hidden, weight, bias, target, column_weight, settings)
     needs_hidden, needs_weight, needs_bias = output_mask
     nothing = [hidden.new_empty(0) for _ in range(3)]
@@ -454,9 +488,10 @@ def _setup_context(
     output: tuple[Tensor, ...],
 ) -> None:
     hidden, weight, bias, target, column_weight = inputs
-    _, lse, _, entropy, top = output
-    ctx.mark_non_differentiable(top)
-    ctx.save_for_backward(hidden, weight, bias, target, column_weight, lse, entropy)
+    _, lse, _, entropy, top, dropped, active, row_order = output
+    ctx.mark_non_differentiable(top, dropped, active, row_order)
+    saved = (hidden, weight, bias, target, column_weight, lse, entropy, active, row_order)
+    ctx.save_for_backward(*saved)
     ctx.settings = keyword_only_inputs
 
 
@@ -466,9 +501,9 @@ def _link(
     grad_lse: Tensor,
     grad_logit_sum: Tensor,
     grad_entropy: Tensor,
-    grad_top: Tensor | None,
+    *without_gradient: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    del grad_top  # an index has no gradient
+    del without_gradient  # indices, maps and measurements
     mask = list(ctx.needs_input_grad[:3])
     gradients = torch.ops.memeff.linear_cross_entropy_backward.default(
         grad_nll,
