@@ -35,9 +35,12 @@ from memeff_compile.kernels.linear_cross_entropy.pieces import (
 from memeff_compile.kernels.linear_cross_entropy.tiles import (
     FILTER_FORWARD_BYTES,
     FORWARD_BYTES,
+    Room,
     Shapes,
     fused_budget,
+    is_minimal,
     piece_width,
+    room_inside,
     row_groups,
     shapes_for,
 )
@@ -203,7 +206,7 @@ def backward(
     target: Tensor,
     column_weight: Tensor | None,
     lse: Tensor,
-    found: filters.LeftOut,
+    left_out: filters.LeftOut,
     knobs: Knobs,
     output_mask: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -212,12 +215,12 @@ def backward(
     Args:
         grads: cotangents of forward's results.
         lse: (N,) fp32 from forward.
-        found: what forward decided to leave out.
+        left_out: what forward decided to leave out.
         output_mask: which of hidden, weight, bias need a gradient.
     """
     with on_device(hidden):
         return _Backward(
-            grads, _aligned(hidden), weight, bias, target, column_weight, lse, found, knobs,
+            grads, _aligned(hidden), weight, bias, target, column_weight, lse, left_out, knobs,
             output_mask,
         ).run()  # fmt: skip
 
@@ -234,7 +237,7 @@ class _Backward:
         target: Tensor,
         column_weight: Tensor | None,
         lse: Tensor,
-        found: filters.LeftOut,
+        left_out: filters.LeftOut,
         knobs: Knobs,
         output_mask: tuple[bool, bool, bool],
     ) -> None:
@@ -244,13 +247,11 @@ class _Backward:
         self.vocab = weight.shape[0]
         self.bias, self.column_weight = _vector(bias, None), _vector(column_weight, torch.float32)
         needs_hidden, needs_weight, needs_bias = output_mask
-        active = found.active
-        self.selection = select_rows(target, knobs, found.row_order)
+        self.selection = select_rows(target, knobs, left_out.row_order)
         self.grad_weight = torch.empty_like(weight) if needs_weight else None
         self.grad_bias = torch.empty_like(bias) if needs_bias and bias is not None else None
-        # fp32 sums of the hidden gradient; the result's own memory holds the gathered rows till then
-        self.sums = hidden.new_empty(hidden.shape, dtype=torch.float32) if needs_hidden else None
-        self.hidden = hidden
+        # The hidden gradient's own memory holds the gathered rows until it is written.
+        self.original = self.hidden = hidden
         if self.selection.kept is not None:
             self.hidden = hidden.new_empty(hidden.shape)
             gather(hidden, self.hidden, self.selection, 0, self.shapes)
@@ -258,18 +259,33 @@ class _Backward:
 
         tile = self.shapes.rows
         self.width = piece_width(self.rows, self.depth, self.vocab, knobs.workspace, self.shapes)
-        elements = self.rows * min(self.width, -(-self.vocab // self.shapes.columns) * self.shapes.columns)
         self.lists: TileLists | None = None
-        if active.numel():
-            row_blocks = active.shape[0]
-            slots = max(fused_budget(self.rows, knobs.workspace) // (2 * tile * tile), 2 * row_blocks)
-            slots = min(slots, active.numel() + row_blocks)
+        elements = self.rows * self.width
+        if left_out.active.numel():
+            budget, row_blocks = fused_budget(self.rows, knobs.workspace), left_out.active.shape[0]
+            slots = max(budget // (2 * tile * tile), 2 * row_blocks)
+            self.slots = min(slots, left_out.active.numel() + row_blocks)
+            self.groups = tile_lists.group_count(*left_out.active.shape, self.slots)
             self.lists = tile_lists.build(
-                active, knobs.filter_parts, slots, filters.DENSE_SHARE
+                left_out.active, knobs.filter_parts, self.slots, filters.DENSE_SHARE
             )
-            self.slots, self.groups = slots, tile_lists.group_count(*active.shape, slots)
-            elements = max(elements, slots * tile * tile)
-        self.piece = hidden.new_empty(elements)
+            elements = max(elements, self.slots * tile * tile)
+        self.inside = None
+        if is_minimal(knobs.workspace) and self.grad_weight is not None and self.lists is None:
+            self.inside = room_inside(
+                self.rows, self.depth, self.vocab, self.shapes, needs_hidden=needs_hidden
+            )
+        # fp32 sums of the hidden gradient
+        self.sums: Tensor | None = None
+        if self.inside is not None:
+            room = self.grad_weight.view(-1)[self.inside.first_column * self.depth :]
+            if needs_hidden:
+                self.sums = room[: 2 * hidden.numel()].view(torch.float32).view(hidden.shape)
+            self.piece = room[2 * hidden.numel() if needs_hidden else 0 :]
+        else:
+            if needs_hidden:
+                self.sums = hidden.new_empty(hidden.shape, dtype=torch.float32)
+            self.piece = hidden.new_empty(elements)
 
     def _row_values(self, grads: RowGradients, lse: Tensor) -> Tensor:
         from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
@@ -293,12 +309,48 @@ class _Backward:
         return values
 
     def run(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        for first, stop in spans(0, self.vocab, self.width):
-            self._dense(first, stop)
-        if self.lists is not None:
-            for group in range(self.groups):
-                self._sparse(group, self.lists)
-        return self._grad_hidden(), self.grad_weight, self.grad_bias
+        if self.inside is not None:
+            grad_hidden = self._run_inside(self.inside)
+        else:
+            for first, stop in spans(0, self.vocab, self.width):
+                self._dense(first, stop, adds=first > 0)
+            if self.lists is not None:
+                for group in range(self.groups):
+                    self._sparse(group, self.lists)
+            grad_hidden = self._grad_hidden()
+        return grad_hidden, self.grad_weight, self.grad_bias
+
+    def _run_inside(self, room: Room) -> Tensor | None:
+        """Work in the last rows of the weight gradient, and compute those rows last.
+
+        Their part of the hidden gradient comes first, before they are anything but scratch; so
+        their logits are computed twice. When the hidden gradient is done, its sums make room, and
+        G retreats before the rows that are being written.
+        """
+        adds = False
+        if self.sums is not None:
+            for first, stop in spans(room.first_column, self.vocab, room.width):
+                self._dense(first, stop, adds=adds, needs_weight=False)
+                adds = True
+        for first, stop in spans(0, room.first_column, room.width):
+            self._dense(first, stop, adds=adds)
+            adds = True
+        grad_hidden = self._grad_hidden()
+        self.sums = None
+        assert self.grad_weight is not None
+        flat, first = self.grad_weight.view(-1), room.first_column
+        spare = flat.new_empty(self.rows * room.spare_width)
+        # From here on the gathered rows are gone: the hidden gradient lies where they were.
+        gathers = self.selection.kept is not None
+        while first < self.vocab:
+            width = room.retreating_width(first)
+            if width:
+                self.piece = flat[-self.rows * width :]
+            else:
+                width, self.piece = room.spare_width, spare
+            self._dense(first, min(first + width, self.vocab), adds=False, gathers=gathers)
+            first += width
+        return grad_hidden
 
     def _grad_hidden(self) -> Tensor | None:
         if self.sums is None:
@@ -316,7 +368,16 @@ class _Backward:
         )
         return self.hidden
 
-    def _dense(self, first: int, stop: int) -> None:
+    def _dense(
+        self,
+        first: int,
+        stop: int,
+        *,
+        adds: bool,
+        needs_weight: bool = True,
+        gathers: bool = False,
+    ) -> None:
+        """Compute G of these columns, and from it what they give to each gradient."""
         from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
 
         shapes = self.shapes
@@ -328,8 +389,16 @@ class _Backward:
             "HAS_KEPT": self.selection.kept is not None,
             "HAS_SPARSE": is_sparse is not None,
         }
+        where = (
+            self.original if gathers else None,
+            self.selection.order if gathers else None,
+            self.original.stride(0),
+        )
+        hidden = None if gathers else self.hidden
+        grad_weight = self.grad_weight if needs_weight else None
         kernels._linear_cross_entropy_dense_gradient_kernel[(shapes.programs,)](
-            _tiles(self.hidden, tile, step),
+            _tiles(hidden, tile, step),
+            *where,
             _tiles(self.weight, columns, step),
             _tiles(g, tile, columns // 2),
             self.bias,
@@ -345,23 +414,25 @@ class _Backward:
             self.depth,
             self.knobs.scale,
             self.knobs.softcap,
+            GATHER=gathers,
             GROUP=GROUP,
             BM=tile,
             BN=columns,
             BK=step,
-            FLATTEN=shapes.flatten,
+            FLATTEN=shapes.flatten and not gathers,
             **self._epilogue(),
             **flags,
             num_warps=shapes.warps,
             num_stages=shapes.stages,
         )
-        if self.sums is not None or self.grad_weight is not None:
+        if self.sums is not None or grad_weight is not None:
             kernels._linear_cross_entropy_dense_products_kernel[(shapes.programs,)](
                 _tiles(g, step, tile),
                 _tiles(g, tile, step),
-                _tiles(self.hidden, step, columns),
+                _tiles(hidden, step, columns),
+                *where,
                 _tiles(self.weight, step, columns),
-                _tiles(self.grad_weight, tile, columns // 4),
+                _tiles(grad_weight, tile, columns // 4),
                 _tiles(self.sums, tile, columns // 4),
                 self.selection.kept,
                 is_sparse,
@@ -370,9 +441,10 @@ class _Backward:
                 self.rows,
                 self.depth,
                 **flags,
-                NEEDS_WEIGHT=self.grad_weight is not None,
+                NEEDS_WEIGHT=grad_weight is not None,
                 NEEDS_HIDDEN=self.sums is not None,
-                ADD=first > 0,
+                ADD=adds,
+                GATHER=gathers,
                 BM=tile,
                 BN=columns,
                 BK=step,
@@ -380,7 +452,7 @@ class _Backward:
                 num_warps=shapes.warps,
                 num_stages=shapes.stages,
             )
-        if self.grad_bias is not None:
+        if self.grad_bias is not None and needs_weight:
             kernels._linear_cross_entropy_column_sums_kernel[(-(-width // 128),)](
                 g,
                 self.grad_bias,

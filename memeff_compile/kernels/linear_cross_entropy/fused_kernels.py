@@ -359,7 +359,10 @@ def _gradient_tile(
 
 @triton.jit
 def _linear_cross_entropy_dense_gradient_kernel(
-    hidden_desc,  # (N, D), block BM x BK
+    hidden_desc,  # (N, D), block BM x BK, or None
+    hidden_ptr,  # (N, D), original rows, or None
+    order_ptr,  # (N,) int32 or None
+    stride_hidden_row,
     weight_desc,  # (V, D), block BN x BK
     g_desc,  # (N, W) out, block BM x BN / 2
     bias_ptr,
@@ -381,6 +384,7 @@ def _linear_cross_entropy_dense_gradient_kernel(
     HAS_SPARSE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     WITH_LOGIT_SUM: tl.constexpr,
+    GATHER: tl.constexpr,  # read the hidden states where they lie, row by row
     GROUP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -404,12 +408,20 @@ def _linear_cross_entropy_dense_gradient_kernel(
         size = tl.minimum(row_blocks - group * GROUP, GROUP)
         row_block = group * GROUP + local % size
         column_block = local // size
+        offs_n = row_block * BM + tl.arange(0, BM)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
+        if GATHER:
+            source = tl.load(order_ptr + offs_n, mask=offs_n < rows_here, other=0).to(tl.int64)
+            source_ptr = hidden_ptr + source * stride_hidden_row
         for k in range(0, depth, BK):
-            e = hidden_desc.load([row_block * BM, k])
+            if GATHER:
+                offs_k = k + tl.arange(0, BK)
+                mask = (offs_n < rows_here)[:, None] & (offs_k < depth)[None, :]
+                e = tl.load(source_ptr[:, None] + offs_k[None, :], mask=mask, other=0.0)
+            else:
+                e = hidden_desc.load([row_block * BM, k])
             c = weight_desc.load([first_column + column_block * BN, k])
             acc = _dot(e, c.T, acc, UPCAST)
-        offs_n = row_block * BM + tl.arange(0, BM)
         parts = _halves(acc, BM, BN)
         for half in tl.static_range(2):
             local = column_block * BN + half * (BN // 2)
@@ -449,7 +461,10 @@ def _add_tile(desc, row, column, tile, ADD: tl.constexpr, UPCAST: tl.constexpr):
 def _linear_cross_entropy_dense_products_kernel(
     g_by_column_desc,  # (N, W), block BK x BM
     g_by_row_desc,  # (N, W), block BM x BK
-    hidden_desc,  # (N, D), block BK x BN
+    hidden_desc,  # (N, D), block BK x BN, or None
+    hidden_ptr,  # (N, D), original rows, or None
+    order_ptr,  # (N,) int32 or None
+    stride_hidden_row,
     weight_desc,  # (V, D), block BK x BN
     grad_weight_desc,  # (V, D) out, block BM x BN / 4, or None
     grad_hidden_desc,  # (N, D) fp32, block BM x BN / 4, or None
@@ -464,6 +479,7 @@ def _linear_cross_entropy_dense_products_kernel(
     NEEDS_WEIGHT: tl.constexpr,
     NEEDS_HIDDEN: tl.constexpr,
     ADD: tl.constexpr,  # add to grad_hidden instead of overwriting it
+    GATHER: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -495,7 +511,15 @@ def _linear_cross_entropy_dense_products_kernel(
                 acc = tl.zeros((BM, BN), dtype=tl.float32)
                 for k in range(0, rows_here, BK):
                     g = g_by_column_desc.load([k, column_block * BM])
-                    e = hidden_desc.load([k, depth_block * BN])
+                    if GATHER:
+                        offs_n = k + tl.arange(0, BK)
+                        offs_d = depth_block * BN + tl.arange(0, BN)
+                        source = tl.load(order_ptr + offs_n, mask=offs_n < rows_here, other=0)
+                        place = source.to(tl.int64)[:, None] * stride_hidden_row + offs_d[None, :]
+                        mask = (offs_n < rows_here)[:, None] & (offs_d < depth)[None, :]
+                        e = tl.load(hidden_ptr + place, mask=mask, other=0.0)
+                    else:
+                        e = hidden_desc.load([k, depth_block * BN])
                     acc = _dot(g.T, e, acc, UPCAST)
                 row = first_column + column_block * BM
                 parts = _halves(acc, BM, BN)

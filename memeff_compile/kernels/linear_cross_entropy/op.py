@@ -16,8 +16,9 @@ from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels._triton.device import can_run_kernels
-from memeff_compile.kernels.linear_cross_entropy import filters, fused, hybrid, reference
+from memeff_compile.kernels.linear_cross_entropy import filters, fused, hybrid, reference, sorting
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
+from memeff_compile.kernels.linear_cross_entropy.tiles import is_minimal
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
@@ -260,7 +261,7 @@ def _require_support(
         target,
         column_weight,
         softcap=knobs.softcap,
-        gradient_filter=knobs.gradient_filter,
+        gradient_filter=settings.get("gradient_filter", "exact"),
         workspace=knobs.workspace,
         filter_level=knobs.filter_level,
         filter_parts=knobs.filter_parts,
@@ -270,8 +271,14 @@ def _require_support(
 
 
 def _knobs(settings: dict[str, Any]) -> Knobs:
-    """Read a call's settings; the dispatcher leaves out those that equal their defaults."""
-    return Knobs(**{name: settings[name] for name in Knobs._fields if name in settings})
+    """Read a call's settings; the dispatcher leaves out those that equal their defaults.
+
+    A filter that would be wrong or has no room is off: label smoothing gives every tile a gradient.
+    """
+    knobs = Knobs(**{name: settings[name] for name in Knobs._fields if name in settings})
+    if knobs.with_logit_sum or knobs.with_entropy or is_minimal(knobs.workspace):
+        return knobs._replace(gradient_filter="exact")
+    return knobs
 
 
 def engine_for(device: torch.device, dtype: torch.dtype, depth: int = 8) -> str:
@@ -293,6 +300,10 @@ def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> str:
     if name == "fused" and (knobs.with_entropy or knobs.with_top or not fused.serves(weight)):
         return "hybrid"
     return name
+
+
+def _sorts(knobs: Knobs) -> bool:
+    return knobs.sort_vocabulary and knobs.gradient_filter != "exact"
 
 
 def _found_shapes(hidden: Tensor, vocab: int, rows: int, knobs: Knobs) -> tuple[Any, ...]:
@@ -348,7 +359,7 @@ def _forward(
         name = _engine(flat_hidden, weight, knobs)
         operands = (flat_hidden, weight, bias, flat_target, column_weight, knobs)
         if name == "fused":
-            found, left_out = fused.forward(*operands)
+            found, left_out = (sorting if _sorts(knobs) else fused).forward(*operands)
         else:
             found = (hybrid if name == "hybrid" else reference).forward(*operands)
             shapes = _found_shapes(hidden, weight.shape[0], rows, knobs)
@@ -400,7 +411,8 @@ def _backward(
             name, flat_lse = _engine(flat_hidden, weight, knobs), lse.reshape(rows)
             if name == "fused":
                 left_out = filters.LeftOut(lse.new_empty(0), active, row_order)
-                gradients = fused.backward(grads, *operands, flat_lse, left_out, knobs, mask)
+                engine = sorting if _sorts(knobs) else fused
+                gradients = engine.backward(grads, *operands, flat_lse, left_out, knobs, mask)
             else:
                 gradients = (hybrid if name == "hybrid" else reference).backward(
                     grads,

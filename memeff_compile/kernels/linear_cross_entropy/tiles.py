@@ -27,6 +27,14 @@ FUSED_AUTO_BYTES_PER_ROW = 13824
 FUSED_MIN_WIDTH = 256
 
 
+# A workspace of at most this much is spent on vectors and one narrow piece; sums and pieces then
+# live inside the weight gradient, where it is wide enough.
+MINIMAL_BYTES = 8 * MIB
+SPARE_BYTES = 4 * MIB
+# The widest piece of G inside the weight gradient, as a share of the budget outside it.
+INSIDE_WIDTH = 3072
+
+
 class Shapes(NamedTuple):
     """Tiles, warps and pipeline stages of the fused kernels on one kind of GPU.
 
@@ -120,3 +128,45 @@ def _piece_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
         last = max(last, mine * rows + (both - mine) * width)
     # Two launches, and the hidden gradient read and written once more.
     return logits + last + 200
+
+
+def is_minimal(workspace: int) -> bool:
+    """Say whether a workspace is too small for anything but the minimal mode."""
+    return 0 < workspace <= MINIMAL_BYTES
+
+
+class Room(NamedTuple):
+    """Where a minimal backward works: the rows of the weight gradient from `first_column` on.
+
+    Example: with 8 rows of 4 features, columns of G take twice the bytes of columns of the weight
+    gradient, so a piece that ends at the last column leaves room for one third of what is left.
+    """
+
+    first_column: int
+    width: int  # columns of G at a time
+    spare_width: int  # columns of G outside, for the last of them
+    rows: int
+    depth: int
+    vocab: int
+    step: int
+
+    def retreating_width(self, first: int) -> int:
+        """Return how many columns fit before the G of theirs at the very end, or 0."""
+        width = int((self.vocab - first) * self.depth / (self.depth + self.rows))
+        return width // self.step * self.step
+
+
+def room_inside(
+    rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_hidden: bool
+) -> Room | None:
+    """Plan a backward inside the weight gradient, or return None where that is too small."""
+    step = shapes.columns
+    sums = 2 * rows if needs_hidden else 0  # columns that fp32 sums of the hidden gradient take
+    half = vocab // 2 // step * step
+    width = min((half - sums) * depth // rows // step * step, INSIDE_WIDTH // step * step)
+    if width < step:
+        return None
+    taken = sums + -(-rows * width // depth)
+    first = (vocab - taken) // step * step
+    spare = max(SPARE_BYTES // (2 * rows) // step * step, step)
+    return Room(first, width, spare, rows, depth, vocab, step)
