@@ -19,6 +19,7 @@ import methods
 import numpy
 import torch
 import torch.nn.functional as F
+from tiles import wide_product
 from torch import Tensor
 
 Report = Callable[[dict[str, Any]], None]
@@ -141,13 +142,6 @@ class Tokens:
 def autocast(device: str) -> torch.autocast:
     """Return bf16 autocast, as people train."""
     return torch.autocast(device, dtype=torch.bfloat16)
-
-
-def wide_product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return bf16 x bf16 products as fp32, without rounding them to bf16."""
-    if hidden.is_cuda:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return hidden.float() @ weight.float().t()
 
 
 @torch.no_grad()
