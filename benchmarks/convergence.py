@@ -110,18 +110,25 @@ class Plan:
 
 def read_curves(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the lines of each run, of its latest start only."""
-    found: dict[str, list[dict[str, Any]]] = {}
     if not path.exists():
-        return found
+        return {}
+    found = []
     for line in path.read_text().splitlines():
         try:
-            row = json.loads(line)
+            found.append(json.loads(line))
         except json.JSONDecodeError:
             continue  # the end of an interrupted write
+    return latest(found)
+
+
+def latest(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each run, of its latest start only."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for row in found:
         if "recipe" in row:
-            found[row["run"]] = []
-        found.setdefault(row["run"], []).append(row)
-    return found
+            runs[row["run"]] = []
+        runs.setdefault(row["run"], []).append(row)
+    return runs
 
 
 def complete(path: Path) -> set[str]:

@@ -6,6 +6,7 @@ and nowhere else. A knob that the op does not have makes a method unavailable, w
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -90,6 +91,7 @@ def memeff(**knobs: Any) -> Loss:
     Raises:
         Unavailable: If the installed op lacks a knob that is asked for.
     """
+    from memeff_compile.errors import UnsupportedInputError
     from memeff_compile.kernels import linear_cross_entropy as folder
 
     settings = {"ignore_index": IGNORED, "scale": 1.0, "softcap": 0.0, "workspace": 0, **knobs}
@@ -108,9 +110,40 @@ def memeff(**knobs: Any) -> Loss:
     probe = torch.ones(2, 8), torch.ones(4, 8), torch.zeros(2, dtype=torch.int64)
     try:
         loss(*probe)
-    except ValueError as problem:
+    except UnsupportedInputError as problem:
         raise Unavailable(str(problem)) from problem
     return loss
+
+
+def inspect(hidden: Tensor, weight: Tensor, target: Tensor) -> dict[str, Any]:
+    """Return what the op's own filters would do to these tensors, as plain numbers.
+
+    Raises:
+        Unavailable: If the package has no such inspection.
+    """
+    try:
+        from memeff_compile.kernels.linear_cross_entropy import filters
+    except ImportError as problem:
+        raise Unavailable("the op has no filters to inspect") from problem
+    return _plain(filters.measure(hidden.detach(), weight.detach(), target))
+
+
+def _plain(found: Any) -> Any:
+    """Return tensors as numbers, or as mean and maximum; records as dicts."""
+    if isinstance(found, Tensor):
+        if found.numel() == 1:
+            return found.item()
+        wide = found.double()
+        return {"mean": float(wide.mean()), "max": float(wide.max())}
+    if hasattr(found, "_asdict"):
+        return _plain(found._asdict())
+    if dataclasses.is_dataclass(found):
+        return {f.name: _plain(getattr(found, f.name)) for f in dataclasses.fields(found)}
+    if isinstance(found, dict):
+        return {str(name): _plain(value) for name, value in found.items()}
+    if isinstance(found, (list, tuple)):
+        return [_plain(value) for value in found]
+    return found
 
 
 def _neutral(argument: Any) -> Any:
@@ -159,5 +192,19 @@ def liger() -> Loss:
 
     def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return theirs(weight, hidden, target)
+
+    return loss
+
+
+def liger_cute() -> Loss:
+    """Return Liger's scaled cross entropy in CuTe DSL for compute capability 9.0."""
+    _import("liger_kernel")
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
+        LigerFusedScaledCrossEntropySM90Function,
+    )
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        found = LigerFusedScaledCrossEntropySM90Function.apply(hidden, weight, target)
+        return (found[0] if isinstance(found, tuple) else found).mean()
 
     return loss

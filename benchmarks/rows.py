@@ -64,6 +64,11 @@ def append(path: Path, row: dict[str, Any]) -> None:
         stream.write((json.dumps(row) + "\n").encode())
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of one file."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
 def percentiles(samples: list[float]) -> dict[str, float]:
     """Return median, 20th and 80th percentile, rounded to a microsecond."""
     ordered = sorted(samples)
