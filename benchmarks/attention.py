@@ -22,10 +22,17 @@ def _causal(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
     """Attend causally; (B, H, L, D) in, (B, L, H, D) out, as transformers asks."""
     del module, attention_mask, ignored
+    if softcap is not None or (sliding_window is not None and sliding_window < key.shape[2]):
+        raise ValueError(
+            f"attention {NAME!r} has neither softcap ({softcap}) nor a window ({sliding_window}); "
+            "take flex_attention for this model"
+        )
     out = F.scaled_dot_product_attention(
         query,
         key,

@@ -62,6 +62,7 @@ class Plan:
     deadline: float
     seconds: dict[str, float] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
+    busy: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, last_method: str | None) -> Run | None:
@@ -78,6 +79,7 @@ class Plan:
                         key=lambda r: (not r.kept, r.seed, r.method != last_method, r.phase),
                     )
                     self.waiting.remove(best)
+                    self.busy += 1
                     return best
                 if not self._someone_trains_the_base():
                     return None
@@ -89,9 +91,8 @@ class Plan:
 
     def _someone_trains_the_base(self) -> bool:
         tuning = any(r.phase == "tune" for r in self.waiting)
-        return tuning and not self.base.exists() and time.monotonic() < self.deadline and self.busy
-
-    busy: int = 0
+        in_time = time.monotonic() < self.deadline
+        return tuning and not self.base.exists() and in_time and self.busy > 0
 
     def finish(self, run: Run, reply: dict[str, Any]) -> None:
         """Note how long the run took, or that it failed."""
@@ -101,11 +102,6 @@ class Plan:
                 self.failed.append(f"{run.name}: {reply['problem']}")
             else:
                 self.seconds[run.phase] = max(self.seconds.get(run.phase, 0), reply["seconds"])
-
-    def begin(self) -> None:
-        """Note that a worker is busy."""
-        with self.lock:
-            self.busy += 1
 
 
 def read_curves(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -131,9 +127,10 @@ def latest(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return runs
 
 
-def complete(path: Path) -> set[str]:
-    """Return the names of the runs that reached their end."""
-    return {name for name, lines in read_curves(path).items() if lines[-1].get("done")}
+def complete(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the recipes of the runs that reached their end, by the run's name."""
+    curves = read_curves(path).items()
+    return {name: lines[0]["recipe"] for name, lines in curves if lines[-1].get("done")}
 
 
 def gpus(wanted: list[str]) -> list[str]:
@@ -175,7 +172,9 @@ def worker_command(given: argparse.Namespace) -> list[str]:
 def serve(gpu: str, plan: Plan, given: argparse.Namespace) -> None:
     """Keep one worker process on one device busy until nothing is left that fits."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    environment["CUDA_VISIBLE_DEVICES"] = "" if gpu == "none" else gpu
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    number = visible.split(",")[int(gpu)] if visible and gpu != "none" else gpu
+    environment["CUDA_VISIBLE_DEVICES"] = "" if gpu == "none" else number
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])
     )
@@ -189,7 +188,6 @@ def serve(gpu: str, plan: Plan, given: argparse.Namespace) -> None:
                 text=True,
                 env=environment,
             )
-        plan.begin()
         reply = ask(worker, run, plan, given)
         plan.finish(run, reply)
         print(f"gpu {gpu}: {run.name}: {reply}", flush=True)
@@ -301,7 +299,8 @@ def plan_for(given: argparse.Namespace) -> Plan:
         for phase in given.phase
         for method in given.method
         for seed in given.seed
-        if f"{phase}/{method}{suffix}/{seed}" not in finished
+        if finished.get(f"{phase}/{method}{suffix}/{seed}")
+        != asdict(training.recipe_for(given.size, phase, given.steps))
     ]
     base = given.folder / f"model-{given.size}"
     base_run = Run("scratch", BASE_METHOD, 0)

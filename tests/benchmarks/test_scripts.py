@@ -107,7 +107,7 @@ def test_curves_are_read_back_as_the_latest_start_of_each_run(tmp_path: Path) ->
     write(path, rows)
     with path.open("a") as stream:
         stream.write('{"run": "scratch/exact/0", "st')
-    assert convergence.complete(path) == {"scratch/mass/0"}
+    assert convergence.complete(path) == {"scratch/mass/0": {}}
     assert [r.get("validation") for r in convergence.read_curves(path)["scratch/mass/0"]] == [
         None,
         8.0,
