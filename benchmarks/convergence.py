@@ -98,7 +98,9 @@ class Plan:
         """Note how long the run took, or that it failed."""
         with self.lock:
             self.busy -= 1
-            if reply.get("problem"):
+            if reply.get("stopped"):
+                self.waiting.append(run)
+            elif reply.get("problem"):
                 self.failed.append(f"{run.name}: {reply['problem']}")
             else:
                 self.seconds[run.phase] = max(self.seconds.get(run.phase, 0), reply["seconds"])
@@ -281,13 +283,17 @@ def perform(
             save_to=save_to,
             deadline=math.inf if order["left"] is None else started + order["left"],
         )
+    except training.OutOfTime as stop:
+        report({"stopped": str(stop)})
+        return {"stopped": str(stop)}
     except Exception as problem:
         text = f"{type(problem).__name__}: {problem}"[:300]
         report({"error": text})
         return {"problem": text, "fatal": "CUDA" in text}
     report(last)
     seconds = round(time.monotonic() - started, 1)
-    return {"validation": round(last["validation"], 4), "seconds": seconds}
+    shown = {"validation": round(last["validation"], 4), "step_ms": last["step_ms"]}
+    return {**shown, "seconds": seconds}
 
 
 def plan_for(given: argparse.Namespace) -> Plan:

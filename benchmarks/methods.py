@@ -7,8 +7,10 @@ and nowhere else. A knob that the op does not have makes a method unavailable, w
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -121,11 +123,16 @@ def inspect(hidden: Tensor, weight: Tensor, target: Tensor) -> dict[str, Any]:
     Raises:
         Unavailable: If the package has no such inspection.
     """
-    try:
-        from memeff_compile.kernels.linear_cross_entropy import filters
-    except ImportError as problem:
-        raise Unavailable("the op has no filters to inspect") from problem
-    return _plain(filters.measure(hidden.detach(), weight.detach(), target))
+    name = "memeff_compile.kernels.linear_cross_entropy.filters"
+    measure = None
+    if importlib.util.find_spec(name) is not None:
+        measure = getattr(importlib.import_module(name), "measure", None)
+    if measure is None:
+        raise Unavailable("the op has no filters to inspect")
+    tensors = (hidden.detach(), weight.detach(), target)
+    if "gradient_filter" not in signature(measure).parameters:
+        return {"any": _plain(measure(*tensors))}
+    return {f: _plain(measure(*tensors, gradient_filter=f)) for f in ("mass", "block")}
 
 
 def _plain(found: Any) -> Any:

@@ -254,7 +254,7 @@ class Trainer:
         losses = torch.zeros(recipe.steps, device=self.device)
         fused_before = methods.rewrites(method)
         peak = _Peak(model, self.device)
-        started, reported = time.perf_counter(), 0
+        started, reported, validating = time.perf_counter(), 0, 0.0
         for step in range(recipe.steps):
             if step % recipe.validate_every == 0 and time.monotonic() > deadline:
                 raise OutOfTime(f"stopped at step {step} of {recipe.steps}")
@@ -275,23 +275,20 @@ class Trainer:
                     fused = (methods.rewrites(method) or 0) - fused_before
                     self._rewrites.setdefault(id(model), fused)
             if (step + 1) % recipe.validate_every == 0 or step + 1 == recipe.steps:
-                curve = losses[reported : step + 1].view(-1)
-                report(
-                    {
-                        "step": step + 1,
-                        "loss": _thin(curve, recipe.train_every),
-                        "validation": round(
-                            validate(model, held_out, recipe.validation_batches, self.device), 5
-                        ),
-                    }
-                )
+                curve = _thin(losses[reported : step + 1], recipe.train_every)  # waits for them
+                paused = time.perf_counter()
+                held = validate(model, held_out, recipe.validation_batches, self.device)
+                validating += time.perf_counter() - paused
+                report({"step": step + 1, "loss": curve, "validation": round(held, 5)})
                 reported = step + 1
+        stepping = time.perf_counter() - started - first_step - validating
         last = {
             "done": True,
             "validation": validate(model, held_out, recipe.final_batches, self.device),
             "train": float(losses[-recipe.validate_every :].mean()),
             "seconds": round(time.perf_counter() - started, 1),
             "first_step_s": round(first_step, 1),
+            "step_ms": round(1e3 * stepping / max(1, recipe.steps - 1), 3),
             "parameters": sum(p.numel() for p in model.parameters()),
             "rewrites": self._rewrites.get(id(model)),
             **peak.row(),
