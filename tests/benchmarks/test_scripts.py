@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -163,23 +164,37 @@ def test_plan_starts_nothing_that_would_not_end_in_the_budget(tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a small corpus from this repository."""
-    folder: Path = tmp_path_factory.mktemp("corpus")
-    script("corpus", *corpus_arguments(folder))
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write files of made-up sentences, the same in every run."""
+    folder: Path = tmp_path_factory.mktemp("text")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("aeiklmnorst", k=draw.randint(2, 7))) for _ in range(400)]
+    for number in range(48):
+        text = " ".join(draw.choices(words, k=600))
+        (folder / f"{number}.{'py' if number % 2 else 'md'}").write_text(text)
     return folder
 
 
-def corpus_arguments(folder: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def corpus_folder(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a small corpus."""
+    folder: Path = tmp_path_factory.mktemp("corpus")
+    script("corpus", *corpus_arguments(folder, text_folder))
+    return folder
+
+
+def corpus_arguments(folder: Path, text_folder: Path) -> list[str]:
     sizes = ["--megabytes", "0.3", "--other-megabytes", "0.3", "--sample-megabytes", "0.2"]
     return [
         *("--folder", str(folder), *sizes, "--vocabulary", "512", "--validation-share", "4"),
-        *("--processes", "1", "--root", str(ROOT / "memeff_compile"), str(ROOT / "docs")),
+        *("--processes", "1", "--root", str(text_folder)),
     ]
 
 
-def test_the_same_files_give_the_same_corpus(corpus_folder: Path, tmp_path: Path) -> None:
-    script("corpus", *corpus_arguments(tmp_path))
+def test_the_same_files_give_the_same_corpus(
+    corpus_folder: Path, text_folder: Path, tmp_path: Path
+) -> None:
+    script("corpus", *corpus_arguments(tmp_path, text_folder))
     first, second = (
         json.loads((folder / "corpus.json").read_text()) for folder in (corpus_folder, tmp_path)
     )
