@@ -123,7 +123,7 @@ def inspect(hidden: Tensor, weight: Tensor, target: Tensor) -> dict[str, Any]:
     Raises:
         Unavailable: If the package has no such inspection.
     """
-    name = "memeff_compile.kernels.linear_cross_entropy.filters"
+    name = "memeff_compile.kernels.linear_cross_entropy.activity"
     measure = None
     if importlib.util.find_spec(name) is not None:
         measure = getattr(importlib.import_module(name), "measure", None)
