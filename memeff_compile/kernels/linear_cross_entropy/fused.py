@@ -265,9 +265,16 @@ class _Backward:
             budget, row_blocks = fused_budget(self.rows, knobs.workspace), left_out.active.shape[0]
             slots = max(budget // (2 * tile * tile), 2 * row_blocks)
             self.slots = min(slots, left_out.active.numel() + row_blocks)
-            self.groups = tile_lists.group_count(*left_out.active.shape, self.slots)
+            self.groups = tile_lists.group_count(
+                *left_out.active.shape, self.slots, knobs.filter_parts, filters.DENSE_SHARE
+            )
+            kept = self.selection.kept
             self.lists = tile_lists.build(
-                left_out.active, knobs.filter_parts, self.slots, filters.DENSE_SHARE
+                left_out.active,
+                row_blocks if kept is None else (kept + tile - 1) // tile,
+                knobs.filter_parts,
+                self.slots,
+                filters.DENSE_SHARE,
             )
             elements = max(elements, self.slots * tile * tile)
         self.inside = None
@@ -632,7 +639,7 @@ def _tiles(matrix: Tensor | None, rows: int, columns: int) -> Any:  # noqa: ANN4
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
 def _aligned(hidden: Tensor) -> Tensor:

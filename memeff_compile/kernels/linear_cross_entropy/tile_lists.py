@@ -28,89 +28,99 @@ class TileLists(NamedTuple):
     hidden_column: Tensor
 
 
-def group_count(row_blocks: int, column_blocks: int, slots: int) -> int:
-    """Return how many groups there can be if every tile is active."""
-    return -(-row_blocks * column_blocks // (slots - row_blocks))
+def group_count(row_blocks: int, columns: int, slots: int, parts: str, dense_share: float) -> int:
+    """Return how many groups there can be: as many tiles active as still count as sparse.
+
+    Args: as for `build`, with the map's sizes.
+    """
+    tiles = row_blocks * columns
+    if parts == "both":
+        tiles = int(tiles * dense_share) + 1
+    return -(-tiles // (slots - row_blocks))
 
 
-def build(active: Tensor, parts: str, slots: int, dense_share: float) -> TileLists:
+def build(
+    active: Tensor, row_blocks_kept: Tensor | int, parts: str, slots: int, dense_share: float
+) -> TileLists:
     """List the active tiles for both products, without a value read on the host.
 
     Args:
         active: (row blocks, T) uint8 map; row blocks without rows are inactive.
+        row_blocks_kept: how many row blocks have rows.
         parts: "both", or the one gradient ("hidden", "weight") that tiles are left out of.
-        slots: tiles that the buffer of G holds; more than there are row blocks.
+        slots: tiles that the buffer of G holds; at least two per row block.
         dense_share: share of active tiles from which the dense kernels take over.
     """
     row_blocks, columns = active.shape
-    groups = group_count(row_blocks, columns, slots)
-    has_rows = active.any(1, keepdim=True) if parts == "both" else torch.ones_like(active[:, :1])
-    found = active.ne(0)
-    everything = has_rows.expand_as(found).ne(0)
-    for_weight = everything if parts == "hidden" else found
-    for_hidden = everything if parts == "weight" else found
-    union = found if parts == "both" else everything
+    groups = group_count(row_blocks, columns, slots, parts, dense_share)
+    for_weight = for_hidden = union = active
+    if parts != "both":
+        numbered = torch.arange(row_blocks, device=active.device)
+        has_rows = (numbered < row_blocks_kept).to(active.dtype)
+        union = has_rows.view(-1, 1).expand_as(active).contiguous()
+        for_weight = active if parts == "weight" else union
+        for_hidden = active if parts == "hidden" else union
+    by_column, by_row = union.t().contiguous(), for_hidden
+    before, before_row = _counted(by_column), _counted(by_row)
+    work = before[-1]
+    if parts != "both":
+        work = (2 * work + active.sum(dtype=torch.int32)) // 3
+    is_sparse = (work < int(dense_share * row_blocks * columns) + 1).to(torch.int32).view(1)
 
-    work = (union.sum() + for_weight.sum() + for_hidden.sum()).to(torch.float32)
-    is_sparse = (work < 3 * dense_share * row_blocks * columns).to(torch.int32).view(1)
-    union, for_weight, for_hidden = (
-        flags.to(torch.int32) * is_sparse for flags in (union, for_weight, for_hidden)
-    )
-
-    by_column = union.t().reshape(-1)
-    tile_of = _exclusive(by_column)  # (T * row blocks,) place of each tile among the active ones
-    device = active.device
-    place = torch.arange(columns * row_blocks, device=device, dtype=torch.int32)
-    tile_row = _listed(by_column, tile_of, place % row_blocks)
-    tile_column = _listed(by_column, tile_of, place // row_blocks)
+    numbers = torch.arange(row_blocks * columns, device=active.device, dtype=torch.int32)
+    # Places of the tiles, and lists of what stands at each place; a dump at the end.
+    row_of = (numbers % row_blocks).view(columns, row_blocks)
+    column_of = (numbers // row_blocks).view(columns, row_blocks)
+    tile_of = before[:-1].view(columns, row_blocks)
+    where = _where(by_column, before)
+    tile_row, tile_column = _listed(where, row_of), _listed(where, column_of)
 
     # The first tile of a column decides its group, so a group holds at most `slots` tiles.
-    ends = torch.cat([tile_of.view(columns, row_blocks)[:, 0], by_column.sum().view(1)])
-    ends = ends.to(torch.int32)
-    group_of = torch.div(ends[:-1], slots - row_blocks, rounding_mode="floor")
-    numbers = torch.arange(groups + 1, device=device, dtype=torch.int32)
-    group_column = torch.searchsorted(group_of, numbers, out_int32=True) * is_sparse
-    group_tile = ends[group_column.long()]
+    starts = before[::row_blocks] * is_sparse
+    group_of = torch.div(starts[:-1], slots - row_blocks, rounding_mode="floor")
+    group_column = torch.searchsorted(group_of, numbers[: groups + 1], out_int32=True) * is_sparse
 
-    weight_flags = for_weight.t().reshape(-1)
-    weight_place = _exclusive(weight_flags)
-    weight_start = torch.cat(
-        [weight_place.view(columns, row_blocks)[:, 0], weight_flags.sum().view(1)]
-    ).to(torch.int32)
+    weight_start, weight_tile, weight_row = starts, numbers, tile_row
+    if parts == "weight":
+        flags = for_weight.t().contiguous()
+        places = _counted(flags)
+        weight_start = places[::row_blocks] * is_sparse
+        where = _where(flags, places)
+        weight_tile, weight_row = _listed(where, tile_of), _listed(where, row_of)
 
-    tile_by_row = tile_of.view(columns, row_blocks).t()
-    hidden_flags = for_hidden.reshape(-1)
-    hidden_place = _exclusive(hidden_flags)
-    starts = torch.cat(
-        [
-            hidden_place.view(row_blocks, columns),
-            (hidden_place.view(row_blocks, columns)[:, -1:] + for_hidden[:, -1:]),
-        ],
-        dim=1,
-    )
-    hidden_start = starts[:, group_column.long()].to(torch.int32).contiguous()
+    where = _where(by_row, before_row)
+    edges = before_row[:-1].view(row_blocks, columns)
+    edges = torch.cat([edges, before_row[columns::columns].view(row_blocks, 1)], dim=1)
     return TileLists(
         is_sparse=is_sparse,
         tile_row=tile_row,
         tile_column=tile_column,
-        group_tile=group_tile.contiguous(),
-        group_column=group_column.contiguous(),
+        group_tile=starts.index_select(0, group_column),
+        group_column=group_column,
         weight_start=weight_start,
-        weight_tile=_listed(weight_flags, weight_place, tile_of),
-        weight_row=_listed(weight_flags, weight_place, place % row_blocks),
-        hidden_start=hidden_start,
-        hidden_tile=_listed(hidden_flags, hidden_place, tile_by_row.reshape(-1)),
-        hidden_column=_listed(hidden_flags, hidden_place, place % columns),
+        weight_tile=weight_tile,
+        weight_row=weight_row,
+        hidden_start=edges.index_select(1, group_column),
+        hidden_tile=_listed(where, tile_of.t()),
+        hidden_column=_listed(where, column_of.t()),
     )
 
 
-def _exclusive(flags: Tensor) -> Tensor:
-    """Return how many flags stand before each place."""
-    return torch.cumsum(flags, 0, dtype=torch.int32) - flags
+def _counted(flags: Tensor) -> Tensor:
+    """Return how many flags stand before each place, and in all, as int32."""
+    flat = flags.reshape(-1)
+    before = flags.new_zeros(flat.numel() + 1, dtype=torch.int32)
+    torch.cumsum(flat, 0, dtype=torch.int32, out=before[1:])
+    return before
 
 
-def _listed(flags: Tensor, place: Tensor, values: Tensor) -> Tensor:
-    """Move the flagged values to their places; the last element of the result is a dump."""
+def _where(flags: Tensor, before: Tensor) -> Tensor:
+    """Return the place of each flagged element in its list; the others go to the dump."""
+    flat = flags.reshape(-1)
+    return torch.where(flat.ne(0), before[:-1], flat.numel()).long()
+
+
+def _listed(where: Tensor, values: Tensor) -> Tensor:
+    """Move values to their places; the last element of the result is the dump."""
     out = values.new_zeros(values.numel() + 1)
-    where = torch.where(flags.ne(0), place, values.numel())
-    return out.scatter_(0, where.long(), values)
+    return out.scatter_(0, where, values.reshape(-1))
