@@ -236,9 +236,7 @@ REFUSALS = [
         "fixed number",
         settings={"dynamic": True},
     ),
-    Refusal(
-        "logits_reused(amax)", logits_reused, "also used by `amax`", "outside the compiled"
-    ),
+    Refusal("logits_reused(amax)", logits_reused, "also used by `amax`", "outside the compiled"),
     Refusal(
         "logits_reused(output)",
         log_probs_reused,
@@ -280,7 +278,12 @@ REFUSALS = [
     Refusal("logits_combined", logits_combined, "other than a vector over the vocabulary"),
     Refusal("unknown_step", unknown_step, "is not a known row move", "on the hidden states"),
     Refusal("unknown_step", classes_moved_and_more, "is not a known row move"),
-    Refusal("unknown_step", gather_behind_moved_classes, "another dimension than the classes", line="gather"),
+    Refusal(
+        "unknown_step",
+        gather_behind_moved_classes,
+        "another dimension than the classes",
+        line="gather",
+    ),
     Refusal("rows_differ", rows_differ, "may have fewer rows", "dynamic=True", line="gather"),
     Refusal("class_dim_changed", vocabulary_split, "changes the vocabulary dimension"),
     Refusal(
