@@ -193,14 +193,17 @@ class FuseLinearCrossEntropy:
             compat.hold_constant(symbol)
         for symbol in (s for t in match.tails for s in t.symbols):
             compat.hold_constant(symbol)
-        for group in groups_of(info, match.tails):
+        groups = groups_of(info, match.tails)
+        for group in groups:
             match.covered.extend(emit_group(info, editor, group))
             spellings.extend(t.name for t in group)
         deferred, notes = defer_logits.rewrite(info, match.outputs, editor)
         engine = _engine(info.tensor(match.head.hidden), match.head.compute_dtype)
+        # Each call multiplies with the whole head: other rows, targets or modifiers cost time.
+        times = f", {len(groups)} calls" if len(groups) > 1 else ""
         sentence = (
             f"{node_name(match.head.node)} + {' + '.join(dict.fromkeys(spellings))} -> "
-            f"memeff::linear_cross_entropy; {engine}"
+            f"memeff::linear_cross_entropy{times}; {engine}"
         )
         return Done(match.tails[0].node, sentence, notes, deferred)
 
