@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,3 +195,12 @@ def test_target_that_is_no_class_is_named() -> None:
     target[2, 1] = V
     with pytest.raises(TargetRangeError, match=f"holds {V}"):
         memeff_compile.linear_cross_entropy(hidden, weight, target)
+
+
+def test_example_of_the_page_runs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "fuse-linear-cross-entropy.md"
+    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["hidden"].grad is not None
+    assert names["accuracy"].dim() == 0

@@ -658,7 +658,7 @@ CASES: dict[str, Case] = {
         Case(vocabulary_columns_permuted, 0, "no_linear_head"),
         Case(vocabulary_columns_indexed, 0, "unknown_step"),
         Case(classes_transposed, 0, "no_linear_head"),
-        Case(softmax_over_length, 0),
+        Case(softmax_over_length, 0, "unknown_step"),
         Case(softmax_over_length_of_moved_classes, 0, "not_log_softmax"),
         Case(softmax_over_moved_classes, 1),
         Case(classes_in_the_middle, 0, "class_dim_changed"),
