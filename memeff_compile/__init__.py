@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memeff_compile.api import compile as compile
     from memeff_compile.api import reset as reset
     from memeff_compile.errors import OptionError as OptionError
+    from memeff_compile.functional import linear_cross_entropy as linear_cross_entropy
     from memeff_compile.options import Options as Options
     from memeff_compile.report import graphs as graphs
     from memeff_compile.report import last_report as last_report
@@ -27,10 +28,20 @@ _HOME = {
     "compile": "api",
     "graphs": "report",
     "last_report": "report",
+    "linear_cross_entropy": "functional",
     "reset": "api",
 }
 
-__all__ = ["OptionError", "Options", "__version__", "compile", "graphs", "last_report", "reset"]
+__all__ = [
+    "OptionError",
+    "Options",
+    "__version__",
+    "compile",
+    "graphs",
+    "last_report",
+    "linear_cross_entropy",
+    "reset",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -11,8 +11,9 @@
 Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), arXiv 2411.09009.
 
 A *site* is one head and every loss-like consumer of its logits: cross_entropy, log_softmax +
-nll_loss or gather, logsumexp (z-loss). Consumers that use the same rows and targets share one op
-call. The reductions stay ATen nodes, so an empty or all-ignored batch gives nan as in eager.
+nll_loss or gather, logsumexp (z-loss), and the metrics beside them: argmax, entropy, losses without
+a gradient. Consumers that use the same rows and targets share one op call. The reductions stay ATen
+nodes, so an empty or all-ignored batch gives nan as in eager.
 
 Declined, never guessed: class-probability targets, other uses of the logits inside the graph,
 logits or operands written in place in between, mixed grad regions, subclass or integer weights,
@@ -40,7 +41,17 @@ from .graph_info import GraphInfo, node_name, written_by
 from .linear_head import Chain, HeadReader
 from .loss_checks import check_operands, check_regions, check_tails, check_writes, mutated
 from .loss_emitter import emit_group, groups_of
-from .loss_tails import Site, Tail, has_pair, loss_outside, tails_of
+from .loss_tails import (
+    ENTROPIES,
+    LOSSES,
+    METRICS,
+    Site,
+    Tail,
+    has_pair,
+    loss_outside,
+    tails_of,
+    without_parts,
+)
 
 
 class FuseLinearCrossEntropy:
@@ -63,15 +74,14 @@ class FuseLinearCrossEntropy:
         losses = False
         for node in info.gm.graph.nodes:
             for answer in tails_of(info, reader, node):
-                losses = True
+                losses = losses or isinstance(answer, Decline) or answer.kind not in METRICS
                 if isinstance(answer, Decline):
                     yield answer
                 else:
                     by_head[answer.chain.head.node].append(answer)
         for head_node, tails in by_head.items():
-            if not any(t.kind in ("loss", "log_prob") for t in tails) and not has_pair(tails):
-                continue
-            yield self._site(info, reader, head_node, tails)
+            if any(t.kind in LOSSES for t in tails) or has_pair(tails):
+                yield self._site(info, reader, head_node, without_parts(tails))
         if not losses:
             yield from loss_outside(info)
 
@@ -80,7 +90,7 @@ class FuseLinearCrossEntropy:
     ) -> Site | Decline:
         site = Site(tails[0].chain.head, tails)
         served = {t.node for t in tails}
-        throughs = {t.through for t in tails if t.through is not None}
+        throughs = {node for t in tails for node in t.through}
         queue, seen = [head_node], {head_node}
         output = info.output
         while queue:
@@ -156,6 +166,7 @@ class FuseLinearCrossEntropy:
             "device_type": hidden.device.type,
             "workspace": info.options.linear_cross_entropy_workspace,
             "has_softcap": any(s.kind == "tanh" for s in match.tails[0].chain.steps),
+            "with_entropy": any(t.kind in ENTROPIES for t in match.tails),
             "training": training,
         }
         held = op_folder.piece_sizes(max(sizes["N"], 1), sizes["V"], **call)
@@ -182,14 +193,17 @@ class FuseLinearCrossEntropy:
             compat.hold_constant(symbol)
         for symbol in (s for t in match.tails for s in t.symbols):
             compat.hold_constant(symbol)
-        for group in groups_of(info, match.tails):
+        groups = groups_of(info, match.tails)
+        for group in groups:
             match.covered.extend(emit_group(info, editor, group))
-            spellings.extend(node_name(t.node) for t in group)
+            spellings.extend(t.name for t in group)
         deferred, notes = defer_logits.rewrite(info, match.outputs, editor)
         engine = _engine(info.tensor(match.head.hidden), match.head.compute_dtype)
+        # Each call multiplies with the whole head: other rows, targets or modifiers cost time.
+        times = f", {len(groups)} calls" if len(groups) > 1 else ""
         sentence = (
             f"{node_name(match.head.node)} + {' + '.join(dict.fromkeys(spellings))} -> "
-            f"memeff::linear_cross_entropy; {engine}"
+            f"memeff::linear_cross_entropy{times}; {engine}"
         )
         return Done(match.tails[0].node, sentence, notes, deferred)
 

@@ -41,6 +41,12 @@ print(f"RESULT {loss.item():.6f} rewrites={report.rewrites('fuse_linear_cross_en
 """
 
 
+OTHER_VERSION = """
+import memeff_compile
+memeff_compile.__version__ = "0.0.0"
+"""
+
+
 def _run(folder: Path) -> str:
     inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     done = subprocess.run(
@@ -69,3 +75,6 @@ def test_second_process_hits_the_autograd_cache(tmp_path: Path) -> None:
     cold, warm = _run(tmp_path), _run(tmp_path)
     assert cold.endswith("rewrites=1 hit=0 miss=1 bypass=0")
     assert warm == cold.replace("hit=0 miss=1", "hit=1 miss=0")
+    # Another version of ours may have other ops under the same names.
+    (tmp_path / "program.py").write_text(OTHER_VERSION + PROGRAM)
+    assert _run(tmp_path) == cold

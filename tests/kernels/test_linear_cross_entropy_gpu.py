@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memeff_compile.kernels.linear_cross_entropy import bytes_after, linear_cross_entropy
+from tests.support import hostile_rows
 from tests.support.oracles import (
     CASES,
     Case,
@@ -44,6 +45,12 @@ NARROW_PIECES = 129 * 12 * 256
 def test_values_and_gradients_match_the_oracle(case: Case, dtype: torch.dtype, kind: str) -> None:
     inputs = make_inputs(case, **SIZES, dtype=dtype, device=DEVICE, kind=kind)
     assert_matches_oracle(linear_cross_entropy, inputs, case.arguments(NARROW_PIECES), slack=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", hostile_rows.ROWS)
+def test_entropy_and_top_of_a_hostile_row_equal_eager(name: str, dtype: torch.dtype) -> None:
+    hostile_rows.check(linear_cross_entropy, name, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (0,), (2, 0), (2, 65)], ids=str)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from memeff_compile.kernels.linear_cross_entropy import hybrid
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, hybrid_widths
+from tests.support import hostile_rows
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
 
 pytestmark = pytest.mark.interpreter
@@ -82,6 +83,11 @@ def test_poisoned_row_stays_visible() -> None:
     assert hidden.grad is not None
     assert nll.isnan().tolist() == [True, True, True, False]
     assert hidden.grad.isnan().all(1).tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("name", hostile_rows.ROWS)
+def test_entropy_and_top_of_a_hostile_row_equal_eager(name: str) -> None:
+    hostile_rows.check(engine_h, name, torch.float32)
 
 
 def test_columns_masked_by_bias_get_no_gradient() -> None:

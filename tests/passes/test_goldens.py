@@ -98,10 +98,18 @@ def log_probs(toy: Toy, hidden: Tensor, labels: Tensor) -> Tensor:
     return picked.squeeze(-1)
 
 
-def with_an_accuracy(toy: Toy, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def with_a_confidence(toy: Toy, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     logits = toy.lm_head(hidden)
-    accuracy = (logits.argmax(-1) == labels).float().mean()
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1)), accuracy
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1)), logits.amax(-1).mean()
+
+
+def with_metrics(toy: Toy, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = toy.lm_head(hidden)
+    with torch.no_grad():
+        accuracy = (logits.argmax(-1) == labels).float().mean()
+        log_probs = logits.log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1)), accuracy, entropy
 
 
 def test_plain_graph() -> None:
@@ -309,7 +317,7 @@ graph(
 
 
 def test_declined_graph_is_the_one_that_came() -> None:
-    run(with_an_accuracy)
+    run(with_a_confidence)
     (graph,) = memeff_compile.graphs()
     assert graph.after == graph.before
     expecttest.assert_expected_inline(
@@ -321,14 +329,12 @@ graph(
     labels: input i64[2, 8],
 ):
     %0: f32[2, 8, 64] = aten.linear(hidden, lm_head.weight)
-    %1: i64[2, 8] = aten.argmax(%0, -1)
-    %2: b8[2, 8] = aten.eq(%1, labels)
-    %3: f32[2, 8] = aten.to(%2, f32)
-    %4: f32[] = aten.mean(%3)
-    %5: f32[16, 64] = aten.view(%0, [-1, 64])
-    %6: i64[16] = aten.view(labels, [-1])
-    %7: f32[] = aten.cross_entropy_loss(%5, %6)
-    return (%7, %4)""",
+    %1: f32[16, 64] = aten.view(%0, [-1, 64])
+    %2: i64[16] = aten.view(labels, [-1])
+    %3: f32[] = aten.cross_entropy_loss(%1, %2)
+    %4: f32[2, 8] = amax(%0, -1)
+    %5: f32[] = aten.mean(%4)
+    return (%3, %5)""",
     )
 
 
@@ -354,16 +360,16 @@ graph 0/0 (training, 12 nodes, our passes 0 ms)
 
 
 def test_report_of_a_declined_graph() -> None:
-    run(with_an_accuracy)
+    run(with_a_confidence)
     expecttest.assert_expected_inline(
         report(),
         """\
 memeff_compile: 1 graph, no changes, 1 declined
 
-graph 0/0 (training, 12 nodes, our passes 0 ms)
+graph 0/0 (training, 10 nodes, our passes 0 ms)
 
-  declined   fuse_linear_cross_entropy (logits_reused(argmax))
-             The logits are also used by `argmax`.
+  declined   fuse_linear_cross_entropy (logits_reused(amax))
+             The logits are also used by `amax`.
              What to do: Compute that from the loss, or outside the compiled function.
 
   The graph went on unchanged for the reasons above.""",
@@ -384,4 +390,37 @@ graph 0/0 (training, 12 nodes, our passes 0 ms)
              PyTorch, piece by piece over the vocabulary (any device, also fp64).
              Saves 4.5 KiB (12.0 KiB before, 7.5 KiB after): 12*N*V - (B + 8*D*N + 96*N) bytes
              with B = 4096, D = 16, N = 16, V = 64.""",
+    )
+
+
+def test_golden_of_a_loss_with_metrics() -> None:
+    run(with_metrics)
+    expecttest.assert_expected_inline(
+        after(),
+        """\
+graph(
+    lm_head.weight: param f32[64, 16],
+    hidden: input f32[2, 8, 16],
+    labels: input i64[2, 8],
+):
+    %0: i64[16] = aten.view(labels, [-1])
+    %1: i64[2, 8] = aten.reshape(%0, [2, 8])
+    %2: (f32[2, 8], f32[2, 8], f32[0], f32[2, 8], i64[2, 8]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %1, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=False, gradient_filter='exact', workspace=0, with_entropy=True, with_top=True)
+    %3: f32[2, 8] = getitem(%2, 0)
+    %4: f32[2, 8] = getitem(%2, 3)
+    %5: i64[2, 8] = getitem(%2, 4)
+    %6: none = _set_grad_enabled(False)
+    %7: b8[2, 8] = aten.eq(%5, labels)
+    %8: f32[2, 8] = aten.to(%7, f32)
+    %9: f32[] = aten.mean(%8)
+    %10: f32[2, 8] = aten.detach(%4)
+    %11: f32[2, 8] = aten.neg(%10)
+    %12: f32[] = aten.mean(%11)
+    %13: f32[] = aten.neg(%12)
+    %14: none = _set_grad_enabled(True)
+    %15: b8[2, 8] = aten.ne(%1, -100)
+    %16: f32[] = aten.sum(%3)
+    %17: i64[] = aten.sum(%15)
+    %18: f32[] = aten.div(%16, %17)
+    return (%18, %9, %13)""",
     )
