@@ -40,6 +40,9 @@ from .graph_info import GraphInfo, node_name
 MIN_BYTES = 16 << 20
 """An fp32 buffer below this size is not worth an op of its own in the backward pass."""
 
+SLACK_BYTES = 1 << 20
+"""What the sums may take beyond the buffer they save: a tiny table's, under a long batch, do."""
+
 _WEIGHT_ARGUMENT = 1  # of memeff::linear_cross_entropy(hidden, weight, ...)
 
 
@@ -86,8 +89,19 @@ class FuseEmbeddingGradient:
                 yield from (_unread(node) for node in nodes)
         for table in tables.values():
             table.heads = _heads(info, table.weight, table.lookups[-1])
-            if table.heads or _is_large(info, table.weight):
+            if (table.heads or _is_large(info, table.weight)) and self._pays(info, table):
                 yield table
+
+    def _pays(self, info: GraphInfo, table: Table) -> bool:
+        weight = info.tensor(table.weight)
+        if weight is None or not weight.is_floating_point():
+            return True  # the check says why it is not served
+        gain = self.gain(info, table)
+        before, after = (
+            int(e.subs({s: gain.sizes[s.name] for s in e.free_symbols}))
+            for e in (gain.before, gain.after)
+        )
+        return after <= before + SLACK_BYTES
 
     # --- check ------------------------------------------------------------------------------------
 
@@ -124,17 +138,20 @@ class FuseEmbeddingGradient:
         """Return the formula for the table-sized buffers, before and after."""
         weight = info.tensor(match.weight)
         assert weight is not None
-        n, d, v = sympy.symbols("N D V", integer=True, positive=True)
+        n, d, v, b = sympy.symbols("N D V B", integer=True, positive=True)
         compiled = info.options.inner == "inductor"
         before = op_folder.bytes_before(v, d, dtype=weight.dtype, compiled=compiled)
-        engine = op_folder.engine_for(weight.device, weight.dtype)
-        after = op_folder.bytes_after(n, d, dtype=weight.dtype, engine=engine)
+        call: dict[str, Any] = {
+            "dtype": weight.dtype,
+            "engine": op_folder.engine_for(weight.device, weight.dtype),
+        }
         sizes = {
             "N": max(_tokens(info, call) for call in match.calls),
             "D": compat.size_hint(weight.shape[1]),
             "V": compat.size_hint(weight.shape[0]),
         }
-        return Gain(before, after, sizes)
+        sizes["B"] = int(op_folder.piece_bytes(sizes["N"], sizes["D"], **call))
+        return Gain(before, op_folder.bytes_after(n, d, **call, pieces=b), sizes)
 
     def anchor(self, match: Table) -> Node:
         """Return the first lookup."""

@@ -219,6 +219,11 @@ def test_a_frozen_table_is_left_alone() -> None:
     assert found == []
 
 
+def test_a_table_far_smaller_than_the_batch_is_left_alone() -> None:
+    ids = torch.randint(0, V, (10, 2000))
+    assert run(tied, ids, table(torch.float32), ids, rtol=1e-4, atol=1e-6) == []
+
+
 def test_no_grad_is_left_alone() -> None:
     torch._dynamo.reset()
     memeff_compile.reset()

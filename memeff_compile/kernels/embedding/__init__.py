@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from memeff_compile.kernels.embedding.memory import bytes_after as bytes_after
 from memeff_compile.kernels.embedding.memory import bytes_before as bytes_before
+from memeff_compile.kernels.embedding.memory import piece_bytes as piece_bytes
 from memeff_compile.kernels.embedding.op import ENGINES as ENGINES
 from memeff_compile.kernels.embedding.op import embedding as embedding
 from memeff_compile.kernels.embedding.op import embedding_accumulate as embedding_accumulate

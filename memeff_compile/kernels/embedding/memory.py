@@ -37,21 +37,39 @@ def bytes_before(
     return sympy.Integer(itemsize) * sympy.sympify(vocab) * sympy.sympify(depth)
 
 
-def bytes_after(tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str) -> sympy.Expr:
-    """Return an upper bound of the bytes that the sums take.
-
-    Engine `sorted`: two partial sums per chunk of 32 tokens, in fp32. Engine `reference`: some
-    columns of four fp32 matrices of N rows (fp64 for fp64). Both: sorted ids and index vectors.
+def bytes_after(
+    tokens: Size,
+    depth: Size,
+    *,
+    dtype: torch.dtype,
+    engine: str,
+    pieces: sympy.Expr | None = None,
+) -> sympy.Expr:
+    """Return an upper bound of the bytes that the sums take: pieces, sorted ids, index vectors.
 
     Args:
         tokens, depth: N, D as symbols or numbers.
         dtype: dtype of the table.
         engine: "sorted" or "reference", as `engine_for` says.
+        pieces: bytes of the pieces, as a symbol for a short formula; by default what `piece_bytes`
+            gives.
+    """
+    if pieces is None:
+        pieces = piece_bytes(tokens, depth, dtype=dtype, engine=engine)
+    return pieces + INDEX_BYTES_PER_TOKEN * sympy.sympify(tokens)
+
+
+def piece_bytes(tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str) -> sympy.Expr:
+    """Return the bytes of the sums that are alive at once.
+
+    Engine `sorted`: two partial sums per chunk of 32 tokens, in fp32. Engine `reference`: some
+    columns of four fp32 matrices of N rows (fp64 for fp64).
+
+    Args: as for `bytes_after`.
     """
     n, d = sympy.sympify(tokens), sympy.sympify(depth)
-    indices = INDEX_BYTES_PER_TOKEN * n
     if engine == "sorted":
-        return 8 * d * sympy.ceiling(n / 32) + indices
+        return 8 * d * sympy.ceiling(n / 32)
     per_column = PIECES * max(dtype.itemsize, 4) * n
     columns = sympy.Min(d, sympy.Max(MIN_COLUMNS, sympy.floor(PIECE_BYTES / per_column)))
-    return per_column * columns + indices
+    return per_column * columns

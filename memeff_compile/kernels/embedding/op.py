@@ -33,9 +33,7 @@ ENGINES = {
 
 _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
 _COMPLIANT = (torch.Tag.pt2_compliant_tag,)
-_LIBRARY.define(
-    "embedding(Tensor weight, Tensor ids, int padding_idx) -> Tensor", tags=_COMPLIANT
-)
+_LIBRARY.define("embedding(Tensor weight, Tensor ids, int padding_idx) -> Tensor", tags=_COMPLIANT)
 _LIBRARY.define(
     "embedding_tied(Tensor(a) weight, Tensor ids, int padding_idx) "
     "-> (Tensor rows, Tensor(a) head_weight)",
@@ -97,7 +95,8 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(ids)
         ctx.vocab, ctx.padding_idx = weight.shape[0], padding_idx
-        return torch.ops.aten.embedding.default(weight, ids, padding_idx)
+        rows: Tensor = torch.ops.aten.embedding.default(weight, ids, padding_idx)
+        return rows
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor) -> Any:  # noqa: ANN401
@@ -144,14 +143,14 @@ class _TiedEmbedding(torch.autograd.Function):
 
 def _embedding(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
     _require_support(weight, ids)
-    rows: Tensor = _Embedding.apply(weight, ids, padding_idx)
+    rows: Tensor = _Embedding.apply(weight, ids, padding_idx)  # type: ignore[no-untyped-call]
     return rows
 
 
 def _embedding_tied(weight: Tensor, ids: Tensor, padding_idx: int) -> tuple[Tensor, Tensor]:
     _require_support(weight, ids)
-    rows, head_weight = _TiedEmbedding.apply(weight, ids, padding_idx)
-    return rows, head_weight
+    both = _TiedEmbedding.apply(weight, ids, padding_idx)  # type: ignore[no-untyped-call]
+    return both[0], both[1]
 
 
 def _require_support(weight: Tensor, ids: Tensor) -> None:

@@ -41,7 +41,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
         part = grad_rows[:, first : first + width].index_select(0, order).to(wide)
         sums = torch.segment_reduce(part, "sum", lengths=lengths, unsafe=True)
         added = sums.index_select(0, segment).mul_(kept)
-        # Every token of an id writes the same numbers: no choice among them, no waiting for a count.
+        # Every token of an id writes the same numbers, so nobody waits for the count of ids.
         target[rows] = added.add_(target.index_select(0, rows)).to(target.dtype)
 
 
