@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
+from memeff_compile.options import Options
+from memeff_compile.passes import PASSES, pipeline
+from memeff_compile.passes.editor import Editor, EditRefused
+from memeff_compile.passes.graph_info import GraphInfo, ambient_region
 from memeff_compile.report import Record
 from tests.support.closeness import needs_compiler
 
-from .captured_graphs import compare_with_eager
+from .captured_graphs import FUSE, compare_with_eager
 
 NAME = "fuse_embedding_gradient"
 V, D = 64, 8
@@ -333,6 +338,35 @@ def test_max_norm_is_declined() -> None:
     (record,) = embedding_records(memeff_compile.last_report())
     assert record.code == "embedding_setting(max_norm)"
     assert "rescales rows of the table in place" in record.sentence
+
+
+# --- edits ----------------------------------------------------------------------------------------
+
+
+def test_an_undone_rewrite_leaves_the_graph_as_it_was() -> None:
+    found: list[bool] = []
+
+    def look(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        (fuse, embed) = (p for p in PASSES if p.name in (FUSE, NAME))
+        pipeline.run(gm, (fuse,), Options(inner="eager"))
+        before, users = str(gm.graph), {n: set(n.users) for n in gm.graph.nodes}
+        info = GraphInfo(gm, Options(inner="eager"), ambient_region())
+        (match,) = embed.find(info)
+        editor = Editor(info)
+        embed.rewrite(info, match, editor)
+        assert str(gm.graph) != before
+        editor.rollback()
+        assert str(gm.graph) == before
+        assert {n: set(n.users) for n in gm.graph.nodes} == users
+        other = next(n for n in gm.graph.nodes if n.op == "placeholder" and n is not match.weight)
+        with pytest.raises(EditRefused, match="would change"):
+            editor.reroute(match.heads, match.weight, other)
+        found.append(True)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(encoder_and_decoder, backend=look)(tokens(), table(), tokens(seed=1))
+    assert found
 
 
 # --- under Inductor -------------------------------------------------------------------------------
