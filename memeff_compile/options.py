@@ -24,7 +24,7 @@ __all__ = ["PASS_NAMES", "RESERVED_PASS_NAMES", "Options", "options_page"]
 
 PREFIX = "memeff."
 
-PASS_NAMES = ("fuse_linear_cross_entropy", "defer_logits")
+PASS_NAMES = ("fuse_linear_cross_entropy", "defer_logits", "fuse_embedding_gradient")
 """Names of the passes that exist, in the order in which they run."""
 
 RESERVED_PASS_NAMES = (
@@ -350,6 +350,12 @@ class Options:
         "`deferred`: computed on first use; reading them after the weights changed raises. "
         "`eager`: computed in every step, as without the backend. `none`: the output is None.",
     )
+    embedding: str = _choice(
+        "embedding",
+        "exact",
+        "off",
+        meaning="Sum the gradient of a tied or large 16-bit embedding without an fp32 copy of it.",
+    )
     attention: str = _choice(
         "attention",
         "exact",
@@ -456,6 +462,9 @@ class Options:
                 f"{PREFIX}linear_cross_entropy='off'" if self.linear_cross_entropy == "off" else ""
             ),
             "defer_logits": f"{PREFIX}logits={self.logits!r}" if self.logits != "deferred" else "",
+            "fuse_embedding_gradient": (
+                f"{PREFIX}embedding='off'" if self.embedding == "off" else ""
+            ),
         }
         off["defer_logits"] = off["defer_logits"] or off["fuse_linear_cross_entropy"]
         for name in self.strict:

@@ -104,6 +104,15 @@ class Editor:
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self._replaced.append((old, new, users))
 
+    def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
+        """Let ``users`` alone read ``new`` in the place of ``old``; refuse when they differ."""
+        difference = describe_difference(compat.example_value(old), compat.example_value(new))
+        if difference:
+            raise EditRefused(f"{old.name} would change {difference}")
+        for user in users:
+            user.replace_input_with(old, new)
+        self._replaced.append((old, new, list(users)))
+
     def set_output(self, arguments: Any) -> None:
         """Replace the graph's outputs."""
         output = self.info.output
