@@ -14,12 +14,25 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import linear_cross_entropy as op_folder
+from ..options import Options
 from .canonical import aten, read_one
 from .editor import Editor
 from .graph_info import GraphInfo, Region, written_by
 from .linear_head import Modifiers, fold, replay_rows
 from .loss_tails import ENTROPIES, STATISTICS, Tail, is_silent
 from .softmax_reader import class_position
+
+
+def filter_settings(options: Options) -> dict[str, float | str | bool]:
+    """Return the settings of a gradient filter that are not the op's own defaults."""
+    settings: dict[str, float | str | bool] = {}
+    if options.filter_level:
+        settings["filter_level"] = options.filter_level
+    if options.linear_cross_entropy_parts != "both":
+        settings["filter_parts"] = options.linear_cross_entropy_parts
+    if options.linear_cross_entropy_sort_vocabulary:
+        settings["sort_vocabulary"] = True
+    return settings
 
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
@@ -209,6 +222,7 @@ class GroupEmitter:
             gradient_filter=options.linear_cross_entropy,
             workspace=options.linear_cross_entropy_workspace,
             **self._metrics(),
+            **filter_settings(options),
         )
         if smoothing:
             self._item(2)

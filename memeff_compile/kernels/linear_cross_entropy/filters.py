@@ -3,10 +3,10 @@
 `block` is the rule of Cut Cross-Entropy: a tile is left out if every |p_ij - 1(j = t_i)| in it is
 under eps. What a row loses in all is measured, not bounded.
 
-`mass` bounds it: a row never loses more than tau of sum_j |p_ij - 1(j = t_i)|. A tile is left out if
-that sum over the tile is under a level for each of its rows; the level is the highest of a geometric
-list at which every row of the block stays under tau. The list starts at an eighth of an even share
-of the columns, so a flat softmax, where no tile is lighter than that, loses nothing.
+`mass` bounds it: a row never loses more than tau of sum_j |p_ij - 1(j = t_i)|. A tile is left out
+if that sum over the tile is under a level for each of its rows; the level is the highest of a
+geometric list at which every row of the block stays under tau. The list starts at an eighth of an
+even share of the columns, so a flat softmax, where no tile is lighter than that, loses nothing.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def nothing_left_out(hidden: Tensor, shapes: tuple[tuple[Size, ...], ...]) -> Le
     return LeftOut(
         hidden.new_zeros(dropped, dtype=torch.float32),
         hidden.new_ones(active, dtype=torch.uint8),
-        torch.arange(order[0], device=hidden.device, dtype=torch.int32),
+        torch.arange(int(order[0]), device=hidden.device, dtype=torch.int32),
     )
 
 
-def level_of(knobs: Knobs, dtype: torch.dtype) -> float:
-    """Return eps or tau: the caller's, or the automatic one."""
-    if knobs.filter_level > 0:
-        return knobs.filter_level
-    return MASS_TAU if knobs.gradient_filter == "mass" else BLOCK_EPS[dtype]
+def filter_level(gradient_filter: str, level: float, dtype: torch.dtype) -> float:
+    """Return the eps or tau that a filter goes by: the caller's, or for 0 the automatic one."""
+    if level > 0:
+        return level
+    return MASS_TAU if gradient_filter == "mass" else BLOCK_EPS[dtype]
 
 
 class Chooser:
@@ -93,7 +93,7 @@ class Chooser:
         self.compact_lse = new(self.rows, dtype=torch.float32)
         self.score = new((self.blocks, self.tiles), dtype=torch.float32)
         self.by_mass = knobs.gradient_filter == "mass"
-        level = level_of(knobs, hidden.dtype)
+        level = filter_level(knobs.gradient_filter, knobs.filter_level, hidden.dtype)
         if self.by_mass:
             self.threshold = min(1.0 / (8 * self.tiles), level)
             self.limit, self.levels = level * _ROUNDING, MASS_LEVELS

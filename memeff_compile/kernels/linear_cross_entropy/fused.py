@@ -1,18 +1,18 @@
 """Engines F and S: every product of the head in Triton, with its neighbours in the epilogue.
 
-F, forward: tiles of logits become a maximum and a sum per row and tile, merged in a fixed order; the
-tile that holds a row's target hands out its logit. F, backward, per piece of W columns: tiles of
-logits again, this time written as G = dloss/dlogits in 16 bits; then dC of those columns complete
-in one write, and dE += G C in fp32, by one reduction per element and launch, so that nothing depends
-on the order in which programs run.
+F, forward: tiles of logits become a maximum and a sum per row and tile, merged in a fixed order;
+the tile that holds a row's target hands out its logit. F, backward, per piece of W columns: tiles
+of logits again, this time written as G = dloss/dlogits in 16 bits; then dC of those columns
+complete in one write, and dE += G C in fp32, by one reduction per element and launch, so that
+nothing depends on the order in which programs run.
 
 S: forward's statistics also say which tiles matter (`filters.py`). Backward then recomputes the
-listed tiles only, into a packed buffer of G, and sums the two products over the lists. Which of the
-two runs is decided on the GPU: both are launched and one finds no work. Ignored rows are left out
-before anything is computed, by an order of rows that is built on the GPU as well.
+listed tiles only, into a packed buffer of G, and sums the two products over the lists. Which of
+the two runs is decided on the GPU: both are launched and one finds no work. Ignored rows are left
+out before anything is computed, by an order of rows that is built on the GPU as well.
 
-No call waits for the GPU or reads a value on the host. 16-bit inputs with a depth that is a multiple
-of 8; engine H serves the rest.
+No call waits for the GPU or reads a value on the host. 16-bit inputs with a depth that is a
+multiple of 8; engine H serves the rest.
 
 Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 plus 8ND * pieces / 4.28e12.
 """
@@ -109,8 +109,8 @@ def forward(
         bytes_per_row = 4 * planes * tiles + (2 * depth if is_compact else 0)
         held = FILTER_FORWARD_BYTES if is_filtered else FORWARD_BYTES
         groups = row_groups(rows, held // bytes_per_row, shapes)
-        stats = hidden.new_empty((planes, tiles, groups.rows), dtype=torch.float32)
-        gathered = hidden.new_empty((groups.rows, depth)) if is_compact else hidden
+        stats = hidden.new_empty((planes, tiles, groups.size), dtype=torch.float32)
+        gathered = hidden.new_empty((groups.size, depth)) if is_compact else hidden
         found = _results(hidden, rows, knobs, is_compact=is_compact)
         target_logit = torch.full((rows,), float("nan"), device=hidden.device)
         chooser = None
@@ -118,7 +118,7 @@ def forward(
             chooser = filters.Chooser(hidden, vocab, shapes, selection, knobs)
         hidden_desc = _tiles(gathered, shapes.rows, shapes.step)
         weight_desc = _tiles(weight, shapes.columns, shapes.step)
-        for first, stop in spans(0, rows, groups.rows):
+        for first, stop in spans(0, rows, groups.size):
             here = stop - first
             if is_compact:
                 gather(hidden, gathered[:here], selection, first, shapes)
@@ -262,11 +262,12 @@ class _Backward:
         self.lists: TileLists | None = None
         elements = self.rows * self.width
         if left_out.active.numel():
-            budget, row_blocks = fused_budget(self.rows, knobs.workspace), left_out.active.shape[0]
+            row_blocks, columns = left_out.active.shape
+            budget = fused_budget(self.rows, knobs.workspace)
             slots = max(budget // (2 * tile * tile), 2 * row_blocks)
             self.slots = min(slots, left_out.active.numel() + row_blocks)
             self.groups = tile_lists.group_count(
-                *left_out.active.shape, self.slots, knobs.filter_parts, filters.DENSE_SHARE
+                row_blocks, columns, self.slots, knobs.filter_parts, filters.DENSE_SHARE
             )
             kept = self.selection.kept
             self.lists = tile_lists.build(
@@ -277,14 +278,14 @@ class _Backward:
                 filters.DENSE_SHARE,
             )
             elements = max(elements, self.slots * tile * tile)
-        self.inside = None
+        self.inside: Room | None = None
         if is_minimal(knobs.workspace) and self.grad_weight is not None and self.lists is None:
             self.inside = room_inside(
                 self.rows, self.depth, self.vocab, self.shapes, needs_hidden=needs_hidden
             )
         # fp32 sums of the hidden gradient
         self.sums: Tensor | None = None
-        if self.inside is not None:
+        if self.inside is not None and self.grad_weight is not None:
             room = self.grad_weight.view(-1)[self.inside.first_column * self.depth :]
             if needs_hidden:
                 self.sums = room[: 2 * hidden.numel()].view(torch.float32).view(hidden.shape)
@@ -591,7 +592,7 @@ def _ordered(target: Tensor, order: Tensor, knobs: Knobs, *, drops: bool) -> Sel
 
     rows = target.numel()
     if drops:
-        kept = (target != knobs.ignore_index).sum(dtype=torch.int32).view(1)
+        kept = target.ne(knobs.ignore_index or 0).sum(dtype=torch.int32).view(1)
     else:
         kept = torch.full((1,), rows, dtype=torch.int32, device=target.device)
     place = torch.full((rows,), -1, dtype=torch.int32, device=target.device)

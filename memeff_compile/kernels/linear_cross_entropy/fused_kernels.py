@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN202, PLR0913  (arguments of device code are pointers and scalars of Triton's own)
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Engine F's kernels: products whose epilogue turns a tile of logits into what is kept of it.
 
@@ -142,7 +142,7 @@ def _linear_cross_entropy_cotangents_kernel(
     grad_nll_ptr,
     grad_lse_ptr,
     grad_logit_sum_ptr,  # or None
-    row_values_ptr,  # (4, N) fp32 out, compact: lse in base 2, factors of p, of 1(j = t), of weights
+    row_values_ptr,  # (4, N) fp32 out, compact: lse in base 2, what p, 1(j = t), weights are times
     rows,
     HAS_KEPT: tl.constexpr,
     WITH_LOGIT_SUM: tl.constexpr,
@@ -220,9 +220,7 @@ def _linear_cross_entropy_forward_kernel(
         is_row = rows < rows_here
         offs = tl.arange(0, BN)
         columns = column_block * BN + offs
-        z2, _slope = _logits(
-            acc, columns, bias_ptr, vocab, scale, softcap, HAS_BIAS, HAS_SOFTCAP
-        )
+        z2, _slope = _logits(acc, columns, bias_ptr, vocab, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
         target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1) - column_block * BN
         is_here = (target >= 0) & (target < BN)
         if tl.max(is_here.to(tl.int32), axis=0) > 0:
@@ -577,6 +575,8 @@ def _linear_cross_entropy_column_sums_kernel(
     for start in range(0, rows_here, ROWS):
         offs = start + tl.arange(0, ROWS)
         mask = (offs < rows_here)[:, None] & inside[None, :]
-        g = tl.load(g_ptr + offs.to(tl.int64)[:, None] * width + local[None, :], mask=mask, other=0.0)
+        g = tl.load(
+            g_ptr + offs.to(tl.int64)[:, None] * width + local[None, :], mask=mask, other=0.0
+        )
         sums += tl.sum(g.to(tl.float32), axis=0)
     tl.store(out_ptr + first_column + local, sums.to(out_ptr.dtype.element_ty), mask=inside)

@@ -21,6 +21,11 @@ from memeff_compile.kernels.linear_cross_entropy.pieces import (
     REFERENCE_AUTO_COLUMNS,
     reference_bytes_per_logit,
 )
+from memeff_compile.kernels.linear_cross_entropy.tiles import (
+    FUSED_AUTO_BYTES,
+    FUSED_AUTO_BYTES_PER_ROW,
+    FUSED_MIN_WIDTH,
+)
 
 Size: TypeAlias = sympy.Expr | int
 
@@ -94,7 +99,7 @@ def bytes_after(
     Args:
         rows, depth, vocab: N, D, V as symbols or numbers.
         dtype: dtype of hidden and weight.
-        engine: "hybrid" or "reference", as `engine_for` says.
+        engine: "fused", "hybrid" or "reference", as `engine_for` says.
         device_type: where the tensors are, such as "cuda".
         workspace: the op's workspace in bytes, 0 = automatic.
         has_softcap: whether logits are capped.
@@ -118,7 +123,7 @@ def bytes_after(
         )
     itemsize = dtype.itemsize
     sums = 4 * n * d if itemsize == 2 and training else sympy.Integer(0)
-    if engine == "hybrid":
+    if engine in ("fused", "hybrid"):
         # state, nll, lse, logit_sum, the cotangents made contiguous, target checks
         return pieces.bytes + sums + 64 * n
     # 16-bit: hidden in fp32, two pieces of the weight in fp32 and its gradient before rounding
@@ -153,10 +158,14 @@ def piece_sizes(
     n, v = sympy.sympify(rows), sympy.sympify(vocab)
     half = (sympy.floor((v + 2 * MIN_WIDTH - 1) / (2 * MIN_WIDTH))) * MIN_WIDTH
     itemsize = dtype.itemsize
-    if engine == "hybrid":
-        per_logit = 6 if itemsize == 2 else 4
+    if engine in ("fused", "hybrid"):
+        per_logit, narrowest = (6 if itemsize == 2 else 4), MIN_WIDTH
         budget = workspace or sympy.Max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * n)
-        held = sympy.Min(sympy.Max(budget, MIN_WIDTH * per_logit * n), per_logit * n * half)
+        if engine == "fused":
+            per_logit, narrowest = 2, FUSED_MIN_WIDTH
+            budget = workspace or sympy.Max(FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW * n)
+            half = sympy.Max(half, FUSED_MIN_WIDTH)
+        held = sympy.Min(sympy.Max(budget, narrowest * per_logit * n), per_logit * n * half)
         return Pieces(held, held / (per_logit * n))
     per_logit = reference_bytes_per_logit(itemsize, has_softcap, training, with_entropy)
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)

@@ -1,9 +1,9 @@
 """Vocabulary sorting: columns of like mean logit share tiles, so that more tiles can be left out.
 
-Cut Cross-Entropy (section 4.3 of arXiv 2411.09009) sorts by the mean logit of a batch. The mean over
-rows of hidden @ weight.T is the mean hidden state times weight.T, one product of a vector. The
-weight is copied in that order, and its gradient copied back: V x D twice over, which is why this is
-an option for studies and no default.
+Cut Cross-Entropy (section 4.3 of arXiv 2411.09009) sorts by the mean logit of a batch. The mean
+over rows of hidden @ weight.T is the mean hidden state times weight.T, one product of a vector.
+The weight is copied in that order, and its gradient copied back: V x D twice over, which is why
+this is an option for studies and no default.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute `fused.backward` over the sorted vocabulary, and undo the sorting."""
     order = column_order(hidden, weight, bias, knobs)
-    *operands, knobs = _sorted(order, weight, bias, target, column_weight, knobs)
+    sorted_weight, bias, target, column_weight, knobs = _sorted(
+        order, weight, bias, target, column_weight, knobs
+    )
     grad_hidden, grad_weight, grad_bias = fused.backward(
-        grads, hidden, *operands, lse, left_out, knobs, output_mask
+        grads, hidden, sorted_weight, bias, target, column_weight, lse, left_out, knobs, output_mask
     )
     if grad_weight is not None:
         grad_weight = torch.empty_like(weight).index_copy_(0, order, grad_weight)

@@ -1,10 +1,10 @@
-# ruff: noqa: ANN001, ANN202, PLR0913  (arguments of device code are pointers and scalars of Triton's own)
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Engine S's kernels: gradients from the listed tiles of logits only.
 
-A tile is TILE rows by TILE columns. `tile_lists.py` lists the active ones by group: a group is a run
-of columns whose active tiles fit the buffer of G, one tile after the other. Every list and count is
-read from the GPU; a group without work costs an empty launch.
+A tile is TILE rows by TILE columns. `tile_lists.py` lists the active ones by group: a group is a
+run of columns whose active tiles fit the buffer of G, one tile after the other. Every list and
+count is read from the GPU; a group without work costs an empty launch.
 """
 
 from __future__ import annotations
@@ -210,9 +210,7 @@ def _linear_cross_entropy_sparse_column_sums_kernel(
             place = (slot * TILE + offs)[:, None] * TILE + offs[None, :]
             sums += tl.sum(tl.load(g_ptr + place).to(tl.float32), axis=0)
         columns = column_block * TILE + offs
-        tl.store(
-            out_ptr + columns, sums.to(out_ptr.dtype.element_ty), mask=columns < vocab
-        )
+        tl.store(out_ptr + columns, sums.to(out_ptr.dtype.element_ty), mask=columns < vocab)
 
 
 # What a tile drops from a row is sum_j |p_j - 1(j = t)|, here in steps of 2^(-1/8), rounded up.

@@ -74,10 +74,10 @@ def shapes_for_capability(found: tuple[int, int], programs: int) -> Shapes:
 
 
 class RowGroups(NamedTuple):
-    """How forward walks over the rows: `count` groups of `rows` each, the last one shorter."""
+    """How forward walks over the rows: `total` groups of `size` rows each, the last one shorter."""
 
-    rows: int
-    count: int
+    size: int
+    total: int
 
 
 def row_groups(rows: int, fitting: int, shapes: Shapes) -> RowGroups:
