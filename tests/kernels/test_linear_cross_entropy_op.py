@@ -270,4 +270,4 @@ def test_supports_accepts_what_the_caller_will_cast() -> None:
 
 
 def test_engines_are_described() -> None:
-    assert set(ENGINES) == {"hybrid", "reference"}
+    assert set(ENGINES) == {"fused", "hybrid", "reference"}
