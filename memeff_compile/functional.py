@@ -123,7 +123,7 @@ def linear_cross_entropy(
     _require_settings(reduction, label_smoothing, z_loss, hidden, weight, target, class_weight)
     hidden, weight, bias = _as_autocast_would(hidden, weight, bias)
     smooth = label_smoothing > 0
-    nll, lse, logit_sum, entropy, top = op_folder.linear_cross_entropy(
+    nll, lse, logit_sum, entropy, top, *_ = op_folder.linear_cross_entropy(
         hidden,
         weight,
         bias,
