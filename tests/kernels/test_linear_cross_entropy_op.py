@@ -235,7 +235,6 @@ def _bad_inputs() -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
         "two devices": ({"weight": ok.weight.to("meta")}, {}, "weight is on meta"),
         "softcap": ({}, {"softcap": -1.0}, "softcap is -1.0"),
         "workspace": ({}, {"workspace": -1}, "workspace is -1"),
-        "filter to come": ({}, {"gradient_filter": "mass"}, "not available yet"),
         "filter level": ({}, {"filter_level": -0.1}, "filter_level is -0.1"),
         "endless filter level": ({}, {"filter_level": float("inf")}, "filter_level is inf"),
         "filter parts": ({}, {"filter_parts": "bias"}, "known parts are both, hidden, weight"),
