@@ -50,5 +50,5 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]
 
 @lru_cache(maxsize=64)
 def has_tile_loads(index: int) -> bool:
-    """Say whether CUDA device `index` loads tiles by descriptor: compute capability 9.0 or later."""
+    """Say whether CUDA device `index` loads tiles by descriptor: capability 9.0 or later."""
     return can_run_kernels(index) and _cuda_capability(index) >= (9, 0)
