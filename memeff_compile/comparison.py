@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -122,6 +122,14 @@ class Comparison:
     plan: tuple[DeferredOutput, ...]
     options: Options
     reuses_memory: bool
+
+    @cached_property
+    def dropped(self) -> set[int]:
+        """Outputs that the rewritten graph leaves out, as ``memeff.logits=none`` asks."""
+        if self.options.logits != "none":
+            return set()
+        values: Any = compat.output_node(self.rewritten.module.graph).args[0]
+        return {place for place, value in enumerate(values) if value is None}
 
     def make(self, args: Sequence[Any]) -> Verdict:
         """Compare, and leave everything of the caller's as it was.
@@ -264,7 +272,8 @@ class Comparison:
             values = [_seen(output) for output in outputs]
             groups: dict[str, list[int]] = {}
             for place, output in enumerate(outputs):
-                if isinstance(output, Tensor) and output.requires_grad:
+                is_dropped = place in self.dropped
+                if isinstance(output, Tensor) and output.requires_grad and not is_dropped:
                     kind = _group_of(output, place in deferred)
                     groups.setdefault(kind, []).append(place)
             asks = [isinstance(o, Tensor) and o.requires_grad for o in outputs]
@@ -314,9 +323,10 @@ class Comparison:
         gaps = []
         for place, (mine, theirs) in enumerate(zip(ours.values, plain.values, strict=True)):
             words = ""
+            if place in self.dropped:
+                continue
             if isinstance(mine, Tensor) != isinstance(theirs, Tensor):
-                is_dropped = mine is None and self.options.logits == "none"
-                words = "" if is_dropped else f"is {_kind(mine)} and not {_kind(theirs)}"
+                words = f"is {_kind(mine)} and not {_kind(theirs)}"
             elif isinstance(mine, Tensor) and mine.dtype != theirs.dtype:
                 words = f"has dtype {mine.dtype} and not {theirs.dtype}"
             elif ours.asks_gradient[place] != plain.asks_gradient[place]:

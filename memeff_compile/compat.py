@@ -235,12 +235,17 @@ def beside_autograd() -> Iterator[None]:
     from torch._dynamo import compiled_autograd
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with contextlib.ExitStack() as stack:
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t)
-            stack.enter_context(hooks)
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(compiled_autograd._disable())
+    with unseen_by_saved_tensor_hooks(), _disable_current_modes(), compiled_autograd._disable():
+        yield
+
+
+@contextlib.contextmanager
+def unseen_by_saved_tensor_hooks() -> Iterator[None]:
+    """Save tensors for a backward pass, also on fake tensors, without the hooks around the call."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t):
         yield
 
 
