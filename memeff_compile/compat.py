@@ -233,10 +233,16 @@ def beside_autograd() -> Iterator[None]:
     operation, and compiled autograd would compile the backward pass of something thrown away.
     """
     from torch._dynamo import compiled_autograd
+
+    with unseen_by_saved_tensor_hooks(), outside_dispatch_modes(), compiled_autograd._disable():
+        yield
+
+
+def outside_dispatch_modes() -> contextlib.AbstractContextManager[None]:
+    """Suspend every dispatch mode: fake modes, tracing and the user's own."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with unseen_by_saved_tensor_hooks(), _disable_current_modes(), compiled_autograd._disable():
-        yield
+    return cast("contextlib.AbstractContextManager[None]", _disable_current_modes())
 
 
 @contextlib.contextmanager
