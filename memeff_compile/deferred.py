@@ -364,11 +364,14 @@ class DeferredLogits(LazyTensor):
 
     @untraced
     def _values(self) -> Tensor:
-        return self._shared.read(self)
+        with compat.outside_dispatch_modes():
+            return self._shared.read(self)
 
     @untraced
     def _memory(self) -> Tensor:
-        return self._shared.write(self)
+        # A compiler that makes a fake copy of this tensor asks for its storage in its fake mode.
+        with compat.outside_dispatch_modes():
+            return self._shared.write(self)
 
     def _peek(self) -> Tensor | None:
         if self._shared.value is None:

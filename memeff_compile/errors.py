@@ -16,6 +16,7 @@ __all__ = [
     "StrictError",
     "TargetRangeError",
     "UnsupportedInputError",
+    "VerifyError",
 ]
 
 
@@ -45,3 +46,7 @@ class DoubleBackwardError(MemeffError, RuntimeError):
 
 class UnsupportedInputError(MemeffError, TypeError):
     """An op was called with a dtype, layout or setting that it cannot serve."""
+
+
+class VerifyError(MemeffError, RuntimeError):
+    """`memeff.verify` is 'raise', and a rewritten graph computed something else."""

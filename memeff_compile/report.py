@@ -13,7 +13,7 @@ import textwrap
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ __all__ = [
     "GraphReport",
     "Record",
     "Report",
+    "amend",
     "clear",
     "format_bytes",
     "graphs",
@@ -31,7 +32,18 @@ __all__ = [
     "record_graph",
 ]
 
-Action: TypeAlias = Literal["rewrote", "declined", "deferred", "dropped", "note", "internal_error"]
+Action: TypeAlias = Literal[
+    "rewrote",
+    "declined",
+    "deferred",
+    "dropped",
+    "note",
+    "internal_error",
+    "verified",
+    "unverified",
+    "mismatch",
+    "undone",
+]
 
 CHANGES: frozenset[str] = frozenset({"rewrote", "deferred", "dropped"})
 """The actions that changed the graph."""
@@ -214,10 +226,24 @@ class GraphReport:
             why = (
                 " for the reasons above" if self.records else ": no pass found anything to do here"
             )
-            paragraphs.append(f"The graph went on unchanged{why}.")
+            is_undone = any(record.action == "mismatch" for record in self.records)
+            went = "The original graph runs" if is_undone else "The graph went on unchanged"
+            paragraphs.append(f"{went}{why}.")
         if self.note:
             paragraphs.append(textwrap.fill(self.note, _WIDTH))
         return "\n\n".join([heading, *(textwrap.indent(text, "  ") for text in paragraphs)])
+
+    def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
+        """Return this report with what `memeff.verify` found when the graph first ran.
+
+        Args:
+            record: the finding.
+            undo: the original graph runs instead, so that no change of this graph counts.
+        """
+        records = [
+            replace(r, action="undone") if undo and r.action in CHANGES else r for r in self.records
+        ]
+        return replace(self, records=(*records, record))
 
     def _to_dict(self, *, include_graphs: bool) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -345,6 +371,14 @@ def record_graph(report: GraphReport) -> None:
     """Keep the report of a graph that was just compiled (the newest 64 are kept)."""
     with _lock:
         _graphs.append(report)
+
+
+def amend(old: GraphReport, new: GraphReport) -> None:
+    """Put `new` in the place of `old`, if that is still kept."""
+    with _lock:
+        for place, report in enumerate(_graphs):
+            if report is old:
+                _graphs[place] = new
 
 
 def clear() -> None:

@@ -71,6 +71,7 @@ class RowGradient(LazyTensor):
         return self
 
     @staticmethod
+    @untraced
     def of(rows: Tensor) -> Tensor:
         """Wrap the gradient of a few rows; a gradient with a graph of its own stays as it is."""
         if type(rows) is not Tensor or rows.requires_grad:
