@@ -60,7 +60,7 @@ def memeff(
     if not outcome.deferred:
         return compiled
     clone = chosen.inner == "inductor" and compat.inductor_uses_cudagraphs(_patches(chosen))
-    return attach(compiled, outcome.deferred, clone_hidden=clone)
+    return attach(compiled, outcome.deferred, clone_hidden=clone, use=outcome.report.logits)
 
 
 def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:

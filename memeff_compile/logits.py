@@ -86,7 +86,7 @@ class LogitsRecipe:
             (..., vocabulary) of `self.dtype`.
         """
         with _autocast_off(hidden.device.type):
-            return self._forward(hidden, weight, bias, vectors, [])
+            return self._forward(hidden, weight, bias, vectors, None)
 
     def gradients(
         self,
@@ -142,9 +142,10 @@ class LogitsRecipe:
         weight: Tensor,
         bias: Tensor | None,
         vectors: Sequence[Tensor],
-        tanhs: list[Tensor],
+        tanhs: list[Tensor] | None,
     ) -> Tensor:
         """The logits; the result of every tanh step is appended to `tanhs`."""
+        reuses = tanhs is None and not torch.is_grad_enabled()  # one buffer for all steps
         dtype = self.compute_dtype
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -160,12 +161,15 @@ class LogitsRecipe:
             if name == "to":
                 value = value.to(cast("torch.dtype", argument))
             elif name == "mul":
-                value = value * cast("float", argument)
+                factor = cast("float", argument)
+                value = value.mul_(factor) if reuses else value * factor
             elif name == "div":
-                value = value / cast("float", argument)
+                factor = cast("float", argument)
+                value = value.div_(factor) if reuses else value / factor
             elif name == "tanh":
-                value = torch.tanh(value)
-                tanhs.append(value)
+                value = value.tanh_() if reuses else torch.tanh(value)
+                if tanhs is not None:
+                    tanhs.append(value)
             elif name == "log_softmax":
                 value = value.log_softmax(-1)
             else:
