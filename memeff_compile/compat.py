@@ -234,9 +234,13 @@ def storage_key(value: torch.Tensor) -> int:
 def feeds_resumed_code(gm: GraphModule) -> bool:
     """Return whether Dynamo cut the user's function behind ``gm`` and resumes it with the outputs.
 
-    Pieces that DDP makes of a graph do not say; they count as not cut.
+    DDP says of each piece it makes of a graph that it was cut. What such a piece returns goes to
+    other pieces, where `inputs_from_other_graphs` finds it, or to the user.
     """
-    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+    why = getattr(gm, "compile_subgraph_reason", None)
+    if why is None or "DDPOptimizer" in str(why.reason):
+        return False
+    return bool(why.graph_break)
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:

@@ -137,6 +137,11 @@ def test_a_graph_knows_whether_the_function_goes_on_behind_it() -> None:
     function(torch.ones(2))
     assert answers == [True, False]
 
+    from torch._dynamo.backends import distributed
+
+    said = inspect.getsource(distributed.SubmodCompiler)
+    assert '"DDPOptimizer intentional graph-break' in said
+
 
 @probes("assert_on_device")
 def test_a_device_assertion_has_its_message() -> None:
