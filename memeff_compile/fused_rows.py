@@ -5,7 +5,8 @@ gives their log-sum-exp, target logit and sum without building them. `FusedRows`
 such rows, factored as well: it stays a few numbers per row until the backward of the deferred
 logits asks the op for the gradients of hidden states and head.
 
-This is the only module outside the passes that calls the op.
+This is the only module outside the passes that calls the op, and it calls it exactly: the lossy modes
+of memeff.linear_cross_entropy are for the graph.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ from memeff_compile.passes.linear_head import Step, fold
 from memeff_compile.report import LogitsUse
 
 __all__ = ["Folded", "FusedRows", "Head", "fold_recipe"]
+
+
+_BACKWARD_TENSORS = [
+    argument.name
+    for argument in op_folder.linear_cross_entropy_backward._schema.arguments
+    if not argument.kwarg_only
+]
 
 
 class Folded(NamedTuple):
@@ -129,7 +137,6 @@ class Head:
             column_weight,
             dtype=self.recipe.compute_dtype,
             softcap=self.folded.softcap,
-            gradient_filter=self.settings.gradient_filter,
             workspace=self.settings.workspace,
         )
 
@@ -143,13 +150,13 @@ class Head:
         with_logit_sum: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return nll, lse and the weighted sum of the logits of every row."""
-        result: tuple[Tensor, Tensor, Tensor] = op_folder.linear_cross_entropy(
+        nll, lse, logit_sum, *_ = op_folder.linear_cross_entropy(
             *self._operands(),
             target,
             column_weight,
             **self._knobs(ignore_index, with_lse=with_lse, with_logit_sum=with_logit_sum),
         )
-        return result
+        return nll, lse, logit_sum
 
     def derivative(
         self,
@@ -166,16 +173,21 @@ class Head:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weight and the sum of all biases."""
         hidden, weight, bias = self._operands()
+        nothing = grad_nll.new_empty(0)
+        given = {
+            "grad_nll": grad_nll,
+            "grad_lse": grad_lse,
+            "grad_logit_sum": nothing if grad_logit_sum is None else grad_logit_sum,
+            "hidden": hidden,
+            "weight": weight,
+            "bias": bias,
+            "target": target,
+            "column_weight": column_weight,
+            "lse": lse,
+        }
+        # What the op can do besides was not asked of its forward, and is empty here.
         gradients = op_folder.linear_cross_entropy_backward(
-            grad_nll,
-            grad_lse,
-            grad_nll.new_empty(0) if grad_logit_sum is None else grad_logit_sum,
-            hidden,
-            weight,
-            bias,
-            target,
-            column_weight,
-            lse,
+            *(given.get(name, nothing) for name in _BACKWARD_TENSORS),
             **self._knobs(
                 ignore_index, with_lse=with_lse, with_logit_sum=grad_logit_sum is not None
             ),
@@ -207,7 +219,7 @@ class Head:
             "softcap": folded.softcap,
             "with_lse": with_lse,
             "with_logit_sum": with_logit_sum,
-            "gradient_filter": self.settings.gradient_filter,
+            "gradient_filter": "exact",
             "workspace": self.settings.workspace,
         }
 

@@ -207,11 +207,9 @@ class LossSettings:
     """What the options say about the fused loss, for losses outside the graph.
 
     Args:
-        gradient_filter: memeff.linear_cross_entropy.
         workspace: memeff.linear_cross_entropy.workspace, in bytes; 0 for automatic.
     """
 
-    gradient_filter: str = "exact"
     workspace: int = 0
 
 

@@ -207,7 +207,6 @@ def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
         None if head.bias is None else info.tensor(head.bias),
         rows.new_empty(rows.shape, dtype=torch.int64),
         dtype=head.compute_dtype,
-        gradient_filter=info.options.linear_cross_entropy,
         workspace=info.options.linear_cross_entropy_workspace,
     )
     return sentence or ""
@@ -325,7 +324,7 @@ def _loss_settings(info: GraphInfo) -> LossSettings | None:
     options = info.options
     if options.linear_cross_entropy == "off":
         return None
-    return LossSettings(options.linear_cross_entropy, options.linear_cross_entropy_workspace)
+    return LossSettings(options.linear_cross_entropy_workspace)
 
 
 def _static_size(hidden: torch.Tensor) -> int:
