@@ -5,7 +5,7 @@ gives their log-sum-exp, target logit and sum without building them. `FusedRows`
 such rows, factored as well: it stays a few numbers per row until the backward of the deferred
 logits asks the op for the gradients of hidden states and head.
 
-This is the only module outside the passes that calls the op, and it calls it exactly: the lossy modes
+This is the only module outside the passes that calls the op. It calls it exactly: the lossy modes
 of memeff.linear_cross_entropy are for the graph.
 """
 

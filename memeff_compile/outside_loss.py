@@ -154,14 +154,7 @@ def _differentiable(
     ctx: Any, target: Tensor | None, column_weight: Tensor | None, grads: Sequence[Tensor | None]
 ) -> Tensor:
     """The gradient of the logits with a graph of its own, for second derivatives: a dense one."""
-    if ctx.view is None:
-        raise DoubleBackwardError(
-            "linear_cross_entropy: create_graph=True was asked of a loss outside the graph whose "
-            "backward has run before, without it; the op has only a first derivative. Ask for it "
-            "the first time, or compile with options={'memeff.linear_cross_entropy': 'off'}."
-        )
-    with reading_for("a second derivative"):
-        plain = _plain(ctx.view)
+    plain = _plain_for_second_derivative(ctx)
     values = plain if plain.dtype == torch.float64 else plain.float()
     folded = fold_recipe(ctx.recipe)
     assert isinstance(folded, Folded)
@@ -217,12 +210,13 @@ class _LogSoftmax(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         hidden, weight, bias, *vectors = ctx.saved_tensors
-        if torch.is_grad_enabled() and ctx.view is not None:
-            with reading_for("a second derivative"):
-                plain = _plain(ctx.view)
+        if torch.is_grad_enabled():
+            plain = _plain_for_second_derivative(ctx)
             values = plain.to(ctx.recipe.dtype).log_softmax(-1)
             return torch.autograd.grad(values, plain, grad, create_graph=True)[0], None
-        value = None if ctx.memory is None or ctx.memory.is_open else ctx.memory.value
+        memory, value = ctx.memory, None
+        if memory is not None and not memory.is_open and memory.alias_version is None:
+            value = memory.value  # which nobody has written to
         ctx.view = ctx.memory = None
         if isinstance(grad, RowGradient) and grad.is_fused:
             pieces = tuple(
@@ -244,9 +238,16 @@ _rows = cast("Callable[..., tuple[Tensor, Tensor, Tensor]]", _Rows.apply)
 _log_soft = cast("Callable[..., DeferredLogits]", _LogSoftmax.apply)
 
 
-def _plain(view: DeferredLogits) -> Tensor:
-    """An ordinary tensor that is a view of `view` for autograd."""
-    with torch._C.DisableTorchFunctionSubclass():
+def _plain_for_second_derivative(ctx: Any) -> Tensor:
+    """The logits as an ordinary tensor that is a view of the deferred ones for autograd."""
+    view: DeferredLogits | None = ctx.view
+    if view is None:
+        raise DoubleBackwardError(
+            "linear_cross_entropy: create_graph=True was asked of a loss outside the graph whose "
+            "backward has run before, without it; the op has only a first derivative. Ask for it "
+            "the first time, or compile with options={'memeff.linear_cross_entropy': 'off'}."
+        )
+    with reading_for("a second derivative"), torch._C.DisableTorchFunctionSubclass():
         return view.expand(view._size)
 
 
