@@ -65,7 +65,9 @@ def memeff(
         compiled = accept(compiled, pieces)
     reuses = chosen.inner == "inductor" and compat.inductor_uses_cudagraphs(_patches(chosen))
     if outcome.deferred:
-        compiled = attach(compiled, outcome.deferred, clone_hidden=reuses)
+        compiled = attach(
+            compiled, outcome.deferred, clone_hidden=reuses, use=outcome.report.logits
+        )
     if original is None or rewritten is None:
         return compiled
     return verified(

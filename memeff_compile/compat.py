@@ -300,6 +300,35 @@ def storage_key(value: torch.Tensor) -> int:
     return int(value.untyped_storage()._cdata)
 
 
+def feeds_resumed_code(gm: GraphModule) -> bool:
+    """Return whether Dynamo cut the user's function behind ``gm`` and resumes it with the outputs.
+
+    DDP says of each piece it makes of a graph that it was cut. What such a piece returns goes to
+    other pieces, where `inputs_from_other_graphs` finds it, or to the user.
+    """
+    why = getattr(gm, "compile_subgraph_reason", None)
+    if why is None or "DDPOptimizer" in str(why.reason):
+        return False
+    return bool(why.graph_break)
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Let the device stop with ``message`` when it finds ``condition`` false; the host goes on."""
+    torch._assert_async(condition, message)
+
+
+def is_functorch_active() -> bool:
+    """Return whether ``torch.func`` or ``torch.vmap`` is transforming what runs now."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def ignores_gradients(hook: Any) -> bool:
+    """Return whether a tensor hook only marks the time: FSDP2's look at no gradient."""
+    owner = getattr(hook, "__self__", None)
+    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    return states is not None and isinstance(owner, states.FSDPState)
+
+
 def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's shard of ``weight`` when FSDP2 gathered it, else None.
 

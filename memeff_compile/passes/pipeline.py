@@ -19,7 +19,7 @@ from .. import compat
 from ..errors import StrictError
 from ..logits import DeferredOutput
 from ..options import Options
-from ..report import GraphReport, Record
+from ..report import GraphReport, LogitsUse, Record
 from . import defer_logits
 from .base import Decline, Done, Gain, GraphPass
 from .editor import Editor, EditRefused
@@ -74,6 +74,7 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
         seconds=seconds,
         before=before,
         after=_guarded_render(gm) if state.changed else before,
+        logits=LogitsUse() if state.deferred else None,
     )
     _log(report)
     _enforce_strict(options, report)
@@ -195,8 +196,8 @@ class _Run:
         self.records.append(
             Record(
                 graph_pass.name,
-                "rewrote",
-                "rewrote",
+                done.action,
+                done.code,
                 _sentence(done.sentence),
                 source=source,
                 module=module,
