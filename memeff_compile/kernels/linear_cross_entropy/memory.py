@@ -124,7 +124,7 @@ def bytes_after(
     itemsize = dtype.itemsize
     sums = 4 * n * d if itemsize == 2 and training else sympy.Integer(0)
     if engine in ("fused", "hybrid"):
-        # state, nll, lse, logit_sum, the cotangents made contiguous, target checks
+        # state, the five results, the cotangents made contiguous, target checks
         return pieces.bytes + sums + 64 * n
     # 16-bit: hidden in fp32, two pieces of the weight in fp32 and its gradient before rounding
     widened = 4 * n * d + 12 * pieces.columns * d if itemsize == 2 else sympy.Integer(0)
