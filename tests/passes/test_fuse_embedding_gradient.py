@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
+from memeff_compile.kernels import embedding as op_folder
 from memeff_compile.options import Options
 from memeff_compile.passes import PASSES, pipeline
 from memeff_compile.passes.editor import Editor, EditRefused
@@ -338,6 +339,40 @@ def test_max_norm_is_declined() -> None:
     (record,) = embedding_records(memeff_compile.last_report())
     assert record.code == "embedding_setting(max_norm)"
     assert "rescales rows of the table in place" in record.sentence
+
+
+def records_of_large_tables(function: Callable[..., Any], *inputs: Any) -> list[Record]:
+    """Return what the passes record of a function that Inductor would get."""
+    found: list[Record] = []
+
+    def look(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.extend(pipeline.run(gm, PASSES, Options()).report.records)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=look, fullgraph=True)(*inputs)
+    return [r for r in found if r.pass_name == NAME]
+
+
+def large_table() -> Tensor:
+    return torch.zeros(1 << 19, D, dtype=torch.bfloat16)
+
+
+def test_a_table_of_a_tensor_subclass_is_declined() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    weight = nn.Parameter(TwoTensor(large_table(), large_table()))
+    (record,) = records_of_large_tables(F.embedding, tokens(), weight)
+    assert (record.action, record.code) == ("declined", "subclass_weight(TwoTensor)")
+    (record,) = records_of_large_tables(F.embedding, tokens(), nn.Parameter(large_table()))
+    assert record.action == "rewrote"
+
+
+def test_what_the_op_cannot_serve_is_declined_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_folder, "supports", lambda weight, ids: "ids are no good. Mend them.")
+    (record,) = records_of_large_tables(F.embedding, tokens(), nn.Parameter(large_table()))
+    assert (record.action, record.code) == ("declined", "unsupported")
+    assert record.sentence == "Ids are no good. Mend them."
 
 
 # --- edits ----------------------------------------------------------------------------------------
