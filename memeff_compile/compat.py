@@ -273,7 +273,7 @@ def unseen_by_saved_tensor_hooks() -> Iterator[None]:
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         yield
         return
-    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         yield
 
 

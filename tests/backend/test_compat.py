@@ -395,10 +395,57 @@ def test_checkpoint_bodies_hang_on_a_known_operator() -> None:
     assert names == ["tag_activation_checkpoint"]
 
 
+# --- beside the caller ------------------------------------------------------------------------------------
+
+
+@probes("readable_source")
+def test_inputs_have_the_names_of_their_owner() -> None:
+    def names(gm: GraphModule, example_inputs: Sequence[Any]) -> set[str]:
+        return {compat.readable_source(n) for n in gm.graph.nodes if n.op == "placeholder"}
+
+    assert {"weight", "offset", "x"} <= look(names)
+
+
+@probes("beside_autograd", "unseen_by_saved_tensor_hooks", "outside_dispatch_modes")
+def test_autograd_beside_the_callers_is_seen_by_nobody() -> None:
+    from torch._dynamo import compiled_autograd
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Watches(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append("saved")
+        return tensor
+
+    x = torch.ones(2, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    compiler = compiled_autograd._enable(lambda gm: seen.append("compiled"))
+    with Watches(), hooks, compiler:
+        with compat.beside_autograd():
+            (gradient,) = torch.autograd.grad(x.exp().sum(), x)
+        assert not seen
+        with compat.unseen_by_saved_tensor_hooks():
+            x.exp()
+        assert seen == ["aten.exp.default"]
+        with compat.outside_dispatch_modes():
+            x.exp()
+        assert seen == ["aten.exp.default", "saved"]
+        x.exp()
+    assert seen == ["aten.exp.default", "saved", "aten.exp.default", "saved"]
+    torch.testing.assert_close(gradient, x.detach().exp())
+
+
 # --- distributed ------------------------------------------------------------------------------------------
 
 
-@probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward")
+@probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward", "is_sharded_by_fsdp")
 def test_plain_tensors_belong_to_no_group() -> None:
     weight = nn.Parameter(torch.ones(2))
     assert not compat.is_dtensor(weight)
@@ -406,6 +453,7 @@ def test_plain_tensors_belong_to_no_group() -> None:
     assert compat.fsdp_shard(weight) is None
     assert not compat.fsdp_frees_after_forward(weight)
     assert not compat.fsdp_frees_after_forward(None)
+    assert not compat.is_sharded_by_fsdp(weight)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
@@ -428,6 +476,8 @@ def test_parameters_of_fsdp2_are_found() -> None:
         model.unshard()
         assert isinstance(compat.fsdp_shard(outer.weight), Tensor)
         assert compat.fsdp_frees_after_forward(inner.weight)
+        assert compat.is_sharded_by_fsdp(inner.weight)
+        assert compat.is_sharded_by_fsdp(outer.weight)
         model(torch.ones(1, 4)).sum().backward()
     finally:
         dist.destroy_process_group()

@@ -271,7 +271,7 @@ def test_only_the_graph_that_failed_falls_back(
     [
         ("eager", torch.float32),
         ("aot_eager", torch.bfloat16),
-        pytest.param("inductor", torch.float32, marks=needs_compiler),
+        pytest.param("inductor", torch.float32, marks=[needs_compiler, pytest.mark.slow]),
     ],
     ids=str,
 )
@@ -623,7 +623,9 @@ def run_reproducer(hint: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("limit", ["64MiB", 0], ids=["all inputs", "no inputs"])
+@pytest.mark.parametrize(
+    "limit", ["64MiB", pytest.param(0, marks=pytest.mark.slow)], ids=["all inputs", "no inputs"]
+)
 def test_the_reproducer_shows_the_mismatch(
     limit: object, break_with: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -667,7 +669,7 @@ def test_the_default_folder_is_a_temporary_one(
 # --- real models -------------------------------------------------------------------------------------
 
 
-QUICK = ("llama", "bloom")
+QUICK = ("llama",)
 ZOO = [
     pytest.param(each, id=each.name, marks=() if each.name in QUICK else pytest.mark.slow)
     for each in FAMILIES
@@ -678,7 +680,7 @@ ZOO = [
 def test_transformers_models_are_verified(family: Family) -> None:
     pytest.importorskip("transformers", reason="the model zoo is built from transformers' configs")
     model = build(family)
-    out = compiled(model, "aot_eager")(**inputs(family))
+    out = compiled(model)(**inputs(family))
     out.loss.backward()
     sentence = the("verified").sentence
     assert "Nearest to its bound in float64" in sentence

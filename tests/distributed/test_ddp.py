@@ -130,8 +130,8 @@ def every_way_to_compile() -> None:
     assert codes() == {"rewrote", "logits_none"}
     assert pieces() > 1
 
-    check(loss_only, {}, {}, in_place=False)
-    assert codes() == {"rewrote"}
+    check(loss_only, {}, {"memeff.verify": "raise"}, in_place=False)
+    assert codes() == {"rewrote", "verify_passed"}
 
     (logits,) = check(Crossing, {}, {}, in_place=False)
     assert_deferred(logits, products=1)  # what the later piece read was computed once

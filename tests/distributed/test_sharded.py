@@ -342,6 +342,16 @@ def a_tensor_parallel_head() -> None:
     assert_same_gradients(gradients(model), gradients(eager))
 
 
+def verify_leaves_sharded_models_alone() -> None:
+    eager, model = small(), compiled(small(), **{"memeff.verify": "raise"})
+    for each in (eager, model):
+        each(ids())[0].backward()
+    assert codes() == {*TRAINING, "verify_not_run"}
+    (record,) = [r for r in memeff_compile.last_report().records if r.action == "unverified"]
+    assert "is sharded over processes" in record.sentence
+    assert_same_gradients(gradients(model), gradients(eager))
+
+
 def all_of_it() -> None:
     transformers_model_in_place()
     transformers_model_compiled_before_sharding()
@@ -357,6 +367,7 @@ def all_of_it() -> None:
     a_head_with_a_group_of_its_own()
     the_older_fsdp()
     a_tensor_parallel_head()
+    verify_leaves_sharded_models_alone()
 
 
 def test_sharded_models(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 
 import memeff_compile
+from memeff_compile.errors import StaleLogitsError
 from memeff_compile.report import LogitsUse
 from tests.integrations.tiny import OPTIONS, TRAINING, codes, llama, products
 
@@ -106,6 +108,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "fp32": ({}, 2e-6),
     "accumulation": ({"gradient_accumulation_steps": 3}, 2e-6),
     "bf16": ({"bf16": True}, 2e-3),
+    "checkpointing": ({"gradient_checkpointing": True}, 2e-6),
 }
 
 
@@ -126,10 +129,12 @@ def test_training_has_the_same_curve_and_computes_no_logits(
     if settings.get("bf16"):
         assert ours.seen[0].dtype == eager.seen[0].dtype
 
-    if "gradient_accumulation_steps" in settings:
+    assert len(memeff_compile.graphs()) == 1
+    if settings and not settings.get("bf16"):
         return
     ours.seen.clear()
     measured, expected = ours.evaluate(), eager.evaluate()
+    assert len(memeff_compile.graphs()) == 2
     assert measured["eval_loss"] == pytest.approx(expected["eval_loss"], rel=tolerance)
     if not settings.get("bf16"):
         assert measured["eval_accuracy"] == expected["eval_accuracy"]
@@ -147,6 +152,63 @@ def test_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
     np.testing.assert_allclose(losses(resumed), losses(whole)[2:], rtol=2e-6)
     assert products(resumed.seen) == [0, 0]
+
+
+def test_an_evaluation_that_needs_no_logits_computes_none(tmp_path: Path) -> None:
+    ours = trainer(compiled(), tmp_path, prediction_loss_only=True)
+    ours.compute_metrics = None
+    assert ours.evaluate()["eval_loss"] > 0
+    assert products(ours.seen) == [0, 0]
+
+
+def test_predictions_instead_of_logits_are_gathered(tmp_path: Path) -> None:
+    """Without this argument the Trainer keeps the logits of the whole evaluation set."""
+    ours = trainer(compiled(), tmp_path)
+    ours.preprocess_logits_for_metrics = lambda logits, labels: logits.argmax(-1)
+    ours.compute_metrics = lambda prediction: {"entries": prediction.predictions.size}
+    assert ours.evaluate()["eval_entries"] == 8 * LENGTH
+    assert products(ours.seen) == [1, 1]
+
+
+def test_a_callback_behind_the_step_reads_stale_logits(tmp_path: Path) -> None:
+    ours = trainer(compiled(), tmp_path, max_steps=1)
+
+    class Reads(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            ours.seen[-1].argmax(-1)
+
+    ours.add_callback(Reads())
+    with pytest.raises(StaleLogitsError, match=r"AdamW.step\(\) updated the head since then"):
+        ours.train()
+
+
+@pytest.mark.slow
+def test_generating_between_steps_changes_nothing(tmp_path: Path) -> None:
+    class Generates(TrainerCallback):
+        def on_step_end(self, *args: Any, model: Any, **kwargs: Any) -> None:
+            ids = data()[0]["input_ids"][None]
+            model.eval().generate(input_ids=ids, max_new_tokens=2, do_sample=False)
+            model.train()
+
+    both = trainer(llama(), tmp_path / "eager"), trainer(compiled(), tmp_path / "ours")
+    for each in both:
+        each.add_callback(Generates())
+        each.train()
+    np.testing.assert_allclose(losses(both[1]), losses(both[0]), rtol=2e-6)
+    training = [graph for graph in memeff_compile.graphs() if graph.training]
+    assert [r.code for r in training[0].records] == ["rewrote", "logits_deferred"]
+
+
+def test_verify_in_the_trainer_compares_each_graph_and_keeps_the_curve(tmp_path: Path) -> None:
+    eager = trainer(llama(), tmp_path / "eager")
+    eager.train()
+    options = {"memeff.verify": "raise", "memeff.inner": "eager"}
+    ours = trainer(compiled(**options), tmp_path / "ours")
+    ours.train()
+    ours.evaluate()
+    np.testing.assert_allclose(losses(ours), losses(eager), rtol=2e-6)
+    assert [g.records[-1].code for g in memeff_compile.graphs()] == ["verify_passed"] * 2
+    assert products(ours.seen) == [0] * STEPS + [1, 1]
 
 
 def use() -> LogitsUse:
@@ -203,11 +265,36 @@ def test_the_option_none_trains_and_evaluates_without_logits(tmp_path: Path) -> 
     assert codes() == {"rewrote", "logits_none"}
 
 
-def test_the_two_ways_that_do_not_work_say_what_the_docs_say(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'MEMEFF' is not a valid DynamoBackend"):
-        trainer(llama(), tmp_path, torch_compile_backend="memeff").train()
+UNKNOWN = "'MEMEFF' is not a valid DynamoBackend"
+
+
+def test_the_ways_that_do_not_work_say_what_the_docs_say(tmp_path: Path) -> None:
+    for settings in ({}, {"torch_compile": True}, {"torch_compile_mode": "max-autotune"}):
+        with pytest.raises(ValueError, match=UNKNOWN):
+            trainer(llama(), tmp_path, torch_compile_backend="memeff", **settings).train()
+    with pytest.raises(ValueError, match=UNKNOWN):
+        Accelerator(cpu=True, dynamo_backend="memeff")
     wrapped = torch.compile(llama(), backend="memeff", options=OPTIONS)
     with pytest.raises(ValueError, match="The batch received was empty"):
         trainer(wrapped, tmp_path).train()
     trainer(wrapped, tmp_path, remove_unused_columns=False, max_steps=1).train()
+    assert codes() == TRAINING
+
+
+def test_a_wrapper_renames_the_weights_and_a_model_compiled_in_place_does_not(
+    tmp_path: Path,
+) -> None:
+    wrapped, model = torch.compile(llama(), backend="memeff", options=OPTIONS), compiled()
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"_orig_mod"):
+        model.load_state_dict(wrapped.state_dict())  # type: ignore[attr-defined]
+    trainer(model, tmp_path, max_steps=1).save_model(str(tmp_path / "saved"))
+    loaded = type(model).from_pretrained(tmp_path / "saved")  # type: ignore[attr-defined]
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.slow
+def test_torch_compile_beside_the_model_compiled_in_place_keeps_our_graph(tmp_path: Path) -> None:
+    settings = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 1}
+    ours = trainer(compiled(), tmp_path, **settings)
+    ours.train()
     assert codes() == TRAINING
