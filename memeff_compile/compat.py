@@ -103,6 +103,18 @@ class _NamedFunction(str):
         return hash(self._function)
 
 
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Write ``text()`` into the structured trace of TORCH_TRACE; not called where that is unset."""
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "json"},
+        payload_fn=text,
+        expect_trace_id=False,
+    )
+
+
 def is_exporting() -> bool:
     """Return whether torch.export drives the capture."""
     return bool(torch.compiler.is_exporting())

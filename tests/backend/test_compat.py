@@ -130,6 +130,20 @@ def test_compile_id() -> None:
     assert compat.compile_id() == ""
 
 
+@probes("trace_artifact")
+def test_an_artifact_goes_into_the_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    def trace(name: str, metadata_fn: Any, *, payload_fn: Any, expect_trace_id: bool) -> None:
+        written.extend([name, metadata_fn()["name"], payload_fn()])
+
+    parameters = inspect.signature(torch._logging.trace_structured).parameters
+    assert {"metadata_fn", "payload_fn", "expect_trace_id"} <= set(parameters)
+    monkeypatch.setattr(torch._logging, "trace_structured", trace)
+    compat.trace_artifact("probe", lambda: "text")
+    assert written == ["artifact", "probe", "text"]
+
+
 def test_stack_traces_and_module_paths_are_recorded() -> None:
     def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         for node in calls(gm):
