@@ -46,7 +46,7 @@ def memeff(
         MemeffError: ``memeff.logits`` is ``none`` and another part of the model reads the logits.
     """
     chosen = Options.parse(mode, options)
-    _keep_transformers_losses_in_one_graph()
+    keep_transformers_losses_in_one_graph()
     pieces = compat.inputs_from_other_graphs(gm)
     _refuse_dropped(example_inputs, pieces)
     outcome = run(gm, PASSES, chosen)
@@ -119,7 +119,7 @@ def _patches(options: Options) -> dict[str, Any]:
     return options.inductor_patches()
 
 
-def _keep_transformers_losses_in_one_graph() -> None:
+def keep_transformers_losses_in_one_graph() -> None:
     """Keep a one-time warning of transformers from splitting a model and its loss.
 
     Classes without a ``loss_type`` (GPT-2) warn once, through a cached logger method, when their
@@ -132,4 +132,4 @@ def _keep_transformers_losses_in_one_graph() -> None:
         compat.ignore_while_tracing(warn_once)
 
 
-_keep_transformers_losses_in_one_graph()
+keep_transformers_losses_in_one_graph()

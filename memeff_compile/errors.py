@@ -10,6 +10,7 @@ from __future__ import annotations
 
 __all__ = [
     "DoubleBackwardError",
+    "ExplainError",
     "MemeffError",
     "OptionError",
     "StaleLogitsError",
@@ -45,3 +46,7 @@ class DoubleBackwardError(MemeffError, RuntimeError):
 
 class UnsupportedInputError(MemeffError, TypeError):
     """An op was called with a dtype, layout or setting that it cannot serve."""
+
+
+class ExplainError(MemeffError, ValueError):
+    """A model or setting that `explain` was asked about cannot be read, built or captured."""

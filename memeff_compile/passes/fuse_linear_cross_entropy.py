@@ -153,7 +153,7 @@ class FuseLinearCrossEntropy:
         call: dict[str, Any] = {
             "dtype": head.compute_dtype,
             "engine": op_folder.engine_for(hidden.device, head.compute_dtype),
-            "device_type": hidden.device.type,
+            "device_type": op_folder.where_it_runs(hidden.device).type,
             "workspace": info.options.linear_cross_entropy_workspace,
             "has_softcap": any(s.kind == "tanh" for s in match.tails[0].chain.steps),
             "training": training,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -9,6 +12,28 @@ import torch
 
 # H100 and H200; also what the width rules assume where there is no GPU to ask.
 DEFAULT_PROCESSORS = 132
+
+_planned: ContextVar[torch.device | None] = ContextVar("planned device", default=None)
+
+
+@contextmanager
+def planned_for(device: torch.device) -> Iterator[None]:
+    """Answer questions about engines for `device`, which need not be here, wherever tensors are."""
+    token = _planned.set(device)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def where_it_runs(device: torch.device) -> torch.device:
+    """Return the device whose engines are asked about: `device`, or the one planned for."""
+    return _planned.get() or device
+
+
+def is_planned() -> bool:
+    """Say whether the device asked about may not be here."""
+    return _planned.get() is not None
 
 
 @lru_cache(maxsize=64)
