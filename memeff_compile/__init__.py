@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from memeff_compile.api import compile as compile
     from memeff_compile.api import reset as reset
     from memeff_compile.errors import OptionError as OptionError
+    from memeff_compile.explanation import Explanation as Explanation
+    from memeff_compile.explanation import explain as explain
     from memeff_compile.options import Options as Options
     from memeff_compile.report import graphs as graphs
     from memeff_compile.report import last_report as last_report
@@ -22,15 +24,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Explanation": "explanation",
     "OptionError": "errors",
     "Options": "options",
     "compile": "api",
+    "explain": "explanation",
     "graphs": "report",
     "last_report": "report",
     "reset": "api",
 }
 
-__all__ = ["OptionError", "Options", "__version__", "compile", "graphs", "last_report", "reset"]
+__all__ = [
+    "Explanation",
+    "OptionError",
+    "Options",
+    "__version__",
+    "compile",
+    "explain",
+    "graphs",
+    "last_report",
+    "reset",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -105,9 +105,8 @@ class _NamedFunction(str):
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Write ``text()`` into the structured trace of TORCH_TRACE; not called where that is unset."""
-    from torch._logging import trace_structured
-
-    trace_structured(
+    tracing: Any = torch._logging
+    tracing.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "json"},
         payload_fn=text,
@@ -345,10 +344,8 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def inductor_graphs(
-    gm: GraphModule, example_inputs: Sequence[Any]
-) -> tuple[Compiled, list[GraphModule]]:
-    """Return the graphs Inductor would compile for ``gm``, the forward first, and a callable.
+def inductor_graphs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphModule]:
+    """Return the graphs Inductor would compile for ``gm``, the forward first.
 
     They are AOTAutograd's, decomposed and partitioned as Inductor asks; no code is generated.
     """
@@ -364,5 +361,6 @@ def inductor_graphs(
 
     patches = {"pattern_matcher": False, "force_disable_caches": True}
     with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
-        compiled: Any = compile_fx(gm, example_inputs, inner_compile=keep, config_patches=patches)
-    return cast("Compiled", compiled), graphs
+        inner: Any = keep
+        compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+    return graphs

@@ -24,15 +24,7 @@ from ..options import Options
 from ..passes import PASSES
 from ..passes.pipeline import run
 from ..report import GraphReport
-from .sizes import BATCH, LENGTH
-
-
-@dataclass
-class Sizes:
-    """Batch and length of a call; the length is 1 where the inputs have one dimension."""
-
-    batch: int
-    length: int
+from .sizes import BATCH, LENGTH, Sizes
 
 
 @dataclass
@@ -85,8 +77,10 @@ def capture(
     sizes: Sizes,
     options: Options,
     device: str,
+    *,
+    compare: bool = True,
 ) -> Capture:
-    """Capture a call of ``model`` without and with the passes.
+    """Capture a call of ``model`` with the passes and, to ``compare``, without them.
 
     Raises:
         ExplainError: the call fails, or Dynamo captured no graph.
@@ -99,29 +93,50 @@ def capture(
     def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         found.names.update(_names(gm))
         found.parameters.append(_parameters(gm, example_inputs))
-        unchanged, before = compat.inductor_graphs(copy.deepcopy(gm), example_inputs)
-        found.before.append(_pair(before))
+        if device != "cpu":
+            _attend_as_a_gpu_does(gm)
+        unchanged = copy.deepcopy(gm)
+        if compare:
+            found.before.append(_pair(compat.inductor_graphs(copy.deepcopy(gm), example_inputs)))
         with planned_for(torch.device(device)):
             found.reports.append(run(gm, PASSES, options).report)
-        _, after = compat.inductor_graphs(gm, example_inputs)
-        found.after.append(_pair(after))
-        return unchanged
+        found.after.append(_pair(compat.inductor_graphs(gm, example_inputs)))
+        return unchanged.forward
 
     backend.keep_transformers_losses_in_one_graph()
     with mode, compat.fresh_capture():
         try:
-            torch.compile(copied, backend=keep)(*given, **named)
+            compiled: Callable[..., Any] = torch.compile(copied, backend=keep)
+            compiled(*given, **named)
         except MemeffError:
             raise
         except Exception as error:
             raise ExplainError(_why_it_failed(model, error)) from error
-    if not found.before:
+    if not found.after:
         raise ExplainError(
             f"{_name(model)} ran without a graph being captured, so there is nothing to plan. "
             "A torch.compiler.disable around its forward, or a forward without tensor "
             "operations, does that."
         )
     return found
+
+
+def _attend_as_a_gpu_does(gm: GraphModule) -> None:
+    """Take dropout out of fused attention: on a CPU it means the unfused one, on a GPU it does not.
+
+    A GPU draws dropout inside its attention kernel and keeps a seed, no mask.
+    """
+    for module in gm.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if node.target is torch.nn.functional.scaled_dot_product_attention:
+                node.args = (
+                    (*node.args[:4], 0.0, *node.args[5:]) if len(node.args) > 4 else node.args
+                )
+                if "dropout_p" in node.kwargs:
+                    node.kwargs = {**node.kwargs, "dropout_p": 0.0}
+        module.recompile()
 
 
 def _pair(graphs: Sequence[GraphModule]) -> Graphs:

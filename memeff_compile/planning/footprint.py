@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
@@ -28,14 +29,23 @@ PERSISTENT = ("block gradients", "other gradients", "activations", "inputs")
 
 @dataclass(frozen=True)
 class Place:
-    """A stretch of a step: a phase, and the block that runs, counted from the nearer end."""
+    """A stretch of a step: a phase, the block that runs, and the end of the model it is near."""
 
     phase: str
     graph: int
     where: str
+    end: str
 
     def __str__(self) -> str:
         return f"{self.phase}, {self.where}"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a captured model."""
+
+    stack: Stack
+    index: int
 
 
 @dataclass
@@ -100,24 +110,27 @@ def footprint(
     """Return the moments of a step at the model's full depth.
 
     Args:
-        captures: the whole model, or the model at its small and its large depth.
+        captures: the whole model, or the model at its small and its large depth; what a block
+            adds is read off the graphs with the passes, which leave blocks alone.
         stacks: the lists of blocks that were shortened.
         after: with the passes, or without.
     """
     vocabulary = vocabularies(captures[-1].reports)
-    runs = []
-    for place, captured in enumerate(captures):
-        depths = {s.path: s.large if place else s.small for s in stacks}
-        replayed = _Replay(captured, scale, depths, vocabulary, transient)
-        runs.append(replayed.run(captured.after if after else captured.before))
+
+    def replayed(captured: Capture, is_large: bool, graphs: Sequence[Graphs]) -> Run:
+        depths = {s.path: s.large if is_large else s.small for s in stacks}
+        return _Replay(captured, scale, stacks, depths, vocabulary, transient).run(graphs)
+
+    small = replayed(captures[0], False, captures[0].after)
+    deep = replayed(captures[-1], True, captures[-1].after)
+    wanted = deep if after else replayed(captures[-1], True, captures[-1].before)
     rest = stacks[0].rest if stacks else 0
-    small, large = runs[0], runs[-1]
     moments: list[Moment] = []
-    for place, stretch in large.stretches.items():
-        slope = _slope(place, small, large)
+    for place, stretch in wanted.stretches.items():
+        slope = _slope(place, small, deep)
         for parts in stretch.peaks:
             moments.append(Moment(str(place), _deepened(parts, slope, rest)))
-    kept = _deepened(large.kept, _difference(large.kept, small.kept), rest)
+    kept = _deepened(wanted.kept, _difference(deep.kept, small.kept), rest)
     return Footprint(facts, tuple(_undominated(moments, scale)), kept)
 
 
@@ -139,13 +152,11 @@ def _slope(place: Place, small: Run, large: Run) -> Parts:
     A middle block exists at the large depth only; the ends on its side grow as it does.
     """
     if place not in small.stretches:
-        side = "first" if "first" in place.where else "last"
-        alike = [
-            p
-            for p in small.stretches
-            if (p.phase, p.graph) == (place.phase, place.graph) and side in p.where
-        ]
-        place = alike[0] if alike else next(iter(small.stretches))
+        key = (place.phase, place.graph, place.end)
+        alike = [p for p in small.stretches if (p.phase, p.graph, p.end) == key]
+        place = alike[0] if alike else place
+    if place not in small.stretches or place not in large.stretches:
+        return {}
     return _difference(large.stretches[place].entry, small.stretches[place].entry)
 
 
@@ -163,12 +174,14 @@ class _Replay:
         self,
         captured: Capture,
         scale: Scale,
+        stacks: Sequence[Stack],
         depths: Mapping[str, int],
         vocabulary: frozenset[int],
         transient: Transient,
     ) -> None:
         self.captured = captured
         self.scale = scale
+        self.stacks = stacks
         self.depths = depths
         self.vocabulary = vocabulary
         self.transient = transient
@@ -284,7 +297,7 @@ class _Replay:
 
     def _part_of_size(self, node: Node, otherwise: str) -> str:
         for tensor in tensors_in(node.meta.get("val")):
-            sizes = [compat_size for compat_size in tensor.shape if isinstance(compat_size, int)]
+            sizes = [size for size in tensor.shape if isinstance(size, int)]
             is_symbolic = len(sizes) < tensor.dim()
             rows = self.scale.elements(tensor).free_symbols
             if (is_symbolic or rows) and self.vocabulary & set(sizes):
@@ -329,10 +342,10 @@ class _Replay:
         place: Place | None = None
         stretches: dict[Place, list[Parts]] = {}
         best: dict[Place, list[tuple[int, int]]] = {}
-        block: tuple[str, int] | None = None
+        block: Block | None = None
         for step in steps:
-            block, where = self._where(step.kernel.nodes, block, phase)
-            here = Place(phase, number, where)
+            block, where = self._where(step.kernel.nodes, block)
+            here = Place(phase, number, where, self._end(block))
             if here != place and here not in self.found.stretches:
                 entry = self._parts(step, before, part_of)
                 self.found.stretches[here] = Stretch(entry, [])
@@ -361,37 +374,36 @@ class _Replay:
             parts = _plus(parts, part, total)
         return _plus(parts, "loss workspace", step.transient) if step.transient else parts
 
-    def _where(
-        self, nodes: Sequence[Node], block: tuple[str, int] | None, phase: str
-    ) -> tuple[tuple[str, int] | None, str]:
+    def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, str]:
         """Return the block that runs (the last one seen, between blocks) and a place's name."""
         for node in nodes:
             seen = self._block_of(node)
             if seen is not None:
-                return seen, self._name(*seen)
-            if _module_path(node) is not None and block is not None and self._is_outside(node):
-                return block, f"after {self._name(*block)}"
+                return seen, self._name(seen)
+            if block is not None and _module_path(node) is not None:
+                return block, f"outside the blocks, next to {self._name(block)}"
         if block is None:
-            return None, "before the blocks" if self.depths else "the whole model"
-        return block, self._name(*block)
+            return None, "outside the blocks" if self.stacks else "the whole model"
+        return block, self._name(block)
 
-    def _name(self, path: str, index: int) -> str:
-        depth = self.depths[path]
-        if 2 * index < depth:
-            return f"{path}, block {index + 1} from the first"
-        return f"{path}, block {depth - index} from the last"
+    def _end(self, block: Block | None) -> str:
+        if block is None:
+            return "first"
+        return "first" if 2 * block.index < self.depths[block.stack.path] else "last"
 
-    def _block_of(self, node: Node) -> tuple[str, int] | None:
-        path = _module_path(node)
-        for stack in self.depths:
-            match = re.match(rf"{re.escape(stack)}\.(\d+)(\.|$)", path or "")
-            if match:
-                return stack, int(match[1])
-        return None
+    def _name(self, block: Block) -> str:
+        """Return the block's path in the model at its full depth."""
+        hidden = block.stack.depth - self.depths[block.stack.path]
+        index = block.index + (hidden if self._end(block) == "last" else 0)
+        return f"{block.stack.path}.{index}"
 
-    def _is_outside(self, node: Node) -> bool:
+    def _block_of(self, node: Node) -> Block | None:
         path = _module_path(node) or ""
-        return not any(path.startswith(f"{stack}.") for stack in self.depths)
+        for stack in self.stacks:
+            match = re.match(rf"{re.escape(stack.path)}\.(\d+)(\.|$)", path)
+            if match:
+                return Block(stack, int(match[1]))
+        return None
 
 
 def _plus(parts: Parts, name: str, formula: sympy.Expr) -> Parts:
@@ -420,12 +432,11 @@ def op_transient(scale: Scale, device: str) -> Transient:
             return sympy.Integer(0)
         arguments = _arguments(node)
         hidden, weight = arguments["hidden"].meta["val"], arguments["weight"].meta["val"]
-        rows = scale.elements(hidden) / scale.elements(hidden[..., 0:0].new_empty(hidden.shape[-1]))
         vocab, depth = (int(size) for size in weight.shape)
         with op_folder.planned_for(torch.device(device)):
             engine = op_folder.engine_for(hidden.device, hidden.dtype)
         return op_folder.bytes_after(
-            rows,
+            scale.rows(hidden),
             depth,
             vocab,
             dtype=hidden.dtype,
@@ -439,7 +450,7 @@ def op_transient(scale: Scale, device: str) -> Transient:
     return transient
 
 
-def _arguments(node: Node) -> dict[str, object]:
+def _arguments(node: Node) -> dict[str, Any]:
     schema = node.target._schema  # type: ignore[union-attr]
     named = {a.name: value for a, value in zip(schema.arguments, node.args, strict=False)}
     return {**named, **node.kwargs}

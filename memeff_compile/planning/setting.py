@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -31,6 +32,9 @@ OPTIMIZER_STATES: Mapping[str, int] = {"adamw": 2, "sgd": 0, "none": 0}
 """How many values per parameter an optimizer keeps; SGD without momentum keeps none."""
 
 LOG_PROBABILITY_BYTES = 4
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 @dataclass(frozen=True)
@@ -220,3 +224,21 @@ def largest_batch(candidates: Sequence[Moment], length: int, memory: int) -> int
         else:
             high = middle
     return low
+
+
+def read_memory(memory: str | int) -> int:
+    """Return bytes: 80GB is 80e9 bytes, 80GiB is 80 * 2**30.
+
+    Raises:
+        ExplainError: it is no size.
+
+    Example: read_memory("80GB") == 80_000_000_000.
+    """
+    if isinstance(memory, int) and memory > 0:
+        return memory
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+        raise ExplainError(
+            f"memory is {memory!r}; a number of bytes or a size such as 80GB, 79.3GiB is needed."
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -23,6 +23,14 @@ BATCH, LENGTH = sympy.symbols("B L", integer=True, positive=True)
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Batch (per GPU) and length of a call; the length is 1 where inputs have one dimension."""
+
+    batch: int
+    length: int
+
+
+@dataclass(frozen=True)
 class Size:
     """Bytes: the formula, and its value at each point of the scale."""
 
@@ -54,6 +62,11 @@ class Scale:
     def elements(self, tensor: torch.Tensor) -> sympy.Expr:
         """Return the number of elements as a formula."""
         return reduce(lambda a, b: a * b, map(self._dimension, tensor.shape), sympy.Integer(1))
+
+    def rows(self, tensor: torch.Tensor) -> sympy.Expr:
+        """Return the number of rows: the elements of all dimensions but the last."""
+        sizes = map(self._dimension, tensor.shape[:-1])
+        return reduce(lambda a, b: a * b, sizes, sympy.Integer(1))
 
     def _dimension(self, size: int | torch.SymInt) -> sympy.Expr:
         """Return a size; one that depends on data is taken to be as large as the batch's tokens."""

@@ -238,9 +238,9 @@ class Timeline:
             for node in kernel.nodes:
                 for buffer in self.reads[node]:
                     readers[buffer].append(node)
-        for node in self.outputs():
-            if node is not None:
-                last[self.base[node]] = len(self.kernels)
+        for output in self.outputs():
+            if output is not None:
+                last[self.base[output]] = len(self.kernels)
         self.last_read, self.readers = last, readers
 
     # --- the replay -------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class _Fusion:
         return node
 
     def _ancestors_behind_a_library_call(self) -> dict[Node, int]:
-        """Return, per node, the set (as bits) of ancestors that a library call separates from it."""
+        """Return, per node, the ancestors (as bits) that a library call separates from it."""
         line = self._line
         every: dict[Node, int] = {}
         behind: dict[Node, int] = {}
