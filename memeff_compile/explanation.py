@@ -77,7 +77,7 @@ def explain(
     return Explanation(
         name=getattr(model, "__name__", type(model).__name__),
         sizes=sizes,
-        vocabulary=max(vocabularies(reports), default=0),
+        vocabulary=max(vocabularies(captures[-1]), default=0),
         before=before,
         after=after,
         report=Report(tuple(reports)),

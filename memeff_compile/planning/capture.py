@@ -26,6 +26,8 @@ from ..passes.pipeline import run
 from ..report import GraphReport
 from .sizes import BATCH, LENGTH, Sizes
 
+LOSSES = frozenset({"cross_entropy", "log_softmax", "nll_loss", "logsumexp"})
+
 
 @dataclass
 class Graphs:
@@ -43,6 +45,7 @@ class Capture:
         before, after: one entry per graph that Dynamo captured, in the order in which they run.
         parameters: per graph, the path of the parameter behind each placeholder, else "".
         reports: what the passes did to each graph.
+        classes: the number of classes of every loss, rewritten or not.
         names: Dynamo's symbols -> batch and length.
     """
 
@@ -50,6 +53,7 @@ class Capture:
     after: list[Graphs] = field(default_factory=list)
     parameters: list[list[str]] = field(default_factory=list)
     reports: list[GraphReport] = field(default_factory=list)
+    classes: set[int] = field(default_factory=set)
     names: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
 
 
@@ -93,6 +97,7 @@ def capture(
     def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         found.names.update(_names(gm))
         found.parameters.append(_parameters(gm, example_inputs))
+        found.classes |= _classes(gm)
         if device != "cpu":
             _attend_as_a_gpu_does(gm)
         unchanged = copy.deepcopy(gm)
@@ -241,6 +246,22 @@ def _parameters(gm: GraphModule, example_inputs: Sequence[Any]) -> list[str]:
         compat.source_name(node) if isinstance(value, nn.Parameter) else ""
         for node, value in zip(_placeholders(gm), example_inputs, strict=True)
     ]
+
+
+def _classes(gm: GraphModule) -> set[int]:
+    """Return the sizes of the class dimension of what enters a loss."""
+    found: set[int] = set()
+    for module in gm.modules():
+        nodes = module.graph.nodes if isinstance(module, GraphModule) else ()
+        for node in nodes:
+            name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+            if name not in LOSSES or not node.args or not isinstance(node.args[0], Node):
+                continue
+            value = compat.example_value(node.args[0])
+            if isinstance(value, torch.Tensor) and value.dim() > 1:
+                sizes = [size for size in (value.shape[1], value.shape[-1]) if type(size) is int]
+                found |= set(sizes[-1:])
+    return found
 
 
 def _names(gm: GraphModule) -> dict[sympy.Symbol, sympy.Symbol]:

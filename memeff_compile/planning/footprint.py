@@ -14,7 +14,6 @@ from torch.fx import Node
 
 from ..kernels import linear_cross_entropy as op_folder
 from ..passes.graph_info import clean_module_path
-from ..report import GraphReport
 from .capture import Capture, Graphs
 from .depth import Stack
 from .setting import Facts, Footprint, Moment
@@ -93,9 +92,10 @@ def facts_of(model: object, stacks: Sequence[Stack]) -> Facts:
     )
 
 
-def vocabularies(reports: Sequence[GraphReport]) -> frozenset[int]:
-    """Return the vocabulary sizes that the passes saw, rewritten or declined."""
-    return frozenset(r.sizes["V"] for g in reports for r in g.records if "V" in r.sizes)
+def vocabularies(captured: Capture) -> frozenset[int]:
+    """Return the vocabulary sizes of the losses, rewritten or not."""
+    seen = (r.sizes["V"] for g in captured.reports for r in g.records if "V" in r.sizes)
+    return frozenset({*seen, *captured.classes})
 
 
 def footprint(
@@ -115,7 +115,7 @@ def footprint(
         stacks: the lists of blocks that were shortened.
         after: with the passes, or without.
     """
-    vocabulary = vocabularies(captures[-1].reports)
+    vocabulary = vocabularies(captures[-1])
 
     def replayed(captured: Capture, is_large: bool, graphs: Sequence[Graphs]) -> Run:
         depths = {s.path: s.large if is_large else s.small for s in stacks}

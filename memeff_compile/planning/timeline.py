@@ -134,7 +134,8 @@ class Timeline:
     def outputs(self) -> list[Node | None]:
         """Return the graph's outputs, None for one that is no node."""
         values = self.nodes[-1].args[0]
-        assert isinstance(values, (tuple, list))
+        if not isinstance(values, (tuple, list)):
+            values = (values,)
         return [value if isinstance(value, Node) else None for value in values]
 
     # --- what is stored ---------------------------------------------------------------------------
