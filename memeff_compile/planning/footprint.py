@@ -18,7 +18,7 @@ from .capture import Capture, Graphs
 from .depth import Stack
 from .setting import Facts, Footprint, Moment
 from .sizes import Scale, Size, tensors_in
-from .timeline import Step, Timeline, Transient, op_name
+from .timeline import Step, Timeline, Transient, called_op, op_name
 
 Parts = dict[str, sympy.Expr]
 
@@ -426,31 +426,43 @@ def _module_path(node: Node) -> str | None:
 
 def op_transient(scale: Scale, device: str) -> Transient:
     """Return a function that says what an op of ours holds while it runs, beside its results."""
+    known = {
+        "linear_cross_entropy": _loss_transient,
+        "linear_cross_entropy_backward": _loss_transient,
+    }
 
     def transient(node: Node) -> sympy.Expr:
-        if not op_name(node).startswith("linear_cross_entropy"):
+        op = called_op(node)
+        if getattr(op, "namespace", "") != "memeff":
             return sympy.Integer(0)
-        arguments = _arguments(node)
-        hidden, weight = arguments["hidden"].meta["val"], arguments["weight"].meta["val"]
-        vocab, depth = (int(size) for size in weight.shape)
+        name = op._schema.name.rpartition("::")[2]  # type: ignore[attr-defined]
         with op_folder.planned_for(torch.device(device)):
-            engine = op_folder.engine_for(hidden.device, hidden.dtype)
-        return op_folder.bytes_after(
-            scale.rows(hidden),
-            depth,
-            vocab,
-            dtype=hidden.dtype,
-            engine=engine,
-            device_type=device,
-            workspace=int(arguments.get("workspace") or 0),
-            has_softcap=bool(arguments.get("softcap")),
-            training="backward" in op_name(node),
-        )
+            return known[name](scale, device, name, _arguments(node))
 
     return transient
 
 
+def _loss_transient(
+    scale: Scale, device: str, name: str, arguments: Mapping[str, Any]
+) -> sympy.Expr:
+    hidden, weight = arguments["hidden"].meta["val"], arguments["weight"].meta["val"]
+    vocab, depth = (int(size) for size in weight.shape)
+    return op_folder.bytes_after(
+        scale.rows(hidden),
+        depth,
+        vocab,
+        dtype=hidden.dtype,
+        engine=op_folder.engine_for(hidden.device, hidden.dtype),
+        device_type=device,
+        workspace=arguments["workspace"],
+        has_softcap=bool(arguments["softcap"]),
+        training=name.endswith("backward"),
+    )
+
+
 def _arguments(node: Node) -> dict[str, Any]:
-    schema = node.target._schema  # type: ignore[union-attr]
-    named = {a.name: value for a, value in zip(schema.arguments, node.args, strict=False)}
-    return {**named, **node.kwargs}
+    """Return the arguments of a call of ours by name."""
+    op: Any = called_op(node)
+    given = node.args[1:] if op is node.args[0] else node.args
+    named = zip((argument.name for argument in op._schema.arguments), given, strict=False)
+    return {**dict(named), **node.kwargs}

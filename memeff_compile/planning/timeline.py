@@ -71,6 +71,17 @@ def kind_of(node: Node) -> str:
     return "reduction" if name in REDUCTIONS else "pointwise"
 
 
+def writes_to_an_input(node: Node) -> bool:
+    """Return whether an op writes to an argument: its result is then that memory, once nobody else
+    reads it."""
+    return getattr(node.target, "__name__", "").startswith("auto_functionalized")
+
+
+def called_op(node: Node) -> object:
+    """Return the op that a node calls, also where torch wrapped it because it writes."""
+    return node.args[0] if writes_to_an_input(node) else node.target
+
+
 def _is_view(node: Node) -> bool:
     if node.target is operator.getitem or op_name(node) in ("_unsafe_view", "view"):
         return True
@@ -302,7 +313,7 @@ class Timeline:
         live: Mapping[Node, Size],
         owned: Collection[Node],
     ) -> Node | None:
-        if self.kind[node] == "library":
+        if self.kind[node] == "library" and not writes_to_an_input(node):
             return None
         for buffer in free:
             is_same = buffer in live and live[buffer].formula == size.formula
