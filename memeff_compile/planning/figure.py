@@ -77,9 +77,9 @@ def _memory(axis: Any, bars: Bars) -> None:  # noqa: ANN401
 
 
 def _batches(axis: Any, tokens: Sequence[int], increase: float | None) -> None:  # noqa: ANN401
-    bars = axis.bar(COLUMNS, tokens, 0.6, color=COLOURS[1:])
+    bars = axis.bar(COLUMNS, [count / 1e6 for count in tokens], 0.6, color=COLOURS[1:])
     axis.bar_label(bars, [f"{count:,}" for count in tokens], fontsize=9)
     grows = "" if increase is None else f" ({increase:.1f} times)"
-    axis.set_ylabel(f"largest batch, tokens{grows}")
-    axis.set_ylim(0, 1.15 * max(*tokens, 1))
+    axis.set_ylabel(f"largest batch, million tokens{grows}")
+    axis.set_ylim(0, 1.15 * max(*tokens, 1) / 1e6)
     axis.spines[["top", "right"]].set_visible(False)
