@@ -103,7 +103,7 @@ def capture(
         unchanged = copy.deepcopy(gm)
         if compare:
             found.before.append(_pair(compat.inductor_graphs(copy.deepcopy(gm), example_inputs)))
-        with planned_for(torch.device(device)):
+        with planned_for(torch.device(device, 0)):
             found.reports.append(run(gm, PASSES, options).report)
         found.after.append(_pair(compat.inductor_graphs(gm, example_inputs)))
         return unchanged.forward

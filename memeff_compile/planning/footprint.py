@@ -436,7 +436,7 @@ def op_transient(scale: Scale, device: str) -> Transient:
         if getattr(op, "namespace", "") != "memeff":
             return sympy.Integer(0)
         name = op._schema.name.rpartition("::")[2]  # type: ignore[attr-defined]
-        with op_folder.planned_for(torch.device(device)):
+        with op_folder.planned_for(torch.device(device, 0)):
             return known[name](scale, device, name, _arguments(node))
 
     return transient

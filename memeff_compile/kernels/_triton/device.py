@@ -31,17 +31,16 @@ def where_it_runs(device: torch.device) -> torch.device:
     return _planned.get() or device
 
 
-def is_planned() -> bool:
-    """Say whether the device asked about may not be here."""
-    return _planned.get() is not None
-
-
-@lru_cache(maxsize=64)
 def can_run_kernels(index: int) -> bool:
     """Say whether our Triton kernels and fp32-output products run on CUDA device `index`.
 
-    They need triton and compute capability 8.0 or later.
+    They need triton and compute capability 8.0 or later, which a planned device is taken to have.
     """
+    return _planned.get() is not None or _can_run_kernels(index)
+
+
+@lru_cache(maxsize=64)
+def _can_run_kernels(index: int) -> bool:
     return find_spec("triton") is not None and torch.cuda.get_device_capability(index) >= (8, 0)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
-from memeff_compile.kernels._triton.device import can_run_kernels, is_planned, where_it_runs
+from memeff_compile.kernels._triton.device import can_run_kernels, where_it_runs
 from memeff_compile.kernels.linear_cross_entropy import reference
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs
 
@@ -255,8 +255,6 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
     device = where_it_runs(device)
     if device.type != "cuda" or dtype == torch.float64:
         return "reference"
-    if is_planned():
-        return "hybrid"
     index = torch.cuda.current_device() if device.index is None else device.index
     return "hybrid" if can_run_kernels(index) else "reference"
 
