@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from memeff_compile.api import compile as compile
     from memeff_compile.api import reset as reset
     from memeff_compile.errors import OptionError as OptionError
+    from memeff_compile.explanation import Explanation as Explanation
+    from memeff_compile.explanation import explain as explain
     from memeff_compile.functional import linear_cross_entropy as linear_cross_entropy
     from memeff_compile.options import Options as Options
     from memeff_compile.report import graphs as graphs
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Explanation": "explanation",
     "OptionError": "errors",
     "Options": "options",
     "compile": "api",
+    "explain": "explanation",
     "graphs": "report",
     "last_report": "report",
     "linear_cross_entropy": "functional",
@@ -33,10 +37,12 @@ _HOME = {
 }
 
 __all__ = [
+    "Explanation",
     "OptionError",
     "Options",
     "__version__",
     "compile",
+    "explain",
     "graphs",
     "last_report",
     "linear_cross_entropy",

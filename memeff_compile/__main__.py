@@ -1,4 +1,4 @@
-"""`python -m memeff_compile doctor | options | demo`."""
+"""`python -m memeff_compile doctor | explain | options | demo`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from memeff_compile.explain_command import add_arguments, run
+
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "train_tiny_llama.py"
 
 
@@ -16,6 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m memeff_compile", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what this machine can run, and what is missing")
+    explain = commands.add_parser("explain", help="what would happen to a model, and its memory")
+    add_arguments(explain)
     commands.add_parser("options", help="every option, as docs/options.md")
     commands.add_parser("demo", help="train a small Llama with and without the backend")
     command, rest = parser.parse_known_args(arguments)
@@ -23,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if command.command == "doctor":
         return _doctor()
+    if command.command == "explain":
+        return run(command)
     if command.command == "options":
         return _options()
     return _demo(rest)

@@ -48,7 +48,7 @@ def memeff(
         MemeffError: ``memeff.logits`` is ``none`` and another part of the model reads the logits.
     """
     chosen = Options.parse(mode, options)
-    _keep_transformers_losses_in_one_graph()
+    keep_transformers_losses_in_one_graph()
     pieces = compat.inputs_from_other_graphs(gm)
     _refuse_dropped(example_inputs, pieces)
     original = None if chosen.verify == "off" else keep(gm, chosen)
@@ -138,7 +138,7 @@ def _patches(options: Options) -> dict[str, Any]:
     return options.inductor_patches()
 
 
-def _keep_transformers_losses_in_one_graph() -> None:
+def keep_transformers_losses_in_one_graph() -> None:
     """Keep a one-time warning of transformers from splitting a model and its loss.
 
     Classes without a ``loss_type`` (GPT-2) warn once, through a cached logger method, when their
@@ -151,4 +151,4 @@ def _keep_transformers_losses_in_one_graph() -> None:
         compat.ignore_while_tracing(warn_once)
 
 
-_keep_transformers_losses_in_one_graph()
+keep_transformers_losses_in_one_graph()

@@ -121,6 +121,17 @@ class _NamedFunction(str):
         return hash(self._function)
 
 
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Write ``text()`` into the structured trace of TORCH_TRACE; not called where that is unset."""
+    tracing: Any = torch._logging
+    tracing.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "json"},
+        payload_fn=text,
+        expect_trace_id=False,
+    )
+
+
 def is_exporting() -> bool:
     """Return whether torch.export drives the capture."""
     return bool(torch.compiler.is_exporting())
@@ -400,3 +411,59 @@ def _find_fsdp2_owner(weight: torch.Tensor, states: Any) -> tuple[Any, Any]:
 
 def _nothing() -> None:
     return None
+
+
+# --- capturing without running ------------------------------------------------------------------
+
+
+def fake_mode() -> Any:
+    """Return a mode under which tensors have sizes and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def fresh_capture() -> Any:
+    """Return a context in which captures neither count towards, nor learn from, other compiles."""
+    from torch._dynamo import config
+
+    return config.patch(
+        recompile_limit=1 << 20,
+        accumulated_recompile_limit=1 << 20,
+        automatic_dynamic_shapes=False,
+    )
+
+
+def size_formula(size: Any) -> Any:
+    """Return a size as a sympy formula over Dynamo's symbols; adds no guard."""
+    import sympy
+
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Let Dynamo give a dimension a symbol, unless the model needs it fixed."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def inductor_graphs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphModule]:
+    """Return the graphs Inductor would compile for ``gm``, the forward first.
+
+    They are AOTAutograd's, decomposed and partitioned as Inductor asks; no code is generated.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    graphs: list[GraphModule] = []
+
+    def keep(graph: GraphModule, inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        forward: Callable[..., Any] = graph.forward
+        return forward
+
+    patches = {"pattern_matcher": False, "force_disable_caches": True}
+    with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
+        inner: Any = keep
+        compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+    return graphs

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 __all__ = [
     "DoubleBackwardError",
+    "ExplainError",
     "MemeffError",
     "OptionError",
     "StaleLogitsError",
@@ -50,3 +51,7 @@ class UnsupportedInputError(MemeffError, TypeError):
 
 class VerifyError(MemeffError, RuntimeError):
     """`memeff.verify` is 'raise', and a rewritten graph computed something else."""
+
+
+class ExplainError(MemeffError, ValueError):
+    """A model or setting that `explain` was asked about cannot be read, built or captured."""

@@ -164,7 +164,7 @@ class FuseLinearCrossEntropy:
         call: dict[str, Any] = {
             "dtype": head.compute_dtype,
             "engine": _engine_name(hidden, head.compute_dtype),
-            "device_type": hidden.device.type,
+            "device_type": op_folder.where_it_runs(hidden.device).type,
             "workspace": info.options.linear_cross_entropy_workspace,
             "has_softcap": any(s.kind == "tanh" for s in match.tails[0].chain.steps),
             "with_entropy": any(t.kind in ENTROPIES for t in match.tails),

@@ -19,7 +19,7 @@ from .. import compat
 from ..errors import StrictError
 from ..logits import DeferredOutput
 from ..options import Options
-from ..report import GraphReport, LogitsUse, Record
+from ..report import GraphReport, LogitsUse, Record, Report
 from . import defer_logits
 from .base import Decline, Done, Gain, GraphPass
 from .editor import Editor, EditRefused
@@ -27,6 +27,9 @@ from .graph_info import GraphInfo, ambient_region, clean_module_path
 from .render import render
 
 log = logging.getLogger(__name__)
+
+TRACE_NAME = "memeff_report"
+"""The name of a graph's report among the artifacts that TORCH_TRACE and tlparse show."""
 
 
 @dataclass
@@ -77,6 +80,7 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
         logits=LogitsUse() if state.deferred else None,
     )
     _log(report)
+    compat.trace_artifact(TRACE_NAME, lambda: Report((report,)).to_json(indent=2))
     _enforce_strict(options, report)
     return Outcome(report, state.changed, state.deferred)
 

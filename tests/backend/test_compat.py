@@ -182,6 +182,20 @@ def test_compile_id() -> None:
     assert compat.compile_id() == ""
 
 
+@probes("trace_artifact")
+def test_an_artifact_goes_into_the_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    def trace(name: str, metadata_fn: Any, *, payload_fn: Any, expect_trace_id: bool) -> None:
+        written.extend([name, metadata_fn()["name"], payload_fn()])
+
+    parameters = inspect.signature(torch._logging.trace_structured).parameters
+    assert {"metadata_fn", "payload_fn", "expect_trace_id"} <= set(parameters)
+    monkeypatch.setattr(torch._logging, "trace_structured", trace)
+    compat.trace_artifact("probe", lambda: "text")
+    assert written == ["artifact", "probe", "text"]
+
+
 def test_stack_traces_and_module_paths_are_recorded() -> None:
     def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         for node in calls(gm):
@@ -506,3 +520,34 @@ def test_private_names_of_torch_stand_in_compat_only() -> None:
         text = file.read_text()
         found |= set(re.findall(r"^\s*(?:from|import) (torch\._[\w.]+)", text, re.MULTILINE))
     assert found <= allowed, found - allowed
+
+
+# --- capturing without running --------------------------------------------------------------------
+
+
+@probes("fake_mode", "fresh_capture", "mark_dynamic", "size_formula", "inductor_graphs")
+def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
+    graphs: list[GraphModule] = []
+
+    def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        (x,) = (n for n in placeholders(gm) if compat.source_name(n) == "L['x']")
+        rows, columns = compat.example_value(x).shape
+        assert compat.size_formula(rows).is_Symbol
+        assert compat.size_formula(columns) == columns
+        graphs.extend(compat.inductor_graphs(gm, example_inputs))
+        return gm.forward
+
+    def function(x: Tensor, layer: nn.Module) -> Tensor:
+        return torch.relu(layer(x)).sum()
+
+    with torch._dynamo.config.patch(recompile_limit=1):  # none of the three counts against it
+        for width in (4, 3, 2):
+            with compat.fake_mode(), compat.fresh_capture():
+                layer, x = nn.Linear(width, 1 << 40), torch.empty(5, width)
+                compat.mark_dynamic(x, 0)
+                assert compat.is_fake(torch.compile(function, backend=keep)(x, layer))
+    assert len(graphs) == 6
+    forward, backward = graphs[-2:]
+    assert any("mm" in str(n.target) for n in forward.graph.nodes)
+    assert any(n.name.startswith("tangents") for n in backward.graph.nodes)
+    assert len(compat.output_node(backward.graph).args[0]) >= 2  # type: ignore[arg-type]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -11,13 +14,34 @@ import torch
 # H100 and H200; also what the width rules assume where there is no GPU to ask.
 DEFAULT_PROCESSORS = 132
 
+_planned: ContextVar[torch.device | None] = ContextVar("planned device", default=None)
 
-@lru_cache(maxsize=64)
+
+@contextmanager
+def planned_for(device: torch.device) -> Iterator[None]:
+    """Answer questions about engines for `device`, which need not be here, wherever tensors are."""
+    token = _planned.set(device)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def where_it_runs(device: torch.device) -> torch.device:
+    """Return the device whose engines are asked about: `device`, or the one planned for."""
+    return _planned.get() or device
+
+
 def can_run_kernels(index: int) -> bool:
     """Say whether our Triton kernels and fp32-output products run on CUDA device `index`.
 
-    They need triton and compute capability 8.0 or later.
+    They need triton and compute capability 8.0 or later, which a planned device is taken to have.
     """
+    return _planned.get() is not None or _can_run_kernels(index)
+
+
+@lru_cache(maxsize=64)
+def _can_run_kernels(index: int) -> bool:
     return find_spec("triton") is not None and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
@@ -50,5 +74,10 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]
 
 @lru_cache(maxsize=64)
 def has_tile_loads(index: int) -> bool:
-    """Say whether CUDA device `index` loads tiles by descriptor: capability 9.0 or later."""
+    """Say whether CUDA device `index` loads tiles by descriptor: capability 9.0 or later.
+
+    A planned device is taken to be one.
+    """
+    if _planned.get() is not None:
+        return True
     return can_run_kernels(index) and _cuda_capability(index) >= (9, 0)

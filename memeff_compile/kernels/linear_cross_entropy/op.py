@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
-from memeff_compile.kernels._triton.device import can_run_kernels, has_tile_loads
+from memeff_compile.kernels._triton.device import (
+    can_run_kernels,
+    has_tile_loads,
+    where_it_runs,
+)
 from memeff_compile.kernels.linear_cross_entropy import filters, fused, hybrid, reference, sorting
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
 from memeff_compile.kernels.linear_cross_entropy.tiles import is_minimal
@@ -287,6 +291,7 @@ def engine_for(device: torch.device, dtype: torch.dtype, depth: int = 8) -> str:
     Calls that ask for entropy or top, or hold a weight whose rows do not follow each other in
     memory, are served by "hybrid" where this says "fused".
     """
+    device = where_it_runs(device)
     if device.type != "cuda" or dtype == torch.float64:
         return "reference"
     index = torch.cuda.current_device() if device.index is None else device.index

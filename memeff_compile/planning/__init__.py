@@ -1,0 +1,6 @@
+"""Predicts the memory of a training step from its graphs, without running it.
+
+`capture` traces a model on fake tensors as the backend would, before and after the passes;
+`timeline` replays the buffers of a captured graph; `footprint` turns both into formulas in batch
+and length; `setting` says what fits a given memory. `memeff_compile.explain` is the door.
+"""

@@ -1,0 +1,85 @@
+"""The figure of a plan: figure 1 of arXiv 2411.09009, for the user's own model."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ExplainError
+
+COLOURS = ("#4c78a8", "#9a9a9a", "#e4572e")
+GIB = 1 << 30
+COLUMNS = ("without", "memeff")
+
+
+@dataclass(frozen=True)
+class Bars:
+    """What is drawn.
+
+    Args:
+        title: above both panels.
+        groups: bytes of each group, without the passes and with them, from the bottom up.
+        tokens: the largest batches in tokens, if a memory was given.
+        increase: how many times larger the second one is.
+    """
+
+    title: str
+    groups: Mapping[str, tuple[int, int]]
+    tokens: Sequence[int] | None = None
+    increase: float | None = None
+
+
+def draw(bars: Bars, path: Path) -> None:
+    """Draw memory without and with the passes, and the largest batches where there are any.
+
+    Raises:
+        ExplainError: matplotlib is not installed.
+    """
+    pyplot = _pyplot()
+    panels = 1 if bars.tokens is None else 2
+    figure, axes = pyplot.subplots(1, panels, figsize=(1 + 4 * panels, 3.6), squeeze=False)
+    _memory(axes[0][0], bars)
+    if bars.tokens is not None:
+        _batches(axes[0][1], bars.tokens, bars.increase)
+    figure.suptitle(bars.title, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:  # noqa: ANN401 - matplotlib has no types
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise ExplainError(
+            "A figure needs matplotlib, which is not installed: pip install matplotlib. "
+            "The table and --json need nothing more."
+        ) from error
+    matplotlib.use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
+
+
+def _memory(axis: Any, bars: Bars) -> None:  # noqa: ANN401
+    bottoms = [0.0, 0.0]
+    for (group, sizes), colour in zip(bars.groups.items(), COLOURS, strict=True):
+        heights = [size / GIB for size in sizes]
+        axis.bar(COLUMNS, heights, 0.6, bottom=bottoms, label=group, color=colour)
+        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
+    for place, total in enumerate(bottoms):
+        axis.text(place, total, f"{total:.1f} GiB", ha="center", va="bottom", fontsize=9)
+    axis.set_ylabel("memory per GPU, GiB")
+    axis.set_ylim(0, 1.15 * max(bottoms))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def _batches(axis: Any, tokens: Sequence[int], increase: float | None) -> None:  # noqa: ANN401
+    bars = axis.bar(COLUMNS, [count / 1e6 for count in tokens], 0.6, color=COLOURS[1:])
+    axis.bar_label(bars, [f"{count:,}" for count in tokens], fontsize=9)
+    grows = "" if increase is None else f" ({increase:.1f} times)"
+    axis.set_ylabel(f"largest batch, million tokens{grows}")
+    axis.set_ylim(0, 1.15 * max(*tokens, 1) / 1e6)
+    axis.spines[["top", "right"]].set_visible(False)

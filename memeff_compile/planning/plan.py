@@ -1,0 +1,155 @@
+"""A plan: the memory of a step under one setting, as text, as plain values and as a figure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sympy
+
+from ..report import format_bytes
+from .figure import Bars, draw
+from .setting import GROUPS, Moment, Setting
+from .sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two columns of a plan: without the passes, or with them.
+
+    Args:
+        peak: bytes on one GPU at the largest moment.
+        groups: the same, as weights + optimizer, activations and logits.
+        moment: which moment it is, with its parts as formulas.
+        largest_batch: the largest batch per GPU that fits, or None without a memory.
+    """
+
+    peak: int
+    groups: Mapping[str, int]
+    moment: Moment
+    largest_batch: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The memory of a step under one setting, without and with the passes.
+
+    Args:
+        name: of the model.
+        sizes: batch per GPU and length.
+        setting: how it is trained.
+        memory: bytes of one GPU, or None.
+        before, after: the two columns.
+    """
+
+    name: str
+    sizes: Sizes
+    setting: Setting
+    memory: int | None
+    before: Side
+    after: Side
+
+    @property
+    def increase(self) -> float | None:
+        """How many times larger the largest batch is with the passes."""
+        if not self.before.largest_batch or self.after.largest_batch is None:
+            return None
+        return self.after.largest_batch / self.before.largest_batch
+
+    def __str__(self) -> str:
+        rows = [("", "without", "with memeff")]
+        for group in GROUPS:
+            values = [format_bytes(side.groups[group]) for side in self._sides()]
+            rows.append((group, values[0], values[1]))
+        rows.append(("peak", format_bytes(self.before.peak), format_bytes(self.after.peak)))
+        if self.memory is not None:
+            before, after = self._sides()
+            rows.append(("largest batch per GPU", self._fits(before), self._fits(after)))
+            if self.setting.gpus > 1:
+                label = f"tokens on {self.setting.gpus} GPUs"
+                rows.append((label, self._tokens(before), self._tokens(after)))
+        lines = [self.heading(), ""]
+        lines += [f"  {label:<24}{a:>16}{b:>16}" for label, a, b in rows]
+        if self.increase is not None:
+            lines += ["", f"  The largest batch grows {self.increase:.1f} times."]
+        for label, side in (("without", self.before), ("with memeff", self.after)):
+            formula = f"{label}: {side.moment.place}: {_formula(side.moment)}"
+            lines += ["", *(f"  {line}" for line in textwrap.wrap(formula, 94))]
+        return "\n".join(lines)
+
+    def _sides(self) -> tuple[Side, Side]:
+        return self.before, self.after
+
+    def _fits(self, side: Side) -> str:
+        return f"{side.largest_batch:,}" if side.largest_batch else "none fits"
+
+    def _tokens(self, side: Side) -> str:
+        return f"{self._token_count(side):,}"
+
+    def _token_count(self, side: Side) -> int:
+        return (side.largest_batch or 0) * self.sizes.length * self.setting.gpus
+
+    def heading(self) -> str:
+        """Return model, sizes and setting in one line."""
+        given = self.setting
+        where = "one GPU" if given.gpus == 1 else f"each of {given.gpus} GPUs"
+        if given.sharding == "fsdp":
+            where += ", FSDP"
+        optimizer = {"none": "no optimizer"}.get(given.optimizer, given.optimizer)
+        counted = ", counted as in the paper" if given.accounting == "paper" else ""
+        master = ", fp32 master weights" if given.master_weights else ""
+        room = "" if self.memory is None else f", {format_bytes(self.memory)} each"
+        return (
+            f"{self.name}, batch {self.sizes.batch} x length {self.sizes.length} on {where}{room}, "
+            f"{optimizer}{master}{counted}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values; formulas are strings in B (batch per GPU) and L."""
+
+        def column(side: Side) -> dict[str, Any]:
+            return {
+                "peak_bytes": side.peak,
+                "bytes": dict(side.groups),
+                "moment": side.moment.place,
+                "formula": str(sympy.expand(side.moment.total)),
+                "parts": {name: str(part) for name, part in side.moment.parts.items()},
+                "largest_batch_per_gpu": side.largest_batch,
+            }
+
+        return {
+            "batch_per_gpu": self.sizes.batch,
+            "length": self.sizes.length,
+            "setting": vars(self.setting),
+            "memory_bytes": self.memory,
+            "without": column(self.before),
+            "with": column(self.after),
+            "increase_of_largest_batch": self.increase,
+        }
+
+    def save_figure(self, path: str | Path) -> None:
+        """Draw the two columns as stacked bars, and the largest batches if a memory was given.
+
+        Raises:
+            ExplainError: matplotlib is not installed.
+        """
+        before, after = self._sides()
+        tokens = None
+        if before.largest_batch is not None:
+            tokens = [self._token_count(side) for side in self._sides()]
+        groups = {name: (before.groups[name], after.groups[name]) for name in GROUPS}
+        title = "\n".join(textwrap.wrap(f"{self.heading()}; predicted by explain", 100))
+        draw(Bars(title, groups, tokens, self.increase), Path(path))
+
+
+def _formula(moment: Moment) -> str:
+    """Return a moment's bytes as a formula, group by group."""
+    texts = []
+    for group, names in GROUPS.items():
+        parts = [moment.parts[name] for name in names if name in moment.parts]
+        if parts:
+            texts.append(f"{sympy.expand(sum(parts, sympy.Integer(0)))} ({group})")
+    return " + ".join(texts)

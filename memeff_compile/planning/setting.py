@@ -1,0 +1,244 @@
+"""What fits: plain arithmetic from a model's footprint, an optimizer, a memory and GPUs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import sympy
+
+from ..errors import ExplainError
+from .sizes import BATCH, LENGTH
+
+Parts = Mapping[str, sympy.Expr]
+Accounting = Literal["peak", "paper"]
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "weights + optimizer": (
+        "weights",
+        "master weights",
+        "optimizer state",
+        "block gradients",
+        "other gradients",
+    ),
+    "activations": ("activations", "inputs", "working"),
+    "logits": ("logits", "loss workspace"),
+}
+"""The three bars of the figure, and the parts of a moment that each of them holds."""
+
+OPTIMIZER_STATES: Mapping[str, int] = {"adamw": 2, "sgd": 0, "none": 0}
+"""How many values per parameter an optimizer keeps; SGD without momentum keeps none."""
+
+LOG_PROBABILITY_BYTES = 4
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Bytes of a model that do not depend on batch and length.
+
+    Args:
+        weights: all parameters, tied ones once.
+        block_weights: those in repeated blocks, which FSDP gathers block by block.
+        largest_block: of one block.
+        buffers: all buffers.
+        parameters: number of values in the parameters.
+        trained, trained_bytes: number and bytes of those that get a gradient.
+    """
+
+    weights: int
+    block_weights: int
+    largest_block: int
+    buffers: int
+    parameters: int
+    trained: int
+    trained_bytes: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment that can be the peak: where it is, and what exists then beside the weights."""
+
+    place: str
+    parts: Parts
+
+    @property
+    def total(self) -> sympy.Expr:
+        """All parts together."""
+        return sum(self.parts.values(), sympy.Integer(0))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of a step, with or without the passes.
+
+    Args:
+        facts: bytes of weights.
+        moments: every moment that is the peak for some batch and length.
+        kept: what the forward keeps for the backward and the caller.
+    """
+
+    facts: Facts
+    moments: tuple[Moment, ...]
+    kept: Parts
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is trained.
+
+    Args:
+        optimizer: "adamw" (two values per parameter), "sgd" (none), or "none": no optimizer.
+        master_weights: fp32 copies of 16-bit weights, with optimizer state in fp32.
+        gpus: number of GPUs.
+        sharding: "fsdp" shards weights, gradients and optimizer state over the GPUs; "none" gives
+            every GPU all of them, as DDP does.
+        accounting: "peak" counts every buffer at the worst moment; "paper" counts what figure 1 of
+            arXiv 2411.09009 counts: weights, gradients and optimizer state, what the layers keep,
+            and log-probabilities in fp32, which ours leaves out.
+    """
+
+    optimizer: str = "adamw"
+    master_weights: bool = False
+    gpus: int = 1
+    sharding: str = "none"
+    accounting: Accounting = "peak"
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZER_STATES:
+            _refuse("optimizer", self.optimizer, OPTIMIZER_STATES)
+        if self.sharding not in ("none", "fsdp"):
+            _refuse("sharding", self.sharding, ("none", "fsdp"))
+        if self.accounting not in ("peak", "paper"):
+            _refuse("accounting", self.accounting, ("peak", "paper"))
+        if self.gpus < 1:
+            raise ExplainError(f"gpus is {self.gpus}; at least 1 is needed.")
+
+    @property
+    def shards(self) -> int:
+        """Over how many GPUs weights are spread."""
+        return self.gpus if self.sharding == "fsdp" else 1
+
+
+def _refuse(name: str, value: str, known: Mapping[str, int] | Sequence[str]) -> None:
+    raise ExplainError(f"{name} is {value!r}; it can be {', '.join(map(repr, known))}.")
+
+
+def resident(facts: Facts, setting: Setting) -> dict[str, sympy.Expr]:
+    """Return what exists all the time, on one GPU, in bytes."""
+    states = OPTIMIZER_STATES[setting.optimizer]
+    if setting.master_weights:
+        master, state = 4 * facts.trained, 4 * states * facts.trained
+    else:
+        master, state = 0, states * facts.trained_bytes
+    weights: sympy.Expr = sympy.Rational(facts.weights, setting.shards)
+    if setting.sharding == "fsdp" and setting.accounting == "peak":
+        weights += (facts.weights - facts.block_weights) + 2 * facts.largest_block
+    parts = {
+        "weights": weights + facts.buffers,
+        "master weights": sympy.Rational(master, setting.shards),
+        "optimizer state": sympy.Rational(state, setting.shards),
+    }
+    return {name: size for name, size in parts.items() if size != 0}
+
+
+def moments(footprint: Footprint, setting: Setting, *, after: bool, vocab: int) -> list[Moment]:
+    """Return the moments of a step on one GPU, with all that exists then."""
+    always = resident(footprint.facts, setting)
+    if setting.accounting == "paper":
+        return [_as_in_the_paper(footprint, setting, always, after=after, vocab=vocab)]
+    return [
+        Moment(moment.place, {**always, **_sharded(moment.parts, footprint.facts, setting)})
+        for moment in footprint.moments
+    ]
+
+
+def _as_in_the_paper(
+    footprint: Footprint, setting: Setting, always: Parts, *, after: bool, vocab: int
+) -> Moment:
+    gradients = sympy.Rational(footprint.facts.trained_bytes, setting.shards)
+    parts = {
+        **always,
+        "other gradients": gradients,
+        "activations": footprint.kept.get("activations", sympy.Integer(0)),
+    }
+    if not after:
+        parts["logits"] = sympy.Integer(LOG_PROBABILITY_BYTES * vocab) * BATCH * LENGTH
+    return Moment("forward and backward together", parts)
+
+
+def _sharded(parts: Parts, facts: Facts, setting: Setting) -> Parts:
+    """Return a moment's parts on one GPU of several.
+
+    FSDP reduces the gradients of a block when its backward is done, so two blocks' gradients are
+    whole at a time; those outside blocks are whole until the backward ends.
+    """
+    if setting.shards == 1:
+        return parts
+    result = dict(parts)
+    whole = result.get("block gradients", sympy.Integer(0))
+    if whole != 0:
+        in_flight = sympy.Min(whole, 2 * facts.largest_block)
+        result["block gradients"] = whole / setting.shards + in_flight
+    return result
+
+
+def value_of(formula: sympy.Expr, batch: int, length: int) -> int:
+    """Return a formula's value for a batch per GPU and a length."""
+    return int(sympy.sympify(formula).xreplace({BATCH: batch, LENGTH: length}))
+
+
+def peak(candidates: Sequence[Moment], batch: int, length: int) -> tuple[Moment, int]:
+    """Return the largest of the moments, and its bytes."""
+    sized = [(moment, value_of(moment.total, batch, length)) for moment in candidates]
+    return max(sized, key=lambda pair: pair[1])
+
+
+def grouped(moment: Moment, batch: int, length: int) -> dict[str, int]:
+    """Return the bytes of the three bars of a moment."""
+    sums = dict.fromkeys(GROUPS, 0)
+    for group, names in GROUPS.items():
+        found = [moment.parts[name] for name in names if name in moment.parts]
+        sums[group] = sum(value_of(formula, batch, length) for formula in found)
+    return sums
+
+
+def largest_batch(candidates: Sequence[Moment], length: int, memory: int) -> int:
+    """Return the largest batch per GPU whose peak fits; 0 if not even one sequence does."""
+    low, high = 0, 1
+    while peak(candidates, high, length)[1] <= memory:
+        low, high = high, 2 * high
+        if high > 1 << 40:
+            raise ExplainError(
+                "The peak does not grow with the batch, so no batch is the largest. Mark the "
+                "batch as the first dimension of the inputs."
+            )
+    while high - low > 1:
+        middle = (low + high) // 2
+        if peak(candidates, middle, length)[1] <= memory:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def read_memory(memory: str | int) -> int:
+    """Return bytes: 80GB is 80e9 bytes, 80GiB is 80 * 2**30.
+
+    Raises:
+        ExplainError: it is no size.
+
+    Example: read_memory("80GB") == 80_000_000_000.
+    """
+    if isinstance(memory, int) and memory > 0:
+        return memory
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+        raise ExplainError(
+            f"memory is {memory!r}; a number of bytes or a size such as 80GB, 79.3GiB is needed."
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -1,0 +1,456 @@
+"""Which buffers live when a captured graph runs under Inductor, kernel by kernel.
+
+Inductor writes a value to memory only where something needs it there: a matrix product, another
+op, an output, or a kernel of another shape. The rules here are its own, simplified:
+
+- views have no memory; pointwise values are computed inside the kernels that read them, unless a
+  product reads them, they leave the graph, or several readers would recompute a long chain;
+- kernels that read the same large buffer over the same elements are one kernel, where no product
+  stands between them, so all their results exist at once;
+- kernels run in graph order, each as early as its first member; a buffer is free after its last
+  reader; a kernel may write over a buffer that only it reads;
+- `a @ b + c` is one call of the library, made where the sum is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from .sizes import Scale, Size, Values, added, taken, tensors_in
+
+REDUCTIONS = frozenset(
+    "sum mean amax amin max min argmax argmin var var_mean prod any all logsumexp std".split()
+)
+LIBRARY = frozenset(
+    "mm addmm bmm baddbmm index_put _unsafe_index_put index_put_ "
+    "_unsafe_masked_index_put_accumulate scatter_add scatter_reduce scatter "
+    "embedding_dense_backward sort topk convolution convolution_backward cumsum cumprod".split()
+)
+CONSTANTS = frozenset("full iota arange scalar_tensor empty zeros ones full_like".split())
+FUSIBLE = ("pointwise", "reduction")
+
+MANY_READS, LONG_CHAIN = 4, 30
+"""Inductor's realize_reads_threshold and realize_opcount_threshold."""
+
+MOST_FUSED = 64
+"""Inductor's max_fusion_size."""
+
+Transient = Callable[[Node], sympy.Expr]
+
+
+def op_name(node: Node) -> str:
+    """Return the name of an op without overload, such as "mm"."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return str(getattr(packet or node.target, "__name__", ""))
+
+
+def kind_of(node: Node) -> str:
+    """Say what a node is to memory: view, constant, size, pointwise, reduction, library, other."""
+    if node.op != "call_function":
+        return "other"
+    if _is_view(node):
+        return "view"
+    if not tensors_in(node.meta.get("val")):
+        return "size"
+    name = op_name(node)
+    if getattr(node.target, "namespace", "") not in ("aten", "prims"):
+        return "library"
+    if name in CONSTANTS:
+        return "constant"
+    if name == "scatter" and isinstance(node.args[0], Node) and kind_of(node.args[0]) == "constant":
+        return "pointwise"  # one-hot rows are computed, not stored
+    if name in LIBRARY or name.startswith("_scaled_dot_product"):
+        return "library"
+    return "reduction" if name in REDUCTIONS else "pointwise"
+
+
+def writes_to_an_input(node: Node) -> bool:
+    """Return whether an op writes to an argument: its result is then that memory, once nobody else
+    reads it."""
+    return getattr(node.target, "__name__", "").startswith("auto_functionalized")
+
+
+def called_op(node: Node) -> object:
+    """Return the op that a node calls, also where torch wrapped it because it writes."""
+    return node.args[0] if writes_to_an_input(node) else node.target
+
+
+def _is_view(node: Node) -> bool:
+    if node.target is operator.getitem or op_name(node) in ("_unsafe_view", "view"):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns:
+        return False
+    alias = schema.returns[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+@dataclass
+class Kernel:
+    """What runs at one step: its nodes, and the buffers that it reads."""
+
+    nodes: list[Node]
+    reads: set[Node]
+
+
+@dataclass
+class Step:
+    """The moment while a kernel runs.
+
+    Args:
+        kernel: what runs.
+        live: the buffers that exist, its results included.
+        total: their bytes and its transient bytes, at each point of the scale.
+        transient: bytes that exist only inside the kernel.
+    """
+
+    kernel: Kernel
+    live: Mapping[Node, Size]
+    total: Values
+    transient: sympy.Expr
+
+
+class Timeline:
+    """The kernels of a graph in the order in which they run.
+
+    Args:
+        gm: a forward or backward graph as Inductor gets it.
+        scale: how sizes are read.
+        same: placeholders that are the same memory as another placeholder.
+    """
+
+    def __init__(
+        self, gm: GraphModule, scale: Scale, same: Mapping[Node, Node] | None = None
+    ) -> None:
+        self.scale = scale
+        self.nodes = _with_sums_in_the_library(list(gm.graph.nodes))
+        self.kind = {node: kind_of(node) for node in self.nodes}
+        self.position = {node: place for place, node in enumerate(self.nodes)}
+        self.base = self._bases(same or {})
+        self.users = self._users()
+        self.reads: dict[Node, set[Node]] = {}
+        self.stored: set[Node] = set()
+        self._store()
+        self.fused = _Fusion(self)
+        self.kernels = list(self._ordered())
+        self._last_reads()
+
+    def outputs(self) -> list[Node | None]:
+        """Return the graph's outputs, None for one that is no node."""
+        values = self.nodes[-1].args[0]
+        if not isinstance(values, (tuple, list)):
+            values = (values,)
+        return [value if isinstance(value, Node) else None for value in values]
+
+    # --- what is stored ---------------------------------------------------------------------------
+
+    def _bases(self, same: Mapping[Node, Node]) -> dict[Node, Node]:
+        base: dict[Node, Node] = {}
+        for node in self.nodes:
+            base[node] = same.get(node, node)
+            if self.kind[node] == "view":
+                source = node.args[0]
+                assert isinstance(source, Node)
+                is_element = node.target is operator.getitem and self.kind[source] != "view"
+                base[node] = node if is_element else base[source]
+        return base
+
+    def _users(self) -> dict[Node, list[Node]]:
+        users: dict[Node, list[Node]] = defaultdict(list)
+        for node in self.nodes:
+            for base in {self.base[source] for source in node.all_input_nodes}:
+                if base is not node:
+                    users[base].append(node)
+        return users
+
+    def _store(self) -> None:
+        """Find the nodes whose value is written to memory, and the buffers each node reads."""
+        steps: dict[Node, int] = {}
+        for node in self.nodes:
+            kind = self.kind[node]
+            steps[node] = 0
+            if kind == "other":
+                self.reads[node] = {node}
+                if node.op == "placeholder":
+                    self.stored.add(self.base[node])
+                continue
+            if kind == "view":
+                if self.base[node] is node:
+                    self.stored.add(node)
+                self.reads[node] = {self.base[node]}
+                continue
+            self.reads[node] = set()
+            if kind in ("constant", "size"):
+                continue
+            steps[node] = 1
+            for source in {self.base[source] for source in node.all_input_nodes}:
+                if source in self.stored:
+                    self.reads[node].add(source)
+                else:
+                    self.reads[node] |= self.reads[source]
+                    steps[node] += steps[source]
+            if kind != "pointwise" or self._must_store(node, steps[node]):
+                self.stored.add(node)
+
+    def _must_store(self, node: Node, steps: int) -> bool:
+        users = self.users[node]
+        if any(user.op == "output" or self.kind[user] == "library" for user in users):
+            return True
+        return len(users) > 1 and (len(self.reads[node]) > MANY_READS or steps > LONG_CHAIN)
+
+    # --- the order --------------------------------------------------------------------------------
+
+    def _ordered(self) -> Iterator[Kernel]:
+        """Yield the kernels depth first: each after those whose results it reads."""
+        kernels: dict[Node, Kernel] = {}
+        for node in self.nodes:
+            if node in self.stored and self.kind[node] in (*FUSIBLE, "library"):
+                kernel = kernels.setdefault(self.fused.leader(node), Kernel([], set()))
+                kernel.nodes.append(node)
+                kernel.reads |= self.reads[node]
+        made_by = {node: leader for leader, k in kernels.items() for node in k.nodes}
+        needs = {leader: self._needed(k, made_by) - {leader} for leader, k in kernels.items()}
+        done: set[Node] = set()
+        for first in kernels:
+            stack = [first]
+            entered: set[Node] = set()
+            while stack:
+                leader = stack[-1]
+                missing = [n for n in needs[leader] if n not in done and n not in entered]
+                if leader not in entered and leader not in done:
+                    entered.add(leader)
+                    stack += sorted(missing, key=lambda n: -self.position[kernels[n].nodes[0]])
+                    continue
+                stack.pop()
+                if leader not in done:
+                    done.add(leader)
+                    yield kernels[leader]
+
+    def _needed(self, kernel: Kernel, made_by: Mapping[Node, Node]) -> set[Node]:
+        makers = set()
+        for buffer in kernel.reads:
+            maker = buffer.args[0] if buffer.target is operator.getitem else buffer
+            if isinstance(maker, Node) and maker in made_by:
+                makers.add(made_by[maker])
+        return makers
+
+    def _last_reads(self) -> None:
+        last: dict[Node, int] = {}
+        readers: dict[Node, list[Node]] = defaultdict(list)
+        for step, kernel in enumerate(self.kernels):
+            for buffer in kernel.reads:
+                last[buffer] = step
+            for node in kernel.nodes:
+                for buffer in self.reads[node]:
+                    readers[buffer].append(node)
+        for output in self.outputs():
+            if output is not None:
+                last[self.base[output]] = len(self.kernels)
+        self.last_read, self.readers = last, readers
+
+    # --- the replay -------------------------------------------------------------------------------
+
+    def replay(
+        self, owned: Collection[Node] = (), transient: Transient = lambda _: sympy.Integer(0)
+    ) -> Iterator[Step]:
+        """Yield the moments of a run.
+
+        Args:
+            owned: placeholders that are freed after their last reader; the others belong to the
+                caller and are not counted.
+            transient: bytes that exist only while a node runs.
+        """
+        ends: dict[int, list[Node]] = defaultdict(list)
+        for buffer, step in self.last_read.items():
+            ends[step].append(buffer)
+        live = {node: self.scale.bytes_of(node.meta["val"]) for node in owned}
+        total = self.scale.zero
+        for size in live.values():
+            total = added(total, size.values)
+        for node in owned:
+            if node not in self.last_read:
+                total = taken(total, live.pop(node).values)
+        for step, kernel in enumerate(self.kernels):
+            made = list(self._results(kernel))
+            free = [b for b in ends[step] if b in live]
+            for node, result in made:
+                size = self.scale.bytes_of(result.meta["val"])
+                over = self._written_over(node, size, free, live, owned)
+                if over is not None:
+                    total = taken(total, live.pop(over).values)
+                live[result] = size
+                total = added(total, size.values)
+            extra = sum((transient(node) for node in kernel.nodes), sympy.Integer(0))
+            now = added(total, self.scale.of(extra).values) if extra else total
+            yield Step(kernel, live, now, extra)
+            dead = [result for _, result in made if result not in self.last_read]
+            for buffer in [*free, *dead]:
+                if buffer in live:
+                    total = taken(total, live.pop(buffer).values)
+
+    def _results(self, kernel: Kernel) -> Iterator[tuple[Node, Node]]:
+        """Yield what a kernel writes: the node, and the node that stands for the buffer."""
+        for node in kernel.nodes:
+            if node in self.fused.inside:
+                continue
+            if isinstance(node.meta.get("val"), (tuple, list)):
+                yield from ((node, u) for u in node.users if u.target is operator.getitem)
+            else:
+                yield node, node
+
+    def _written_over(
+        self,
+        node: Node,
+        size: Size,
+        free: Sequence[Node],
+        live: Mapping[Node, Size],
+        owned: Collection[Node],
+    ) -> Node | None:
+        if self.kind[node] == "library" and not writes_to_an_input(node):
+            return None
+        for buffer in free:
+            is_same = buffer in live and live[buffer].formula == size.formula
+            if is_same and self.readers[buffer] == [node] and buffer not in owned:
+                return buffer
+        return None
+
+
+class _Fusion:
+    """Which stored pointwise and reduction nodes share a kernel."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._line = timeline
+        self._parent: dict[Node, Node] = {}
+        self._members: dict[Node, list[Node]] = {}
+        self._behind = self._ancestors_behind_a_library_call()
+        self._join_all()
+        self.inside = self._read_only_inside()
+
+    def leader(self, node: Node) -> Node:
+        """Return the node that stands for the kernel of ``node``."""
+        while self._parent.get(node, node) is not node:
+            node = self._parent[node]
+        return node
+
+    def _ancestors_behind_a_library_call(self) -> dict[Node, int]:
+        """Return, per node, the ancestors (as bits) that a library call separates from it."""
+        line = self._line
+        every: dict[Node, int] = {}
+        behind: dict[Node, int] = {}
+        for node in line.nodes:
+            every[node] = behind[node] = 0
+            for source in node.all_input_nodes:
+                reached = every[source] | 1 << line.position[source]
+                every[node] |= reached
+                behind[node] |= reached if line.kind[source] == "library" else behind[source]
+        return behind
+
+    def _join_all(self) -> None:
+        line = self._line
+        readers: dict[Node, list[Node]] = defaultdict(list)
+        for node in line.nodes:
+            if node not in line.stored or line.kind[node] not in FUSIBLE:
+                continue
+            self._members[node] = [node]
+            for buffer in sorted(line.reads[node], key=lambda b: line.position[b]):
+                if not self._is_large(node, buffer):
+                    continue
+                for other in readers[buffer][-MOST_FUSED:]:
+                    self._join(self.leader(other), self.leader(node))
+                readers[buffer].append(node)
+            readers[node].append(node)
+
+    def _is_large(self, node: Node, buffer: Node) -> bool:
+        """Return whether a shared buffer is worth fusing for: it covers what the kernel covers."""
+        line = self._line
+        shared = tensors_in(buffer.meta.get("val"))
+        if not shared:
+            return False
+        if line.kind[node] == "reduction":
+            return bool(line.scale.elements(shared[0]) == self._elements(node))
+        mine = line.scale.bytes_of(node.meta["val"]).values[0]
+        return 2 * line.scale.bytes_of(shared[0]).values[0] >= mine
+
+    def _elements(self, node: Node) -> sympy.Expr:
+        """Return what a kernel of this node walks over."""
+        line = self._line
+        if line.kind[node] != "reduction":
+            return line.scale.elements(tensors_in(node.meta["val"])[0])
+        sources = [t for s in node.all_input_nodes for t in tensors_in(s.meta.get("val"))]
+        sizes = [line.scale.of(line.scale.elements(t)) for t in sources]
+        return max(sizes, key=lambda size: size.values[0]).formula if sizes else sympy.Integer(0)
+
+    def _join(self, first: Node, second: Node) -> None:
+        if first is second or self._elements(first) != self._elements(second):
+            return
+        both = [*self._members[first], *self._members[second]]
+        if len(both) > MOST_FUSED or self._is_separated(first, second):
+            return
+        self._parent[second] = first
+        self._members[first] = both
+
+    def _is_separated(self, first: Node, second: Node) -> bool:
+        position, behind = self._line.position, self._behind
+        return any(
+            behind[b] >> position[a] & 1 or behind[a] >> position[b] & 1
+            for a in self._members[first]
+            for b in self._members[second]
+        )
+
+    def _read_only_inside(self) -> set[Node]:
+        """Return the pointwise nodes whose value never leaves their kernel."""
+        line = self._line
+        readers: dict[Node, list[Node]] = defaultdict(list)
+        for node in line.nodes:
+            if node.op == "output":
+                for source in node.all_input_nodes:
+                    readers[line.base[source]].append(node)
+            elif node in line.stored and line.kind[node] in (*FUSIBLE, "library"):
+                for buffer in line.reads[node]:
+                    readers[buffer].append(node)
+        return {
+            node
+            for node in self._members
+            if line.kind[node] == "pointwise"
+            and readers[node]
+            and all(
+                line.kind[reader] in FUSIBLE and self.leader(reader) is self.leader(node)
+                for reader in readers[node]
+            )
+        }
+
+
+def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:
+    """Move each product that is only added to something to the place of the addition."""
+    for node in list(nodes):
+        if op_name(node) != "add" or not tensors_in(node.meta.get("val")):
+            continue
+        for operand in node.args[:2]:
+            chain = _product_behind(operand)
+            if chain and isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].dim() == 2:
+                for moved in chain:
+                    nodes.remove(moved)
+                place = nodes.index(node)
+                nodes[place:place] = chain
+                break
+    return nodes
+
+
+def _product_behind(operand: object) -> list[Node]:
+    """Return the mm behind ``operand``, and transposes that cancel out; empty if it is none."""
+    chain: list[Node] = []
+    while isinstance(operand, Node) and len(operand.users) == 1:
+        chain.insert(0, operand)
+        if op_name(operand) == "mm":
+            return chain if len(chain) % 2 else []
+        if op_name(operand) not in ("permute", "t"):
+            return []
+        operand = operand.args[0]
+    return []

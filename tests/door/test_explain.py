@@ -1,0 +1,186 @@
+"""explain as a user meets it: the command, the figure, and what it says to bad input."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memeff_compile
+from memeff_compile import __main__ as command_line
+from memeff_compile.errors import ExplainError, OptionError
+from memeff_compile.explanation import Explanation
+from memeff_compile.planning.setting import Facts, Footprint, Moment
+from memeff_compile.planning.sizes import BATCH, LENGTH, Sizes
+from memeff_compile.report import Report
+from tests.support.stacks import Stack, token_ids
+
+FACTORIES = "tests.support.stacks"
+
+
+@pytest.fixture
+def small() -> Explanation:
+    """Return an explanation made by hand, which costs no capture."""
+    facts = Facts(1 << 30, 0, 0, 0, 1 << 29, 1 << 29, 1 << 30)
+    before = Footprint(facts, (Moment("backward", {"logits": 8192 * BATCH * LENGTH}),), {})
+    after = Footprint(facts, (Moment("backward", {"activations": 512 * BATCH * LENGTH}),), {})
+    return Explanation("Small", Sizes(4, 1024), 1024, before, after, Report(()))
+
+
+def test_command_prints_a_plan_and_writes_json_and_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="draws a figure")
+    data, figure = tmp_path / "plan.json", tmp_path / "plan.png"
+    arguments = ["explain", f"{FACTORIES}:stack_of_two", "--memory", "1GiB", "--gpus", "2"]
+    status = command_line.main([*arguments, "--json", str(data), "--png", str(figure)])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert "rewrote    fuse_linear_cross_entropy in head" in printed.out
+    assert "each of 2 GPUs, FSDP, 1.00 GiB each, adamw" in printed.out
+    plan = json.loads(data.read_text())["plan"]
+    assert plan["setting"]["optimizer"] == "adamw"
+    assert plan["with"]["peak_bytes"] < plan["without"]["peak_bytes"]
+    assert f"{plan['with']['largest_batch_per_gpu']:,}" in printed.out
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return what the command writes to stderr when it refuses."""
+    assert command_line.main(["explain", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert "Traceback" not in printed.err
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "There is no config at"),
+        ("not json", "is no config that transformers"),
+        ('{"hidden_size": 3}', "is no config that transformers"),
+        ('{"model_type": "no_such_model"}', "no_such_model"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "hidden_size"),
+    ],
+    ids=["no file", "no json", "no model type", "unknown model type", "wrong value"],
+)
+def test_bad_configs_are_named(
+    text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="reads a config")
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    said = refused(capsys, str(path))
+    assert words in said
+    assert str(path) in said
+
+
+def test_without_transformers_a_config_is_refused_and_the_way_out_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    hide(monkeypatch, "transformers")
+    said = refused(capsys, str(tmp_path))
+    assert "pip install transformers" in said
+    assert "module:function" in said
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Let a package seem not installed."""
+    real: Callable[..., Any] = importlib.import_module
+
+    def hiding(name: str, *arguments: str) -> object:
+        if name.split(".")[0] == missing:
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *arguments)
+
+    monkeypatch.setattr(importlib, "import_module", hiding)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no_such_module:make"], "'no_such_module' cannot be imported"),
+        ([f"{FACTORIES}:missing"], "has no function 'missing'"),
+        ([f"{FACTORIES}:unbuildable"], "cannot be built on device 'meta'"),
+        ([f"{FACTORIES}:triple"], "may return a model"),
+        ([f"{FACTORIES}:module_alone"], "input_ids"),
+        ([f"{FACTORIES}:stack_of_two", "--checkpointing"], "leave --checkpointing out"),
+        ([f"{FACTORIES}:stack_of_two", "--batch", "0"], "at least 1"),
+        ([f"{FACTORIES}:stack_of_two", "--memory", "much"], "such as 80GB"),
+        ([f"{FACTORIES}:stack_of_two", "--optimizer", "lion"], "'adamw', 'sgd', 'none'"),
+        ([f"{FACTORIES}:stack_of_two", "--json", "no/such/folder/x.json"], "There is no folder"),
+        ([f"{FACTORIES}:stack_of_two", "--device", "tpu"], "'cuda' or 'cpu'"),
+        ([f"{FACTORIES}:stack_of_two", "--option", "memeff.logitz=eager"], "memeff.logits"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_cannot_be_explained_is_said_in_words(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(capsys, *arguments)
+
+
+def test_a_call_that_fails_says_what_it_needs() -> None:
+    with pytest.raises(ExplainError, match="Pass the inputs that its forward needs"):
+        memeff_compile.explain(Stack(depth=1), token_ids(2, 8))
+    with pytest.raises(ExplainError, match="no tensor"):
+        memeff_compile.explain(Stack(depth=1))
+
+
+def test_a_model_that_is_never_captured_is_refused() -> None:
+    class Hidden(nn.Module):
+        @torch.compiler.disable
+        def forward(self, ids: Tensor) -> Tensor:
+            return ids + 1
+
+    with pytest.raises(ExplainError, match="without a graph being captured"):
+        memeff_compile.explain(Hidden(), token_ids(2, 8))
+
+
+def test_an_option_of_ours_is_checked() -> None:
+    with pytest.raises(OptionError, match=r"memeff\.logits"):
+        memeff_compile.explain(Stack(depth=1), options={"memeff.logitz": "eager"})
+
+
+def test_a_setting_is_checked(small: Explanation) -> None:
+    with pytest.raises(ExplainError, match="it takes batch, length, memory, optimizer"):
+        small.plan(optimiser="adamw")
+    silent = Explanation("Silent", Sizes(1, 1), 0, small.before, small.after, Report(()))
+    with pytest.raises(ExplainError, match="no head with a loss"):
+        silent.plan(accounting="paper")
+
+
+def test_a_figure_without_matplotlib_is_refused(
+    small: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, "matplotlib")
+    with pytest.raises(ExplainError, match="pip install matplotlib"):
+        small.plan().save_figure(tmp_path / "plan.png")
+
+
+def test_the_figure_shows_each_part_of_both_columns(
+    small: Explanation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="draws a figure")
+    from matplotlib import pyplot
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    plan = small.plan(memory="8GiB", optimizer="adamw")
+    plan.save_figure(tmp_path / "plan.png")
+    memory, batches = drawn[0].axes
+    heights = [round(bar.get_height(), 6) for bars in memory.containers for bar in bars]
+    gib = [side.groups[g] / 2**30 for g in plan.before.groups for side in (plan.before, plan.after)]
+    assert heights == [round(value, 6) for value in gib]
+    assert [bar.get_height() for bar in batches.containers[0]] == [
+        (side.largest_batch or 0) * 1024 / 1e6 for side in (plan.before, plan.after)
+    ]
