@@ -70,7 +70,7 @@ class Shapes(NamedTuple):
 def shapes_for(device: torch.device) -> Shapes:
     """Return the tile shapes for a GPU, or small ones for Triton's interpreter off CUDA."""
     if device.type != "cuda":
-        return Shapes(16, 32, 16, 4, 4, 1, 4, 1, 1, False, 2, is_interpreted=True)
+        return Shapes(32, 64, 16, 4, 4, 1, 4, 1, 1, False, 2, is_interpreted=True)
     return shapes_for_capability(capability(device), processors(device))
 
 
