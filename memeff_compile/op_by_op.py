@@ -167,7 +167,7 @@ def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -
 
 def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
     """Return the plan of a graph's deferred outputs for its run in float64."""
-    return [replace(entry, recipe=_wide_recipe(entry.recipe)) for entry in plan]
+    return [replace(entry, recipe=_wide_recipe(entry.recipe), loss=None) for entry in plan]
 
 
 def _wide_recipe(recipe: LogitsRecipe) -> LogitsRecipe:
@@ -194,7 +194,7 @@ class _OpByOp(Interpreter):
         def widen(tensor: Tensor) -> Tensor:
             if tensor.dtype not in WIDER:
                 return tensor
-            if is_narrowing:
+            if is_narrowing and tensor.numel():
                 raise CannotWidenError(f"{n.name} gives {tensor.dtype} for float64 operands")
             return tensor.to(WIDER[tensor.dtype])
 

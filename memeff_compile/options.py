@@ -37,10 +37,11 @@ RESERVED_PASS_NAMES = (
 """Names of passes that later releases bring; naming one is answered with 'not available yet'."""
 
 SWITCHES = {
-    "fuse_linear_cross_entropy": "options={'memeff.linear_cross_entropy': 'off'}",
-    "defer_logits": "options={'memeff.logits': 'eager'}",
+    "fuse_linear_cross_entropy": ("memeff.linear_cross_entropy", "off"),
+    "defer_logits": ("memeff.logits", "eager"),
+    "fuse_embedding_gradient": ("memeff.embedding", "off"),
 }
-"""What switches each pass off; a pass takes those behind it with it."""
+"""The option that switches each pass off."""
 
 Check: TypeAlias = Callable[[str, object], object]
 

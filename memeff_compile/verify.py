@@ -6,10 +6,11 @@ graph serves this call and all later ones, op by op; a warning, the report and a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from memeff_compile.errors import VerifyError
 from memeff_compile.logits import DeferredOutput
 from memeff_compile.op_by_op import KeptGraph
 from memeff_compile.options import PASS_NAMES, SWITCHES, Options
-from memeff_compile.report import GraphReport, Record
+from memeff_compile.report import GraphReport, LogitsUse, Record
 from memeff_compile.reproducer import write
 
 __all__ = ["verified"]
@@ -102,7 +103,8 @@ class _Verifier:
     def _settle(self, args: Sequence[Any]) -> None:
         assert self.comparison is not None
         try:
-            verdict = self.comparison.make(args)
+            with _uncounted(self.graph_report.logits):
+                verdict = self.comparison.make(args)
         except PostponedError as error:
             self.attempts += 1
             if self.attempts == _ATTEMPTS:
@@ -135,8 +137,8 @@ class _Verifier:
             f"Rewrites in this graph: {rewrites}. From now on the original graph runs, op by op."
         )
         hint = (
-            f"Please report it with the reproducer. Until then {self._switch()} has the original "
-            f"graph compiled. {where}"
+            f"Please report it with the reproducer. Until then options={self._switches()} has the "
+            f"original graph compiled. {where}"
         )
         self._record(Record("backend", "mismatch", "verify_failed", sentence, hint), undo=True)
         text = f"memeff.verify: {self.graph_report.name}: {sentence} {hint}"
@@ -152,9 +154,9 @@ class _Verifier:
             if r.action in report.CHANGES
         ]
 
-    def _switch(self) -> str:
+    def _switches(self) -> dict[str, str]:
         names = {r.pass_name for r in self.graph_report.records if r.action in report.CHANGES}
-        return next((SWITCHES[name] for name in PASS_NAMES if name in names), "backend='inductor'")
+        return dict(SWITCHES[name] for name in PASS_NAMES if name in names)
 
     def _record(self, record: Record, *, undo: bool = False) -> None:
         amended = self.graph_report.with_verdict(record, undo=undo)
@@ -163,6 +165,17 @@ class _Verifier:
 
     def _settled(self, chosen: Compiled) -> None:
         self.chosen, self.comparison = chosen, None
+
+
+@contextlib.contextmanager
+def _uncounted(use: LogitsUse | None) -> Iterator[None]:
+    """Keep what happens meanwhile out of the counts of a graph's logits."""
+    before = None if use is None else use.copy()
+    try:
+        yield
+    finally:
+        if use is not None and before is not None:
+            use.fused, use.computed = before.fused, before.computed
 
 
 def _is_rehearsal(args: Sequence[Any]) -> bool:

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 import memeff_compile
 from memeff_compile import backend, comparison
 from memeff_compile.errors import MemeffError, VerifyError
-from memeff_compile.options import Options
 from memeff_compile.passes.base import Decline, Done
 from memeff_compile.passes.editor import Editor
 from memeff_compile.passes.graph_info import GraphInfo
@@ -216,7 +215,7 @@ def test_a_broken_rewrite_is_caught_and_the_original_goes_on(
     assert (
         "Rewrites in this graph: fuse_linear_cross_entropy in head, defer_logits" in record.sentence
     )
-    assert "options={'memeff.linear_cross_entropy': 'off'}" in record.hint
+    assert "options={'memeff.linear_cross_entropy': 'off', 'memeff.logits': 'eager'}" in record.hint
     assert str(caught[0].message).endswith(f"{record.sentence} {record.hint}")
     assert memeff_compile.last_report().rewrites() == 0
     assert memeff_compile.last_report().bytes_saved == 0
@@ -588,6 +587,15 @@ def test_an_operation_that_takes_no_float64_leaves_the_other_comparison(
         assert "As run (op by op)" in sentence
 
 
+def test_gradients_that_are_left_out_on_purpose_are_compared_in_float64_only() -> None:
+    model = make()
+    step(compiled(model, linear_cross_entropy="mass"), model)
+    sentence = the("verified").sentence
+    assert "Nearest to its bound in float64: gradient of" in sentence
+    assert "Gradients were not compared as run" in sentence
+    assert "As run (compiled): output" in sentence
+
+
 def test_cuda_graphs_are_compared_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would keep pointers to the copies that the comparison makes."""
     monkeypatch.setattr(backend.compat, "inductor_uses_cudagraphs", lambda patches: True)
@@ -685,9 +693,3 @@ def test_transformers_models_are_verified(family: Family) -> None:
     sentence = the("verified").sentence
     assert "Nearest to its bound in float64" in sentence
     assert "As run (compiled)" in sentence
-
-
-def test_options_of_verify_are_checked() -> None:
-    assert Options.parse(None, {"memeff.verify": True}).verify == "on"
-    assert Options.parse(None, {"memeff.verify": False}).verify == "off"
-    assert Options().verify_limit == 64 << 20

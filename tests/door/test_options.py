@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memeff_compile.errors import MemeffError, OptionError
-from memeff_compile.options import PASS_NAMES, Options, key_of, options_page
+from memeff_compile.options import PASS_NAMES, SWITCHES, Options, key_of, options_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,6 +145,15 @@ def test_unknown_key_names_the_nearest(options: dict[str, object], nearest: str)
         ("linear_cross_entropy.workspace", "64 MB", "such as '64MiB'"),
         ("mode", "max-autotun", "Did you mean 'max-autotune'?"),
         ("mode", 3, "3 (int); it takes one of Inductor's modes"),
+        ("verify", "onn", "Did you mean 'on'?"),
+        ("verify", 3, "3 (int); it takes 'off', 'on', 'raise'"),
+        ("verify.tolerance", 0, "0 (int); it takes a positive number"),
+        ("verify.tolerance", True, "True (bool)"),
+        ("verify.tolerance", float("inf"), "inf (float)"),
+        ("verify.folder", 3, "3 (int); it takes the path of a folder"),
+        ("verify.folder", "", "'' (str)"),
+        ("verify.limit", "auto", "'auto' (str); it takes a number of bytes"),
+        ("verify.limit", -1, "-1 (int); it takes a number of bytes"),
         ("strict", "fuse_linear_ce", "Did you mean 'fuse_linear_cross_entropy'?"),
         ("strict", 3, "3 (int); it takes a pass name"),
         ("strict", [3], "names the pass 3"),
@@ -161,6 +170,21 @@ def test_wrong_value_says_what_was_seen_and_needed(key: str, value: object, word
         parse(**{key: value})
     assert f"memeff.{key}" in str(caught.value)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", PASS_NAMES)
+def test_every_pass_has_an_option_that_switches_it_off(name: str) -> None:
+    key, value = SWITCHES[name]
+    switched = Options.parse(None, {key: value})
+    with pytest.raises(OptionError, match=f"strict requires the pass '{name}'"):
+        Options.parse(None, {**switched.to_dict(), "memeff.strict": name})
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"), [(True, "on"), (False, "off"), ("raise", "raise"), ("off", "off")]
+)
+def test_verify_takes_words_and_booleans(given: object, stored: str) -> None:
+    assert parse(verify=given).verify == stored
 
 
 def test_options_must_be_a_mapping_with_string_keys() -> None:

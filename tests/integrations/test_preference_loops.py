@@ -124,7 +124,7 @@ def with_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
         (at_once, {"rewrote"}),
         (with_temperature, {"rewrote"}),
         (sums_row_by_row, set()),
-        (with_entropy, {"logits_reused(exp)"}),
+        (with_entropy, {"rewrote"}),
     ],
 )
 def test_which_spellings_of_the_log_probabilities_are_fused(
