@@ -231,11 +231,10 @@ def compile_with_inductor(
 
 def op_fingerprint() -> str:
     """Return a digest of the schemas of every registered op of ours, and of our version."""
-    from memeff_compile import __version__
-
+    version = sys.modules["memeff_compile"].__version__
     names = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("memeff::"))
     schemas = (str(torch._C._get_schema(*_name_and_overload(name))) for name in names)
-    return hashlib.sha256("\n".join((__version__, *schemas)).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join((version, *schemas)).encode()).hexdigest()[:16]
 
 
 def _name_and_overload(name: str) -> tuple[str, str]:
