@@ -88,7 +88,7 @@ def test_module_has_a_docstring_and_prints_nothing(module: Path) -> None:
 
 
 def test_the_package_door_is_small() -> None:
-    assert len((PACKAGE / "__init__.py").read_text().splitlines()) < 60
+    assert len((PACKAGE / "__init__.py").read_text().splitlines()) < 80
 
 
 def test_version_is_the_same_everywhere() -> None:

@@ -143,5 +143,7 @@ def test_both_engines_agree(dtype: torch.dtype) -> None:
     other = table.clone()
     embedding_accumulate(table, rows, ids, NONE)
     reference.accumulate(other, rows, ids, NONE)
-    tolerance = 4 * BUDGET[dtype]
-    torch.testing.assert_close(table, other, rtol=tolerance, atol=tolerance)
+    # A row sums up to some hundred numbers, in another order in each engine.
+    tolerance = 20 * BUDGET[dtype]
+    scale = float(other.float().abs().max())
+    torch.testing.assert_close(table, other, rtol=tolerance, atol=tolerance * scale)
