@@ -62,7 +62,7 @@ golden: $(INSTALLED)  ## accept new goldens, after reading the diff
 	EXPECTTEST_ACCEPT=1 $(PY) -m pytest -q $$(grep -rlE 'assertExpectedInline|assert_expected_inline' tests examples)
 	find tests examples -name '*.py.bak' -delete
 
-OP ?= linear_cross_entropy
+OP ?= run
 bench:  ## measure with the python it finds: make bench OP=models ARGS="--model llama3.2-1b"
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/$(OP).py $(ARGS)
 

@@ -1,25 +1,32 @@
 """End to end: the training step of unmodified transformers models, time and peak memory.
 
     python benchmarks/models.py --model llama3.2-1b gemma2-2b --backend inductor memeff
+    python benchmarks/models.py --backend eager inductor memeff "memeff mass" --attention causal
+    python benchmarks/models.py --model llama3.2-1b --batch 1 2 4 8 16 --steps 3
 
 A step is forward + backward in bf16 under gradient checkpointing, with ``model(input_ids,
-labels=labels)`` returning loss and logits. Every row is a fresh process: peak memory is the
-allocator's absolute peak, weights and gradients included. Rounds alternate between the backends, so
-a drift of the machine shows.
+labels=labels)`` returning loss and logits. The backends share one model in one process and take
+turns, step by step, so that a drift of the machine touches all of them; peak memory is the
+allocator's absolute peak in a backend's own steps, weights and gradients included. Liger patches
+transformers, so its rows come from a process of their own; ``--fresh`` does that for every backend.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import attention
 import rows
 
 SHAPES: dict[str, tuple[int, int]] = {
@@ -27,6 +34,8 @@ SHAPES: dict[str, tuple[int, int]] = {
     "gemma2-2b": (4, 2048),
     "tiny": (2, 64),
 }
+BACKENDS = ("eager", "inductor", "memeff", "memeff exact", "memeff mass", "memeff block")
+PEERS = ("liger", "liger inductor")
 
 
 def config(name: str) -> Any:
@@ -57,113 +66,202 @@ def config(name: str) -> Any:
     )
 
 
-def build(name: str, device: str) -> torch.nn.Module:
+def attention_name(model: str, wanted: str) -> str:
+    """Return what transformers calls an attention; the default is what the model runs today."""
+    if wanted == "default":
+        return "eager" if model.startswith("gemma2") else "sdpa"
+    return attention.use_causal_attention() if wanted == attention.NAME else wanted
+
+
+def build(name: str, wanted: str, device: str) -> torch.nn.Module:
     """Build the model for training with non-reentrant gradient checkpointing."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config(name),
-            dtype=torch.bfloat16,
-            attn_implementation="eager" if name.startswith("gemma2") else "sdpa",
-        )
+        model = AutoModelForCausalLM.from_config(config(name), dtype=torch.bfloat16)
+    model.set_attn_implementation(attention_name(name, wanted))
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
     return model
 
 
-def measure(name: str, backend: str, options: dict[str, str], steps: int) -> dict[str, Any]:
-    """Run the training step in this process and return its row."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows_, length = SHAPES[name]
-    model = build(name, device)
-    if backend != "eager":
-        model.compile(backend=backend, options=dict(options) or None)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, model.config.vocab_size, (rows_, length), generator=generator).to(device)
+def settings(backend: str, options: dict[str, str]) -> dict[str, str]:
+    """Return the options of a backend by its name; "memeff mass" is memeff with that filter."""
+    if not backend.startswith("memeff"):
+        return {}
+    _, _, mode = backend.partition(" ")
+    return {**({"memeff.linear_cross_entropy": mode} if mode else {}), **options}
 
-    def step() -> float:
-        out = model(input_ids=ids, labels=ids)
+
+def callable_for(model: Any, backend: str, options: dict[str, str]) -> Callable[..., Any]:
+    """Return the model as a backend runs it; all of them share its weights."""
+    compiler = backend.removeprefix("liger").strip() or "eager"
+    if compiler == "eager":
+        return model
+    chosen = settings(backend, options)
+    return torch.compile(model, backend=compiler.split()[0], options=chosen or None)
+
+
+class Steps:
+    """The training step of one backend, and what it has cost so far."""
+
+    def __init__(
+        self, model: Any, backend: str, options: dict[str, str], ids: torch.Tensor
+    ) -> None:
+        self.model, self.ids = model, ids
+        self.backend, self.options = backend, settings(backend, options)
+        self.run = callable_for(model, backend, options)
+        self.samples: list[float] = []
+        self.peak = 0
+        self.row: dict[str, Any] = {}
+
+    def step(self) -> torch.Tensor:
+        """Do one step and return its loss."""
+        out = self.run(input_ids=self.ids, labels=self.ids)
         out.loss.backward()
-        model.zero_grad(set_to_none=True)
-        return float(out.loss.detach())
+        self.model.zero_grad(set_to_none=True)
+        return out.loss.detach()
 
-    started = time.perf_counter()
-    loss = step()
-    first = time.perf_counter() - started
-    step()
-    samples: list[float] = []
-    row: dict[str, Any] = {
-        "what": "training step",
-        "model": name,
-        "batch": rows_,
-        "length": length,
-        "backend": backend,
-        "options": options,
-        "loss": loss,
-        "first_call_s": round(first, 1),
-    }
-    if device == "cuda":
+    def warm_up(self) -> None:
+        """Compile, and do two steps that do not count."""
+        started = time.perf_counter()
+        self.row["loss"] = float(self.step())
+        self.row["first_call_s"] = round(time.perf_counter() - started, 1)
+        self.step()
+
+    def timed(self) -> None:
+        """Do one step that counts."""
+        if not self.ids.is_cuda:
+            started = time.perf_counter()
+            self.step()
+            self.samples.append((time.perf_counter() - started) * 1e3)
+            return
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(steps):
-            start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-            start.record()
-            step()
-            end.record()
-            end.synchronize()
-            samples.append(start.elapsed_time(end))
-        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
-    else:
-        for _ in range(steps):
-            started = time.perf_counter()
-            step()
-            samples.append((time.perf_counter() - started) * 1e3)
-    row["ms"] = rows.percentiles(samples)
-    if backend == "memeff":
-        from memeff_compile import last_report
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.step()
+        end.record()
+        end.synchronize()
+        self.samples.append(start.elapsed_time(end))
+        self.peak = max(self.peak, torch.cuda.max_memory_allocated())
 
-        report = last_report()
-        row["rewrites"] = report.rewrites("fuse_linear_cross_entropy")
-        row["bytes_saved_by_formula"] = report.bytes_saved
+    def result(self) -> dict[str, Any]:
+        """Return the measured part of the row."""
+        row = {**self.row, "ms": rows.percentiles(self.samples)}
+        if self.ids.is_cuda:
+            row["peak_gib"] = round(self.peak / 2**30, 3)
+        return row
+
+
+def measure(
+    name: str, wanted: str, batch: int, backends: list[str], options: dict[str, str], steps: int
+) -> list[dict[str, Any]]:
+    """Run the training steps of all backends in turn, in this process; return a row for each."""
+    import memeff_compile
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if any(backend in PEERS for backend in backends):
+        patch_with_liger()
+    memeff_compile.reset()
+    length = SHAPES[name][1]
+    model = build(name, wanted, device)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=generator)
+    runs = [Steps(model, backend, options, ids.to(device)) for backend in backends]
+    ready = [run for run in runs if attempt(run, Steps.warm_up)]
+    for _ in range(steps):
+        ready = [run for run in ready if attempt(run, Steps.timed)]
+    found = []
+    for run in runs:
+        row: dict[str, Any] = {"what": "training step", "model": name, "batch": batch}
+        row |= {"length": length, "attention": wanted, "backend": run.backend.split(" ")[0]}
+        row |= {"name": run.backend, "options": run.options}
+        row["interleaved_with"] = [other for other in backends if other != run.backend]
+        found.append(row | (run.result() if run in ready else run.row))
+    if any(run.backend.startswith("memeff") for run in ready):
+        report = memeff_compile.last_report()
         print(report, file=sys.stderr)
-    return row
+        for row in found:
+            if row["backend"] == "memeff":
+                row["rewrites_of_all"] = report.rewrites("fuse_linear_cross_entropy")
+    return found
+
+
+def attempt(run: Steps, part: Callable[[Steps], None]) -> bool:
+    """Do a part of a measurement; on failure note why and return False."""
+    try:
+        part(run)
+    except Exception as problem:
+        run.row["error"] = f"{type(problem).__name__}: {problem}"[:200]
+    run.model.zero_grad(set_to_none=True)
+    if "error" in run.row:
+        gc.collect()
+        if run.ids.is_cuda:
+            torch.cuda.empty_cache()
+    return "error" not in run.row
+
+
+def patch_with_liger() -> None:
+    """Replace transformers' modules by Liger's, for this process."""
+    from liger_kernel.transformers import apply_liger_kernel_to_gemma2, apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama()
+    apply_liger_kernel_to_gemma2()
+
+
+def processes(backends: list[str], is_fresh: bool) -> list[list[str]]:
+    """Return which backends share a process."""
+    if is_fresh:
+        return [[backend] for backend in backends]
+    groups = [
+        [b for b in backends if b not in PEERS],
+        [b for b in backends if b in PEERS],
+    ]
+    return [group for group in groups if group]
 
 
 def main() -> None:
-    """Spawn one fresh process per row."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Spawn a process for each model and attention, and for what cannot share one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", nargs="+", default=["llama3.2-1b", "gemma2-2b"])
-    parser.add_argument("--backend", nargs="+", default=["inductor", "memeff"])
+    parser.add_argument(
+        "--backend", nargs="+", default=["inductor", "memeff"], choices=[*BACKENDS, *PEERS]
+    )
+    parser.add_argument(
+        "--attention",
+        nargs="+",
+        default=["default"],
+        help="default, causal, or a name that transformers knows, such as flex_attention",
+    )
+    parser.add_argument("--batch", nargs="+", type=int, help="instead of the model's own")
     parser.add_argument("--option", action="append", default=[], help="key=value for memeff")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1, help="repeat everything")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--fresh", action="store_true", help="one process per backend")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/models.jsonl"))
-    parser.add_argument("--here", action="store_true", help="measure in this process: one row")
+    parser.add_argument("--here", action="store_true", help="measure in this process")
     given = parser.parse_args()
     if given.here:
         options = dict(pair.split("=", 1) for pair in given.option)
-        name, backend = given.model[0], given.backend[0]
-        rows.write(given.out, measure(name, backend, options, given.steps))
+        name, wanted = given.model[0], given.attention[0]
+        for batch in given.batch or [SHAPES[name][0]]:
+            for row in measure(name, wanted, batch, given.backend, options, given.steps):
+                rows.write(given.out, row)
         return
-    for name in given.model:
-        for _ in range(given.rounds):
-            for backend in given.backend:
-                command = [
-                    sys.executable,
-                    __file__,
-                    "--here",
-                    "--model",
-                    name,
-                    "--backend",
-                    backend,
-                ]
-                command += ["--steps", str(given.steps), "--out", str(given.out)]
-                if backend == "memeff":
-                    command += [f"--option={pair}" for pair in given.option]
-                subprocess.run(command, check=False)
+    groups = processes(given.backend, given.fresh)
+    for name, wanted, _, group in product(
+        given.model, given.attention, range(given.rounds), groups
+    ):
+        command = [sys.executable, __file__, "--here", "--model", name, "--attention", wanted]
+        command += ["--backend", *group, "--steps", str(given.steps), "--out", str(given.out)]
+        if given.batch:
+            command += ["--batch", *map(str, given.batch)]
+        subprocess.run([*command, *(f"--option={pair}" for pair in given.option)], check=False)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,18 @@
 """Draws the figures from committed rows; it measures nothing.
 
-python benchmarks/plot.py                      # every results folder -> docs/figures/
+    python benchmarks/plot.py                      # every results folder -> docs/figures/
+    python benchmarks/plot.py --results my_rows --figures my_figures
+
+A file in a folder of results becomes a figure if it has a painter below; a figure's name ends with
+the folder's. A method that failed or could not run has no times and is not drawn.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,92 +21,289 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-RESULTS = Path(__file__).resolve().parent / "results"
-FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
-COLOURS = {"eager": "#9a9a9a", "inductor": "#4c78a8", "memeff": "#e4572e"}
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import convergence
+from rows import read
+
+ROOT = Path(__file__).resolve().parent.parent
+COLOURS = {
+    "eager": "#9a9a9a",
+    "inductor": "#4c78a8",
+    "apple": "#72b7b2",
+    "liger": "#b279a2",
+    "memeff mass": "#f2a541",
+    "memeff block": "#8c510a",
+    "memeff": "#e4572e",
+}
+Row = dict[str, Any]
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of one file."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+def colour(method: str) -> str:
+    """Return a method's colour: that of the first name it starts with."""
+    return next((c for name, c in COLOURS.items() if method.startswith(name)), "black")
 
 
-def caption(rows: list[dict[str, Any]]) -> str:
+def caption(rows: list[Row]) -> str:
     """Return machine and versions, as the rows state them."""
-    last = rows[-1]
-    return f"{last['gpu']}, torch {last['torch']}, triton {last['triton']}, {last['date']}"
+    last = next(row for row in reversed(rows) if "torch" in row)
+    machine = last.get("gpu") or last.get("cpu")
+    return f"{machine}, torch {last['torch']}, triton {last['triton']}, {last['date']}"
 
 
-def training_steps(rows: list[dict[str, Any]], target: Path) -> None:
+def unique(values: Iterable[Any]) -> list[Any]:
+    """Return distinct values in the order in which they come."""
+    return list(dict.fromkeys(values))
+
+
+def name_of(row: Row) -> str:
+    """Return what a row of a training step calls its backend."""
+    return row.get("name", row["backend"])
+
+
+def memory_of(row: Row) -> float | None:
+    """Return the MiB beyond the gradients of a row of the op."""
+    if "mib_beyond_gradients" in row:
+        return row["mib_beyond_gradients"]
+    return row.get("memory_mib", {}).get("beyond_gradients")
+
+
+def tidy(axis: Any, across: str, up: str) -> None:
+    """Label both axes and take the frame away."""
+    axis.set_xlabel(across)
+    axis.set_ylabel(up)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def training_steps(rows: list[Row]) -> Any:
     """Draw peak memory and time of a training step, one group of bars per model."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    backends = [b for b in COLOURS if any(row["backend"] == b for row in rows)]
+    rows = [row for row in rows if "ms" in row]
+    if not rows:
+        return None
+    models = unique(row["model"] for row in rows)
+    backends = sorted(unique(map(name_of, rows)), key=_rank)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4))
     for axis, label, pick in (
-        (left, "peak memory, GiB", lambda row: row["peak_gib"]),
+        (left, "peak memory, GiB", lambda row: row.get("peak_gib", 0.0)),
         (right, "time of a step, ms", lambda row: row["ms"]["median"]),
     ):
         for offset, backend in enumerate(backends):
             heights = []
             for model in models:
-                found = [pick(r) for r in rows if (r["model"], r["backend"]) == (model, backend)]
+                found = [pick(r) for r in rows if (r["model"], name_of(r)) == (model, backend)]
                 heights.append(sorted(found)[len(found) // 2] if found else 0.0)
             places = [i + 0.8 * offset / len(backends) for i in range(len(models))]
             bars = axis.bar(
-                places, heights, 0.75 / len(backends), label=backend, color=COLOURS[backend]
+                places, heights, 0.75 / len(backends), label=backend, color=colour(backend)
             )
             axis.bar_label(bars, fmt="%.1f", fontsize=8)
         axis.set_xticks([i + 0.2 for i in range(len(models))], models)
-        axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
-        axis.spines[["top", "right"]].set_visible(False)
-    left.legend(frameon=False)
+        tidy(axis, "", label)
+    left.legend(frameon=False, fontsize=8)
     title = f"Training step, bf16, gradient checkpointing, unmodified model\n{caption(rows)}"
     figure.suptitle(title, fontsize=9)
-    save(figure, target)
+    return figure
 
 
-def head_and_loss(rows: list[dict[str, Any]], target: Path) -> None:
-    """Draw time against memory beyond the gradients, one panel per shape."""
-    rows = [row for row in rows if "both_ms" in row]
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(shapes), figsize=(4.2 * len(shapes), 3.4), squeeze=False)
-    for axis, shape in zip(axes[0], shapes, strict=True):
-        here = [row for row in rows if row["shape"] == shape]
+def _rank(backend: str) -> int:
+    names = list(COLOURS)
+    return next((names.index(n) for n in names if backend.startswith(n)), len(names))
+
+
+def batch(rows: list[Row]) -> Any:
+    """Draw peak memory of a training step against its batch, one panel per model."""
+    rows = [row for row in rows if "peak_gib" in row]
+    if not rows:
+        return None
+    models = unique(row["model"] for row in rows)
+    figure, axes = pyplot.subplots(1, len(models), figsize=(4.5 * len(models), 3.4), squeeze=False)
+    for axis, model in zip(axes[0], models, strict=True):
+        here = [row for row in rows if row["model"] == model]
+        for backend in sorted(unique(map(name_of, here)), key=_rank):
+            points = sorted((r["batch"], r["peak_gib"]) for r in here if name_of(r) == backend)
+            axis.plot(*zip(*points, strict=True), "o-", label=backend, color=colour(backend))
+        axis.set_ylim(bottom=0)
+        axis.set_title(model, fontsize=9)
+        tidy(axis, f"batch (x {here[0]['length']} tokens)", "peak memory, GiB")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.suptitle(f"Training step, bf16, gradient checkpointing\n{caption(rows)}", fontsize=9)
+    return figure
+
+
+def head_and_loss(rows: list[Row]) -> Any:
+    """Draw time against memory beyond the gradients, one panel per shape and data."""
+    rows = [row for row in rows if "both_ms" in row and memory_of(row) is not None]
+    if not rows:
+        return None
+    kinds = unique(_kind(row) for row in rows)
+    figure, axes = pyplot.subplots(1, len(kinds), figsize=(4.2 * len(kinds), 3.4), squeeze=False)
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        here = [row for row in rows if _kind(row) == kind]
         for row in here:
-            colour = next((c for n, c in COLOURS.items() if row["method"].startswith(n)), "black")
-            x, y = row["mib_beyond_gradients"], row["both_ms"]["median"]
-            axis.plot(x, y, "o", color=colour)
+            x, y = max(memory_of(row) or 0.0, 0.5), row["both_ms"]["median"]
+            axis.plot(x, y, "o", color=colour(row["method"]))
             place = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 7}
             axis.annotate(row["method"], (x, y), **place)
         axis.set_xscale("log")
         axis.set_ylim(0, 1.2 * max(row["both_ms"]["median"] for row in here))
-        axis.set_xlim(50, 60000)
-        axis.set_xlabel("MiB beyond the gradients")
-        axis.set_ylabel("forward + backward, ms")
-        axis.set_title("N, D, V = {N}, {D}, {V}".format(**here[0]), fontsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
+        across = [line.get_xdata()[0] for line in axis.lines]
+        axis.set_xlim(min(across) / 3, max(across) * 12)
+        axis.set_title(kind, fontsize=8)
+        tidy(axis, "MiB beyond the gradients", "forward + backward, ms")
     figure.suptitle(f"Linear + cross entropy alone, bf16\n{caption(rows)}", fontsize=9)
-    save(figure, target)
+    return figure
 
 
-def save(figure: Any, target: Path) -> None:
-    """Write the figure and say where."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
-    figure.savefig(target, dpi=150)
-    pyplot.close(figure)
-    print(target.relative_to(FIGURES.parent.parent))
+def _kind(row: Row) -> str:
+    ignored = row.get("ignored_percent", 0)
+    text = "N, D, V = {N}, {D}, {V}; {data}".format(**row)
+    return f"{text}, {ignored} % ignored" if ignored else text
+
+
+def scaling(rows: list[Row]) -> Any:
+    """Draw time and memory against N, D and V, one column for each size that was varied."""
+    rows = [row for row in rows if "both_ms" in row and "scaling" in row]
+    if not rows:
+        return None
+    sizes = [size for size in "NDV" if any(row["scaling"] == size for row in rows)]
+    figure, axes = pyplot.subplots(2, len(sizes), figsize=(4.2 * len(sizes), 6), squeeze=False)
+    for column, size in enumerate(sizes):
+        here = [row for row in rows if row["scaling"] == size]
+        fixed = ", ".join(f"{other} = {here[0][other]}" for other in "NDV" if other != size)
+        axes[0][column].set_title(fixed, fontsize=8)
+        for axis, label, pick in (
+            (axes[0][column], "forward + backward, ms", lambda row: row["both_ms"]["median"]),
+            (axes[1][column], "MiB beyond the gradients", memory_of),
+        ):
+            for method in unique(row["method"] for row in here):
+                points = sorted((r[size], pick(r)) for r in here if r["method"] == method)
+                points = [(x, y) for x, y in points if y is not None]
+                if points:
+                    across, up = zip(*points, strict=True)
+                    axis.plot(across, up, "o-", ms=3, label=method, color=colour(method))
+            axis.set_xscale("log", base=2)
+            tidy(axis, size, label)
+        axes[0][column].set_ylim(bottom=0)
+        if axes[1][column].lines:
+            axes[1][column].set_yscale("log")
+    axes[0][0].legend(frameon=False, fontsize=7)
+    figure.suptitle(f"Linear + cross entropy alone, bf16, {rows[0]['data']}\n{caption(rows)}")
+    return figure
+
+
+def curves(rows: list[Row]) -> Any:
+    """Draw validation loss over steps, and its difference to the baseline, with bands over seeds.
+
+    The difference is taken seed by seed; bands are one standard deviation on both sides.
+    """
+    found = convergence.latest(rows)
+    done = {name: lines for name, lines in found.items() if lines[-1].get("done")}
+    if not done:
+        return None
+    parsed = {tuple(name.split("/")): _validation(lines) for name, lines in done.items()}
+    phases = [p for p in convergence.training.PHASES if any(key[0] == p for key in parsed)]
+    figure, axes = pyplot.subplots(2, len(phases), figsize=(4.6 * len(phases), 6), squeeze=False)
+    for column, phase in enumerate(phases):
+        baseline = {
+            seed: curve
+            for (p, method, seed), curve in parsed.items()
+            if (p, method) == (phase, convergence.BASE_METHOD)
+        }
+        for method in unique(key[1] for key in parsed if key[0] == phase):
+            here = {s: c for (p, m, s), c in parsed.items() if (p, m) == (phase, method)}
+            shade = colour(method if method in COLOURS else f"memeff {method}")
+            _band(axes[0][column], list(here.values()), method, shade)
+            apart = [_difference(c, baseline[s]) for s, c in here.items() if s in baseline]
+            if apart and method != convergence.BASE_METHOD:
+                _band(axes[1][column], apart, method, shade)
+        title = {"scratch": "from scratch", "tune": "fine-tuned on other text"}[phase]
+        axes[0][column].set_title(title, fontsize=9)
+        axes[1][column].axhline(0, color=colour(convergence.BASE_METHOD), linewidth=0.8)
+        tidy(axes[0][column], "step", "validation loss")
+        tidy(axes[1][column], "step", f"difference to {convergence.BASE_METHOD}, %")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    seeds = len({key[2] for key in parsed})
+    first = next(iter(done.values()))[0]
+    recipe = first["recipe"]
+    size = f"{recipe['layers']} layers x {recipe['width']}, vocabulary {recipe['vocabulary']}"
+    figure.suptitle(f"Llama, {size}, {seeds} seeds\n{caption([first])}", fontsize=9)
+    return figure
+
+
+def _validation(lines: list[Row]) -> dict[int, float]:
+    return {line["step"]: line["validation"] for line in lines if "step" in line}
+
+
+def _difference(curve: dict[int, float], baseline: dict[int, float]) -> dict[int, float]:
+    return {s: 100 * (v - baseline[s]) / baseline[s] for s, v in curve.items() if s in baseline}
+
+
+def _band(axis: Any, several: list[dict[int, float]], label: str, shade: str) -> None:
+    steps = sorted(set.intersection(*(set(curve) for curve in several)))
+    columns = [[curve[step] for curve in several] for step in steps]
+    middle = [statistics.mean(column) for column in columns]
+    axis.plot(steps, middle, label=label, color=shade, linewidth=1.2)
+    if len(several) > 1:
+        spread = [statistics.stdev(column) for column in columns]
+        low = [m - s for m, s in zip(middle, spread, strict=True)]
+        high = [m + s for m, s in zip(middle, spread, strict=True)]
+        axis.fill_between(steps, low, high, color=shade, alpha=0.2, linewidth=0)
+
+
+def probabilities(rows: list[Row]) -> Any:
+    """Draw the mean probability of the i-th likeliest token of the latest row."""
+    row = rows[-1]
+    figure, axis = pyplot.subplots(figsize=(5, 3.6))
+    axis.plot(row["rank"], row["probability"], color=COLOURS["inductor"])
+    axis.axhline(row["eps"], color=COLOURS["memeff"], linewidth=0.8, linestyle="--")
+    text = f"2^-12: {row['ranks_above_eps']} ranks above"
+    axis.annotate(text, (row["rank"][0], row["eps"]), xytext=(2, 3), **_POINTS)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    tidy(axis, "i-th likeliest token", "mean probability")
+    shares = ", ".join(f"{size} {share:.1%}" for size, share in row["active_share"].items())
+    facts = f"active tiles {shares}\nmass below 2^-12: {row['mass_below_eps']:.2%}"
+    axis.text(0.97, 0.97, facts, transform=axis.transAxes, ha="right", va="top", fontsize=7)
+    title = f"Trained model of {row['parameters'] / 1e6:.0f} M parameters, V = {row['V']}"
+    figure.suptitle(f"{title}\n{caption(rows)}", fontsize=8)
+    return figure
+
+
+_POINTS = {"textcoords": "offset points", "fontsize": 7}
+
+PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
+    "models.jsonl": (training_steps, "training-step"),
+    "batch.jsonl": (batch, "peak-memory-by-batch"),
+    "linear_cross_entropy.jsonl": (head_and_loss, "linear-cross-entropy"),
+    "head-and-loss.jsonl": (head_and_loss, "head-and-loss"),
+    "scaling.jsonl": (scaling, "scaling"),
+    "convergence.jsonl": (curves, "convergence"),
+    "probabilities.jsonl": (probabilities, "probabilities"),
+}
+"""File of rows -> what draws it, and the name of the figure."""
 
 
 def main() -> None:
     """Draw what there are rows for."""
-    for folder in sorted(p for p in RESULTS.iterdir() if p.is_dir()):
-        models, op = folder / "models.jsonl", folder / "linear_cross_entropy.jsonl"
-        if models.exists():
-            training_steps(read(models), FIGURES / f"training-step-{folder.name}.png")
-        if op.exists():
-            head_and_loss(read(op), FIGURES / f"linear-cross-entropy-{folder.name}.png")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--figures", type=Path, default=ROOT / "docs" / "figures")
+    given = parser.parse_args()
+    for folder in sorted(p for p in given.results.iterdir() if p.is_dir()):
+        for file, (paint, name) in PAINTERS.items():
+            if (folder / file).exists():
+                figure = paint(read(folder / file))
+                if figure is None:
+                    print(f"{folder / file}: no row that can be drawn", file=sys.stderr)
+                    continue
+                figure.tight_layout()
+                target = given.figures / f"{name}-{folder.name}.png"
+                target.parent.mkdir(parents=True, exist_ok=True)
+                figure.savefig(target, dpi=150)
+                pyplot.close(figure)
+                print(target)
 
 
 if __name__ == "__main__":

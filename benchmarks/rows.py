@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -9,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +31,17 @@ def command() -> str:
 
 def environment() -> dict[str, Any]:
     """Return machine, versions, commit and command."""
-    import triton
-
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "command": command(),
         "commit": os.environ.get("MEMEFF_COMMIT") or _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": None,
     }
-    try:
-        import transformers
-
-        facts["transformers"] = transformers.__version__
-    except ImportError:
-        pass
+    for package in ("triton", "transformers", "cut_cross_entropy", "liger_kernel"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            facts[package] = metadata.version(package)
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
         facts["driver"] = _driver()
@@ -56,10 +53,20 @@ def environment() -> dict[str, Any]:
 
 def write(path: Path, row: dict[str, Any]) -> None:
     """Append ``row`` with its environment to ``path`` and print it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as stream:
-        stream.write(json.dumps({**row, **environment()}) + "\n")
+    append(path, {**row, **environment()})
     print(json.dumps(row), flush=True)
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Append ``row`` as it is, in one write, so that several processes can share the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as stream:
+        stream.write((json.dumps(row) + "\n").encode())
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of one file."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 def percentiles(samples: list[float]) -> dict[str, float]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from memeff_compile.errors import OptionError as OptionError
     from memeff_compile.explanation import Explanation as Explanation
     from memeff_compile.explanation import explain as explain
+    from memeff_compile.functional import linear_cross_entropy as linear_cross_entropy
     from memeff_compile.options import Options as Options
     from memeff_compile.report import graphs as graphs
     from memeff_compile.report import last_report as last_report
@@ -31,6 +32,7 @@ _HOME = {
     "explain": "explanation",
     "graphs": "report",
     "last_report": "report",
+    "linear_cross_entropy": "functional",
     "reset": "api",
 }
 
@@ -43,6 +45,7 @@ __all__ = [
     "explain",
     "graphs",
     "last_report",
+    "linear_cross_entropy",
     "reset",
 ]
 

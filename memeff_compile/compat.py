@@ -5,6 +5,7 @@ One file to mend per torch release: ``tests/backend/test_compat.py`` probes ever
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -197,11 +198,32 @@ def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
 def compile_with_inductor(
     gm: GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
 ) -> Compiled:
-    """Hand the graph to Inductor; ``patches`` also hold for the backward it compiles later."""
-    from torch._inductor.compile_fx import compile_fx
+    """Hand the graph to Inductor; ``patches`` also hold for the backward it compiles later.
 
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(patches))
+    Its caches on disk know our ops by name only, so what they keep is tagged with our schemas:
+    code compiled by another version of this package would call ops that are no more.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch.compiler import config
+
+    tag = f"{config.cache_key_tag}memeff:{op_fingerprint()}"
+    with config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+        compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(patches))
     return cast("Compiled", compiled)
+
+
+def op_fingerprint() -> str:
+    """Return a digest of the schemas of every registered op of ours, and of our version."""
+    from memeff_compile import __version__
+
+    names = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("memeff::"))
+    schemas = (str(torch._C._get_schema(*_name_and_overload(name))) for name in names)
+    return hashlib.sha256("\n".join((__version__, *schemas)).encode()).hexdigest()[:16]
+
+
+def _name_and_overload(name: str) -> tuple[str, str]:
+    base, _, overload = name.partition(".")
+    return base, overload
 
 
 def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:

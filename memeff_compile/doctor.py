@@ -189,7 +189,7 @@ def _engines() -> list[Finding]:
     op = "memeff::linear_cross_entropy"
     findings = [Finding("what runs where", op, f"{first} engine: {ENGINES[first]}")]
     rest = [name for name in ENGINES if name != first]
-    where = "on tensors that engine cannot take" if first == "hybrid" else "not on this machine"
+    where = "on tensors that engine cannot take" if first == "fused" else "not on this machine"
     return [
         *findings,
         *(Finding("what runs where", "", f"{each}, {where}: {ENGINES[each]}") for each in rest),

@@ -24,7 +24,7 @@ __all__ = ["PASS_NAMES", "RESERVED_PASS_NAMES", "Options", "options_page"]
 
 PREFIX = "memeff."
 
-PASS_NAMES = ("fuse_linear_cross_entropy", "defer_logits")
+PASS_NAMES = ("fuse_linear_cross_entropy", "defer_logits", "fuse_embedding_gradient")
 """Names of the passes that exist, in the order in which they run."""
 
 RESERVED_PASS_NAMES = (
@@ -92,10 +92,18 @@ def _check_choice(
     return value
 
 
-def _check_absent(key: str, value: object, *, reason: str) -> object:
-    if value is not None:
-        raise OptionError(f"{_seen(key, value)}, but {key} is not available yet: {reason}")
-    return None
+def _check_fraction(key: str, value: object) -> object:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise OptionError(f"{_seen(key, value)}; it takes a number between 0 and 1, or None.")
+    return float(value)
+
+
+def _check_flag(key: str, value: object) -> object:
+    if not isinstance(value, bool):
+        raise OptionError(f"{_seen(key, value)}; it takes True or False.")
+    return value
 
 
 def _check_mode(key: str, value: object) -> object:
@@ -119,11 +127,13 @@ _UNIT = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 def _check_bytes(key: str, value: object) -> object:
     if value == "auto":
         return 0
+    if value == "minimal":
+        return 1
     if isinstance(value, str) and (match := _BYTES.fullmatch(value)):
         value = int(float(match[1]) * _UNIT[match[2].lower()])
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise OptionError(
-            f"{_seen(key, value)}; it takes 'auto', a number of bytes (0 means 'auto') "
+            f"{_seen(key, value)}; it takes 'auto', 'minimal', a number of bytes (0 means 'auto') "
             "or a size such as '64MiB' or '1GiB'."
         )
     return value
@@ -252,11 +262,6 @@ def _choice(
 _NO_LOSSY = (
     "no lossy mode has shipped, because none has a fidelity run behind it. Use 'exact' meanwhile."
 )
-_NO_FILTER = (
-    "the engine that leaves out gradient entries below a threshold has not shipped. "
-    "Use 'exact' meanwhile; it already avoids the rows x vocabulary tensor."
-)
-_NO_KNOB = "it belongs to the filtered engines, which have not shipped. Leave it out meanwhile."
 _NO_ATTENTION = "low-bit attention has not shipped. Use 'exact' meanwhile."
 _NO_WEIGHTS = "entropy-coded weights have not shipped. Use 'off' meanwhile."
 _NO_VERIFY = (
@@ -290,33 +295,51 @@ class Options:
     linear_cross_entropy: str = _choice(
         "linear_cross_entropy",
         "exact",
+        "mass",
+        "block",
         "off",
-        meaning="Compute linear + cross entropy without the rows x vocabulary logits.",
-        later={"mass": _NO_FILTER, "block": _NO_FILTER},
+        meaning="Compute linear + cross entropy without the rows x vocabulary logits. `mass` and "
+        "`block` are lossy: on a GPU, in 16 bits, they leave tiles of the gradient out; `mass` "
+        "bounds what a row loses, `block` is the rule of Cut Cross-Entropy.",
     )
     linear_cross_entropy_workspace: int = _option(
         0,
         key="linear_cross_entropy.workspace",
-        values="`auto`, bytes, or a size such as `64MiB`",
+        values="`auto`, `minimal`, bytes, or a size such as `64MiB`",
         meaning="Upper bound of the transient piece of logits. Smaller saves memory, larger runs "
-        "fewer and bigger products. `auto`: 64 MiB on a GPU, 8 MiB on the CPU, more for many rows.",
+        "fewer and bigger products. `auto`: 64 MiB on a GPU, 8 MiB on the CPU, more for many rows. "
+        "`minimal`: in 16 bits on a GPU, work inside the weight's gradient; always exact.",
         check=_check_bytes,
     )
     linear_cross_entropy_eps: float | None = _option(
         None,
         key="linear_cross_entropy.eps",
-        values="none",
-        meaning="Threshold of the gradient filter.",
-        check=partial(_check_absent, reason=_NO_KNOB),
-        status="not available yet",
+        values="none, or a number between 0 and 1",
+        meaning="Of `block`: leave a tile out if every |p - 1(target)| in it is under this. None: "
+        "2^-12 in bf16, 2^-15 in fp16.",
+        check=_check_fraction,
     )
     linear_cross_entropy_tau: float | None = _option(
         None,
         key="linear_cross_entropy.tau",
-        values="none",
-        meaning="Share of the probability mass that the gradient filter keeps.",
-        check=partial(_check_absent, reason=_NO_KNOB),
-        status="not available yet",
+        values="none, or a number between 0 and 1",
+        meaning="Of `mass`: what a row may lose at most of its probability mass. None: 2^-6.",
+        check=_check_fraction,
+    )
+    linear_cross_entropy_parts: str = _choice(
+        "linear_cross_entropy.parts",
+        "both",
+        "hidden",
+        "weight",
+        meaning="Of `mass` and `block`: which gradient tiles are left out of; the other is exact.",
+    )
+    linear_cross_entropy_sort_vocabulary: bool = _option(
+        False,
+        key="linear_cross_entropy.sort_vocabulary",
+        values="`False`, `True`",
+        meaning="Of `mass` and `block`: sort the vocabulary by its mean logit first, as Cut "
+        "Cross-Entropy does. Copies the weight and its gradient: for studies.",
+        check=_check_flag,
     )
     logits: str = _choice(
         "logits",
@@ -326,6 +349,12 @@ class Options:
         meaning="What a model called with labels returns as logits. "
         "`deferred`: computed on first use; reading them after the weights changed raises. "
         "`eager`: computed in every step, as without the backend. `none`: the output is None.",
+    )
+    embedding: str = _choice(
+        "embedding",
+        "exact",
+        "off",
+        meaning="Sum the gradient of a tied or large 16-bit embedding without an fp32 copy of it.",
     )
     attention: str = _choice(
         "attention",
@@ -397,7 +426,32 @@ class Options:
         for each, info in _by_field().items():
             self._store(each, info.check(info.key, getattr(self, each)))
         self._store("inductor", _check_inductor("inductor", self.inductor))
+        self._check_filter_knobs()
         self._check_strict_is_possible()
+
+    @property
+    def filter_level(self) -> float:
+        """What `linear_cross_entropy` filters by, eps or tau; 0 where it chooses."""
+        levels = {"block": self.linear_cross_entropy_eps, "mass": self.linear_cross_entropy_tau}
+        return levels.get(self.linear_cross_entropy) or 0.0
+
+    def _check_filter_knobs(self) -> None:
+        """Refuse a knob of a filter that is not on: it would do nothing."""
+        owners = {
+            "eps": ("block",),
+            "tau": ("mass",),
+            "parts": ("mass", "block"),
+            "sort_vocabulary": ("mass", "block"),
+        }
+        for knob, modes in owners.items():
+            value = getattr(self, f"linear_cross_entropy_{knob}")
+            if value not in (None, "both", False) and self.linear_cross_entropy not in modes:
+                wanted = " or ".join(map(repr, modes))
+                raise OptionError(
+                    f"{PREFIX}linear_cross_entropy.{knob} is {value!r}, but "
+                    f"{PREFIX}linear_cross_entropy is {self.linear_cross_entropy!r}, which has no "
+                    f"such knob. Set it to {wanted}, or leave the knob out."
+                )
 
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -408,6 +462,9 @@ class Options:
                 f"{PREFIX}linear_cross_entropy='off'" if self.linear_cross_entropy == "off" else ""
             ),
             "defer_logits": f"{PREFIX}logits={self.logits!r}" if self.logits != "deferred" else "",
+            "fuse_embedding_gradient": (
+                f"{PREFIX}embedding='off'" if self.embedding == "off" else ""
+            ),
         }
         off["defer_logits"] = off["defer_logits"] or off["fuse_linear_cross_entropy"]
         for name in self.strict:

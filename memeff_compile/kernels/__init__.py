@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from memeff_compile.kernels.embedding import op as _embedding
 from memeff_compile.kernels.linear_cross_entropy import op as _linear_cross_entropy
 
 __all__: list[str] = []
 
-del _linear_cross_entropy
+del _embedding, _linear_cross_entropy

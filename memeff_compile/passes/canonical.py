@@ -470,7 +470,7 @@ _BY_NAME = (
     "repeat_interleave masked_fill relu gelu silu sigmoid softplus dropout layer_norm rms_norm "
     "linear embedding cat stack scaled_dot_product_attention take_along_dim chunk split unbind "
     "ravel pad clamp roll square rsqrt sqrt argmax cos sin where triu tril ne eq lt le "
-    "gt ge baddbmm"
+    "gt ge baddbmm max topk special_entr"
 ).split()
 
 _FUNCTIONS: dict[Any, _Reader] = {
@@ -505,6 +505,7 @@ _FUNCTIONS: dict[Any, _Reader] = {
     torch.permute: _dims("permute"),
     torch.reshape: _sized("reshape", "shape"),
     torch.moveaxis: _plain("movedim"),
+    torch.special.entr: _plain("special_entr"),
     torch.concat: _plain("cat"),
 }
 _METHODS.update(

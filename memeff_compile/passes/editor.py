@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from .. import compat
-from .graph_info import GraphInfo
+from .graph_info import GraphInfo, Region
 
 
 class EditRefused(Exception):
@@ -33,6 +33,7 @@ class Editor:
         self._outputs: list[tuple[Node, Any]] = []
         self._place: Node | None = None
         self._like: Node | None = None
+        self._region: Region | None = None
 
     @property
     def graph(self) -> Graph:
@@ -40,14 +41,21 @@ class Editor:
         return self.info.gm.graph
 
     @contextlib.contextmanager
-    def at(self, node: Node, *, like: Node | None = None) -> Iterator[None]:
-        """Insert before ``node``; the new nodes take source line and module path of ``like``."""
-        before = self._place, self._like
+    def at(
+        self, node: Node, *, like: Node | None = None, region: Region | None = None
+    ) -> Iterator[None]:
+        """Insert before ``node``; the new nodes take source line and module path of ``like``.
+
+        ``region`` is what holds before ``node`` where that differs from what holds at it, as it
+        does where ``node`` switches gradients off.
+        """
+        before = self._place, self._like, self._region
         self._place, self._like = node, like or node
+        self._region = region or self.info.regions[node]
         try:
             yield
         finally:
-            self._place, self._like = before
+            self._place, self._like, self._region = before
 
     def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         """Insert a call; compute its example value in the region where it stands."""
@@ -80,11 +88,12 @@ class Editor:
         """Record a new node; give it the source line, module path and region of its place."""
         assert self._place is not None
         assert self._like is not None
+        assert self._region is not None
         self._inserted.append(node)
         for key in ("stack_trace", "nn_module_stack"):
             if key in self._like.meta:
                 node.meta.setdefault(key, self._like.meta[key])
-        self.info.regions[node] = self.info.regions[self._place]
+        self.info.regions[node] = self._region
 
     def replace(self, old: Node, new: Node) -> None:
         """Let every user of ``old`` use ``new``; refuse when they differ in what a user can see."""
@@ -94,6 +103,15 @@ class Editor:
         users = [u for u in old.users if u is not new]
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self._replaced.append((old, new, users))
+
+    def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
+        """Let ``users`` alone read ``new`` in the place of ``old``; refuse when they differ."""
+        difference = describe_difference(compat.example_value(old), compat.example_value(new))
+        if difference:
+            raise EditRefused(f"{old.name} would change {difference}")
+        for user in users:
+            user.replace_input_with(old, new)
+        self._replaced.append((old, new, list(users)))
 
     def set_output(self, arguments: Any) -> None:
         """Replace the graph's outputs."""

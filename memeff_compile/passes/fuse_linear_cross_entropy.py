@@ -4,15 +4,16 @@
             f = logits.float().view(-1, V)
             loss = cross_entropy(f, y)
             return loss, logits
-    after:  nll, lse, _ = memeff.linear_cross_entropy(h, W, y)
+    after:  nll, lse, *_ = memeff.linear_cross_entropy(h, W, y)
             loss = nll.sum() / (y != -100).sum()
             return loss, h                                      (logits deferred)
 
 Paper: Cut Your Losses in Large-Vocabulary Language Models (Cut Cross-Entropy), arXiv 2411.09009.
 
 A *site* is one head and every loss-like consumer of its logits: cross_entropy, log_softmax +
-nll_loss or gather, logsumexp (z-loss). Consumers that use the same rows and targets share one op
-call. The reductions stay ATen nodes, so an empty or all-ignored batch gives nan as in eager.
+nll_loss or gather, logsumexp (z-loss), and the metrics beside them: argmax, entropy, losses without
+a gradient. Consumers that use the same rows and targets share one op call. The reductions stay ATen
+nodes, so an empty or all-ignored batch gives nan as in eager.
 
 Declined, never guessed: class-probability targets, other uses of the logits inside the graph,
 logits or operands written in place in between, mixed grad regions, subclass or integer weights,
@@ -32,6 +33,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import linear_cross_entropy as op_folder
+from ..options import Options
 from . import defer_logits
 from .base import Decline, Done, Gain
 from .defer_logits import LogitsOutput
@@ -40,7 +42,17 @@ from .graph_info import GraphInfo, node_name, written_by
 from .linear_head import Chain, HeadReader
 from .loss_checks import check_operands, check_regions, check_tails, check_writes, mutated
 from .loss_emitter import emit_group, groups_of
-from .loss_tails import Site, Tail, has_pair, loss_outside, tails_of
+from .loss_tails import (
+    ENTROPIES,
+    LOSSES,
+    METRICS,
+    Site,
+    Tail,
+    has_pair,
+    loss_outside,
+    tails_of,
+    without_parts,
+)
 
 
 class FuseLinearCrossEntropy:
@@ -63,15 +75,14 @@ class FuseLinearCrossEntropy:
         losses = False
         for node in info.gm.graph.nodes:
             for answer in tails_of(info, reader, node):
-                losses = True
+                losses = losses or isinstance(answer, Decline) or answer.kind not in METRICS
                 if isinstance(answer, Decline):
                     yield answer
                 else:
                     by_head[answer.chain.head.node].append(answer)
         for head_node, tails in by_head.items():
-            if not any(t.kind in ("loss", "log_prob") for t in tails) and not has_pair(tails):
-                continue
-            yield self._site(info, reader, head_node, tails)
+            if any(t.kind in LOSSES for t in tails) or has_pair(tails):
+                yield self._site(info, reader, head_node, without_parts(tails))
         if not losses:
             yield from loss_outside(info)
 
@@ -80,7 +91,7 @@ class FuseLinearCrossEntropy:
     ) -> Site | Decline:
         site = Site(tails[0].chain.head, tails)
         served = {t.node for t in tails}
-        throughs = {t.through for t in tails if t.through is not None}
+        throughs = {node for t in tails for node in t.through}
         queue, seen = [head_node], {head_node}
         output = info.output
         while queue:
@@ -152,10 +163,11 @@ class FuseLinearCrossEntropy:
         }
         call: dict[str, Any] = {
             "dtype": head.compute_dtype,
-            "engine": op_folder.engine_for(hidden.device, head.compute_dtype),
+            "engine": _engine_name(hidden, head.compute_dtype),
             "device_type": op_folder.where_it_runs(hidden.device).type,
             "workspace": info.options.linear_cross_entropy_workspace,
             "has_softcap": any(s.kind == "tanh" for s in match.tails[0].chain.steps),
+            "with_entropy": any(t.kind in ENTROPIES for t in match.tails),
             "training": training,
         }
         held = op_folder.piece_sizes(max(sizes["N"], 1), sizes["V"], **call)
@@ -182,14 +194,17 @@ class FuseLinearCrossEntropy:
             compat.hold_constant(symbol)
         for symbol in (s for t in match.tails for s in t.symbols):
             compat.hold_constant(symbol)
-        for group in groups_of(info, match.tails):
+        groups = groups_of(info, match.tails)
+        for group in groups:
             match.covered.extend(emit_group(info, editor, group))
-            spellings.extend(node_name(t.node) for t in group)
+            spellings.extend(t.name for t in group)
         deferred, notes = defer_logits.rewrite(info, match.outputs, editor)
-        engine = _engine(info.tensor(match.head.hidden), match.head.compute_dtype)
+        engine = _engine(info.tensor(match.head.hidden), match.head.compute_dtype, info.options)
+        # Each call multiplies with the whole head: other rows, targets or modifiers cost time.
+        times = f", {len(groups)} calls" if len(groups) > 1 else ""
         sentence = (
             f"{node_name(match.head.node)} + {' + '.join(dict.fromkeys(spellings))} -> "
-            f"memeff::linear_cross_entropy; {engine}"
+            f"memeff::linear_cross_entropy{times}; {engine}"
         )
         return Done(match.tails[0].node, sentence, notes, deferred)
 
@@ -198,7 +213,23 @@ class FuseLinearCrossEntropy:
         return match.covered
 
 
-def _engine(hidden: torch.Tensor | None, dtype: torch.dtype) -> str:
+def _engine_name(hidden: torch.Tensor, dtype: torch.dtype) -> str:
+    depth = hidden.shape[-1]
+    return op_folder.engine_for(hidden.device, dtype, depth if isinstance(depth, int) else 8)
+
+
+def _engine(hidden: torch.Tensor | None, dtype: torch.dtype, options: Options) -> str:
+    """Name the engine, and what a gradient filter will do in it."""
     assert hidden is not None
-    name = op_folder.engine_for(hidden.device, dtype)
-    return f"engine {name}: {op_folder.ENGINES[name]}"
+    name = _engine_name(hidden, dtype)
+    sentence = f"engine {name}: {op_folder.ENGINES[name]}"
+    mode = options.linear_cross_entropy
+    if mode == "exact":
+        return sentence
+    if name != "fused" or op_folder.is_minimal(options.linear_cross_entropy_workspace):
+        return f"{sentence}; '{mode}' leaves nothing out here: the gradients are exact"
+    level = op_folder.filter_level(mode, options.filter_level, dtype)
+    bound = (
+        f"a row loses at most {level:g}" if mode == "mass" else f"tiles under {level:g} left out"
+    )
+    return f"{sentence}; gradient filter '{mode}', {bound}, dense where most tiles count"

@@ -54,6 +54,11 @@ class Step:
     reading: Reading = ()
     symbol: Node | None = None
 
+    @property
+    def effect(self) -> tuple[Any, ...]:
+        """Equal for row steps that do the same to the same rows, wherever they stand."""
+        return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -69,11 +74,14 @@ class Chain:
         return tuple(s for s in self.steps if s.kind in ("rows", "reshape"))
 
     @property
-    def row_key(self) -> tuple[Node, ...]:
-        """Equal for chains whose rows are the same rows in the same order."""
+    def row_key(self) -> tuple[Any, ...]:
+        """Equal for chains whose rows are the same rows in the same order.
+
+        One entry per row step, up to the last one that selects or reorders rows.
+        """
         rows = self.row_steps
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
-        return tuple(s.node for s in rows[: last + 1])
+        return tuple(s.effect for s in rows[: last + 1])
 
     @property
     def moved(self) -> bool:
@@ -98,6 +106,14 @@ class Chain:
         vectors = (s.value for s in self.steps if s.kind == "bias")
         carried = {self.head.node, *(s.node for s in self.steps)}
         return tuple(n for n in (*flat, *vectors) if isinstance(n, Node) and n not in carried)
+
+
+def _frozen(value: Any) -> Any:
+    """Return an argument in a form that compares by value; nodes compare by identity."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    plain = value is None or isinstance(value, (int, float, str, Node, torch.dtype))
+    return value if plain else id(value)
 
 
 POINTWISE = ("to", "mul", "div", "tanh", "bias")
@@ -157,6 +173,27 @@ class HeadReader:
             moved = moved or step.kind == "move"
             steps.append(step)
         return Chain(head, tuple(steps), node)
+
+    def row_operand(self, node: Node) -> Node | None:
+        """Return the operand whose rows ``node`` moves, casts or detaches; never traces."""
+        reading = read(node)
+        if not reading or reading[0].op not in _MOVE_OPS:
+            return None
+        operand = reading[0].args["self"]
+        return operand if isinstance(operand, Node) else None
+
+    def extend(self, chain: Chain, links: Sequence[Node], kinds: Sequence[str]) -> Chain | Decline:
+        """Return ``chain`` with further nodes behind it, each a step of one of ``kinds``."""
+        steps, moved = list(chain.steps), chain.moved
+        for link in links:
+            step = self._step(link, chain.head, moved)
+            if isinstance(step, Decline):
+                return step
+            if step.kind not in kinds:
+                return Decline("unknown_step", f"{_describe(link)} is not a row move", node=link)
+            moved = moved or step.kind == "move"
+            steps.append(step)
+        return replace(chain, steps=tuple(steps), node=links[-1] if links else chain.node)
 
     # --- the head ---------------------------------------------------------------------------------
 
@@ -499,6 +536,8 @@ _STEP_OPS = {
     aten.movedim.intlist,
     aten.index.Tensor,
 }
+
+_MOVE_OPS = _STEP_OPS - {*_SCALES, aten.tanh.default, aten.add.Tensor}
 
 
 def _row_kind(call: Call, rank: int, head: Head, info: GraphInfo) -> str | None:

@@ -10,7 +10,7 @@ from ..kernels import linear_cross_entropy as op_folder
 from .base import Decline
 from .graph_info import GraphInfo, node_name
 from .linear_head import fold
-from .loss_tails import Site
+from .loss_tails import METRICS, STATISTICS, Site, is_silent
 
 SMALLEST_VOCABULARY = 32
 
@@ -79,17 +79,18 @@ def _check_support(
 
 
 def check_tails(info: GraphInfo, site: Site) -> Decline | None:
+    refusal = _check_gradients(info, site)
+    if refusal is not None:
+        return refusal
     for tail in site.tails:
         chain = tail.chain
-        if chain.detached:
-            return Decline("detached", "the loss reads detached logits", node=tail.node)
         folded = fold(chain.steps)
         if isinstance(folded, Decline):
             return Decline(folded.code, folded.sentence, folded.hint, tail.node)
-        logits = info.tensor(tail.through or tail.chain.node)
+        logits = info.tensor(tail.chain.node)
         assert logits is not None
         if tail.kind != "loss":
-            if chain.moved:
+            if chain.moved and tail.kind not in STATISTICS:
                 return Decline("unknown_step", "gather after moving the classes", node=tail.node)
             continue
         target = info.tensor(tail.target)
@@ -112,7 +113,7 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
                 "class_weight", "the class weights need a gradient", "detach them", tail.node
             )
     lone = [t for t in site.tails if t.kind == "logit"]
-    keys = {t.chain.row_key for t in site.tails if t.kind == "lse"}
+    keys = [t.chain.row_key for t in site.tails if t.kind == "lse"]
     for tail in lone:
         if tail.chain.row_key not in keys:
             return Decline(
@@ -124,11 +125,40 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
     return None
 
 
+def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
+    """Metrics may be cut off from the gradient; a loss is not, and no tail is cut off in part."""
+    trains = info.tensor(site.head.node)
+    if trains is None or not trains.requires_grad:
+        return None
+    if _trains_nothing(info, site) and any(tail.chain.detached for tail in site.tails):
+        return Decline("detached", "the loss reads detached logits", node=site.tails[0].node)
+    for tail in site.tails:
+        if is_silent(info, tail):
+            continue
+        steps = (step.node for step in tail.chain.steps)
+        for node in (*steps, *tail.through, *tail.factors):
+            value = info.tensor(node)
+            if value is not None and value.is_floating_point() and not value.requires_grad:
+                return Decline(
+                    "detached",
+                    f"`{node_name(node)}` cuts a part of `{tail.name}` off from the gradient",
+                    node=tail.node,
+                )
+    return None
+
+
+def _trains_nothing(info: GraphInfo, site: Site) -> bool:
+    return all(is_silent(info, tail) for tail in site.tails if tail.kind not in METRICS)
+
+
 def check_regions(info: GraphInfo, site: Site) -> Decline | None:
     head_region = info.regions[site.head.node]
+    # A metric may run without gradients beside a loss that has them.
+    may_drop = head_region.grad and not _trains_nothing(info, site)
     for node in site.covered:
         region = info.regions[node]
-        if (region.grad, region.inference) != (head_region.grad, head_region.inference):
+        same = region.grad == head_region.grad or (may_drop and not region.grad)
+        if region.inference != head_region.inference or not same:
             return Decline(
                 "region_mismatch",
                 f"`{node_name(node)}` runs with gradients or inference mode switched "

@@ -14,17 +14,31 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import linear_cross_entropy as op_folder
+from ..options import Options
 from .canonical import aten, read_one
 from .editor import Editor
-from .graph_info import GraphInfo, written_by
+from .graph_info import GraphInfo, Region, written_by
 from .linear_head import Modifiers, fold, replay_rows
-from .loss_tails import Tail
+from .loss_tails import ENTROPIES, STATISTICS, Tail, is_silent
+from .softmax_reader import class_position
+
+
+def filter_settings(options: Options) -> dict[str, float | str | bool]:
+    """Return the settings of a gradient filter that are not the op's own defaults."""
+    settings: dict[str, float | str | bool] = {}
+    if options.filter_level:
+        settings["filter_level"] = options.filter_level
+    if options.linear_cross_entropy_parts != "both":
+        settings["filter_parts"] = options.linear_cross_entropy_parts
+    if options.linear_cross_entropy_sort_vocabulary:
+        settings["sort_vocabulary"] = True
+    return settings
 
 
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
     """Group tails that one op call can serve: same rows, same modifiers, same targets, in time."""
     groups: list[list[Tail]] = []
-    for tail in sorted(tails, key=lambda t: t.kind == "lse"):  # targets first, logsumexp joins
+    for tail in sorted(tails, key=_joining_order):
         for group in groups:
             if _compatible(info, group, tail) and _late(info, [*group, tail]) is not None:
                 group.append(tail)
@@ -34,14 +48,21 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
     return groups
 
 
+def _joining_order(tail: Tail) -> tuple[bool, int]:
+    """Targets first; statistics join them or each other, those over more rows first."""
+    return tail.kind in STATISTICS, len(tail.chain.row_key)
+
+
 def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
     first = group[0]
-    if first.chain.row_key != tail.chain.row_key or modifiers_of(first) != modifiers_of(tail):
+    if modifiers_of(first) != modifiers_of(tail):
         return False
-    if tail.kind == "lse":
-        return True
+    if tail.kind in STATISTICS:  # of all rows, of which the tail's own are then taken
+        effects = tuple(step.effect for step in tail.chain.row_steps)
+        return effects[: len(first.chain.row_key)] == first.chain.row_key
     return (
-        first.kind != "lse"
+        first.kind not in STATISTICS
+        and first.chain.row_key == tail.chain.row_key
         and _target_source(info, first.target) is _target_source(info, tail.target)
         and first.ignore_index == tail.ignore_index
         and first.class_weight is tail.class_weight
@@ -90,7 +111,7 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     are made once more before it: integer views and copies that cost nothing, of inputs nobody
     writes to.
     """
-    first = min((t.node for t in group), key=lambda n: info.positions[n])
+    first, _ = _place(info, group)
     again: list[Node] = []
 
     def collect(node: Node) -> bool:
@@ -115,12 +136,28 @@ def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
     return again
 
 
+def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
+    """Return the node before which the op of ``group`` goes, and the region there.
+
+    Before the first tail, and before what switched gradients off where that is a metric and
+    another tail needs them.
+    """
+    place = min((t.node for t in group), key=lambda n: info.positions[n])
+    trains = info.regions[group[0].chain.head.node].grad
+    if not trains or info.regions[place].grad or all(is_silent(info, t) for t in group):
+        return place, info.regions[place]
+    while not info.regions[place.prev].grad:
+        place = place.prev
+    return place, info.regions[place.prev]
+
+
 def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]:
     """Emit the op and the results of ``group``; return what was computed again earlier."""
-    anchor = min((t.node for t in group), key=lambda n: info.positions[n])
+    anchor, region = _place(info, group)
+    named = min((t.node for t in group), key=lambda n: info.positions[n])
     again = _late(info, group)
     assert again is not None, "only tails that one call can serve are grouped"
-    with editor.at(anchor):
+    with editor.at(anchor, like=named, region=region):
         early: dict[Node, Node] = {}
         for node in again:
             early[node] = editor.copy(node, early)
@@ -129,7 +166,8 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
         emit.op_call()
     for tail in group:
         with editor.at(tail.node):
-            editor.replace(tail.node, emit.result(tail))
+            result = emit.result(tail)
+            editor.replace(tail.node, result)
     return again
 
 
@@ -150,6 +188,7 @@ class GroupEmitter:
         self.ignore_index = self.with_target.ignore_index if self.with_target else None
         self.op = self.target = self.hidden = group[0].node
         self._items: dict[int, Node] = {}
+        self._silent = False
 
     def op_call(self) -> None:
         """Insert the op over the selected rows."""
@@ -178,17 +217,31 @@ class GroupEmitter:
             ignore_index=self.ignore_index,
             scale=self.modifiers.scale,
             softcap=self.modifiers.softcap,
-            with_lse=any(t.kind in ("lse", "logit") for t in self.group),
+            with_lse=self._has("lse", "logit", "mean_logit"),
             with_logit_sum=smoothing,
             gradient_filter=options.linear_cross_entropy,
             workspace=options.linear_cross_entropy_workspace,
+            **self._metrics(),
+            **filter_settings(options),
         )
         if smoothing:
             self._item(2)
-        if any(t.kind != "lse" for t in self.group):
+        if self._has("loss", "log_prob", "logit"):
             self._item(0)
-        if smoothing or any(t.kind in ("lse", "logit") for t in self.group):
+        if smoothing or self._has("lse", "logit", "mean_logit"):
             self._item(1)
+        if self._has(*ENTROPIES):
+            self._item(3)
+        if self._has("top"):
+            self._item(4)
+
+    def _has(self, *kinds: str) -> bool:
+        return any(tail.kind in kinds for tail in self.group)
+
+    def _metrics(self) -> dict[str, bool]:
+        """Return the settings that a call without metrics leaves at their defaults."""
+        asked = {"with_entropy": self._has(*ENTROPIES), "with_top": self._has("top")}
+        return {name: True for name, wanted in asked.items() if wanted}
 
     def _item(self, index: int) -> Node:
         """Return one of the op's results, fetched right behind the op."""
@@ -199,17 +252,25 @@ class GroupEmitter:
     @property
     def nll(self) -> Node:
         """Per-row losses."""
-        return self._items[0]
+        return self._row(0)
 
     @property
     def lse(self) -> Node:
         """Per-row log-sum-exp."""
-        return self._items[1]
+        return self._row(1)
 
     @property
     def logit_sum(self) -> Node:
         """Per-row weighted sums of logits."""
-        return self._items[2]
+        return self._row(2)
+
+    def _row(self, index: int) -> Node:
+        """Return one of the op's results as the tail at hand may read it."""
+        item = self._items[index]
+        value = self.info.tensor(item)
+        if self._silent and value is not None and value.requires_grad:
+            return self.editor.call(aten.detach.default, item)
+        return item
 
     def _rows_in_key(self) -> int:
         rows = self.group[0].chain.row_steps
@@ -278,10 +339,11 @@ class GroupEmitter:
     def result(self, tail: Tail) -> Node:
         """Insert what ``tail`` computed, from the op's rows."""
         e = self.editor
+        self._silent = is_silent(self.info, tail)
         if tail.kind == "loss":
             return self._typed(self._loss(tail), tail.node)
-        if tail.kind == "lse":
-            return self._typed(self._like_logsumexp(tail), tail.node)
+        if tail.kind in STATISTICS:
+            return self._typed(self._like_statistic(tail, self._statistic(tail.kind)), tail.node)
         assert tail.target is not None
         if tail.kind == "log_prob":
             rows = e.call(aten.neg.default, self.nll)
@@ -289,21 +351,36 @@ class GroupEmitter:
             rows = e.call(aten.sub.Tensor, self.lse, self.nll)
         return self._typed(self._shaped(rows, tail.target), tail.node)
 
-    def _like_logsumexp(self, tail: Tail) -> Node:
+    def _statistic(self, kind: str) -> Node:
+        """Return a number per row of the op that ``kind`` names."""
+        e = self.editor
+        if kind == "lse":
+            return self.lse
+        if kind == "top":
+            return self._row(4)
+        entropy = self._row(3)
+        if kind == "neg_entropy":
+            return e.call(aten.neg.default, entropy)
+        if kind == "mean_logit":  # H = lse - sum of p z
+            return e.call(aten.sub.Tensor, self.lse, entropy)
+        return entropy
+
+    def _like_statistic(self, tail: Tail, rows: Node) -> Node:
+        """Take the tail's own rows out of the op's, in the shape the tail has."""
         e = self.editor
         wanted = self.info.tensor(tail.node)
         assert wanted is not None
-        if all(isinstance(s, int) for s in wanted.shape):
-            return self._shaped(self.lse, tail.node)
-        hidden_value = self.info.tensor(self.head.hidden)
-        assert hidden_value is not None
         rest = tail.chain.row_steps[self._rows_in_key() :]
-        replayed = replay_rows(e, self.hidden, rest, compat.known_size(hidden_value.shape[-1]))
-        like = e.call(aten.select.int, replayed, -1, 0)
-        call = read_one(tail.node)
-        if call is not None and call.args["keepdim"]:
-            like = e.call(aten.unsqueeze.default, like, -1)
-        return e.call(aten.reshape_as.default, self.lse, like)
+        if all(step.kind == "reshape" for step in rest) and all(
+            isinstance(size, int) for size in wanted.shape
+        ):
+            return self._shaped(rows, tail.node)
+        if rest:
+            column = e.call(aten.unsqueeze.default, rows, -1)
+            rows = e.call(aten.select.int, replay_rows(e, column, rest, 1), -1, 0)
+        if tail.keepdim:
+            rows = e.call(aten.unsqueeze.default, rows, class_position(tail.chain, wanted.dim()))
+        return rows
 
     def _loss(self, tail: Tail) -> Node:
         """Reduce per-token losses as cross_entropy does: weights, smoothing, then mean, sum or

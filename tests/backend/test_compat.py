@@ -304,6 +304,21 @@ def test_inductor_compiles_a_graph_under_patches() -> None:
     assert model.head.weight.grad is not None
 
 
+@probes("op_fingerprint")
+def test_fingerprint_follows_schemas_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    import memeff_compile.kernels.linear_cross_entropy  # noqa: F401  (registers an op)
+
+    before = compat.op_fingerprint()
+    assert compat.op_fingerprint() == before
+    library = torch.library.Library("memeff", "FRAGMENT")
+    library.define("fingerprint_probe(Tensor x) -> Tensor")
+    assert compat.op_fingerprint() != before
+    library._destroy()
+    assert compat.op_fingerprint() == before
+    monkeypatch.setattr("memeff_compile.__version__", "0.0.0")
+    assert compat.op_fingerprint() != before
+
+
 def test_regions_are_entered_and_left_by_known_names() -> None:
     def function(x: Tensor) -> Tensor:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():

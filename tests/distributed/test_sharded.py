@@ -120,6 +120,17 @@ def transformers_model_compiled_before_sharding() -> None:
     assert_same_gradients(gradients(model), gradients(eager))
 
 
+def a_tied_table_in_one_graph() -> None:
+    """One group for the whole model: embedding and head meet in a graph, on the gathered weight."""
+    eager, model = sharded(llama(tied=True)), compiled(sharded(llama(tied=True)))
+    for _ in range(2):
+        for each in (eager, model):
+            each.zero_grad()
+            each(input_ids=ids(), labels=ids()).loss.backward()
+        assert_same_gradients(gradients(model), gradients(eager))
+    assert memeff_compile.last_report().rewrites("fuse_embedding_gradient") == 1
+
+
 def a_function_that_returns_the_loss() -> None:
     eager, model = small(), small()
     eager(ids())[0].backward()
@@ -309,6 +320,7 @@ def a_tensor_parallel_head() -> None:
 def all_of_it() -> None:
     transformers_model_in_place()
     transformers_model_compiled_before_sharding()
+    a_tied_table_in_one_graph()
     a_function_that_returns_the_loss()
     a_loss_on_the_logits_too()
     parameters_in_bf16()

@@ -23,6 +23,7 @@ DOCUMENTED_KEYS = (
     "linear_cross_entropy.eps",
     "linear_cross_entropy.tau",
     "logits",
+    "embedding",
     "attention",
     "kv_reads",
     "ternary",

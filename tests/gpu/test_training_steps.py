@@ -137,6 +137,30 @@ def test_no_logits_sized_tensor_is_allocated() -> None:
     assert max(sizes) < logits_bytes
 
 
+def test_a_tied_table_has_one_gradient_buffer_in_sixteen_bits() -> None:
+    """Nothing of the table's shape in fp32, and in bf16 nothing but the head's gradient."""
+    module, ids = model(torch.bfloat16, tie_word_embeddings=True), batch()
+    compiled = torch.compile(module, backend="memeff")
+    step(compiled, ids)
+    module.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    torch.cuda.memory._record_memory_history(context=None, stacks="python")
+    out = compiled(input_ids=ids, labels=ids)
+    out.loss.backward()
+    torch.cuda.synchronize()
+    snapshot = torch.cuda.memory._snapshot()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    sizes = [
+        entry["size"]
+        for trace in snapshot["device_traces"]
+        for entry in trace
+        if entry["action"] == "alloc"
+    ]
+    table_bytes = VOCABULARY * 256 * 2
+    assert sum(size == table_bytes for size in sizes) == 1
+    assert sum(size == 2 * table_bytes for size in sizes) == 0
+
+
 def test_deferred_logits_read_after_backward_equal_eager() -> None:
     module, ids = model(torch.float32), batch()
     torch.backends.cuda.matmul.allow_tf32 = False

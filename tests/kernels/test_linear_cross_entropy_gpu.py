@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memeff_compile.kernels.linear_cross_entropy import bytes_after, linear_cross_entropy
+from tests.support import hostile_rows
 from tests.support.oracles import (
     CASES,
     Case,
@@ -44,6 +45,12 @@ NARROW_PIECES = 129 * 12 * 256
 def test_values_and_gradients_match_the_oracle(case: Case, dtype: torch.dtype, kind: str) -> None:
     inputs = make_inputs(case, **SIZES, dtype=dtype, device=DEVICE, kind=kind)
     assert_matches_oracle(linear_cross_entropy, inputs, case.arguments(NARROW_PIECES), slack=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", hostile_rows.ROWS)
+def test_entropy_and_top_of_a_hostile_row_equal_eager(name: str, dtype: torch.dtype) -> None:
+    hostile_rows.check(linear_cross_entropy, name, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (0,), (2, 0), (2, 65)], ids=str)
@@ -110,7 +117,7 @@ def test_logits_beyond_float16_stay_finite() -> None:
     hidden = torch.full((2, 64), 60.0, dtype=torch.float16, device=DEVICE)
     weight = torch.stack([torch.full((64,), 30.0), torch.full((64,), 29.0)]).half().to(DEVICE)
     target = torch.tensor([0, 1], device=DEVICE)
-    nll, lse, _ = linear_cross_entropy(hidden, weight, None, target, None, **PLAIN.arguments())
+    nll, lse, *_ = linear_cross_entropy(hidden, weight, None, target, None, **PLAIN.arguments())
     torch.testing.assert_close(nll.cpu(), torch.tensor([0.0, 3840.0]))
     assert lse[0] == 60 * 30 * 64
 
@@ -163,7 +170,7 @@ def test_frozen_input_changes_no_other_gradient(frozen: str) -> None:
     expected = values_and_gradients(linear_cross_entropy, inputs, arguments)
     for name in ("hidden", "weight", "bias"):
         getattr(inputs, name).requires_grad_(name != frozen)
-    nll, lse, _ = linear_cross_entropy(*inputs.tensors(), **arguments)
+    nll, lse, *_ = linear_cross_entropy(*inputs.tensors(), **arguments)
     torch.autograd.backward((nll, lse), (inputs.grad_nll, inputs.grad_lse))
     for name in ("hidden", "weight", "bias"):
         gradient = getattr(inputs, name).grad
@@ -218,7 +225,7 @@ def test_cuda_graph_replays_on_new_data() -> None:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiles_with_inductor(mode: str) -> None:
     def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        nll, _, _ = linear_cross_entropy(hidden, weight, None, target, None, **PLAIN.arguments())
+        nll, *_ = linear_cross_entropy(hidden, weight, None, target, None, **PLAIN.arguments())
         return nll.mean()
 
     compiled = torch.compile(loss, fullgraph=True, mode=mode)
@@ -242,13 +249,13 @@ def test_more_logits_than_32_bits_can_index(workspace: int) -> None:
     hidden.requires_grad_()
     weight.requires_grad_()
     arguments = PLAIN.arguments(workspace)
-    nll, _, _ = linear_cross_entropy(hidden, weight, None, target, None, **arguments)
+    nll, *_ = linear_cross_entropy(hidden, weight, None, target, None, **arguments)
     nll.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is not None
     some = torch.tensor([0, 1, 20_000, 33_486, 39_999], device=DEVICE)
     kept = hidden.detach()[some].double().requires_grad_()
-    expected, _, _ = dense_linear_cross_entropy(
+    expected, *_ = dense_linear_cross_entropy(
         kept, weight.detach(), None, target[some], None, **arguments
     )
     (expected_grad,) = torch.autograd.grad(expected.sum(), kept)
@@ -271,7 +278,7 @@ def test_formula_bounds_what_is_allocated(dtype: torch.dtype, workspace: int) ->
     target = torch.randint(0, vocab, (rows,), device=DEVICE)
 
     def loss() -> Tensor:
-        nll, _, _ = linear_cross_entropy(hidden, weight, None, target, None, **arguments)
+        nll, *_ = linear_cross_entropy(hidden, weight, None, target, None, **arguments)
         return nll.mean()
 
     loss().backward()  # library workspaces and kernels

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.linear_cross_entropy import hybrid
-from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, hybrid_widths
+from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, hybrid_widths
+from tests.support import hostile_rows
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
 
 pytestmark = pytest.mark.interpreter
@@ -25,29 +26,29 @@ class _EngineH(torch.autograd.Function):
     """The engine without its op, which would send CPU tensors to the reference."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         hidden, weight, bias, target, column_weight, knobs = args
         flat = hidden.reshape(target.numel(), -1), weight, bias, target.reshape(-1), column_weight
-        nll, lse, logit_sum = hybrid.forward(*flat, knobs)
-        ctx.save_for_backward(*flat, lse)
+        found = hybrid.forward(*flat, knobs)
+        ctx.save_for_backward(*flat, found.lse, found.entropy)
+        ctx.mark_non_differentiable(found.top)
         ctx.knobs, ctx.shape, ctx.has_bias = knobs, hidden.shape, bias is not None
-        sum_shape = target.shape if knobs.with_logit_sum else (0,)
-        return nll.view(target.shape), lse.view(target.shape), logit_sum.view(sum_shape)
+        return tuple(part.view(target.shape) if part.numel() else part for part in found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat_grads = [grad.reshape(-1) for grad in grads]
+        flat_grads = RowGradients(*(grad.reshape(-1) for grad in grads[:4]))
         mask = (True, True, ctx.has_bias)
         grad_hidden, grad_weight, grad_bias = hybrid.backward(
-            *flat_grads, *ctx.saved_tensors, ctx.knobs, mask
+            flat_grads, *ctx.saved_tensors, ctx.knobs, mask
         )
         assert grad_hidden is not None
         return grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None
 
 
-def engine_h(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    knobs = Knobs(**{name: arguments[name] for name in Knobs._fields})
-    results: tuple[Tensor, Tensor, Tensor] = _EngineH.apply(*tensors, knobs)
+def engine_h(*tensors: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
+    knobs = Knobs(**arguments)
+    results: tuple[Tensor, ...] = _EngineH.apply(*tensors, knobs)
     return results
 
 
@@ -77,11 +78,16 @@ def test_poisoned_row_stays_visible() -> None:
         inputs.hidden[row, 4] = float(poison)
     arguments = CASES[0].arguments(NARROW_PIECES)
     hidden = inputs.hidden.requires_grad_()
-    nll, _, _ = engine_h(hidden, inputs.weight, None, inputs.target, None, **arguments)
+    nll, *_ = engine_h(hidden, inputs.weight, None, inputs.target, None, **arguments)
     nll.sum().backward()
     assert hidden.grad is not None
     assert nll.isnan().tolist() == [True, True, True, False]
     assert hidden.grad.isnan().all(1).tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("name", hostile_rows.ROWS)
+def test_entropy_and_top_of_a_hostile_row_equal_eager(name: str) -> None:
+    hostile_rows.check(engine_h, name, torch.float32)
 
 
 def test_columns_masked_by_bias_get_no_gradient() -> None:
@@ -97,7 +103,7 @@ def test_out_of_range_target_reads_nothing_and_gives_nan() -> None:
     inputs = make_inputs(CASES[0], shape=(3,))
     inputs.target[1] = 10**12
     arguments = CASES[0].arguments(NARROW_PIECES)
-    nll, _, _ = engine_h(*inputs.tensors(), **arguments)
+    nll, *_ = engine_h(*inputs.tensors(), **arguments)
     assert nll.isnan().tolist() == [False, True, False]
 
 
@@ -117,11 +123,12 @@ def test_strided_inputs_match_the_oracle() -> None:
 def test_frozen_inputs_are_skipped(mask: tuple[bool, bool, bool]) -> None:
     case = Case("bias", has_bias=True)
     inputs = make_inputs(case, shape=(6,))
-    knobs = Knobs(-100, 1.0, 0.0, False, False, NARROW_PIECES)
-    _, lse, _ = hybrid.forward(*inputs.tensors(), knobs)
-    grads = inputs.grad_nll, inputs.grad_lse, inputs.grad_logit_sum
-    wanted = hybrid.backward(*grads, *inputs.tensors(), lse, knobs, (True, True, True))
-    found = hybrid.backward(*grads, *inputs.tensors(), lse, knobs, mask)
+    knobs = Knobs(**case.arguments(NARROW_PIECES))
+    rows = hybrid.forward(*inputs.tensors(), knobs)
+    given = *inputs.tensors(), rows.lse, rows.entropy, knobs
+    grads = RowGradients(*inputs.cotangents())
+    wanted = hybrid.backward(grads, *given, (True, True, True))
+    found = hybrid.backward(grads, *given, mask)
     for flag, some, all_of in zip(mask, found, wanted, strict=True):
         assert (some is not None) == flag
         assert some is None or (all_of is not None and torch.equal(some, all_of))

@@ -3,87 +3,53 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import sympy
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from memeff_compile.kernels.linear_cross_entropy import bytes_after, bytes_before, reference
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     Knobs,
+    RowGradients,
     hybrid_widths,
     reference_width,
     spans,
 )
+from tests.support.live_bytes import LiveBytes
 from tests.support.oracles import Case, Inputs, make_inputs
 
 MIB = 2**20
 N, D, V = sympy.symbols("N D V", positive=True, integer=True)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Count the bytes of storages that ops create and that are still alive, and the largest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-        self.largest = 0
-
-    def _alive(self) -> Iterator[tuple[int, tuple[StorageWeakRef, int]]]:
-        return ((key, entry) for key, entry in self.live.items() if not entry[0].expired())
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        inputs = {
-            leaf.untyped_storage()._cdata
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor)
-        }
-        result = func(*args, **(kwargs or {}))
-        self.live = dict(self._alive())
-        for leaf in tree_leaves(result):
-            if not isinstance(leaf, Tensor):
-                continue
-            storage = leaf.untyped_storage()
-            if storage._cdata not in inputs and storage._cdata not in self.live:
-                self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                self.largest = max(self.largest, leaf.numel())
-        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
-        return result
-
-
 def run(inputs: Inputs, knobs: Knobs) -> tuple[LiveBytes, LiveBytes, int]:
     """Run engine R both ways; return the counts and the bytes of the returned gradients."""
     with LiveBytes() as forward:
         outputs = reference.forward(*inputs.tensors(), knobs)
-    grads = inputs.grad_nll, inputs.grad_lse, inputs.grad_logit_sum
+    grads = RowGradients(*inputs.cotangents())
+    mask = (True, True, inputs.bias is not None)
     with LiveBytes() as backward:
         gradients = reference.backward(
-            *grads, *inputs.tensors(), outputs[1], knobs, (True, True, inputs.bias is not None)
+            grads, *inputs.tensors(), outputs.lse, outputs.entropy, knobs, mask
         )
     returned = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
     return forward, backward, returned
 
 
+@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("ignored_share", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("workspace", [0, 200 * 64 * 240], ids=["automatic", "3 MB"])
 def test_formula_bounds_what_is_allocated(
-    workspace: int, dtype: torch.dtype, ignored_share: float, softcap: float
+    workspace: int, dtype: torch.dtype, ignored_share: float, softcap: float, entropy: bool
 ) -> None:
     rows, depth, vocab = 200, 16, 24_000
-    case = Case("memory", ignored_share=ignored_share, softcap=softcap)
+    case = Case("memory", ignored_share=ignored_share, softcap=softcap, with_entropy=entropy)
     inputs = make_inputs(case, shape=(rows,), depth=depth, vocab=vocab, dtype=dtype)
-    knobs = Knobs(-100, 1.0, softcap, False, False, workspace)
+    knobs = Knobs(**case.arguments(workspace))
     forward, backward, returned = run(inputs, knobs)
     formula = bytes_after(
         N,
@@ -94,6 +60,7 @@ def test_formula_bounds_what_is_allocated(
         device_type="cpu",
         workspace=workspace,
         has_softcap=softcap > 0,
+        with_entropy=entropy,
     )
     bound = int(formula.subs({N: rows, D: depth, V: vocab}))
     used = max(forward.peak, backward.peak - returned)
@@ -102,16 +69,23 @@ def test_formula_bounds_what_is_allocated(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("every_row", [False, True])
 @pytest.mark.parametrize(("rows", "vocab"), [(40, 300), (400, 3000), (3000, 200)])
 def test_no_tensor_is_as_large_as_the_logits(
-    rows: int, vocab: int, with_lse: bool, dtype: torch.dtype
+    rows: int, vocab: int, every_row: bool, dtype: torch.dtype
 ) -> None:
     case = Case(
-        "all", softcap=5.0, has_bias=True, ignored_share=0.2, with_logit_sum=True, with_lse=with_lse
+        "all",
+        softcap=5.0,
+        has_bias=True,
+        ignored_share=0.2,
+        with_logit_sum=True,
+        with_lse=every_row,
+        with_entropy=every_row,
+        with_top=every_row,
     )
     inputs = make_inputs(case, shape=(rows,), depth=8, vocab=vocab, dtype=dtype)
-    knobs = Knobs(-100, 1.0, 5.0, with_lse, True, 10**12)
+    knobs = Knobs(**case.arguments(10**12))
     forward, backward, _ = run(inputs, knobs)
     assert max(forward.largest, backward.largest) < rows * vocab
 

@@ -13,7 +13,16 @@ pytestmark = pytest.mark.offline
 
 # Shared memory a block may use, in bytes.
 SHARED_LIMITS = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
-FLAGS = ("HAS_BIAS", "HAS_COLUMN_WEIGHT", "HAS_IGNORE", "HAS_SOFTCAP", "WITH_LSE", "WITH_LOGIT_SUM")
+FLAGS = (
+    "HAS_BIAS",
+    "HAS_COLUMN_WEIGHT",
+    "HAS_IGNORE",
+    "HAS_SOFTCAP",
+    "WITH_LSE",
+    "WITH_LOGIT_SUM",
+    "WITH_ENTROPY",
+    "WITH_TOP",
+)
 POINTERS = {
     "_linear_cross_entropy_statistics_kernel": {
         "s_ptr": "*fp32",
@@ -24,6 +33,8 @@ POINTERS = {
         "nll_ptr": "*fp32",
         "lse_ptr": "*fp32",
         "logit_sum_ptr": "*fp32",
+        "entropy_ptr": "*fp32",
+        "top_ptr": "*i64",
     },
     "_linear_cross_entropy_gradient_kernel": {
         "s_ptr": "*fp32",
@@ -35,6 +46,8 @@ POINTERS = {
         "grad_nll_ptr": "*fp32",
         "grad_lse_ptr": "*fp32",
         "grad_logit_sum_ptr": "*fp32",
+        "entropy_ptr": "*fp32",
+        "grad_entropy_ptr": "*fp32",
     },
 }
 OPTIONAL = {
@@ -42,6 +55,9 @@ OPTIONAL = {
     "column_weight_ptr": "HAS_COLUMN_WEIGHT",
     "logit_sum_ptr": "WITH_LOGIT_SUM",
     "grad_logit_sum_ptr": "WITH_LOGIT_SUM",
+    "entropy_ptr": "WITH_ENTROPY",
+    "grad_entropy_ptr": "WITH_ENTROPY",
+    "top_ptr": "WITH_TOP",
 }
 
 
@@ -55,7 +71,8 @@ def _compile(
     from memeff_compile.kernels.linear_cross_entropy import hybrid_kernels
 
     kernel = getattr(hybrid_kernels, name)
-    constants: dict[str, Any] = dict.fromkeys(FLAGS, everything)
+    flags = [flag for flag in FLAGS if flag in kernel.arg_names]
+    constants: dict[str, Any] = dict.fromkeys(flags, everything)
     constants |= {"HAS_IGNORE": True, "BLOCK": block}
     signature, hints = {}, {}
     for place, argument in enumerate(kernel.arg_names):

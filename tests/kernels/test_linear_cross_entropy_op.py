@@ -29,8 +29,8 @@ PLAIN = CASES[0]
 SMALL = {"shape": (2, 3), "depth": 5, "vocab": 70}
 
 
-def call(inputs: Inputs, **changes: Any) -> tuple[Tensor, Tensor, Tensor]:
-    outputs: tuple[Tensor, Tensor, Tensor] = linear_cross_entropy(
+def call(inputs: Inputs, **changes: Any) -> tuple[Tensor, ...]:
+    outputs: tuple[Tensor, ...] = linear_cross_entropy(
         *inputs.tensors(), **{**PLAIN.arguments(1), **changes}
     )
     return outputs
@@ -50,11 +50,12 @@ def test_opcheck_passes(case: Case, dtype: torch.dtype) -> None:
 def test_opcheck_of_backward_passes(mask: list[bool]) -> None:
     case = CASES[-1]
     inputs = make_inputs(case, **SMALL)
-    _, lse, _ = linear_cross_entropy(*inputs.tensors(), **case.arguments(1))
-    grads = inputs.grad_nll, inputs.grad_lse, inputs.grad_logit_sum
+    _, lse, _, entropy, _, _, *left_out = linear_cross_entropy(
+        *inputs.tensors(), **case.arguments(1)
+    )
     torch.library.opcheck(
         linear_cross_entropy_backward,
-        (*grads, *inputs.tensors(), lse),
+        (*inputs.cotangents(), *inputs.tensors(), lse, entropy, *left_out),
         {**case.arguments(1), "output_mask": mask},
     )
 
@@ -77,7 +78,7 @@ def test_frozen_input_gets_no_gradient_and_changes_no_other(frozen: str) -> None
     expected = values_and_gradients(linear_cross_entropy, inputs, case.arguments())
     for name in ("hidden", "weight", "bias"):
         getattr(inputs, name).requires_grad_(name != frozen)
-    nll, lse, _ = linear_cross_entropy(*inputs.tensors(), **case.arguments())
+    nll, lse, *_ = linear_cross_entropy(*inputs.tensors(), **case.arguments())
     torch.autograd.backward((nll, lse), (inputs.grad_nll, inputs.grad_lse))
     for name in ("hidden", "weight", "bias"):
         gradient = getattr(inputs, name).grad
@@ -112,7 +113,7 @@ def test_checkpointing_gives_the_same_gradient() -> None:
     (expected,) = torch.autograd.grad(call(inputs)[0].sum(), hidden)
 
     def loss(hidden: Tensor) -> Tensor:
-        nll, _, _ = linear_cross_entropy(hidden, *inputs.tensors()[1:], **PLAIN.arguments(1))
+        nll, *_ = linear_cross_entropy(hidden, *inputs.tensors()[1:], **PLAIN.arguments(1))
         return nll.sum()
 
     recomputed = checkpoint(loss, hidden, use_reentrant=False)
@@ -159,7 +160,7 @@ def test_distributed_data_parallel_sees_the_gradient() -> None:
             self.weight = torch.nn.Parameter(make_inputs(PLAIN).weight)
 
         def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-            nll, _, _ = linear_cross_entropy(
+            nll, *_ = linear_cross_entropy(
                 self.inner(hidden), self.weight, None, target, None, **PLAIN.arguments(1)
             )
             return nll.mean()
@@ -235,6 +236,9 @@ def _bad_inputs() -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
         "softcap": ({}, {"softcap": -1.0}, "softcap is -1.0"),
         "workspace": ({}, {"workspace": -1}, "workspace is -1"),
         "filter to come": ({}, {"gradient_filter": "mass"}, "not available yet"),
+        "filter level": ({}, {"filter_level": -0.1}, "filter_level is -0.1"),
+        "endless filter level": ({}, {"filter_level": float("inf")}, "filter_level is inf"),
+        "filter parts": ({}, {"filter_parts": "bias"}, "known parts are both, hidden, weight"),
         "unknown filter": ({}, {"gradient_filter": "most"}, "known filters are exact, mass, block"),
     }
 
@@ -248,7 +252,7 @@ def test_bad_input_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(UnsupportedInputError, match=words) as caught:
         call(inputs, **arguments)
     assert isinstance(caught.value, (MemeffError, TypeError))
-    knobs = {"softcap", "gradient_filter", "workspace"}
+    knobs = {"softcap", "gradient_filter", "workspace", "filter_level", "filter_parts"}
     asked = {key: value for key, value in arguments.items() if key in knobs}
     sentence = supports(*inputs.tensors(), **asked)
     assert sentence is not None

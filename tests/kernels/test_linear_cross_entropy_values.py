@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memeff_compile.kernels.linear_cross_entropy import linear_cross_entropy
+from tests.support import hostile_rows
 from tests.support.oracles import (
     CASES,
     Case,
@@ -96,7 +97,7 @@ def test_mean_equals_eager_cross_entropy() -> None:
     expected.backward()
     wanted = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
-    nll, _, _ = linear_cross_entropy(hidden, weight, None, inputs.target, None, **PLAIN.arguments())
+    nll, *_ = linear_cross_entropy(hidden, weight, None, inputs.target, None, **PLAIN.arguments())
     loss = nll.sum() / (inputs.target != -100).sum()
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
@@ -111,8 +112,8 @@ def test_confident_target_keeps_a_tiny_loss() -> None:
     hidden = torch.tensor([[14.0, 0.0, 0.0]])
     arguments = PLAIN.arguments()
     target = torch.tensor([0])
-    nll, _, _ = linear_cross_entropy(hidden, weight, None, target, None, **arguments)
-    expected, _, _ = dense_linear_cross_entropy(hidden, weight, None, target, None, **arguments)
+    nll, *_ = linear_cross_entropy(hidden, weight, None, target, None, **arguments)
+    expected, *_ = dense_linear_cross_entropy(hidden, weight, None, target, None, **arguments)
     assert float(nll) > 0
     assert relative_error(nll, expected) < 0.1
 
@@ -153,11 +154,49 @@ def test_masked_columns_get_no_probability_and_no_gradient() -> None:
         assert relative_error(found[name], value) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", hostile_rows.ROWS)
+def test_entropy_and_top_of_a_hostile_row_equal_eager(name: str, dtype: torch.dtype) -> None:
+    hostile_rows.check(linear_cross_entropy, name, dtype)
+
+
+def test_entropy_and_top_of_an_ignored_row_are_those_of_its_logits() -> None:
+    case = Case("ignored", ignored_share=0.5, with_entropy=True, with_top=True)
+    inputs = make_inputs(case, shape=(12,), kind="peaked")
+    ignored = inputs.target == -100
+    assert ignored.any()
+    _, lse, _, entropy, top = linear_cross_entropy(*inputs.tensors(), **case.arguments(1))
+    z = inputs.hidden @ inputs.weight.T
+    assert torch.equal(top, z.argmax(-1))
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=z).entropy())
+    torch.testing.assert_close(lse, z.logsumexp(-1))
+
+
+def test_top_alone_leaves_ignored_rows_out_of_the_backward_pass() -> None:
+    case = Case("top", with_top=True)
+    inputs = make_inputs(case, shape=(6,))
+    inputs.hidden[2, 4] = float("nan")
+    inputs.target[2] = -100
+    found = values_and_gradients(linear_cross_entropy, inputs, case.arguments())
+    assert all(value.isfinite().all() for value in found.values())
+    assert found["lse"][2] == 0
+
+
+def test_top_has_no_gradient() -> None:
+    case = Case("top", with_top=True)
+    inputs = make_inputs(case)
+    inputs.hidden.requires_grad_()
+    nll, *_, top = linear_cross_entropy(*inputs.tensors(), **case.arguments())
+    assert nll.requires_grad
+    assert not top.requires_grad
+    assert top.dtype == torch.int64
+
+
 def test_float16_logits_beyond_its_range_stay_finite() -> None:
     hidden = torch.full((2, 64), 60.0, dtype=torch.float16)
     weight = torch.stack([torch.full((64,), 30.0), torch.full((64,), 29.0)]).half()
     target = torch.tensor([0, 1])
-    nll, lse, _ = linear_cross_entropy(hidden, weight, None, target, None, **PLAIN.arguments())
+    nll, lse, *_ = linear_cross_entropy(hidden, weight, None, target, None, **PLAIN.arguments())
     torch.testing.assert_close(nll, torch.tensor([0.0, 3840.0]))
     assert lse[0] == 60 * 30 * 64
 
@@ -198,6 +237,8 @@ def test_gradcheck_in_float64(case: Case) -> None:
         ignored_share=st.sampled_from([0.0, 0.5, 1.0]),
         with_lse=st.booleans(),
         with_logit_sum=st.booleans(),
+        with_entropy=st.booleans(),
+        with_top=st.booleans(),
     ),
     dtype=st.sampled_from([torch.float64, torch.float32]),
     seed=st.integers(0, 99),

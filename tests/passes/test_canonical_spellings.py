@@ -334,6 +334,9 @@ LOSSES: dict[str, Spelling] = {
     "sum of dims": lambda x, **_: torch.sum(x, (0, 1)),
     "sum dtype": lambda half, **_: half.sum(-1, dtype=torch.float32),
     "argmax": lambda x, **_: x.argmax(-1),
+    "entr": lambda x, **_: torch.special.entr(x),
+    "largest of two": lambda x, z, **_: torch.max(x, z),
+    "largest of all": lambda x, **_: x.max(),
     "argmax function": lambda x, **_: torch.argmax(x, dim=-1, keepdim=True),
     "layer_norm": lambda x, v, **_: F.layer_norm(x, (8,), v, v, 1e-6),
     "layer_norm keywords": lambda x, v, **_: F.layer_norm(x, [8], weight=v),
@@ -395,6 +398,22 @@ UNJUDGED: dict[str, tuple[Spelling, str]] = {
     "split method": (
         lambda x, **_: x.split([2, 4], dim=1)[0],
         "aten.split.sizes(self=x, split_size=[2, 4], dim=1)",
+    ),
+    "max over a dimension": (
+        lambda x, **_: torch.max(x, dim=-1)[1],
+        "aten.max.dim(self=x, dim=-1, keepdim=False)",
+    ),
+    "max method": (
+        lambda x, **_: x.max(1, keepdim=True)[1],
+        "aten.max.dim(self=x, dim=1, keepdim=True)",
+    ),
+    "topk": (
+        lambda x, **_: torch.topk(x, 1)[1],
+        "aten.topk.default(self=x, k=1, dim=-1, largest=True, sorted=True)",
+    ),
+    "topk method": (
+        lambda x, **_: x.topk(k=2, dim=1, largest=False)[1],
+        "aten.topk.default(self=x, k=2, dim=1, largest=False, sorted=True)",
     ),
     "unbind": (lambda x, **_: torch.unbind(x, 1)[0], "aten.unbind.int(self=x, dim=1)"),
     "unbind method": (lambda x, **_: x.unbind(0)[1], "aten.unbind.int(self=x, dim=0)"),
@@ -552,7 +571,13 @@ def test_table_agrees_with_tracing_when_sizes_are_symbols(family: str) -> None:
 )
 def test_every_entry_of_the_table_was_captured(graphs: dict[str, list[Node]]) -> None:
     seen = {(n.op, n.target) for nodes in graphs.values() for n in nodes}
-    elsewhere = {torch.chunk, torch.split, torch.unbind, F.scaled_dot_product_attention}
+    elsewhere = {
+        torch.chunk,
+        torch.split,
+        torch.topk,
+        torch.unbind,
+        F.scaled_dot_product_attention,
+    }
     # Dynamo records one of two.
     same_as = {F.silu, F.rms_norm, F.pad, torch._C._nn.silu, torch.rms_norm, torch._C._nn.pad}
     functions = {f for f in canonical._FUNCTIONS if ("call_function", f) not in seen}
@@ -562,7 +587,7 @@ def test_every_entry_of_the_table_was_captured(graphs: dict[str, list[Node]]) ->
         for m in canonical._METHODS
         if hasattr(Tensor, m) and not m.startswith("__") and ("call_method", m) not in seen
     }
-    assert methods <= {"index_copy_", "chunk", "split", "unbind"}
+    assert methods <= {"index_copy_", "chunk", "split", "topk", "unbind"}
 
 
 @pytest.mark.parametrize("name", ["__add__", "__mul__", "__truediv__", "__matmul__", "__getitem__"])

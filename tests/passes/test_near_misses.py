@@ -607,7 +607,7 @@ CASES: dict[str, Case] = {
     case.function.__name__: case
     for case in (
         Case(entropy_of_the_logits, 0, "logits_reused(softmax)"),
-        Case(argmax_of_the_logits, 0, "logits_reused(argmax)"),
+        Case(argmax_of_the_logits, 1),
         Case(kl_to_a_teacher, 0, "logits_reused(log_softmax)"),
         Case(log_softmax_is_returned, 0, "logits_reused(output)"),
         Case(max_of_the_logits, 0, "logits_reused(amax)"),
@@ -658,7 +658,7 @@ CASES: dict[str, Case] = {
         Case(vocabulary_columns_permuted, 0, "no_linear_head"),
         Case(vocabulary_columns_indexed, 0, "unknown_step"),
         Case(classes_transposed, 0, "no_linear_head"),
-        Case(softmax_over_length, 0),
+        Case(softmax_over_length, 0, "unknown_step"),
         Case(softmax_over_length_of_moved_classes, 0, "not_log_softmax"),
         Case(softmax_over_moved_classes, 1),
         Case(classes_in_the_middle, 0, "class_dim_changed"),
@@ -694,8 +694,8 @@ CASES: dict[str, Case] = {
         Case(head_weight_computed_logits_returned, 0, "logits_not_deferrable"),
         Case(loss_without_gradient, 1),
         Case(only_the_loss_without_gradient, 0, "region_mismatch"),
-        Case(metric_without_gradient_beside_a_loss, 0, "region_mismatch"),
-        Case(metric_of_detached_logits, 0, "detached"),
+        Case(metric_without_gradient_beside_a_loss, 1),
+        Case(metric_of_detached_logits, 1),
         Case(detached_hidden, 1),
         Case(detached_weight, 1),
         Case(loss_in_a_checkpoint, 1),

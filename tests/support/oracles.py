@@ -37,6 +37,8 @@ class Case:
     ignored_share: float = 0.0
     with_lse: bool = False
     with_logit_sum: bool = False
+    with_entropy: bool = False
+    with_top: bool = False
 
     def arguments(self, workspace: int = 0) -> dict[str, Any]:
         return {
@@ -47,6 +49,8 @@ class Case:
             "with_logit_sum": self.with_logit_sum,
             "gradient_filter": "exact",
             "workspace": workspace,
+            "with_entropy": self.with_entropy,
+            "with_top": self.with_top,
         }
 
 
@@ -63,6 +67,12 @@ CASES = [
     Case("lse of ignored rows", with_lse=True, ignored_share=0.4),
     Case("logit sum", with_logit_sum=True),
     Case("weighted logit sum", with_logit_sum=True, has_column_weight=True, ignored_share=0.4),
+    Case("entropy", with_entropy=True),
+    Case("entropy of ignored rows", with_entropy=True, ignored_share=0.4),
+    Case("entropy and softcap", with_entropy=True, softcap=3.0, scale=0.5, has_bias=True),
+    Case("top", with_top=True),
+    Case("top of ignored rows", with_top=True, ignored_share=0.4),
+    Case("entropy and top, all rows ignored", with_entropy=True, with_top=True, ignored_share=1.0),
     Case(
         "everything",
         scale=1.5,
@@ -72,6 +82,8 @@ CASES = [
         ignored_share=0.3,
         with_lse=True,
         with_logit_sum=True,
+        with_entropy=True,
+        with_top=True,
     ),
 ]
 
@@ -88,6 +100,10 @@ class Inputs:
     grad_nll: Tensor
     grad_lse: Tensor
     grad_logit_sum: Tensor
+    grad_entropy: Tensor
+
+    def cotangents(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.grad_nll, self.grad_lse, self.grad_logit_sum, self.grad_entropy
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
         return self.hidden, self.weight, self.bias, self.target, self.column_weight
@@ -131,7 +147,19 @@ def make_inputs(
         grad_nll=normal(*shape).to(device, wide),
         grad_lse=normal(*shape).to(device, wide),
         grad_logit_sum=normal(*(shape if case.with_logit_sum else (0,))).to(device, wide),
+        grad_entropy=normal(*(shape if case.with_entropy else (0,))).to(device, wide),
     )
+
+
+def dense_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Return the logits in float64."""
+    z = hidden.double() @ weight.double().T
+    if bias is not None:
+        z = z + bias.double()
+    z = z * scale
+    return softcap * torch.tanh(z / softcap) if softcap > 0 else z
 
 
 def dense_linear_cross_entropy(
@@ -148,31 +176,35 @@ def dense_linear_cross_entropy(
     with_logit_sum: bool,
     gradient_filter: str = "exact",
     workspace: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return nll, lse and logit_sum by the book, in float64, differentiable."""
+    with_entropy: bool = False,
+    with_top: bool = False,
+) -> tuple[Tensor, ...]:
+    """Return the op's five results by the book, in float64, differentiable."""
     del gradient_filter, workspace
-    z = hidden.double() @ weight.double().T
-    if bias is not None:
-        z = z + bias.double()
-    z = z * scale
-    if softcap > 0:
-        z = softcap * torch.tanh(z / softcap)
+    z = dense_logits(hidden, weight, bias, scale, softcap)
     is_kept = torch.ones_like(target, dtype=torch.bool)
     if ignore_index is not None:
         is_kept = target != ignore_index
     lse = z.logsumexp(-1)
     at_target = z.gather(-1, target.where(is_kept, 0).long().unsqueeze(-1)).squeeze(-1)
     nll = torch.where(is_kept, lse - at_target, 0.0)
-    if not with_lse:
+    logit_sum = entropy = z.new_zeros(0)
+    if with_logit_sum:
+        weights = z.new_ones(z.shape[-1]) if column_weight is None else column_weight.double()
+        logit_sum = torch.where(is_kept, z @ weights, 0.0)
+    if with_entropy:
+        # clamped, so that a column of -inf adds 0 to value and gradient
+        log_p = (z - lse.unsqueeze(-1)).clamp(min=-1e300)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+    if not (with_lse or with_entropy):
         lse = torch.where(is_kept, lse, 0.0)
-    if not with_logit_sum:
-        return nll, lse, z.new_zeros(0)
-    weights = z.new_ones(z.shape[-1]) if column_weight is None else column_weight.double()
-    return nll, lse, torch.where(is_kept, z @ weights, 0.0)
+    top = z.detach().argmax(-1) if with_top else target.new_zeros(0, dtype=torch.int64)
+    return nll, lse, logit_sum, entropy, top
 
 
-Op = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Op = Callable[..., tuple[Tensor, ...]]
 Results = dict[str, Tensor]
+NAMES = ("nll", "lse", "logit_sum", "entropy", "top")
 
 
 def values_and_gradients(op: Op, inputs: Inputs, arguments: dict[str, Any]) -> Results:
@@ -185,13 +217,11 @@ def values_and_gradients(op: Op, inputs: Inputs, arguments: dict[str, Any]) -> R
     outputs = op(*leaves.values(), inputs.target, inputs.column_weight, **arguments)
     total = sum(
         (output * cotangent).sum()
-        for output, cotangent in zip(
-            outputs, (inputs.grad_nll, inputs.grad_lse, inputs.grad_logit_sum), strict=True
-        )
+        for output, cotangent in zip(outputs[:4], inputs.cotangents(), strict=True)
     )
     used = {name: leaf for name, leaf in leaves.items() if leaf is not None}
     gradients = torch.autograd.grad(total, list(used.values()))
-    named = dict(zip(("nll", "lse", "logit_sum"), outputs, strict=True))
+    named = dict(zip(NAMES, outputs, strict=False))
     return {
         **{name: output.detach() for name, output in named.items()},
         **{f"grad_{name}": grad for name, grad in zip(used, gradients, strict=True)},
@@ -211,6 +241,20 @@ def relative_error(found: Tensor, expected: Tensor, floor: float = 1e-30) -> flo
     return float(difference / expected.double().norm().clamp(min=floor))
 
 
+def _assert_largest(
+    top: Tensor, wanted: Tensor, inputs: Inputs, arguments: dict[str, Any], budget: float
+) -> None:
+    """Compare indices, or where they differ the logits there: rounding may reorder equals."""
+    assert top.shape == wanted.shape
+    if torch.equal(top, wanted):
+        return
+    scale, softcap = arguments["scale"], arguments["softcap"]
+    z = dense_logits(inputs.hidden, inputs.weight, inputs.bias, scale, softcap)
+    found, most = (z.gather(-1, index.unsqueeze(-1)) for index in (top, wanted))
+    room = budget * (float(z.abs().max()) + 1)
+    assert torch.allclose(found, most, rtol=0, atol=room, equal_nan=True), "top is not the largest"
+
+
 def assert_matches_oracle(
     op: Op, inputs: Inputs, arguments: dict[str, Any], *, slack: float = 1.0
 ) -> None:
@@ -219,6 +263,9 @@ def assert_matches_oracle(
     expected = values_and_gradients(dense_linear_cross_entropy, inputs, arguments)
     value_budget, gradient_budget = BUDGETS[inputs.hidden.dtype]
     for name, wanted in expected.items():
+        if name == "top":
+            _assert_largest(found[name], wanted, inputs, arguments, value_budget * slack)
+            continue
         budget = gradient_budget if name.startswith("grad_") else value_budget
         # A loss is a difference of logits: rounding is relative to those, however small the loss.
         floor = 1e-30 if name.startswith("grad_") else float(expected["lse"].norm()) + 1e-30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -54,3 +55,18 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return DEFAULT_PROCESSORS
     return _cuda_processors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=64)
+def _cuda_capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device."""
+    return _cuda_capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Make the tensor's GPU current, which is where Triton launches."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

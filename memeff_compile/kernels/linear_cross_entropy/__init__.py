@@ -1,14 +1,17 @@
 """Linear layer and cross entropy in one op, without ever forming the N x V logits.
 
 Cut Cross-Entropy (arXiv 2411.09009, table 1) computes the loss of a language model's head from the
-hidden states and the head's weight. This folder holds the op memeff::linear_cross_entropy, its two
+hidden states and the head's weight. This folder holds the op memeff::linear_cross_entropy, its
 engines and the formula of the bytes it saves. Per row of the hidden states it returns
 
     nll        logsumexp(z) - z[target]
     lse        logsumexp(z), for a z-loss
     logit_sum  sum_j column_weight_j z_j, for label smoothing
+    entropy    -sum_j p_j log p_j with p = softmax(z)
+    top        the index of the largest z_j, the first of equals
 
-with z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), all differentiable once.
+with z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), all differentiable once but
+the last.
 Means, sums, class weights of the target and shifts stay outside, in ordinary ops on N numbers.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 from memeff_compile.kernels._triton.device import planned_for as planned_for
 from memeff_compile.kernels._triton.device import where_it_runs as where_it_runs
+from memeff_compile.kernels.linear_cross_entropy.filters import filter_level as filter_level
 from memeff_compile.kernels.linear_cross_entropy.memory import Pieces as Pieces
 from memeff_compile.kernels.linear_cross_entropy.memory import bytes_after as bytes_after
 from memeff_compile.kernels.linear_cross_entropy.memory import bytes_before as bytes_before
@@ -29,3 +33,4 @@ from memeff_compile.kernels.linear_cross_entropy.op import (
     linear_cross_entropy_backward as linear_cross_entropy_backward,
 )
 from memeff_compile.kernels.linear_cross_entropy.op import supports as supports
+from memeff_compile.kernels.linear_cross_entropy.tiles import is_minimal as is_minimal

@@ -29,10 +29,15 @@ from torch import Tensor
 from memeff_compile.kernels._triton.device import processors
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     Knobs,
+    RowGradients,
+    Rows,
     Widths,
     hybrid_widths,
     spans,
 )
+
+# Numbers per row that the statistics kernel keeps between strips.
+STATE = 5
 
 
 def forward(
@@ -42,8 +47,8 @@ def forward(
     target: Tensor,
     column_weight: Tensor | None,
     knobs: Knobs,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute nll, lse and logit_sum of every row.
+) -> Rows:
+    """Compute what is asked for of every row.
 
     Args:
         hidden: (N, D) bf16, fp16 or fp32.
@@ -54,46 +59,56 @@ def forward(
         knobs: the call's settings.
 
     Returns:
-        (N,) fp32 each; logit_sum is (0,) unless asked for.
+        (N,) or (0,) each, as `Rows` says.
     """
     rows, vocab = hidden.shape[0], weight.shape[0]
     hidden, target = _one_unit_stride(hidden), target.contiguous()
     bias, column_weight = _vector(bias, None), _vector(column_weight, torch.float32)
     widths = _widths(hidden, weight, knobs)
-    nll = hidden.new_empty((rows,), dtype=torch.float32)
-    lse = torch.empty_like(nll)
-    logit_sum = hidden.new_empty((rows if knobs.with_logit_sum else 0,), dtype=torch.float32)
-    state = hidden.new_empty((rows, 4), dtype=torch.float32)
+    found = _unwritten(hidden, rows, knobs)
+    state = hidden.new_empty((rows, STATE), dtype=torch.float32)
     strip = hidden.new_empty(rows * min(widths.strip, vocab), dtype=torch.float32)
     with _on_device(hidden):
         for first, stop in spans(0, vocab, widths.strip):
             s = _window(strip, rows, stop - first)
             product(hidden, weight[first:stop].t(), s)
-            launch_statistics(
-                s, bias, target, column_weight, state, nll, lse, logit_sum, first, vocab, knobs
-            )
-    return nll, lse, logit_sum
+            launch_statistics(s, bias, target, column_weight, state, found, first, vocab, knobs)
+    return found
+
+
+def _unwritten(hidden: Tensor, rows: int, knobs: Knobs) -> Rows:
+    """Allocate the results of a forward pass."""
+
+    def result(dtype: torch.dtype, wanted: bool = True) -> Tensor:
+        return hidden.new_empty((rows if wanted else 0,), dtype=dtype)
+
+    return Rows(
+        nll=result(torch.float32),
+        lse=result(torch.float32),
+        logit_sum=result(torch.float32, knobs.with_logit_sum),
+        entropy=result(torch.float32, knobs.with_entropy),
+        top=result(torch.int64, knobs.with_top),
+    )
 
 
 def backward(
-    grad_nll: Tensor,
-    grad_lse: Tensor,
-    grad_logit_sum: Tensor,
+    grads: RowGradients,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     column_weight: Tensor | None,
     lse: Tensor,
+    entropy: Tensor,
     knobs: Knobs,
     output_mask: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradients of hidden, weight and bias that `output_mask` asks for.
 
     Args:
-        grad_nll, grad_lse: (N,) fp32.
-        grad_logit_sum: (N,) fp32, or (0,) where there is no logit_sum.
+        grads: cotangents of forward's results.
         lse: (N,) fp32 from forward.
+        entropy: (N,) fp32 from forward, or (0,) where it was not asked for.
         output_mask: which of hidden, weight, bias need a gradient.
 
     Returns:
@@ -101,7 +116,7 @@ def backward(
     """
     rows, vocab = hidden.shape[0], weight.shape[0]
     hidden, target, lse = _one_unit_stride(hidden), target.contiguous(), lse.contiguous()
-    grads = (grad_nll.contiguous(), grad_lse.contiguous(), grad_logit_sum.contiguous())
+    grads, entropy = RowGradients(*(grad.contiguous() for grad in grads)), entropy.contiguous()
     flat_bias, column_weight = _vector(bias, None), _vector(column_weight, torch.float32)
     widths = _widths(hidden, weight, knobs)
     needs_hidden, needs_weight, needs_bias = output_mask
@@ -123,7 +138,7 @@ def backward(
                 product(hidden, weight[start:end].t(), s)
                 g_strip = g[:, start - first : end - first]
                 launch_gradient(
-                    s, g_strip, flat_bias, target, column_weight, lse, grads, start, knobs
+                    s, g_strip, flat_bias, target, column_weight, lse, entropy, grads, start, knobs
                 )
             if grad_weight is not None:
                 torch.mm(g.t(), hidden, out=grad_weight[first:stop])
@@ -165,9 +180,7 @@ def launch_statistics(
     target: Tensor,
     column_weight: Tensor | None,
     state: Tensor,
-    nll: Tensor,
-    lse: Tensor,
-    logit_sum: Tensor,
+    found: Rows,
     first: int,
     vocab: int,
     knobs: Knobs,
@@ -176,8 +189,8 @@ def launch_statistics(
 
     Args:
         s: (N, W) fp32 products of columns first .. first + W.
-        state: (N, 4) fp32, kept between the strips of one call.
-        nll, lse, logit_sum: (N,) fp32 results.
+        state: (N, STATE) fp32, kept between the strips of one call.
+        found: the results, to be written.
     """
     from memeff_compile.kernels.linear_cross_entropy import hybrid_kernels
 
@@ -189,9 +202,11 @@ def launch_statistics(
         column_weight,
         target,
         state,
-        nll,
-        lse,
-        logit_sum if knobs.with_logit_sum else None,
+        found.nll,
+        found.lse,
+        found.logit_sum if knobs.with_logit_sum else None,
+        found.entropy if knobs.with_entropy else None,
+        found.top if knobs.with_top else None,
         first,
         width,
         vocab,
@@ -204,6 +219,8 @@ def launch_statistics(
         HAS_SOFTCAP=knobs.softcap > 0,
         WITH_LSE=knobs.with_lse,
         WITH_LOGIT_SUM=knobs.with_logit_sum,
+        WITH_ENTROPY=knobs.with_entropy,
+        WITH_TOP=knobs.with_top,
         BLOCK=hybrid_kernels.block_for(width),
         num_warps=hybrid_kernels.WARPS,
     )
@@ -216,7 +233,8 @@ def launch_gradient(
     target: Tensor,
     column_weight: Tensor | None,
     lse: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
+    entropy: Tensor,
+    grads: RowGradients,
     first: int,
     knobs: Knobs,
 ) -> None:
@@ -226,13 +244,13 @@ def launch_gradient(
         s: (N, W) fp32 products of columns first .. first + W.
         g: (N, W) in the input dtype, unit stride along columns; may be `s` itself.
         lse: (N,) fp32.
-        grads: (N,) fp32 cotangents of nll, lse and logit_sum.
+        entropy: (N,) fp32, or (0,) where it was not asked for.
+        grads: fp32 cotangents, contiguous.
     """
     from memeff_compile.kernels.linear_cross_entropy import hybrid_kernels
 
     rows, width = s.shape
     block = hybrid_kernels.block_for(width)
-    grad_nll, grad_lse, grad_logit_sum = grads
     hybrid_kernels._linear_cross_entropy_gradient_kernel[(rows, -(-width // block))](
         s,
         s.stride(0),
@@ -242,9 +260,11 @@ def launch_gradient(
         column_weight,
         target,
         lse,
-        grad_nll,
-        grad_lse,
-        grad_logit_sum if knobs.with_logit_sum else None,
+        entropy if knobs.with_entropy else None,
+        grads.nll,
+        grads.lse,
+        grads.logit_sum if knobs.with_logit_sum else None,
+        grads.entropy if knobs.with_entropy else None,
         first,
         width,
         knobs.ignore_index or 0,
@@ -256,6 +276,7 @@ def launch_gradient(
         HAS_SOFTCAP=knobs.softcap > 0,
         WITH_LSE=knobs.with_lse,
         WITH_LOGIT_SUM=knobs.with_logit_sum,
+        WITH_ENTROPY=knobs.with_entropy,
         BLOCK=block,
         num_warps=hybrid_kernels.WARPS,
     )

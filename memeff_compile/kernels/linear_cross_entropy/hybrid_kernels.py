@@ -16,6 +16,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
+# Above every column of a piece.
+LAST = tl.constexpr(2**31 - 1)
+
 # A block of columns and the warps that share it: 16 fp32 elements per thread.
 MAX_BLOCK = 2048
 WARPS = 4
@@ -40,10 +43,12 @@ def _linear_cross_entropy_statistics_kernel(
     bias_ptr,  # (V,) or None
     column_weight_ptr,  # (V,) fp32 or None
     target_ptr,  # (N,) int32 or int64
-    state_ptr,  # (N, 4) fp32: running maximum, sum, target logit, weighted sum of logits
+    state_ptr,  # (N, 5) fp32: running maximum, mass, target logit, weighted sum of logits, moment
     nll_ptr,  # (N,) fp32, written with the last piece
     lse_ptr,  # (N,) fp32, written with the last piece
     logit_sum_ptr,  # (N,) fp32 or None, written with the last piece
+    entropy_ptr,  # (N,) fp32 or None, written with the last piece
+    top_ptr,  # (N,) int64 or None, carried from piece to piece
     first_column,
     width,
     vocab,
@@ -56,17 +61,22 @@ def _linear_cross_entropy_statistics_kernel(
     HAS_SOFTCAP: tl.constexpr,
     WITH_LSE: tl.constexpr,
     WITH_LOGIT_SUM: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     s_row_ptr = s_ptr + row * stride_s_row
-    state_row_ptr = state_ptr + row * 4
+    state_row_ptr = state_ptr + row * 5
     target = tl.load(target_ptr + row).to(tl.int64)
     is_kept = target == target
     if HAS_IGNORE:
         is_kept = target != ignore_index
-    is_active = is_kept
-    if WITH_LSE:
+    has_lse = is_kept
+    if WITH_LSE or WITH_ENTROPY:
+        has_lse = target == target
+    is_active = has_lse
+    if WITH_TOP:
         is_active = target == target
 
     is_later = first_column > 0
@@ -77,6 +87,14 @@ def _linear_cross_entropy_statistics_kernel(
     weighted = 0.0
     if WITH_LOGIT_SUM:
         weighted = tl.load(state_row_ptr + 3, mask=is_later, other=0.0)
+    # Sum of exp(z - peak) (z - peak): never positive, so nothing cancels in the entropy.
+    moment = 0.0
+    if WITH_ENTROPY:
+        moment = tl.load(state_row_ptr + 4, mask=is_later, other=0.0)
+    # The largest so far; once there was nan, the complement of the first one's column.
+    top = tl.full((), 0, tl.int64)
+    if WITH_TOP:
+        top = tl.load(top_ptr + row, mask=is_later, other=0)
 
     column = target - first_column
     is_here = is_active & (column >= 0) & (column < width)
@@ -104,10 +122,21 @@ def _linear_cross_entropy_statistics_kernel(
             weighted += tl.sum(counted, axis=0)
         z = tl.where(mask, z, float("-inf"))
         # tl.max passes over NaN; the sum below keeps it.
-        higher = tl.maximum(peak, tl.max(z, axis=0))
+        largest = tl.max(z, axis=0)
+        if WITH_TOP:
+            at = tl.min(tl.where(z == largest, offs, LAST), axis=0)
+            top = tl.where((top >= 0) & (largest > peak), first_column + at.to(tl.int64), top)
+            nan_at = tl.min(tl.where(z == z, LAST, offs), axis=0)
+            top = tl.where((top >= 0) & (nan_at < LAST), -1 - first_column - nan_at, top)
+        higher = tl.maximum(peak, largest)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row of -inf so far
+        power = tl.exp2((z - base) * LOG2E)
+        if WITH_ENTROPY:
+            shift = tl.where(peak == float("-inf"), 0.0, peak - base)
+            drop = tl.where(power == 0.0, 0.0, power * (z - base))  # -inf counts as 0
+            moment = tl.exp2(shift * LOG2E) * (moment + shift * mass) + tl.sum(drop, axis=0)
         mass = mass * tl.exp2((peak - base) * LOG2E)
-        mass += tl.sum(tl.exp2((z - base) * LOG2E), axis=0)
+        mass += tl.sum(power, axis=0)
         peak = higher
 
     if first_column + width < vocab:
@@ -116,13 +145,21 @@ def _linear_cross_entropy_statistics_kernel(
         tl.store(state_row_ptr + 2, target_logit)
         if WITH_LOGIT_SUM:
             tl.store(state_row_ptr + 3, weighted)
+        if WITH_ENTROPY:
+            tl.store(state_row_ptr + 4, moment)
+        if WITH_TOP:
+            tl.store(top_ptr + row, top)
     else:
         log_mass = tl.log(tl.where(is_active, mass, 1.0))
         # (peak - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
         tl.store(nll_ptr + row, tl.where(is_kept, (peak - target_logit) + log_mass, 0.0))
-        tl.store(lse_ptr + row, tl.where(is_active, peak + log_mass, 0.0))
+        tl.store(lse_ptr + row, tl.where(has_lse, peak + log_mass, 0.0))
         if WITH_LOGIT_SUM:
             tl.store(logit_sum_ptr + row, tl.where(is_kept, weighted, 0.0))
+        if WITH_ENTROPY:
+            tl.store(entropy_ptr + row, log_mass - moment / mass)
+        if WITH_TOP:
+            tl.store(top_ptr + row, tl.where(top < 0, -1 - top, top))
 
 
 @triton.jit
@@ -135,9 +172,11 @@ def _linear_cross_entropy_gradient_kernel(
     column_weight_ptr,  # (V,) fp32 or None
     target_ptr,  # (N,) int32 or int64
     lse_ptr,  # (N,) fp32
+    entropy_ptr,  # (N,) fp32 or None
     grad_nll_ptr,  # (N,) fp32
     grad_lse_ptr,  # (N,) fp32
     grad_logit_sum_ptr,  # (N,) fp32 or None
+    grad_entropy_ptr,  # (N,) fp32 or None
     first_column,
     width,
     ignore_index,
@@ -149,6 +188,7 @@ def _linear_cross_entropy_gradient_kernel(
     HAS_SOFTCAP: tl.constexpr,
     WITH_LSE: tl.constexpr,
     WITH_LOGIT_SUM: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -159,7 +199,7 @@ def _linear_cross_entropy_gradient_kernel(
     if HAS_IGNORE:
         is_kept = target != ignore_index
     is_active = is_kept
-    if WITH_LSE:
+    if WITH_LSE or WITH_ENTROPY:
         is_active = target == target
     mask = in_piece & is_active
 
@@ -180,6 +220,10 @@ def _linear_cross_entropy_gradient_kernel(
     column = tl.where((column >= 0) & (column < width), column, -1).to(tl.int32)
     one_hot = tl.where(offs == column, 1.0, 0.0)
     g = tl.where(is_kept, grad_nll * (p - one_hot), 0.0) + grad_lse * p
+    if WITH_ENTROPY:
+        grad_entropy = tl.load(grad_entropy_ptr + row)
+        slant = (z - lse) + tl.load(entropy_ptr + row)
+        g -= tl.where(p == 0.0, 0.0, grad_entropy * p * slant)
     if WITH_LOGIT_SUM:
         grad_logit_sum = tl.where(is_kept, tl.load(grad_logit_sum_ptr + row), 0.0)
         if HAS_COLUMN_WEIGHT:

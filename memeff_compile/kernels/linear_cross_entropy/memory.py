@@ -21,6 +21,11 @@ from memeff_compile.kernels.linear_cross_entropy.pieces import (
     REFERENCE_AUTO_COLUMNS,
     reference_bytes_per_logit,
 )
+from memeff_compile.kernels.linear_cross_entropy.tiles import (
+    FUSED_AUTO_BYTES,
+    FUSED_AUTO_BYTES_PER_ROW,
+    FUSED_MIN_WIDTH,
+)
 
 Size: TypeAlias = sympy.Expr | int
 
@@ -80,6 +85,7 @@ def bytes_after(
     device_type: str,
     workspace: int = 0,
     has_softcap: bool = False,
+    with_entropy: bool = False,
     training: bool = True,
     pieces: Pieces | None = None,
 ) -> sympy.Expr:
@@ -93,10 +99,11 @@ def bytes_after(
     Args:
         rows, depth, vocab: N, D, V as symbols or numbers.
         dtype: dtype of hidden and weight.
-        engine: "hybrid" or "reference", as `engine_for` says.
+        engine: "fused", "hybrid" or "reference", as `engine_for` says.
         device_type: where the tensors are, such as "cuda".
         workspace: the op's workspace in bytes, 0 = automatic.
         has_softcap: whether logits are capped.
+        with_entropy: whether the entropy of each row is computed.
         training: whether a backward pass follows.
         pieces: bytes and columns of the pieces, as symbols for a short formula; by default what
             `piece_sizes` gives.
@@ -111,11 +118,12 @@ def bytes_after(
             device_type=device_type,
             workspace=workspace,
             has_softcap=has_softcap,
+            with_entropy=with_entropy,
             training=training,
         )
     itemsize = dtype.itemsize
     sums = 4 * n * d if itemsize == 2 and training else sympy.Integer(0)
-    if engine == "hybrid":
+    if engine in ("fused", "hybrid"):
         # state, nll, lse, logit_sum, the cotangents made contiguous, target checks
         return pieces.bytes + sums + 64 * n
     # 16-bit: hidden in fp32, two pieces of the weight in fp32 and its gradient before rounding
@@ -140,6 +148,7 @@ def piece_sizes(
     device_type: str,
     workspace: int = 0,
     has_softcap: bool = False,
+    with_entropy: bool = False,
     training: bool = True,
 ) -> Pieces:
     """Return an upper bound of the pieces of logits that are alive at once.
@@ -149,12 +158,16 @@ def piece_sizes(
     n, v = sympy.sympify(rows), sympy.sympify(vocab)
     half = (sympy.floor((v + 2 * MIN_WIDTH - 1) / (2 * MIN_WIDTH))) * MIN_WIDTH
     itemsize = dtype.itemsize
-    if engine == "hybrid":
-        per_logit = 6 if itemsize == 2 else 4
+    if engine in ("fused", "hybrid"):
+        per_logit, narrowest = (6 if itemsize == 2 else 4), MIN_WIDTH
         budget = workspace or sympy.Max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * n)
-        held = sympy.Min(sympy.Max(budget, MIN_WIDTH * per_logit * n), per_logit * n * half)
+        if engine == "fused":
+            per_logit, narrowest = 2, FUSED_MIN_WIDTH
+            budget = workspace or sympy.Max(FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW * n)
+            half = sympy.Max(half, FUSED_MIN_WIDTH)
+        held = sympy.Min(sympy.Max(budget, narrowest * per_logit * n), per_logit * n * half)
         return Pieces(held, held / (per_logit * n))
-    per_logit = reference_bytes_per_logit(itemsize, has_softcap, training)
+    per_logit = reference_bytes_per_logit(itemsize, has_softcap, training, with_entropy)
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     budget = workspace or sympy.Max(automatic, REFERENCE_AUTO_COLUMNS * per_logit * n)
     columns = sympy.Min(sympy.Max(sympy.floor(budget / (per_logit * n)), MIN_WIDTH), half)

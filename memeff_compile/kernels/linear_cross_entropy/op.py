@@ -1,12 +1,14 @@
 """memeff::linear_cross_entropy and its backward: schemas, validation, engines, fakes, autograd.
 
-The op is functional, opaque to Inductor and unaffected by autocast. It saves its inputs and one lse
-per row; backward is an op of its own that recomputes products piece by piece.
+The op is functional, opaque to Inductor and unaffected by autocast. It saves its inputs, one
+lse per row and, if asked for, one entropy, and what a filter decided; backward is an op of its own
+that recomputes products piece by piece.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -14,16 +16,22 @@ from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels._triton.device import can_run_kernels, where_it_runs
-from memeff_compile.kernels.linear_cross_entropy import reference
-from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs
+from memeff_compile.kernels.linear_cross_entropy import filters, fused, hybrid, reference, sorting
+from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
+from memeff_compile.kernels.linear_cross_entropy.tiles import is_minimal
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
-# The names of memeff.linear_cross_entropy's modes that this op will serve, and those it does.
+# What memeff.linear_cross_entropy may be.
 GRADIENT_FILTERS = ("exact", "mass", "block")
-AVAILABLE_FILTERS = ("exact",)
+# Which of the two gradients a filter may leave blocks out of.
+FILTER_PARTS = ("both", "hidden", "weight")
 
 ENGINES = {
+    "fused": (
+        "products in Triton that keep only statistics and gradients of the logits "
+        "(CUDA, compute capability 8.0 or later; bf16, fp16)"
+    ),
     "hybrid": (
         "library products in fp32 and one Triton pass per piece of the vocabulary "
         "(CUDA, compute capability 8.0 or later; bf16, fp16, fp32)"
@@ -33,17 +41,21 @@ ENGINES = {
 
 _KNOBS = (
     "int? ignore_index, float scale, float softcap, bool with_lse, bool with_logit_sum, "
-    "str gradient_filter, int workspace"
+    "str gradient_filter, int workspace, bool with_entropy=False, bool with_top=False, "
+    'float filter_level=0.0, str filter_parts="both", bool sort_vocabulary=False'
 )
 _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
 _LIBRARY.define(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-    f"Tensor? column_weight, *, {_KNOBS}) -> (Tensor nll, Tensor lse, Tensor logit_sum)",
+    f"Tensor? column_weight, *, {_KNOBS}) -> "
+    "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top, "
+    "Tensor dropped, Tensor active, Tensor row_order)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _LIBRARY.define(
     "linear_cross_entropy_backward(Tensor grad_nll, Tensor grad_lse, Tensor grad_logit_sum, "
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? column_weight, Tensor lse, "
+    "Tensor grad_entropy, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
+    "Tensor? column_weight, Tensor lse, Tensor entropy, Tensor active, Tensor row_order, "
     f"*, {_KNOBS}, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -60,6 +72,8 @@ def supports(
     softcap: float = 0.0,
     gradient_filter: str = "exact",
     workspace: int = 0,
+    filter_level: float = 0.0,
+    filter_parts: str = "both",
 ) -> str | None:
     """Say in a sentence why the op cannot serve these inputs, or return None if it can.
 
@@ -73,30 +87,37 @@ def supports(
         target: (...), the leading dimensions of hidden.
         column_weight: (V,) or None.
         dtype: dtype that the caller will cast hidden, weight and bias to, if it will.
-        softcap, gradient_filter, workspace: as for the op.
+        softcap, gradient_filter, workspace, filter_level, filter_parts: as for the op.
 
     Example: supports(torch.ones(3, 4), torch.ones(5, 4), None, torch.zeros(3).long()) is None.
     """
     return (
-        _setting_fault(softcap, gradient_filter, workspace)
+        _setting_fault(softcap, workspace)
+        or _filter_fault(gradient_filter, filter_level, filter_parts)
         or _layout_fault(hidden, weight, bias, target, column_weight)
         or _dtype_fault(hidden, weight, bias, target, column_weight, dtype)
         or _shape_fault(hidden, weight, bias, target, column_weight)
     )
 
 
-def _setting_fault(softcap: float, gradient_filter: str, workspace: int) -> str | None:
+def _setting_fault(softcap: float, workspace: int) -> str | None:
+    if not softcap >= 0:
+        return f"softcap is {softcap}; it must be positive, or 0 for none."
+    if isinstance(workspace, int) and workspace < 0:
+        return f"workspace is {workspace} bytes; it must be positive, or 0 for automatic."
+    return None
+
+
+def _filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
     if gradient_filter not in GRADIENT_FILTERS:
         return (
             f"gradient_filter is {gradient_filter!r}; known filters are "
             f"{', '.join(GRADIENT_FILTERS)}. Use 'exact'."
         )
-    if gradient_filter not in AVAILABLE_FILTERS:
-        return f"gradient_filter {gradient_filter!r} is not available yet. Use 'exact'."
-    if not softcap >= 0:
-        return f"softcap is {softcap}; it must be positive, or 0 for none."
-    if isinstance(workspace, int) and workspace < 0:
-        return f"workspace is {workspace} bytes; it must be positive, or 0 for automatic."
+    if not (level >= 0 and math.isfinite(level)):
+        return f"filter_level is {level}; it must be positive and finite, or 0 for automatic."
+    if parts not in FILTER_PARTS:
+        return f"filter_parts is {parts!r}; known parts are {', '.join(FILTER_PARTS)}."
     return None
 
 
@@ -232,35 +253,64 @@ def _require_support(
     column_weight: Tensor | None,
     settings: dict[str, Any],
 ) -> None:
+    knobs = _knobs(settings)
     sentence = supports(
         hidden,
         weight,
         bias,
         target,
         column_weight,
-        softcap=settings["softcap"],
-        gradient_filter=settings["gradient_filter"],
-        workspace=settings["workspace"],
+        softcap=knobs.softcap,
+        gradient_filter=settings.get("gradient_filter", "exact"),
+        workspace=knobs.workspace,
+        filter_level=knobs.filter_level,
+        filter_parts=knobs.filter_parts,
     )
     if sentence is not None:
         raise UnsupportedInputError(f"linear_cross_entropy: {sentence}")
 
 
 def _knobs(settings: dict[str, Any]) -> Knobs:
-    return Knobs(**{name: settings[name] for name in Knobs._fields})
+    """Read a call's settings; the dispatcher leaves out those that equal their defaults.
+
+    A filter that would be wrong or has no room is off: label smoothing gives every tile a gradient.
+    """
+    knobs = Knobs(**{name: settings[name] for name in Knobs._fields if name in settings})
+    if knobs.with_logit_sum or knobs.with_entropy or is_minimal(knobs.workspace):
+        return knobs._replace(gradient_filter="exact")
+    return knobs
 
 
-def engine_for(device: torch.device, dtype: torch.dtype) -> str:
-    """Name the engine that serves tensors of this device and dtype: a key of `ENGINES`."""
+def engine_for(device: torch.device, dtype: torch.dtype, depth: int = 8) -> str:
+    """Name the engine that serves tensors of this device, dtype and depth: a key of `ENGINES`.
+
+    Calls that ask for entropy or top, or hold a weight whose rows do not follow each other in
+    memory, are served by "hybrid" where this says "fused".
+    """
     device = where_it_runs(device)
     if device.type != "cuda" or dtype == torch.float64:
         return "reference"
     index = torch.cuda.current_device() if device.index is None else device.index
-    return "hybrid" if can_run_kernels(index) else "reference"
+    if not can_run_kernels(index):
+        return "reference"
+    return "fused" if dtype in fused.DTYPES and depth % 8 == 0 else "hybrid"
 
 
-def _uses_hybrid(hidden: Tensor) -> bool:
-    return engine_for(hidden.device, hidden.dtype) == "hybrid"
+def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> str:
+    name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1])
+    if name == "fused" and (knobs.with_entropy or knobs.with_top or not fused.serves(weight)):
+        return "hybrid"
+    return name
+
+
+def _sorts(knobs: Knobs) -> bool:
+    return knobs.sort_vocabulary and knobs.gradient_filter != "exact"
+
+
+def _found_shapes(hidden: Tensor, vocab: int, rows: int, knobs: Knobs) -> tuple[Any, ...]:
+    """Return the shapes of what a filter decides; engines other than "fused" have no filter."""
+    has_filter = engine_for(hidden.device, hidden.dtype, hidden.shape[-1]) == "fused"
+    return filters.found_shapes(rows, vocab, knobs.gradient_filter if has_filter else "exact")
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
@@ -298,7 +348,7 @@ def _forward(
     target: Tensor,
     column_weight: Tensor | None,
     **settings: Any,  # noqa: ANN401
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     _require_support(hidden, weight, bias, target, column_weight, settings)
     knobs, rows = _knobs(settings), target.numel()
     if rows == 0:
@@ -307,26 +357,34 @@ def _forward(
     with _without_autocast(hidden.device.type):
         _check_range(flat_target, weight.shape[0], knobs.ignore_index)
         flat_hidden = hidden.reshape(rows, hidden.shape[-1])
-        if _uses_hybrid(hidden):
-            from memeff_compile.kernels.linear_cross_entropy.hybrid import forward
+        name = _engine(flat_hidden, weight, knobs)
+        operands = (flat_hidden, weight, bias, flat_target, column_weight, knobs)
+        if name == "fused":
+            found, left_out = (sorting if _sorts(knobs) else fused).forward(*operands)
         else:
-            forward = reference.forward
-        nll, lse, logit_sum = forward(flat_hidden, weight, bias, flat_target, column_weight, knobs)
-    if knobs.with_logit_sum:
-        logit_sum = logit_sum.view(target.shape)
-    return nll.view(target.shape), lse.view(target.shape), logit_sum
+            found = (hybrid if name == "hybrid" else reference).forward(*operands)
+            shapes = _found_shapes(hidden, weight.shape[0], rows, knobs)
+            left_out = filters.nothing_left_out(hidden, shapes)
+    parts = zip(found, knobs.wanted, strict=True)
+    shaped = (part.view(target.shape) if wanted else part for part, wanted in parts)
+    dropped = left_out.dropped.view(target.shape) if left_out.dropped.numel() else left_out.dropped
+    return *shaped, dropped, left_out.active, left_out.row_order
 
 
 def _backward(
     grad_nll: Tensor,
     grad_lse: Tensor,
     grad_logit_sum: Tensor,
+    grad_entropy: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     column_weight: Tensor | None,
     lse: Tensor,
+    entropy: Tensor,
+    active: Tensor,
+    row_order: Tensor,
     *,
     output_mask: list[bool],
     **settings: Any,  # noqa: ANN401
@@ -343,23 +401,28 @@ def _backward(
         ]
     else:
         with _without_autocast(hidden.device.type):
-            if _uses_hybrid(hidden):
-                from memeff_compile.kernels.linear_cross_entropy.hybrid import backward
-            else:
-                backward = reference.backward
-            gradients = backward(
+            grads = RowGradients(
                 grad_nll.reshape(rows),
                 grad_lse.reshape(rows),
                 grad_logit_sum.reshape(rows if knobs.with_logit_sum else 0),
-                hidden.reshape(rows, hidden.shape[-1]),
-                weight,
-                bias,
-                target.reshape(rows),
-                column_weight,
-                lse.reshape(rows),
-                knobs,
-                mask,
+                grad_entropy.reshape(rows if knobs.with_entropy else 0),
             )
+            flat_hidden = hidden.reshape(rows, hidden.shape[-1])
+            operands = (flat_hidden, weight, bias, target.reshape(rows), column_weight)
+            name, flat_lse = _engine(flat_hidden, weight, knobs), lse.reshape(rows)
+            if name == "fused":
+                left_out = filters.LeftOut(lse.new_empty(0), active, row_order)
+                engine = sorting if _sorts(knobs) else fused
+                gradients = engine.backward(grads, *operands, flat_lse, left_out, knobs, mask)
+            else:
+                gradients = (hybrid if name == "hybrid" else reference).backward(
+                    grads,
+                    *operands,
+                    flat_lse,
+                    entropy.reshape(rows if knobs.with_entropy else 0),
+                    knobs,
+                    mask,
+                )
     grad_hidden, grad_weight, grad_bias = (
         hidden.new_empty(0) if gradient is None else gradient for gradient in gradients
     )
@@ -375,32 +438,52 @@ def _fake_forward(
     target: Tensor,
     column_weight: Tensor | None,
     **settings: Any,  # noqa: ANN401
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     _require_support(hidden, weight, bias, target, column_weight, settings)
     for seen, needed, sentence in _size_pairs(hidden, weight, bias, target, column_weight):
         torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    nll = hidden.new_empty(target.shape, dtype=wide)
-    lse = hidden.new_empty(target.shape, dtype=wide)
-    sum_shape = target.shape if settings["with_logit_sum"] else (0,)
-    return nll, lse, hidden.new_empty(sum_shape, dtype=wide)
+    knobs = _knobs(settings)
+
+    def rows(dtype: torch.dtype, wanted: bool = True) -> Tensor:
+        return hidden.new_empty(target.shape if wanted else (0,), dtype=dtype)
+
+    found = Rows(
+        nll=rows(wide),
+        lse=rows(wide),
+        logit_sum=rows(wide, knobs.with_logit_sum),
+        entropy=rows(wide, knobs.with_entropy),
+        top=rows(torch.int64, knobs.with_top),
+    )
+    shapes = _found_shapes(hidden, weight.shape[0], target.numel(), knobs)
+    left_out = [
+        hidden.new_empty(shape, dtype=dtype)
+        for shape, dtype in zip(shapes, filters.DTYPES, strict=True)
+    ]
+    if shapes[0] != (0,):
+        left_out[0] = rows(torch.float32)
+    return *found, *left_out
 
 
 def _fake_backward(
     grad_nll: Tensor,
     grad_lse: Tensor,
     grad_logit_sum: Tensor,
+    grad_entropy: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     column_weight: Tensor | None,
     lse: Tensor,
+    entropy: Tensor,
+    active: Tensor,
+    row_order: Tensor,
     *,
     output_mask: list[bool],
     **settings: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del grad_nll, grad_lse, grad_logit_sum, lse
+    del grad_nll, grad_lse, grad_logit_sum, grad_entropy, lse, entropy, active, row_order
     _require_support(hidden, weight, bias, target, column_weight, settings)
     needs_hidden, needs_weight, needs_bias = output_mask
     nothing = [hidden.new_empty(0) for _ in range(3)]
@@ -415,10 +498,13 @@ def _setup_context(
     ctx: Any,  # noqa: ANN401
     inputs: tuple[Any, ...],
     keyword_only_inputs: dict[str, Any],
-    output: tuple[Tensor, Tensor, Tensor],
+    output: tuple[Tensor, ...],
 ) -> None:
     hidden, weight, bias, target, column_weight = inputs
-    ctx.save_for_backward(hidden, weight, bias, target, column_weight, output[1])
+    _, lse, _, entropy, top, dropped, active, row_order = output
+    ctx.mark_non_differentiable(top, dropped, active, row_order)
+    saved = (hidden, weight, bias, target, column_weight, lse, entropy, active, row_order)
+    ctx.save_for_backward(*saved)
     ctx.settings = keyword_only_inputs
 
 
@@ -427,10 +513,19 @@ def _link(
     grad_nll: Tensor,
     grad_lse: Tensor,
     grad_logit_sum: Tensor,
+    grad_entropy: Tensor,
+    *without_gradient: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
+    del without_gradient  # indices, maps and measurements
     mask = list(ctx.needs_input_grad[:3])
     gradients = torch.ops.memeff.linear_cross_entropy_backward.default(
-        grad_nll, grad_lse, grad_logit_sum, *ctx.saved_tensors, **ctx.settings, output_mask=mask
+        grad_nll,
+        grad_lse,
+        grad_logit_sum,
+        grad_entropy,
+        *ctx.saved_tensors,
+        **ctx.settings,
+        output_mask=mask,
     )
     found = [gradient if wanted else None for gradient, wanted in zip(gradients, mask, strict=True)]
     return (*found, None, None)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MIB = 2**20
 # The smallest piece. A smaller workspace than this piece needs is exceeded rather than refused.
@@ -37,14 +40,64 @@ _SECONDS_PER_BYTE = 1 / 4.28e12
 
 
 class Knobs(NamedTuple):
-    """The settings of one call that both engines read; meanings as in the op's schema."""
+    """The settings of one call that every engine reads; meanings and defaults as in the schema.
+
+    A row with an ignored target is still computed where a statistic that does not depend on the
+    target is asked for, as it would be in eager PyTorch.
+    """
 
     ignore_index: int | None
     scale: float
     softcap: float
     with_lse: bool
     with_logit_sum: bool
+    gradient_filter: str
     workspace: int
+    with_entropy: bool = False
+    with_top: bool = False
+    filter_level: float = 0.0
+    filter_parts: str = "both"
+    sort_vocabulary: bool = False
+
+    @property
+    def wanted(self) -> tuple[bool, ...]:
+        """Which of the results in `Rows` are asked for."""
+        return (True, True, self.with_logit_sum, self.with_entropy, self.with_top)
+
+    @property
+    def keeps_ignored_rows(self) -> bool:
+        """Whether ignored rows have an lse that counts, so that they may get a gradient."""
+        return self.with_lse or self.with_entropy
+
+    @property
+    def reads_ignored_rows(self) -> bool:
+        """Whether forward has to look at the logits of ignored rows."""
+        return self.keeps_ignored_rows or self.with_top
+
+
+class Rows(NamedTuple):
+    """What an engine's forward returns: one element per row each, or (0,) where not asked for.
+
+    No two of them share memory.
+    """
+
+    nll: Tensor  # fp32 or fp64; 0 in ignored rows
+    lse: Tensor  # fp32 or fp64; 0 in ignored rows unless knobs.keeps_ignored_rows
+    logit_sum: Tensor  # fp32 or fp64; 0 in ignored rows
+    entropy: Tensor  # fp32 or fp64; of every row
+    top: Tensor  # int64; of every row
+
+
+class RowGradients(NamedTuple):
+    """What an engine's backward is given: a cotangent per row for each differentiable result.
+
+    fp32 or fp64; (0,) where the result was not asked for.
+    """
+
+    nll: Tensor
+    lse: Tensor
+    logit_sum: Tensor
+    entropy: Tensor
 
 
 class Widths(NamedTuple):
@@ -129,18 +182,21 @@ def _piece_seconds(width: int, depth: int, processors: int) -> float:
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
 
 
-def reference_bytes_per_logit(itemsize: int, has_softcap: bool, with_gradient: bool) -> int:
+def reference_bytes_per_logit(
+    itemsize: int, has_softcap: bool, with_gradient: bool, with_entropy: bool = False
+) -> int:
     """Return the bytes engine R holds per element of a piece.
 
     Args:
         itemsize: bytes of one input element: 2 and 4 compute in fp32, 8 in fp64.
         has_softcap: backward then keeps the slope beside the product.
         with_gradient: backward; 16-bit inputs then also need the rounded gradient.
+        with_entropy: both passes then keep a second piece.
     """
     wide = max(itemsize, 4)
     if not with_gradient:
-        return wide
-    return wide * (2 if has_softcap else 1) + (2 if itemsize == 2 else 0)
+        return wide * (1 + with_entropy)
+    return wide * (1 + has_softcap + with_entropy) + (2 if itemsize == 2 else 0)
 
 
 def reference_budget(rows: int, workspace: int, bytes_per_logit: int, device_type: str) -> int:

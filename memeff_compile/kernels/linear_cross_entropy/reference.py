@@ -13,10 +13,16 @@ from torch import Tensor
 
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     Knobs,
+    RowGradients,
+    Rows,
     reference_bytes_per_logit,
     reference_width,
     spans,
 )
+
+# exp of it is 0 in fp32 and in fp64. Logarithms of probabilities are cut off here where they are
+# multiplied by that probability, so that an impossible column (-inf) adds 0 and not nan.
+LOG_ZERO = -1000.0
 
 
 def forward(
@@ -26,8 +32,8 @@ def forward(
     target: Tensor,
     column_weight: Tensor | None,
     knobs: Knobs,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute nll, lse and logit_sum of every row.
+) -> Rows:
+    """Compute what is asked for of every row.
 
     Args:
         hidden: (N, D) of any floating dtype.
@@ -38,54 +44,46 @@ def forward(
         knobs: the call's settings.
 
     Returns:
-        (N,) fp32 each, fp64 for fp64 inputs; logit_sum is (0,) unless asked for.
+        (N,) or (0,) each, as `Rows` says.
     """
     rows = target.shape[0]
     wide = _wide(hidden.dtype)
-    kept = _kept_rows(target, knobs)
+    kept = _kept_rows(target, knobs, forward=True)
     if kept is not None:
         hidden, target = hidden[kept], target[kept]
-    width = _width(hidden.dtype, rows, weight, knobs, with_gradient=False)
-    nll, lse, logit_sum = _statistics(
-        hidden.to(wide), weight, bias, target.long(), column_weight, knobs, width
-    )
+    width = _width(hidden.dtype, rows, weight, knobs, forward=True)
+    found = _statistics(hidden.to(wide), weight, bias, target.long(), column_weight, knobs, width)
     if kept is not None:
-        results = [vector.new_zeros(rows) for vector in (nll, lse, logit_sum)]
-        for whole, part in zip(results, (nll, lse, logit_sum), strict=True):
-            if part.shape == kept.shape:
-                whole[kept] = part
-        nll, lse, logit_sum = results
-    elif knobs.ignore_index is not None:
+        parts = zip(found, knobs.wanted, strict=True)
+        return Rows(*(_spread(part, kept, rows) if wanted else part for part, wanted in parts))
+    if knobs.ignore_index is not None:
         is_ignored = target == knobs.ignore_index
-        nll = nll.masked_fill_(is_ignored, 0)
+        found.nll.masked_fill_(is_ignored, 0)
         if knobs.with_logit_sum:
-            logit_sum = logit_sum.masked_fill_(is_ignored, 0)
-        if not knobs.with_lse:
-            lse = lse.masked_fill_(is_ignored, 0)
-    if not knobs.with_logit_sum:
-        logit_sum = logit_sum.new_empty(0)
-    return nll, lse, logit_sum
+            found.logit_sum.masked_fill_(is_ignored, 0)
+        if not knobs.keeps_ignored_rows:
+            found.lse.masked_fill_(is_ignored, 0)
+    return found
 
 
 def backward(
-    grad_nll: Tensor,
-    grad_lse: Tensor,
-    grad_logit_sum: Tensor,
+    grads: RowGradients,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     column_weight: Tensor | None,
     lse: Tensor,
+    entropy: Tensor,
     knobs: Knobs,
     output_mask: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradients of hidden, weight and bias that `output_mask` asks for.
 
     Args:
-        grad_nll, grad_lse: (N,) fp32 or fp64.
-        grad_logit_sum: (N,), or (0,) where there is no logit_sum.
+        grads: cotangents of forward's results.
         lse: (N,) from forward.
+        entropy: (N,) from forward, or (0,) where it was not asked for.
         output_mask: which of hidden, weight, bias need a gradient.
 
     Returns:
@@ -94,24 +92,25 @@ def backward(
     needs_hidden, needs_weight, needs_bias = output_mask
     narrow, wide = hidden.dtype, _wide(hidden.dtype)
     all_hidden, vocab = hidden, weight.shape[0]
-    width = _width(narrow, hidden.shape[0], weight, knobs, with_gradient=True)
-    kept = _kept_rows(target, knobs)
+    width = _width(narrow, hidden.shape[0], weight, knobs, forward=False)
+    kept = _kept_rows(target, knobs, forward=False)
     if kept is not None:
         hidden, target, lse = hidden[kept], target[kept], lse[kept]
-        grad_nll, grad_lse = grad_nll[kept], grad_lse[kept]
-        grad_logit_sum = grad_logit_sum[kept] if knobs.with_logit_sum else grad_logit_sum
+        parts = zip(grads, knobs.wanted, strict=False)
+        grads = RowGradients(*(grad[kept] if wanted else grad for grad, wanted in parts))
     elif knobs.ignore_index is not None:
         is_ignored = target == knobs.ignore_index
-        grad_nll = grad_nll.masked_fill(is_ignored, 0)
+        grads = grads._replace(nll=grads.nll.masked_fill(is_ignored, 0))
         if knobs.with_logit_sum:
-            grad_logit_sum = grad_logit_sum.masked_fill(is_ignored, 0)
-        if not knobs.with_lse:
+            grads = grads._replace(logit_sum=grads.logit_sum.masked_fill(is_ignored, 0))
+        if not knobs.keeps_ignored_rows:
             # exp(z - inf) is 0, so whatever their logits, these rows get no gradient.
             lse = lse.masked_fill(is_ignored, torch.inf)
     # The scale is the last factor of every term, so it goes into the cotangents, N elements each.
-    on_probability = ((grad_nll + grad_lse) * knobs.scale).unsqueeze(1)
-    on_target = grad_nll * knobs.scale
-    on_sum = grad_logit_sum * knobs.scale
+    on_probability = ((grads.nll + grads.lse) * knobs.scale).unsqueeze(1)
+    on_target = grads.nll * knobs.scale
+    on_sum = grads.logit_sum * knobs.scale
+    on_entropy = (grads.entropy * knobs.scale).unsqueeze(1)
 
     wide_hidden, target = hidden.to(wide), target.long()
     grad_hidden = torch.zeros_like(wide_hidden) if needs_hidden else None
@@ -119,6 +118,7 @@ def backward(
     grad_bias = torch.empty_like(bias) if needs_bias and bias is not None else None
     buffer = wide_hidden.new_empty(hidden.shape[0] * min(width, vocab))
     slopes = torch.empty_like(buffer) if knobs.softcap > 0 else None
+    slants = torch.empty_like(buffer) if knobs.with_entropy else None
     columns = None if column_weight is None else column_weight.to(wide)
 
     for first, stop in spans(0, vocab, width):
@@ -130,7 +130,15 @@ def backward(
             g.div_(knobs.softcap).tanh_()
             torch.mul(g, g, out=slope).neg_().add_(1)
             g.mul_(knobs.softcap)
-        g.sub_(lse.unsqueeze(1)).exp_().mul_(on_probability)
+        g.sub_(lse.unsqueeze(1))
+        if slants is None:
+            g.exp_().mul_(on_probability)
+        else:
+            # dH/dz = -p (log p + H), so p times (on_probability - on_entropy (log p + H))
+            slant = _window(slants, hidden.shape[0], stop - first)
+            g.clamp_(min=LOG_ZERO)
+            torch.add(g, entropy.unsqueeze(1), out=slant).mul_(on_entropy).neg_()
+            g.exp_().mul_(slant.add_(on_probability))
         _subtract_at_target(g, target - first, on_target)
         if knobs.with_logit_sum:
             ones = g.new_ones(1).expand(stop - first)
@@ -159,15 +167,23 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _kept_rows(target: Tensor, knobs: Knobs) -> Tensor | None:
+def _kept_rows(target: Tensor, knobs: Knobs, *, forward: bool) -> Tensor | None:
     """Return the rows to compute on a CPU, or None where all of them are.
 
-    With `with_lse` ignored rows still need their lse. On a GPU counting rows would wait for it.
+    Some statistics are wanted of ignored rows too. On a GPU counting rows would wait for it.
     """
-    if knobs.with_lse or knobs.ignore_index is None or target.device.type != "cpu":
+    wants_all = knobs.reads_ignored_rows if forward else knobs.keeps_ignored_rows
+    if wants_all or knobs.ignore_index is None or target.device.type != "cpu":
         return None
     is_kept = target != knobs.ignore_index
     return None if bool(is_kept.all()) else is_kept.nonzero().squeeze(1)
+
+
+def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
+    """Put the results of the kept rows into `rows` zeros."""
+    whole = part.new_zeros(rows)
+    whole[kept] = part
+    return whole
 
 
 def _statistics(
@@ -178,13 +194,15 @@ def _statistics(
     column_weight: Tensor | None,
     knobs: Knobs,
     width: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk the vocabulary once, keeping maximum, sum, target logit and logit sum of each row."""
+) -> Rows:
+    """Walk the vocabulary once, keeping each row's maximum and sums relative to it."""
     rows = hidden.shape[0]
     peak = hidden.new_full((rows,), -torch.inf)
-    mass, total = hidden.new_zeros(rows), hidden.new_zeros(rows)
+    mass, total, moment = (hidden.new_zeros(rows) for _ in range(3))
+    top = target.new_zeros(rows)
     target_logit = hidden.new_full((rows,), torch.nan)
     buffer = hidden.new_empty(rows * min(width, weight.shape[0]))
+    raised = torch.empty_like(buffer) if knobs.with_entropy else None
     columns = None if column_weight is None else column_weight.to(hidden.dtype)
     for first, stop in spans(0, weight.shape[0], width):
         z = _window(buffer, rows, stop - first)
@@ -195,21 +213,42 @@ def _statistics(
         target_logit = torch.where(is_here, z.gather(1, column).squeeze(1), target_logit)
         if knobs.with_logit_sum:
             total += z.sum(1) if columns is None else z @ columns[first:stop]
-        higher = torch.maximum(peak, z.amax(1))
+        if knobs.with_top:
+            largest, at = z.max(1)
+            # nan counts as the largest, as in torch.max, and so stays in `peak`
+            wins = (largest > peak) | (largest.isnan() & ~peak.isnan())
+            top = torch.where(wins, at + first, top)
+            higher = torch.maximum(peak, largest)
+        else:
+            higher = torch.maximum(peak, z.amax(1))
         base = higher.masked_fill(higher == -torch.inf, 0)  # a row of -inf so far
-        z.sub_(base.unsqueeze(1)).exp_()
-        mass = mass * (peak - base).exp_() + z.sum(1)
+        z.sub_(base.unsqueeze(1))
+        shift = (peak - base).masked_fill_(peak == -torch.inf, 0)
+        shrink = shift.exp()
+        if raised is not None:
+            # sum of exp(z - base) * (z - base): never positive, so nothing cancels in the entropy
+            power = torch.exp(z.clamp_(min=LOG_ZERO), out=_window(raised, rows, stop - first))
+            moment = shrink * (moment + shift * mass) + z.mul_(power).sum(1)
+            mass = mass * shrink + power.sum(1)
+        else:
+            mass = mass * shrink + z.exp_().sum(1)
         peak = higher
     log_mass = mass.log()
-    # (peak - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
-    return (peak - target_logit) + log_mass, peak + log_mass, total
+    return Rows(
+        # (peak - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
+        nll=(peak - target_logit) + log_mass,
+        lse=peak + log_mass,
+        logit_sum=total if knobs.with_logit_sum else total.new_empty(0),
+        entropy=log_mass - moment / mass if knobs.with_entropy else moment.new_empty(0),
+        top=top if knobs.with_top else top.new_empty(0),
+    )
 
 
-def _width(
-    dtype: torch.dtype, rows: int, weight: Tensor, knobs: Knobs, *, with_gradient: bool
-) -> int:
+def _width(dtype: torch.dtype, rows: int, weight: Tensor, knobs: Knobs, *, forward: bool) -> int:
     """Choose the piece's width by the number of all rows, ignored ones included."""
-    per_logit = reference_bytes_per_logit(dtype.itemsize, knobs.softcap > 0, with_gradient)
+    per_logit = reference_bytes_per_logit(
+        dtype.itemsize, knobs.softcap > 0, not forward, knobs.with_entropy
+    )
     return reference_width(rows, weight.shape[0], knobs.workspace, per_logit, weight.device.type)
 
 

@@ -1,0 +1,217 @@
+"""The one place that knows how each method is called, as a loss on tensors and as a backend.
+
+The benchmarks speak of filters, filter levels, parts and sorting; what the op calls them is here
+and nowhere else. A knob that the op does not have makes a method unavailable, with a reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(hidden (N, D), weight (V, D), target (N,)) -> mean loss of the targets that count."""
+
+
+class Unavailable(Exception):
+    """The method cannot run here; the text says why."""
+
+
+# ------------------------------------------------------------------ whole models
+
+PASS = "fuse_linear_cross_entropy"
+MODEL_METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "eager": (None, {}),
+    "inductor": ("inductor", {}),
+    "exact": ("memeff", {"memeff.linear_cross_entropy": "exact", "memeff.strict": PASS}),
+    "mass": ("memeff", {"memeff.linear_cross_entropy": "mass", "memeff.strict": PASS}),
+    "block": ("memeff", {"memeff.linear_cross_entropy": "block", "memeff.strict": PASS}),
+}
+
+
+def compile_model(model: Any, method: str, options: dict[str, str], inner: str) -> None:
+    """Compile a model in place for a method.
+
+    Args:
+        method: a key of `MODEL_METHODS`.
+        options: further options of the backend `memeff`.
+        inner: what compiles the graph in the end: "inductor", or "aot_eager" and "eager" where
+            there is no compiler.
+    """
+    backend, settings = MODEL_METHODS[method]
+    if backend is None:
+        return
+    if backend == "memeff":
+        import memeff_compile.backend  # noqa: F401  - registers it in a source checkout, too
+
+        model.compile(backend="memeff", options={**settings, **options, "memeff.inner": inner})
+        return
+    model.compile(backend=inner)
+
+
+def rewrites(method: str) -> int | None:
+    """Return how many losses the backend has fused in this process; None for other backends."""
+    if MODEL_METHODS[method][0] != "memeff":
+        return None
+    from memeff_compile import last_report
+
+    return last_report().rewrites(PASS)
+
+
+# ------------------------------------------------------------------ the loss on tensors
+
+
+def eager(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """The usual two lines."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), target, ignore_index=IGNORED)
+
+
+def inductor() -> Loss:
+    """Return the usual two lines, compiled."""
+    return torch.compile(eager, dynamic=False)
+
+
+def memeff(**knobs: Any) -> Loss:
+    """Return the op as a mean loss.
+
+    Args:
+        gradient_filter: "exact", "mass" or "block".
+        filter_level: eps of "block" or tau of "mass"; 0 for automatic.
+        filter_parts: gradients that are filtered: "both", "hidden" or "weight".
+        sort_vocabulary: whether hot columns are brought together first.
+        workspace: bytes, 0 for automatic.
+
+    Raises:
+        Unavailable: If the installed op lacks a knob that is asked for.
+    """
+    from memeff_compile.errors import UnsupportedInputError
+    from memeff_compile.kernels import linear_cross_entropy as folder
+
+    settings = {"ignore_index": IGNORED, "scale": 1.0, "softcap": 0.0, "workspace": 0, **knobs}
+    known = {a.name: a for a in folder.linear_cross_entropy._schema.arguments if a.kwarg_only}
+    missing = sorted(set(settings) - set(known))
+    if missing:
+        raise Unavailable(f"the op has no {', '.join(missing)}")
+    for name, argument in known.items():
+        if name not in settings and not argument.has_default_value():
+            settings[name] = _neutral(argument)
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        nll = folder.linear_cross_entropy(hidden, weight, None, target, None, **settings)[0]
+        return nll.sum() / (target != IGNORED).sum()
+
+    probe = torch.ones(2, 8), torch.ones(4, 8), torch.zeros(2, dtype=torch.int64)
+    try:
+        loss(*probe)
+    except UnsupportedInputError as problem:
+        raise Unavailable(str(problem)) from problem
+    return loss
+
+
+def inspect(hidden: Tensor, weight: Tensor, target: Tensor) -> dict[str, Any]:
+    """Return what the op's own filters would do to these tensors, as plain numbers.
+
+    Raises:
+        Unavailable: If the package has no such inspection.
+    """
+    name = "memeff_compile.kernels.linear_cross_entropy.activity"
+    measure = None
+    if importlib.util.find_spec(name) is not None:
+        measure = getattr(importlib.import_module(name), "measure", None)
+    if measure is None:
+        raise Unavailable("the op has no filters to inspect")
+    tensors = (hidden.detach(), weight.detach(), target)
+    if "gradient_filter" not in signature(measure).parameters:
+        return {"any": _plain(measure(*tensors))}
+    return {f: _plain(measure(*tensors, gradient_filter=f)) for f in ("mass", "block")}
+
+
+def _plain(found: Any) -> Any:
+    """Return tensors as numbers, or as mean and maximum; records as dicts."""
+    if isinstance(found, Tensor):
+        if found.numel() == 1:
+            return found.item()
+        wide = found.double()
+        return {"mean": float(wide.mean()), "max": float(wide.max())}
+    if hasattr(found, "_asdict"):
+        return _plain(found._asdict())
+    if dataclasses.is_dataclass(found):
+        return {f.name: _plain(getattr(found, f.name)) for f in dataclasses.fields(found)}
+    if isinstance(found, dict):
+        return {str(name): _plain(value) for name, value in found.items()}
+    if isinstance(found, (list, tuple)):
+        return [_plain(value) for value in found]
+    return found
+
+
+def _neutral(argument: Any) -> Any:
+    """Return the value of an op's argument that asks for nothing special."""
+    values = {"bool": False, "float": 0.0, "int": 0}
+    kind = str(argument.type)
+    if argument.name == "gradient_filter":
+        return "exact"
+    if argument.name == "filter_parts":
+        return "both"
+    if kind not in values:
+        raise Unavailable(
+            f"the op asks for {argument.name} ({kind}), which this file does not know"
+        )
+    return values[kind]
+
+
+def _import(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise Unavailable(f"{package} is not installed")
+    if not torch.cuda.is_available():
+        raise Unavailable(f"{package} needs a GPU")
+
+
+def apple(filter_eps: str | None) -> Loss:
+    """Return Apple's cut_cross_entropy, with its filter ("auto") or without (None)."""
+    _import("cut_cross_entropy")
+    from cut_cross_entropy import linear_cross_entropy as theirs
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return theirs(
+            hidden, weight, target, impl="cce", filter_eps=filter_eps, ignore_index=IGNORED
+        )
+
+    return loss
+
+
+def liger() -> Loss:
+    """Return Liger's fused linear cross entropy, which computes the gradients in the forward."""
+    _import("liger_kernel")
+    from liger_kernel.transformers.fused_linear_cross_entropy import (
+        LigerFusedLinearCrossEntropyLoss,
+    )
+
+    theirs = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED)
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return theirs(weight, hidden, target)
+
+    return loss
+
+
+def liger_cute() -> Loss:
+    """Return Liger's scaled cross entropy in CuTe DSL for compute capability 9.0."""
+    _import("liger_kernel")
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
+        LigerFusedScaledCrossEntropySM90Function,
+    )
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        found = LigerFusedScaledCrossEntropySM90Function.apply(hidden, weight, target)
+        return (found[0] if isinstance(found, tuple) else found).mean()
+
+    return loss

@@ -1,0 +1,201 @@
+"""The fused loss as a plain function, for code that does not use torch.compile.
+
+It computes what torch.nn.functional.cross_entropy(F.linear(hidden, weight, bias), target) does,
+and the numbers people log beside it, without ever building the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, TypeAlias, overload
+
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels import linear_cross_entropy as op_folder
+
+__all__ = ["Stats", "linear_cross_entropy"]
+
+Reduction: TypeAlias = Literal["mean", "sum", "none"]
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+class Stats(NamedTuple):
+    """Numbers per row, each in the shape of the targets; all but `top` carry gradients.
+
+    lse: the log-sum-exp of the logits.
+    entropy: of the softmax of the logits, in nats.
+    top: the index of the largest logit, int64; the first one where several are equal.
+    log_probs: the log-probability of the target; 0 where the target is ignored.
+    """
+
+    lse: Tensor
+    entropy: Tensor
+    top: Tensor
+    log_probs: Tensor
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int | None = -100,
+    reduction: Reduction = "mean",
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    label_smoothing: float = 0.0,
+    class_weight: Tensor | None = None,
+    z_loss: float = 0.0,
+    filter: str = "exact",
+    return_stats: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int | None = -100,
+    reduction: Reduction = "mean",
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    label_smoothing: float = 0.0,
+    class_weight: Tensor | None = None,
+    z_loss: float = 0.0,
+    filter: str = "exact",
+    return_stats: Literal[True],
+) -> tuple[Tensor, Stats]: ...
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int | None = -100,
+    reduction: Reduction = "mean",
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    label_smoothing: float = 0.0,
+    class_weight: Tensor | None = None,
+    z_loss: float = 0.0,
+    filter: str = "exact",
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, Stats]:
+    """Compute cross entropy from hidden states and a head, never building the logits.
+
+    The logits are z = softcap * tanh(scale * (hidden @ weight.T + bias) / softcap), or without the
+    cap where softcap is 0. Under autocast the operands are cast as F.linear would cast them.
+
+    Args:
+        hidden: (..., D), bf16, fp16, fp32 or fp64.
+        weight: (V, D), in the dtype of hidden.
+        target: (...), int64 or int32 class indices.
+        bias: (V,) or None.
+        ignore_index: rows with this target count for nothing; None ignores none.
+        reduction: "mean" over the rows that count (by weight, with class weights), "sum", "none".
+        scale, softcap: as above.
+        label_smoothing: between 0 and 1, as in F.cross_entropy.
+        class_weight: (V,) or None, as `weight` of F.cross_entropy.
+        z_loss: adds z_loss * lse**2 to each row that counts, averaged over their number by "mean".
+        filter: "exact"; what `memeff.linear_cross_entropy` calls its mode.
+        return_stats: also return `Stats`, computed in the same passes over the head.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64 inputs), a scalar or shaped like target; with
+        `return_stats` the loss and `Stats`.
+
+    Raises:
+        UnsupportedInputError: a dtype, shape, layout or setting that cannot be served.
+        TargetRangeError: on the CPU, a target that is no class and not ignore_index.
+
+    Example: linear_cross_entropy(hidden, head.weight, labels) is
+    F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten()) but for the order of rounding.
+    """
+    _require_settings(reduction, label_smoothing, z_loss, hidden, weight, target, class_weight)
+    hidden, weight, bias = _as_autocast_would(hidden, weight, bias)
+    smooth = label_smoothing > 0
+    nll, lse, logit_sum, entropy, top, *_ = op_folder.linear_cross_entropy(
+        hidden,
+        weight,
+        bias,
+        target,
+        class_weight if smooth else None,
+        ignore_index=ignore_index,
+        scale=float(scale),
+        softcap=float(softcap),
+        with_lse=return_stats,
+        with_logit_sum=smooth,
+        gradient_filter=filter,
+        workspace=0,
+        with_entropy=return_stats,
+        with_top=return_stats,
+    )
+    kept = torch.ones_like(target, dtype=torch.bool)
+    if ignore_index is not None:
+        kept = target != ignore_index
+    rows, norm = nll, kept.to(nll.dtype)
+    if class_weight is not None:
+        index = torch.where(kept, target, 0).long()
+        norm = class_weight.to(nll.dtype)[index] * kept
+        rows = nll * norm
+    if smooth:
+        total = weight.shape[0] if class_weight is None else class_weight.to(nll.dtype).sum()
+        spread = torch.where(kept, lse * total - logit_sum, 0.0)
+        rows = rows * (1 - label_smoothing) + spread * (label_smoothing / weight.shape[0])
+    loss = _reduced(rows, norm, reduction)
+    if z_loss:
+        squares = torch.where(kept, lse, 0.0).square()
+        loss = loss + z_loss * _reduced(squares, kept, reduction)
+    return (loss, Stats(lse, entropy, top, -nll)) if return_stats else loss
+
+
+def _reduced(rows: Tensor, norm: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return rows
+    return rows.sum() / norm.sum() if reduction == "mean" else rows.sum()
+
+
+def _as_autocast_would(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    kind = hidden.device.type
+    if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _require_settings(
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+) -> None:
+    """Refuse what the op itself would not see; it checks the rest."""
+    sentence = None
+    if reduction not in _REDUCTIONS:
+        sentence = f"reduction is {reduction!r}; use 'mean', 'sum' or 'none'."
+    elif not 0 <= label_smoothing <= 1:
+        sentence = f"label_smoothing is {label_smoothing}; it must be between 0 and 1."
+    elif not (z_loss >= 0 and math.isfinite(z_loss)):
+        sentence = f"z_loss is {z_loss}; it must be positive and finite, or 0 for none."
+    elif class_weight is not None:
+        name = "class_weight"
+        sentence = op_folder.supports(
+            hidden, weight, None, target, class_weight, dtype=hidden.dtype
+        )
+        sentence = None if sentence is None else sentence.replace("column_weight", name)
+    if sentence is not None:
+        raise UnsupportedInputError(f"linear_cross_entropy: {sentence}")

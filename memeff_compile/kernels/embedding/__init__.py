@@ -1,0 +1,27 @@
+"""Embedding rows whose gradient is summed per token, without an fp32 copy of the table.
+
+The rows are aten's. The gradient is not: PyTorch's compilers scatter it with atomic additions into
+an fp32 buffer as large as the table (V x D), round that to 16 bits, and add it to the gradient that
+the table has from a tied head. Here the token ids are sorted, each distinct id's rows are summed in
+fp32 in a fixed order, and every sum is added once, rounded once, to its row of a gradient that is
+there anyway.
+
+    embedding             rows; backward gives the gradient of the table
+    embedding_tied        rows, and the table itself for the head to read; backward adds the rows'
+                          gradient into the head's gradient of the table, in place
+    embedding_backward    the gradient of the table by itself
+    embedding_accumulate  adds the rows' gradient into a gradient of the table
+"""
+
+from __future__ import annotations
+
+from memeff_compile.kernels.embedding.memory import bytes_after as bytes_after
+from memeff_compile.kernels.embedding.memory import bytes_before as bytes_before
+from memeff_compile.kernels.embedding.memory import piece_bytes as piece_bytes
+from memeff_compile.kernels.embedding.op import ENGINES as ENGINES
+from memeff_compile.kernels.embedding.op import embedding as embedding
+from memeff_compile.kernels.embedding.op import embedding_accumulate as embedding_accumulate
+from memeff_compile.kernels.embedding.op import embedding_backward as embedding_backward
+from memeff_compile.kernels.embedding.op import embedding_tied as embedding_tied
+from memeff_compile.kernels.embedding.op import engine_for as engine_for
+from memeff_compile.kernels.embedding.op import supports as supports

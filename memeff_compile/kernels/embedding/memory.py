@@ -1,0 +1,75 @@
+"""Bytes before and after, as formulas in N (tokens looked up), D (hidden size) and V (table rows).
+
+They count what lives beside the inputs and the one gradient of the table that is returned.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import sympy
+import torch
+
+from memeff_compile.kernels.embedding.reference import MIN_COLUMNS, PIECE_BYTES, PIECES
+
+Size: TypeAlias = sympy.Expr | int
+
+# Sorted ids and their order, and what the sort and the engines' index vectors take: 64-bit numbers.
+INDEX_BYTES_PER_TOKEN = 96
+
+
+def bytes_before(
+    vocab: Size, depth: Size, *, dtype: torch.dtype, compiled: bool = True
+) -> sympy.Expr:
+    """Return the bytes of the V x D buffers that the embedding's gradient takes without us.
+
+    Inductor scatters it into an fp32 buffer (fp64 for fp64) and adds that to the head's gradient or
+    rounds it, in a buffer that is returned. Run op by op, it is a tensor of the table's dtype.
+
+    Args:
+        vocab, depth: V, D as symbols or numbers.
+        dtype: dtype of the table.
+        compiled: Inductor if true, op by op otherwise.
+
+    Example: bytes_before(V, D, dtype=torch.bfloat16) == 4*V*D.
+    """
+    itemsize = max(dtype.itemsize, 4) if compiled else dtype.itemsize
+    return sympy.Integer(itemsize) * sympy.sympify(vocab) * sympy.sympify(depth)
+
+
+def bytes_after(
+    tokens: Size,
+    depth: Size,
+    *,
+    dtype: torch.dtype,
+    engine: str,
+    pieces: sympy.Expr | None = None,
+) -> sympy.Expr:
+    """Return an upper bound of the bytes that the sums take: pieces, sorted ids, index vectors.
+
+    Args:
+        tokens, depth: N, D as symbols or numbers.
+        dtype: dtype of the table.
+        engine: "sorted" or "reference", as `engine_for` says.
+        pieces: bytes of the pieces, as a symbol for a short formula; by default what `piece_bytes`
+            gives.
+    """
+    if pieces is None:
+        pieces = piece_bytes(tokens, depth, dtype=dtype, engine=engine)
+    return pieces + INDEX_BYTES_PER_TOKEN * sympy.sympify(tokens)
+
+
+def piece_bytes(tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str) -> sympy.Expr:
+    """Return the bytes of the sums that are alive at once.
+
+    Engine `sorted`: two partial sums per chunk of 32 tokens, in fp32. Engine `reference`: some
+    columns of four fp32 matrices of N rows (fp64 for fp64).
+
+    Args: as for `bytes_after`.
+    """
+    n, d = sympy.sympify(tokens), sympy.sympify(depth)
+    if engine == "sorted":
+        return 8 * d * sympy.ceiling(n / 32)
+    per_column = PIECES * max(dtype.itemsize, 4) * n
+    columns = sympy.Min(d, sympy.Max(MIN_COLUMNS, sympy.floor(PIECE_BYTES / per_column)))
+    return per_column * columns

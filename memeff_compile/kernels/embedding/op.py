@@ -1,0 +1,219 @@
+"""memeff::embedding and its parts: schemas, validation, engines, fakes, autograd.
+
+`embedding` and `embedding_tied` are written in terms of other ops (CompositeImplicitAutograd), so
+the inner compiler sees aten.embedding in the forward pass and fuses it as ever. The backward is
+ours: `embedding_backward` is functional, `embedding_accumulate` writes to its first argument.
+
+In `embedding_tied` the head's weight is a second output of the lookup. So autograd hands the
+lookup's backward both gradients at once, the rows' and the head's, and the first is added into the
+second: the table has one gradient buffer from the head's backward to the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels._triton.device import can_run_kernels, where_it_runs
+from memeff_compile.kernels.embedding import reference
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INDICES = (torch.int32, torch.int64)
+
+ENGINES = {
+    "sorted": (
+        "ids sorted, rows summed per id in fp32 by two Triton passes "
+        "(CUDA, compute capability 8.0 or later; bf16, fp16, fp32)"
+    ),
+    "reference": "plain PyTorch, ids sorted, rows summed per id (any device, also fp64)",
+}
+
+_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
+_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define("embedding(Tensor weight, Tensor ids, int padding_idx) -> Tensor", tags=_COMPLIANT)
+_LIBRARY.define(
+    "embedding_tied(Tensor(a) weight, Tensor ids, int padding_idx) "
+    "-> (Tensor rows, Tensor(a) head_weight)",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
+    "embedding_backward(Tensor grad_rows, Tensor ids, SymInt vocab, int padding_idx) -> Tensor",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
+    "embedding_accumulate(Tensor(a!) grad_weight, Tensor grad_rows, Tensor ids, int padding_idx) "
+    "-> ()",
+    tags=_COMPLIANT,
+)
+
+
+def supports(weight: Tensor, ids: Tensor) -> str | None:
+    """Say in a sentence why the op cannot serve these inputs, or return None if it can.
+
+    Args:
+        weight: (V, D), the table.
+        ids: (...), token ids.
+
+    Example: supports(torch.ones(5, 4), torch.zeros(3).long()) is None.
+    """
+    if weight.layout != torch.strided or weight.is_quantized:
+        kind = "quantised" if weight.is_quantized else f"stored as {weight.layout}"
+        return f"weight is {kind}; a plain strided tensor is needed. Dequantise or densify it."
+    if weight.dtype not in FLOATING:
+        return (
+            f"weight has dtype {_short(weight.dtype)}; bfloat16, float16, float32 or float64 is "
+            "needed. Dequantise or cast it."
+        )
+    if weight.dim() != 2:
+        return f"weight has {weight.dim()} dimensions; (V, D) is needed."
+    if ids.dtype not in INDICES:
+        return f"ids has dtype {_short(ids.dtype)}; int64 or int32 is needed."
+    if ids.device != weight.device:
+        return f"ids is on {ids.device} and weight on {weight.device}; move them to one device."
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def engine_for(device: torch.device, dtype: torch.dtype) -> str:
+    """Name the engine that sums gradients of this device and dtype: a key of `ENGINES`."""
+    device = where_it_runs(device)
+    if device.type != "cuda" or dtype == torch.float64:
+        return "reference"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return "sorted" if can_run_kernels(index) else "reference"
+
+
+class _Embedding(torch.autograd.Function):
+    """aten.embedding with our backward."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(ids)
+        ctx.vocab, ctx.padding_idx = weight.shape[0], padding_idx
+        rows: Tensor = torch.ops.aten.embedding.default(weight, ids, padding_idx)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor) -> Any:  # noqa: ANN401
+        (ids,) = ctx.saved_tensors
+        return embedding_backward(grad_rows, ids, ctx.vocab, ctx.padding_idx), None, None
+
+
+class _TiedEmbedding(torch.autograd.Function):
+    """aten.embedding and the table, whose two gradients meet in one buffer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        weight: Tensor,
+        ids: Tensor,
+        padding_idx: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(ids)
+        ctx.vocab, ctx.padding_idx = weight.shape[0], padding_idx
+        ctx.set_materialize_grads(False)
+        rows = torch.ops.aten.embedding.default(weight, ids, padding_idx)
+        return rows, weight.view_as(weight)
+
+    @staticmethod
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        grad_rows: Tensor | None,
+        grad_weight: Tensor | None,
+    ) -> Any:  # noqa: ANN401
+        (ids,) = ctx.saved_tensors
+        if grad_rows is None:
+            return grad_weight, None, None
+        if grad_weight is None:
+            alone = embedding_backward(grad_rows, ids, ctx.vocab, ctx.padding_idx)
+            return alone, None, None
+        if torch.is_grad_enabled():  # create_graph=True: every step must stay differentiable
+            alone = embedding_backward(grad_rows, ids, ctx.vocab, ctx.padding_idx)
+            return grad_weight + alone, None, None
+        # Nobody else holds this buffer: the graph feeds the table to nothing but fused heads, whose
+        # backward ops return fresh tensors.
+        embedding_accumulate(grad_weight, grad_rows, ids, ctx.padding_idx)
+        return grad_weight, None, None
+
+
+def _embedding(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+    _require_support(weight, ids)
+    rows: Tensor = _Embedding.apply(weight, ids, padding_idx)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def _embedding_tied(weight: Tensor, ids: Tensor, padding_idx: int) -> tuple[Tensor, Tensor]:
+    _require_support(weight, ids)
+    both = _TiedEmbedding.apply(weight, ids, padding_idx)  # type: ignore[no-untyped-call]
+    return both[0], both[1]
+
+
+def _require_support(weight: Tensor, ids: Tensor) -> None:
+    sentence = supports(weight, ids)
+    if sentence is not None:
+        raise UnsupportedInputError(f"embedding: {sentence}")
+
+
+def _accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
+    _require_support(grad_weight, ids)
+    if grad_rows.numel() == 0 or grad_weight.numel() == 0:
+        return
+    flat_ids = ids.reshape(-1)
+    flat_rows = grad_rows.reshape(-1, grad_weight.shape[1])
+    if engine_for(grad_weight.device, grad_weight.dtype) == "sorted":
+        from memeff_compile.kernels.embedding.sorted_rows import accumulate
+    else:
+        accumulate = reference.accumulate
+    accumulate(grad_weight, flat_rows, flat_ids, padding_idx)
+
+
+def _backward(grad_rows: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
+    grad_weight = grad_rows.new_zeros((vocab, grad_rows.shape[-1]))
+    _accumulate(grad_weight, grad_rows, ids, padding_idx)
+    return grad_weight
+
+
+def _fake_backward(grad_rows: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
+    del ids, padding_idx
+    return grad_rows.new_empty((vocab, grad_rows.shape[-1]))
+
+
+def _fake_accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
+    del grad_rows, padding_idx
+    _require_support(grad_weight, ids)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+    del output
+    _, ids, _, padding_idx = inputs
+    ctx.save_for_backward(ids)
+    ctx.padding_idx = padding_idx
+
+
+def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    (ids,) = ctx.saved_tensors
+    rows = torch.ops.aten.embedding.default(grad, ids)
+    rows = rows.masked_fill((ids == ctx.padding_idx).unsqueeze(-1), 0)
+    return rows, None, None, None
+
+
+_LIBRARY.impl("embedding", _embedding, "CompositeImplicitAutograd")
+_LIBRARY.impl("embedding_tied", _embedding_tied, "CompositeImplicitAutograd")
+_LIBRARY.impl("embedding_backward", _backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("embedding_accumulate", _accumulate, "CompositeExplicitAutograd")
+torch.library.register_fake("memeff::embedding_backward", _fake_backward, lib=_LIBRARY)
+torch.library.register_fake("memeff::embedding_accumulate", _fake_accumulate, lib=_LIBRARY)
+torch.library.register_autograd(
+    "memeff::embedding_backward", _link, setup_context=_setup_context, lib=_LIBRARY
+)
+
+embedding = torch.ops.memeff.embedding.default
+embedding_tied = torch.ops.memeff.embedding_tied.default
+embedding_backward = torch.ops.memeff.embedding_backward.default
+embedding_accumulate = torch.ops.memeff.embedding_accumulate.default

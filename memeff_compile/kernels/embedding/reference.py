@@ -1,0 +1,53 @@
+"""Engine R: sort the ids, sum the rows of each id, add each sum to its row; plain PyTorch.
+
+Works on any device, never waits for one, and sums in the same order every time. Nothing is as large
+as the table: sums are one row per token, a few columns of the hidden size at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Bytes of the pieces alive at once, four per column: rows in order, their sums, the sums per token,
+# and the rows they are added to.
+PIECE_BYTES = 8 << 20
+PIECES = 4
+MIN_COLUMNS = 16
+
+
+def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
+    """Add each row's gradient to its id's row of `grad_weight`, summed in fp32 and rounded once.
+
+    Args:
+        grad_weight: (V, D) of any floating dtype, written to.
+        grad_rows: (N, D) of the same dtype.
+        ids: (N,) int32 or int64 in 0 .. V - 1.
+        padding_idx: the id whose row is left as it is, or -1.
+
+    Example: with ids [2, 0, 2], row 2 of the gradient gains grad_rows[0] + grad_rows[2].
+    """
+    tokens, depth = grad_rows.shape
+    wide = torch.float64 if grad_weight.dtype == torch.float64 else torch.float32
+    rows, order = torch.sort(ids.long(), stable=True)
+    is_new = torch.ones_like(rows, dtype=torch.bool)
+    is_new[1:] = rows[1:] != rows[:-1]
+    segment = is_new.long().cumsum(0) - 1
+    lengths = torch.zeros_like(rows).scatter_add_(0, segment, torch.ones_like(rows))
+    kept = (rows != padding_idx).unsqueeze(1)
+    width = columns(tokens, wide.itemsize)
+    for first in range(0, depth, width):
+        target = grad_weight[:, first : first + width]
+        part = grad_rows[:, first : first + width].index_select(0, order).to(wide)
+        sums = torch.segment_reduce(part, "sum", lengths=lengths, unsafe=True)
+        added = sums.index_select(0, segment).mul_(kept)
+        # Every token of an id writes the same numbers, so nobody waits for the count of ids.
+        target[rows] = added.add_(target.index_select(0, rows)).to(target.dtype)
+
+
+def columns(tokens: int, itemsize: int) -> int:
+    """Return how many columns are summed at a time.
+
+    Example: columns(1024, 4) == 512.
+    """
+    return max(MIN_COLUMNS, PIECE_BYTES // (PIECES * itemsize * max(tokens, 1)))

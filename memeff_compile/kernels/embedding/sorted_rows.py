@@ -1,0 +1,74 @@
+"""The engine `sorted`: a stable sort of the ids and two Triton passes. CUDA, sm_80 or later.
+
+Nothing waits for the GPU, reads a value on the host or depends on how many ids differ, so calls can
+be captured in CUDA graphs; nothing is summed by atomics, and the stable sort fixes the order.
+
+Expected on an H200 for N, D = 16384, 2048 in bf16: 64 MiB of gradients read and at most 128 MiB of
+the table's gradient read and written, 0.05 ms at 4.28 TB/s, beside a sort of 16384 ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+
+def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
+    """Add each row's gradient to its id's row of `grad_weight`, summed in fp32 and rounded once.
+
+    An id outside 0 .. V - 1, which the lookup has refused already, changes nothing.
+
+    Args:
+        grad_weight: (V, D) bf16, fp16 or fp32, any strides, written to.
+        grad_rows: (N, D) of the same dtype, any strides.
+        ids: (N,) int32 or int64.
+        padding_idx: the id whose row is left as it is, or -1.
+    """
+    from memeff_compile.kernels.embedding import sorted_kernels as kernels
+
+    places, depth = grad_rows.shape
+    vocab = grad_weight.shape[0]
+    chunks = -(-places // kernels.CHUNK)
+    sorted_ids, order = torch.sort(ids, stable=True)
+    partial = grad_rows.new_empty((2 * chunks, depth), dtype=torch.float32)
+    block = kernels.block_for(depth, kernels.MAX_BLOCK)
+    border = kernels.block_for(depth, kernels.BORDER_BLOCK)
+    with _on_device(grad_weight):
+        kernels._embedding_runs_kernel[(chunks, -(-depth // block))](
+            sorted_ids,
+            order,
+            grad_rows,
+            *grad_rows.stride(),
+            grad_weight,
+            *grad_weight.stride(),
+            partial,
+            places,
+            depth,
+            vocab,
+            padding_idx,
+            CHUNK=kernels.CHUNK,
+            BLOCK=block,
+            num_warps=kernels.WARPS,
+        )
+        if chunks > 1:
+            kernels._embedding_borders_kernel[(chunks - 1, -(-depth // border))](
+                sorted_ids,
+                grad_weight,
+                *grad_weight.stride(),
+                partial,
+                places,
+                depth,
+                vocab,
+                padding_idx,
+                CHUNK=kernels.CHUNK,
+                CHUNKS=kernels.BORDER_CHUNKS,
+                BLOCK=border,
+                num_warps=kernels.WARPS,
+            )
+
+
+def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Make the tensor's GPU current, which is where Triton launches."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,653 @@
+"""Engines F and S: every product of the head in Triton, with its neighbours in the epilogue.
+
+F, forward: tiles of logits become a maximum and a sum per row and tile, merged in a fixed order;
+the tile that holds a row's target hands out its logit. F, backward, per piece of W columns: tiles
+of logits again, this time written as G = dloss/dlogits in 16 bits; then dC of those columns
+complete in one write, and dE += G C in fp32, by one reduction per element and launch, so that
+nothing depends on the order in which programs run.
+
+S: forward's statistics also say which tiles matter (`filters.py`). Backward then recomputes the
+listed tiles only, into a packed buffer of G, and sums the two products over the lists. Which of
+the two runs is decided on the GPU: both are launched and one finds no work. Ignored rows are left
+out before anything is computed, by an order of rows that is built on the GPU as well.
+
+No call waits for the GPU or reads a value on the host. 16-bit inputs with a depth that is a
+multiple of 8; engine H serves the rest.
+
+Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 plus 8ND * pieces / 4.28e12.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels._triton.device import on_device
+from memeff_compile.kernels.linear_cross_entropy import filters, tile_lists
+from memeff_compile.kernels.linear_cross_entropy.pieces import (
+    Knobs,
+    RowGradients,
+    Rows,
+    spans,
+)
+from memeff_compile.kernels.linear_cross_entropy.tiles import (
+    FILTER_FORWARD_BYTES,
+    FORWARD_BYTES,
+    Room,
+    Shapes,
+    fused_budget,
+    is_minimal,
+    piece_width,
+    room_inside,
+    row_groups,
+    shapes_for,
+)
+
+if TYPE_CHECKING:
+    from memeff_compile.kernels.linear_cross_entropy.tile_lists import TileLists
+
+
+class Selection(NamedTuple):
+    """The rows that count, in order, as the kernels read them.
+
+    `order`, `place` and `kept` are None where every row counts.
+    """
+
+    target: Tensor  # (N,) int32, compact, -1 for a row without a target
+    order: Tensor | None = None  # (N,) int32: original row of each compact row
+    place: Tensor | None = None  # (N,) int32: compact row of each original row, or -1
+    kept: Tensor | None = None  # (1,) int32
+
+
+DTYPES = (torch.bfloat16, torch.float16)
+NO_MAP = filters.found_shapes(0, 0, "exact")
+
+
+def serves(weight: Tensor) -> bool:
+    """Say whether a weight of a fitting dtype and depth can be read tile by tile, where it lies."""
+    return (
+        weight.stride() == (weight.shape[1], 1)
+        and weight.data_ptr() % 16 == 0
+        and weight.shape[0] < 2**30
+    )
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+    knobs: Knobs,
+) -> tuple[Rows, filters.LeftOut]:
+    """Compute what is asked for of every row, and what a filter may leave out of backward.
+
+    Args:
+        hidden: (N, D) bf16 or fp16.
+        weight: (V, D) contiguous.
+        bias: (V,) or None.
+        target: (N,) int32 or int64.
+        column_weight: (V,) or None.
+        knobs: the call's settings; neither entropy nor top.
+    """
+    from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+
+    rows, depth = hidden.shape
+    vocab = weight.shape[0]
+    shapes = shapes_for(hidden.device)
+    bias, column_weight = _vector(bias, None), _vector(column_weight, torch.float32)
+    with on_device(hidden):
+        hidden = _aligned(hidden)
+        selection = select_rows(target, knobs)
+        is_filtered = knobs.gradient_filter != "exact"
+        parts = shapes.columns // shapes.rows if is_filtered else 1
+        tiles = -(-vocab // shapes.columns) * parts
+        planes = 3 if knobs.with_logit_sum else 2
+        is_compact = selection.kept is not None
+        bytes_per_row = 4 * planes * tiles + (2 * depth if is_compact else 0)
+        held = FILTER_FORWARD_BYTES if is_filtered else FORWARD_BYTES
+        groups = row_groups(rows, held // bytes_per_row, shapes)
+        stats = hidden.new_empty((planes, tiles, groups.size), dtype=torch.float32)
+        gathered = hidden.new_empty((groups.size, depth)) if is_compact else hidden
+        found = _results(hidden, rows, knobs, is_compact=is_compact)
+        target_logit = torch.full((rows,), float("nan"), device=hidden.device)
+        chooser = None
+        if is_filtered:
+            chooser = filters.Chooser(hidden, vocab, shapes, selection, knobs)
+        hidden_desc = _tiles(gathered, shapes.rows, shapes.step)
+        weight_desc = _tiles(weight, shapes.columns, shapes.step)
+        for first, stop in spans(0, rows, groups.size):
+            here = stop - first
+            if is_compact:
+                gather(hidden, gathered[:here], selection, first, shapes)
+            kernels._linear_cross_entropy_forward_kernel[(shapes.programs,)](
+                hidden_desc,
+                weight_desc,
+                bias,
+                column_weight,
+                selection.target,
+                selection.kept,
+                stats,
+                target_logit,
+                first,
+                0 if is_compact else first,
+                here,
+                vocab,
+                depth,
+                knobs.scale,
+                knobs.softcap,
+                HAS_BIAS=bias is not None,
+                HAS_COLUMN_WEIGHT=column_weight is not None,
+                HAS_KEPT=is_compact,
+                HAS_SOFTCAP=knobs.softcap > 0,
+                WITH_LOGIT_SUM=knobs.with_logit_sum,
+                PARTS=parts,
+                BM=shapes.rows,
+                BN=shapes.columns,
+                BK=shapes.step,
+                FLATTEN=shapes.flatten,
+                UPCAST=shapes.is_interpreted,
+                num_warps=shapes.warps,
+                num_stages=shapes.stages,
+            )
+            kernels._linear_cross_entropy_rows_kernel[(-(-here // ROWS),)](
+                stats,
+                target_logit,
+                selection.target,
+                selection.order,
+                selection.kept,
+                found.nll,
+                found.lse,
+                found.logit_sum if knobs.with_logit_sum else None,
+                None if chooser is None else chooser.compact_lse,
+                first,
+                here,
+                tiles,
+                HAS_KEPT=is_compact,
+                PARTS=parts,
+                WITH_COMPACT_LSE=chooser is not None,
+                WITH_LOGIT_SUM=knobs.with_logit_sum,
+                ROWS=ROWS,
+                TILES=TILES,
+                num_warps=4,
+            )
+            if chooser is not None:
+                chooser.see(stats, target_logit, first, here)
+        return found, chooser.decide() if chooser else filters.nothing_left_out(hidden, NO_MAP)
+
+
+# Row blocks whose tiles of G are computed side by side.
+GROUP = 16
+# Rows and tiles that one program merges at a time.
+ROWS = 8
+TILES = 128
+
+
+def _results(hidden: Tensor, rows: int, knobs: Knobs, *, is_compact: bool) -> Rows:
+    """Allocate a forward pass's results; ignored rows, which no kernel writes, are zero."""
+    new = hidden.new_zeros if is_compact else hidden.new_empty
+    nothing = (0,)
+    return Rows(
+        nll=new((rows,), dtype=torch.float32),
+        lse=new((rows,), dtype=torch.float32),
+        logit_sum=new((rows,) if knobs.with_logit_sum else nothing, dtype=torch.float32),
+        entropy=hidden.new_empty(nothing, dtype=torch.float32),
+        top=hidden.new_empty(nothing, dtype=torch.int64),
+    )
+
+
+def backward(
+    grads: RowGradients,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+    lse: Tensor,
+    left_out: filters.LeftOut,
+    knobs: Knobs,
+    output_mask: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Compute the gradients of hidden, weight and bias that `output_mask` asks for.
+
+    Args:
+        grads: cotangents of forward's results.
+        lse: (N,) fp32 from forward.
+        left_out: what forward decided to leave out.
+        output_mask: which of hidden, weight, bias need a gradient.
+    """
+    with on_device(hidden):
+        return _Backward(
+            grads, _aligned(hidden), weight, bias, target, column_weight, lse, left_out, knobs,
+            output_mask,
+        ).run()  # fmt: skip
+
+
+class _Backward:
+    """One backward pass: its buffers, and the launches over them."""
+
+    def __init__(
+        self,
+        grads: RowGradients,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        column_weight: Tensor | None,
+        lse: Tensor,
+        left_out: filters.LeftOut,
+        knobs: Knobs,
+        output_mask: tuple[bool, bool, bool],
+    ) -> None:
+        self.shapes = shapes_for(hidden.device)
+        self.knobs, self.weight = knobs, weight
+        self.rows, self.depth = hidden.shape
+        self.vocab = weight.shape[0]
+        self.bias, self.column_weight = _vector(bias, None), _vector(column_weight, torch.float32)
+        needs_hidden, needs_weight, needs_bias = output_mask
+        self.selection = select_rows(target, knobs, left_out.row_order)
+        self.grad_weight = torch.empty_like(weight) if needs_weight else None
+        self.grad_bias = torch.empty_like(bias) if needs_bias and bias is not None else None
+        # The hidden gradient's own memory holds the gathered rows until it is written.
+        self.original = self.hidden = hidden
+        if self.selection.kept is not None:
+            self.hidden = hidden.new_empty(hidden.shape)
+            gather(hidden, self.hidden, self.selection, 0, self.shapes)
+        self.row_values = self._row_values(grads, lse.contiguous())
+
+        tile = self.shapes.rows
+        self.width = piece_width(self.rows, self.depth, self.vocab, knobs.workspace, self.shapes)
+        self.lists: TileLists | None = None
+        elements = self.rows * self.width
+        if left_out.active.numel():
+            row_blocks, columns = left_out.active.shape
+            budget = fused_budget(self.rows, knobs.workspace)
+            slots = max(budget // (2 * tile * tile), 2 * row_blocks)
+            self.slots = min(slots, left_out.active.numel() + row_blocks)
+            self.groups = tile_lists.group_count(
+                row_blocks, columns, self.slots, knobs.filter_parts, filters.DENSE_SHARE
+            )
+            kept = self.selection.kept
+            self.lists = tile_lists.build(
+                left_out.active,
+                row_blocks if kept is None else (kept + tile - 1) // tile,
+                knobs.filter_parts,
+                self.slots,
+                filters.DENSE_SHARE,
+            )
+            elements = max(elements, self.slots * tile * tile)
+        self.inside: Room | None = None
+        if is_minimal(knobs.workspace) and self.grad_weight is not None and self.lists is None:
+            self.inside = room_inside(
+                self.rows, self.depth, self.vocab, self.shapes, needs_hidden=needs_hidden
+            )
+        # fp32 sums of the hidden gradient
+        self.sums: Tensor | None = None
+        if self.inside is not None and self.grad_weight is not None:
+            room = self.grad_weight.view(-1)[self.inside.first_column * self.depth :]
+            if needs_hidden:
+                self.sums = room[: 2 * hidden.numel()].view(torch.float32).view(hidden.shape)
+            self.piece = room[2 * hidden.numel() if needs_hidden else 0 :]
+        else:
+            if needs_hidden:
+                self.sums = hidden.new_empty(hidden.shape, dtype=torch.float32)
+            self.piece = hidden.new_empty(elements)
+
+    def _row_values(self, grads: RowGradients, lse: Tensor) -> Tensor:
+        from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+
+        values = lse.new_empty((4, self.rows))
+        block = 512
+        kernels._linear_cross_entropy_cotangents_kernel[(-(-self.rows // block),)](
+            self.selection.order,
+            self.selection.kept,
+            self.selection.target,
+            lse,
+            grads.nll.contiguous(),
+            grads.lse.contiguous(),
+            grads.logit_sum.contiguous() if self.knobs.with_logit_sum else None,
+            values,
+            self.rows,
+            HAS_KEPT=self.selection.kept is not None,
+            WITH_LOGIT_SUM=self.knobs.with_logit_sum,
+            BLOCK=block,
+        )
+        return values
+
+    def run(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if self.inside is not None:
+            grad_hidden = self._run_inside(self.inside)
+        else:
+            for first, stop in spans(0, self.vocab, self.width):
+                self._dense(first, stop, adds=first > 0)
+            if self.lists is not None:
+                for group in range(self.groups):
+                    self._sparse(group, self.lists)
+            grad_hidden = self._grad_hidden()
+        return grad_hidden, self.grad_weight, self.grad_bias
+
+    def _run_inside(self, room: Room) -> Tensor | None:
+        """Work in the last rows of the weight gradient, and compute those rows last.
+
+        Their part of the hidden gradient comes first, before they are anything but scratch; so
+        their logits are computed twice. When the hidden gradient is done, its sums make room, and
+        G retreats before the rows that are being written.
+        """
+        adds = False
+        if self.sums is not None:
+            for first, stop in spans(room.first_column, self.vocab, room.width):
+                self._dense(first, stop, adds=adds, needs_weight=False)
+                adds = True
+        for first, stop in spans(0, room.first_column, room.width):
+            self._dense(first, stop, adds=adds)
+            adds = True
+        grad_hidden = self._grad_hidden()
+        self.sums = None
+        assert self.grad_weight is not None
+        flat, first = self.grad_weight.view(-1), room.first_column
+        spare = flat.new_empty(self.rows * room.spare_width)
+        # From here on the gathered rows are gone: the hidden gradient lies where they were.
+        gathers = self.selection.kept is not None
+        while first < self.vocab:
+            width = room.retreating_width(first)
+            if width:
+                self.piece = flat[-self.rows * width :]
+            else:
+                width, self.piece = room.spare_width, spare
+            self._dense(first, min(first + width, self.vocab), adds=False, gathers=gathers)
+            first += width
+        return grad_hidden
+
+    def _grad_hidden(self) -> Tensor | None:
+        if self.sums is None:
+            return None
+        if self.selection.place is None:
+            return self.sums.to(self.hidden.dtype)
+        from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+
+        kernels._linear_cross_entropy_scatter_kernel[(self.rows,)](
+            self.sums,
+            self.hidden,
+            self.selection.place,
+            self.depth,
+            BLOCK=_row_block(self.depth, self.shapes),
+        )
+        return self.hidden
+
+    def _dense(
+        self,
+        first: int,
+        stop: int,
+        *,
+        adds: bool,
+        needs_weight: bool = True,
+        gathers: bool = False,
+    ) -> None:
+        """Compute G of these columns, and from it what they give to each gradient."""
+        from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+
+        shapes = self.shapes
+        tile, columns, step = shapes.rows, shapes.columns, shapes.step
+        width = -(-(stop - first) // columns) * columns
+        g = self.piece[: self.rows * width].view(self.rows, width)
+        is_sparse = None if self.lists is None else self.lists.is_sparse
+        flags: dict[str, Any] = {
+            "HAS_KEPT": self.selection.kept is not None,
+            "HAS_SPARSE": is_sparse is not None,
+        }
+        where = (
+            self.original if gathers else None,
+            self.selection.order if gathers else None,
+            self.original.stride(0),
+        )
+        hidden = None if gathers else self.hidden
+        grad_weight = self.grad_weight if needs_weight else None
+        kernels._linear_cross_entropy_dense_gradient_kernel[(shapes.programs,)](
+            _tiles(hidden, tile, step),
+            *where,
+            _tiles(self.weight, columns, step),
+            _tiles(g, tile, columns // 2),
+            self.bias,
+            self.column_weight,
+            self.selection.target,
+            self.row_values,
+            self.selection.kept,
+            is_sparse,
+            first,
+            width,
+            self.rows,
+            self.vocab,
+            self.depth,
+            self.knobs.scale,
+            self.knobs.softcap,
+            GATHER=gathers,
+            GROUP=GROUP,
+            BM=tile,
+            BN=columns,
+            BK=step,
+            FLATTEN=shapes.flatten and not gathers,
+            **self._epilogue(),
+            **flags,
+            num_warps=shapes.warps,
+            num_stages=shapes.stages,
+        )
+        if self.sums is not None or grad_weight is not None:
+            kernels._linear_cross_entropy_dense_products_kernel[(shapes.programs,)](
+                _tiles(g, step, tile),
+                _tiles(g, tile, step),
+                _tiles(hidden, step, columns),
+                *where,
+                _tiles(self.weight, step, columns),
+                _tiles(grad_weight, tile, columns // 4),
+                _tiles(self.sums, tile, columns // 4),
+                self.selection.kept,
+                is_sparse,
+                first,
+                width,
+                self.rows,
+                self.depth,
+                **flags,
+                NEEDS_WEIGHT=grad_weight is not None,
+                NEEDS_HIDDEN=self.sums is not None,
+                ADD=adds,
+                GATHER=gathers,
+                BM=tile,
+                BN=columns,
+                BK=step,
+                UPCAST=shapes.is_interpreted,
+                num_warps=shapes.warps,
+                num_stages=shapes.stages,
+            )
+        if self.grad_bias is not None and needs_weight:
+            kernels._linear_cross_entropy_column_sums_kernel[(-(-width // 128),)](
+                g,
+                self.grad_bias,
+                self.selection.kept,
+                is_sparse,
+                first,
+                width,
+                stop,
+                self.rows,
+                **flags,
+                BLOCK=128,
+                ROWS=64,
+            )
+
+    def _sparse(self, group: int, lists: TileLists) -> None:
+        from memeff_compile.kernels.linear_cross_entropy import sparse_kernels as kernels
+
+        shapes = self.shapes
+        tile, columns, step = shapes.rows, shapes.columns, shapes.step
+        g = self.piece[: self.slots * tile * tile].view(self.slots * tile, tile)
+        has_kept = self.selection.kept is not None
+        kernels._linear_cross_entropy_sparse_gradient_kernel[(2 * shapes.programs,)](
+            _tiles(self.hidden, tile, step),
+            _tiles(self.weight, tile, step),
+            _tiles(g, tile, tile // 2),
+            self.bias,
+            self.column_weight,
+            self.selection.target,
+            self.row_values,
+            self.selection.kept,
+            lists.tile_row,
+            lists.tile_column,
+            lists.group_tile,
+            group,
+            self.rows,
+            self.vocab,
+            self.depth,
+            self.knobs.scale,
+            self.knobs.softcap,
+            HAS_KEPT=has_kept,
+            TILE=tile,
+            BK=step,
+            FLATTEN=shapes.flatten,
+            **self._epilogue(),
+            num_warps=shapes.square_warps,
+            num_stages=shapes.square_stages,
+        )
+        if self.sums is not None or self.grad_weight is not None:
+            kernels._linear_cross_entropy_sparse_products_kernel[(shapes.programs,)](
+                _tiles(g, step, tile),
+                _tiles(g, tile, step),
+                _tiles(self.hidden, step, columns),
+                _tiles(self.weight, step, columns),
+                _tiles(self.grad_weight, tile, columns // 4),
+                _tiles(self.sums, tile, columns // 4),
+                self.selection.kept,
+                lists.group_tile,
+                lists.group_column,
+                lists.weight_start,
+                lists.weight_tile,
+                lists.weight_row,
+                lists.hidden_start,
+                lists.hidden_tile,
+                lists.hidden_column,
+                group,
+                self.groups,
+                self.rows,
+                self.depth,
+                HAS_KEPT=has_kept,
+                NEEDS_WEIGHT=self.grad_weight is not None,
+                NEEDS_HIDDEN=self.sums is not None,
+                ADD=group > 0,
+                TILE=tile,
+                BN=columns,
+                BK=step,
+                UPCAST=shapes.is_interpreted,
+                num_warps=shapes.warps,
+                num_stages=shapes.sparse_stages,
+            )
+        if self.grad_bias is not None:
+            kernels._linear_cross_entropy_sparse_column_sums_kernel[(4 * shapes.programs,)](
+                g,
+                self.grad_bias,
+                lists.group_tile,
+                lists.group_column,
+                lists.weight_start,
+                lists.weight_tile,
+                group,
+                self.vocab,
+                TILE=tile,
+            )
+
+    def _epilogue(self) -> dict[str, Any]:
+        return {
+            "HAS_BIAS": self.bias is not None,
+            "HAS_COLUMN_WEIGHT": self.column_weight is not None,
+            "HAS_SOFTCAP": self.knobs.softcap > 0,
+            "WITH_LOGIT_SUM": self.knobs.with_logit_sum,
+            "UPCAST": self.shapes.is_interpreted,
+        }
+
+
+def select_rows(target: Tensor, knobs: Knobs, row_order: Tensor | None = None) -> Selection:
+    """Leave out the rows whose target is ignored, unless something else of them counts.
+
+    `row_order` is an order that forward's filter decided on; the rows that count come first in it.
+    """
+    target = target.contiguous()
+    rows, ignore_index = target.numel(), knobs.ignore_index
+    drops = ignore_index is not None and not knobs.keeps_ignored_rows
+    if row_order is not None and row_order.numel():
+        return _ordered(target, row_order, knobs, drops=drops)
+    if not drops:
+        if ignore_index is not None:
+            target = target.masked_fill(target == ignore_index, -1)
+        return Selection(target.to(torch.int32))
+    from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+
+    compact, order, place = (target.new_empty(rows, dtype=torch.int32) for _ in range(3))
+    kept = target.new_empty(1, dtype=torch.int32)
+    kernels._linear_cross_entropy_compact_kernel[(1,)](
+        target, order, place, compact, kept, rows, ignore_index, BLOCK=2048, num_warps=8
+    )
+    return Selection(compact, order, place, kept)
+
+
+def _ordered(target: Tensor, order: Tensor, knobs: Knobs, *, drops: bool) -> Selection:
+    from memeff_compile.kernels.linear_cross_entropy import sparse_kernels as kernels
+
+    rows = target.numel()
+    if drops:
+        kept = target.ne(knobs.ignore_index or 0).sum(dtype=torch.int32).view(1)
+    else:
+        kept = torch.full((1,), rows, dtype=torch.int32, device=target.device)
+    place = torch.full((rows,), -1, dtype=torch.int32, device=target.device)
+    compact = torch.full_like(place, -1)
+    block = 512
+    kernels._linear_cross_entropy_place_kernel[(-(-rows // block),)](
+        target,
+        order,
+        kept,
+        place,
+        compact,
+        rows,
+        knobs.ignore_index or 0,
+        HAS_IGNORE=knobs.ignore_index is not None,
+        BLOCK=block,
+    )
+    return Selection(compact, order, place, kept)
+
+
+def gather(hidden: Tensor, out: Tensor, selection: Selection, first: int, shapes: Shapes) -> None:
+    """Copy the compact rows from `first` on into `out`."""
+    from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+
+    rows, depth = out.shape
+    kernels._linear_cross_entropy_gather_kernel[(rows,)](
+        hidden,
+        hidden.stride(0),
+        out,
+        selection.order,
+        selection.kept,
+        first,
+        depth,
+        PAD=max(shapes.rows, shapes.step),
+        BLOCK=_row_block(depth, shapes),
+    )
+
+
+def _row_block(depth: int, shapes: Shapes) -> int:
+    return 16 if shapes.is_interpreted else min(4096, 1 << (depth - 1).bit_length())
+
+
+def _tiles(matrix: Tensor | None, rows: int, columns: int) -> Any:  # noqa: ANN401
+    """Describe a matrix to the kernels as tiles of this shape."""
+    if matrix is None:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+
+
+def _aligned(hidden: Tensor) -> Tensor:
+    """Copy hidden states that cannot be read tile by tile: N x D, once."""
+    hidden = hidden.contiguous()
+    return hidden if hidden.data_ptr() % 16 == 0 else hidden.clone()
+
+
+def _vector(vector: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if vector is None else vector.to(dtype or vector.dtype).contiguous()

@@ -1,0 +1,582 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Engine F's kernels: products whose epilogue turns a tile of logits into what is kept of it.
+
+Four products make a training step of the head, and each kernel here is one of them (the last one,
+two): tiles of logits to row statistics, tiles of logits to gradients G, G to the gradients of the
+weight and of the hidden states. Every kernel is persistent: each program walks over output tiles,
+so that the loads of the next tile run under the epilogue of the last one.
+
+Rows are compact: where ignored rows cost nothing, they are left out, and how many rows are left is
+read from the GPU (`kept_ptr`), never from the host. Logits are in base 2: z2 = z * log2(e).
+
+Axis letters: n rows, v columns (vocabulary), d features. BM x BN is an output tile, BK a step.
+UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
+    """Split the columns of a tile in two without moving them between threads.
+
+    An epilogue that works half by half needs half the registers.
+    """
+    return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _logits(
+    acc, columns, bias_ptr, vocab, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+):
+    """Return logits in base 2, and dz/ds, of one tile of products."""
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)
+        acc += bias[None, :]
+    if HAS_SOFTCAP:
+        u = acc * scale
+        shrink = tl.exp2(tl.abs(u) * (-2.0 * LOG2E / softcap))
+        inverse = 1.0 / (1.0 + shrink)
+        tanh = (1.0 - shrink) * inverse
+        z2 = tl.where(u < 0.0, -tanh, tanh) * (softcap * LOG2E)
+        slope = 4.0 * scale * shrink * inverse * inverse
+    else:
+        z2 = acc * (scale * LOG2E)
+        slope = scale
+    return z2, slope
+
+
+@triton.jit
+def _linear_cross_entropy_compact_kernel(
+    target_ptr,  # (N,) int32 or int64
+    order_ptr,  # (N,) int32 out: the original row of each compact row
+    place_ptr,  # (N,) int32 out: the compact row of each original row, -1 for ignored rows
+    compact_target_ptr,  # (N,) int32 out
+    kept_ptr,  # (1,) int32 out
+    rows,
+    ignore_index,
+    BLOCK: tl.constexpr,
+):
+    """List the rows that count, in order. One program: a prefix sum over N flags."""
+    count = 0
+    for start in range(0, rows, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        in_range = offs < rows
+        target = tl.load(target_ptr + offs, mask=in_range, other=0).to(tl.int64)
+        is_kept = (target != ignore_index) & in_range
+        flags = is_kept.to(tl.int32)
+        place = count + tl.cumsum(flags, axis=0) - flags
+        tl.store(order_ptr + place, offs, mask=is_kept)
+        tl.store(compact_target_ptr + place, target.to(tl.int32), mask=is_kept)
+        tl.store(place_ptr + offs, tl.where(is_kept, place, -1), mask=in_range)
+        count += tl.sum(flags, axis=0)
+    tl.store(kept_ptr, count)
+
+
+@triton.jit
+def _linear_cross_entropy_gather_kernel(
+    source_ptr,  # (N, D)
+    stride_source_row,
+    out_ptr,  # (R, D) contiguous
+    order_ptr,
+    kept_ptr,
+    first_row,
+    depth,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy the compact rows first_row .. first_row + R; rows past the last up to PAD are zero."""
+    row = tl.program_id(0)
+    kept = tl.load(kept_ptr)
+    compact = first_row + row
+    if compact < tl.cdiv(kept, PAD) * PAD:
+        is_row = compact < kept
+        source = tl.load(order_ptr + compact, mask=is_row, other=0).to(tl.int64)
+        for start in range(0, depth, BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            inside = offs < depth
+            values = tl.load(
+                source_ptr + source * stride_source_row + offs, mask=inside & is_row, other=0.0
+            )
+            tl.store(out_ptr + row.to(tl.int64) * depth + offs, values, mask=inside)
+
+
+@triton.jit
+def _linear_cross_entropy_scatter_kernel(
+    sums_ptr,  # (N, D) fp32, compact rows
+    out_ptr,  # (N, D) contiguous
+    place_ptr,
+    depth,
+    BLOCK: tl.constexpr,
+):
+    """Round the sums of compact rows into the rows they belong to; ignored rows are zero."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(place_ptr + row).to(tl.int64)
+    for start in range(0, depth, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        inside = offs < depth
+        values = tl.load(sums_ptr + place * depth + offs, mask=inside & (place >= 0), other=0.0)
+        tl.store(out_ptr + row * depth + offs, values.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _linear_cross_entropy_cotangents_kernel(
+    order_ptr,  # (N,) int32 or None: rows are in place
+    kept_ptr,  # (1,) int32 or None: every row counts
+    target_ptr,  # (N,) int32, compact, -1 for a row without a target
+    lse_ptr,  # (N,) fp32, original rows
+    grad_nll_ptr,
+    grad_lse_ptr,
+    grad_logit_sum_ptr,  # or None
+    row_values_ptr,  # (4, N) fp32 out, compact: lse in base 2, what p, 1(j = t), weights are times
+    rows,
+    HAS_KEPT: tl.constexpr,
+    WITH_LOGIT_SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gather what a row of G needs; rows past the last get zeros."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    in_range = offs < rows
+    is_row = in_range
+    source = offs
+    if HAS_KEPT:
+        is_row = offs < tl.load(kept_ptr)
+        source = tl.load(order_ptr + offs, mask=is_row, other=0)
+    target = tl.load(target_ptr + offs, mask=is_row, other=-1)
+    has_target = is_row & (target >= 0)
+    lse = tl.load(lse_ptr + source, mask=is_row, other=0.0)
+    grad_nll = tl.load(grad_nll_ptr + source, mask=has_target, other=0.0)
+    grad_lse = tl.load(grad_lse_ptr + source, mask=is_row, other=0.0)
+    tl.store(row_values_ptr + offs, lse * LOG2E, mask=in_range)
+    tl.store(row_values_ptr + rows + offs, grad_nll + grad_lse, mask=in_range)
+    tl.store(row_values_ptr + 2 * rows + offs, grad_nll, mask=in_range)
+    if WITH_LOGIT_SUM:
+        grad_sum = tl.load(grad_logit_sum_ptr + source, mask=has_target, other=0.0)
+        tl.store(row_values_ptr + 3 * rows + offs, grad_sum, mask=in_range)
+
+
+@triton.jit
+def _linear_cross_entropy_forward_kernel(
+    hidden_desc,  # (., D), block BM x BK
+    weight_desc,  # (V, D), block BN x BK
+    bias_ptr,  # (V,) or None
+    column_weight_ptr,  # (V,) fp32 or None
+    target_ptr,  # (N,) int32, compact, -1 for a row without a target
+    kept_ptr,  # (1,) int32 or None
+    stats_ptr,  # (2 or 3, T, R) fp32 out: maximum, sum of exp2, weighted sum of logits
+    target_logit_ptr,  # (N,) fp32 out, base 2
+    first_row,  # compact row where the group of R rows starts
+    hidden_row,  # where it starts in hidden_desc
+    group_rows,  # R
+    vocab,
+    depth,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_COLUMN_WEIGHT: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WITH_LOGIT_SUM: tl.constexpr,
+    PARTS: tl.constexpr,  # statistics per tile: 1, or 2 for one per half of its columns
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Reduce each tile of logits to a maximum and a sum per row; pick out the target's logit."""
+    rows_here = group_rows
+    if HAS_KEPT:
+        rows_here = tl.minimum(group_rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
+    row_blocks = tl.cdiv(rows_here, BM)
+    column_blocks = tl.cdiv(vocab, BN)
+    plane = column_blocks.to(tl.int64) * PARTS * group_rows
+    for tile in tl.range(
+        tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=FLATTEN
+    ):
+        row_block = tile % row_blocks
+        column_block = tile // row_blocks
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for k in range(0, depth, BK):
+            e = hidden_desc.load([hidden_row + row_block * BM, k])
+            c = weight_desc.load([column_block * BN, k])
+            acc = _dot(e, c.T, acc, UPCAST)
+
+        rows = row_block * BM + tl.arange(0, BM)
+        is_row = rows < rows_here
+        offs = tl.arange(0, BN)
+        columns = column_block * BN + offs
+        z2, _slope = _logits(acc, columns, bias_ptr, vocab, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1) - column_block * BN
+        is_here = (target >= 0) & (target < BN)
+        if tl.max(is_here.to(tl.int32), axis=0) > 0:
+            z2_target = tl.sum(tl.where(offs[None, :] == target[:, None], z2, 0.0), axis=1)
+            tl.store(target_logit_ptr + first_row + rows, z2_target, mask=is_row & is_here)
+        place = (column_block * PARTS).to(tl.int64) * group_rows + rows
+        if WITH_LOGIT_SUM:
+            counted = tl.where(columns[None, :] < vocab, z2, 0.0)
+            if HAS_COLUMN_WEIGHT:
+                counted *= tl.load(column_weight_ptr + columns, mask=columns < vocab, other=0.0)[
+                    None, :
+                ]
+            tl.store(stats_ptr + 2 * plane + place, tl.sum(counted, axis=1), mask=is_row)
+        if (column_block + 1) * BN > vocab:
+            z2 = tl.where(columns[None, :] < vocab, z2, float("-inf"))
+        # tl.max passes over NaN; the sum keeps it.
+        if PARTS == 1:
+            peak = tl.max(z2, axis=1)
+            base = tl.where(peak == float("-inf"), 0.0, peak)
+            mass = tl.sum(tl.exp2(z2 - base[:, None]), axis=1)
+            tl.store(stats_ptr + place, peak, mask=is_row)
+            tl.store(stats_ptr + plane + place, mass, mask=is_row)
+        else:
+            halves = tl.reshape(z2, (BM, 2, BN // 2))
+            peak = tl.max(halves, axis=2)
+            base = tl.where(peak == float("-inf"), 0.0, peak)
+            mass = tl.sum(tl.exp2(halves - base[:, :, None]), axis=2)
+            half_place = place[:, None] + tl.arange(0, 2)[None, :] * group_rows
+            tl.store(stats_ptr + half_place, peak, mask=is_row[:, None])
+            tl.store(stats_ptr + plane + half_place, mass, mask=is_row[:, None])
+
+
+@triton.jit
+def _linear_cross_entropy_rows_kernel(
+    stats_ptr,  # (2 or 3, T, R) fp32
+    target_logit_ptr,  # (N,) fp32, base 2, compact
+    target_ptr,  # (N,) int32, compact
+    order_ptr,  # or None
+    kept_ptr,  # or None
+    nll_ptr,  # (N,) fp32 out
+    lse_ptr,  # (N,) fp32 out
+    logit_sum_ptr,  # (N,) fp32 out, or None
+    compact_lse_ptr,  # (N,) fp32 out, base 2, compact, or None
+    first_row,
+    group_rows,
+    tiles,  # T
+    HAS_KEPT: tl.constexpr,
+    PARTS: tl.constexpr,
+    WITH_COMPACT_LSE: tl.constexpr,
+    WITH_LOGIT_SUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Merge the statistics of a row's tiles, in a fixed order, into its results."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < group_rows
+    if HAS_KEPT:
+        is_row = is_row & (first_row + rows < tl.load(kept_ptr))
+    plane = tiles.to(tl.int64) * group_rows
+    peaks = tl.full((ROWS,), float("-inf"), tl.float32)
+    masses = tl.zeros((ROWS,), tl.float32)
+    weighted = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, tiles, TILES):
+        offs = start + tl.arange(0, TILES)
+        mask = (offs < tiles)[:, None] & is_row[None, :]
+        place = offs.to(tl.int64)[:, None] * group_rows + rows[None, :]
+        peak = tl.load(stats_ptr + place, mask=mask, other=float("-inf"))
+        mass = tl.load(stats_ptr + plane + place, mask=mask, other=0.0)
+        higher = tl.maximum(peaks, tl.max(peak, axis=0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        masses = masses * tl.exp2(peaks - base)
+        masses += tl.sum(mass * tl.exp2(peak - base[None, :]), axis=0)
+        peaks = higher
+        if WITH_LOGIT_SUM:
+            # One weighted sum per tile, beside its first maximum.
+            mask = mask & (offs % PARTS == 0)[:, None]
+            part = tl.load(stats_ptr + 2 * plane + place, mask=mask, other=0.0)
+            weighted += tl.sum(part, axis=0)
+    target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
+    z2_target = tl.load(target_logit_ptr + first_row + rows, mask=is_row, other=0.0)
+    log_mass = tl.log2(tl.where(is_row, masses, 1.0))
+    out = first_row + rows
+    if HAS_KEPT:
+        out = tl.load(order_ptr + out, mask=is_row, other=0)
+    # (peak - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
+    nll = tl.where(target >= 0, (peaks - z2_target + log_mass) * LN2, 0.0)
+    tl.store(nll_ptr + out, nll, mask=is_row)
+    tl.store(lse_ptr + out, (peaks + log_mass) * LN2, mask=is_row)
+    if WITH_COMPACT_LSE:
+        tl.store(compact_lse_ptr + first_row + rows, peaks + log_mass, mask=is_row)
+    if WITH_LOGIT_SUM:
+        tl.store(logit_sum_ptr + out, tl.where(target >= 0, weighted * LN2, 0.0), mask=is_row)
+
+
+@triton.jit
+def _gradient_tile(
+    acc,
+    rows,
+    is_row,
+    columns,
+    bias_ptr,
+    column_weight_ptr,
+    target_ptr,
+    row_values_ptr,
+    all_rows,
+    vocab,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_COLUMN_WEIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WITH_LOGIT_SUM: tl.constexpr,
+):
+    """Return G = dloss/ds of one tile in fp32; rows and columns that do not exist are zero."""
+    z2, slope = _logits(acc, columns, bias_ptr, vocab, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    lse2 = tl.load(row_values_ptr + rows, mask=is_row, other=0.0)
+    of_p = tl.load(row_values_ptr + all_rows + rows, mask=is_row, other=0.0)
+    of_target = tl.load(row_values_ptr + 2 * all_rows + rows, mask=is_row, other=0.0)
+    target = tl.load(target_ptr + rows, mask=is_row, other=-1)
+    p = tl.exp2(z2 - lse2[:, None])
+    # p - 1 before the factor where both factors agree, as for a plain loss: no cancellation.
+    is_target = columns[None, :] == target[:, None]
+    g = of_p[:, None] * p - tl.where(is_target, of_target[:, None], 0.0)
+    if WITH_LOGIT_SUM:
+        of_sum = tl.load(row_values_ptr + 3 * all_rows + rows, mask=is_row, other=0.0)
+        if HAS_COLUMN_WEIGHT:
+            weights = tl.load(column_weight_ptr + columns, mask=columns < vocab, other=0.0)
+            g += of_sum[:, None] * weights[None, :]
+        else:
+            g += of_sum[:, None]
+    g = g * slope
+    return tl.where(is_row[:, None] & (columns < vocab)[None, :], g, 0.0)
+
+
+@triton.jit
+def _linear_cross_entropy_dense_gradient_kernel(
+    hidden_desc,  # (N, D), block BM x BK, or None
+    hidden_ptr,  # (N, D), original rows, or None
+    order_ptr,  # (N,) int32 or None
+    stride_hidden_row,
+    weight_desc,  # (V, D), block BN x BK
+    g_desc,  # (N, W) out, block BM x BN / 2
+    bias_ptr,
+    column_weight_ptr,
+    target_ptr,  # (N,) int32, compact
+    row_values_ptr,  # (4, N) fp32
+    kept_ptr,
+    is_sparse_ptr,  # (1,) int32 or None: the sparse kernels do this call's work
+    first_column,
+    width,
+    rows,
+    vocab,
+    depth,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_COLUMN_WEIGHT: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    HAS_SPARSE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WITH_LOGIT_SUM: tl.constexpr,
+    GATHER: tl.constexpr,  # read the hidden states where they lie, row by row
+    GROUP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Recompute the logits of `width` columns and write their gradient G in the input dtype."""
+    rows_here = rows
+    if HAS_KEPT:
+        rows_here = tl.load(kept_ptr)
+    row_blocks = tl.cdiv(rows_here, BM)
+    tiles = row_blocks * tl.cdiv(width, BN)
+    if HAS_SPARSE:
+        tiles = tl.where(tl.load(is_sparse_ptr) > 0, 0, tiles)
+    column_blocks = tl.cdiv(width, BN)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        # GROUP row blocks at a time: their rows and a few columns stay in the L2 cache.
+        group = tile // (GROUP * column_blocks)
+        local = tile % (GROUP * column_blocks)
+        size = tl.minimum(row_blocks - group * GROUP, GROUP)
+        row_block = group * GROUP + local % size
+        column_block = local // size
+        offs_n = row_block * BM + tl.arange(0, BM)
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        if GATHER:
+            source = tl.load(order_ptr + offs_n, mask=offs_n < rows_here, other=0).to(tl.int64)
+            source_ptr = hidden_ptr + source * stride_hidden_row
+        for k in range(0, depth, BK):
+            if GATHER:
+                offs_k = k + tl.arange(0, BK)
+                mask = (offs_n < rows_here)[:, None] & (offs_k < depth)[None, :]
+                e = tl.load(source_ptr[:, None] + offs_k[None, :], mask=mask, other=0.0)
+            else:
+                e = hidden_desc.load([row_block * BM, k])
+            c = weight_desc.load([first_column + column_block * BN, k])
+            acc = _dot(e, c.T, acc, UPCAST)
+        parts = _halves(acc, BM, BN)
+        for half in tl.static_range(2):
+            local = column_block * BN + half * (BN // 2)
+            g = _gradient_tile(
+                parts[half],
+                offs_n,
+                offs_n < rows_here,
+                first_column + local + tl.arange(0, BN // 2),
+                bias_ptr,
+                column_weight_ptr,
+                target_ptr,
+                row_values_ptr,
+                rows,
+                vocab,
+                scale,
+                softcap,
+                HAS_BIAS,
+                HAS_COLUMN_WEIGHT,
+                HAS_SOFTCAP,
+                WITH_LOGIT_SUM,
+            )
+            g_desc.store([row_block * BM, local], g.to(g_desc.dtype))
+
+
+@triton.jit
+def _add_tile(desc, row, column, tile, ADD: tl.constexpr, UPCAST: tl.constexpr):
+    """Write a tile, or add it to what is there. Exactly one program does so per launch."""
+    if not ADD:
+        desc.store([row, column], tile)
+    elif UPCAST:
+        desc.store([row, column], desc.load([row, column]) + tile)
+    else:
+        desc.atomic_add([row, column], tile)
+
+
+@triton.jit
+def _linear_cross_entropy_dense_products_kernel(
+    g_by_column_desc,  # (N, W), block BK x BM
+    g_by_row_desc,  # (N, W), block BM x BK
+    hidden_desc,  # (N, D), block BK x BN, or None
+    hidden_ptr,  # (N, D), original rows, or None
+    order_ptr,  # (N,) int32 or None
+    stride_hidden_row,
+    weight_desc,  # (V, D), block BK x BN
+    grad_weight_desc,  # (V, D) out, block BM x BN / 4, or None
+    grad_hidden_desc,  # (N, D) fp32, block BM x BN / 4, or None
+    kept_ptr,
+    is_sparse_ptr,
+    first_column,
+    width,
+    rows,
+    depth,
+    HAS_KEPT: tl.constexpr,
+    HAS_SPARSE: tl.constexpr,
+    NEEDS_WEIGHT: tl.constexpr,
+    NEEDS_HIDDEN: tl.constexpr,
+    ADD: tl.constexpr,  # add to grad_hidden instead of overwriting it
+    GATHER: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Write dC = G^T E of these columns and add G C to dE, one after the other in one launch.
+
+    The second product's tiles fill the multiprocessors that the first one's last wave leaves idle.
+    """
+    rows_here = rows
+    if HAS_KEPT:
+        rows_here = tl.load(kept_ptr)
+    if HAS_SPARSE:
+        rows_here = tl.where(tl.load(is_sparse_ptr) > 0, 0, rows_here)
+    depth_blocks = tl.cdiv(depth, BN)
+    weight_tiles = 0
+    if NEEDS_WEIGHT:
+        weight_tiles = tl.cdiv(width, BM) * depth_blocks
+        if HAS_SPARSE:
+            weight_tiles = tl.where(tl.load(is_sparse_ptr) > 0, 0, weight_tiles)
+    tiles = weight_tiles
+    if NEEDS_HIDDEN:
+        tiles += tl.cdiv(rows_here, BM) * depth_blocks
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        if tile < weight_tiles:
+            if NEEDS_WEIGHT:
+                column_block = tile // depth_blocks
+                depth_block = tile % depth_blocks
+                acc = tl.zeros((BM, BN), dtype=tl.float32)
+                for k in range(0, rows_here, BK):
+                    g = g_by_column_desc.load([k, column_block * BM])
+                    if GATHER:
+                        offs_n = k + tl.arange(0, BK)
+                        offs_d = depth_block * BN + tl.arange(0, BN)
+                        source = tl.load(order_ptr + offs_n, mask=offs_n < rows_here, other=0)
+                        place = source.to(tl.int64)[:, None] * stride_hidden_row + offs_d[None, :]
+                        mask = (offs_n < rows_here)[:, None] & (offs_d < depth)[None, :]
+                        e = tl.load(hidden_ptr + place, mask=mask, other=0.0)
+                    else:
+                        e = hidden_desc.load([k, depth_block * BN])
+                    acc = _dot(g.T, e, acc, UPCAST)
+                row = first_column + column_block * BM
+                parts = _halves(acc, BM, BN)
+                for half in tl.static_range(2):
+                    quarters = _halves(parts[half], BM, BN // 2)
+                    for quarter in tl.static_range(2):
+                        column = depth_block * BN + half * (BN // 2) + quarter * (BN // 4)
+                        grad_weight_desc.store(
+                            [row, column], quarters[quarter].to(grad_weight_desc.dtype)
+                        )
+        else:
+            if NEEDS_HIDDEN:
+                row_block = (tile - weight_tiles) // depth_blocks
+                depth_block = (tile - weight_tiles) % depth_blocks
+                acc = tl.zeros((BM, BN), dtype=tl.float32)
+                for k in range(0, width, BK):
+                    g = g_by_row_desc.load([row_block * BM, k])
+                    c = weight_desc.load([first_column + k, depth_block * BN])
+                    acc = _dot(g, c, acc, UPCAST)
+                parts = _halves(acc, BM, BN)
+                for half in tl.static_range(2):
+                    quarters = _halves(parts[half], BM, BN // 2)
+                    for quarter in tl.static_range(2):
+                        column = depth_block * BN + half * (BN // 2) + quarter * (BN // 4)
+                        _add_tile(
+                            grad_hidden_desc, row_block * BM, column, quarters[quarter], ADD, UPCAST
+                        )
+
+
+@triton.jit
+def _linear_cross_entropy_column_sums_kernel(
+    g_ptr,  # (N, W) contiguous
+    out_ptr,  # (V,) out
+    kept_ptr,
+    is_sparse_ptr,
+    first_column,
+    width,
+    stop_column,  # columns from here on do not exist
+    rows,
+    HAS_KEPT: tl.constexpr,
+    HAS_SPARSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Sum G over its rows: the bias gradient of these columns."""
+    rows_here = rows
+    if HAS_KEPT:
+        rows_here = tl.load(kept_ptr)
+    runs = 1
+    if HAS_SPARSE:
+        runs = 1 - tl.load(is_sparse_ptr)
+    local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (local < width) & (first_column + local < stop_column) & (runs > 0)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, rows_here, ROWS):
+        offs = start + tl.arange(0, ROWS)
+        mask = (offs < rows_here)[:, None] & inside[None, :]
+        g = tl.load(
+            g_ptr + offs.to(tl.int64)[:, None] * width + local[None, :], mask=mask, other=0.0
+        )
+        sums += tl.sum(g.to(tl.float32), axis=0)
+    tl.store(out_ptr + first_column + local, sums.to(out_ptr.dtype.element_ty), mask=inside)

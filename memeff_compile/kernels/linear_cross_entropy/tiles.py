@@ -1,0 +1,172 @@
+"""Tile shapes per GPU, and how much of the logits engines F and S hold at once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from memeff_compile.kernels._triton.device import capability, processors
+from memeff_compile.kernels.linear_cross_entropy.pieces import MIB
+
+# Rows and columns of the tiles that a filter keeps or leaves out.
+TILE = 128
+
+# Forward: bytes of statistics, and of gathered rows, for one group of rows.
+FORWARD_BYTES = int(7.5 * MIB)
+
+# The same where a filter is on, which keeps a byte per row and tile besides. Fewer, larger groups
+# read the weight less often.
+FILTER_FORWARD_BYTES = 32 * MIB
+
+# Backward, automatic workspace. 13.5 KiB per row is a piece of 6912 columns in 16 bits.
+FUSED_AUTO_BYTES = 64 * MIB
+FUSED_AUTO_BYTES_PER_ROW = 13824
+# The narrowest piece; a smaller workspace is exceeded rather than refused.
+FUSED_MIN_WIDTH = 256
+
+
+# A workspace of at most this much is spent on vectors and one narrow piece; sums and pieces then
+# live inside the weight gradient, where it is wide enough.
+MINIMAL_BYTES = 8 * MIB
+SPARE_BYTES = 4 * MIB
+# The widest piece of G inside the weight gradient, as a share of the budget outside it.
+INSIDE_WIDTH = 3072
+
+
+class Shapes(NamedTuple):
+    """Tiles, warps and pipeline stages of the fused kernels on one kind of GPU.
+
+    `rows` x `columns` is an output tile and `step` a step along the summed axis; the sparse
+    kernels compute logits in squares of `rows`. `programs` is how many run at a time: one per
+    multiprocessor for the large tiles, two for the squares.
+    """
+
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+    square_warps: int
+    square_stages: int
+    sparse_stages: int
+    flatten: bool
+    programs: int
+    is_interpreted: bool = False
+
+
+@lru_cache(maxsize=64)
+def shapes_for(device: torch.device) -> Shapes:
+    """Return the tile shapes for a GPU, or small ones for Triton's interpreter off CUDA."""
+    if device.type != "cuda":
+        return Shapes(16, 32, 16, 4, 1, 4, 1, 1, False, 2, is_interpreted=True)
+    return shapes_for_capability(capability(device), processors(device))
+
+
+def shapes_for_capability(found: tuple[int, int], programs: int) -> Shapes:
+    """Return the tile shapes for a compute capability. Measured on 9.0; elsewhere what fits."""
+    if found >= (9, 0):
+        return Shapes(128, 256, 64, 8, 3, 4, 3, 5, True, programs)
+    if found == (8, 0):
+        return Shapes(128, 256, 32, 8, 4, 8, 3, 3, False, programs)
+    return Shapes(128, 128, 32, 8, 3, 8, 3, 3, False, programs)
+
+
+class RowGroups(NamedTuple):
+    """How forward walks over the rows: `total` groups of `size` rows each, the last one shorter."""
+
+    size: int
+    total: int
+
+
+def row_groups(rows: int, fitting: int, shapes: Shapes) -> RowGroups:
+    """Cut the rows into groups of at most `fitting`, in even shares of whole row blocks."""
+    blocks = -(-rows // shapes.rows)
+    count = -(-blocks // max(1, fitting // shapes.rows))
+    return RowGroups(-(-blocks // count) * shapes.rows, count)
+
+
+def fused_budget(rows: int, workspace: int) -> int:
+    """Return the bytes of G that backward may hold; `workspace` 0 means automatic."""
+    return workspace or max(FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW * rows)
+
+
+@lru_cache(maxsize=1024)
+def piece_width(rows: int, depth: int, vocab: int, workspace: int, shapes: Shapes) -> int:
+    """Choose how many columns of G backward holds at once.
+
+    Within the budget, and at most half the vocabulary, the width whose launches leave the fewest
+    multiprocessors idle in their last waves.
+    """
+    step = shapes.columns
+    limit = fused_budget(rows, workspace) // (2 * max(rows, 1))
+    limit = min(max(limit // step * step, FUSED_MIN_WIDTH, step), -(-vocab // (2 * step)) * step)
+    coarse = step * -(-limit // (step * 64))
+    candidates = range(limit, max(limit // 2, step - 1), -coarse)
+    return min(candidates, key=lambda width: _units(rows, depth, vocab, width, shapes))
+
+
+def _units(rows: int, depth: int, vocab: int, width: int, shapes: Shapes) -> float:
+    """Model the time of backward, in steps of one output tile along the summed axis."""
+    whole, rest = divmod(vocab, width)
+    units = whole * _piece_units(rows, depth, width, shapes)
+    return units + (_piece_units(rows, depth, rest, shapes) if rest else 0)
+
+
+def _piece_units(rows: int, depth: int, width: int, shapes: Shapes) -> float:
+    row_blocks = -(-rows // shapes.rows)
+    depth_blocks = -(-depth // shapes.columns)
+    # The epilogue of a tile of G costs about as much as 256 steps of its sum.
+    logits = -(-row_blocks * -(-width // shapes.columns) // shapes.programs) * (depth + 256)
+    weight_tiles = -(-width // shapes.rows) * depth_blocks
+    hidden_tiles = row_blocks * depth_blocks
+    last = 0
+    for program in {0, weight_tiles % shapes.programs}:
+        mine = -(-(weight_tiles - program) // shapes.programs)
+        both = -(-(weight_tiles + hidden_tiles - program) // shapes.programs)
+        last = max(last, mine * rows + (both - mine) * width)
+    # Two launches, and the hidden gradient read and written once more.
+    return logits + last + 200
+
+
+def is_minimal(workspace: int) -> bool:
+    """Say whether a workspace is too small for anything but the minimal mode."""
+    return 0 < workspace <= MINIMAL_BYTES
+
+
+class Room(NamedTuple):
+    """Where a minimal backward works: the rows of the weight gradient from `first_column` on.
+
+    Example: with 8 rows of 4 features, columns of G take twice the bytes of columns of the weight
+    gradient, so a piece that ends at the last column leaves room for one third of what is left.
+    """
+
+    first_column: int
+    width: int  # columns of G at a time
+    spare_width: int  # columns of G outside, for the last of them
+    rows: int
+    depth: int
+    vocab: int
+    step: int
+
+    def retreating_width(self, first: int) -> int:
+        """Return how many columns fit before the G of theirs at the very end, or 0."""
+        width = int((self.vocab - first) * self.depth / (self.depth + self.rows))
+        return width // self.step * self.step
+
+
+def room_inside(
+    rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_hidden: bool
+) -> Room | None:
+    """Plan a backward inside the weight gradient, or return None where that is too small."""
+    step = shapes.columns
+    sums = 2 * rows if needs_hidden else 0  # columns that fp32 sums of the hidden gradient take
+    half = vocab // 2 // step * step
+    width = min((half - sums) * depth // rows // step * step, INSIDE_WIDTH // step * step)
+    if width < step:
+        return None
+    taken = sums + -(-rows * width // depth)
+    first = (vocab - taken) // step * step
+    spare = max(SPARE_BYTES // (2 * rows) // step * step, step)
+    return Room(first, width, spare, rows, depth, vocab, step)

@@ -1,0 +1,150 @@
+"""The benchmark's judge is right: reference, gate, data, tile shares, method names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import measuring
+import methods
+import pytest
+import registry
+import run
+import tiles
+import torch
+from torch.nn import functional
+
+TINY = "48x32x300"
+
+
+def tiny(data: str = "peaked", ignored: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    return registry.inputs(TINY, data, "cpu", dtype, ignored)
+
+
+@pytest.mark.parametrize("ignored", [0, 50], ids=["all-count", "half-ignored"])
+@pytest.mark.parametrize("data", ["peaked", "flat", "spread"])
+def test_reference_equals_autograd_in_fp64(data: str, ignored: int) -> None:
+    inputs = tiny(data, ignored)
+    wide = [t.detach().double().requires_grad_() for t in (inputs.hidden, inputs.weight)]
+    loss = functional.cross_entropy(wide[0] @ wide[1].t(), inputs.target, ignore_index=-100)
+    loss.backward()
+    found = measuring.reference(inputs, step=128)
+    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert measuring.relative_error(found.grad_hidden, wide[0].grad) < 1e-5
+    assert measuring.relative_error(found.grad_weight, wide[1].grad) < 1e-5
+    assert (inputs.target == -100).float().mean() == pytest.approx(ignored / 100, abs=0.25)
+
+
+@pytest.mark.parametrize("data", ["peaked", "flat", "spread"])
+@pytest.mark.parametrize("ignored", [0, 50, 90])
+def test_gate_passes_the_exact_op_in_bf16(data: str, ignored: int) -> None:
+    inputs = tiny(data, ignored, torch.bfloat16)
+    method = registry.method("memeff exact")
+    row = measuring.gate(method, method.build(), inputs, measuring.reference(inputs))
+    assert "failed" not in row
+
+
+def scaled_gradient(hidden: Any, weight: Any, target: Any) -> Any:
+    loss = methods.eager(hidden, weight, target)
+    return loss.detach() + 1.01 * (loss - loss.detach())
+
+
+def wrong_loss(hidden: Any, weight: Any, target: Any) -> Any:
+    return 1.001 * methods.eager(hidden, weight, target)
+
+
+def no_gradient(hidden: Any, weight: Any, target: Any) -> Any:
+    return methods.eager(hidden, weight.detach(), target)
+
+
+def not_a_number(hidden: Any, weight: Any, target: Any) -> Any:
+    return methods.eager(hidden, weight, target) * (hidden.sum() * 0 + float("nan"))
+
+
+@pytest.mark.parametrize("loss", [scaled_gradient, wrong_loss, no_gradient, not_a_number])
+def test_gate_refuses_a_wrong_method(loss: Any) -> None:
+    inputs = tiny()
+    row = measuring.gate(registry.method("memeff exact"), loss, inputs, measuring.reference(inputs))
+    assert "allowed" in row["failed"]
+
+
+def test_a_method_that_fails_the_gate_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = run.arguments().parse_args(["--repeats", "1", "--dtype", "float32"])
+    monkeypatch.setitem(
+        registry._FIXED, "eager", registry.Method("eager", lambda: wrong_loss, 1e-3, 1e-4)
+    )
+    bad, good = run.measure(["eager", "memeff exact"], TINY, "peaked", 0, given)
+    assert "failed" in bad
+    assert "both_ms" not in bad
+    assert set(good["both_ms"]) == {"median", "p20", "p80"}
+
+
+def test_a_missing_peer_gives_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods.importlib.util, "find_spec", lambda name: None)
+    given = run.arguments().parse_args(["--repeats", "1", "--dtype", "float32"])
+    rows = run.measure(["apple", "liger"], TINY, "flat", 0, given)
+    assert [row["unavailable"] for row in rows] == [
+        "cut_cross_entropy is not installed",
+        "liger_kernel is not installed",
+    ]
+
+
+def test_a_knob_that_the_op_lacks_makes_a_method_unavailable() -> None:
+    with pytest.raises(methods.Unavailable, match="the op has no no_such_knob"):
+        methods.memeff(no_such_knob=1)
+
+
+def test_method_names_carry_knobs() -> None:
+    method = registry.method("memeff mass parts=hidden level=0.5 sort=1 workspace=2MiB")
+    assert method.build.keywords == {
+        "gradient_filter": "mass",
+        "filter_parts": "hidden",
+        "filter_level": 0.5,
+        "sort_vocabulary": True,
+        "workspace": 2 * 2**20,
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong", ["memeff", "memeff rough", "memeff mass parts=none", "memeff mass x=1", "lyger"]
+)
+def test_unknown_methods_and_knobs_are_answered_with_the_known_ones(wrong: str) -> None:
+    with pytest.raises(ValueError, match=r"the (methods|knobs) are"):
+        registry.method(wrong)
+
+
+def test_peaked_rows_have_a_few_likely_tokens_and_flat_rows_none() -> None:
+    peaked, flat = (
+        registry.inputs("128x64x4096", d, "cpu", torch.float32) for d in ("peaked", "flat")
+    )
+    likely = [
+        float(((x.hidden @ x.weight.t()).softmax(-1) > 0.01).sum(1).float().mean())
+        for x in (peaked, flat)
+    ]
+    assert 1 <= likely[0] <= 16
+    assert likely[1] == 0
+
+
+def test_tile_shares_and_dropped_mass_equal_a_loop_over_entries() -> None:
+    inputs = registry.inputs("40x16x90", "peaked", "cpu", torch.float32, ignored=20)
+    eps, size = 0.02, (16, 32)
+    found = tiles.measure(inputs.hidden, inputs.weight, inputs.target, [size], eps)
+    keep = inputs.target >= 0
+    p = (inputs.hidden[keep] @ inputs.weight.t()).softmax(-1).detach()
+    target = inputs.target[keep]
+    gradient = p.clone()
+    gradient[torch.arange(len(target)), target] -= 1
+    active, total, dropped = 0, 0, torch.zeros(len(p))
+    for top in range(0, len(p), size[0]):
+        for left in range(0, p.shape[1], size[1]):
+            here = (slice(top, top + size[0]), slice(left, left + size[1]))
+            total += 1
+            if gradient[here].abs().max() >= eps:
+                active += 1
+            else:
+                dropped[here[0]] += p[here].sum(1)
+    assert found["active_share"]["16x32"] == pytest.approx(active / total, abs=1e-5)
+    assert 0 < active < total
+    assert found["dropped_mass_max"]["16x32"] == pytest.approx(float(dropped.max()), rel=1e-4)
+    assert found["mass_below_eps"] == pytest.approx(
+        float(torch.where(p < eps, p, 0).sum(1).mean()), rel=1e-4
+    )

@@ -1,0 +1,284 @@
+"""The scripts run from end to end on a CPU, at tiny sizes, and draw from the rows they write."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(name: str, *arguments: str) -> str:
+    """Run a script of benchmarks/ as its command line would, and return what it prints.
+
+    It runs in this process: several seconds of imports are spared.
+    """
+    printed = io.StringIO()
+    path = str(ROOT / "benchmarks" / f"{name}.py")
+    with mock.patch("sys.argv", [path, *arguments]), contextlib.redirect_stdout(printed):
+        status = importlib.import_module(name).main()
+    assert not status, printed.getvalue()
+    return printed.getvalue()
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as a results file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+STATED = {"gpu": "a GPU", "torch": "2", "triton": "3", "date": "today"}
+
+
+def op_row(method: str, factor: float, **others: Any) -> dict[str, Any]:
+    sizes = {"N": 8, "D": 4, "V": 16, "data": "peaked", "shape": "s", "ignored_percent": 0}
+    timed = {"both_ms": {"median": factor}, "memory_mib": {"beyond_gradients": 8 * factor}}
+    return {**sizes, "method": method, **timed, **STATED, **others}
+
+
+def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
+    import plot
+
+    folder = tmp_path / "rows" / "box"
+    several = [op_row(m, f) for m, f in (("inductor", 2.0), ("memeff mass", 1.0))]
+    write(folder / "head-and-loss.jsonl", [*several, {**several[0], "both_ms": None}][:2])
+    write(folder / "scaling.jsonl", [op_row("eager", n, N=n, scaling="N") for n in (1, 2)])
+    step = {"model": "m", "length": 8, "backend": "memeff", "ms": {"median": 1.0}, **STATED}
+    write(folder / "models.jsonl", [{**step, "peak_gib": 1.0}])
+    write(folder / "batch.jsonl", [{**step, "batch": b, "peak_gib": b} for b in (1, 2)])
+    curve: list[dict[str, Any]] = []
+    for method, shift in (("inductor", 0.0), ("mass", 0.1)):
+        for seed in (0, 1):
+            name = {"run": f"scratch/{method}/{seed}"}
+            recipe = {"layers": 1, "width": 2, "vocabulary": 3}
+            curve += [{**name, "recipe": recipe, **STATED}]
+            curve += [{**name, "step": s, "validation": 3.0 + shift - s / 9} for s in (1, 2)]
+            curve += [{**name, "done": True, "validation": 2.0 + shift}]
+    write(folder / "convergence.jsonl", curve)
+    ranked = {"rank": [1, 2], "probability": [0.5, 0.1], "eps": 2**-12, "ranks_above_eps": 2}
+    facts = {"active_share": {"128x128": 0.1}, "mass_below_eps": 0.01, "parameters": 10, "V": 2}
+    write(folder / "probabilities.jsonl", [{**ranked, **facts, **STATED}])
+    script("plot", "--results", str(tmp_path / "rows"), "--figures", str(tmp_path / "figures"))
+    drawn = {path.name.removesuffix("-box.png") for path in (tmp_path / "figures").iterdir()}
+    missing = {name for _, name in plot.PAINTERS.values()} - drawn
+    assert missing == {"linear-cross-entropy"}, "its file is not written above"
+
+
+def test_ablations_print_the_papers_table_from_rows_they_wrote(tmp_path: Path) -> None:
+    out = tmp_path / "ablations.jsonl"
+    size = ["--shape", "64x32x300", "--ignored", "0", "50", "--repeats", "1", "--dtype", "float32"]
+    table = script(
+        "ablations", "linear_cross_entropy", *size, "--method", "memeff exact", "--out", str(out)
+    )
+    assert "| lower bound |" in table
+    assert "| memeff exact |" in table
+    assert "50 % ignored, ignored removed" in table
+    assert "Active tiles: 128x128" in table
+    import ablations
+    import rows
+
+    found = rows.read(out)
+    assert ablations.table(found) == table.strip()
+    counted = {(r["ignored_percent"], r["variant"], r["targets_that_count"]) for r in found}
+    assert len(counted) == 3
+    assert all(row["torch"] == torch.__version__ for row in found)
+
+
+def test_curves_are_read_back_as_the_latest_start_of_each_run(tmp_path: Path) -> None:
+    import convergence
+
+    path = tmp_path / "curves.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"run": "scratch/mass/0", "recipe": {}},
+        {"run": "scratch/mass/0", "step": 10, "validation": 9.0},
+        {"run": "scratch/exact/0", "recipe": {}},
+        {"run": "scratch/mass/0", "recipe": {}},
+        {"run": "scratch/mass/0", "step": 10, "validation": 8.0},
+        {"run": "scratch/mass/0", "done": True, "validation": 8.0},
+    ]
+    write(path, rows)
+    with path.open("a") as stream:
+        stream.write('{"run": "scratch/exact/0", "st')
+    assert convergence.complete(path) == {"scratch/mass/0": {}}
+    assert [r.get("validation") for r in convergence.read_curves(path)["scratch/mass/0"]] == [
+        None,
+        8.0,
+        8.0,
+    ]
+
+
+def test_summary_pairs_methods_with_the_baseline_seed_by_seed() -> None:
+    import convergence
+
+    curves = {
+        f"scratch/{method}/{seed}": [{"done": True, "validation": loss}]
+        for method, seed, loss in (
+            ("inductor", 0, 2.0),
+            ("inductor", 1, 4.0),
+            ("mass", 0, 2.02),
+            ("mass", 1, 4.02),
+        )
+    }
+    mass = convergence.summary(curves)[1]
+    assert mass["against_baseline_percent"] == pytest.approx((1.0 + 0.5) / 2)
+    assert mass["largest_percent"] == pytest.approx(1.0)
+
+
+def test_plan_takes_low_seeds_first_stays_with_a_method_and_waits_for_the_base(
+    tmp_path: Path,
+) -> None:
+    import convergence
+
+    runs = [
+        convergence.Run(phase, method, seed)
+        for phase in ("scratch", "tune")
+        for seed in (1, 0)
+        for method in ("inductor", "mass")
+    ]
+    plan = convergence.Plan(runs, tmp_path / "base", deadline=float("inf"))
+    assert plan.take("mass") == convergence.Run("scratch", "mass", 0)
+    assert plan.take("mass") == convergence.Run("scratch", "inductor", 0)
+    (tmp_path / "base").mkdir()
+    assert plan.take("mass") == convergence.Run("tune", "mass", 0)
+
+
+def test_plan_starts_nothing_that_would_not_end_in_the_budget(tmp_path: Path) -> None:
+    import time
+
+    import convergence
+
+    run = convergence.Run("scratch", "mass", 0)
+    plan = convergence.Plan([run], tmp_path, time.monotonic() + 50, seconds={"scratch": 60})
+    assert plan.take(None) is None
+    plan.seconds["scratch"] = 10
+    assert plan.take(None) == run
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write files of made-up sentences, the same in every run."""
+    folder: Path = tmp_path_factory.mktemp("text")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("aeiklmnorst", k=draw.randint(2, 7))) for _ in range(400)]
+    for number in range(48):
+        text = " ".join(draw.choices(words, k=600))
+        (folder / f"{number}.{'py' if number % 2 else 'md'}").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus_folder(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a small corpus."""
+    folder: Path = tmp_path_factory.mktemp("corpus")
+    script("corpus", *corpus_arguments(folder, text_folder))
+    return folder
+
+
+def corpus_arguments(folder: Path, text_folder: Path) -> list[str]:
+    sizes = ["--megabytes", "0.3", "--other-megabytes", "0.3", "--sample-megabytes", "0.2"]
+    return [
+        *("--folder", str(folder), *sizes, "--vocabulary", "512", "--validation-share", "4"),
+        *("--processes", "1", "--root", str(text_folder)),
+    ]
+
+
+def test_the_same_files_give_the_same_corpus(
+    corpus_folder: Path, text_folder: Path, tmp_path: Path
+) -> None:
+    script("corpus", *corpus_arguments(tmp_path, text_folder))
+    first, second = (
+        json.loads((folder / "corpus.json").read_text()) for folder in (corpus_folder, tmp_path)
+    )
+    first.pop("seconds")
+    second.pop("seconds")
+    assert first == second
+    assert all(facts["tokens"] > 1000 for facts in first["slices"].values())
+
+
+def test_a_run_learns_reports_and_saves_a_loadable_model(
+    corpus_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="the small model is a Llama of transformers")
+    import training
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trainer = training.Trainer("tiny", corpus_folder, "cpu")
+    reported: list[dict[str, Any]] = []
+    last = trainer.run("eager", "scratch", 0, reported.append, save_to=tmp_path / "model")
+    assert [row["step"] for row in reported] == [10, 20]
+    assert all(len(row["loss"]) == 2 for row in reported)
+    assert last["validation"] < reported[0]["loss"][0]
+    again: list[dict[str, Any]] = []
+    trainer.run("eager", "scratch", 0, again.append)
+    assert again == reported
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert model.config.vocab_size == len(tokenizer) == 512
+    recipe = training.recipe_for("tiny", "scratch")
+    held_out = training.Tokens(corpus_folder, "python-validation", recipe, "cpu")
+    loss = training.validate(model, held_out, recipe.final_batches, "cpu")
+    assert loss == pytest.approx(last["validation"], abs=1e-4)
+    tuned = trainer.run("eager", "tune", 0, reported.append, base=tmp_path / "model")
+    assert tuned["train"] < reported[0]["loss"][0]
+    summary = script(
+        "probabilities",
+        *("--model", str(tmp_path / "model"), "--folder", str(corpus_folder)),
+        *("--length", "32", "--rows", "8", "--out", str(tmp_path / "probabilities.jsonl")),
+    )
+    row = json.loads(summary.strip().splitlines()[-1])
+    assert row["rank"][0] == 1
+    assert row["probability"] == sorted(row["probability"], reverse=True)
+
+
+@pytest.mark.slow
+def test_driver_trains_every_method_and_leaves_out_what_is_complete(
+    corpus_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="the small model is a Llama of transformers")
+    arguments = ["train", "--size", "tiny", "--gpu", "none", "--inner", "aot_eager"]
+    arguments += ["--folder", str(corpus_folder), "--out", str(tmp_path / "curves.jsonl")]
+    arguments += ["--method", "inductor", "exact", "--seed", "0", "1"]
+    first = script("convergence", *arguments)
+    assert "8 runs complete" in first
+    assert "holds every run asked for" in script("convergence", *arguments)
+    table = script("convergence", "table", "--out", str(tmp_path / "curves.jsonl"))
+    assert table.count("\n") == 6
+    import convergence
+
+    curves = convergence.read_curves(tmp_path / "curves.jsonl")
+    assert curves["scratch/exact/0"][-1]["rewrites"] == 1
+    for phase in ("scratch", "tune"):
+        exact, wanted = (
+            [row["validation"] for row in curves[f"{phase}/{method}/0"] if "validation" in row]
+            for method in ("exact", "inductor")
+        )
+        assert exact == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_training_step_rows_of_two_backends_share_a_process(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the models are those of transformers")
+    out = tmp_path / "models.jsonl"
+    script(
+        "models",
+        *("--model", "tiny", "--backend", "eager", "memeff", "--option", "memeff.inner=aot_eager"),
+        *("--attention", "default", "causal", "--steps", "2", "--out", str(out)),
+    )
+    import rows
+
+    found = rows.read(out)
+    assert [(r["attention"], r["name"]) for r in found] == [
+        (attention, name) for attention in ("default", "causal") for name in ("eager", "memeff")
+    ]
+    assert all("ms" in row for row in found)
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-3)
+    assert found[0]["loss"] == pytest.approx(found[2]["loss"], rel=1e-3)

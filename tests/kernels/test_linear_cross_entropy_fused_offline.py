@@ -1,0 +1,234 @@
+"""Engines F and S compiled for GPUs that are not there: no spills, shared memory in bounds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.offline
+
+# Shared memory a block may use, in bytes.
+SHARED_LIMITS = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
+TENSOR_CORES = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+EPILOGUE = ("HAS_BIAS", "HAS_COLUMN_WEIGHT", "HAS_SOFTCAP", "WITH_LOGIT_SUM")
+INT_POINTERS = (
+    "order_ptr",
+    "place_ptr",
+    "target_ptr",
+    "compact_target_ptr",
+    "kept_ptr",
+    "is_sparse_ptr",
+    "tile_row_ptr",
+    "tile_column_ptr",
+    "group_tile_ptr",
+    "group_column_ptr",
+    "weight_start_ptr",
+    "weight_tile_ptr",
+    "weight_row_ptr",
+    "hidden_start_ptr",
+    "hidden_tile_ptr",
+    "hidden_column_ptr",
+    "rank_ptr",
+)
+BYTE_POINTERS = ("code_ptr", "active_ptr")
+HALF_POINTERS = ("hidden_ptr", "bias_ptr", "g_ptr", "source_ptr", "out_ptr")
+OPTIONAL = {
+    "bias_ptr": "HAS_BIAS",
+    "column_weight_ptr": "HAS_COLUMN_WEIGHT",
+    "logit_sum_ptr": "WITH_LOGIT_SUM",
+    "grad_logit_sum_ptr": "WITH_LOGIT_SUM",
+    "hidden_ptr": "GATHER",
+}
+
+
+def _blocks(name: str, shapes: Any) -> dict[str, list[int]]:
+    """Return the block of each tile descriptor that a kernel takes."""
+    rows, columns, step = shapes.rows, shapes.columns, shapes.step
+    if name.endswith("forward_kernel"):
+        return {"hidden_desc": [rows, step], "weight_desc": [columns, step]}
+    if name.endswith("dense_gradient_kernel"):
+        return {
+            "hidden_desc": [rows, step],
+            "weight_desc": [columns, step],
+            "g_desc": [rows, columns // 2],
+        }
+    if name.endswith("sparse_gradient_kernel"):
+        return {
+            "hidden_desc": [rows, step],
+            "weight_desc": [rows, step],
+            "g_desc": [rows, rows // 2],
+        }
+    return {
+        "g_by_column_desc": [step, rows],
+        "g_by_row_desc": [rows, step],
+        "hidden_desc": [step, columns],
+        "weight_desc": [step, columns],
+        "grad_weight_desc": [rows, columns // 4],
+        "grad_hidden_desc": [rows, columns // 4],
+    }
+
+
+def _compile(
+    name: str, capability: int, constants: dict[str, Any], *, warps: int, stages: int, dtype: str
+) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from memeff_compile.kernels.linear_cross_entropy import fused_kernels, sparse_kernels
+
+    kernel = getattr(fused_kernels, name, None) or getattr(sparse_kernels, name)
+    shapes = _shapes(capability)
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    signature, hints = {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        switch = OPTIONAL.get(argument)
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif switch in kernel.arg_names and not constants.get(switch):
+            signature[argument] = "constexpr"
+            constants[argument] = None
+        elif argument.endswith("_desc"):
+            if argument == "hidden_desc" and constants.get("GATHER"):
+                signature[argument] = "constexpr"
+                constants[argument] = None
+                continue
+            of = "fp32" if argument == "grad_hidden_desc" else dtype
+            block = ", ".join(map(str, _blocks(name, shapes)[argument]))
+            signature[argument] = f"tensordesc<{of}[{block}]>"
+        elif argument.endswith("_ptr"):
+            of = dtype if argument in HALF_POINTERS else "fp32"
+            of = "i32" if argument in INT_POINTERS else "u8" if argument in BYTE_POINTERS else of
+            signature[argument] = f"*{of}"
+            hints[(place,)] = [["tt.divisibility", 16]]
+        elif argument in ("scale", "softcap", "threshold", "limit"):
+            signature[argument] = "fp32"
+        else:
+            signature[argument] = "i32"
+    return triton.compile(
+        ASTSource(kernel, signature, constants, hints),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps, "num_stages": stages},
+    )
+
+
+def _shapes(capability: int) -> Any:
+    from memeff_compile.kernels.linear_cross_entropy.tiles import shapes_for_capability
+
+    return shapes_for_capability(divmod(capability, 10), 132)
+
+
+def _stack_bytes(cubin: bytes, folder: Path) -> int:
+    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    listing = subprocess.run(
+        [tool, "-res-usage", file], capture_output=True, text=True, check=True
+    ).stdout
+    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
+
+
+def _check(kernel: Any, capability: int, folder: Path, *, multiplies: bool) -> None:
+    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
+    assert _stack_bytes(kernel.asm["cubin"], folder) == 0
+    if multiplies:
+        assert TENSOR_CORES[capability] in kernel.asm["ptx"]
+        assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == (capability >= 90)
+
+
+PRODUCTS = [
+    ("_linear_cross_entropy_forward_kernel", {"PARTS": 1}),
+    ("_linear_cross_entropy_forward_kernel", {"PARTS": 2}),
+    ("_linear_cross_entropy_dense_gradient_kernel", {"GATHER": False}),
+    ("_linear_cross_entropy_dense_gradient_kernel", {"GATHER": True}),
+    ("_linear_cross_entropy_dense_products_kernel", {"GATHER": False}),
+    ("_linear_cross_entropy_dense_products_kernel", {"GATHER": True}),
+    ("_linear_cross_entropy_sparse_gradient_kernel", {}),
+    ("_linear_cross_entropy_sparse_products_kernel", {}),
+]
+
+
+@pytest.mark.parametrize("epilogue", ["plain", "softcap", "everything"])
+@pytest.mark.parametrize(("name", "flags"), PRODUCTS, ids=str)
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_product_compiles_within_the_limits(
+    name: str, flags: dict[str, Any], capability: int, epilogue: str, tmp_path: Path
+) -> None:
+    if "products" in name and epilogue != "plain":
+        pytest.skip("the same kernel: it has no epilogue of its own")
+    shapes = _shapes(capability)
+    if flags.get("PARTS") == 2 and shapes.columns == shapes.rows:
+        pytest.skip("an output tile is one tile of the map on this GPU")
+    is_square = name.endswith("sparse_gradient_kernel")
+    constants = {
+        **dict.fromkeys(EPILOGUE, epilogue == "everything"),
+        **flags,
+        "HAS_SOFTCAP": epilogue != "plain",
+        "HAS_KEPT": True,
+        "HAS_SPARSE": True,
+        "NEEDS_WEIGHT": True,
+        "NEEDS_HIDDEN": True,
+        "ADD": True,
+        "GROUP": 16,
+        "BM": shapes.rows,
+        "BN": shapes.columns,
+        "BK": shapes.step,
+        "TILE": shapes.rows,
+        "FLATTEN": shapes.flatten and not flags.get("GATHER"),
+        "UPCAST": False,
+    }
+    stages = shapes.square_stages if is_square else shapes.stages
+    if name.endswith("sparse_products_kernel"):
+        stages = shapes.sparse_stages
+    dtype = "fp16" if epilogue == "everything" else "bf16"
+    kernel = _compile(
+        name,
+        capability,
+        constants,
+        warps=shapes.square_warps if is_square else shapes.warps,
+        stages=stages,
+        dtype=dtype,
+    )
+    _check(kernel, capability, tmp_path, multiplies=True)
+
+
+SMALL = [
+    ("_linear_cross_entropy_compact_kernel", {"BLOCK": 2048}, 8),
+    ("_linear_cross_entropy_gather_kernel", {"PAD": 128, "BLOCK": 4096}, 4),
+    ("_linear_cross_entropy_scatter_kernel", {"BLOCK": 4096}, 4),
+    ("_linear_cross_entropy_cotangents_kernel", {"BLOCK": 512}, 4),
+    ("_linear_cross_entropy_rows_kernel", {"PARTS": 2, "ROWS": 8, "TILES": 128}, 4),
+    ("_linear_cross_entropy_column_sums_kernel", {"BLOCK": 128, "ROWS": 64}, 4),
+    ("_linear_cross_entropy_sparse_column_sums_kernel", {}, 4),
+    ("_linear_cross_entropy_block_score_kernel", {"CHUNK": 64}, 8),
+    ("_linear_cross_entropy_mass_code_kernel", {"CHUNK": 64}, 8),
+    ("_linear_cross_entropy_mass_score_kernel", {"CHUNK": 64}, 8),
+    ("_linear_cross_entropy_select_kernel", {"CHUNK": 256}, 4),
+    ("_linear_cross_entropy_place_kernel", {"BLOCK": 512}, 4),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "warps"), SMALL, ids=lambda value: str(value))
+@pytest.mark.parametrize("capability", [80, 90])
+def test_helper_compiles_within_the_limits(
+    name: str, sizes: dict[str, int], warps: int, capability: int, tmp_path: Path
+) -> None:
+    constants = {
+        **sizes,
+        "TILE": 128,
+        "LEVELS": 16,
+        "HAS_KEPT": True,
+        "HAS_SPARSE": True,
+        "HAS_IGNORE": True,
+        "WITH_LOGIT_SUM": True,
+        "WITH_COMPACT_LSE": True,
+    }
+    kernel = _compile(name, capability, constants, warps=warps, stages=3, dtype="bf16")
+    _check(kernel, capability, tmp_path, multiplies=False)
