@@ -19,7 +19,7 @@ from .capture import Capture, Graphs
 from .depth import Stack
 from .setting import Facts, Footprint, Moment
 from .sizes import Scale, Size, tensors_in
-from .timeline import Step, Timeline, Transient, called_op, op_name
+from .timeline import Step, Timeline, Transient, called_op, op_name, writes_to_an_input
 
 Parts = dict[str, sympy.Expr]
 
@@ -319,13 +319,19 @@ class _Replay:
                 if node in found or node.op == "placeholder":
                     continue
                 found[node] = "block gradients" if in_block else "other gradients"
-                if op_name(node) in ("add", "convert_element_type", "_to_copy"):
+                if _may_hold_a_part(node):
                     wanted = self.scale.elements(node.meta["val"])
-                    for buffer in line.reads[node] - {node}:
+                    for buffer in self._read_by(line, node) - {node}:
                         value = buffer.meta.get("val")
                         if isinstance(value, torch.Tensor) and self.scale.elements(value) == wanted:
                             queue.append(buffer)
         return found
+
+    def _read_by(self, line: Timeline, node: Node) -> set[Node]:
+        """Return the buffers that a value is made from; an element of a tuple is its maker's."""
+        maker = node.args[0] if line.kind[node] == "view" else node
+        assert isinstance(maker, Node)
+        return line.reads[maker]
 
     # --- places -----------------------------------------------------------------------------------
 
@@ -411,6 +417,14 @@ def _plus(parts: Parts, name: str, formula: sympy.Expr) -> Parts:
     return {**parts, name: parts.get(name, sympy.Integer(0)) + formula}
 
 
+def _may_hold_a_part(node: Node) -> bool:
+    """Return whether a gradient is another gradient, rounded, added to or written to."""
+    if op_name(node) in ("add", "convert_element_type", "_to_copy"):
+        return True
+    maker = node.args[0] if node.args else None
+    return isinstance(maker, Node) and writes_to_an_input(maker)
+
+
 def _is_static(node: Node) -> bool:
     """Return whether an input has the same size in every call: a buffer, not the user's data."""
     return all(isinstance(size, int) for t in tensors_in(node.meta.get("val")) for size in t.shape)
@@ -440,7 +454,8 @@ def op_transient(scale: Scale, device: str) -> Transient:
             return sympy.Integer(0)
         name = op._schema.name.rpartition("::")[2]  # type: ignore[attr-defined]
         with op_folder.planned_for(torch.device(device, 0)):
-            return known[name](scale, device, name, _arguments(node))
+            formula = known.get(name)
+            return formula(scale, device, name, _arguments(node)) if formula else sympy.Integer(0)
 
     return transient
 
