@@ -18,9 +18,11 @@ from torch.fx import GraphModule
 from . import compat, report
 from .deferred import accept, attach
 from .errors import MemeffError
+from .op_by_op import keep
 from .options import Options
 from .passes import PASSES
 from .passes.pipeline import run
+from .verify import verified
 
 log = logging.getLogger(__name__)
 
@@ -49,18 +51,35 @@ def memeff(
     keep_transformers_losses_in_one_graph()
     pieces = compat.inputs_from_other_graphs(gm)
     _refuse_dropped(example_inputs, pieces)
-    outcome = run(gm, PASSES, chosen)
+    original = None if chosen.verify == "off" else keep(gm, chosen)
+    # A checkpoint around the compiled function would count what our fake operations save.
+    with compat.unseen_by_saved_tensor_hooks():
+        outcome = run(gm, PASSES, chosen)
     report.record_graph(outcome.report)
+    rewritten = keep(gm, chosen) if original is not None and outcome.changed else None
     outputs = _drop_missing_outputs(gm) if outcome.changed else None
     compiled = _inner(gm, example_inputs, chosen)
     if outputs is not None:
         compiled = _put_back(compiled, outputs)
     if pieces:
         compiled = accept(compiled, pieces)
-    if not outcome.deferred:
+    reuses = chosen.inner == "inductor" and compat.inductor_uses_cudagraphs(_patches(chosen))
+    if outcome.deferred:
+        compiled = attach(
+            compiled, outcome.deferred, clone_hidden=reuses, use=outcome.report.logits
+        )
+    if original is None or rewritten is None:
         return compiled
-    clone = chosen.inner == "inductor" and compat.inductor_uses_cudagraphs(_patches(chosen))
-    return attach(compiled, outcome.deferred, clone_hidden=clone)
+    return verified(
+        compiled,
+        original=original,
+        rewritten=rewritten,
+        plan=outcome.deferred,
+        pieces=pieces,
+        options=chosen,
+        graph_report=outcome.report,
+        reuses_memory=reuses,
+    )
 
 
 def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:

@@ -5,10 +5,12 @@ One file to mend per torch release: ``tests/backend/test_compat.py`` probes ever
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -51,6 +53,21 @@ def source_name(node: Node) -> str:
         return ""
     name = source.name  # a property today, a method before torch 2.11
     return str(name() if callable(name) else name)
+
+
+def readable_source(node: Node) -> str:
+    """Return the name of a placeholder as its owner would say it: ``lm_head.weight``."""
+    name = re.sub(
+        r"\._(?:modules|parameters|buffers)\[['\"](.*?)['\"]\]", r".\1", source_name(node)
+    )
+    local = re.fullmatch(r"L\[['\"](\w+)['\"]\](.*)", name)
+    if local is None:
+        return name
+    owner, rest = local.groups()
+    inner = re.fullmatch(r"\[['\"](\w+)['\"]\]", rest)
+    if owner == "kwargs" and inner is not None:
+        return inner[1]
+    return rest.lstrip(".") if owner == "self" and rest else f"{owner}{rest}"
 
 
 def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
@@ -241,6 +258,36 @@ def trace_one(function: Callable[..., Any], operands: Sequence[Any]) -> torch.fx
     return make_fx(function, pre_dispatch=True)(*operands).graph
 
 
+@contextlib.contextmanager
+def beside_autograd() -> Iterator[None]:
+    """Run autograd beside the caller's: out of sight of its hooks, modes and compilers.
+
+    Saved-tensor hooks (checkpointing, offloading) count what is saved, dispatch modes see every
+    operation, and compiled autograd would compile the backward pass of something thrown away.
+    """
+    from torch._dynamo import compiled_autograd
+
+    with unseen_by_saved_tensor_hooks(), outside_dispatch_modes(), compiled_autograd._disable():
+        yield
+
+
+def outside_dispatch_modes() -> contextlib.AbstractContextManager[None]:
+    """Suspend every dispatch mode: fake modes, tracing and the user's own."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return cast("contextlib.AbstractContextManager[None]", _disable_current_modes())
+
+
+@contextlib.contextmanager
+def unseen_by_saved_tensor_hooks() -> Iterator[None]:
+    """Save tensors for a backward pass, also on fake tensors, without the hooks around the call."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t):
+        yield
+
+
 def is_fake(value: Any) -> bool:
     """Return whether ``value`` is a plain fake tensor: not a fake wrapper subclass."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -262,6 +309,35 @@ def fake_mode_of(value: Any) -> Any:
 def storage_key(value: torch.Tensor) -> int:
     """Return a key equal for fake tensors that share memory."""
     return int(value.untyped_storage()._cdata)
+
+
+def feeds_resumed_code(gm: GraphModule) -> bool:
+    """Return whether Dynamo cut the user's function behind ``gm`` and resumes it with the outputs.
+
+    DDP says of each piece it makes of a graph that it was cut. What such a piece returns goes to
+    other pieces, where `inputs_from_other_graphs` finds it, or to the user.
+    """
+    why = getattr(gm, "compile_subgraph_reason", None)
+    if why is None or "DDPOptimizer" in str(why.reason):
+        return False
+    return bool(why.graph_break)
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Let the device stop with ``message`` when it finds ``condition`` false; the host goes on."""
+    torch._assert_async(condition, message)
+
+
+def is_functorch_active() -> bool:
+    """Return whether ``torch.func`` or ``torch.vmap`` is transforming what runs now."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def ignores_gradients(hook: Any) -> bool:
+    """Return whether a tensor hook only marks the time: FSDP2's look at no gradient."""
+    owner = getattr(hook, "__self__", None)
+    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    return states is not None and isinstance(owner, states.FSDPState)
 
 
 def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
@@ -292,6 +368,11 @@ def fsdp_frees_after_forward(weight: Any) -> bool:
         return True
     param, group = _fsdp2_owner(weight)
     return param is not None and getattr(group, "post_forward_mesh_info", group) is not None
+
+
+def is_sharded_by_fsdp(weight: torch.Tensor) -> bool:
+    """Return whether ``weight`` was gathered from shards by FSDP, 1 or 2."""
+    return _is_fsdp1_view(weight) or _fsdp2_owner(weight)[0] is not None
 
 
 def _is_fsdp1_view(weight: torch.Tensor) -> bool:

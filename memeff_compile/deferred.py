@@ -17,6 +17,7 @@ From the outside in:
 * `_Memory` stands for one piece of memory of eager PyTorch: the logits and all their views share
   one, a copy or a cast begins another.
 * `LogitsSource` holds the hidden states and the head, and notices when they have changed.
+* `outside_loss` computes losses of these logits without computing the logits.
 
 Nothing of this is traced by Dynamo.
 """
@@ -25,7 +26,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from contextlib import nullcontext
+from math import isfinite, prod
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast
 
@@ -36,9 +38,12 @@ from torch.utils import _pytree as pytree
 
 from memeff_compile import compat
 from memeff_compile.errors import MemeffError, UnsupportedInputError
+from memeff_compile.fused_rows import FusedRows
 from memeff_compile.lazy_tensor import MEMORY_METHODS, LazyTensor, untraced
-from memeff_compile.logits import DeferredOutput, LogitsRecipe
-from memeff_compile.logits_source import LogitsSource
+from memeff_compile.logits import DeferredOutput, LogitsRecipe, LossSettings
+from memeff_compile.logits_source import LogitsSource, reading_for
+from memeff_compile.outside_loss import SERVED, Declined, Statistics
+from memeff_compile.report import LogitsUse
 from memeff_compile.row_gradient import RowGradient, indexed_dims
 
 __all__ = ["REMEDY", "DeferredLogits", "accept", "attach", "defer"]
@@ -62,6 +67,8 @@ def defer(
     recipe: LogitsRecipe,
     *,
     remedy: str = REMEDY,
+    loss: LossSettings | None = None,
+    use: LogitsUse | None = None,
 ) -> Tensor:
     """Return the logits of `hidden` as a tensor that is computed on first use.
 
@@ -72,6 +79,8 @@ def defer(
         vectors: the tensors that the recipe's bias steps add.
         recipe: how the logits come from the hidden states.
         remedy: what to do about stale logits, the end of the error's sentence.
+        loss: how losses of these logits are fused; None leaves them to PyTorch, on computed values.
+        use: where to count what becomes of the logits.
 
     Returns:
         A `DeferredLogits` of shape (..., vocabulary), joined to autograd as the logits would be.
@@ -82,12 +91,16 @@ def defer(
         >>> logits = defer(hidden, head.weight, None, (), LogitsRecipe(hidden.dtype))
         >>> logits[:, -1].argmax(-1)        # computes the last rows and no others
     """
-    result: Tensor = _apply(recipe, remedy, hidden, weight, bias, *vectors)
+    result: Tensor = _apply(recipe, (remedy, loss, use), hidden, weight, bias, *vectors)
     return result
 
 
 def attach(
-    compiled: Callable[..., Sequence[Any]], plan: Sequence[DeferredOutput], *, clone_hidden: bool
+    compiled: Callable[..., Sequence[Any]],
+    plan: Sequence[DeferredOutput],
+    *,
+    clone_hidden: bool,
+    use: LogitsUse | None = None,
 ) -> Callable[..., Sequence[Any]]:
     """Wrap a compiled callable so that the outputs named in `plan` become deferred logits.
 
@@ -96,6 +109,7 @@ def attach(
         plan: one entry per output to replace; the other outputs pass untouched.
         clone_hidden: keep a copy of the hidden states, because `compiled` reuses their memory at
             its next call, as CUDA graphs do.
+        use: where to count what becomes of the logits.
 
     Returns:
         A callable of the graph's arguments with the kind of result that `compiled` has.
@@ -115,7 +129,9 @@ def attach(
                 logits = entry.recipe.logits(hidden, weight, bias, vectors)
             else:
                 hidden = hidden.clone() if clone_hidden else hidden
-                logits = defer(hidden, weight, bias, vectors, entry.recipe)
+                logits = defer(
+                    hidden, weight, bias, vectors, entry.recipe, loss=entry.loss, use=use
+                )
             results[entry.output] = logits.detach() if entry.detached else logits
         return results if isinstance(outputs, list) else tuple(results)
 
@@ -149,15 +165,15 @@ class _Defer(torch.autograd.Function):
     def forward(
         ctx: Any,
         recipe: LogitsRecipe,
-        remedy: str,
+        settings: tuple[str, LossSettings | None, LogitsUse | None],
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         *vectors: Tensor,
     ) -> Tensor:
-        ctx.recipe = recipe
         ctx.save_for_backward(hidden, weight, bias, *vectors)
-        source = LogitsSource(hidden, weight, bias, vectors, remedy)
+        source = LogitsSource(hidden, weight, bias, vectors, *settings)
+        ctx.recipe, ctx.source = recipe, weakref.ref(source)
         shape = (*hidden.shape[:-1], recipe.vocab(weight))
         return _Memory(source, recipe, source.hidden, shape).whole(shape)
 
@@ -167,15 +183,20 @@ class _Defer(torch.autograd.Function):
         hidden, weight, bias, *vectors = ctx.saved_tensors
         recipe: LogitsRecipe = ctx.recipe
         needed = ctx.needs_input_grad[2:]
+        source = ctx.source()
+        if source is not None:
+            source.is_differentiated = True
         if not isinstance(grad, RowGradient):
             parts = recipe.gradients(grad, hidden, weight, bias, vectors, needed)
             return (None, None, *parts)
         totals: list[Tensor | None] = [None] * len(needed)
         for piece in grad.pieces:
-            rows = piece.select(hidden)
-            for place, part in enumerate(
-                recipe.gradients(piece.rows, rows, weight, bias, vectors, needed)
-            ):
+            if isinstance(piece.rows, FusedRows):
+                parts = piece.rows.gradients(recipe, needed)
+            else:
+                rows = piece.select(hidden)
+                parts = recipe.gradients(piece.rows, rows, weight, bias, vectors, needed)
+            for place, part in enumerate(parts):
                 if part is not None:
                     part = piece.scatter(part) if place == 0 else part
                     total = totals[place]
@@ -215,6 +236,7 @@ class _Memory:
         self.loans: list[StorageWeakRef] = []
         self.loan_version: int | None = None
         self.lender: Callable[[], DeferredLogits | None] = _nobody
+        self.statistics: Statistics | None = None  # what the last loss found out about the rows
 
     def whole(self, shape: tuple[int, ...]) -> DeferredLogits:
         """Return a tensor with all of this memory, in the given shape."""
@@ -229,8 +251,9 @@ class _Memory:
             return self.link(view)
         self._refuse_lost_writes(view, is_own=True)
         if view._own is None:
-            view._own = self.source.compute(self.recipe, view._rows)
-            self.rows_computed += max(prod(view._size[:-1]), _LEAST_ROWS)
+            own = self.source.compute(self.recipe, view._rows)
+            view._own = own if view._order is None else own.permute(view._order)
+            self.rows_computed += max(_row_count(view), _LEAST_ROWS)
         return view._own
 
     def link(self, view: DeferredLogits) -> Tensor:
@@ -272,8 +295,13 @@ class _Memory:
         """Say whether the values of `view` are surely those of the forward pass."""
         return not self.is_open and self.alias_version in (None, _version(view))
 
-    def snapshot(self, view: DeferredLogits, dtype: torch.dtype) -> Callable[[], Tensor | None]:
-        """Return a way to copy the values of `view` later, which holds none of this memory."""
+    def snapshot(
+        self, view: DeferredLogits, function: Callable[[Tensor], Tensor]
+    ) -> Callable[[], Tensor | None]:
+        """Return a way to apply `function` to a copy of the values of `view` later.
+
+        It holds none of this memory.
+        """
         reference, origin = weakref.ref(self), self.origin
         geometry = (view._size, view._stride, view._offset)
         is_inference = self.source.is_inference
@@ -289,16 +317,18 @@ class _Memory:
             if value is None:
                 return None
             with torch.inference_mode(is_inference), torch.no_grad():
-                return value.as_strided(*geometry).to(
-                    dtype, copy=True, memory_format=torch.contiguous_format
-                )
+                part = value.as_strided(*geometry)
+                result = function(part)
+                if result is part or not result.is_contiguous():
+                    result = result.clone(memory_format=torch.contiguous_format)
+                return result
 
         return copy
 
     def _is_less_work(self, view: DeferredLogits) -> bool:
         """Say whether to compute the rows of `view` alone, after what such rows have cost."""
         rows = prod(self.shape[:-1])
-        return prod(view._size[:-1]) < rows and self.rows_computed < rows
+        return _row_count(view) < rows and self.rows_computed < rows
 
     def _refuse_lost_writes(self, view: DeferredLogits, *, is_own: bool) -> None:
         """Raise if a loan was written to that `view` cannot see."""
@@ -333,6 +363,8 @@ class DeferredLogits(LazyTensor):
     _stride: tuple[int, ...]
     _offset: int
     _counts_writes: bool  # false for `.data`, whose version counter is its own
+    _order: tuple[int, ...] | None  # of dimensions, where the vocabulary has left the last place
+    _is_reordered: bool  # the rows are not in the order of the memory
     _row_hook: Any
 
     @staticmethod
@@ -354,7 +386,7 @@ class DeferredLogits(LazyTensor):
         )
         self._shared, self._rows, self._own, self._row_hook = memory, rows, None, None
         self._size, self._stride, self._offset = size, stride, offset
-        self._counts_writes = True
+        self._counts_writes, self._order, self._is_reordered = True, None, False
         return self
 
     @property
@@ -364,11 +396,14 @@ class DeferredLogits(LazyTensor):
 
     @untraced
     def _values(self) -> Tensor:
-        return self._shared.read(self)
+        with compat.outside_dispatch_modes():
+            return self._shared.read(self)
 
     @untraced
     def _memory(self) -> Tensor:
-        return self._shared.write(self)
+        # A compiler that makes a fake copy of this tensor asks for its storage in its fake mode.
+        with compat.outside_dispatch_modes():
+            return self._shared.write(self)
 
     def _peek(self) -> Tensor | None:
         if self._shared.value is None:
@@ -408,6 +443,10 @@ def _nobody() -> None:
     return None
 
 
+def _row_count(view: DeferredLogits) -> int:
+    return prod(view._rows.shape[:-1])
+
+
 def _version(view: DeferredLogits) -> int | None:
     """Number of writes to `view` and its aliases, where PyTorch keeps count."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -429,7 +468,7 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one ATen operation: lazily where a rule says how, else on the computed values."""
     rule = _LAZY.get(func)
-    if rule is not None and isinstance(args[0], DeferredLogits):
+    if rule is not None and isinstance(args[0], DeferredLogits) and _takes(rule, func, args[0]):
         result = rule(func, args[0], args[1:], kwargs)
         if result is not None:
             return None if result is _NOTHING else result
@@ -438,7 +477,15 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    return _compute(func, args, kwargs)
+    with reading_for(func._schema.name.split("::")[-1]):
+        return _compute(func, args, kwargs)
+
+
+def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
+    """Say whether a rule holds for `view`; few do when its vocabulary is not in the last place."""
+    if rule in (_permuted, _scaled) and view._shared.source.loss is None:
+        return False
+    return view._order is None or rule in _ANY_ORDER or func in _ALIASES
 
 
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -502,7 +549,7 @@ def _derive(view: DeferredLogits, geometry: Tensor, rows: Tensor) -> DeferredLog
         geometry.stride(),
         int(geometry.storage_offset()),
     )
-    derived._counts_writes = view._counts_writes
+    derived._counts_writes, derived._is_reordered = view._counts_writes, view._is_reordered
     return derived
 
 
@@ -514,9 +561,11 @@ def _same_rows(
     if geometry.dim() == 0 or geometry.shape[-1] != view._size[-1]:
         return None
     rows = view._rows
-    if geometry.shape != view._size:
+    if geometry.shape != view._size and view._order is None:
         rows = rows.reshape(*geometry.shape[:-1], rows.shape[-1])
-    return _derive(view, geometry, rows)
+    derived = _derive(view, geometry, rows)
+    derived._order = view._order
+    return derived
 
 
 def _some_rows(
@@ -536,31 +585,89 @@ def _some_rows(
     return [_derive(view, place, some) for place, some in zip(geometry, rows, strict=True)]
 
 
+def _permuted(
+    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> DeferredLogits:
+    """Dimensions in another order; the vocabulary may go to another place and come back."""
+    geometry = func(view._geometry(), *args, **kwargs)
+    numbered = torch.empty(tuple(range(len(view._size))), device="meta")
+    order = tuple(func(numbered, *args, **kwargs).shape)
+    before = view._order or tuple(range(len(view._size)))
+    total = tuple(before[dim] for dim in order)
+    last = len(total) - 1
+    if total[-1] != last:
+        derived = _derive(view, geometry, view._rows)
+        derived._order = total
+        return derived
+    derived = _derive(view, geometry, view._rows.permute(total))
+    derived._is_reordered = view._is_reordered or total != tuple(range(last + 1))
+    return derived
+
+
+def _unmoved(view: DeferredLogits, order: tuple[int, ...]) -> DeferredLogits:
+    """`view` with its vocabulary back in the last place."""
+    back = [order.index(dim) for dim in range(len(order))]
+    return _derive(view, view._geometry().permute(back), view._rows)
+
+
+def _moved(view: DeferredLogits, order: tuple[int, ...]) -> DeferredLogits:
+    derived = _derive(view, view._geometry().permute(order), view._rows)
+    derived._order = order
+    return derived
+
+
 def _copied(
     func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> DeferredLogits | None:
     """Copies and floating casts on one device."""
     memory = view._shared
     dtype, device = kwargs.get("dtype") or memory.recipe.dtype, kwargs.get("device")
-    formats = (None, torch.contiguous_format, torch.preserve_format)
+    preserves = kwargs.get("memory_format") in (None, torch.preserve_format)
     if (
-        not memory.is_pristine(view)
-        or dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
         or (device is not None and torch.device(device) not in (view.device, view.device.type))
         or kwargs.get("layout") not in (None, torch.strided)
         or kwargs.get("pin_memory")
-        or kwargs.get("memory_format") not in formats
-        # A copy of values that are there is possible even when they could not be computed again.
-        or (memory.value is not None and memory.source.change() is not None)
+        or not (preserves or kwargs["memory_format"] is torch.contiguous_format)
+        or (view._order is not None and not preserves)
+        or (view._is_reordered and preserves)
     ):
         return None
-    is_whole = prod(view._size) == prod(memory.shape)
+    return _copy(view, memory.recipe.cast(dtype), lambda values: values.to(dtype))
+
+
+def _scaled(
+    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> DeferredLogits | None:
+    """Multiplication and division by a number, as by a temperature."""
+    number: Any = -1.0 if func is aten.neg.default else args[0]
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if kwargs or not is_number or not isfinite(number) or number == 0 or view._is_reordered:
+        return None
+    name = "div" if func in (aten.div.Tensor, aten.div.Scalar) else "mul"
+    return _copy(view, view._shared.recipe.then(name, number), lambda values: func(values, *args))
+
+
+def _copy(
+    view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
+) -> DeferredLogits | None:
+    """A new tensor whose values are `function` of those of `view`."""
+    if view._order is not None:
+        result = _copy(_unmoved(view, view._order), recipe, function)
+        return None if result is None else _moved(result, view._order)
+    memory = view._shared
+    # A copy of values that are there is possible even when they could not be computed again.
+    if not memory.is_pristine(view) or (
+        memory.value is not None and memory.source.change() is not None
+    ):
+        return None
+    is_whole = prod(view._size) == prod(memory.shape) and not view._is_reordered
     copy = _Memory(
         memory.source,
-        memory.recipe.cast(dtype),
+        recipe,
         memory.rows if is_whole else view._rows,
         memory.shape if is_whole else view._size,
-        memory.snapshot(view, dtype),
+        memory.snapshot(view, function),
     )
     return copy.whole(view._size)
 
@@ -637,8 +744,15 @@ _LAZY: dict[Any, _Rule] = {
     aten.unbind.int: _some_rows,
     aten.split.Tensor: _some_rows,
     aten.split_with_sizes.default: _some_rows,
+    aten.transpose.int: _permuted,
+    aten.permute.default: _permuted,
     aten.clone.default: _copied,
     aten._to_copy.default: _copied,
+    aten.mul.Tensor: _scaled,
+    aten.mul.Scalar: _scaled,
+    aten.div.Tensor: _scaled,
+    aten.div.Scalar: _scaled,
+    aten.neg.default: _scaled,
     aten.index.Tensor: _indexed,
     aten.index_select.default: _indexed,
     aten.empty_like.default: _shaped_like,
@@ -655,6 +769,9 @@ _LAZY: dict[Any, _Rule] = {
     aten.detach_.default: _itself,
     aten.record_stream.default: _recorded,
 }
+
+_ANY_ORDER = (_permuted, _copied, _scaled, _shaped_like, _restrided, _itself, _recorded)
+_ALIASES = (aten.alias.default, aten.detach.default)
 
 
 # Above autograd ----------------------------------------------------------------------------------
@@ -673,7 +790,16 @@ def _function(
         special = _ABOVE_AUTOGRAD.get(func)
         if special is not None:
             return special(func, *args, **kwargs)
-        result = func(*args, **kwargs)
+        reason: Any = nullcontext()
+        serve = SERVED.get(func)
+        if serve is not None:
+            served = serve(*args, **kwargs)
+            if isinstance(served, Declined):
+                reason = reading_for(f"{func.__name__}: {served}") if str(served) else reason
+            elif served is not NotImplemented:
+                return served
+        with reason:
+            result = func(*args, **kwargs)
         if type(result) is DeferredLogits and args and isinstance(args[0], DeferredLogits):
             _keep_gradient_in_rows(result, args[0])
     return result
@@ -702,11 +828,15 @@ def _dense(grad: Any) -> Any:
 def _register_hook(func: Any, view: DeferredLogits, hook: Callable[[Tensor], Any]) -> Any:
     """Hooks see the gradients that eager PyTorch would show them."""
     _forget_rows(view)
+    if compat.ignores_gradients(hook):
+        return func(view, hook)
     return func(view, lambda grad: hook(_dense(grad)))
 
 
 def _retain_grad(func: Any, view: DeferredLogits) -> None:
     _forget_rows(view)
+    register: Callable[..., Any] = view.register_hook
+    register(_dense)
     func(view)
 
 
@@ -755,8 +885,7 @@ def _set_item(func: Any, target: Tensor, index: Any, value: Any) -> None:
 # Attributes, seen from the class.
 _GRAD, _DATA = cast("Any", torch.Tensor.grad), cast("Any", torch.Tensor.data)
 
-# The one table of functions that must act before autograd sees them. A loss of deferred logits
-# that never makes them would enter here.
+# Functions that must act before autograd sees them; losses are in the table `SERVED`.
 _ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     torch.Tensor.register_hook: _register_hook,
     torch.Tensor.retain_grad: _retain_grad,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
@@ -182,17 +183,30 @@ def _backend() -> list[Finding]:
 def _engines() -> list[Finding]:
     import torch
 
-    from memeff_compile.kernels.linear_cross_entropy import ENGINES, engine_for
+    from memeff_compile.kernels import embedding, linear_cross_entropy
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    first = engine_for(device, torch.bfloat16)
-    op = "memeff::linear_cross_entropy"
-    findings = [Finding("what runs where", op, f"{first} engine: {ENGINES[first]}")]
-    rest = [name for name in ENGINES if name != first]
-    where = "on tensors that engine cannot take" if first == "fused" else "not on this machine"
     return [
-        *findings,
-        *(Finding("what runs where", "", f"{each}, {where}: {ENGINES[each]}") for each in rest),
+        finding
+        for name, folder in (
+            ("linear_cross_entropy", linear_cross_entropy),
+            ("embedding", embedding),
+        )
+        for finding in _engines_of(
+            f"memeff::{name}", folder.ENGINES, folder.engine_for(device, torch.bfloat16)
+        )
+    ]
+
+
+def _engines_of(op: str, engines: Mapping[str, str], first: str) -> list[Finding]:
+    where = "not on this machine" if first == "reference" else "on tensors that engine cannot take"
+    return [
+        Finding("what runs where", op, f"{first} engine: {engines[first]}"),
+        *(
+            Finding("what runs where", "", f"{name}, {where}: {text}")
+            for name, text in engines.items()
+            if name != first
+        ),
     ]
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "StrictError",
     "TargetRangeError",
     "UnsupportedInputError",
+    "VerifyError",
 ]
 
 
@@ -50,3 +51,7 @@ class UnsupportedInputError(MemeffError, TypeError):
 
 class ExplainError(MemeffError, ValueError):
     """A model or setting that `explain` was asked about cannot be read, built or captured."""
+
+
+class VerifyError(MemeffError, RuntimeError):
+    """`memeff.verify` is 'raise', and a rewritten graph computed something else."""

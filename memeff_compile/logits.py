@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["DeferredOutput", "LogitsRecipe"]
+__all__ = ["DeferredOutput", "LogitsRecipe", "LossSettings"]
 
-_STEPS = ("to", "mul", "div", "tanh", "bias")
+_STEPS = ("to", "mul", "div", "tanh", "bias", "log_softmax")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class LogitsRecipe:
         steps: pointwise steps behind the product, in order: ("to", dtype), ("mul", number),
             ("div", number), ("tanh", None) and ("bias", None), which adds the next of `vectors`.
             A bias step that changes the dtype names the new one: ("bias", torch.float32).
+            ("log_softmax", None) is a step of what code outside the graph made of the logits; the
+            recipes of graphs, which are the ones that know gradients, have none.
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -63,9 +65,11 @@ class LogitsRecipe:
 
     def cast(self, dtype: torch.dtype) -> LogitsRecipe:
         """Return this recipe followed by a cast to `dtype`."""
-        if dtype == self.dtype:
-            return self
-        return replace(self, steps=(*self.steps, ("to", dtype)))
+        return self if dtype == self.dtype else self.then("to", dtype)
+
+    def then(self, name: str, value: object = None) -> LogitsRecipe:
+        """Return this recipe followed by one more step."""
+        return replace(self, steps=(*self.steps, (name, value)))
 
     def logits(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, vectors: Sequence[Tensor] = ()
@@ -82,7 +86,7 @@ class LogitsRecipe:
             (..., vocabulary) of `self.dtype`.
         """
         with _autocast_off(hidden.device.type):
-            return self._forward(hidden, weight, bias, vectors, [])
+            return self._forward(hidden, weight, bias, vectors, None)
 
     def gradients(
         self,
@@ -138,9 +142,10 @@ class LogitsRecipe:
         weight: Tensor,
         bias: Tensor | None,
         vectors: Sequence[Tensor],
-        tanhs: list[Tensor],
+        tanhs: list[Tensor] | None,
     ) -> Tensor:
         """The logits; the result of every tanh step is appended to `tanhs`."""
+        reuses = tanhs is None and not torch.is_grad_enabled()  # one buffer for all steps
         dtype = self.compute_dtype
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -156,12 +161,17 @@ class LogitsRecipe:
             if name == "to":
                 value = value.to(cast("torch.dtype", argument))
             elif name == "mul":
-                value = value * cast("float", argument)
+                factor = cast("float", argument)
+                value = value.mul_(factor) if reuses else value * factor
             elif name == "div":
-                value = value / cast("float", argument)
+                factor = cast("float", argument)
+                value = value.div_(factor) if reuses else value / factor
             elif name == "tanh":
-                value = torch.tanh(value)
-                tanhs.append(value)
+                value = value.tanh_() if reuses else torch.tanh(value)
+                if tanhs is not None:
+                    tanhs.append(value)
+            elif name == "log_softmax":
+                value = value.log_softmax(-1)
             else:
                 value = value + next(remaining)
         assert value.dtype == self.dtype, f"recipe says {self.dtype}, product gave {value.dtype}"
@@ -193,6 +203,17 @@ class LogitsRecipe:
 
 
 @dataclass(frozen=True)
+class LossSettings:
+    """What the options say about the fused loss, for losses outside the graph.
+
+    Args:
+        workspace: memeff.linear_cross_entropy.workspace, in bytes; 0 for automatic.
+    """
+
+    workspace: int = 0
+
+
+@dataclass(frozen=True)
 class DeferredOutput:
     """One output of a compiled graph that carries hidden states in the place of logits.
 
@@ -203,6 +224,7 @@ class DeferredOutput:
         vectors: indices of the tensors that the recipe's bias steps add, in order.
         recipe: how the logits come from the hidden states.
         detached: the model detaches these logits before it returns them.
+        loss: how a loss outside the graph is fused, or None where it is not.
     """
 
     output: int
@@ -211,6 +233,7 @@ class DeferredOutput:
     vectors: tuple[int, ...]
     recipe: LogitsRecipe
     detached: bool = False
+    loss: LossSettings | None = None
 
 
 def _step_gradient(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,14 +20,33 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memeff_compile import compat
 from memeff_compile.errors import StaleLogitsError
 from memeff_compile.lazy_tensor import untraced
-from memeff_compile.logits import LogitsRecipe
+from memeff_compile.logits import LogitsRecipe, LossSettings
+from memeff_compile.report import LogitsUse
 
-__all__ = ["LogitsSource"]
+__all__ = ["LogitsSource", "reading_for"]
 
 _REMEDY_GATHERED = (
     "FSDP frees the gathered head in the backward pass: read out.logits before loss.backward(), or "
     'compile with options={"memeff.logits": "eager"}.'
 )
+
+
+_EDITED = "the head's weight changed since then, through .data or outside PyTorch"
+
+_reading: list[str] = []
+
+
+@contextmanager
+def reading_for(reason: str) -> Iterator[None]:
+    """Name what asks for the values that are computed meanwhile; the outermost name counts."""
+    if _reading:
+        yield
+        return
+    _reading.append(reason)
+    try:
+        yield
+    finally:
+        _reading.pop()
 
 
 class LogitsSource:
@@ -41,6 +61,8 @@ class LogitsSource:
         bias: the bias inside the product, or None.
         vectors: the tensors that the recipe's bias steps add.
         remedy: the end of the error's sentence.
+        loss: how a loss outside the graph is fused, or None where it is not.
+        use: where to count what becomes of the logits.
     """
 
     def __init__(
@@ -50,7 +72,10 @@ class LogitsSource:
         bias: Tensor | None,
         vectors: Sequence[Tensor],
         remedy: str,
+        loss: LossSettings | None = None,
+        use: LogitsUse | None = None,
     ) -> None:
+        self.loss, self.use = loss, use
         self.hidden, self.weight = hidden.detach(), weight.detach()
         self.bias = None if bias is None else bias.detach()
         self.vectors = tuple(vector.detach() for vector in vectors)
@@ -58,6 +83,7 @@ class LogitsSource:
         self.is_inference = hidden.is_inference()
         self.materialisations = 0  # products computed so far
         self.stepped_by: str | None = None
+        self.is_differentiated = False  # a gradient has come back through these logits
         operands = [tensor for tensor in (weight, bias, *vectors) if tensor is not None]
         shards = [compat.fsdp_shard(tensor) for tensor in operands]
         self._shards = [shard for shard in shards if shard is not None]
@@ -87,19 +113,49 @@ class LogitsSource:
         Raises:
             StaleLogitsError: the product would not be the one of the forward pass.
         """
-        change = self.change()
+        self._refuse(self.change())
+        self.materialisations += 1
+        if self.use is not None:
+            self.use.count_computed(_reading[-1] if _reading else "their values")
+        with torch.inference_mode(self.is_inference), torch.no_grad():
+            return recipe.logits(rows, self.weight, self.bias, self.vectors)
+
+    def require_unchanged(self) -> None:
+        """Raise a StaleLogitsError if something has changed, without waiting for a GPU.
+
+        A loss comes right behind the forward pass, as a rule, and looking at the head's values
+        would make the host wait there. Until a gradient has come back through these logits, which
+        is before any ordinary loop can write to the head by hand, that last look is left to an
+        assertion on the device.
+        """
+        if self._sample is None or self.is_differentiated or self.weight.device.type == "cpu":
+            self._refuse(self.change())
+            return
+        self._refuse(self._visible_change())
+        same = ~_differences(self._sample, _sample(self.weight)).any()
+        compat.assert_on_device(same, f"deferred logits: {_EDITED}; {self.remedy}")
+
+    def _refuse(self, change: str | None) -> None:
         if change is not None:
             raise StaleLogitsError(
                 "These logits were left out of the forward pass to be computed on first use, and "
                 f"{change}: the values of the forward pass are gone. "
                 f"{_REMEDY_GATHERED if self._shards else self.remedy}"
             )
-        self.materialisations += 1
-        with torch.inference_mode(self.is_inference), torch.no_grad():
-            return recipe.logits(rows, self.weight, self.bias, self.vectors)
 
     def change(self) -> str | None:
         """Say what has changed since this source was made; None if nothing has."""
+        change = self._visible_change()
+        if change is None and self._sample is not None and self._is_edited():
+            return _EDITED
+        return change
+
+    def _is_edited(self) -> bool:
+        assert self._sample is not None
+        return _differ(self._sample, _sample(self.weight))
+
+    def _visible_change(self) -> str | None:
+        """Say what has changed, without a look at the values."""
         for name, tensor, before in zip(self._names(), self._tensors, self._stamps, strict=True):
             version, pointer = _stamp(tensor)
             if version != before[0]:
@@ -115,8 +171,6 @@ class LogitsSource:
             return "the sharded head changed in place since then"
         if self.stepped_by is not None:
             return f"{self.stepped_by}.step() updated the head since then"
-        if self._sample is not None and _differ(self._sample, _sample(self.weight)):
-            return "the head's weight changed since then, through .data or outside PyTorch"
         return None
 
     def _names(self) -> Iterator[str]:
@@ -147,9 +201,13 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 def _differ(left: Tensor, right: Tensor) -> bool:
-    """Compare values so that NaN equals NaN."""
     with torch.no_grad(), _disable_current_modes():
-        return bool(((left != right) & ~(left.isnan() & right.isnan())).any())
+        return bool(_differences(left, right).any())
+
+
+def _differences(left: Tensor, right: Tensor) -> Tensor:
+    """Compare values so that NaN equals NaN."""
+    return (left != right) & ~(left.isnan() & right.isnan())
 
 
 _live: weakref.WeakSet[LogitsSource] = weakref.WeakSet()

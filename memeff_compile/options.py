@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import partial
+from os import PathLike
 from typing import Any, TypeAlias, cast, get_origin
 
 from memeff_compile.errors import OptionError
@@ -34,6 +35,12 @@ RESERVED_PASS_NAMES = (
     "merge_kv_cache",
 )
 """Names of passes that later releases bring; naming one is answered with 'not available yet'."""
+
+SWITCHES = {
+    "fuse_linear_cross_entropy": "options={'memeff.linear_cross_entropy': 'off'}",
+    "defer_logits": "options={'memeff.logits': 'eager'}",
+}
+"""What switches each pass off; a pass takes those behind it with it."""
 
 Check: TypeAlias = Callable[[str, object], object]
 
@@ -120,20 +127,48 @@ def _check_mode(key: str, value: object) -> object:
     return value
 
 
+def _check_verify(key: str, value: object) -> object:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return _check_choice(key, value, values=("off", "on", "raise"), later={})
+
+
+def _check_factor(key: str, value: object) -> object:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < cast("float", value) < float("inf"):
+        raise OptionError(
+            f"{_seen(key, value)}; it takes a positive number, by which every tolerance is "
+            "multiplied."
+        )
+    return float(cast("float", value))
+
+
+def _check_folder(key: str, value: object) -> object:
+    if value is None:
+        return None
+    if not isinstance(value, (str, PathLike)) or not str(value):
+        raise OptionError(
+            f"{_seen(key, value)}; it takes the path of a folder, which is made when it is needed."
+        )
+    return str(value)
+
+
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)\s*", re.IGNORECASE)
+_AUTO_OR, _IS_AUTO = "'auto', 'minimal', ", " (0 means 'auto')"
 _UNIT = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
-def _check_bytes(key: str, value: object) -> object:
-    if value == "auto":
+def _check_bytes(key: str, value: object, *, has_auto: bool = True) -> object:
+    if value == "auto" and has_auto:
         return 0
-    if value == "minimal":
+    if value == "minimal" and has_auto:
         return 1
     if isinstance(value, str) and (match := _BYTES.fullmatch(value)):
         value = int(float(match[1]) * _UNIT[match[2].lower()])
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise OptionError(
-            f"{_seen(key, value)}; it takes 'auto', 'minimal', a number of bytes (0 means 'auto') "
+            f"{_seen(key, value)}; it takes "
+            f"{_AUTO_OR if has_auto else ''}a number of bytes{_IS_AUTO if has_auto else ''} "
             "or a size such as '64MiB' or '1GiB'."
         )
     return value
@@ -264,10 +299,6 @@ _NO_LOSSY = (
 )
 _NO_ATTENTION = "low-bit attention has not shipped. Use 'exact' meanwhile."
 _NO_WEIGHTS = "entropy-coded weights have not shipped. Use 'off' meanwhile."
-_NO_VERIFY = (
-    "numerical comparison with the unedited graph has not shipped. Leave it 'off' meanwhile; the "
-    "structural checks after every edit always run."
-)
 _NO_PASS = "accepted; no pass of this release reads it"
 
 
@@ -399,11 +430,37 @@ class Options:
         meaning="Raise instead of compiling when a named pass did not fire.",
         check=_check_strict,
     )
-    verify: str = _choice(
-        "verify",
+    verify: str = _option(
         "off",
-        meaning="Compare results with the unedited graph at run time.",
-        later={"on": _NO_VERIFY},
+        key="verify",
+        values="`off`, `on`, `raise`",
+        meaning="Whether the first call of each rewritten graph also runs the original one and "
+        "compares values and gradients. After a mismatch `on` warns and goes on with the original "
+        "graph; `raise` raises a `VerifyError` (docs/verify.md).",
+        check=_check_verify,
+    )
+    verify_tolerance: float = _option(
+        1.0,
+        key="verify.tolerance",
+        values="`1.0`, or another positive number",
+        meaning="Every tolerance of `memeff.verify` is multiplied by it.",
+        check=_check_factor,
+    )
+    verify_folder: str | None = _option(
+        None,
+        key="verify.folder",
+        values="none, or a path",
+        meaning="Where `memeff.verify` writes a reproducer after a mismatch. None: a new folder "
+        "among the temporary files.",
+        check=_check_folder,
+    )
+    verify_limit: int = _option(
+        64 << 20,
+        key="verify.limit",
+        values="`64MiB`, another size, or bytes",
+        meaning="Most bytes of inputs and weights that a reproducer saves; the others are drawn "
+        "anew in it. 0 saves none.",
+        check=partial(_check_bytes, has_auto=False),
     )
     inner: str = _choice(
         "inner",

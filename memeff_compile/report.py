@@ -13,7 +13,7 @@ import textwrap
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFERRED_SENTENCE",
     "GraphReport",
+    "LogitsUse",
     "Record",
     "Report",
+    "amend",
     "clear",
     "format_bytes",
     "graphs",
@@ -31,7 +33,18 @@ __all__ = [
     "record_graph",
 ]
 
-Action: TypeAlias = Literal["rewrote", "declined", "deferred", "dropped", "note", "internal_error"]
+Action: TypeAlias = Literal[
+    "rewrote",
+    "declined",
+    "deferred",
+    "dropped",
+    "note",
+    "internal_error",
+    "verified",
+    "unverified",
+    "mismatch",
+    "undone",
+]
 
 CHANGES: frozenset[str] = frozenset({"rewrote", "deferred", "dropped"})
 """The actions that changed the graph."""
@@ -181,6 +194,55 @@ class Record:
         return cls(**given)
 
 
+@dataclass
+class LogitsUse:
+    """What became of one graph's deferred logits while it ran, in counts.
+
+    Args:
+        fused: Calls of losses outside the graph that used the fused op, by their spelling.
+        computed: Products that built logits (or some of their rows), by what asked for them.
+    """
+
+    fused: dict[str, int] = field(default_factory=dict)
+    computed: dict[str, int] = field(default_factory=dict)
+
+    def count_fused(self, spelling: str) -> None:
+        """Count a call that used the op."""
+        self.fused[spelling] = self.fused.get(spelling, 0) + 1
+
+    def count_computed(self, reason: str) -> None:
+        """Count a product."""
+        self.computed[reason] = self.computed.get(reason, 0) + 1
+
+    @property
+    def calls(self) -> int:
+        """Calls that used the op."""
+        return sum(self.fused.values())
+
+    @property
+    def products(self) -> int:
+        """Products that built logits."""
+        return sum(self.computed.values())
+
+    def copy(self) -> LogitsUse:
+        """Return the counts as they are now."""
+        return LogitsUse(dict(self.fused), dict(self.computed))
+
+    def __str__(self) -> str:
+        label = f"{'so far':<{_INDENT - 1}} out.logits, read outside the graph"
+        texts = [
+            f"losses that used the fused op: {self.calls}{_listed(self.fused)}",
+            f"products that computed logits: {self.products}{_listed(self.computed)}",
+        ]
+        lines = [line for text in texts for line in textwrap.wrap(text, _WIDTH - _INDENT)]
+        return f"\n{' ' * _INDENT}".join([label, *lines])
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    items = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return f" ({', '.join(f'{name}: {count}' for name, count in items)})" if items else ""
+
+
 @dataclass(frozen=True)
 class GraphReport:
     """What happened to one graph.
@@ -194,6 +256,7 @@ class GraphReport:
         before: The graph as it came in, as text.
         after: The graph as it went on to the inner compiler, as text.
         note: Anything else worth a line, or "".
+        logits: What became of its deferred logits so far; None where there are none.
     """
 
     name: str
@@ -204,6 +267,7 @@ class GraphReport:
     before: str = ""
     after: str = ""
     note: str = ""
+    logits: LogitsUse | None = None
 
     def __str__(self) -> str:
         kind = "training" if self.training else "inference"
@@ -214,10 +278,26 @@ class GraphReport:
             why = (
                 " for the reasons above" if self.records else ": no pass found anything to do here"
             )
-            paragraphs.append(f"The graph went on unchanged{why}.")
+            is_undone = any(record.action == "mismatch" for record in self.records)
+            went = "The original graph runs" if is_undone else "The graph went on unchanged"
+            paragraphs.append(f"{went}{why}.")
+        if self.logits is not None and (self.logits.fused or self.logits.computed):
+            paragraphs.append(str(self.logits))
         if self.note:
             paragraphs.append(textwrap.fill(self.note, _WIDTH))
         return "\n\n".join([heading, *(textwrap.indent(text, "  ") for text in paragraphs)])
+
+    def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
+        """Return this report with what `memeff.verify` found when the graph first ran.
+
+        Args:
+            record: the finding.
+            undo: the original graph runs instead, so that no change of this graph counts.
+        """
+        records = [
+            replace(r, action="undone") if undo and r.action in CHANGES else r for r in self.records
+        ]
+        return replace(self, records=(*records, record))
 
     def _to_dict(self, *, include_graphs: bool) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -226,6 +306,7 @@ class GraphReport:
             "nodes": self.nodes,
             "seconds": self.seconds,
             "note": self.note,
+            "logits": None if self.logits is None else asdict(self.logits),
             "records": [record._to_dict() for record in self.records],
         }
         return {**data, "before": self.before, "after": self.after} if include_graphs else data
@@ -233,7 +314,9 @@ class GraphReport:
     @classmethod
     def _from_dict(cls, data: Mapping[str, Any]) -> GraphReport:
         records = tuple(Record._from_dict(record) for record in data["records"])
-        return cls(**{**data, "records": records})
+        use = data.get("logits")
+        logits = None if use is None else LogitsUse(**use)
+        return cls(**{**data, "records": records, "logits": logits})
 
 
 @dataclass(frozen=True)
@@ -347,6 +430,14 @@ def record_graph(report: GraphReport) -> None:
         _graphs.append(report)
 
 
+def amend(old: GraphReport, new: GraphReport) -> None:
+    """Put `new` in the place of `old`, if that is still kept."""
+    with _lock:
+        for place, report in enumerate(_graphs):
+            if report is old:
+                _graphs[place] = new
+
+
 def clear() -> None:
     """Forget every report; `torch._dynamo.reset()` does this through the backend."""
     with _lock:
@@ -363,7 +454,11 @@ def graphs() -> Sequence[GraphReport]:
         >>> print(memeff_compile.graphs()[-1].after)  # doctest: +SKIP
     """
     with _lock:
-        return tuple(_graphs)
+        found = tuple(_graphs)
+    return tuple(
+        graph if graph.logits is None else replace(graph, logits=graph.logits.copy())
+        for graph in found
+    )
 
 
 def last_report() -> Report:

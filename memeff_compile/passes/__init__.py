@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from .base import GraphPass
+from .defer_logits import DeferLogits
 from .fuse_embedding_gradient import FuseEmbeddingGradient
 from .fuse_linear_cross_entropy import FuseLinearCrossEntropy
 
 PASSES: tuple[GraphPass, ...] = (
-    FuseLinearCrossEntropy(),  # and with it: logits outputs become deferred (defer_logits)
+    FuseLinearCrossEntropy(),  # logits returned beside a fused loss become deferred with it
     FuseEmbeddingGradient(),  # behind it: a tied head is known by the op it became
+    DeferLogits(),  # logits returned without a loss, for a loss outside the graph
 )

@@ -46,6 +46,8 @@ class Done:
     sentence: str
     notes: list[Note] = field(default_factory=list)
     deferred: list[DeferredOutput] = field(default_factory=list)
+    action: Action = "rewrote"
+    code: str = "rewrote"
 
 
 class GraphPass(Protocol):
@@ -68,8 +70,8 @@ class GraphPass(Protocol):
     def check(self, info: GraphInfo, match: Any) -> Decline | None:
         """Return why ``match`` must be left alone, or None."""
 
-    def gain(self, info: GraphInfo, match: Any) -> Gain:
-        """Return the bytes the rewrite saves."""
+    def gain(self, info: GraphInfo, match: Any) -> Gain | None:
+        """Return the bytes the rewrite saves, or None where the graph alone does not decide."""
 
     def anchor(self, match: Any) -> Node:
         """Return the node that stands for ``match`` in reports."""

@@ -1,5 +1,9 @@
 """Decides whether a logits output can be handed back as a deferred tensor, and plans it.
 
+Two callers: the fused loss, for logits that the model returns beside it, and the pass of this file,
+for logits of a training graph that has no loss. Their loss is computed outside, where deferred
+logits give it to the fused op (`memeff_compile/outside_loss.py`).
+
 A Hugging Face model returns its logits beside the loss. As a graph output that needs a gradient
 they would be kept, and the backward would add a logits-sized tensor of zeros. So the fused loss
 replaces that output by the hidden states (N x D) and the backend wraps them: ``out.logits`` has the
@@ -8,13 +12,17 @@ right shape, dtype and gradient, and is computed when somebody looks.
     before: logits = linear(h, W);  loss = cross_entropy(logits, y);  return loss, logits
     after:  loss = memeff.linear_cross_entropy(h, W, y);              return loss, h   (+ a plan)
 
+Without a loss: logits = linear(h, W); return logits   ->   return h   (+ a plan)
+
 Not deferred, with the reason in the report: weights that are not direct inputs of the graph or that
-FSDP frees after the forward pass, checkpoint bodies, export.
+FSDP frees after the forward pass, checkpoint bodies, export. Logits without a loss moreover where
+the graph goes on to use or write to them, where their gradient is off, where the head is no wider
+than a layer inside a model may be, and where Dynamo cut the function behind them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +30,12 @@ import torch
 from torch.fx import Node
 
 from .. import compat
-from ..logits import DeferredOutput, LogitsRecipe
-from .base import Decline, Note
+from ..kernels import linear_cross_entropy as op_folder
+from ..logits import DeferredOutput, LogitsRecipe, LossSettings
+from .base import Decline, Done, Note
 from .editor import Editor
-from .graph_info import GraphInfo
-from .linear_head import Chain, replay_rows
+from .graph_info import GraphInfo, node_name
+from .linear_head import SMALLEST_VOCABULARY, Chain, HeadReader, fold, replay_rows
 
 NAME = "defer_logits"
 
@@ -34,6 +43,14 @@ STALE_SENTENCE = (
     "out.logits is computed when first read; reading it after the weights changed raises "
     "StaleLogitsError; options={'memeff.logits': 'eager'} restores eager logits"
 )
+
+OUTSIDE_SENTENCE = (
+    "This graph has no loss: one that is computed from out.logits outside (cross_entropy, "
+    "log_softmax with gather or nll_loss) uses the fused op and does not read them"
+)
+
+# A head is told from a wide layer inside a model by its width against that of its input.
+_HEAD_WIDTH = 4
 
 GATHERED_SENTENCE = (
     "out.logits is computed when first read; FSDP frees the gathered head in the "
@@ -51,6 +68,157 @@ class LogitsOutput:
     node: Node
     chain: Chain
     detached: bool
+
+
+@dataclass
+class Returned:
+    """A head whose logits a training graph returns."""
+
+    head: Node
+    outputs: list[LogitsOutput]
+
+
+class DeferLogits:
+    """The pass: logits of a training graph without a loss are computed when first read."""
+
+    name = NAME
+    version = 1
+    tier = "exact"
+
+    def enabled(self, info: GraphInfo) -> bool:
+        """Return whether logits are deferred and losses fused."""
+        return info.options.logits == "deferred" and info.options.linear_cross_entropy != "off"
+
+    def find(self, info: GraphInfo) -> Iterable[Returned]:
+        """Yield one match per head whose logits are only returned."""
+        return [match for match in returned_logits(info) if _is_unused(info, match)]
+
+    def check(self, info: GraphInfo, match: Returned) -> Decline | None:
+        """Return why these logits must be left alone, or None."""
+        return check_returned(info, match)
+
+    def gain(self, info: GraphInfo, match: Returned) -> None:
+        """Return nothing: what is saved depends on who reads the logits."""
+
+    def anchor(self, match: Returned) -> Node:
+        """Return the head."""
+        return match.head
+
+    def places(self, match: Returned) -> Iterable[Node]:
+        """Return the head."""
+        return [match.head]
+
+    def rewrite(self, info: GraphInfo, match: Returned, editor: Editor) -> Done:
+        """Return hidden states in the place of the logits."""
+        for step in (s for o in match.outputs for s in o.chain.steps):
+            compat.hold_constant(step.symbol)
+        plan, _ = rewrite(info, match.outputs, editor)
+        sentence = f"{_stale_sentence(match.outputs[0])}. {OUTSIDE_SENTENCE}"
+        return Done(match.head, sentence, [], plan, "deferred", "logits_deferred")
+
+    def dead(self, match: Returned) -> Sequence[Node]:
+        """Return the nodes the rewrite leaves without users."""
+        steps = (step.node for output in match.outputs for step in output.chain.steps)
+        return [match.head, *dict.fromkeys(steps)]
+
+
+def returned_logits(info: GraphInfo) -> list[Returned]:
+    """Return the heads of a training graph whose logits are among its outputs."""
+    if not info.needs_grad or info.parent is not None:
+        return []
+    reader = HeadReader(info, tracing=False)
+    found: dict[Node, list[LogitsOutput]] = {}
+    for node in info.output.all_input_nodes:
+        chain = reader.chain(node)
+        value = info.tensor(node)
+        if isinstance(chain, Decline) or value is None or not value.requires_grad:
+            continue
+        if _is_wide(info, chain):
+            found.setdefault(chain.head.node, []).append(LogitsOutput(node, chain, chain.detached))
+    return [Returned(head, outputs) for head, outputs in found.items()]
+
+
+def _is_wide(info: GraphInfo, chain: Chain) -> bool:
+    """Say whether a linear layer is a head by its shape."""
+    head = chain.head
+    weight, hidden = info.tensor(head.weight), info.tensor(head.hidden)
+    if weight is None or hidden is None or head.weight.op != "placeholder":
+        return False
+    vocabulary = compat.size_hint(weight.shape[1 if head.transposed else 0])
+    width = _HEAD_WIDTH * compat.size_hint(hidden.shape[-1])
+    return vocabulary >= SMALLEST_VOCABULARY and vocabulary > width
+
+
+def is_deferrable(info: GraphInfo, match: Returned) -> bool:
+    """Say whether the pass will take these logits."""
+    is_on = DeferLogits().enabled(info)
+    return is_on and _is_unused(info, match) and check_returned(info, match) is None
+
+
+def _is_unused(info: GraphInfo, match: Returned) -> bool:
+    """Say whether nothing but the way to the outputs uses the logits."""
+    way = {match.head, *(step.node for output in match.outputs for step in output.chain.steps)}
+    return all(user in way or user is info.output for node in way for user in node.users)
+
+
+def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
+    """Return why logits that are only returned cannot be deferred, or None."""
+    if compat.feeds_resumed_code(info.gm):
+        return _no_loss(match, "the function goes on behind this graph, which Dynamo had to cut")
+    chains = [output.chain for output in match.outputs]
+    nodes = [match.head, *(step.node for chain in chains for step in chain.steps)]
+    regions = [info.regions[node] for node in nodes]
+    if any(not region.grad or region.inference for region in regions):
+        return _no_loss(match, "they are made where gradients or inference mode are switched")
+    head = chains[0].head
+    reason = _why_not_fused(info, chains)
+    if reason:
+        return _no_loss(match, reason)
+    operands = [head.hidden, head.weight, *nodes, *(n for chain in chains for n in chain.operands)]
+    writer = info.written_between(
+        operands if head.bias is None else [*operands, head.bias], match.head, info.output
+    )
+    if writer is not None:
+        return _no_loss(match, f"`{node_name(writer)}` writes in place to what they come from")
+    return check(info, match.outputs)
+
+
+def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
+    """Say why the op could not serve a loss of these logits, or return nothing."""
+    head = chains[0].head
+    hidden, weight = info.tensor(head.hidden), info.tensor(head.weight)
+    assert hidden is not None
+    assert weight is not None
+    vectors = [s.value for chain in chains for s in chain.steps if s.kind == "bias"]
+    for node in (head.hidden, head.weight, head.bias, *vectors):
+        value = None if node is None else compat.example_value(node)
+        if value is not None and not compat.is_fake(value):
+            return f"{node.name} is a {type(value).__name__}"
+    if any(compat.known_size(size) is None for size in (hidden.shape[-1], *weight.shape)):
+        return "the hidden or vocabulary size is dynamic"
+    for chain in chains:
+        folded = fold(chain.steps)
+        if isinstance(folded, Decline):
+            return folded.sentence
+    rows = hidden.select(-1, 0)
+    sentence = op_folder.supports(
+        hidden,
+        weight.t() if head.transposed else weight,
+        None if head.bias is None else info.tensor(head.bias),
+        rows.new_empty(rows.shape, dtype=torch.int64),
+        dtype=head.compute_dtype,
+        workspace=info.options.linear_cross_entropy_workspace,
+    )
+    return sentence or ""
+
+
+def _no_loss(match: Returned, reason: str) -> Decline:
+    return Decline(
+        "logits_not_deferrable",
+        f"the logits are an output of the compiled graph and cannot be deferred: {reason}",
+        "compute the loss inside the compiled function (pass labels=)",
+        match.head,
+    )
 
 
 def check(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> Decline | None:
@@ -152,6 +320,13 @@ def _stale_sentence(output: LogitsOutput) -> str:
     return GATHERED_SENTENCE if is_gathered else STALE_SENTENCE
 
 
+def _loss_settings(info: GraphInfo) -> LossSettings | None:
+    options = info.options
+    if options.linear_cross_entropy == "off":
+        return None
+    return LossSettings(options.linear_cross_entropy_workspace)
+
+
 def _static_size(hidden: torch.Tensor) -> int:
     size = compat.known_size(hidden.shape[-1])
     assert size is not None, "the check admits only a static hidden size"
@@ -180,4 +355,5 @@ def _planned(info: GraphInfo, index: int, output: LogitsOutput) -> DeferredOutpu
         vectors=tuple(vectors),
         recipe=LogitsRecipe(head.compute_dtype, head.transposed, tuple(steps)),
         detached=output.detached,
+        loss=_loss_settings(info),
     )

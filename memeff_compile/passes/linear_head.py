@@ -24,6 +24,9 @@ from .canonical import Call, Reading, aten, read, read_one, trace
 from .editor import Editor
 from .graph_info import GraphInfo
 
+SMALLEST_VOCABULARY = 32
+"""Fewer classes than this make logits too small to matter."""
+
 
 @dataclass(frozen=True)
 class Head:

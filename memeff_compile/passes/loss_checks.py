@@ -9,10 +9,8 @@ from .. import compat
 from ..kernels import linear_cross_entropy as op_folder
 from .base import Decline
 from .graph_info import GraphInfo, node_name
-from .linear_head import fold
+from .linear_head import SMALLEST_VOCABULARY, fold
 from .loss_tails import METRICS, STATISTICS, Site, is_silent
-
-SMALLEST_VOCABULARY = 32
 
 
 def check_operands(info: GraphInfo, site: Site) -> Decline | None:

@@ -15,7 +15,7 @@ from torch.fx import Node
 from .. import compat
 from .base import Decline
 from .canonical import aten, read, read_one
-from .defer_logits import LogitsOutput
+from .defer_logits import LogitsOutput, is_deferrable, returned_logits
 from .graph_info import GraphInfo, node_name
 from .linear_head import Chain, Head, HeadReader, Modifiers, fold
 from .softmax_reader import (
@@ -392,30 +392,23 @@ def _is_plain_loss_input(info: GraphInfo, node: Any) -> bool:
 
 
 def loss_outside(info: GraphInfo) -> Iterable[Decline]:
-    """Say so when a training graph returns head-shaped logits and no loss reads them."""
-    if not info.needs_grad or info.parent is not None:
+    """Say so when a training graph returns logits, no loss reads them and they stay as they are."""
+    for match in returned_logits(info):
+        if is_deferrable(info, match):
+            continue
+        weight = info.tensor(match.outputs[0].chain.head.weight)
+        assert weight is not None
+        head = match.outputs[0].chain.head
+        vocabulary = compat.size_hint(weight.shape[1 if head.transposed else 0])
+        yield Decline(
+            "graph_break_between",
+            f"this graph returns logits over {vocabulary} classes and no loss: the loss is "
+            "computed in another graph or outside the compiled function",
+            "compute the loss inside the compiled function (pass labels=), and compile with "
+            "fullgraph=True to see what splits it",
+            head.node,
+        )
         return
-    reader = HeadReader(info, tracing=False)
-    for node in info.output.all_input_nodes:
-        chain = reader.chain(node)
-        if isinstance(chain, Decline):
-            continue
-        head = chain.head
-        weight, hidden = info.tensor(head.weight), info.tensor(head.hidden)
-        if weight is None or hidden is None or head.weight.op != "placeholder":
-            continue
-        vocabulary = weight.shape[1 if head.transposed else 0]
-        if compat.size_hint(vocabulary) > 4 * compat.size_hint(hidden.shape[-1]):
-            yield Decline(
-                "graph_break_between",
-                f"this graph returns logits over {compat.size_hint(vocabulary)} classes "
-                f"and no loss: the loss is "
-                "computed in another graph or outside the compiled function",
-                "compute the loss inside the compiled function (pass labels=), and compile with "
-                "fullgraph=True to see what splits it",
-                head.node,
-            )
-            return
 
 
 def without_parts(tails: Sequence[Tail]) -> list[Tail]:

@@ -19,7 +19,7 @@ from .. import compat
 from ..errors import StrictError
 from ..logits import DeferredOutput
 from ..options import Options
-from ..report import GraphReport, Record, Report
+from ..report import GraphReport, LogitsUse, Record, Report
 from . import defer_logits
 from .base import Decline, Done, Gain, GraphPass
 from .editor import Editor, EditRefused
@@ -77,6 +77,7 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
         seconds=seconds,
         before=before,
         after=_guarded_render(gm) if state.changed else before,
+        logits=LogitsUse() if state.deferred else None,
     )
     _log(report)
     compat.trace_artifact(TRACE_NAME, lambda: Report((report,)).to_json(indent=2))
@@ -199,8 +200,8 @@ class _Run:
         self.records.append(
             Record(
                 graph_pass.name,
-                "rewrote",
-                "rewrote",
+                done.action,
+                done.code,
                 _sentence(done.sentence),
                 source=source,
                 module=module,

@@ -119,6 +119,58 @@ def test_inputs_of_the_user_are_not_those_of_another_graph() -> None:
     look(question)
 
 
+@probes("feeds_resumed_code")
+def test_a_graph_knows_whether_the_function_goes_on_behind_it() -> None:
+    assert not look(lambda gm, _: compat.feeds_resumed_code(gm))
+    answers = []
+
+    def asking(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        answers.append(compat.feeds_resumed_code(gm))
+        return gm.forward
+
+    @torch.compile(backend=asking)
+    def function(x: Tensor) -> Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    function(torch.ones(2))
+    assert answers == [True, False]
+
+    from torch._dynamo.backends import distributed
+
+    said = inspect.getsource(distributed.SubmodCompiler)
+    assert '"DDPOptimizer intentional graph-break' in said
+
+
+@probes("assert_on_device")
+def test_a_device_assertion_has_its_message() -> None:
+    compat.assert_on_device(torch.tensor(True), "never")
+    with pytest.raises(RuntimeError, match="the sentence"):
+        compat.assert_on_device(torch.tensor(False), "the sentence")
+
+
+@probes("is_functorch_active")
+def test_transforms_of_functions_are_noticed() -> None:
+    assert not compat.is_functorch_active()
+    answers = []
+    torch.vmap(lambda x: answers.append(compat.is_functorch_active()) or x)(torch.ones(2))
+    assert answers == [True]
+
+
+@probes("ignores_gradients")
+def test_only_fsdps_hook_is_known_to_look_at_no_gradient() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    assert compat.ignores_gradients(FSDPState()._pre_backward)
+    assert not compat.ignores_gradients(print)
+    assert not compat.ignores_gradients([].append)
+    source = inspect.getsource(FSDPState._register_pre_backward_hook)
+    assert "register_hook(self._pre_backward)" in source
+    body = inspect.getsource(FSDPState._pre_backward)
+    assert body.count("grad") - body.count("_grad") <= 3 or "return grad" in body
+
+
 @probes("output_node")
 def test_output_node() -> None:
     assert look(lambda gm, _: compat.output_node(gm.graph).op) == "output"

@@ -27,15 +27,33 @@ class Block(nn.Module):
 class Small(nn.Module):
     """Embedding, block, head; returns the loss and the logits."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 16, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.block = nn.Embedding(VOCABULARY, width), Block(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.embed, self.block = nn.Embedding(vocabulary, width), Block(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.head(self.block(self.embed(ids)))
         return F.cross_entropy(logits.flatten(0, 1).float(), ids.roll(-1).flatten()), logits
+
+
+class LogitsOnly(Small):
+    """Leaves the loss to its caller."""
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        return self.head(self.block(self.embed(ids)))
+
+
+def outside_loss(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), ids().roll(-1).flatten())
+
+
+def assert_served_outside(count: int) -> None:
+    """Each of `count` losses used the fused op, and nothing computed the logits or their gradient."""
+    uses = [g.logits for g in memeff_compile.last_report().graphs if g.logits is not None]
+    assert [use.fused for use in uses] == [{"cross_entropy": count}]
+    assert [use.computed for use in uses] == [{}]
 
 
 def ids() -> Tensor:

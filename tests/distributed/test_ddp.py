@@ -16,14 +16,17 @@ from tests.distributed.models import (
     OPTIONS,
     TRAINING,
     VOCABULARY,
+    LogitsOnly,
     Small,
     assert_deferred,
     assert_ranks_agree,
     assert_same_gradients,
+    assert_served_outside,
     codes,
     fresh_start,
     gradients,
     ids,
+    outside_loss,
 )
 from tests.distributed.processes import run_in_two_processes
 
@@ -135,6 +138,28 @@ def every_way_to_compile() -> None:
     assert pieces() > 1
 
 
+def a_loss_outside_the_model() -> None:
+    eager = DistributedDataParallel(LogitsOnly(WIDTH, 5 * WIDTH), bucket_cap_mb=BUCKET_MIB)
+    outside_loss(eager(ids())).backward()
+    for modes in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        for in_place in (True, False):
+            fresh_start()
+            model = LogitsOnly(WIDTH, 5 * WIDTH)
+            if in_place:
+                model.compile(backend="memeff", options=OPTIONS)
+            ours = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **modes)
+            run = ours if in_place else torch.compile(ours, backend="memeff", options=OPTIONS)
+            for _ in range(2):
+                ours.zero_grad()
+                logits = run(ids())
+                outside_loss(logits).backward()
+            if in_place:
+                assert_deferred(logits)
+                assert_served_outside(2)
+            assert_same_gradients(gradients(ours), gradients(eager))
+            assert_ranks_agree(gradients(ours))
+
+
 def dropped_logits_that_a_later_piece_reads() -> None:
     fresh_start()
     ours = DistributedDataParallel(Crossing(), bucket_cap_mb=BUCKET_MIB)
@@ -146,6 +171,7 @@ def dropped_logits_that_a_later_piece_reads() -> None:
 def all_of_it() -> None:
     transformers_model_in_pieces()
     every_way_to_compile()
+    a_loss_outside_the_model()
     dropped_logits_that_a_later_piece_reads()
 
 

@@ -26,13 +26,16 @@ from tests.distributed.models import (
     OPTIONS,
     TRAINING,
     VOCABULARY,
+    LogitsOnly,
     Small,
     assert_deferred,
     assert_same_gradients,
+    assert_served_outside,
     codes,
     fresh_start,
     gradients,
     ids,
+    outside_loss,
 )
 from tests.distributed.processes import RANKS, run_in_two_processes
 
@@ -266,6 +269,28 @@ def a_head_that_is_freed_after_forward() -> None:
     assert_deferred(logits)
 
 
+def a_loss_outside_the_model() -> None:
+    """FSDP's hook on the logits sees their gradient in factored form, and frees nothing too early."""
+
+    def make() -> nn.Module:
+        model = LogitsOnly()
+        sharded(model.block)
+        return sharded(model)
+
+    eager, model = make(), compiled(make())
+    for _ in range(2):
+        for each in (eager, model):
+            each.zero_grad()
+            logits = each(ids())
+            outside_loss(logits).backward()
+        assert_deferred(logits)
+        assert_same_gradients(gradients(model), gradients(eager))
+    assert codes() == {"logits_deferred"}
+    assert_served_outside(2)
+    with pytest.raises(StaleLogitsError, match=r"read out.logits before loss.backward\(\)"):
+        outside_loss(logits)
+
+
 def a_head_with_a_group_of_its_own() -> None:
     """FSDP's hooks around the head split the graph between the head and the loss."""
 
@@ -328,6 +353,7 @@ def all_of_it() -> None:
     logits_of_an_earlier_step()
     logits_of_an_earlier_micro_batch()
     a_head_that_is_freed_after_forward()
+    a_loss_outside_the_model()
     a_head_with_a_group_of_its_own()
     the_older_fsdp()
     a_tensor_parallel_head()

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 
+import memeff_compile
+from memeff_compile.report import LogitsUse
 from tests.integrations.tiny import OPTIONS, TRAINING, codes, llama, products
 
 ROWS, LENGTH, STEPS = 24, 12, 4
@@ -147,13 +149,49 @@ def test_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     assert products(resumed.seen) == [0, 0]
 
 
-def test_label_smoothing_takes_the_loss_out_of_the_model(tmp_path: Path) -> None:
-    eager = trainer(llama(), tmp_path / "eager", label_smoothing_factor=0.1)
+def use() -> LogitsUse:
+    """What became of the deferred logits of the graph that trains."""
+    (found,) = (g.logits for g in memeff_compile.last_report().graphs if g.logits is not None)
+    return found
+
+
+@pytest.mark.parametrize(("settings", "tolerance"), SETTINGS.values(), ids=SETTINGS)
+def test_label_smoothing_outside_the_model_computes_no_logits(
+    settings: dict[str, Any], tolerance: float, tmp_path: Path
+) -> None:
+    eager = trainer(llama(), tmp_path / "eager", label_smoothing_factor=0.1, **settings)
     eager.train()
-    ours = trainer(compiled(), tmp_path / "ours", label_smoothing_factor=0.1)
+    torch._dynamo.reset()
+    ours = trainer(compiled(), tmp_path / "ours", label_smoothing_factor=0.1, **settings)
     ours.train()
-    np.testing.assert_allclose(losses(ours), losses(eager), rtol=2e-6)
-    assert codes() == {"graph_break_between"}
+    np.testing.assert_allclose(losses(ours), losses(eager), rtol=tolerance)
+    assert codes() == {"logits_deferred"}
+    steps = STEPS * settings.get("gradient_accumulation_steps", 1)
+    assert products(ours.seen) == [0] * steps
+    assert use().computed == {}
+    assert use().fused == {"log_softmax + gather": steps, "log_softmax + sum": steps}
+
+    measured, expected = ours.evaluate(), eager.evaluate()
+    assert measured["eval_loss"] == pytest.approx(expected["eval_loss"], rel=tolerance)
+
+
+def test_a_loss_function_given_to_the_trainer_computes_no_logits(tmp_path: Path) -> None:
+    def loss_of(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        logits = outputs["logits"][..., :-1, :].float()
+        total = nn.functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), labels[..., 1:].reshape(-1), reduction="sum"
+        )
+        return total / num_items_in_batch
+
+    curves = []
+    for model in (llama(), compiled()):
+        made = trainer(model, tmp_path, gradient_accumulation_steps=2)
+        made.compute_loss_func = loss_of
+        made.train()
+        curves.append(losses(made))
+    np.testing.assert_allclose(curves[1], curves[0], rtol=2e-6)
+    assert products(made.seen) == [0] * 2 * STEPS
+    assert use().fused == {"cross_entropy": 2 * STEPS}
 
 
 def test_the_option_none_trains_and_evaluates_without_logits(tmp_path: Path) -> None:

@@ -235,7 +235,6 @@ def _bad_inputs() -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
         "two devices": ({"weight": ok.weight.to("meta")}, {}, "weight is on meta"),
         "softcap": ({}, {"softcap": -1.0}, "softcap is -1.0"),
         "workspace": ({}, {"workspace": -1}, "workspace is -1"),
-        "filter to come": ({}, {"gradient_filter": "mass"}, "not available yet"),
         "filter level": ({}, {"filter_level": -0.1}, "filter_level is -0.1"),
         "endless filter level": ({}, {"filter_level": float("inf")}, "filter_level is inf"),
         "filter parts": ({}, {"filter_parts": "bias"}, "known parts are both, hidden, weight"),
@@ -270,4 +269,4 @@ def test_supports_accepts_what_the_caller_will_cast() -> None:
 
 
 def test_engines_are_described() -> None:
-    assert set(ENGINES) == {"hybrid", "reference"}
+    assert set(ENGINES) == {"fused", "hybrid", "reference"}

@@ -165,7 +165,7 @@ def test_entropy_and_top_of_an_ignored_row_are_those_of_its_logits() -> None:
     inputs = make_inputs(case, shape=(12,), kind="peaked")
     ignored = inputs.target == -100
     assert ignored.any()
-    _, lse, _, entropy, top = linear_cross_entropy(*inputs.tensors(), **case.arguments(1))
+    _, lse, _, entropy, top, *_ = linear_cross_entropy(*inputs.tensors(), **case.arguments(1))
     z = inputs.hidden @ inputs.weight.T
     assert torch.equal(top, z.argmax(-1))
     torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=z).entropy())
@@ -186,7 +186,7 @@ def test_top_has_no_gradient() -> None:
     case = Case("top", with_top=True)
     inputs = make_inputs(case)
     inputs.hidden.requires_grad_()
-    nll, *_, top = linear_cross_entropy(*inputs.tensors(), **case.arguments())
+    nll, _, _, _, top, *_ = linear_cross_entropy(*inputs.tensors(), **case.arguments())
     assert nll.requires_grad
     assert not top.requires_grad
     assert top.dtype == torch.int64

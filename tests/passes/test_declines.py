@@ -271,6 +271,7 @@ REFUSALS = [
         "logits over 96 classes and no loss",
         "pass labels=",
         line="F.linear",
+        settings={"options": {"memeff.logits": "eager"}},
     ),
     Refusal("head_scaled", head_scaled, "addmm with beta or alpha other than 1"),
     Refusal("scale_not_constant", scale_not_constant, "by a tensor", "scale the hidden states"),

@@ -55,7 +55,7 @@ def run(op: Op, z: Tensor, dtype: torch.dtype, device: str) -> tuple[Tensor, Ten
     bias = z.to(device, dtype).requires_grad_()
     hidden, weight = bias.new_zeros(1, 8), bias.new_zeros(VOCAB, 8)
     target = torch.zeros(1, dtype=torch.int64, device=device)
-    *_, entropy, top = op(hidden, weight, bias, target, None, **CASE.arguments(NARROW))
+    _, _, _, entropy, top, *_ = op(hidden, weight, bias, target, None, **CASE.arguments(NARROW))
     (gradient,) = torch.autograd.grad(entropy.sum(), bias)
     return entropy.detach()[0].cpu(), top[0].cpu(), gradient.cpu()
 

@@ -70,3 +70,14 @@ def capability(device: torch.device) -> tuple[int, int]:
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the tensor's GPU current, which is where Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+@lru_cache(maxsize=64)
+def has_tile_loads(index: int) -> bool:
+    """Say whether CUDA device `index` loads tiles by descriptor: capability 9.0 or later.
+
+    A planned device is taken to be an H100 or H200.
+    """
+    return _planned.get() is not None or (
+        can_run_kernels(index) and _cuda_capability(index) >= (9, 0)
+    )

@@ -98,6 +98,7 @@ def forward(
     vocab = weight.shape[0]
     shapes = shapes_for(hidden.device)
     bias, column_weight = _vector(bias, None), _vector(column_weight, torch.float32)
+    is_plain = bias is None and not (knobs.softcap or knobs.with_logit_sum)
     with on_device(hidden):
         hidden = _aligned(hidden)
         selection = select_rows(target, knobs)
@@ -149,7 +150,7 @@ def forward(
                 BK=shapes.step,
                 FLATTEN=shapes.flatten,
                 UPCAST=shapes.is_interpreted,
-                num_warps=shapes.warps,
+                num_warps=shapes.warps if is_plain else shapes.forward_warps,
                 num_stages=shapes.stages,
             )
             kernels._linear_cross_entropy_rows_kernel[(-(-here // ROWS),)](
@@ -246,6 +247,7 @@ class _Backward:
         self.rows, self.depth = hidden.shape
         self.vocab = weight.shape[0]
         self.bias, self.column_weight = _vector(bias, None), _vector(column_weight, torch.float32)
+        self.is_plain = self.bias is None and not (knobs.softcap or knobs.with_logit_sum)
         needs_hidden, needs_weight, needs_bias = output_mask
         self.selection = select_rows(target, knobs, left_out.row_order)
         self.grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -403,12 +405,13 @@ class _Backward:
             self.original.stride(0),
         )
         hidden = None if gathers else self.hidden
+        g_columns = shapes.gradient_columns(is_plain=self.is_plain and not gathers)
         grad_weight = self.grad_weight if needs_weight else None
         kernels._linear_cross_entropy_dense_gradient_kernel[(shapes.programs,)](
             _tiles(hidden, tile, step),
             *where,
-            _tiles(self.weight, columns, step),
-            _tiles(g, tile, columns // 2),
+            _tiles(self.weight, g_columns, step),
+            _tiles(g, tile, g_columns // 4),
             self.bias,
             self.column_weight,
             self.selection.target,
@@ -425,7 +428,7 @@ class _Backward:
             GATHER=gathers,
             GROUP=GROUP,
             BM=tile,
-            BN=columns,
+            BN=g_columns,
             BK=step,
             FLATTEN=shapes.flatten and not gathers,
             **self._epilogue(),
@@ -485,7 +488,7 @@ class _Backward:
         kernels._linear_cross_entropy_sparse_gradient_kernel[(2 * shapes.programs,)](
             _tiles(self.hidden, tile, step),
             _tiles(self.weight, tile, step),
-            _tiles(g, tile, tile // 2),
+            _tiles(g, tile, tile // 4),
             self.bias,
             self.column_weight,
             self.selection.target,
@@ -505,7 +508,7 @@ class _Backward:
             BK=step,
             FLATTEN=shapes.flatten,
             **self._epilogue(),
-            num_warps=shapes.square_warps,
+            num_warps=shapes.gradient_square_warps(is_plain=self.is_plain),
             num_stages=shapes.square_stages,
         )
         if self.sums is not None or self.grad_weight is not None:

@@ -40,6 +40,13 @@ def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def _quarter(tile, index: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    halves = _halves(tile, BM, BN)
+    quarters = _halves(halves[index // 2], BM, BN // 2)
+    return quarters[index % 2]
+
+
+@triton.jit
 def _logits(
     acc, columns, bias_ptr, vocab, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 ):
@@ -362,7 +369,7 @@ def _linear_cross_entropy_dense_gradient_kernel(
     order_ptr,  # (N,) int32 or None
     stride_hidden_row,
     weight_desc,  # (V, D), block BN x BK
-    g_desc,  # (N, W) out, block BM x BN / 2
+    g_desc,  # (N, W) out, block BM x BN / 4
     bias_ptr,
     column_weight_ptr,
     target_ptr,  # (N,) int32, compact
@@ -420,14 +427,13 @@ def _linear_cross_entropy_dense_gradient_kernel(
                 e = hidden_desc.load([row_block * BM, k])
             c = weight_desc.load([first_column + column_block * BN, k])
             acc = _dot(e, c.T, acc, UPCAST)
-        parts = _halves(acc, BM, BN)
-        for half in tl.static_range(2):
-            local = column_block * BN + half * (BN // 2)
+        for quarter in tl.static_range(4):
+            local = column_block * BN + quarter * (BN // 4)
             g = _gradient_tile(
-                parts[half],
+                _quarter(acc, quarter, BM, BN),
                 offs_n,
                 offs_n < rows_here,
-                first_column + local + tl.arange(0, BN // 2),
+                first_column + local + tl.arange(0, BN // 4),
                 bias_ptr,
                 column_weight_ptr,
                 target_ptr,

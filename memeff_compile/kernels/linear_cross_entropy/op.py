@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
-from memeff_compile.kernels._triton.device import can_run_kernels, where_it_runs
+from memeff_compile.kernels._triton.device import can_run_kernels, has_tile_loads, where_it_runs
 from memeff_compile.kernels.linear_cross_entropy import filters, fused, hybrid, reference, sorting
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
 from memeff_compile.kernels.linear_cross_entropy.tiles import is_minimal
@@ -30,7 +30,7 @@ FILTER_PARTS = ("both", "hidden", "weight")
 ENGINES = {
     "fused": (
         "products in Triton that keep only statistics and gradients of the logits "
-        "(CUDA, compute capability 8.0 or later; bf16, fp16)"
+        "(CUDA, compute capability 9.0 or later; bf16, fp16)"
     ),
     "hybrid": (
         "library products in fp32 and one Triton pass per piece of the vocabulary "
@@ -293,7 +293,8 @@ def engine_for(device: torch.device, dtype: torch.dtype, depth: int = 8) -> str:
     index = torch.cuda.current_device() if device.index is None else device.index
     if not can_run_kernels(index):
         return "reference"
-    return "fused" if dtype in fused.DTYPES and depth % 8 == 0 else "hybrid"
+    fits = dtype in fused.DTYPES and depth % 8 == 0
+    return "fused" if fits and has_tile_loads(index) else "hybrid"
 
 
 def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> str:

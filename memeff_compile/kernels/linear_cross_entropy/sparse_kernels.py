@@ -17,6 +17,7 @@ from memeff_compile.kernels.linear_cross_entropy.fused_kernels import (
     _dot,
     _gradient_tile,
     _halves,
+    _quarter,
 )
 
 
@@ -24,7 +25,7 @@ from memeff_compile.kernels.linear_cross_entropy.fused_kernels import (
 def _linear_cross_entropy_sparse_gradient_kernel(
     hidden_desc,  # (N, D), block TILE x BK
     weight_desc,  # (V, D), block TILE x BK
-    g_desc,  # (slots * TILE, TILE) out, block TILE x TILE / 2
+    g_desc,  # (slots * TILE, TILE) out, block TILE x TILE / 4
     bias_ptr,
     column_weight_ptr,
     target_ptr,  # (N,) int32, compact
@@ -64,14 +65,13 @@ def _linear_cross_entropy_sparse_gradient_kernel(
             c = weight_desc.load([column_block * TILE, k])
             acc = _dot(e, c.T, acc, UPCAST)
         offs_n = row_block * TILE + tl.arange(0, TILE)
-        parts = _halves(acc, TILE, TILE)
-        for half in tl.static_range(2):
-            local = half * (TILE // 2)
+        for quarter in tl.static_range(4):
+            local = quarter * (TILE // 4)
             g = _gradient_tile(
-                parts[half],
+                _quarter(acc, quarter, TILE, TILE),
                 offs_n,
                 offs_n < rows_here,
-                column_block * TILE + local + tl.arange(0, TILE // 2),
+                column_block * TILE + local + tl.arange(0, TILE // 4),
                 bias_ptr,
                 column_weight_ptr,
                 target_ptr,

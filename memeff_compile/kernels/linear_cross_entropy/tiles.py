@@ -40,13 +40,15 @@ class Shapes(NamedTuple):
 
     `rows` x `columns` is an output tile and `step` a step along the summed axis; the sparse
     kernels compute logits in squares of `rows`. `programs` is how many run at a time: one per
-    multiprocessor for the large tiles, two for the squares.
+    multiprocessor for the large tiles, two for the squares. `forward_warps` is for forward with
+    more than a product in its epilogue.
     """
 
     rows: int
     columns: int
     step: int
     warps: int
+    forward_warps: int
     stages: int
     square_warps: int
     square_stages: int
@@ -55,22 +57,28 @@ class Shapes(NamedTuple):
     programs: int
     is_interpreted: bool = False
 
+    def gradient_columns(self, *, is_plain: bool) -> int:
+        """Return how wide a tile of G is: a softcap, a bias or gathered rows take registers."""
+        return self.columns if is_plain else self.rows
+
+    def gradient_square_warps(self, *, is_plain: bool) -> int:
+        """Return the warps that share a square tile of G."""
+        return self.square_warps if is_plain else self.warps
+
 
 @lru_cache(maxsize=64)
 def shapes_for(device: torch.device) -> Shapes:
     """Return the tile shapes for a GPU, or small ones for Triton's interpreter off CUDA."""
     if device.type != "cuda":
-        return Shapes(16, 32, 16, 4, 1, 4, 1, 1, False, 2, is_interpreted=True)
+        return Shapes(16, 32, 16, 4, 4, 1, 4, 1, 1, False, 2, is_interpreted=True)
     return shapes_for_capability(capability(device), processors(device))
 
 
 def shapes_for_capability(found: tuple[int, int], programs: int) -> Shapes:
-    """Return the tile shapes for a compute capability. Measured on 9.0; elsewhere what fits."""
-    if found >= (9, 0):
-        return Shapes(128, 256, 64, 8, 3, 4, 3, 5, True, programs)
-    if found == (8, 0):
-        return Shapes(128, 256, 32, 8, 4, 8, 3, 3, False, programs)
-    return Shapes(128, 128, 32, 8, 3, 8, 3, 3, False, programs)
+    """Return the tile shapes for compute capability 9.0 (measured) or later (what fits)."""
+    if found[0] == 9:
+        return Shapes(128, 256, 64, 8, 8, 3, 4, 3, 5, True, programs)
+    return Shapes(128, 128, 64, 8, 16, 3, 8, 3, 4, False, programs)
 
 
 class RowGroups(NamedTuple):

@@ -1,0 +1,205 @@
+"""The loss outside the model: what a training step allocates, and how long it takes.
+
+    python benchmarks/outside_loss.py --out benchmarks/results/outside-loss.jsonl
+
+A Llama-3.2-1B shape (random weights, bf16, gradient checkpointing) is called without labels, and
+the loss is computed from ``out.logits``: shifted cross entropy as in a plain loop, or the label
+smoother of the transformers Trainer. For each loss and backend one row: peak memory of the steps,
+the largest block that the allocator handed out in one of them (from its own recorded history), the
+bytes of the logits, and ms per step; the backends take turns. First the loss and the gradients of a
+smaller batch are compared with eager's; a row is written only if they agree. With memeff the row
+also has the report's counts: losses that used the fused op, products that computed logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import models
+import rows
+from torch import Tensor
+from torch.nn import functional as F
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+# Of bf16 against bf16: two roundings of the same numbers.
+LOSS_BOUND, GRADIENT_BOUND = 2e-3, 5e-2
+
+
+def cross_entropy(out: Any, ids: Tensor) -> Tensor:
+    """Compute the loss of a plain loop."""
+    logits = out.logits[..., :-1, :].contiguous()
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), ids[:, 1:].reshape(-1))
+
+
+def label_smoothing(out: Any, ids: Tensor) -> Tensor:
+    """Compute the loss of a Trainer with label_smoothing_factor."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    return LabelSmoother(epsilon=0.1)(out, ids, shift_labels=True)
+
+
+LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "label_smoothing": label_smoothing}
+
+
+class Step:
+    """The training step of one backend."""
+
+    def __init__(self, model: Any, backend: str, loss: Loss) -> None:
+        self.model, self.loss = model, loss
+        # Static sizes: the small batch of the check gets a graph of its own.
+        self.run = (
+            model if backend == "eager" else torch.compile(model, backend=backend, dynamic=False)
+        )
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        loss = self.loss(self.run(input_ids=ids), ids)
+        loss.backward()
+        self.model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def build(name: str, device: str) -> Any:
+    """Build the model for training with non-reentrant gradient checkpointing."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            models.config(name), dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.config.use_cache = False
+    return model
+
+
+def disagreement(model: Any, step: Step, loss: Loss, ids: Tensor) -> dict[str, float]:
+    """Return how far loss and gradients of a small batch are from eager's, relatively."""
+    found = []
+    for run in (model, step.run):
+        value = loss(run(input_ids=ids), ids)
+        value.backward()
+        grads = [p.grad.float() for p in model.parameters() if p.grad is not None]
+        found.append((float(value.detach()), grads))
+        model.zero_grad(set_to_none=True)
+    (eager, wanted), (ours, grads) = found
+    off = sum(float((g - w).square().sum()) for g, w in zip(grads, wanted, strict=True))
+    total = sum(float(w.square().sum()) for w in wanted)
+    return {"loss": abs(ours - eager) / abs(eager), "gradients": (off / total) ** 0.5}
+
+
+def largest_block(step: Step, ids: Tensor) -> int | None:
+    """Return the bytes of the largest block that one step asked the allocator for."""
+    if not ids.is_cuda:
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
+    step(ids)
+    torch.cuda.synchronize()
+    snapshot = torch.cuda.memory._snapshot()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    traces = [entry for device in snapshot["device_traces"] for entry in device]
+    return max(entry["size"] for entry in traces if entry["action"] == "alloc")
+
+
+def timed(step: Step, ids: Tensor) -> tuple[float, int]:
+    """Do one step; return its ms and the peak of the allocator."""
+    if not ids.is_cuda:
+        started = time.perf_counter()
+        step(ids)
+        return (time.perf_counter() - started) * 1e3, 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    step(ids)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end), torch.cuda.max_memory_allocated()
+
+
+def measure(name: str, loss_name: str, backends: list[str], steps: int) -> list[dict[str, Any]]:
+    """Check and measure every backend on one model; return a row for each."""
+    import memeff_compile
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    batch, length = models.SHAPES[name]
+    model = build(name, device)
+    vocabulary = model.config.vocab_size
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocabulary, (batch, length), generator=generator).to(device)
+    loss, found, runs = LOSSES[loss_name], [], {}
+    for backend in backends:
+        step = Step(model, backend, loss)
+        off = disagreement(model, step, loss, ids[:1, : min(length, 256)])
+        row: dict[str, Any] = {
+            "what": "training step, loss outside",
+            "model": name,
+            "loss": loss_name,
+            "batch": batch,
+            "length": length,
+            "backend": backend,
+            "logits_bytes": batch * length * vocabulary * 2,
+            "off_eager": {key: float(f"{value:.2e}") for key, value in off.items()},
+            "agrees": off["loss"] <= LOSS_BOUND and off["gradients"] <= GRADIENT_BOUND,
+        }
+        found.append(row)
+        if row["agrees"]:
+            row["value"] = float(step(ids))
+            step(ids)
+            row["largest_block_bytes"] = largest_block(step, ids)
+            runs[backend] = (step, row, [], [])
+    for _ in range(steps):
+        for step, _, samples, peaks in runs.values():
+            ms, peak = timed(step, ids)
+            samples.append(ms)
+            peaks.append(peak)
+    for backend, (_, row, samples, peaks) in runs.items():
+        row |= {"ms": rows.percentiles(samples), "peak_gib": round(max(peaks) / 2**30, 3)}
+        largest = row["largest_block_bytes"]
+        # Nine tenths: the shift drops a position, and a copy of the rest would count.
+        row["logits_allocated"] = None if largest is None else largest > 0.9 * row["logits_bytes"]
+        if backend == "memeff":
+            uses = [g.logits for g in memeff_compile.last_report().graphs if g.logits is not None]
+            row["fused_outside"] = [use.fused for use in uses]
+            row["computed"] = [use.computed for use in uses]
+    return found
+
+
+def main() -> None:
+    """Measure each loss and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="llama3.2-1b", choices=list(models.SHAPES))
+    parser.add_argument("--loss", nargs="+", default=list(LOSSES), choices=list(LOSSES))
+    parser.add_argument("--backend", nargs="+", default=["inductor", "memeff"])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/outside-loss.jsonl"))
+    given = parser.parse_args()
+    for loss in given.loss:
+        for row in measure(given.model, loss, given.backend, given.steps):
+            rows.write(given.out, row)
+            largest = row.get("largest_block_bytes") or 0
+            print(
+                f"{loss:16} {row['backend']:9} agrees {row['agrees']!s:5} "
+                f"peak {row.get('peak_gib', 0):7.3f} GiB  largest block {largest / 2**20:8.1f} MiB "
+                f"(logits {row['logits_bytes'] / 2**20:.1f})  "
+                f"{row.get('ms', {}).get('median', 0):8.1f} ms",
+                file=sys.stderr,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""How far two runs of a graph are apart, and how far they may be: the rule of `memeff.verify`.
+
+Two comparisons, each by the Frobenius norm of a whole tensor:
+
+* In float64, the rewritten graph with the original one. Rounding is sixteen digits away there, so
+  what differs is the formula: `EXACT`.
+* As run, in the arithmetic that the model asks for. The truth is the original graph in float64, and
+  the yardstick is the original graph's own error against it: a rewrite may be `OWN` times as far
+  off, plus the slack of the coarsest dtype in the graph (`SLACK`). Without that truth the two
+  are compared with each other, and the slack is all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["EXACT", "OWN", "SLACK", "Gap", "Tolerance", "gradient_gaps", "slack_of", "value_gap"]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What may differ.
+
+    Args:
+        relative: share of a tensor's norm.
+        absolute: per entry, as a root mean square; of values only.
+    """
+
+    relative: float
+    absolute: float
+
+    def times(self, factor: float) -> Tolerance:
+        """Return a tolerance that is `factor` times as wide."""
+        return Tolerance(self.relative * factor, self.absolute * factor)
+
+
+EXACT = Tolerance(1e-9, 1e-12)
+OWN = 3.0
+SLACK = {
+    torch.float64: Tolerance(1e-9, 1e-12),
+    torch.float32: Tolerance(3e-4, 1e-5),
+    torch.float16: Tolerance(4e-3, 1e-4),
+    torch.bfloat16: Tolerance(2e-2, 1e-3),
+}
+
+# Gradients below this share of the typical one are rounding of others.
+_NEGLIGIBLE = 1e-3
+
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The distance between two tensors.
+
+    Args:
+        what: "output 0", "gradient of lm_head.weight".
+        error: relative to the size of the truth.
+        allowed: the same, for the error.
+        own: error of the original graph, where it is the yardstick.
+        words: what differs where it is no distance ("has shape ...").
+    """
+
+    what: str
+    error: float
+    allowed: float
+    own: float | None = None
+    words: str = ""
+
+    @property
+    def share(self) -> float:
+        """How much of what is allowed was used; above 1 is a mismatch."""
+        if self.words:
+            return float("inf")
+        return self.error / self.allowed if self.allowed > 0 else float(self.error > 0) * 1e300
+
+    def __str__(self) -> str:
+        if self.words:
+            return f"{self.what} {self.words}"
+        own = "" if self.own is None else f", where the original's own error is {self.own:.1e}"
+        return f"{self.what} is off by {self.error:.1e} ({self.allowed:.1e} is allowed{own})"
+
+
+def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Tolerance:
+    """Return the slack of the coarsest dtype of a graph.
+
+    Args:
+        dtypes: floating dtypes of its values.
+        coarse_products: fp32 products are rounded to TF32 or bf16 on this machine.
+    """
+    known = [SLACK[dtype] for dtype in dtypes if dtype in SLACK]
+    if coarse_products:
+        known.append(SLACK[torch.float16])
+    return max(known, key=lambda slack: slack.relative, default=SLACK[torch.float32])
+
+
+def value_gap(
+    what: str,
+    found: Tensor,
+    truth: Tensor,
+    tolerance: Tolerance,
+    own: Tensor | None = None,
+) -> Gap:
+    """Compare one value: an output, or what the graph left in one of its inputs.
+
+    Args:
+        what: its name for a reader.
+        found: from the rewritten graph.
+        truth: from the original graph.
+        tolerance: what may differ.
+        own: from the original graph in the arithmetic of `found`, if `truth` is wider.
+    """
+    words = _different_kind(found, truth)
+    if words:
+        return Gap(what, 0.0, 0.0, words=words)
+    if not (truth.is_floating_point() or truth.is_complex()):
+        return _integer_gap(what, found, truth)
+    norms = _Norms.of(found, truth, own)
+    if norms.broken:
+        return Gap(what, 0.0, 0.0, words="is not finite where the original is")
+    least = tolerance.absolute * norms.count**0.5
+    return norms.gap(what, tolerance.relative, least, max(norms.size, least, 1e-300))
+
+
+def gradient_gaps(
+    names: Sequence[str],
+    found: Sequence[Tensor | None],
+    truth: Sequence[Tensor | None],
+    tolerance: Tolerance,
+    own: Sequence[Tensor | None] | None = None,
+) -> list[Gap]:
+    """Compare the gradients of one backward pass, each by its own size.
+
+    A gradient far smaller than the others is measured by a thousandth of their typical size. A
+    missing one counts as zero. Arguments are as in `value_gap`, one entry per input.
+    """
+    yardsticks: Sequence[Tensor | None] = [None] * len(names) if own is None else own
+    both: list[tuple[str, _Norms | str]] = []
+    for name, ours, theirs, mine in zip(names, found, truth, yardsticks, strict=True):
+        if ours is None and theirs is None:
+            continue
+        shape = theirs if theirs is not None else ours
+        assert shape is not None
+        zero = torch.zeros_like(shape)
+        ours, theirs = zero if ours is None else ours, zero if theirs is None else theirs
+        mine = None if own is None else torch.zeros_like(ours) if mine is None else mine
+        words = _different_kind(ours, theirs)
+        both.append((f"gradient of {name}", words or _Norms.of(ours, theirs, mine)))
+    norms = [n for _, n in both if isinstance(n, _Norms)]
+    typical = (sum(n.size**2 for n in norms) / max(len(norms), 1)) ** 0.5
+    gaps = []
+    for what, one in both:
+        if isinstance(one, str):
+            gaps.append(Gap(what, 0.0, 0.0, words=one))
+        elif one.broken:
+            gaps.append(Gap(what, 0.0, 0.0, words="is not finite where the original's is"))
+        else:
+            scale = max(one.size, _NEGLIGIBLE * typical, 1e-300)
+            gaps.append(one.gap(what, tolerance.relative, 0.0, scale))
+    return gaps
+
+
+def _different_kind(found: Tensor, truth: Tensor) -> str:
+    if found.shape != truth.shape:
+        return f"has shape {tuple(found.shape)} and not {tuple(truth.shape)}"
+    if found.dtype.is_floating_point != truth.dtype.is_floating_point:
+        return f"is {found.dtype} and not {truth.dtype}"
+    return ""
+
+
+def _integer_gap(what: str, found: Tensor, truth: Tensor) -> Gap:
+    """Integers that come from comparing floats may differ where two are equal but for rounding."""
+    different = int((found != truth).sum())
+    share = different / max(truth.numel(), 1)
+    return Gap(what, share, (truth.numel() // 100) / max(truth.numel(), 1))
+
+
+@dataclass
+class _Norms:
+    """Norms of a difference, of the original's own, and of the truth, where the truth is finite."""
+
+    error: float = 0.0
+    own: float | None = None
+    size: float = 0.0
+    count: int = 0
+    broken: bool = False
+
+    @classmethod
+    def of(cls, found: Tensor, truth: Tensor, own: Tensor | None) -> _Norms:
+        norms = cls(own=None if own is None else 0.0)
+        sums = torch.zeros(3, dtype=torch.float64)
+        flat = [None if t is None else t.detach().reshape(-1) for t in (found, truth, own)]
+        for start in range(0, truth.numel(), _CHUNK):
+            ours, theirs, mine = (None if t is None else t[start : start + _CHUNK] for t in flat)
+            assert ours is not None
+            assert theirs is not None
+            sums += torch.stack(norms._add(ours, theirs, mine)).cpu()
+        norms.error, norms.size = float(sums[0].sqrt()), float(sums[1].sqrt())
+        norms.own = None if own is None else float(sums[2].sqrt())
+        return norms
+
+    def _add(self, found: Tensor, truth: Tensor, own: Tensor | None) -> list[Tensor]:
+        """Return the squares that one chunk adds to error, size and own error."""
+        wide = torch.complex128 if truth.is_complex() else torch.float64
+        found, truth = found.to(wide), truth.to(wide)
+        fair = truth.isfinite() if own is None else truth.isfinite() & own.isfinite()
+        self.broken |= bool((fair & ~found.isfinite()).any())
+        if own is None:  # nan and infinity stand where they stood
+            same = (truth.isnan() & found.isnan()) | (truth == found)
+            self.broken |= bool((~truth.isfinite() & ~same).any())
+        self.count += int(fair.sum())
+        zero = torch.zeros((), dtype=wide, device=truth.device)
+        parts = [found - truth, truth, zero if own is None else own.to(wide) - truth]
+        return [torch.where(fair, part, zero).abs().square().sum().double() for part in parts]
+
+    def gap(self, what: str, relative: float, absolute: float, scale: float) -> Gap:
+        """Return the gap of these norms, measured by `scale`."""
+        allowed = relative * scale + absolute + OWN * (self.own or 0.0)
+        own = None if self.own is None else self.own / scale
+        return Gap(what, self.error / scale, allowed / scale, own)
