@@ -36,18 +36,8 @@ _HOME = {
     "reset": "api",
 }
 
-__all__ = [
-    "Explanation",
-    "OptionError",
-    "Options",
-    "__version__",
-    "compile",
-    "explain",
-    "graphs",
-    "last_report",
-    "linear_cross_entropy",
-    "reset",
-]
+__all__ = ["Explanation", "OptionError", "Options", "__version__", "compile",
+           "explain", "graphs", "last_report", "linear_cross_entropy", "reset"]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
