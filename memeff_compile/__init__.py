@@ -34,17 +34,8 @@ _HOME = {
     "reset": "api",
 }
 
-__all__ = [
-    "Explanation",
-    "OptionError",
-    "Options",
-    "__version__",
-    "compile",
-    "explain",
-    "graphs",
-    "last_report",
-    "reset",
-]
+__all__ = ["Explanation", "OptionError", "Options", "__version__", "compile",
+           "explain", "graphs", "last_report", "reset"]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
