@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from ..kernels import embedding as embedding_folder
 from ..kernels import linear_cross_entropy as op_folder
 from ..passes.graph_info import clean_module_path
 from .capture import Capture, Graphs
@@ -443,6 +444,8 @@ def op_transient(scale: Scale, device: str) -> Transient:
     known = {
         "linear_cross_entropy": _loss_transient,
         "linear_cross_entropy_backward": _loss_transient,
+        "embedding_backward": _embedding_transient,
+        "embedding_accumulate": _embedding_transient,
     }
 
     def transient(node: Node) -> sympy.Expr:
@@ -467,11 +470,25 @@ def _loss_transient(
         depth,
         vocab,
         dtype=hidden.dtype,
-        engine=op_folder.engine_for(hidden.device, hidden.dtype),
+        engine=op_folder.engine_for(hidden.device, hidden.dtype, depth),
         device_type=device,
         workspace=arguments["workspace"],
         has_softcap=bool(arguments["softcap"]),
+        with_entropy=bool(arguments.get("with_entropy")),
         training=name.endswith("backward"),
+    )
+
+
+def _embedding_transient(
+    scale: Scale, device: str, name: str, arguments: Mapping[str, Any]
+) -> sympy.Expr:
+    del device, name
+    rows = arguments["grad_rows"].meta["val"]
+    return embedding_folder.bytes_after(
+        scale.rows(rows),
+        int(rows.shape[-1]),
+        dtype=rows.dtype,
+        engine=embedding_folder.engine_for(rows.device, rows.dtype),
     )
 
 
