@@ -231,7 +231,7 @@ graph(
 ):
     %0: i64[16] = aten.view(labels, [-1])
     %1: i64[2, 8] = aten.reshape(%0, [2, 8])
-    %2: (f32[2, 8], f32[2, 8], f32[2, 8], f32[0], i64[0]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %1, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=True, gradient_filter='exact', workspace=0)
+    %2: (f32[2, 8], f32[2, 8], f32[2, 8], f32[0], i64[0], f32[0], u8[0], i32[0]) = memeff.linear_cross_entropy(hidden, lm_head.weight, None, %1, None, ignore_index=-100, scale=1.0, softcap=0.0, with_lse=False, with_logit_sum=True, gradient_filter='exact', workspace=0)
     %3: f32[2, 8] = getitem(%2, 2)
     %4: f32[2, 8] = getitem(%2, 0)
     %5: f32[2, 8] = getitem(%2, 1)
