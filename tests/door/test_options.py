@@ -22,6 +22,8 @@ DOCUMENTED_KEYS = (
     "linear_cross_entropy.workspace",
     "linear_cross_entropy.eps",
     "linear_cross_entropy.tau",
+    "linear_cross_entropy.parts",
+    "linear_cross_entropy.sort_vocabulary",
     "logits",
     "embedding",
     "attention",
@@ -88,10 +90,6 @@ def test_available_value_is_stored(key: str, value: str) -> None:
     [
         ("preset", "fast"),
         ("preset", "paper"),
-        ("linear_cross_entropy", "mass"),
-        ("linear_cross_entropy", "block"),
-        ("linear_cross_entropy.eps", 1e-3),
-        ("linear_cross_entropy.tau", 0.99),
         ("attention", "8b"),
         ("attention", "8b+f16"),
         ("attention", "4b"),
@@ -137,8 +135,12 @@ def test_unknown_key_names_the_nearest(options: dict[str, object], nearest: str)
         ("logits", True, "True (bool); it takes 'deferred', 'eager', 'none'"),
         ("logits", None, "None (NoneType); it takes"),
         ("linear_cross_entropy", "exakt", "Did you mean 'exact'?"),
-        ("linear_cross_entropy", 1, "1 (int); it takes 'exact', 'off'"),
+        ("linear_cross_entropy", 1, "1 (int); it takes 'exact', 'mass'"),
         ("inner", "aot-eager", "Did you mean 'aot_eager'?"),
+        ("linear_cross_entropy.eps", 0, "a number between 0 and 1"),
+        ("linear_cross_entropy.tau", "1e-3", "'1e-3' (str)"),
+        ("linear_cross_entropy.parts", "bias", "'both', 'hidden', 'weight'"),
+        ("linear_cross_entropy.sort_vocabulary", 1, "it takes True or False"),
         ("linear_cross_entropy.workspace", -1, "-1 (int); it takes 'auto'"),
         ("linear_cross_entropy.workspace", 1.5, "1.5 (float)"),
         ("linear_cross_entropy.workspace", True, "True (bool)"),
@@ -334,7 +336,7 @@ VALID = st.fixed_dictionaries(
     {},
     optional={
         "memeff.logits": st.sampled_from(["deferred", "eager", "none"]),
-        "memeff.linear_cross_entropy": st.sampled_from(["exact", "off"]),
+        "memeff.linear_cross_entropy": st.sampled_from(["exact", "mass", "block", "off"]),
         "memeff.linear_cross_entropy.workspace": st.one_of(
             st.just("auto"), st.integers(0, 1 << 40), st.just("64MiB")
         ),
@@ -373,3 +375,27 @@ def test_round_trips_through_dict_and_pickle(options: dict[str, object]) -> None
 def test_any_input_parses_or_raises_our_error(options: dict[str, object]) -> None:
     with contextlib.suppress(OptionError):
         assert isinstance(Options.parse(None, options), Options)
+
+
+@pytest.mark.parametrize(
+    ("mode", "knob", "value"),
+    [
+        ("exact", "tau", 0.1),
+        ("block", "tau", 0.1),
+        ("mass", "eps", 0.1),
+        ("off", "parts", "hidden"),
+        ("exact", "sort_vocabulary", True),
+    ],
+)
+def test_knob_of_a_filter_that_is_not_on_is_refused(mode: str, knob: str, value: object) -> None:
+    with pytest.raises(OptionError, match="which has no such knob"):
+        parse(**{"linear_cross_entropy": mode, f"linear_cross_entropy.{knob}": value})
+
+
+def test_level_of_a_filter_is_its_own() -> None:
+    mass = parse(**{"linear_cross_entropy": "mass", "linear_cross_entropy.tau": 0.25})
+    block = parse(**{"linear_cross_entropy": "block", "linear_cross_entropy.eps": 0.5})
+    assert (mass.filter_level, block.filter_level, parse().filter_level) == (0.25, 0.5, 0.0)
+    assert (
+        parse(**{"linear_cross_entropy.workspace": "minimal"}).linear_cross_entropy_workspace == 1
+    )
