@@ -132,7 +132,7 @@ def linear_cross_entropy(
         ignore_index=ignore_index,
         scale=float(scale),
         softcap=float(softcap),
-        with_lse=return_stats,
+        with_lse=return_stats or bool(z_loss),
         with_logit_sum=smooth,
         gradient_filter=filter,
         workspace=0,

@@ -237,6 +237,7 @@ def test_helper_compiles_within_the_limits(
         "HAS_IGNORE": True,
         "WITH_LOGIT_SUM": True,
         "WITH_COMPACT_LSE": True,
+        "KEEP_TARGETS": True,
     }
     kernel = _compile(name, capability, constants, warps=warps, stages=3, dtype="bf16")
     _check(kernel, capability, tmp_path, multiplies=False)

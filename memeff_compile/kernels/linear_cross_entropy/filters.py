@@ -7,6 +7,8 @@ under eps. What a row loses in all is measured, not bounded.
 if that sum over the tile is under a level for each of its rows; the level is the highest of a
 geometric list at which every row of the block stays under tau. The list starts at an eighth of an
 even share of the columns, so a flat softmax, where no tile is lighter than that, loses nothing.
+
+Where lse has a gradient of its own, as with a z-loss, tiles that hold a target are always kept.
 """
 
 from __future__ import annotations
@@ -93,6 +95,7 @@ class Chooser:
         self.compact_lse = new(self.rows, dtype=torch.float32)
         self.score = new((self.blocks, self.tiles), dtype=torch.float32)
         self.by_mass = knobs.gradient_filter == "mass"
+        self.keeps_targets = knobs.with_lse
         level = filter_level(knobs.gradient_filter, knobs.filter_level, hidden.dtype)
         if self.by_mass:
             self.threshold = min(1.0 / (8 * self.tiles), level)
@@ -115,7 +118,12 @@ class Chooser:
             self.selection.target,
             self.selection.kept,
         )
-        flags = {"HAS_KEPT": self.selection.kept is not None, "TILE": self.tile, "CHUNK": CHUNK}
+        flags = {
+            "HAS_KEPT": self.selection.kept is not None,
+            "KEEP_TARGETS": self.keeps_targets,
+            "TILE": self.tile,
+            "CHUNK": CHUNK,
+        }
         if self.by_mass:
             kernels._linear_cross_entropy_mass_code_kernel[grid](
                 *arguments,

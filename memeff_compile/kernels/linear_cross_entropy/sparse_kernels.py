@@ -236,6 +236,7 @@ def _dropped(
     tiles,
     offs,
     TILE: tl.constexpr,
+    KEEP_TARGETS: tl.constexpr,
 ):
     """Return, per tile and row: what leaving it out drops in sum, and at most in one column."""
     plane = stats_tiles.to(tl.int64) * group_rows
@@ -256,6 +257,10 @@ def _dropped(
     others = tl.maximum(total - p_target[None, :], 0.0)
     total = tl.where(holds_target, miss[None, :] + others, total)
     highest = tl.where(holds_target, miss[None, :], highest)
+    if KEEP_TARGETS:
+        # The gradient of lse is p itself: a confident target's tile counts as much as can be.
+        total = tl.where(holds_target, float("inf"), total)
+        highest = tl.where(holds_target, float("inf"), highest)
     # NaN counts as infinite: such a tile is kept.
     total = tl.where(total == total, total, float("inf"))
     highest = tl.where(highest == highest, highest, float("inf"))
@@ -277,6 +282,7 @@ def _linear_cross_entropy_block_score_kernel(
     tiles,  # T
     threshold,
     HAS_KEPT: tl.constexpr,
+    KEEP_TARGETS: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -301,6 +307,7 @@ def _linear_cross_entropy_block_score_kernel(
         tiles,
         offs,
         TILE,
+        KEEP_TARGETS,
     )
     score = tl.max(highest, axis=1)
     block += first_row // TILE
@@ -326,6 +333,7 @@ def _linear_cross_entropy_mass_code_kernel(
     tiles,  # T
     threshold,
     HAS_KEPT: tl.constexpr,
+    KEEP_TARGETS: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -349,6 +357,7 @@ def _linear_cross_entropy_mass_code_kernel(
         tiles,
         offs,
         TILE,
+        KEEP_TARGETS,
     )
     code = tl.floor(tl.log2(tl.maximum(total, 1e-30)) * -CODE_STEPS)
     # 255 is exactly nothing.
