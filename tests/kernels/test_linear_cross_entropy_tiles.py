@@ -11,10 +11,10 @@ from memeff_compile.kernels.linear_cross_entropy.tiles import (
     piece_width,
     room_inside,
     row_groups,
-    shapes_for_capability,
+    shapes_for_programs,
 )
 
-HOPPER = shapes_for_capability((9, 0), 132)
+HOPPER = shapes_for_programs(132)
 
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 8192, 100_000])

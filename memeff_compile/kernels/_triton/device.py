@@ -62,22 +62,16 @@ def _cuda_capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device."""
-    return _cuda_capability(torch.cuda.current_device() if device.index is None else device.index)
-
-
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the tensor's GPU current, which is where Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-@lru_cache(maxsize=64)
-def has_tile_loads(index: int) -> bool:
-    """Say whether CUDA device `index` loads tiles by descriptor: capability 9.0 or later.
+def is_hopper(index: int) -> bool:
+    """Say whether CUDA device `index` is what the tile kernels are shaped for: capability 9.0.
 
     A planned device is taken to be one.
     """
     if _planned.get() is not None:
         return True
-    return can_run_kernels(index) and _cuda_capability(index) >= (9, 0)
+    return can_run_kernels(index) and _cuda_capability(index)[0] == 9

@@ -98,7 +98,6 @@ def forward(
     vocab = weight.shape[0]
     shapes = shapes_for(hidden.device)
     bias, column_weight = _vector(bias, None), _vector(column_weight, torch.float32)
-    is_plain = bias is None and not (knobs.softcap or knobs.with_logit_sum)
     with on_device(hidden):
         hidden = _aligned(hidden)
         selection = select_rows(target, knobs)
@@ -150,7 +149,7 @@ def forward(
                 BK=shapes.step,
                 FLATTEN=shapes.flatten,
                 UPCAST=shapes.is_interpreted,
-                num_warps=shapes.warps if is_plain else shapes.forward_warps,
+                num_warps=shapes.warps,
                 num_stages=shapes.stages,
             )
             kernels._linear_cross_entropy_rows_kernel[(-(-here // ROWS),)](

@@ -17,7 +17,7 @@ from torch import Tensor
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels._triton.device import (
     can_run_kernels,
-    has_tile_loads,
+    is_hopper,
     where_it_runs,
 )
 from memeff_compile.kernels.linear_cross_entropy import filters, fused, hybrid, reference, sorting
@@ -34,7 +34,7 @@ FILTER_PARTS = ("both", "hidden", "weight")
 ENGINES = {
     "fused": (
         "products in Triton that keep only statistics and gradients of the logits "
-        "(CUDA, compute capability 9.0 or later; bf16, fp16)"
+        "(CUDA, compute capability 9.0; bf16, fp16)"
     ),
     "hybrid": (
         "library products in fp32 and one Triton pass per piece of the vocabulary "
@@ -298,7 +298,7 @@ def engine_for(device: torch.device, dtype: torch.dtype, depth: int = 8) -> str:
     if not can_run_kernels(index):
         return "reference"
     fits = dtype in fused.DTYPES and depth % 8 == 0
-    return "fused" if fits and has_tile_loads(index) else "hybrid"
+    return "fused" if fits and is_hopper(index) else "hybrid"
 
 
 def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> str:

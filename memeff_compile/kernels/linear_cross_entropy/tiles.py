@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from memeff_compile.kernels._triton.device import capability, processors
+from memeff_compile.kernels._triton.device import processors
 from memeff_compile.kernels.linear_cross_entropy.pieces import MIB
 
 # Rows and columns of the tiles that a filter keeps or leaves out.
@@ -40,15 +40,13 @@ class Shapes(NamedTuple):
 
     `rows` x `columns` is an output tile and `step` a step along the summed axis; the sparse
     kernels compute logits in squares of `rows`. `programs` is how many run at a time: one per
-    multiprocessor for the large tiles, two for the squares. `forward_warps` is for forward with
-    more than a product in its epilogue.
+    multiprocessor for the large tiles, two for the squares.
     """
 
     rows: int
     columns: int
     step: int
     warps: int
-    forward_warps: int
     stages: int
     square_warps: int
     square_stages: int
@@ -70,15 +68,13 @@ class Shapes(NamedTuple):
 def shapes_for(device: torch.device) -> Shapes:
     """Return the tile shapes for a GPU, or small ones for Triton's interpreter off CUDA."""
     if device.type != "cuda":
-        return Shapes(32, 64, 16, 4, 4, 1, 4, 1, 1, False, 2, is_interpreted=True)
-    return shapes_for_capability(capability(device), processors(device))
+        return Shapes(32, 64, 16, 4, 1, 4, 1, 1, False, 2, is_interpreted=True)
+    return shapes_for_programs(processors(device))
 
 
-def shapes_for_capability(found: tuple[int, int], programs: int) -> Shapes:
-    """Return the tile shapes for compute capability 9.0 (measured) or later (what fits)."""
-    if found[0] == 9:
-        return Shapes(128, 256, 64, 8, 8, 3, 4, 3, 5, True, programs)
-    return Shapes(128, 128, 64, 8, 16, 3, 8, 3, 4, False, programs)
+def shapes_for_programs(programs: int) -> Shapes:
+    """Return the tile shapes for compute capability 9.0, where they were measured."""
+    return Shapes(128, 256, 64, 8, 3, 4, 3, 5, True, programs)
 
 
 class RowGroups(NamedTuple):
