@@ -163,7 +163,7 @@ class FuseLinearCrossEntropy:
         }
         call: dict[str, Any] = {
             "dtype": head.compute_dtype,
-            "engine": _engine_name(hidden, head.compute_dtype),
+            "engine": _engine_name(hidden, match),
             "device_type": op_folder.where_it_runs(hidden.device).type,
             "workspace": info.options.linear_cross_entropy_workspace,
             "has_softcap": any(s.kind == "tanh" for s in match.tails[0].chain.steps),
@@ -199,7 +199,7 @@ class FuseLinearCrossEntropy:
             match.covered.extend(emit_group(info, editor, group))
             spellings.extend(t.name for t in group)
         deferred, notes = defer_logits.rewrite(info, match.outputs, editor)
-        engine = _engine(info.tensor(match.head.hidden), match.head.compute_dtype, info.options)
+        engine = _engine(info.tensor(match.head.hidden), match, info.options)
         # Each call multiplies with the whole head: other rows, targets or modifiers cost time.
         times = f", {len(groups)} calls" if len(groups) > 1 else ""
         sentence = (
@@ -213,23 +213,28 @@ class FuseLinearCrossEntropy:
         return match.covered
 
 
-def _engine_name(hidden: torch.Tensor, dtype: torch.dtype) -> str:
+def _engine_name(hidden: torch.Tensor, match: Site) -> str:
     depth = hidden.shape[-1]
-    return op_folder.engine_for(hidden.device, dtype, depth if isinstance(depth, int) else 8)
+    return op_folder.engine_for(
+        hidden.device,
+        match.head.compute_dtype,
+        depth if isinstance(depth, int) else 8,
+        with_metrics=any(tail.kind in METRICS for tail in match.tails),
+    )
 
 
-def _engine(hidden: torch.Tensor | None, dtype: torch.dtype, options: Options) -> str:
+def _engine(hidden: torch.Tensor | None, match: Site, options: Options) -> str:
     """Name the engine, and what a gradient filter will do in it."""
     assert hidden is not None
-    name = _engine_name(hidden, dtype)
+    name = _engine_name(hidden, match)
     sentence = f"engine {name}: {op_folder.ENGINES[name]}"
     mode = options.linear_cross_entropy
     if mode == "exact":
         return sentence
-    if name != "fused" or op_folder.is_minimal(options.linear_cross_entropy_workspace):
+    smooths = any(tail.label_smoothing > 0 for tail in match.tails)
+    minimal = op_folder.is_minimal(options.linear_cross_entropy_workspace)
+    if name != "fused" or smooths or minimal:
         return f"{sentence}; '{mode}' leaves nothing out here: the gradients are exact"
-    level = op_folder.filter_level(mode, options.filter_level, dtype)
-    bound = (
-        f"a row loses at most {level:g}" if mode == "mass" else f"tiles under {level:g} left out"
-    )
-    return f"{sentence}; gradient filter '{mode}', {bound}, dense where most tiles count"
+    level = op_folder.filter_level(mode, options.filter_level, match.head.compute_dtype)
+    bound = "a row loses at most" if mode == "mass" else "leaves out tiles under"
+    return f"{sentence}; gradient filter '{mode}': {bound} {level:g}; dense where most tiles count"

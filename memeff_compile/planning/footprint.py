@@ -470,7 +470,12 @@ def _loss_transient(
         depth,
         vocab,
         dtype=hidden.dtype,
-        engine=op_folder.engine_for(hidden.device, hidden.dtype, depth),
+        engine=op_folder.engine_for(
+            hidden.device,
+            hidden.dtype,
+            depth,
+            with_metrics=bool(arguments.get("with_entropy") or arguments.get("with_top")),
+        ),
         device_type=device,
         workspace=arguments["workspace"],
         has_softcap=bool(arguments["softcap"]),

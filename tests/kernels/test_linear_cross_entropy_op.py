@@ -17,12 +17,15 @@ from memeff_compile.errors import (
     TargetRangeError,
     UnsupportedInputError,
 )
+from memeff_compile.kernels._triton.device import planned_for
 from memeff_compile.kernels.linear_cross_entropy import (
     ENGINES,
+    engine_for,
     linear_cross_entropy,
     linear_cross_entropy_backward,
     supports,
 )
+from memeff_compile.kernels.linear_cross_entropy.activity import measure
 from tests.support.oracles import CASES, Case, Inputs, make_inputs, values_and_gradients
 
 PLAIN = CASES[0]
@@ -270,3 +273,28 @@ def test_supports_accepts_what_the_caller_will_cast() -> None:
 
 def test_engines_are_described() -> None:
     assert set(ENGINES) == {"fused", "hybrid", "reference"}
+
+
+def test_engine_of_a_planned_hopper_depends_on_what_is_asked() -> None:
+    device, half = torch.device("cuda", 0), torch.bfloat16
+    with planned_for(device):
+        assert engine_for(device, half, 64) == "fused"
+        assert engine_for(device, half, 60) == "hybrid"
+        assert engine_for(device, torch.float32, 64) == "hybrid"
+        assert engine_for(device, half, 64, with_metrics=True) == "hybrid"
+        assert engine_for(device, torch.float64, 64) == "reference"
+
+
+def test_a_filter_without_its_engine_leaves_nothing_out() -> None:
+    inputs = make_inputs(PLAIN)
+    found = measure(inputs.hidden, inputs.weight, inputs.target, gradient_filter="mass")
+    assert found.active == 1
+    assert not found.is_sparse
+    assert found.dropped.shape == inputs.target.shape
+    assert not found.dropped.any()
+    exact, filtered = (
+        values_and_gradients(linear_cross_entropy, inputs, {**PLAIN.arguments(1), **changes})
+        for changes in ({}, {"gradient_filter": "mass"})
+    )
+    for name, value in exact.items():
+        assert torch.equal(filtered[name], value)

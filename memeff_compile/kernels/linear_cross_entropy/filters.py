@@ -8,7 +8,8 @@ if that sum over the tile is under a level for each of its rows; the level is th
 geometric list at which every row of the block stays under tau. The list starts at an eighth of an
 even share of the columns, so a flat softmax, where no tile is lighter than that, loses nothing.
 
-Where lse has a gradient of its own, as with a z-loss, tiles that hold a target are always kept.
+Where lse has a gradient of its own, as with a z-loss, tiles that hold a target are always kept. The
+op knows by `with_lse`: whoever filters and differentiates lse has to set it.
 """
 
 from __future__ import annotations

@@ -277,19 +277,27 @@ def _require_support(
 def _knobs(settings: dict[str, Any]) -> Knobs:
     """Read a call's settings; the dispatcher leaves out those that equal their defaults.
 
-    A filter that would be wrong or has no room is off: label smoothing gives every tile a gradient.
+    A filter that would be wrong or has no engine or room is off: label smoothing gives every tile
+    a gradient.
     """
     knobs = Knobs(**{name: settings[name] for name in Knobs._fields if name in settings})
-    if knobs.with_logit_sum or knobs.with_entropy or is_minimal(knobs.workspace):
+    has_filter = not (knobs.with_logit_sum or knobs.with_entropy or knobs.with_top)
+    if not has_filter or is_minimal(knobs.workspace):
         return knobs._replace(gradient_filter="exact")
     return knobs
 
 
-def engine_for(device: torch.device, dtype: torch.dtype, depth: int = 8) -> str:
+def engine_for(
+    device: torch.device, dtype: torch.dtype, depth: int = 8, *, with_metrics: bool = False
+) -> str:
     """Name the engine that serves tensors of this device, dtype and depth: a key of `ENGINES`.
 
-    Calls that ask for entropy or top, or hold a weight whose rows do not follow each other in
-    memory, are served by "hybrid" where this says "fused".
+    A weight whose rows do not follow each other in memory is served by "hybrid" where this says
+    "fused".
+
+    Args:
+        device, dtype, depth: of the hidden states.
+        with_metrics: whether entropy or top is asked for.
     """
     device = where_it_runs(device)
     if device.type != "cuda" or dtype == torch.float64:
@@ -297,15 +305,14 @@ def engine_for(device: torch.device, dtype: torch.dtype, depth: int = 8) -> str:
     index = torch.cuda.current_device() if device.index is None else device.index
     if not can_run_kernels(index):
         return "reference"
-    fits = dtype in fused.DTYPES and depth % 8 == 0
+    fits = dtype in fused.DTYPES and depth % 8 == 0 and not with_metrics
     return "fused" if fits and is_hopper(index) else "hybrid"
 
 
 def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> str:
-    name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1])
-    if name == "fused" and (knobs.with_entropy or knobs.with_top or not fused.serves(weight)):
-        return "hybrid"
-    return name
+    metrics = knobs.with_entropy or knobs.with_top
+    name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1], with_metrics=metrics)
+    return "hybrid" if name == "fused" and not fused.serves(weight) else name
 
 
 def _sorts(knobs: Knobs) -> bool:
