@@ -6,9 +6,10 @@ A Llama-3.2-1B shape (random weights, bf16, gradient checkpointing) is called wi
 the loss is computed from ``out.logits``: shifted cross entropy as in a plain loop, or the label
 smoother of the transformers Trainer. For each loss and backend one row: peak memory of the steps,
 the largest block that the allocator handed out in one of them (from its own recorded history), the
-bytes of the logits, and ms per step; the backends take turns. First the loss and the gradients of a
-smaller batch are compared with eager's; a row is written only if they agree. With memeff the row
-also has the report's counts: losses that used the fused op, products that computed logits.
+bytes of the logits, and ms per step; the backends take turns, and each compiles the model once for
+all losses. First the loss and the gradients are compared with eager's; a row has figures only if
+they agree. With memeff the row also has the report's counts: losses that used the fused op, and
+products that computed logits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,10 @@ LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "label_smoothing": la
 
 
 class Step:
-    """The training step of one backend."""
+    """The training step of one backend: its compiled model, and a loss."""
 
-    def __init__(self, model: Any, backend: str, loss: Loss) -> None:
-        self.model, self.loss = model, loss
-        # Static sizes: the small batch of the check gets a graph of its own.
-        self.run = (
-            model if backend == "eager" else torch.compile(model, backend=backend, dynamic=False)
-        )
+    def __init__(self, model: Any, run: Callable[..., Any], loss: Loss) -> None:
+        self.model, self.run, self.loss = model, run, loss
 
     def __call__(self, ids: Tensor) -> Tensor:
         loss = self.loss(self.run(input_ids=ids), ids)
@@ -83,7 +80,7 @@ def build(name: str, device: str) -> Any:
 
 
 def disagreement(model: Any, step: Step, loss: Loss, ids: Tensor) -> dict[str, float]:
-    """Return how far loss and gradients of a small batch are from eager's, relatively."""
+    """Return how far loss and gradients are from eager's, relatively."""
     found = []
     for run in (model, step.run):
         value = loss(run(input_ids=ids), ids)
@@ -127,37 +124,51 @@ def timed(step: Step, ids: Tensor) -> tuple[float, int]:
     return start.elapsed_time(end), torch.cuda.max_memory_allocated()
 
 
-def measure(name: str, loss_name: str, backends: list[str], steps: int) -> list[dict[str, Any]]:
-    """Check and measure every backend on one model; return a row for each."""
-    import memeff_compile
-
+def measure(
+    name: str, losses: list[str], backends: list[str], steps: int
+) -> Iterator[dict[str, Any]]:
+    """Check and measure every loss and backend on one model; yield a row for each."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch._dynamo.reset()
-    memeff_compile.reset()
     batch, length = models.SHAPES[name]
     model = build(name, device)
-    vocabulary = model.config.vocab_size
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, vocabulary, (batch, length), generator=generator).to(device)
-    loss, found, runs = LOSSES[loss_name], [], {}
-    for backend in backends:
-        step = Step(model, backend, loss)
-        off = disagreement(model, step, loss, ids[:1, : min(length, 256)])
-        row: dict[str, Any] = {
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=generator).to(device)
+    compiled = {
+        backend: model if backend == "eager" else torch.compile(model, backend=backend)
+        for backend in backends
+    }
+    for loss in losses:
+        facts = {
             "what": "training step, loss outside",
             "model": name,
-            "loss": loss_name,
+            "loss": loss,
             "batch": batch,
             "length": length,
+            "logits_bytes": batch * length * model.config.vocab_size * 2,
+        }
+        taking = {backend: Step(model, run, LOSSES[loss]) for backend, run in compiled.items()}
+        yield from compare(model, taking, ids, steps, facts)
+
+
+def compare(
+    model: Any, taking: dict[str, Step], ids: Tensor, steps: int, facts: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the rows of one loss: the backends that agree with eager, step by step in turn."""
+    found, runs = [], {}
+    for backend, step in taking.items():
+        off = disagreement(model, step, step.loss, ids)
+        row = facts | {
             "backend": backend,
-            "logits_bytes": batch * length * vocabulary * 2,
             "off_eager": {key: float(f"{value:.2e}") for key, value in off.items()},
             "agrees": off["loss"] <= LOSS_BOUND and off["gradients"] <= GRADIENT_BOUND,
         }
         found.append(row)
         if row["agrees"]:
+            before = _uses() if backend == "memeff" else None
             row["value"] = float(step(ids))
-            step(ids)
+            if before is not None:
+                after = _uses()
+                row["fused_outside"], row["computed"] = after[0] - before[0], after[1] - before[1]
             row["largest_block_bytes"] = largest_block(step, ids)
             runs[backend] = (step, row, [], [])
     for _ in range(steps):
@@ -165,16 +176,20 @@ def measure(name: str, loss_name: str, backends: list[str], steps: int) -> list[
             ms, peak = timed(step, ids)
             samples.append(ms)
             peaks.append(peak)
-    for backend, (_, row, samples, peaks) in runs.items():
+    for _, row, samples, peaks in runs.values():
         row |= {"ms": rows.percentiles(samples), "peak_gib": round(max(peaks) / 2**30, 3)}
         largest = row["largest_block_bytes"]
         # Nine tenths: the shift drops a position, and a copy of the rest would count.
         row["logits_allocated"] = None if largest is None else largest > 0.9 * row["logits_bytes"]
-        if backend == "memeff":
-            uses = [g.logits for g in memeff_compile.last_report().graphs if g.logits is not None]
-            row["fused_outside"] = [use.fused for use in uses]
-            row["computed"] = [use.computed for use in uses]
     return found
+
+
+def _uses() -> tuple[int, int]:
+    """Return, of the last report: losses outside that were fused, products that made logits."""
+    import memeff_compile
+
+    uses = [g.logits for g in memeff_compile.last_report().graphs if g.logits is not None]
+    return sum(use.calls for use in uses), sum(use.products for use in uses)
 
 
 def main() -> None:
@@ -188,17 +203,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/outside-loss.jsonl"))
     given = parser.parse_args()
-    for loss in given.loss:
-        for row in measure(given.model, loss, given.backend, given.steps):
-            rows.write(given.out, row)
-            largest = row.get("largest_block_bytes") or 0
-            print(
-                f"{loss:16} {row['backend']:9} agrees {row['agrees']!s:5} "
-                f"peak {row.get('peak_gib', 0):7.3f} GiB  largest block {largest / 2**20:8.1f} MiB "
-                f"(logits {row['logits_bytes'] / 2**20:.1f})  "
-                f"{row.get('ms', {}).get('median', 0):8.1f} ms",
-                file=sys.stderr,
-            )
+    for row in measure(given.model, given.loss, given.backend, given.steps):
+        rows.write(given.out, row)
+        largest = row.get("largest_block_bytes") or 0
+        print(
+            f"{row['loss']:16} {row['backend']:9} agrees {row['agrees']!s:5} "
+            f"peak {row.get('peak_gib', 0):7.3f} GiB  largest block {largest / 2**20:8.1f} MiB "
+            f"(logits {row['logits_bytes'] / 2**20:.1f})  "
+            f"{row.get('ms', {}).get('median', 0):8.1f} ms",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":
