@@ -5,7 +5,7 @@
 A Llama-3.2-1B shape (random weights, bf16, gradient checkpointing) is called without labels, and
 the loss is computed from ``out.logits``: shifted cross entropy as in a plain loop, or the label
 smoother of the transformers Trainer. For each loss and backend one row: peak memory of the steps,
-the largest block that the allocator handed out in one of them (from its own recorded history), the
+the blocks that the allocator handed out in one of them (from its own recorded history), the
 bytes of the logits, and ms per step; the backends take turns, and each compiles the model once for
 all losses. First the loss and the gradients are compared with eager's; a row has figures only if
 they agree. With memeff the row also has the report's counts: losses that used the fused op, and
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,8 @@ def disagreement(model: Any, step: Step, loss: Loss, ids: Tensor) -> dict[str, f
     return {"loss": abs(ours - eager) / abs(eager), "gradients": (off / total) ** 0.5}
 
 
-def largest_block(step: Step, ids: Tensor) -> int | None:
-    """Return the bytes of the largest block that one step asked the allocator for."""
+def blocks(step: Step, ids: Tensor) -> dict[str, int] | None:
+    """Return the blocks of 1 MiB and more that one step asked the allocator for: MiB -> how many."""
     if not ids.is_cuda:
         return None
     torch.cuda.synchronize()
@@ -105,7 +106,9 @@ def largest_block(step: Step, ids: Tensor) -> int | None:
     snapshot = torch.cuda.memory._snapshot()
     torch.cuda.memory._record_memory_history(enabled=None)
     traces = [entry for device in snapshot["device_traces"] for entry in device]
-    return max(entry["size"] for entry in traces if entry["action"] == "alloc")
+    sizes = [entry["size"] for entry in traces if entry["action"] == "alloc"]
+    counts = Counter(size for size in sizes if size >= 2**20)
+    return {f"{size / 2**20:.3f}": count for size, count in sorted(counts.items(), reverse=True)}
 
 
 def timed(step: Step, ids: Tensor) -> tuple[float, int]:
@@ -169,7 +172,7 @@ def compare(
             if before is not None:
                 after = _uses()
                 row["fused_outside"], row["computed"] = after[0] - before[0], after[1] - before[1]
-            row["largest_block_bytes"] = largest_block(step, ids)
+            row["blocks_mib"] = blocks(step, ids)
             runs[backend] = (step, row, [], [])
     for _ in range(steps):
         for step, _, samples, peaks in runs.values():
@@ -178,9 +181,10 @@ def compare(
             peaks.append(peak)
     for _, row, samples, peaks in runs.values():
         row |= {"ms": rows.percentiles(samples), "peak_gib": round(max(peaks) / 2**30, 3)}
-        largest = row["largest_block_bytes"]
-        # Nine tenths: the shift drops a position, and a copy of the rest would count.
-        row["logits_allocated"] = None if largest is None else largest > 0.9 * row["logits_bytes"]
+        if row["blocks_mib"]:
+            row["largest_block_mib"] = max(map(float, row["blocks_mib"]))
+            # Nine tenths: the shift drops a position, and a copy of the rest would count.
+            row["logits_allocated"] = row["largest_block_mib"] > 0.9 * row["logits_bytes"] / 2**20
     return found
 
 
@@ -205,10 +209,10 @@ def main() -> None:
     given = parser.parse_args()
     for row in measure(given.model, given.loss, given.backend, given.steps):
         rows.write(given.out, row)
-        largest = row.get("largest_block_bytes") or 0
+        largest = row.get("largest_block_mib", 0)
         print(
             f"{row['loss']:16} {row['backend']:9} agrees {row['agrees']!s:5} "
-            f"peak {row.get('peak_gib', 0):7.3f} GiB  largest block {largest / 2**20:8.1f} MiB "
+            f"peak {row.get('peak_gib', 0):7.3f} GiB  largest block {largest:8.1f} MiB "
             f"(logits {row['logits_bytes'] / 2**20:.1f})  "
             f"{row.get('ms', {}).get('median', 0):8.1f} ms",
             file=sys.stderr,

@@ -67,7 +67,7 @@ def explain(
         {symbol: name for found in captures for symbol, name in found.names.items()},
         points_around(sizes.batch, sizes.length),
     )
-    facts = facts_of(model, stacks_of(model))
+    facts = facts_of(model, stacks_of(model), device)
     transient = op_transient(scale, device)
     before, after = (
         footprint(captures, stacks, scale, facts, after=is_after, transient=transient)

@@ -26,6 +26,9 @@ Parts = dict[str, sympy.Expr]
 PERSISTENT = ("block gradients", "other gradients", "activations", "inputs")
 """The parts that grow with depth: what one more block adds to them, it adds to any moment."""
 
+LIBRARY_WORKSPACES = 2 * 32 * 2**20
+"""What cuBLAS keeps on a Hopper GPU: a workspace for forward's thread and one for backward's."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -64,10 +67,11 @@ class Run:
     kept: Parts = field(default_factory=dict)
 
 
-def facts_of(model: object, stacks: Sequence[Stack]) -> Facts:
+def facts_of(model: object, stacks: Sequence[Stack], device: str) -> Facts:
     """Count the bytes of a model's parameters and buffers; parameters of blocks apart."""
+    library = LIBRARY_WORKSPACES if device == "cuda" else 0
     if not isinstance(model, nn.Module):
-        return Facts(0, 0, 0, 0, 0, 0, 0)
+        return Facts(0, 0, 0, 0, 0, 0, 0, library)
     in_blocks: set[int] = set()
     largest = 0
     for stack in stacks:
@@ -90,6 +94,7 @@ def facts_of(model: object, stacks: Sequence[Stack]) -> Facts:
         parameters=sum(p.numel() for p in unique),
         trained=sum(p.numel() for p in unique if p.requires_grad),
         trained_bytes=total(p for p in unique if p.requires_grad),
+        library=library,
     )
 
 
@@ -379,7 +384,10 @@ class _Replay:
         for part, counts in sums.items():
             total = sum((count * formula for formula, count in counts.items()), sympy.Integer(0))
             parts = _plus(parts, part, total)
-        return _plus(parts, "loss workspace", step.transient) if step.transient else parts
+        if step.transient:
+            is_loss = any(_is_ours(node) for node in step.kernel.nodes)
+            parts = _plus(parts, "loss workspace" if is_loss else "working", step.transient)
+        return parts
 
     def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, str]:
         """Return the block that runs (the last one seen, between blocks) and a place's name."""
@@ -440,7 +448,7 @@ def _module_path(node: Node) -> str | None:
 
 
 def op_transient(scale: Scale, device: str) -> Transient:
-    """Return a function that says what an op of ours holds while it runs, beside its results."""
+    """Return a function that says what an op holds while it runs, beside its results."""
     known = {
         "linear_cross_entropy": _loss_transient,
         "linear_cross_entropy_backward": _loss_transient,
@@ -449,15 +457,29 @@ def op_transient(scale: Scale, device: str) -> Transient:
     }
 
     def transient(node: Node) -> sympy.Expr:
+        if not _is_ours(node):
+            return _attention_transient(scale, device, node)
         op = called_op(node)
-        if getattr(op, "namespace", "") != "memeff":
-            return sympy.Integer(0)
         name = op._schema.name.rpartition("::")[2]  # type: ignore[attr-defined]
         with op_folder.planned_for(torch.device(device, 0)):
             formula = known.get(name)
             return formula(scale, device, name, _arguments(node)) if formula else sympy.Integer(0)
 
     return transient
+
+
+def _is_ours(node: Node) -> bool:
+    return getattr(called_op(node), "namespace", "") == "memeff"
+
+
+def _attention_transient(scale: Scale, device: str, node: Node) -> sympy.Expr:
+    """Return what a GPU's fused attention sums the gradient of its queries in: fp32."""
+    name = op_name(node)
+    if device != "cuda" or not name.startswith("_scaled_dot_product") or "backward" not in name:
+        return sympy.Integer(0)
+    query = node.args[1]
+    assert isinstance(query, Node)
+    return 4 * scale.elements(query.meta["val"])
 
 
 def _loss_transient(

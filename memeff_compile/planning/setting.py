@@ -23,7 +23,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "block gradients",
         "other gradients",
     ),
-    "activations": ("activations", "inputs", "working"),
+    "activations": ("activations", "inputs", "working", "library workspace"),
     "logits": ("logits", "loss workspace"),
 }
 """The three bars of the figure, and the parts of a moment that each of them holds."""
@@ -48,6 +48,7 @@ class Facts:
         buffers: all buffers.
         parameters: number of values in the parameters.
         trained, trained_bytes: number and bytes of those that get a gradient.
+        library: what the matrix library keeps once it has run.
     """
 
     weights: int
@@ -57,6 +58,7 @@ class Facts:
     parameters: int
     trained: int
     trained_bytes: int
+    library: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def resident(facts: Facts, setting: Setting) -> dict[str, sympy.Expr]:
         "weights": weights + facts.buffers,
         "master weights": sympy.Rational(master, setting.shards),
         "optimizer state": sympy.Rational(state, setting.shards),
+        "library workspace": sympy.Integer(facts.library if setting.accounting == "peak" else 0),
     }
     return {name: size for name, size in parts.items() if size != 0}
 
