@@ -96,7 +96,7 @@ def disagreement(model: Any, step: Step, loss: Loss, ids: Tensor) -> dict[str, f
 
 
 def blocks(step: Step, ids: Tensor) -> dict[str, int] | None:
-    """Return the blocks of 1 MiB and more that one step asked the allocator for: MiB -> how many."""
+    """Return how many blocks of which MiB, from 1 MiB on, one step asked the allocator for."""
     if not ids.is_cuda:
         return None
     torch.cuda.synchronize()
