@@ -1,4 +1,4 @@
-"""`python -m memeff_compile doctor | explain | options | demo`."""
+"""`python -m memeff_compile doctor | explain | tune | options | demo`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memeff_compile.explain_command import add_arguments, run
+from memeff_compile.tune_command import add_tune_arguments, tune
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "train_tiny_llama.py"
 
@@ -20,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="what this machine can run, and what is missing")
     explain = commands.add_parser("explain", help="what would happen to a model, and its memory")
     add_arguments(explain)
+    measure = commands.add_parser("tune", help="measure this machine's GPU and store what is best")
+    add_tune_arguments(measure)
     commands.add_parser("options", help="every option, as docs/options.md")
     commands.add_parser("demo", help="train a small Llama with and without the backend")
     command, rest = parser.parse_known_args(arguments)
@@ -29,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _doctor()
     if command.command == "explain":
         return run(command)
+    if command.command == "tune":
+        return tune(command)
     if command.command == "options":
         return _options()
     return _demo(rest)

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from . import compat, report
 from .deferred import accept, attach
 from .errors import MemeffError
+from .kernels.linear_cross_entropy import decided_by_measurement
 from .op_by_op import keep
 from .options import Options
 from .passes import PASSES
@@ -131,7 +132,8 @@ def _inner(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> 
         return forward
     if options.inner == "aot_eager":
         return compat.compile_with_aot_eager(gm, example_inputs)
-    return compat.compile_with_inductor(gm, example_inputs, _patches(options))
+    tag = decided_by_measurement()
+    return compat.compile_with_inductor(gm, example_inputs, _patches(options), tag)
 
 
 def _patches(options: Options) -> dict[str, Any]:

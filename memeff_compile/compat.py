@@ -213,18 +213,19 @@ def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
 
 
 def compile_with_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]
+    gm: GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], tag: str = ""
 ) -> Compiled:
     """Hand the graph to Inductor; ``patches`` also hold for the backward it compiles later.
 
     Its caches on disk know our ops by name only, so what they keep is tagged with our schemas:
-    code compiled by another version of this package would call ops that are no more.
+    code compiled by another version of this package would call ops that are no more. ``tag`` is
+    what else our ops were compiled for and no graph shows.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch.compiler import config
 
-    tag = f"{config.cache_key_tag}memeff:{op_fingerprint()}"
-    with config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+    tagged = f"{config.cache_key_tag}memeff:{op_fingerprint()}:{tag}"
+    with config.patch(cache_key_tag=tagged):  # type: ignore[attr-defined]
         compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(patches))
     return cast("Compiled", compiled)
 

@@ -136,10 +136,13 @@ def _devices() -> list[Finding]:
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
         text = f"none (this torch is built with {built}); everything runs on the CPU"
         return [*findings, Finding("devices", "GPU", text)]
+    from memeff_compile.kernels.linear_cross_entropy import speed_note
+
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         memory = facts.total_memory / (1 << 30)
-        text = f"{facts.name}, sm_{facts.major}{facts.minor}, {memory:.0f} GiB"
+        note = speed_note(torch.device("cuda", index))
+        text = f"{facts.name}, sm_{facts.major}{facts.minor}, {memory:.0f} GiB; {note}"
         findings.append(Finding("devices", f"GPU {index}", text))
     return [*findings, _inductor("GPU", "cuda")]
 

@@ -16,6 +16,7 @@ __all__ = [
     "StaleLogitsError",
     "StrictError",
     "TargetRangeError",
+    "TuneError",
     "UnsupportedInputError",
     "VerifyError",
 ]
@@ -55,3 +56,7 @@ class VerifyError(MemeffError, RuntimeError):
 
 class ExplainError(MemeffError, ValueError):
     """A model or setting that `explain` was asked about cannot be read, built or captured."""
+
+
+class TuneError(MemeffError, RuntimeError):
+    """`tune` cannot measure here, or its table cannot be read or written."""

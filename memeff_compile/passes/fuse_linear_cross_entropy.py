@@ -224,10 +224,10 @@ def _engine_name(hidden: torch.Tensor, match: Site) -> str:
 
 
 def _engine(hidden: torch.Tensor | None, match: Site, options: Options) -> str:
-    """Name the engine, and what a gradient filter will do in it."""
+    """Name the engine, what is known of its speed, and what a gradient filter will do in it."""
     assert hidden is not None
-    name = _engine_name(hidden, match)
-    sentence = f"engine {name}: {op_folder.ENGINES[name]}"
+    name, speed = _engine_name(hidden, match), op_folder.speed_note(hidden.device)
+    sentence = f"engine {name}: {op_folder.ENGINES[name]}" + (f"; {speed}" if speed else "")
     mode = options.linear_cross_entropy
     if mode == "exact":
         return sentence

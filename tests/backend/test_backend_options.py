@@ -107,7 +107,7 @@ def test_modes_and_keys_reach_inductor(
     given: dict[str, Any] = {}
     clones: list[bool] = []
 
-    def inner(gm: Any, example_inputs: Sequence[Any], patches: dict[str, Any]) -> Any:
+    def inner(gm: Any, example_inputs: Sequence[Any], patches: dict[str, Any], tag: str) -> Any:
         given.update(patches)
         return gm.forward
 

@@ -356,6 +356,27 @@ def test_inductor_compiles_a_graph_under_patches() -> None:
     assert model.head.weight.grad is not None
 
 
+@probes("compile_with_inductor")
+def test_what_inductor_keeps_on_disk_is_tagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.compile_fx
+    from torch.compiler import config
+
+    tags: list[str] = []
+
+    def compile_fx(gm: Any, inputs: Any, config_patches: Any) -> Any:
+        tags.append(config.cache_key_tag)
+        return gm.forward
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    for tag in ("", "", "another choice"):
+        compat.compile_with_inductor(graph, [], {}, tag)
+    assert tags[0] == tags[1]
+    assert len(set(tags)) == 2
+    assert all(compat.op_fingerprint() in tag for tag in tags)
+    assert config.cache_key_tag == ""
+
+
 @probes("op_fingerprint")
 def test_fingerprint_follows_schemas_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
     import memeff_compile.kernels.linear_cross_entropy  # noqa: F401  (registers an op)

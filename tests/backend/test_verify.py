@@ -599,9 +599,7 @@ def test_gradients_that_are_left_out_on_purpose_are_compared_in_float64_only() -
 def test_cuda_graphs_are_compared_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would keep pointers to the copies that the comparison makes."""
     monkeypatch.setattr(backend.compat, "inductor_uses_cudagraphs", lambda patches: True)
-    monkeypatch.setattr(
-        backend.compat, "compile_with_inductor", lambda gm, inputs, patches: gm.forward
-    )
+    monkeypatch.setattr(backend.compat, "compile_with_inductor", lambda gm, inputs, *_: gm.forward)
     model = make()
     step(compiled(model, "inductor"), model)
     assert "As run (op by op)" in the("verified").sentence

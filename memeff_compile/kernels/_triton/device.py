@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
+
+from memeff_compile import decisions
 
 # H100 and H200; also what the width rules assume where there is no GPU to ask.
 DEFAULT_PROCESSORS = 132
@@ -75,3 +78,56 @@ def is_hopper(index: int) -> bool:
     if _planned.get() is not None:
         return True
     return can_run_kernels(index) and _cuda_capability(index)[0] == 9
+
+
+@lru_cache(maxsize=64)
+def machine(index: int) -> decisions.Machine:
+    """Return what a measurement on CUDA device `index` holds for."""
+    major, minor = _cuda_capability(index)
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "none"
+    return decisions.Machine(
+        gpu=torch.cuda.get_device_name(index),
+        capability=f"{major}.{minor}",
+        torch=torch.__version__,
+        triton=triton,
+        kernels=decisions.kernels_version(),
+    )
+
+
+@lru_cache(maxsize=1)
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def machine_of(device: torch.device) -> decisions.Machine | None:
+    """Return the machine that serves a device; None for a CPU or a device that is only planned."""
+    if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
+        return None
+    return machine(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def tuned(device: torch.device, name: str, default: decisions.Value) -> decisions.Value:
+    """Return the setting that was measured on this device for a decision, else the default."""
+    return decisions.value(machine_of(device), name, default)
+
+
+def tuned_number(device: torch.device, name: str, default: float) -> float:
+    """Return a measured number, else the default."""
+    found = tuned(device, name, default)
+    assert not isinstance(found, str)
+    return found
+
+
+def speed_note(device: torch.device) -> str:
+    """Say what is known of the speed of our choices on a device, or "" where it is no GPU here."""
+    found = machine_of(device)
+    return "" if found is None else decisions.speed_note(found)
+
+
+def decided_by_measurement() -> str:
+    """Return a digest of every choice that was measured on the GPUs of this process, or ""."""
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    return decisions.fingerprint(machine(index) for index in range(count))

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.device import processors
+from memeff_compile.kernels.linear_cross_entropy import tuned
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     Knobs,
     RowGradients,
@@ -291,6 +292,7 @@ def _widths(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Widths:
         knobs.workspace,
         hidden.element_size(),
         processors(hidden.device),
+        tuned.bytes_per_row("hybrid", hidden.device, hidden.dtype),
     )
 
 

@@ -14,7 +14,6 @@ import torch
 
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     HYBRID_AUTO_BYTES,
-    HYBRID_AUTO_BYTES_PER_ROW,
     MIN_WIDTH,
     REFERENCE_AUTO_BYTES,
     REFERENCE_AUTO_BYTES_ELSEWHERE,
@@ -23,9 +22,9 @@ from memeff_compile.kernels.linear_cross_entropy.pieces import (
 )
 from memeff_compile.kernels.linear_cross_entropy.tiles import (
     FUSED_AUTO_BYTES,
-    FUSED_AUTO_BYTES_PER_ROW,
     FUSED_MIN_WIDTH,
 )
+from memeff_compile.kernels.linear_cross_entropy.tuned import bytes_per_row
 
 Size: TypeAlias = sympy.Expr | int
 
@@ -160,11 +159,12 @@ def piece_sizes(
     itemsize = dtype.itemsize
     if engine in ("fused", "hybrid"):
         per_logit, narrowest = (6 if itemsize == 2 else 4), MIN_WIDTH
-        budget = workspace or sympy.Max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * n)
+        automatic = HYBRID_AUTO_BYTES
         if engine == "fused":
             per_logit, narrowest = 2, FUSED_MIN_WIDTH
-            budget = workspace or sympy.Max(FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW * n)
-            half = sympy.Max(half, FUSED_MIN_WIDTH)
+            automatic, half = FUSED_AUTO_BYTES, sympy.Max(half, FUSED_MIN_WIDTH)
+        per_row = bytes_per_row(engine, torch.device(device_type), dtype)
+        budget = workspace or sympy.Max(automatic, per_row * n)
         held = sympy.Min(sympy.Max(budget, narrowest * per_logit * n), per_logit * n * half)
         return Pieces(held, held / (per_logit * n))
     per_logit = reference_bytes_per_logit(itemsize, has_softcap, training, with_entropy)

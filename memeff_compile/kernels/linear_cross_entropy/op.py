@@ -20,7 +20,14 @@ from memeff_compile.kernels._triton.device import (
     is_hopper,
     where_it_runs,
 )
-from memeff_compile.kernels.linear_cross_entropy import filters, fused, hybrid, reference, sorting
+from memeff_compile.kernels.linear_cross_entropy import (
+    filters,
+    fused,
+    hybrid,
+    reference,
+    sorting,
+    tuned,
+)
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
 from memeff_compile.kernels.linear_cross_entropy.tiles import is_minimal
 
@@ -292,8 +299,8 @@ def engine_for(
 ) -> str:
     """Name the engine that serves tensors of this device, dtype and depth: a key of `ENGINES`.
 
-    A weight whose rows do not follow each other in memory is served by "hybrid" where this says
-    "fused".
+    Where "fused" and "hybrid" both could, what `tune` measured on that GPU decides. A weight whose
+    rows do not follow each other in memory is served by "hybrid" where this says "fused".
 
     Args:
         device, dtype, depth: of the hidden states.
@@ -306,7 +313,7 @@ def engine_for(
     if not can_run_kernels(index):
         return "reference"
     fits = dtype in fused.DTYPES and depth % 8 == 0 and not with_metrics
-    return "fused" if fits and is_hopper(index) else "hybrid"
+    return tuned.engine_of_both(device) if fits and is_hopper(index) else "hybrid"
 
 
 def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> str:
