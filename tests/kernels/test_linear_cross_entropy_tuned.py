@@ -170,6 +170,6 @@ def test_trials_keep_to_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(gib * 2**30), 0))
         return len(trials._fitting(GPU, trials.SHAPES))
 
-    assert [fitting(gib) for gib in (140, 4, 3.5)] == [3, 2, 1]
+    assert [fitting(gib) for gib in (140, 3.6, 3.48)] == [3, 2, 1]
     with pytest.raises(TuneError, match=r"2.0 GiB of cuda:0 are free and .* needs 3.5 GiB"):
         fitting(2)
