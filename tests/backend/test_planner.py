@@ -371,8 +371,10 @@ def test_paper_figure_1_from_the_captured_models(case: tuple[Any, ...]) -> None:
     plan = found.plan(memory="80GB", **PAPER)
     assert plan.increase == pytest.approx(caption, rel=0.15)
     tokens = plan.sizes.batch * length
+    # GPT-2 looks its positions up, once for the batch; at a small batch that is 2 % by itself.
+    positions = length if name == "gpt2" else 0
     assert plan.after.groups["activations"] == pytest.approx(
-        2 * width * (layers + 1) * tokens, rel=0.02
+        2 * width * ((layers + 1) * tokens + positions), rel=0.02
     )
 
 

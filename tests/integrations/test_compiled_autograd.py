@@ -18,6 +18,7 @@ from tests.integrations.tiny import (
     assert_same_gradients,
     codes,
     gradients,
+    products,
 )
 
 IDS = torch.arange(12).view(2, 6)
@@ -73,6 +74,31 @@ def test_a_backward_pass_outside_the_compiled_function(loss: Callable[[Any], Ten
     assert counters["compiled_autograd"]["captures"] == 1
     assert_same_gradients(gradients(model), expected_gradients(loss))
     assert codes() == TRAINING
+
+
+SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross entropy": lambda z, y: F.cross_entropy(z.flatten(0, 1).float(), y.flatten()),
+    "log-probabilities": lambda z, y: -z.log_softmax(-1).gather(-1, y.unsqueeze(-1)).mean(),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+def test_a_loss_outside_the_model_is_fused_in_the_compiled_backward(
+    spelling: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    labels = IDS.roll(-1)
+    model, reference = Model(), Model()
+    model.compile(backend="memeff", options=OPTIONS)
+    out = model()
+    value, expected = (spelling(logits, labels) for logits in (out.logits, reference().logits))
+    expected.backward()
+    counters.clear()
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        value.backward()
+    assert counters["compiled_autograd"]["captures"] == 1
+    torch.testing.assert_close(value, expected, rtol=2e-6, atol=0)
+    assert_same_gradients(gradients(model), gradients(reference))
+    assert products([out.logits]) == [0]
 
 
 def test_a_whole_training_step_compiled_with_the_option_of_torch() -> None:

@@ -59,7 +59,9 @@ class Losses(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
-def trainer(model: nn.Module, folder: Path, **settings: Any) -> Watching:
+def trainer(
+    model: nn.Module, folder: Path, kind: type[Watching] = Watching, **settings: Any
+) -> Watching:
     arguments: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": STEPS,
@@ -74,7 +76,7 @@ def trainer(model: nn.Module, folder: Path, **settings: Any) -> Watching:
         "save_strategy": "no",
     }
     rows = data()
-    made = Watching(
+    made = kind(
         model=model,
         args=TrainingArguments(**{**arguments, **settings}),
         train_dataset=rows,
@@ -256,6 +258,42 @@ def test_a_loss_function_given_to_the_trainer_computes_no_logits(tmp_path: Path)
     assert use().fused == {"cross_entropy": 2 * STEPS}
 
 
+class Supervised(Watching):
+    """As TRL's SFTTrainer: entropy and token accuracy of every training step, from the logits."""
+
+    def compute_loss(  # type: ignore[override]
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        labels = inputs["labels"]
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        with torch.no_grad():
+            for chunk in outputs["logits"].flatten(0, -2).split(8):
+                logp = nn.functional.log_softmax(chunk, dim=-1)
+                self.__dict__.setdefault("entropies", []).append(-(logp.exp() * logp).sum(-1))
+            right = outputs["logits"][..., :-1, :].argmax(-1) == labels[..., 1:]
+            self.__dict__.setdefault("right", []).append(right)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_metrics_of_every_step_compute_the_logits_and_a_trainer_without_them_does_not(
+    tmp_path: Path,
+) -> None:
+    made = []
+    for model in (llama(), compiled()):
+        each = trainer(model, tmp_path, kind=Supervised)
+        each.train()
+        made.append(each)
+    np.testing.assert_allclose(losses(made[1]), losses(made[0]), rtol=2e-6)
+    for name in ("entropies", "right"):
+        torch.testing.assert_close(getattr(made[1], name), getattr(made[0], name))
+    assert min(products(made[1].seen)) >= 1
+
+    made[1].seen.clear()
+    made[1].compute_loss = Watching.compute_loss.__get__(made[1])  # type: ignore[method-assign]
+    made[1].train()
+    assert products(made[1].seen) == [0] * STEPS
+
+
 def test_the_option_none_trains_and_evaluates_without_logits(tmp_path: Path) -> None:
     ours = trainer(compiled(**{"memeff.logits": "none"}), tmp_path)
     ours.compute_metrics = None
@@ -288,8 +326,12 @@ def test_a_wrapper_renames_the_weights_and_a_model_compiled_in_place_does_not(
     with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"_orig_mod"):
         model.load_state_dict(wrapped.state_dict())  # type: ignore[attr-defined]
     trainer(model, tmp_path, max_steps=1).save_model(str(tmp_path / "saved"))
-    loaded = type(model).from_pretrained(tmp_path / "saved")  # type: ignore[attr-defined]
-    assert loaded.state_dict().keys() == model.state_dict().keys()
+    wrapped.save_pretrained(tmp_path / "wrapped")  # type: ignore[attr-defined]
+    for folder, source in (("saved", model), ("wrapped", wrapped)):
+        loaded = type(model).from_pretrained(tmp_path / folder)  # type: ignore[attr-defined]
+        assert loaded.state_dict().keys() == model.state_dict().keys()
+        weight, expected = (m.get_input_embeddings().weight for m in (loaded, source))
+        assert torch.equal(weight, expected)
 
 
 @pytest.mark.slow
