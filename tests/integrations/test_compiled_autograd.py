@@ -82,7 +82,13 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        pytest.param(spelling, id=name, marks=pytest.mark.slow if "prob" in name else ())
+        for name, spelling in SPELLINGS.items()
+    ],
+)
 def test_a_loss_outside_the_model_is_fused_in_the_compiled_backward(
     spelling: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
