@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("--quick", action="store_true", help="one small shape, in seconds")
+    parser.add_argument("--quick", action="store_true", help="one small shape and fewer rounds")
     parser.add_argument("--show", action="store_true", help="print the table and measure nothing")
     parser.add_argument("--reset", action="store_true", help="remove the table")
     parser.add_argument(

@@ -15,7 +15,18 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any, Protocol
 
-from .decisions import DECISIONS, Entry, Found, Machine, Question, Table, Timing, Value, using
+from .decisions import (
+    DECISIONS,
+    Entry,
+    Found,
+    Machine,
+    Question,
+    Table,
+    Timing,
+    Value,
+    Workload,
+    using,
+)
 from .errors import TuneError
 
 WORTH = 0.98
@@ -64,26 +75,25 @@ def measure(bench: Bench, today: str, say: Callable[[str], object] = lambda line
 
 def _answer(question: Question, chosen: Mapping[str, Value], clock: Clock, seconds: float) -> Found:
     refused: dict[Value, str] = {}
-    for option in question.options:
-        with using({**chosen, question.name: option}):
-            try:
-                fault = question.fault()
-            except Exception as error:
-                # Whatever a compiler or a driver raises, this setting is not for this GPU.
-                fault = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
-        if fault:
-            refused[option] = fault
-    left = [option for option in question.options if option not in refused]
+    left = _without_faults(question, question.options, chosen, refused, question.fault)
+    workloads = question.workloads() if len(left) > 1 else ()
+
+    def warm_up() -> str:
+        for work in workloads:
+            clock.milliseconds(work.run)
+        return ""
+
+    left = _without_faults(question, left, chosen, refused, warm_up)
     reasons = {str(option): fault for option, fault in refused.items()}
     if not left:
         faults = "; ".join(f"{option}: {fault}" for option, fault in reasons.items())
         raise TuneError(
-            f"{question.name}: no setting computes right numbers on this GPU ({faults}). Please "
-            "report this; until then compile with options={'memeff.linear_cross_entropy': 'off'}."
+            f"{question.name}: no setting works on this GPU ({faults}). Please report this; until "
+            "then compile with options={'memeff.linear_cross_entropy': 'off'}."
         )
     if len(left) == 1:
         return Found(left[0], question.default, "no other setting works", (), reasons)
-    samples = _take_turns(question, left, chosen, clock, seconds)
+    samples = _take_turns(question.name, left, workloads, chosen, clock, seconds)
     value, reason = _choose(question.default, samples)
     timings = tuple(
         _timing(option, name, times)
@@ -93,27 +103,48 @@ def _answer(question: Question, chosen: Mapping[str, Value], clock: Clock, secon
     return Found(value, question.default, reason, timings, reasons)
 
 
-def _take_turns(
+def _without_faults(
     question: Question,
     options: Sequence[Value],
+    chosen: Mapping[str, Value],
+    refused: dict[Value, str],
+    trial: Callable[[], str],
+) -> list[Value]:
+    """Return the options that a trial finds nothing wrong with; note the others in `refused`."""
+    left = []
+    for option in options:
+        with using({**chosen, question.name: option}):
+            try:
+                fault = trial()
+            except Exception as error:
+                # Whatever a compiler or a driver raises, this setting is not for this GPU.
+                fault = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        if fault:
+            refused[option] = fault
+        else:
+            left.append(option)
+    return left
+
+
+def _take_turns(
+    name: str,
+    options: Sequence[Value],
+    workloads: Sequence[Workload],
     chosen: Mapping[str, Value],
     clock: Clock,
     seconds: float,
 ) -> dict[Value, dict[str, list[float]]]:
     """Time every option on every workload in turn, for about `seconds`."""
     samples: dict[Value, dict[str, list[float]]] = {option: {} for option in options}
-    workloads = question.workloads()
-    for warms_up in (True, False):
-        started = clock.now()
-        for turn in range(1 if warms_up else MAX_ROUNDS):
-            if turn >= MIN_ROUNDS and clock.now() - started > seconds:
-                break
-            for work in workloads:
-                for option in options:
-                    with using({**chosen, question.name: option}):
-                        took = clock.milliseconds(work.run)
-                    if not warms_up:
-                        samples[option].setdefault(work.name, []).append(took)
+    started = clock.now()
+    for turn in range(MAX_ROUNDS):
+        if turn >= MIN_ROUNDS and clock.now() - started > seconds:
+            break
+        for work in workloads:
+            for option in options:
+                with using({**chosen, name: option}):
+                    took = clock.milliseconds(work.run)
+                samples[option].setdefault(work.name, []).append(took)
     return samples
 
 

@@ -153,6 +153,23 @@ def test_a_setting_that_fails_is_out_with_its_error() -> None:
     assert found.refused == {"fused": "RuntimeError: out of shared memory"}
 
 
+def test_a_setting_that_fails_only_at_full_size_is_out_too() -> None:
+    lab = Lab()
+    jobs = {"a": {"fused": 1.0, "hybrid": 2.0, "third": 3.0}}
+
+    class Fails(Job):
+        def run(self) -> float:
+            if decisions.value(None, ENGINE, "") == "fused":
+                raise MemoryError("4 GiB are needed")
+            return super().run()
+
+    works = [Fails("a", ENGINE, jobs["a"], lab)]
+    asked = replace(question(ENGINE, "fused", jobs, lab), workloads=lambda: works)
+    found = measure(bench(lab, asked), "2026-11-21").found[ENGINE]
+    assert (found.value, found.reason) == ("hybrid", "the fastest of those that work")
+    assert found.refused == {"fused": "MemoryError: 4 GiB are needed"}
+
+
 def test_nothing_is_stored_where_no_setting_is_right(cache: Path) -> None:
     lab = Lab()
     jobs = {"a": {"fused": 1.0, "hybrid": 2.0}}

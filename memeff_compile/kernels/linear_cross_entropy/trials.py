@@ -131,7 +131,7 @@ class Loss:
         nll, lse, *_ = linear_cross_entropy(
             self.hidden, self.weight, None, self.target, None, **_settings(self.knobs)
         )
-        nothing = self.hidden.new_empty(0)
+        nothing = self.grad_nll.new_empty(0)
         grad_hidden, grad_weight, _ = linear_cross_entropy_backward(
             self.grad_nll,
             torch.zeros_like(lse),
@@ -184,7 +184,7 @@ class FilteredGradient:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of hidden and weight."""
-        nothing = self.hidden.new_empty(0)
+        nothing = self.grad_nll.new_empty(0)
         grad_hidden, grad_weight, _ = linear_cross_entropy_backward(
             self.grad_nll,
             torch.zeros_like(self.lse),

@@ -1,0 +1,53 @@
+"""`tune` on a real GPU: every setting computes right numbers, and what was stored decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import memeff_compile
+from memeff_compile import decisions
+from memeff_compile.decisions import DECISIONS, Table
+from memeff_compile.kernels._triton.device import decided_by_measurement, is_hopper
+from memeff_compile.kernels.linear_cross_entropy import engine_for, tuned
+from memeff_compile.toy import ToyModel
+from memeff_compile.tuning import find_gpu, measure
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decisions.forget()
+    yield decisions.stored_at()
+    monkeypatch.undo()
+    decisions.forget()
+
+
+def test_a_measurement_finds_every_setting_right_and_decides(cache: Path) -> None:
+    entry = measure(replace(find_gpu(quick=True), seconds=0.0), "2026-11-21")
+    assert {name: found.refused for name, found in entry.found.items()} == dict.fromkeys(
+        entry.found, {}
+    )
+    assert all(DECISIONS[name].accepts(found.value) for name, found in entry.found.items())
+    assert all(len(found.timings) > 1 for found in entry.found.values())
+    assert (tuned.ENGINE in entry.found) == is_hopper(0)
+
+    if is_hopper(0):
+        other = replace(entry.found[tuned.ENGINE], value="hybrid", default="fused")
+        entry = replace(entry, found={**entry.found, tuned.ENGINE: other})
+    decisions.save(Table((entry,)), cache)
+    decisions.forget()
+    assert engine_for(DEVICE, torch.bfloat16, 64) == "hybrid"
+    assert not is_hopper(0) or decided_by_measurement() != ""
+    model = ToyModel().to(DEVICE, torch.bfloat16)
+    options = {"memeff.inner": "aot_eager"}
+    torch.compile(model, backend="memeff", options=options)(torch.arange(32, device=DEVICE))
+    assert "measured on this GPU on 2026-11-21" in str(memeff_compile.last_report())
