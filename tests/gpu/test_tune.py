@@ -33,9 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_measurement_finds_every_setting_right_and_decides(cache: Path) -> None:
     entry = measure(replace(find_gpu(quick=True), seconds=0.0), "2026-11-21")
-    assert {name: found.refused for name, found in entry.found.items()} == dict.fromkeys(
-        entry.found, {}
-    )
+    assert not {name: found.refused for name, found in entry.found.items() if found.refused}
     assert all(DECISIONS[name].accepts(found.value) for name, found in entry.found.items())
     assert all(len(found.timings) > 1 for found in entry.found.values())
     assert (tuned.ENGINE in entry.found) == is_hopper(0)
@@ -50,4 +48,5 @@ def test_a_measurement_finds_every_setting_right_and_decides(cache: Path) -> Non
     model = ToyModel().to(DEVICE, torch.bfloat16)
     options = {"memeff.inner": "aot_eager"}
     torch.compile(model, backend="memeff", options=options)(torch.arange(32, device=DEVICE))
-    assert "measured on this GPU on 2026-11-21" in str(memeff_compile.last_report())
+    report = " ".join(str(memeff_compile.last_report()).split())
+    assert "; measured on this GPU on 2026-11-21" in report
