@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy import filters, fused, sorting
+from memeff_compile.decisions import using
+from memeff_compile.kernels.linear_cross_entropy import filters, fused, sorting, trials
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients
 from memeff_compile.kernels.linear_cross_entropy.tiles import room_inside, shapes_for
+from memeff_compile.kernels.linear_cross_entropy.tuned import SHARE
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
 
 pytestmark = pytest.mark.interpreter
@@ -207,6 +209,36 @@ def test_groups_of_tiles_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch
         assert one is not None
         assert other is not None
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dense_share", "sparse"), [(0.5, True), (0.2, False)])
+def test_the_share_of_tiles_that_was_measured_says_which_kernels_run(
+    dense_share: float, sparse: bool
+) -> None:
+    """`tune` checks the sparse kernels against this formula; the dense ones leave nothing out."""
+    shape, tile = trials.Shape(70, 16, 300), shapes_for(torch.device("cpu")).rows
+    work = trials.FilteredGradient(torch.device("cpu"), shape, 0.35, tile)
+    expected = work.expected()
+    work.active, active = torch.ones_like(work.active), work.active
+    whole = work.expected()
+    left_out = filters.LeftOut(torch.empty(0), active, torch.empty(0, dtype=torch.int32))
+    none = torch.empty(0)
+    with using({SHARE: dense_share}):
+        found = fused.backward(
+            RowGradients(work.grad_nll, torch.zeros_like(work.lse), none, none),
+            work.hidden, work.weight, None, work.target, None, work.lse, left_out, work.knobs,
+            (True, True, False),
+        )  # fmt: skip
+    for name, one, right, wrong in zip(
+        ("dE", "dC"),
+        found[:2],
+        *((expected, whole) if sparse else (whole, expected)),
+        strict=True,
+    ):
+        assert one is not None
+        budget = [trials.GRADIENT_BUDGET]
+        assert trials._fault([one], [right], [name], budget) == ""
+        assert trials._fault([one], [wrong], [name], budget) != ""
 
 
 def test_poisoned_row_stays_visible_and_alone() -> None:

@@ -169,7 +169,8 @@ class Loss:
 class FilteredGradient:
     """The backward pass of a filtered loss, with a random map of tiles that count."""
 
-    def __init__(self, device: torch.device, shape: Shape, share: float) -> None:
+    def __init__(self, device: torch.device, shape: Shape, share: float, tile: int = TILE) -> None:
+        self.tile = tile
         self.name = f"{shape}, {share:.0%} of the tiles"
         self.hidden, self.weight, self.target = _inputs(device, shape)
         self.grad_nll = torch.full((shape.rows,), 1.0 / shape.rows, device=device)
@@ -178,7 +179,7 @@ class FilteredGradient:
             self.hidden, self.weight, None, self.target, None, **_settings(self.knobs)
         )
         self.knobs = self.knobs._replace(gradient_filter="block")
-        tiles = -(-shape.rows // TILE), -(-shape.vocab // TILE)
+        tiles = -(-shape.rows // tile), -(-shape.vocab // tile)
         order = torch.randperm(tiles[0] * tiles[1], device=device, generator=_generator(device))
         self.active = (order < share * order.numel()).view(tiles).to(torch.uint8)
 
@@ -209,7 +210,7 @@ class FilteredGradient:
         hidden, weight = self.hidden.float(), self.weight.float()
         g = torch.softmax(hidden @ weight.t(), -1) - F.one_hot(self.target, weight.shape[0])
         g *= self.grad_nll[:, None]
-        kept = self.active.repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
+        kept = self.active.repeat_interleave(self.tile, 0).repeat_interleave(self.tile, 1)
         g *= kept[: g.shape[0], : g.shape[1]]
         return g @ weight, g.t() @ hidden
 
