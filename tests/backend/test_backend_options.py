@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import memeff_compile
 from memeff_compile import backend
+from memeff_compile.decisions import using
 from memeff_compile.errors import OptionError
 from memeff_compile.toy import ToyModel
 from tests.support.closeness import needs_compiler
@@ -121,6 +122,23 @@ def test_modes_and_keys_reach_inductor(
     assert bool(given.get("triton.cudagraphs", False)) == cudagraphs
     assert clones == [cudagraphs]  # CUDA graphs reuse memory: the hidden states are cloned
     assert not [key for key in given if key.startswith("memeff.")]
+
+
+def test_inductors_caches_are_tagged_by_measured_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors that a filtered loss saves depend on the engine, and no graph says which it is."""
+    tags = []
+
+    def inner(gm: Any, example_inputs: Any, patches: Any, tag: str) -> Any:
+        tags.append(tag)
+        return gm.forward
+
+    monkeypatch.setattr(backend.compat, "compile_with_inductor", inner)
+    for settings in ({}, {"linear_cross_entropy.engine": "hybrid"}, {}):
+        torch._dynamo.reset()
+        with using(settings):
+            torch.compile(ToyModel(), backend="memeff")(IDS)
+    assert tags[0] == tags[2] == ""
+    assert tags[1] != ""
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
