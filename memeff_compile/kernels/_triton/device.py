@@ -16,6 +16,7 @@ from memeff_compile import decisions
 
 # H100 and H200; also what the width rules assume where there is no GPU to ask.
 DEFAULT_PROCESSORS = 132
+DEFAULT_CAPABILITY = (9, 0)
 
 _planned: ContextVar[torch.device | None] = ContextVar("planned device", default=None)
 
@@ -63,6 +64,13 @@ def processors(device: torch.device) -> int:
 @lru_cache(maxsize=64)
 def _cuda_capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of `device`, or that of an H200 off CUDA."""
+    if device.type != "cuda":
+        return DEFAULT_CAPABILITY
+    return _cuda_capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:

@@ -1,0 +1,23 @@
+"""KV caches of a fixed length: written in place, read only where they are filled.
+
+A static cache is allocated for the longest sequence and filled token by token. Attention over it
+needs the filled part alone, and needs it once for all query heads that share a key-value head.
+PyTorch's reads the whole buffer under a mask, after copying it once per query head.
+
+    kv_cache_append     writes new keys and values at their positions, in place
+    kv_cache_attention  attends to the keys up to a position that is read on the device
+    kv_cache_last       the last position that each query of a boolean mask sees
+"""
+
+from __future__ import annotations
+
+from memeff_compile.kernels.kv_cache.memory import bytes_after as bytes_after
+from memeff_compile.kernels.kv_cache.memory import bytes_before as bytes_before
+from memeff_compile.kernels.kv_cache.op import ENGINES as ENGINES
+from memeff_compile.kernels.kv_cache.op import engine_for as engine_for
+from memeff_compile.kernels.kv_cache.op import kv_cache_append as kv_cache_append
+from memeff_compile.kernels.kv_cache.op import kv_cache_attention as kv_cache_attention
+from memeff_compile.kernels.kv_cache.op import kv_cache_last as kv_cache_last
+from memeff_compile.kernels.kv_cache.op import supports as supports
+from memeff_compile.kernels.kv_cache.op import supports_append as supports_append
+from memeff_compile.kernels.kv_cache.shapes import splits_for as splits_for

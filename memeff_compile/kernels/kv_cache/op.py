@@ -1,0 +1,240 @@
+"""memeff::kv_cache_append and memeff::kv_cache_attention: schemas, validation, engines, fakes.
+
+`kv_cache_append` and `kv_cache_last` are written in terms of other ops (CompositeImplicitAutograd):
+the inner compiler sees the two in-place writes and fuses them with what computes the keys, rotary
+embedding included. `kv_cache_attention` is opaque and functional, and has no backward: it serves
+generation. A gradient through it raises.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels._triton.device import can_run_kernels, where_it_runs
+from memeff_compile.kernels.kv_cache import reference
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INDICES = (torch.int32, torch.int64)
+MAX_DEPTH = 256
+
+ENGINES = {
+    "split": (
+        "the filled keys split over programs, query heads of one key-value head in one tile, two "
+        "Triton kernels (CUDA, compute capability 8.0 or later; bf16, fp16, fp32)"
+    ),
+    "reference": "plain PyTorch, on the CPU over the filled part alone (any device, also fp64)",
+}
+
+_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
+_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define(
+    "kv_cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) "
+    "-> ()",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
+    "kv_cache_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor last, "
+    "Tensor? mask=None, float? scale=None) -> Tensor",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define("kv_cache_last(Tensor mask) -> Tensor", tags=_COMPLIANT)
+
+
+def supports(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor, mask: Tensor | None = None
+) -> str | None:
+    """Say in a sentence why attention cannot be served with these inputs, or return None.
+
+    Args: as for `kv_cache_attention`.
+
+    Example: supports(torch.ones(1, 4, 1, 8), *2 * [torch.ones(1, 2, 9, 8)], torch.ones(1, 1).int())
+    is None.
+    """
+    return (
+        _unlike_tensors(q, k_cache, v_cache)
+        or _unlike_shapes(q, k_cache, v_cache)
+        or _unlike_visible(q, k_cache, last, mask)
+    )
+
+
+def _unlike_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
+            return f"{name} is {kind}; a plain strided tensor is needed. Dequantise or densify it."
+        if tensor.dtype not in FLOATING:
+            return (
+                f"{name} has dtype {_short(tensor.dtype)}; bfloat16, float16, float32 or float64 "
+                "is needed. Dequantise or cast it."
+            )
+        if tensor.dim() != 4:
+            return f"{name} has {tensor.dim()} dimensions; (batch, heads, length, depth) is needed."
+        if tensor.dtype != q.dtype:
+            return (
+                f"q has dtype {_short(q.dtype)} and {name} {_short(tensor.dtype)}; "
+                "cast them to one dtype."
+            )
+        if tensor.device != q.device:
+            return f"q is on {q.device} and {name} on {tensor.device}; move them to one device."
+    return None
+
+
+def _unlike_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
+    if k_cache.shape != v_cache.shape:
+        return (
+            f"k_cache is {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)}; "
+            "they need the same shape."
+        )
+    if q.shape[0] != k_cache.shape[0] or q.shape[3] != k_cache.shape[3]:
+        return (
+            f"q is {tuple(q.shape)} and the caches {tuple(k_cache.shape)}; batch and depth "
+            "need to be the same."
+        )
+    heads, kv_heads = q.shape[1], k_cache.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        return f"q has {heads} heads and the caches {kv_heads}; a multiple of them is needed."
+    if not 0 < q.shape[3] <= MAX_DEPTH:
+        return f"the head dimension is {q.shape[3]}; 1 to {MAX_DEPTH} is served."
+    return None
+
+
+def _unlike_visible(q: Tensor, k_cache: Tensor, last: Tensor, mask: Tensor | None) -> str | None:
+    batch, _, queries, _ = q.shape
+    if last.dtype not in INDICES or last.dim() != 2 or last.device != q.device:
+        return (
+            f"last is {_short(last.dtype)} with {last.dim()} dimensions on {last.device}; int32 or "
+            f"int64 of (batch or 1, queries or 1) on {q.device} is needed."
+        )
+    if not _fits(last.shape, (batch, queries)):
+        return f"last is {tuple(last.shape)}; (1 or {batch}, 1 or {queries}) is needed."
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.device != q.device:
+        return (
+            f"mask is {_short(mask.dtype)} with {mask.dim()} dimensions on {mask.device}; bool of "
+            f"(batch or 1, 1, queries or 1, keys) on {q.device} is needed."
+        )
+    keys = k_cache.shape[2]
+    if mask.shape[3] != keys or not _fits(mask.shape[:3], (batch, 1, queries)):
+        return f"mask is {tuple(mask.shape)}; (1 or {batch}, 1, 1 or {queries}, {keys}) is needed."
+    return None
+
+
+def _fits(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    return all(size in (1, full) for size, full in zip(shape, whole, strict=True))
+
+
+def supports_append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor
+) -> str | None:
+    """Say in a sentence why an append cannot be served with these inputs, or return None.
+
+    Args: as for `kv_cache_append`.
+    """
+    if positions.dtype not in INDICES or positions.dim() != 1:
+        return (
+            f"positions is {_short(positions.dtype)} with {positions.dim()} dimensions; int32 or "
+            "int64 of (tokens,) is needed."
+        )
+    for name, cache, new in (("k", k_cache, k), ("v", v_cache, v)):
+        if cache.dim() != 4 or new.dim() != 4:
+            return f"{name} and its cache need (batch, heads, length, depth)."
+        if cache.dtype != new.dtype:
+            return (
+                f"{name} has dtype {_short(new.dtype)} and its cache {_short(cache.dtype)}; "
+                "cast one of them."
+            )
+        wanted = (*cache.shape[:2], positions.shape[0], cache.shape[3])
+        if tuple(new.shape) != wanted:
+            return f"{name} is {tuple(new.shape)}; {wanted} is needed."
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def engine_for(device: torch.device, dtype: torch.dtype) -> str:
+    """Name the engine that attends on this device in this dtype: a key of `ENGINES`."""
+    device = where_it_runs(device)
+    if device.type != "cuda" or dtype == torch.float64:
+        return "reference"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return "split" if can_run_kernels(index) else "reference"
+
+
+def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+    sentence = supports_append(k_cache, v_cache, k, v, positions)
+    if sentence is not None:
+        raise UnsupportedInputError(f"kv_cache_append: {sentence}")
+    positions = positions.long()
+    k_cache.index_copy_(2, positions, k)
+    v_cache.index_copy_(2, positions, v)
+
+
+def _require_support(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor, mask: Tensor | None
+) -> None:
+    sentence = supports(q, k_cache, v_cache, last, mask)
+    if sentence is not None:
+        raise UnsupportedInputError(f"kv_cache_attention: {sentence}")
+
+
+def _attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    last: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    _require_support(q, k_cache, v_cache, last, mask)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    attend = reference.attend
+    if engine_for(q.device, q.dtype) == "split" and q.numel() and k_cache.shape[2]:
+        from memeff_compile.kernels.kv_cache.split_keys import attend
+    return attend(q, k_cache, v_cache, last, mask, factor)
+
+
+def _fake_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    last: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    del scale
+    _require_support(q, k_cache, v_cache, last, mask)
+    batch, heads, queries, depth = q.shape
+    return q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+
+
+def _last(mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1:
+        raise UnsupportedInputError(
+            f"kv_cache_last: mask is {_short(mask.dtype)} {tuple(mask.shape)}; bool of "
+            "(batch or 1, 1, queries or 1, keys) is needed."
+        )
+    places = torch.arange(1, mask.shape[3] + 1, device=mask.device)
+    return (mask[:, 0] * places).amax(-1) - 1
+
+
+def _no_backward(ctx: object, grad: Tensor) -> None:
+    raise UnsupportedInputError(
+        "kv_cache_attention has no backward: it serves generation. Call it under torch.no_grad(), "
+        "or use scaled_dot_product_attention where gradients are needed."
+    )
+
+
+_LIBRARY.impl("kv_cache_append", _append, "CompositeImplicitAutograd")
+_LIBRARY.impl("kv_cache_last", _last, "CompositeImplicitAutograd")
+_LIBRARY.impl("kv_cache_attention", _attention, "CompositeExplicitAutograd")
+torch.library.register_fake("memeff::kv_cache_attention", _fake_attention, lib=_LIBRARY)
+torch.library.register_autograd("memeff::kv_cache_attention", _no_backward, lib=_LIBRARY)
+
+kv_cache_append = torch.ops.memeff.kv_cache_append.default
+kv_cache_attention = torch.ops.memeff.kv_cache_attention.default
+kv_cache_last = torch.ops.memeff.kv_cache_last.default

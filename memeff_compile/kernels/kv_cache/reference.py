@@ -1,0 +1,64 @@
+"""Engine R: the filled part of the cache through PyTorch's attention, grouped by key-value head.
+
+Works on any device and in any floating dtype. On the CPU the filled length is read on the host and
+nothing beyond it is touched; elsewhere that would wait for the device, so the whole cache is read
+under the mask. Keys and values are never repeated for the query heads that share them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Attend to the keys up to `last`, and among those to what `mask` shows.
+
+    Args:
+        q: (B, H, M, D).
+        k_cache, v_cache: (B, Hkv, N, D).
+        last: (B or 1, M or 1) int32 or int64: query m sees keys 0 .. last[m].
+        mask: bool (B or 1, 1, M or 1, N), or None.
+        scale: factor of the scores.
+
+    Returns:
+        (B, H, M, D), laid out as (B, M, H, D). A query that sees nothing gets zeros.
+
+    Example: with last = [[0]] every head's output is the first value of its key-value head.
+    """
+    batch, heads, queries, depth = q.shape
+    kv_heads, end = k_cache.shape[1], k_cache.shape[2]
+    if q.device.type == "cpu":
+        end = max(0, min(end, int(last.max()) + 1)) if last.numel() else 0
+    if 0 in (end, q.numel()):
+        return q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)
+    keys, values = k_cache[:, :, :end], v_cache[:, :, :end]
+    seen = _seen(last, mask, end)
+    repeat = heads // kv_heads
+    rows = q.reshape(batch, kv_heads, repeat * queries, depth)
+    bias = None if seen is None else _per_row(seen, repeat, queries)
+    found = F.scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scale)
+    if bias is not None:
+        found = found.masked_fill(~bias.any(-1, keepdim=True), 0.0)
+    out = q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+    return out.copy_(found.reshape(batch, heads, queries, depth))
+
+
+def _seen(last: Tensor, mask: Tensor | None, end: int) -> Tensor | None:
+    """Return (B or 1, 1, M or 1, end): what each query sees of the first keys, or None for all."""
+    seen = torch.arange(end, device=last.device) <= last[:, None, :, None]
+    if mask is not None:
+        seen = seen & mask[..., :end]
+    is_all = seen.device.type == "cpu" and bool(seen.all())
+    return None if is_all else seen
+
+
+def _per_row(seen: Tensor, repeat: int, queries: int) -> Tensor:
+    """Repeat what a query sees for the heads that share its key-value head."""
+    if seen.shape[2] == 1 or repeat == 1:
+        return seen
+    batch, _, _, keys = seen.shape
+    return seen.expand(batch, repeat, queries, keys).reshape(batch, 1, repeat * queries, keys)

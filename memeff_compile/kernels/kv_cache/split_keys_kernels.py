@@ -1,0 +1,206 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The two passes of the engine `split`: attention over a share of the keys, and the sum of shares.
+
+The query heads of one key-value head, times the queries, are the rows of one tile, so each key and
+value is loaded once. Program i of n takes the tiles i, i + n, i + 2n ... of keys up to the last one
+that any of its rows sees: the shares are even however much of the cache is filled, and programs
+beyond it end at once. Sums run in a fixed order.
+
+UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
+
+Axis letters: rows are (query, head) pairs of one key-value head, keys run over the cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _last_key_of_rows(last_ptr, stride_last_batch, stride_last_query, batch, query, is_row, keys):
+    """Return the last key that each row sees, -1 for none, never beyond the cache."""
+    last = tl.load(
+        last_ptr + batch * stride_last_batch + query * stride_last_query, mask=is_row, other=-1
+    )
+    return tl.minimum(last, keys - 1).to(tl.int32)
+
+
+@triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _kv_cache_attention_kernel(
+    q_ptr,  # (B, H, M, D)
+    stride_q_batch,
+    stride_q_head,
+    stride_q_query,
+    stride_q_depth,
+    k_ptr,  # (B, KV_HEADS, N, D)
+    stride_k_batch,
+    stride_k_head,
+    stride_k_key,
+    stride_k_depth,
+    v_ptr,  # (B, KV_HEADS, N, D)
+    stride_v_batch,
+    stride_v_head,
+    stride_v_key,
+    stride_v_depth,
+    last_ptr,  # (B, M) int32 or int64: the last key each query sees
+    stride_last_batch,
+    stride_last_query,
+    mask_ptr,  # (B, M, N) bytes, with HAS_MASK
+    stride_mask_batch,
+    stride_mask_query,
+    stride_mask_key,
+    out_ptr,  # (B, M, H, D), without SPLITS
+    share_ptr,  # (B, KV_HEADS, rows, SPLITS, D) fp32, with SPLITS
+    stat_ptr,  # (2, B, KV_HEADS, rows, SPLITS) fp32: largest score in base 2, sum of weights
+    scale,  # of the scores, in base 2
+    kv_heads,
+    queries,
+    keys,
+    stat_count,  # B * KV_HEADS * rows * SPLITS
+    REPEAT: tl.constexpr,  # query heads per key-value head
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    STAGES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    split = tl.program_id(0)
+    group = tl.program_id(1)
+    batch = (group // kv_heads).to(tl.int64)
+    kv_head = (group % kv_heads).to(tl.int64)
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    query = rows // REPEAT
+    head = kv_head * REPEAT + rows % REPEAT
+    is_row = query < queries
+    depth = tl.arange(0, DEPTH_BLOCK)
+    last = _last_key_of_rows(
+        last_ptr, stride_last_batch, stride_last_query, batch, query, is_row, keys
+    )
+    end = tl.max(last, axis=0) + 1
+    tiles = tl.cdiv(end, KEYS)
+    if (split < tiles) | (SPLITS == 1):
+        q_offs = head[:, None] * stride_q_head + query[:, None].to(tl.int64) * stride_q_query
+        q_mask = is_row[:, None]
+        if DEPTH != DEPTH_BLOCK:
+            q_mask = q_mask & (depth < DEPTH)[None, :]
+        q = tl.load(
+            q_ptr + batch * stride_q_batch + q_offs + depth[None, :] * stride_q_depth,
+            mask=q_mask,
+            other=0.0,
+        )
+        wide_zero = batch * 0  # makes addresses 64-bit numbers
+        offs = tl.arange(0, KEYS)
+        k_base = k_ptr + batch * stride_k_batch + kv_head * stride_k_head
+        v_base = v_ptr + batch * stride_v_batch + kv_head * stride_v_head
+        k_offs = offs[:, None] * stride_k_key + depth[None, :] * stride_k_depth
+        v_offs = offs[:, None] * stride_v_key + depth[None, :] * stride_v_depth
+        largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((ROWS,), dtype=tl.float32)
+        acc = tl.zeros((ROWS, DEPTH_BLOCK), dtype=tl.float32)
+        for tile in tl.range(split, tiles, SPLITS, num_stages=STAGES):
+            start = wide_zero + tile * KEYS
+            position = tile * KEYS + offs
+            is_key = (position < end)[:, None]
+            if DEPTH != DEPTH_BLOCK:
+                is_key = is_key & (depth < DEPTH)[None, :]
+            k = tl.load(k_base + start * stride_k_key + k_offs, mask=is_key, other=0.0)
+            v = tl.load(v_base + start * stride_v_key + v_offs, mask=is_key, other=0.0)
+            score = tl.zeros((ROWS, KEYS), dtype=tl.float32)
+            score = _dot(q, tl.trans(k), score, UPCAST) * scale
+            is_seen = position[None, :] <= last[:, None]
+            if HAS_MASK:
+                seen = tl.load(
+                    mask_ptr
+                    + batch * stride_mask_batch
+                    + start * stride_mask_key
+                    + query[:, None].to(tl.int64) * stride_mask_query
+                    + offs[None, :] * stride_mask_key,
+                    mask=is_seen,
+                    other=0,
+                )
+                is_seen = is_seen & (seen != 0)
+            score = tl.where(is_seen, score, float("-inf"))
+            higher = tl.maximum(largest, tl.max(score, axis=1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.exp2(score - base[:, None])
+            shrink = tl.exp2(largest - base)
+            total = total * shrink + tl.sum(weight, axis=1)
+            acc = acc * shrink[:, None]
+            acc = _dot(weight.to(v.dtype), v, acc, UPCAST)
+            largest = higher
+        row_offs = head[:, None] * DEPTH + query[:, None].to(tl.int64) * (kv_heads * REPEAT * DEPTH)
+        if SPLITS == 1:
+            acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            offset = batch * queries * kv_heads * REPEAT * DEPTH
+            tl.store(
+                out_ptr + offset + row_offs + depth[None, :],
+                acc.to(out_ptr.dtype.element_ty),
+                mask=q_mask,
+            )
+        else:
+            place = (group.to(tl.int64) * queries * REPEAT + rows) * SPLITS + split
+            tl.store(share_ptr + place[:, None] * DEPTH + depth[None, :], acc, mask=q_mask)
+            tl.store(stat_ptr + place, largest, mask=is_row)
+            tl.store(stat_ptr + stat_count + place, total, mask=is_row)
+
+
+@triton.jit
+def _kv_cache_combine_kernel(
+    share_ptr,  # (B, KV_HEADS, rows, SPLITS, D) fp32
+    stat_ptr,  # (2, B, KV_HEADS, rows, SPLITS) fp32
+    out_ptr,  # (B, M, H, D)
+    last_ptr,  # (B, M) int32 or int64
+    stride_last_batch,
+    stride_last_query,
+    kv_heads,
+    queries,
+    keys,
+    stat_count,
+    REPEAT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    group = tl.program_id(1)
+    batch = (group // kv_heads).to(tl.int64)
+    kv_head = group % kv_heads
+    query = row // REPEAT
+    last = _last_key_of_rows(
+        last_ptr, stride_last_batch, stride_last_query, batch, query, query < queries, keys
+    )
+    tiles = tl.cdiv(last + 1, KEYS)
+    split = tl.arange(0, SPLIT_BLOCK)
+    is_split = split < tl.minimum(tiles, SPLITS)  # the other shares were never written
+    depth = tl.arange(0, DEPTH_BLOCK)
+    place = (group.to(tl.int64) * queries * REPEAT + row) * SPLITS + split
+    largest = tl.load(stat_ptr + place, mask=is_split, other=float("-inf"))
+    total = tl.load(stat_ptr + stat_count + place, mask=is_split, other=0.0)
+    is_value = is_split[:, None]
+    if DEPTH != DEPTH_BLOCK:
+        is_value = is_value & (depth < DEPTH)[None, :]
+    share = tl.load(share_ptr + place[:, None] * DEPTH + depth[None, :], mask=is_value, other=0.0)
+    base = tl.max(largest, axis=0)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    weight = tl.exp2(largest - base)
+    whole = tl.sum(weight * total, axis=0)
+    result = tl.sum(share * weight[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    head = kv_head * REPEAT + row % REPEAT
+    out_row = (batch * queries + query) * (kv_heads * REPEAT) + head
+    tl.store(
+        out_ptr + out_row * DEPTH + depth, result.to(out_ptr.dtype.element_ty), mask=depth < DEPTH
+    )

@@ -1,0 +1,134 @@
+"""The kernels of kv_cache compiled for GPUs that are not there: no spills, shared memory in bounds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memeff_compile.kernels.kv_cache.shapes import (
+    MAX_ROWS,
+    MAX_SPLITS,
+    MIN_ROWS,
+    depth_block,
+    shapes_for,
+)
+
+pytestmark = pytest.mark.offline
+
+# Shared memory a block may use, in bytes.
+SHARED_LIMITS = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
+POINTERS = {"last_ptr": "*i64", "mask_ptr": "*u8", "share_ptr": "*fp32", "stat_ptr": "*fp32"}
+UNIT_STRIDES = ("stride_q_depth", "stride_k_depth", "stride_v_depth", "stride_mask_key")
+
+
+def _compile(name: str, capability: int, dtype: str, given: dict[str, Any], warps: int) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from memeff_compile.kernels.kv_cache import split_keys_kernels
+
+    kernel = getattr(split_keys_kernels, name)
+    # A stride of one is what the launcher sees, and what Triton makes a constant of.
+    constants = {**given, **dict.fromkeys(UNIT_STRIDES, 1)}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    signature, hints = {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument.endswith("_ptr"):
+            signature[argument] = POINTERS.get(argument, f"*{dtype}")
+            hints[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[argument] = "fp32" if argument == "scale" else "i32"
+            if argument.startswith("stride") and "last" not in argument:
+                hints[(place,)] = [["tt.divisibility", 16]]
+    return triton.compile(
+        ASTSource(kernel, signature, constants, hints),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps},
+    )
+
+
+def _stack_bytes(cubin: bytes, folder: Path) -> int:
+    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    listing = subprocess.run(
+        [tool, "-res-usage", file], capture_output=True, text=True, check=True
+    ).stdout
+    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
+
+
+CASES = [
+    *[("bf16", depth, MIN_ROWS, False, 4) for depth in (64, 96, 128, 256)],
+    ("bf16", 128, MIN_ROWS, True, 4),
+    ("bf16", 128, MIN_ROWS, False, 1),
+    ("fp16", 128, MAX_ROWS, False, 4),
+    ("bf16", 256, MAX_ROWS, False, 4),
+    ("fp32", 128, MIN_ROWS, False, 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "depth", "rows", "has_mask", "splits"),
+    CASES,
+    ids=lambda value: str(value),
+)
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_attention_compiles_within_the_limits(
+    capability: int,
+    dtype: str,
+    depth: int,
+    rows: int,
+    has_mask: bool,
+    splits: int,
+    tmp_path: Path,
+) -> None:
+    itemsize = 4 if dtype == "fp32" else 2
+    shapes = shapes_for(depth, itemsize, rows, divmod(capability, 10))
+    constants = {
+        "REPEAT": 4,
+        "DEPTH": depth,
+        "DEPTH_BLOCK": depth_block(depth),
+        "ROWS": rows,
+        "KEYS": shapes.keys,
+        "SPLITS": splits,
+        "HAS_MASK": has_mask,
+        "STAGES": shapes.stages,
+        "UPCAST": False,
+    }
+    kernel = _compile("_kv_cache_attention_kernel", capability, dtype, constants, shapes.warps)
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
+    assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    assert "atom." not in ptx
+    assert "cp.async.cg.shared.global" in ptx, "keys and values are not loaded ahead"
+    if itemsize == 2:
+        assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx), "no tensor cores"
+
+
+@pytest.mark.parametrize("splits", [2, 5, MAX_SPLITS])
+@pytest.mark.parametrize("depth", [64, 256])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_combine_compiles_within_the_limits(
+    capability: int, depth: int, splits: int, tmp_path: Path
+) -> None:
+    constants = {
+        "REPEAT": 4,
+        "DEPTH": depth,
+        "DEPTH_BLOCK": depth_block(depth),
+        "KEYS": 64,
+        "SPLITS": splits,
+        "SPLIT_BLOCK": 1 << (splits - 1).bit_length(),
+    }
+    kernel = _compile("_kv_cache_combine_kernel", capability, "bf16", constants, 4)
+    assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    assert "atom." not in kernel.asm["ptx"]
