@@ -25,7 +25,12 @@ __all__ = ["PASS_NAMES", "RESERVED_PASS_NAMES", "Options", "options_page"]
 
 PREFIX = "memeff."
 
-PASS_NAMES = ("fuse_linear_cross_entropy", "defer_logits", "fuse_embedding_gradient")
+PASS_NAMES = (
+    "fuse_linear_cross_entropy",
+    "defer_logits",
+    "fuse_embedding_gradient",
+    "rewrite_kv_update",
+)
 """Names of the passes that exist, in the order in which they run."""
 
 RESERVED_PASS_NAMES = (
@@ -40,6 +45,7 @@ SWITCHES = {
     "fuse_linear_cross_entropy": ("memeff.linear_cross_entropy", "off"),
     "defer_logits": ("memeff.logits", "eager"),
     "fuse_embedding_gradient": ("memeff.embedding", "off"),
+    "rewrite_kv_update": ("memeff.kv_reads", "off"),
 }
 """The option that switches each pass off."""
 
@@ -400,8 +406,7 @@ class Options:
         "kv_reads",
         "exact",
         "off",
-        meaning="Whether static KV caches are read only where they are filled.",
-        status=_NO_PASS,
+        meaning="Whether attention reads static KV caches only where they are filled.",
     )
     ternary: str = _choice(
         "ternary",
@@ -523,6 +528,7 @@ class Options:
             "fuse_embedding_gradient": (
                 f"{PREFIX}embedding='off'" if self.embedding == "off" else ""
             ),
+            "rewrite_kv_update": f"{PREFIX}kv_reads='off'" if self.kv_reads == "off" else "",
         }
         off["defer_logits"] = off["defer_logits"] or off["fuse_linear_cross_entropy"]
         for name in self.strict:

@@ -6,9 +6,11 @@ from .base import GraphPass
 from .defer_logits import DeferLogits
 from .fuse_embedding_gradient import FuseEmbeddingGradient
 from .fuse_linear_cross_entropy import FuseLinearCrossEntropy
+from .rewrite_kv_update import RewriteKVUpdate
 
 PASSES: tuple[GraphPass, ...] = (
     FuseLinearCrossEntropy(),  # logits returned beside a fused loss become deferred with it
     FuseEmbeddingGradient(),  # behind it: a tied head is known by the op it became
     DeferLogits(),  # logits returned without a loss, for a loss outside the graph
+    RewriteKVUpdate(),  # generation: no loss, no gradient
 )

@@ -470,7 +470,7 @@ _BY_NAME = (
     "repeat_interleave masked_fill relu gelu silu sigmoid softplus dropout layer_norm rms_norm "
     "linear embedding cat stack scaled_dot_product_attention take_along_dim chunk split unbind "
     "ravel pad clamp roll square rsqrt sqrt argmax cos sin where triu tril ne eq lt le "
-    "gt ge baddbmm max topk special_entr"
+    "gt ge baddbmm max topk special_entr arange"
 ).split()
 
 _FUNCTIONS: dict[Any, _Reader] = {

@@ -6,8 +6,8 @@ is written; the budget is doubled to match.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -33,11 +33,18 @@ def by_hand(
     return weight @ v.repeat_interleave(repeat, 1).nan_to_num()
 
 
+def planned(q: Tensor, k: Tensor, splits: int) -> split_keys.Plan:
+    """Return the plan of these tensors with another number of programs."""
+    sizes = (*q.shape[:3], *k.shape[2:])
+    plan = split_keys.plan_for(sizes, k.shape[1], q.element_size(), q.device)
+    return dataclasses.replace(plan, splits=splits)
+
+
 def check(
-    q: Tensor, k: Tensor, v: Tensor, last: Tensor, mask: Tensor | None = None, **settings: Any
+    q: Tensor, k: Tensor, v: Tensor, last: Tensor, mask: Tensor | None = None, *, splits: int = 2
 ) -> Tensor:
     scale = q.shape[3] ** -0.5
-    found = split_keys.attend(q, k, v, last, mask, scale, **settings)
+    found = split_keys.attend(q, k, v, last, mask, scale, plan=planned(q, k, splits))
     expected = by_hand(q, k, v, last, mask, scale)
     assert found.shape == q.shape
     assert found.dtype == q.dtype
@@ -85,13 +92,13 @@ def test_only_filled_keys_are_read(filled: int) -> None:
 def test_more_programs_than_tiles_and_a_position_beyond_the_cache() -> None:
     q, k, v = draw(1, 2, 1, 1, 40, 16)
     check(q, k, v, torch.tensor([[3]]), splits=8)
-    check(q, k, v, torch.tensor([[10**12]]), splits=2)
+    check(q, k, v, torch.tensor([[10**12]]))
 
 
 def test_queries_see_up_to_their_own_position() -> None:
     q, k, v = draw(2, 4, 2, 5, 60, 32)
-    check(q, k, v, torch.tensor([[20, 21, 22, 23, 24]]), splits=2)
-    check(q, k, v, torch.tensor([[0, 59, 7, 1, 2], [3, 3, 3, -1, 40]]), splits=2)
+    check(q, k, v, torch.tensor([[20, 21, 22, 23, 24]]))
+    check(q, k, v, torch.tensor([[0, 59, 7, 1, 2], [3, 3, 3, -1, 40]]))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -110,13 +117,19 @@ def test_a_query_that_sees_nothing_gets_zeros(splits: int) -> None:
 def test_a_mask_hides_keys(queries: int) -> None:
     q, k, v = draw(2, 6, 3, queries, 50, 16)
     mask = torch.rand(2, 1, queries, 50, generator=torch.Generator().manual_seed(1)) < 0.5
-    check(q, k, v, torch.full((2, queries), 44), mask, splits=2)
-    check(q, k, v, torch.full((1, 1), 44), mask[:1, :, :1], splits=2)
+    check(q, k, v, torch.full((2, queries), 44), mask)
+    check(q, k, v, torch.full((1, 1), 44), mask[:1, :, :1])
+
+
+def test_the_plan_of_the_sizes_is_right_too() -> None:
+    q, k, v = draw(1, 4, 2, 1, 150, 16)
+    found = split_keys.attend(q, k, v, torch.tensor([[140]]), None, 0.25)
+    torch.testing.assert_close(found, check(q, k, v, torch.tensor([[140]])))
 
 
 def test_more_rows_than_a_tile_holds() -> None:
     q, k, v = draw(1, 24, 1, 3, 33, 16)
-    check(q, k, v, torch.tensor([[30, 31, 32]]), splits=2)
+    check(q, k, v, torch.tensor([[30, 31, 32]]))
 
 
 def test_strides_are_followed() -> None:
@@ -125,11 +138,11 @@ def test_strides_are_followed() -> None:
     turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
     wide = torch.zeros(2, 2, 40, 32)
     wide[..., ::2] = v
-    check(turned[0], turned[1], wide[..., ::2], torch.tensor([[9, 10, 11]]), splits=2)
+    check(turned[0], turned[1], wide[..., ::2], torch.tensor([[9, 10, 11]]))
 
 
 def test_the_same_inputs_give_the_same_bits() -> None:
     q, k, v = draw(1, 4, 2, 1, 90, 16)
     last = torch.tensor([[80]])
-    first, second = (split_keys.attend(q, k, v, last, None, 0.3, splits=3) for _ in range(2))
+    first, second = (check(q, k, v, last, splits=3) for _ in range(2))
     assert torch.equal(first, second)

@@ -18,11 +18,10 @@ from memeff_compile.kernels.kv_cache import (
     kv_cache_append,
     kv_cache_attention,
     kv_cache_last,
-    splits_for,
     supports,
     supports_append,
 )
-from memeff_compile.kernels.kv_cache.shapes import rows_for, shapes_for
+from memeff_compile.kernels.kv_cache.shapes import rows_for, shapes_for, splits_for
 from tests.support.live_bytes import LiveBytes
 
 BUDGET = {

@@ -20,4 +20,4 @@ from memeff_compile.kernels.kv_cache.op import kv_cache_attention as kv_cache_at
 from memeff_compile.kernels.kv_cache.op import kv_cache_last as kv_cache_last
 from memeff_compile.kernels.kv_cache.op import supports as supports
 from memeff_compile.kernels.kv_cache.op import supports_append as supports_append
-from memeff_compile.kernels.kv_cache.shapes import splits_for as splits_for
+from memeff_compile.kernels.kv_cache.split_keys import plan_for as plan_for

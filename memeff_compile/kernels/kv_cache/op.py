@@ -43,11 +43,11 @@ _LIBRARY.define("kv_cache_last(Tensor mask) -> Tensor", tags=_COMPLIANT)
 
 
 def supports(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor, mask: Tensor | None = None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor | None, mask: Tensor | None = None
 ) -> str | None:
     """Say in a sentence why attention cannot be served with these inputs, or return None.
 
-    Args: as for `kv_cache_attention`.
+    Args: as for `kv_cache_attention`; last may be None where it is not there yet.
 
     Example: supports(torch.ones(1, 4, 1, 8), *2 * [torch.ones(1, 2, 9, 8)], torch.ones(1, 1).int())
     is None.
@@ -55,7 +55,8 @@ def supports(
     return (
         _unlike_tensors(q, k_cache, v_cache)
         or _unlike_shapes(q, k_cache, v_cache)
-        or _unlike_visible(q, k_cache, last, mask)
+        or _unlike_last(q, last)
+        or _unlike_mask(q, k_cache, mask)
     )
 
 
@@ -100,7 +101,9 @@ def _unlike_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
     return None
 
 
-def _unlike_visible(q: Tensor, k_cache: Tensor, last: Tensor, mask: Tensor | None) -> str | None:
+def _unlike_last(q: Tensor, last: Tensor | None) -> str | None:
+    if last is None:
+        return None
     batch, _, queries, _ = q.shape
     if last.dtype not in INDICES or last.dim() != 2 or last.device != q.device:
         return (
@@ -109,8 +112,13 @@ def _unlike_visible(q: Tensor, k_cache: Tensor, last: Tensor, mask: Tensor | Non
         )
     if not _fits(last.shape, (batch, queries)):
         return f"last is {tuple(last.shape)}; (1 or {batch}, 1 or {queries}) is needed."
+    return None
+
+
+def _unlike_mask(q: Tensor, k_cache: Tensor, mask: Tensor | None) -> str | None:
     if mask is None:
         return None
+    batch, _, queries, _ = q.shape
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.device != q.device:
         return (
             f"mask is {_short(mask.dtype)} with {mask.dim()} dimensions on {mask.device}; bool of "

@@ -10,6 +10,7 @@ The floor is the time to read the filled keys and values once: 2 * B * Hkv * fil
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +25,41 @@ from memeff_compile.kernels.kv_cache.shapes import (
 )
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a launch is made of.
+
+    Attributes:
+        shapes: tile, warps and stages of the attention kernel.
+        rows: query rows per tile.
+        row_tiles: tiles of query rows per key-value head.
+        splits: programs per tile of rows.
+    """
+
+    shapes: Shapes
+    rows: int
+    row_tiles: int
+    splits: int
+
+
+def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch.device) -> Plan:
+    """Return the launch for (B, H, M, N, D), from static sizes alone.
+
+    Args:
+        sizes: sequences, query heads, queries, keys in the cache, head dimension.
+        kv_heads: key-value heads.
+        itemsize: bytes per element.
+        device: where it runs; an H200 is assumed off CUDA.
+    """
+    batch, heads, queries, keys, depth = sizes
+    count = queries * (heads // kv_heads)
+    rows = rows_for(count, itemsize)
+    row_tiles = -(-count // rows)
+    shapes = shapes_for(depth, itemsize, rows, capability(device))
+    groups = batch * kv_heads * row_tiles
+    return Plan(shapes, rows, row_tiles, splits_for(groups, keys, shapes.keys, processors(device)))
+
+
 def attend(
     q: Tensor,
     k_cache: Tensor,
@@ -32,8 +68,7 @@ def attend(
     mask: Tensor | None,
     scale: float,
     *,
-    shapes: Shapes | None = None,
-    splits: int | None = None,
+    plan: Plan | None = None,
 ) -> Tensor:
     """Attend to the keys up to `last`; the shapes are as the op has checked them.
 
@@ -43,7 +78,7 @@ def attend(
         last: (B or 1, M or 1) int32 or int64.
         mask: bool (B or 1, 1, M or 1, N), or None.
         scale: factor of the scores.
-        shapes, splits: what `shapes_for` and `splits_for` would choose otherwise.
+        plan: the launch, by default what `plan_for` gives.
 
     Returns:
         (B, H, M, D) in the dtype of q, laid out as (B, M, H, D).
@@ -54,11 +89,11 @@ def attend(
     kv_heads, keys = k_cache.shape[1], k_cache.shape[2]
     repeat = heads // kv_heads
     rows = queries * repeat
-    row_block = rows_for(rows, q.element_size())
-    row_tiles = -(-rows // row_block)
-    shapes = shapes or shapes_for(depth, q.element_size(), row_block, capability(q.device))
     groups = batch * kv_heads
-    splits = splits or splits_for(groups * row_tiles, keys, shapes.keys, processors(q.device))
+    if plan is None:
+        sizes = (batch, heads, queries, keys, depth)
+        plan = plan_for(sizes, kv_heads, q.element_size(), q.device)
+    shapes, splits = plan.shapes, plan.splits
     out = q.new_empty((batch, queries, heads, depth))
     stat_count = groups * rows * splits
     share = stat = out
@@ -69,7 +104,7 @@ def attend(
     seen = last if mask is None else mask.squeeze(1).view(torch.uint8).expand(batch, queries, keys)
     block = depth_block(depth)
     with on_device(q):
-        kernels._kv_cache_attention_kernel[(splits, groups, row_tiles)](
+        kernels._kv_cache_attention_kernel[(splits, groups, plan.row_tiles)](
             q,
             *q.stride(),
             k_cache,
@@ -91,7 +126,7 @@ def attend(
             REPEAT=repeat,
             DEPTH=depth,
             DEPTH_BLOCK=block,
-            ROWS=row_block,
+            ROWS=plan.rows,
             KEYS=shapes.keys,
             SPLITS=splits,
             HAS_MASK=mask is not None,

@@ -1,0 +1,698 @@
+"""Attention over a static KV cache -> memeff::kv_cache_attention, which reads its filled part only.
+
+    before: k_cache.index_copy_(2, p, k); v_cache.index_copy_(2, p, v)
+            K, V = repeat_kv(k_cache), repeat_kv(v_cache)
+            y = scaled_dot_product_attention(q, K, V, attn_mask=arange(N) <= q_positions)
+    after:  memeff.kv_cache_append(k_cache, v_cache, k, v, p)
+            y = memeff.kv_cache_attention(q, k_cache, v_cache, last)
+
+The writes stay, in place and in order. The read is exact for every boolean mask: ``last`` is the
+last key that a query sees. Where the mask compares the places of the keys with the positions of the
+queries, ``last`` is those positions, read on the device, and the mask is gone. Any other boolean
+mask, such as the one that generate() builds outside of the graph, goes to the op, and ``last`` is
+found in it once per forward pass.
+
+Nothing is deleted but what the match owns. Graph.eliminate_dead_code would take the writes for
+dead, since nobody uses what they return.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from .. import compat
+from ..kernels import kv_cache as op_folder
+from .base import Decline, Done, Gain
+from .canonical import Call, aten, read, read_one
+from .editor import Editor
+from .graph_info import GraphInfo, node_name
+
+MAX_ROWS = 64
+"""Queries times query heads per key-value head. More is a prefill, which SDPA's kernels serve."""
+
+MIN_COPIED_BYTES = 1 << 20
+"""Without a kernel of ours the gain is the copies per query head; smaller ones do not pay."""
+
+_MAX_CHAIN = 8
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys or values as attention takes them, and the cache behind."""
+
+    node: Node
+    repeat: Any
+    chain: tuple[Node, ...]  # from what attention takes back to the cache, which is not in it
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two in-place writes, of keys and of values at the same positions."""
+
+    first: Node
+    second: Node
+    operands: tuple[Node, Node, Node, Node, Node]  # k_cache, v_cache, k, v, positions
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What the queries see: up to ``bound`` (less ``minus``), or what a mask shows."""
+
+    mask: Node | None
+    bound: Node | None = None
+    compared_at: Node | None = None
+    minus: int = 0
+    chain: tuple[Node, ...] = ()
+
+
+@dataclass
+class Site:
+    """One attention over caches that this graph has written to."""
+
+    node: Node
+    call: Call
+    key: Cache | None
+    value: Cache | None
+    visible: Visible | None = None
+    pair: Pair | None = None
+    owned: list[Node] = field(default_factory=list)
+
+
+class RewriteKVUpdate:
+    """The pass."""
+
+    name = "rewrite_kv_update"
+    version = 1
+    tier = "exact"
+
+    def enabled(self, info: GraphInfo) -> bool:
+        """Return whether memeff.kv_reads is on."""
+        return info.options.kv_reads != "off"
+
+    # --- find -------------------------------------------------------------------------------------
+
+    def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
+        """Yield every attention whose keys live in memory that the graph wrote to before."""
+        writes = [w for w in info.writes if _is_cache_write(w.node)]
+        if not writes:
+            return
+        for node in info.gm.graph.nodes:
+            call = read_one(node) if _may_be_attention(node) else None
+            if call is None or call.op is not aten.scaled_dot_product_attention.default:
+                continue
+            before = {
+                compat.storage_key(value)
+                for write in writes
+                if write.position < info.positions[node]
+                for value in map(info.tensor, write.targets)
+                if value is not None and compat.is_fake(value)
+            }
+            key, value = call.args["key"], call.args["value"]
+            if _reads_from(info, key, before) and _reads_from(info, value, before):
+                site = Site(node, call, _cache(info, key, before), _cache(info, value, before))
+                site.visible = _visible(info, site)
+                yield site
+
+    # --- check ------------------------------------------------------------------------------------
+
+    def check(self, info: GraphInfo, match: Site) -> Decline | None:
+        """Return why the attention must be left alone, or None."""
+        return (
+            _unserved_setting(info, match)
+            or _unserved_cache(info, match)
+            or _unserved_mask(match)
+            or _unserved_shape(info, match)
+            or _changed_meanwhile(info, match)
+        )
+
+    def gain(self, info: GraphInfo, match: Site) -> Gain | None:
+        """Return the formula for the copies per query head, where there are any."""
+        query = info.tensor(match.call.args["query"])
+        if query is None or match.key is None or not _copies(info, match):
+            return None
+        cache = info.tensor(match.key.node)
+        assert cache is not None
+        b, h, m, n, d, s = sympy.symbols("B H M N D S", integer=True, positive=True)
+        hints = [compat.size_hint(size) for size in (*query.shape[:3], *cache.shape[2:])]
+        sizes = dict(zip("BHMND", hints, strict=True))
+        before = op_folder.bytes_before(b, h, n, d, dtype=query.dtype)
+        if op_folder.engine_for(query.device, query.dtype) == "reference":
+            del sizes["M"]
+            return Gain(before, sympy.Integer(0), sizes)
+        kv_heads = compat.size_hint(cache.shape[1])
+        plan = op_folder.plan_for(tuple(hints), kv_heads, query.dtype.itemsize, query.device)
+        sizes["S"] = plan.splits
+        return Gain(before, op_folder.bytes_after(b, h, m, d, splits=s), sizes)
+
+    def anchor(self, match: Site) -> Node:
+        """Return the attention."""
+        return match.node
+
+    def places(self, match: Site) -> Iterable[Node]:
+        """Return the attention."""
+        return [match.node]
+
+    # --- rewrite ----------------------------------------------------------------------------------
+
+    def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
+        """Join the writes where that is safe; let attention read the caches themselves."""
+        assert match.key is not None
+        assert match.value is not None
+        sentence = _sentence(info, match)
+        chain = [n for n in (*match.key.chain, *match.value.chain) if not _is_cache_write(n)]
+        match.owned = [match.node, *chain]
+        match.pair = _pair(info, match)
+        if match.pair is not None:
+            with editor.at(match.pair.second):
+                editor.call(op_folder.kv_cache_append, *match.pair.operands)
+            match.owned += [match.pair.first, match.pair.second]
+        assert match.visible is not None
+        with editor.at(match.node):
+            mask = match.visible.mask
+            last = _bound(editor, match.visible) if mask is None else _last(info, editor, match)
+            out = editor.call(
+                op_folder.kv_cache_attention,
+                match.call.args["query"],
+                match.key.node,
+                match.value.node,
+                last,
+                mask,
+                _scale(match.call),
+            )
+            if _is_laid_out_by_head(info, match.node):
+                out = editor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
+        editor.replace(match.node, out)
+        match.owned += match.visible.chain
+        return Done(match.node, sentence)
+
+    def dead(self, match: Site) -> Sequence[Node]:
+        """Return what only this attention needed: copies, the mask, the writes that were joined."""
+        return match.owned
+
+
+# --- caches ---------------------------------------------------------------------------------------
+
+_WRITING_METHODS = ("index_copy_", "index_put_", "copy_", "__setitem__")
+
+
+def _is_cache_write(node: Node) -> bool:
+    """Return whether ``node`` writes new tokens into part of a tensor."""
+    if node.target is operator.setitem or node.target is op_folder.kv_cache_append:
+        return True
+    return node_name(node) in _WRITING_METHODS
+
+
+def _may_be_attention(node: Node) -> bool:
+    return node.op == "call_function" and "scaled_dot_product_attention" in node_name(node)
+
+
+def _reads_from(info: GraphInfo, node: Any, storages: set[int]) -> bool:
+    """Return whether ``node`` is in one of ``storages``, or a copy of what is, a few steps away."""
+    for _ in range(_MAX_CHAIN):
+        value = info.tensor(node)
+        if value is None or not compat.is_fake(value):
+            return False
+        if compat.storage_key(value) in storages:
+            return True
+        operands = node.all_input_nodes if node.op in ("call_function", "call_method") else []
+        if len(operands) != 1:
+            return False
+        (node,) = operands
+    return False
+
+
+def _cache(info: GraphInfo, node: Node, storages: set[int]) -> Cache | None:
+    """Strip what repeats the heads, and name the cache behind; None for any other form."""
+    chain: list[Node] = []
+    repeat: Any = 1
+    for _ in range(_MAX_CHAIN):
+        stripped = _without_repeat(info, node)
+        if stripped is not None:
+            nodes, source, times = stripped
+            chain += nodes
+            node, repeat = source, repeat * times
+            continue
+        value = info.tensor(node)
+        if value is None or value.dim() != 4 or compat.storage_key(value) not in storages:
+            return None
+        return Cache(node, repeat, tuple(chain))
+    return None
+
+
+def _without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] | None:
+    """Return the nodes that repeat heads and end in ``node``, what they repeat, how often."""
+    call = read_one(node)
+    if call is None:
+        return None
+    source = call.args.get("self")
+    before = info.tensor(source)
+    if before is None or not isinstance(source, Node):
+        return None
+    if call.op is aten.index_copy_.default:  # its result is the cache it wrote to
+        return [node], source, 1
+    if call.op in (aten.contiguous.default, aten.alias.default):
+        return [node], source, 1
+    if call.op is aten.repeat_interleave.self_int:
+        times, dim = call.args["repeats"], call.args["dim"]
+        is_heads = isinstance(dim, int) and before.dim() == 4 and dim % 4 == 1
+        return ([node], source, times) if is_heads and isinstance(times, int) else None
+    if call.op in (aten.reshape.default, aten.view.default, aten.flatten.using_ints):
+        return _without_expand(info, node, source)
+    return None
+
+
+def _without_expand(info: GraphInfo, node: Node, wide: Node) -> tuple[list[Node], Node, Any] | None:
+    """Read ``cache[:, :, None].expand(B, G, r, N, D).reshape(B, G * r, N, D)``."""
+    expand = read_one(wide)
+    if expand is None or expand.op is not aten.expand.default:
+        return None
+    narrow = expand.args["self"]
+    added = read_one(narrow)
+    if added is None or added.op is not aten.unsqueeze.default or added.args["dim"] not in (2, -3):
+        return None
+    source = added.args["self"]
+    cache, spread, whole = (info.tensor(n) for n in (source, wide, node))
+    if cache is None or spread is None or whole is None or cache.dim() != 4 or spread.dim() != 5:
+        return None
+    b, g, n, d = cache.shape
+    times = spread.shape[2]
+    is_repeat = _same(spread.shape, (b, g, times, n, d)) and _same(
+        whole.shape, (b, g * times, n, d)
+    )
+    return ([node, wide, narrow], source, times) if is_repeat else None
+
+
+def _same(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    return len(shape) == len(wanted) and all(
+        compat.statically_true(a == b) for a, b in zip(shape, wanted, strict=True)
+    )
+
+
+def _copies(info: GraphInfo, match: Site) -> bool:
+    """Return whether keys and values are copied for the heads that share them."""
+    for cache in (match.key, match.value):
+        if cache is None or not cache.chain:
+            return False
+        taken, held = info.tensor(cache.chain[0]), info.tensor(cache.node)
+        if taken is None or held is None:
+            return False
+        if compat.storage_key(taken) == compat.storage_key(held):
+            return False
+    return True
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+def _visible(info: GraphInfo, match: Site) -> Visible | None:
+    """Read the mask; None where there is none or it is no boolean mask for all heads alike."""
+    mask = match.call.args["attn_mask"]
+    value = info.tensor(mask)
+    if value is None or match.key is None or not compat.is_fake(value):
+        return None
+    cache = info.tensor(match.key.node)
+    assert cache is not None
+    by_position = _by_position(info, mask, cache.shape[2])
+    if by_position is not None:
+        return by_position
+    if value.dtype != torch.bool or value.dim() != 4:
+        return None
+    if not (_same(value.shape[1:2], (1,)) and _same(value.shape[3:], cache.shape[2:3])):
+        return None
+    return Visible(mask)
+
+
+_TRANSPARENT = (aten.expand.default, aten.alias.default, aten.contiguous.default)
+_COMPARED = {  # the side of the keys, the side of the positions, whether equal is seen
+    aten.le.Tensor: ("self", "other", True),
+    aten.lt.Tensor: ("self", "other", False),
+    aten.ge.Tensor: ("other", "self", True),
+    aten.gt.Tensor: ("other", "self", False),
+}
+
+
+def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
+    """Read ``arange(N) <= positions[..., None]``, broadcast; None for any other mask."""
+    chain = []
+    node, call = mask, read_one(mask)
+    while call is not None and call.op in _TRANSPARENT:
+        chain.append(node)
+        node = call.args["self"]
+        call = read_one(node)
+    if call is None or call.op not in _COMPARED:
+        return None
+    key_side, query_side, equal = _COMPARED[call.op]
+    places, positions = call.args[key_side], call.args[query_side]
+    if not _counts_keys(info, places, keys) or not _is_per_query(info, positions):
+        return None
+    return Visible(None, positions, node, 0 if equal else 1, (*chain, node))
+
+
+def _counts_keys(info: GraphInfo, node: Node, keys: Any) -> bool:
+    """Return whether ``node`` holds 0, 1 .. N - 1 along its last dimension."""
+    value = info.tensor(node)
+    if value is None or value.dtype.is_floating_point or value.dim() == 0:
+        return False
+    if not _same(value.shape, (*[1] * (value.dim() - 1), keys)):
+        return False
+    for _ in range(_MAX_CHAIN):
+        calls = read(node)
+        if not calls or any(c.op not in _KEEPS_COUNT for c in calls[1:]):
+            return False
+        if calls[0].op in _ARANGE:
+            given = calls[0].args
+            return bool(given.get("start", 0) == 0 and given.get("step", 1) == 1)
+        if calls[0].op not in _KEEPS_COUNT and not _adds_nothing(calls[0]):
+            return False
+        node = calls[0].args["self"]
+        held = info.tensor(node)
+        # Views keep the order; all the keys must still be there, once.
+        if held is None or held.dim() == 0 or not _same(held.shape[-1:], (keys,)):
+            return False
+    return False
+
+
+_ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+_KEEPS_COUNT = (
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.alias.default,
+    aten.to.dtype,
+)
+
+
+def _adds_nothing(call: Call) -> bool:
+    is_sum = call.op in (aten.add.Tensor, aten.add.Scalar)
+    return is_sum and isinstance(call.args["other"], int) and call.args["other"] == 0
+
+
+def _is_per_query(info: GraphInfo, node: Node) -> bool:
+    """Return whether ``node`` is (B or 1, 1, M or 1, 1), or the last two dimensions of that."""
+    value = info.tensor(node)
+    if value is None or value.dtype not in (torch.int32, torch.int64):
+        return False
+    if value.dim() == 4:
+        return _same((value.shape[1], value.shape[3]), (1, 1))
+    return value.dim() == 2 and _same(value.shape[1:], (1,))
+
+
+def _bound(editor: Editor, visible: Visible) -> Node:
+    """Return (B or 1, M or 1): the last key each query sees, from the compared positions."""
+    positions = visible.bound
+    assert positions is not None
+    if compat.example_value(positions).dim() == 4:
+        last = editor.call(aten.squeeze.dims, positions, [1, 3])
+    else:
+        last = editor.call(aten.t.default, positions)
+    return editor.call(aten.sub.Scalar, last, visible.minus) if visible.minus else last
+
+
+def _last(info: GraphInfo, editor: Editor, match: Site) -> Node:
+    """Return where the mask's queries see last, found once for all who take the same mask."""
+    assert match.visible is not None
+    mask = match.visible.mask
+    assert mask is not None
+    for user in mask.users:
+        if user.target is op_folder.kv_cache_last and user in info.positions:
+            is_before = info.positions[user] < info.positions[match.node]
+            if is_before and _writes_to(info, mask, user, match.node) is None:
+                return user
+    return editor.call(op_folder.kv_cache_last, mask)
+
+
+def _writes_to(info: GraphInfo, node: Node, first: Node, last: Node) -> Node | None:
+    """Return a write between two places that may hit ``node``; tensors of one memory and different
+    dtypes are not to be feared where both are inputs.
+    """
+    value = info.tensor(node)
+    for write in info.writes:
+        if not info.positions[first] < write.position <= info.positions[last]:
+            continue
+        for target in write.targets:
+            written = info.tensor(target)
+            is_alike = value is None or written is None or written.dtype == value.dtype
+            if is_alike and info.may_share_memory(target, node):
+                return write.node
+    return None
+
+
+# --- conditions -----------------------------------------------------------------------------------
+
+
+def _unserved_setting(info: GraphInfo, match: Site) -> Decline | None:
+    args, value = match.call.args, info.tensor(match.node)
+    if value is None or value.requires_grad:
+        return Decline(
+            "needs_gradient",
+            "attention over the cache takes part in a backward pass, and the op has none",
+            "generate under torch.no_grad() or torch.inference_mode()",
+        )
+    device = value.device.type
+    if any(name == device and on for name, _, on in info.regions[match.node].autocast):
+        return Decline(
+            "autocast",
+            "attention runs under autocast, which casts its operands",
+            "cast the model instead",
+        )
+    if args["dropout_p"] != 0 or args["is_causal"]:
+        name = "is_causal" if args["is_causal"] else "dropout_p"
+        return Decline(
+            f"attention_setting({name})",
+            f"attention over the cache has {name}={args[name]!r}",
+            "generate in eval mode"
+            if name == "dropout_p"
+            else "is_causal compares places in the buffer; give a mask of positions",
+        )
+    if not isinstance(args["scale"], (int, float, type(None))):
+        return Decline(
+            "attention_setting(scale)",
+            "the scale of attention varies from call to call",
+            "give a number",
+        )
+    return None
+
+
+def _unserved_cache(info: GraphInfo, match: Site) -> Decline | None:
+    key, value = match.key, match.value
+    if key is None or value is None:
+        return Decline(
+            "cache_form",
+            "between the cache and attention stands more than a repetition of its heads, such as "
+            "a cast, a slice or a dequantisation",
+            "keep the cache in the dtype of the queries and hand it over whole",
+        )
+    heads = info.tensor(match.call.args["query"])
+    taken = info.tensor(match.call.args["key"])
+    if heads is None or taken is None or heads.dim() != 4 or key.repeat != value.repeat:
+        return Decline("cache_form", "keys and values are not repeated alike, or not (B, H, N, D)")
+    if not _same(heads.shape[:1], taken.shape[:1]):
+        return Decline("cache_form", "queries and keys differ in their batch")
+    if not _same(heads.shape[1:2], taken.shape[1:2]) and not match.call.args["enable_gqa"]:
+        return Decline("cache_form", "queries and keys differ in their heads")
+    return None
+
+
+def _unserved_mask(match: Site) -> Decline | None:
+    if match.visible is not None:
+        return None
+    if match.call.args["attn_mask"] is None:
+        return Decline(
+            "no_mask",
+            "attention over the cache has no mask, so it sees the whole buffer, filled or not",
+            "give a boolean mask, or slice the cache to what is filled",
+        )
+    return Decline(
+        "mask_form",
+        "the mask is neither a comparison of places with positions nor boolean and alike for all "
+        "heads: what a float mask hides is not known when compiling",
+        "give a boolean mask of (batch or 1, 1, queries or 1, cache length)",
+    )
+
+
+def _unserved_shape(info: GraphInfo, match: Site) -> Decline | None:
+    assert match.key is not None
+    assert match.value is not None
+    assert match.visible is not None
+    operands = [match.call.args["query"], match.key.node, match.value.node]
+    query, keys, values = (info.tensor(n) for n in operands)
+    if query is None or keys is None or values is None or not compat.is_fake(query):
+        return Decline("unsupported", "an operand of attention is no plain tensor")
+    sentence = op_folder.supports(query, keys, values, None, None)
+    if sentence is not None:
+        return Decline("unsupported", sentence)
+    rows = query.shape[2] * query.shape[1] // keys.shape[1]
+    if not compat.statically_true(rows <= MAX_ROWS):
+        return Decline(
+            "many_queries",
+            f"there are {rows} query rows per key-value head; up to {MAX_ROWS} are served, which "
+            "is decoding. A prefill is left to PyTorch's kernels",
+        )
+    engine = op_folder.engine_for(query.device, query.dtype)
+    copied = 2 * query.shape[0] * query.shape[1] * keys.shape[2] * keys.shape[3]
+    copied_bytes = compat.size_hint(copied) * query.dtype.itemsize
+    if engine == "reference" and not (_copies(info, match) and copied_bytes >= MIN_COPIED_BYTES):
+        return Decline(
+            "no_gain",
+            "on this device the op gains where keys and values are copied for the query heads that "
+            f"share them, {MIN_COPIED_BYTES >> 20} MiB or more",
+        )
+    return None
+
+
+def _changed_meanwhile(info: GraphInfo, match: Site) -> Decline | None:
+    assert match.key is not None
+    assert match.value is not None
+    assert match.visible is not None
+    found = None
+    for cache in (match.key, match.value):
+        reads = [n for n in cache.chain if not _is_cache_write(n)]
+        if reads:
+            first = min(reads, key=lambda n: info.positions[n])
+            found = found or _writes_to(info, cache.node, first, match.node)
+    if match.visible.bound is not None and match.visible.compared_at is not None:
+        compared = match.visible.compared_at
+        found = found or _writes_to(info, match.visible.bound, compared, match.node)
+    if found is None:
+        return None
+    return Decline(
+        "mutated",
+        f"`{node_name(found)}` writes to the cache or the positions after they were read and "
+        "before attention",
+        "write before reading",
+    )
+
+
+# --- writes ---------------------------------------------------------------------------------------
+
+
+def _pair(info: GraphInfo, match: Site) -> Pair | None:
+    """Return the two writes when one op may do both at the later place, else None."""
+    assert match.key is not None
+    assert match.value is not None
+    keys = _write(info, match, match.key)
+    values = _write(info, match, match.value)
+    if keys is None or values is None:
+        return None
+    (k_write, k_new, k_positions), (v_write, v_new, v_positions) = keys, values
+    if k_positions is not v_positions or k_write is v_write:
+        return None
+    operands = (match.key.node, match.value.node, k_new, v_new, k_positions)
+    tensors = [info.tensor(n) for n in operands]
+    if any(t is None or not compat.is_fake(t) for t in tensors):
+        return None
+    if op_folder.supports_append(*tensors) is not None:  # type: ignore[arg-type]
+        return None
+    if compat.storage_key(tensors[0]) == compat.storage_key(tensors[1]):  # type: ignore[arg-type]
+        return None
+    first, second = sorted((k_write, v_write), key=lambda n: info.positions[n])
+    if not _nothing_between(info, first, second, tensors[:2]):
+        return None
+    for write in (first, second):
+        if write.users and not _is_seen_only_by(write, match.owned):
+            return None
+    return Pair(first, second, operands)
+
+
+def _is_seen_only_by(write: Node, owned: Sequence[Node]) -> bool:
+    """Return whether what a write returns ends in ``owned`` nodes that nobody else uses."""
+    mine = set(owned)
+    return set(write.users) <= mine and all(
+        set(node.users) <= mine for node in owned[1:] if node.op != "placeholder"
+    )
+
+
+def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node] | None:
+    """Return the last write to a cache before attention: the node, what it writes, and where."""
+    held = info.tensor(cache.node)
+    assert held is not None
+    last = None
+    for write in info.writes:
+        if write.position >= info.positions[match.node]:
+            break
+        for target in write.targets:
+            value = info.tensor(target)
+            if value is not None and compat.storage_key(value) == compat.storage_key(held):
+                last = write
+    if last is None or last.targets != (cache.node,):
+        return None
+    return _read_write(last.node)
+
+
+def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
+    """Read ``cache.index_copy_(2, positions, new)`` or ``cache[:, :, positions] = new``."""
+    call = read_one(node)
+    if call is not None and call.op is aten.index_copy_.default:
+        if call.args["dim"] not in (2, -2):
+            return None
+        return node, call.args["source"], call.args["index"]
+    if node.target is not operator.setitem or len(node.args) != 3:
+        return None
+    index, new = node.args[1], node.args[2]
+    if not isinstance(index, tuple) or not isinstance(new, Node):
+        return None
+    everything = slice(None, None, None)
+    if len(index) == 4 and index[3] == everything:
+        index = index[:3]
+    if index[:2] != (everything, everything) and index != (Ellipsis, index[-1], everything):
+        return None
+    positions = index[1] if index[0] is Ellipsis else index[2] if len(index) == 3 else None
+    return (node, new, positions) if isinstance(positions, Node) else None
+
+
+def _nothing_between(
+    info: GraphInfo, first: Node, second: Node, caches: Sequence[torch.Tensor | None]
+) -> bool:
+    """Return whether no node between the two writes anything or sees one of the caches."""
+    held = {compat.storage_key(cache) for cache in caches if cache is not None}
+    lo, hi = info.positions[first], info.positions[second]
+    if any(lo < write.position < hi for write in info.writes):
+        return False
+    for node, position in info.positions.items():
+        if not lo < position < hi:
+            continue
+        for operand in node.all_input_nodes:
+            value = info.tensor(operand)
+            if value is not None and compat.is_fake(value) and compat.storage_key(value) in held:
+                return False
+    return True
+
+
+# --- small things ---------------------------------------------------------------------------------
+
+
+def _scale(call: Call) -> float | None:
+    scale = call.args["scale"]
+    return None if scale is None else float(scale)
+
+
+def _is_laid_out_by_head(info: GraphInfo, node: Node) -> bool:
+    """Return whether the result of ``node`` is (B, H, M, D) in memory, where the op's is (B, M, H,
+    D): a view that its users take of it might be impossible.
+    """
+    value = info.tensor(node)
+    if value is None or compat.statically_true(value.shape[2] == 1):
+        return False
+    return bool(value.is_contiguous())
+
+
+def _sentence(info: GraphInfo, match: Site) -> str:
+    query = info.tensor(match.call.args["query"])
+    assert query is not None
+    assert match.key is not None
+    cache = info.tensor(match.key.node)
+    assert cache is not None
+    assert match.visible is not None
+    name = op_folder.engine_for(query.device, query.dtype)
+    bound = "the mask's last key" if match.visible.mask is not None else "the query's position"
+    return (
+        f"attention over a cache of {cache.shape[2]} keys -> memeff::kv_cache_attention, which "
+        f"reads up to {bound}; engine {name}: {op_folder.ENGINES[name]}"
+    )
