@@ -77,9 +77,10 @@ class Site:
     """One attention over caches that this graph has written to."""
 
     node: Node
+    storages: frozenset[int]
     call: Call
-    key: Cache | None
-    value: Cache | None
+    key: Cache | None = None
+    value: Cache | None = None
     visible: Visible | None = None
     pair: Pair | None = None
     owned: list[Node] = field(default_factory=list)
@@ -107,29 +108,32 @@ class RewriteKVUpdate:
             call = read_one(node) if _may_be_attention(node) else None
             if call is None or call.op is not aten.scaled_dot_product_attention.default:
                 continue
-            before = {
+            storages = frozenset(
                 compat.storage_key(value)
                 for write in writes
                 if write.position < info.positions[node]
                 for value in map(info.tensor, write.targets)
                 if value is not None and compat.is_fake(value)
-            }
-            key, value = call.args["key"], call.args["value"]
-            if _reads_from(info, key, before) and _reads_from(info, value, before):
-                site = Site(node, call, _cache(info, key, before), _cache(info, value, before))
-                site.visible = _visible(info, site)
-                yield site
+            )
+            if all(_reads_from(info, call.args[name], storages) for name in ("key", "value")):
+                yield Site(node, storages, call)
 
     # --- check ------------------------------------------------------------------------------------
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
-        """Return why the attention must be left alone, or None."""
+        """Return why the attention must be left alone, or None.
+
+        The place is read here and not by ``find``: rewriting one attention replaces operands of
+        the next.
+        """
+        _read_site(info, match)
         return (
             _unserved_setting(info, match)
             or _unserved_cache(info, match)
             or _unserved_mask(match)
             or _unserved_shape(info, match)
             or _changed_meanwhile(info, match)
+            or _without_gain(info, match)
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
@@ -213,7 +217,7 @@ def _may_be_attention(node: Node) -> bool:
     return node.op == "call_function" and "scaled_dot_product_attention" in node_name(node)
 
 
-def _reads_from(info: GraphInfo, node: Any, storages: set[int]) -> bool:
+def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
     """Return whether ``node`` is in one of ``storages``, or a copy of what is, a few steps away."""
     for _ in range(_MAX_CHAIN):
         value = info.tensor(node)
@@ -228,7 +232,17 @@ def _reads_from(info: GraphInfo, node: Any, storages: set[int]) -> bool:
     return False
 
 
-def _cache(info: GraphInfo, node: Node, storages: set[int]) -> Cache | None:
+def _read_site(info: GraphInfo, match: Site) -> None:
+    """Fill in the call, the caches and the mask."""
+    call = read_one(match.node)
+    assert call is not None
+    match.call = call
+    match.key = _cache(info, call.args["key"], match.storages)
+    match.value = _cache(info, call.args["value"], match.storages)
+    match.visible = _visible(info, match)
+
+
+def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | None:
     """Strip what repeats the heads, and name the cache behind; None for any other form."""
     chain: list[Node] = []
     repeat: Any = 1
@@ -535,15 +549,6 @@ def _unserved_shape(info: GraphInfo, match: Site) -> Decline | None:
             f"there are {rows} query rows per key-value head; up to {MAX_ROWS} are served, which "
             "is decoding. A prefill is left to PyTorch's kernels",
         )
-    engine = op_folder.engine_for(query.device, query.dtype)
-    copied = 2 * query.shape[0] * query.shape[1] * keys.shape[2] * keys.shape[3]
-    copied_bytes = compat.size_hint(copied) * query.dtype.itemsize
-    if engine == "reference" and not (_copies(info, match) and copied_bytes >= MIN_COPIED_BYTES):
-        return Decline(
-            "no_gain",
-            "on this device the op gains where keys and values are copied for the query heads that "
-            f"share them, {MIN_COPIED_BYTES >> 20} MiB or more",
-        )
     return None
 
 
@@ -567,6 +572,22 @@ def _changed_meanwhile(info: GraphInfo, match: Site) -> Decline | None:
         f"`{node_name(found)}` writes to the cache or the positions after they were read and "
         "before attention",
         "write before reading",
+    )
+
+
+def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
+    query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
+    assert query is not None
+    assert taken is not None
+    if op_folder.engine_for(query.device, query.dtype) != "reference":
+        return None
+    copied = 2 * compat.size_hint(taken.numel()) * taken.dtype.itemsize
+    if _copies(info, match) and copied >= MIN_COPIED_BYTES:
+        return None
+    return Decline(
+        "no_gain",
+        "on this device the op gains where keys and values are copied for the query heads that "
+        f"share them, {MIN_COPIED_BYTES >> 20} MiB or more",
     )
 
 
@@ -639,12 +660,14 @@ def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
     if not isinstance(index, tuple) or not isinstance(new, Node):
         return None
     everything = slice(None, None, None)
-    if len(index) == 4 and index[3] == everything:
-        index = index[:3]
-    if index[:2] != (everything, everything) and index != (Ellipsis, index[-1], everything):
+    if index[0] is Ellipsis:
+        front, rest = (everything, everything), index[1:]
+    else:
+        front, rest = index[:2], index[2:]
+    if front != (everything, everything) or len(rest) not in (1, 2):
         return None
-    positions = index[1] if index[0] is Ellipsis else index[2] if len(index) == 3 else None
-    return (node, new, positions) if isinstance(positions, Node) else None
+    is_whole = rest[1:] == (everything,) or (len(rest) == 1 and index[0] is not Ellipsis)
+    return (node, new, rest[0]) if is_whole and isinstance(rest[0], Node) else None
 
 
 def _nothing_between(

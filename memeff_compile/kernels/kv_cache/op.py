@@ -201,7 +201,8 @@ def _attention(
     _require_support(q, k_cache, v_cache, last, mask)
     factor = q.shape[3] ** -0.5 if scale is None else scale
     attend = reference.attend
-    if engine_for(q.device, q.dtype) == "split" and q.numel() and k_cache.shape[2]:
+    is_split = q.is_cuda and engine_for(q.device, q.dtype) == "split"
+    if is_split and q.numel() and k_cache.shape[2]:
         from memeff_compile.kernels.kv_cache.split_keys import attend
     return attend(q, k_cache, v_cache, last, mask, factor)
 
