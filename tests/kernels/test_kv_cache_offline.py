@@ -100,7 +100,7 @@ def test_attention_compiles_within_the_limits(
         "DEPTH_BLOCK": depth_block(depth),
         "ROWS": rows,
         "KEYS": shapes.keys,
-        "SPLITS": splits,
+        "IS_ALONE": splits == 1,
         "HAS_MASK": has_mask,
         "STAGES": shapes.stages,
         "UPCAST": False,
@@ -126,7 +126,6 @@ def test_combine_compiles_within_the_limits(
         "DEPTH": depth,
         "DEPTH_BLOCK": depth_block(depth),
         "KEYS": 64,
-        "SPLITS": splits,
         "SPLIT_BLOCK": 1 << (splits - 1).bit_length(),
     }
     kernel = _compile("_kv_cache_combine_kernel", capability, "bf16", constants, 4)

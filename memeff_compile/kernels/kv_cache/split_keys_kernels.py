@@ -58,20 +58,21 @@ def _kv_cache_attention_kernel(
     stride_mask_batch,
     stride_mask_query,
     stride_mask_key,
-    out_ptr,  # (B, M, H, D), without SPLITS
-    share_ptr,  # (B, KV_HEADS, rows, SPLITS, D) fp32, with SPLITS
-    stat_ptr,  # (2, B, KV_HEADS, rows, SPLITS) fp32: largest score in base 2, sum of weights
+    out_ptr,  # (B, M, H, D), with IS_ALONE
+    share_ptr,  # (B, KV_HEADS, rows, splits, D) fp32, otherwise
+    stat_ptr,  # (2, B, KV_HEADS, rows, splits) fp32: largest score in base 2, sum of weights
     scale,  # of the scores, in base 2
     kv_heads,
     queries,
     keys,
-    stat_count,  # B * KV_HEADS * rows * SPLITS
+    splits,
+    stat_count,  # B * KV_HEADS * rows * splits
     REPEAT: tl.constexpr,  # query heads per key-value head
     DEPTH: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_ALONE: tl.constexpr,  # one split
     HAS_MASK: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -90,7 +91,7 @@ def _kv_cache_attention_kernel(
     )
     end = tl.max(last, axis=0) + 1
     tiles = tl.cdiv(end, KEYS)
-    if (split < tiles) | (SPLITS == 1):
+    if (split < tiles) | IS_ALONE:
         q_offs = head[:, None] * stride_q_head + query[:, None].to(tl.int64) * stride_q_query
         q_mask = is_row[:, None]
         if DEPTH != DEPTH_BLOCK:
@@ -109,7 +110,7 @@ def _kv_cache_attention_kernel(
         largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((ROWS,), dtype=tl.float32)
         acc = tl.zeros((ROWS, DEPTH_BLOCK), dtype=tl.float32)
-        for tile in tl.range(split, tiles, SPLITS, num_stages=STAGES):
+        for tile in tl.range(split, tiles, splits, num_stages=STAGES):
             start = wide_zero + tile * KEYS
             position = tile * KEYS + offs
             is_key = (position < end)[:, None]
@@ -141,7 +142,7 @@ def _kv_cache_attention_kernel(
             acc = _dot(weight.to(v.dtype), v, acc, UPCAST)
             largest = higher
         row_offs = head[:, None] * DEPTH + query[:, None].to(tl.int64) * (kv_heads * REPEAT * DEPTH)
-        if SPLITS == 1:
+        if IS_ALONE:
             acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
             offset = batch * queries * kv_heads * REPEAT * DEPTH
             tl.store(
@@ -150,7 +151,7 @@ def _kv_cache_attention_kernel(
                 mask=q_mask,
             )
         else:
-            place = (group.to(tl.int64) * queries * REPEAT + rows) * SPLITS + split
+            place = (group.to(tl.int64) * queries * REPEAT + rows) * splits + split
             tl.store(share_ptr + place[:, None] * DEPTH + depth[None, :], acc, mask=q_mask)
             tl.store(stat_ptr + place, largest, mask=is_row)
             tl.store(stat_ptr + stat_count + place, total, mask=is_row)
@@ -158,8 +159,8 @@ def _kv_cache_attention_kernel(
 
 @triton.jit
 def _kv_cache_combine_kernel(
-    share_ptr,  # (B, KV_HEADS, rows, SPLITS, D) fp32
-    stat_ptr,  # (2, B, KV_HEADS, rows, SPLITS) fp32
+    share_ptr,  # (B, KV_HEADS, rows, splits, D) fp32
+    stat_ptr,  # (2, B, KV_HEADS, rows, splits) fp32
     out_ptr,  # (B, M, H, D)
     last_ptr,  # (B, M) int32 or int64
     stride_last_batch,
@@ -167,12 +168,12 @@ def _kv_cache_combine_kernel(
     kv_heads,
     queries,
     keys,
+    splits,
     stat_count,
     REPEAT: tl.constexpr,
     DEPTH: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -185,9 +186,9 @@ def _kv_cache_combine_kernel(
     )
     tiles = tl.cdiv(last + 1, KEYS)
     split = tl.arange(0, SPLIT_BLOCK)
-    is_split = split < tl.minimum(tiles, SPLITS)  # the other shares were never written
+    is_split = split < tl.minimum(tiles, splits)  # the other shares were never written
     depth = tl.arange(0, DEPTH_BLOCK)
-    place = (group.to(tl.int64) * queries * REPEAT + row) * SPLITS + split
+    place = (group.to(tl.int64) * queries * REPEAT + row) * splits + split
     largest = tl.load(stat_ptr + place, mask=is_split, other=float("-inf"))
     total = tl.load(stat_ptr + stat_count + place, mask=is_split, other=0.0)
     is_value = is_split[:, None]
