@@ -93,6 +93,21 @@ def test_ablations_print_the_papers_table_from_rows_they_wrote(tmp_path: Path) -
     assert all(row["torch"] == torch.__version__ for row in found)
 
 
+def test_decoding_is_compared_with_every_backend(tmp_path: Path) -> None:
+    import rows
+
+    out = tmp_path / "kv-decode.jsonl"
+    script(
+        "kv_decode", "--size", "tiny", "--part", "attention", "--repeats", "2", "--out", str(out)
+    )
+    found = rows.read(out)
+    for method in ("memeff", "memeff, cache twice as long", "sdpa, repeated and masked"):
+        mine = [row for row in found if row["method"] == method]
+        assert [(r["batch"], r["filled"]) for r in mine] == [(2, 64), (1, 96)]
+        assert all(row["us"]["median"] > 0 and row["error"] < 1e-2 for row in mine)
+    assert all("failed" in row for row in found if row["us"] is None)
+
+
 def test_curves_are_read_back_as_the_latest_start_of_each_run(tmp_path: Path) -> None:
     import convergence
 
