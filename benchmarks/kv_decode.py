@@ -93,10 +93,11 @@ class Data:
     last: Tensor
 
 
-def draw(batch: int, filled: int, length: int, size: str, device: str) -> Data:
-    """Return random data in bf16."""
-    heads, kv_heads, depth = HEADS[size]
-    like: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+def draw(batch: int, filled: int, length: int, options: argparse.Namespace) -> Data:
+    """Return random data."""
+    heads, kv_heads, depth = options.heads
+    device = options.device
+    like: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": device}
     q = torch.randn(batch, heads, 1, depth, **like)
     k, v = (torch.empty(batch, kv_heads, length, depth, **like).normal_() for _ in range(2))
     return Data(q, k, v, filled, torch.full((1, 1), filled - 1, device=device))
@@ -197,10 +198,16 @@ def clean() -> None:
         torch.cuda.empty_cache()
 
 
-def copies_for(batch: int, length: int, size: str) -> int:
+def copies_for(batch: int, length: int, options: argparse.Namespace) -> int:
     """Return how many caches to rotate, so that none is still in the L2 cache."""
-    _, kv_heads, depth = HEADS[size]
-    return max(1, min(16, math.ceil(ROTATED_BYTES / (4 * batch * kv_heads * length * depth))))
+    return max(1, min(16, math.ceil(ROTATED_BYTES / cache_bytes(batch, length, options))))
+
+
+def cache_bytes(batch: int, length: int, options: argparse.Namespace) -> int:
+    """Return the bytes of so many keys and values."""
+    _, kv_heads, depth = options.heads
+    itemsize: int = getattr(torch, options.dtype).itemsize
+    return 2 * itemsize * batch * kv_heads * length * depth
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -219,14 +226,9 @@ def attention(options: argparse.Namespace) -> None:
     for batch, filled in SHAPES[options.size]:
         timed: dict[str, Repeated] = {}
         found: dict[str, dict[str, Any]] = {}
-        count = copies_for(batch, filled, options.size)
-        held = {
-            1: [draw(batch, filled, filled, options.size, options.device) for _ in range(count)]
-        }
-        held[2] = [
-            draw(batch, filled, 2 * filled, options.size, options.device)
-            for _ in range(max(1, count // 2))
-        ]
+        count = copies_for(batch, filled, options)
+        held = {1: [draw(batch, filled, filled, options) for _ in range(count)]}
+        held[2] = [draw(batch, filled, 2 * filled, options) for _ in range(max(1, count // 2))]
         for name, attend in methods.items():
             data = held[2 if "twice" in name else 1]
             row = {"method": name, "batch": batch, "filled": filled, "error": None, "us": None}
@@ -247,9 +249,9 @@ def attention(options: argparse.Namespace) -> None:
         for name, row in found.items():
             if name in samples:
                 row["us"] = rows.percentiles(samples[name])
-                _, kv_heads, depth = HEADS[options.size]
-                filled_bytes = 4 * batch * kv_heads * filled * depth
-                row["tb_per_s"] = round(filled_bytes / row["us"]["median"] / 1e6, 3)
+                read = cache_bytes(batch, filled, options)
+                row["tb_per_s"] = round(read / row["us"]["median"] / 1e6, 3)
+            row |= {"heads": options.heads, "dtype": options.dtype}
             rows.write(options.out, {"kind": "kv decode attention", **row})
         del timed, held
         clean()
@@ -373,9 +375,9 @@ def sweep(options: argparse.Namespace) -> None:
         for keys, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5))
     ]
     for batch, filled in SHAPES[options.size]:
-        count = copies_for(batch, filled, options.size)
-        data = [draw(batch, filled, filled, options.size, options.device) for _ in range(count)]
-        heads, kv_heads, depth = HEADS[options.size]
+        count = copies_for(batch, filled, options)
+        data = [draw(batch, filled, filled, options) for _ in range(count)]
+        heads, kv_heads, depth = options.heads
         sizes = (batch, heads, 1, filled, depth)
         chosen = split_keys.plan_for(sizes, kv_heads, 2, data[0].q.device)
         best = []
@@ -432,6 +434,8 @@ def main() -> None:
     }
     parser.add_argument("--part", nargs="+", choices=parts, default=["attention", "step"])
     parser.add_argument("--size", choices=SHAPES, default="h200")
+    parser.add_argument("--heads", type=int, nargs=3, help="query heads, key-value heads, depth")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", nargs="+", default=["memeff", "inductor"])
     parser.add_argument("--mode", default="reduce-overhead")
     parser.add_argument("--repeats", type=int, default=21)
@@ -439,6 +443,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=60, help="seconds to begin steps in")
     parser.add_argument("--out", type=Path, default=Path("kv-decode.jsonl"))
     options = parser.parse_args()
+    options.heads = options.heads or HEADS[options.size]
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in options.part:
         parts[name](options)
