@@ -37,7 +37,7 @@ from .graph_info import GraphInfo, node_name
 MAX_ROWS = 64
 """Queries times query heads per key-value head. More is a prefill, which SDPA's kernels serve."""
 
-MIN_COPIED_BYTES = 1 << 20
+MIN_COPIED_BYTES = 4 << 20
 """Without a kernel of ours the gain is the copies per query head; smaller ones do not pay."""
 
 _MAX_CHAIN = 8

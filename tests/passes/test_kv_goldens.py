@@ -119,7 +119,9 @@ def report() -> str:
 def test_static_cache_layer() -> None:
     caches = torch.zeros(B, G, N, D), torch.zeros(B, G, N, D)
     run(StaticLayer(), *caches, torch.tensor(5))
-    expecttest.assert_expected_inline(after(), """\
+    expecttest.assert_expected_inline(
+        after(),
+        """\
 graph(
     x: input f32[2, 1, 32],
     q.weight: param f32[32, 32],
@@ -153,13 +155,16 @@ graph(
     %20: f32[2, 1, 4, 8] = aten.transpose(%19, 1, 2)
     %21: f32[2, 1, 32] = aten.reshape(%20, [2, 1, 32])
     %22: f32[2, 1, 32] = aten.linear(%21, o.weight)
-    return (%22)""")
+    return (%22)""",
+    )
 
 
 def test_static_cache_report() -> None:
     caches = torch.zeros(B, G, N, D), torch.zeros(B, G, N, D)
     run(StaticLayer(), *caches, torch.tensor(5))
-    expecttest.assert_expected_inline(report(), """\
+    expecttest.assert_expected_inline(
+        report(),
+        """\
 memeff_compile: 1 graph, 1 change, 15.4 KiB never allocated
 
 graph 0/0 (inference, 40 nodes, our passes 0 ms)
@@ -170,12 +175,15 @@ graph 0/0 (inference, 40 nodes, our passes 0 ms)
              of one key-value head in one tile, two Triton kernels (CUDA, compute capability 8.0
              or later; bf16, fp16, fp32).
              Saves 15.4 KiB (16.0 KiB before, 640 bytes after): 8*B*D*H*N - 4*B*H*M*S*(D + 2)
-             bytes with B = 2, D = 8, H = 4, M = 1, N = 32, S = 2.""")
+             bytes with B = 2, D = 8, H = 4, M = 1, N = 32, S = 2.""",
+    )
 
 
 def test_buffer_layer() -> None:
     run(BufferLayer(), torch.tensor([5]))
-    expecttest.assert_expected_inline(after(), """\
+    expecttest.assert_expected_inline(
+        after(),
+        """\
 graph(
     x: input f32[2, 1, 32],
     q.weight: param f32[32, 32],
@@ -203,4 +211,5 @@ graph(
     %13: f32[2, 1, 4, 8] = aten.transpose(%12, 1, 2)
     %14: f32[2, 1, 32] = aten.reshape(%13, [2, 1, 32])
     %15: f32[2, 1, 32] = aten.linear(%14, o.weight)
-    return (%15)""")
+    return (%15)""",
+    )
