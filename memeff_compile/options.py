@@ -49,6 +49,9 @@ SWITCHES = {
 }
 """The option that switches each pass off."""
 
+GENERATION_PASSES = ("rewrite_kv_update",)
+"""Passes that have nothing to find in a graph that trains."""
+
 Check: TypeAlias = Callable[[str, object], object]
 
 

@@ -248,8 +248,8 @@ def test_engines_are_named() -> None:
 
 
 def test_shapes_follow_from_static_sizes() -> None:
-    assert splits_for(8, 32768, 64, 132) == 64
-    assert splits_for(128, 4096, 64, 132) == 4
+    assert splits_for(8, 32768, 64, 132) == 49
+    assert splits_for(128, 4096, 64, 132) == 3
     assert splits_for(4096, 4096, 64, 132) == 1
     assert splits_for(1, 100, 64, 132) == 2
     assert rows_for(1, 2) == 16

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import memeff_compile
 from memeff_compile.kernels._triton.device import planned_for
@@ -564,6 +565,14 @@ def test_options_are_followed(options: dict[str, Any], expected: list[tuple[str,
             return static_cache(*given)
 
     assert run(Model(), *inputs(), options=options) == expected
+
+
+@pytest.mark.usefixtures("planned")
+def test_strict_raises_for_what_is_declined_and_not_for_training() -> None:
+    options = {"memeff.strict": NAME}
+    with pytest.raises(BackendCompilerFailed, match="StrictError(.|\n)*no_mask"):
+        run(without_mask, *inputs(), options=options)
+    assert run(lambda x: (x * WEIGHT).sum(), torch.ones(3), options=options, grad=True) == []
 
 
 @pytest.mark.usefixtures("planned")
