@@ -100,21 +100,17 @@ class RewriteKVUpdate:
     # --- find -------------------------------------------------------------------------------------
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield every attention whose keys live in memory that the graph wrote to before."""
+        """Yield every attention over inputs of the graph that it wrote to before."""
         writes = [w for w in info.writes if _is_cache_write(w.node)]
         if not writes:
             return
+        inputs = _storages(info, info.gm.graph.nodes)
         for node in info.gm.graph.nodes:
             call = read_one(node) if _may_be_attention(node) else None
             if call is None or call.op is not aten.scaled_dot_product_attention.default:
                 continue
-            storages = frozenset(
-                compat.storage_key(value)
-                for write in writes
-                if write.position < info.positions[node]
-                for value in map(info.tensor, write.targets)
-                if value is not None and compat.is_fake(value)
-            )
+            before = (w for w in writes if w.position < info.positions[node])
+            storages = inputs & _storages(info, (t for w in before for t in w.targets), any_op=True)
             if all(_reads_from(info, call.args[name], storages) for name in ("key", "value")):
                 yield Site(node, storages, call)
 
@@ -211,6 +207,16 @@ def _is_cache_write(node: Node) -> bool:
     if node.target is operator.setitem or node.target is op_folder.kv_cache_append:
         return True
     return node_name(node) in _WRITING_METHODS
+
+
+def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -> frozenset[int]:
+    """Return the memory of ``nodes``: of those that outlive the graph, or of all of them."""
+    found = set()
+    for node in nodes:
+        value = info.tensor(node) if any_op or node.op in ("placeholder", "get_attr") else None
+        if value is not None and compat.is_fake(value):
+            found.add(compat.storage_key(value))
+    return frozenset(found)
 
 
 def _may_be_attention(node: Node) -> bool:
@@ -372,11 +378,13 @@ def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
 def _counts_keys(info: GraphInfo, node: Node, keys: Any) -> bool:
     """Return whether ``node`` holds 0, 1 .. N - 1 along its last dimension."""
     value = info.tensor(node)
-    if value is None or value.dtype.is_floating_point or value.dim() == 0:
-        return False
-    if not _same(value.shape, (*[1] * (value.dim() - 1), keys)):
+    if value is None or not _same(value.shape, (*[1] * (value.dim() - 1), keys)):
         return False
     for _ in range(_MAX_CHAIN):
+        held = info.tensor(node)
+        # Views keep the order; all the keys must be there at every step, in a type that holds them.
+        if held is None or held.dtype not in _INDICES or not _same(held.shape[-1:], (keys,)):
+            return False
         calls = read(node)
         if not calls or any(c.op not in _KEEPS_COUNT for c in calls[1:]):
             return False
@@ -386,13 +394,10 @@ def _counts_keys(info: GraphInfo, node: Node, keys: Any) -> bool:
         if calls[0].op not in _KEEPS_COUNT and not _adds_nothing(calls[0]):
             return False
         node = calls[0].args["self"]
-        held = info.tensor(node)
-        # Views keep the order; all the keys must still be there, once.
-        if held is None or held.dim() == 0 or not _same(held.shape[-1:], (keys,)):
-            return False
     return False
 
 
+_INDICES = (torch.int32, torch.int64)
 _ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _KEEPS_COUNT = (
     aten.unsqueeze.default,
@@ -411,7 +416,7 @@ def _adds_nothing(call: Call) -> bool:
 def _is_per_query(info: GraphInfo, node: Node) -> bool:
     """Return whether ``node`` is (B or 1, 1, M or 1, 1), or the last two dimensions of that."""
     value = info.tensor(node)
-    if value is None or value.dtype not in (torch.int32, torch.int64):
+    if value is None or value.dtype not in _INDICES:
         return False
     if value.dim() == 4:
         return _same((value.shape[1], value.shape[3]), (1, 1))

@@ -234,11 +234,11 @@ def test_layers_share_the_mask(form: str) -> None:
 
 
 def turned_layout(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: Tensor) -> Tensor:
-    """A cache of (B, N, G, D)."""
-    kc = kc.transpose(1, 2).contiguous()
+    """Caches of (B, N, G, D)."""
+    kc, vc = kc.view(B, N, G, D), vc.view(B, N, G, D)
     kc[:, p] = k.transpose(1, 2)
-    vc.index_copy_(2, p, v)
-    return attend(q, kc.transpose(1, 2), vc, visible(p), enable_gqa=True)
+    vc.index_copy_(1, p, v.transpose(1, 2))
+    return attend(q, kc.transpose(1, 2), vc.transpose(1, 2), visible(p), enable_gqa=True)
 
 
 def written_apart(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: Tensor) -> Tensor:
@@ -266,6 +266,32 @@ def copy_used_twice(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: 
     written, values = kc.index_copy_(2, p, k), vc.index_copy_(2, p, v)
     keys = repeat(written)
     return attend(q, keys, repeat(values), visible(p)).sum() + keys.sum()
+
+
+def counted_in_eight_bits(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: Tensor
+) -> Tensor:
+    """Not a count of the keys where there are more than 127: the mask is taken as it is."""
+    kc.index_copy_(2, p, k)
+    vc.index_copy_(2, p, v)
+    counted = torch.arange(N).to(torch.int8).long()
+    return attend(q, repeat(kc), repeat(vc), (counted <= p[:, None])[None, None])
+
+
+def counted_from_one(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: Tensor) -> Tensor:
+    kc.index_copy_(2, p, k)
+    vc.index_copy_(2, p, v)
+    mask = torch.arange(1, N + 1) <= p[:, None]
+    return attend(q, repeat(kc), repeat(vc), mask[None, None])
+
+
+@pytest.mark.usefixtures("planned")
+@pytest.mark.parametrize("function", [counted_in_eight_bits, counted_from_one])
+def test_what_only_looks_like_a_count_goes_to_the_op_as_a_mask(
+    function: Callable[..., Any],
+) -> None:
+    assert run(function, *inputs(3)) == FIRED
+    assert after().count("memeff.kv_cache_last(") == 1
 
 
 APART = [turned_layout, written_apart, other_positions, one_token_by_slice, copy_used_twice]
@@ -425,10 +451,14 @@ def mask_per_head(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: Te
     return attend(q, repeat(kc), repeat(vc), visible(p) & heads)
 
 
+WIDE = [torch.zeros(B, G, N, D, dtype=torch.float64) for _ in range(2)]
+NARROW = torch.zeros(B, G, N, 4)
+
+
 def cache_of_another_dtype(
     q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: Tensor
 ) -> Tensor:
-    keys, values = kc.double(), vc.double()
+    keys, values = WIDE
     keys.index_copy_(2, p, k.double())
     values.index_copy_(2, p, v.double())
     return attend(q, repeat(keys).float(), repeat(values).float(), visible(p))
@@ -478,10 +508,9 @@ def keys_alone(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: Tenso
 def values_of_another_depth(
     q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: Tensor
 ) -> Tensor:
-    narrow = vc[..., :4].clone()
     kc.index_copy_(2, p, k)
-    narrow.index_copy_(2, p, v[..., :4])
-    return attend(q, kc, narrow, visible(p), enable_gqa=True)
+    NARROW.index_copy_(2, p, v[..., :4])
+    return attend(q, kc, NARROW, visible(p), enable_gqa=True)
 
 
 DECLINED = [
@@ -570,7 +599,7 @@ def test_options_are_followed(options: dict[str, Any], expected: list[tuple[str,
 @pytest.mark.usefixtures("planned")
 def test_strict_raises_for_what_is_declined_and_not_for_training() -> None:
     options = {"memeff.strict": NAME}
-    with pytest.raises(BackendCompilerFailed, match="StrictError(.|\n)*no_mask"):
+    with pytest.raises(BackendCompilerFailed, match=r"StrictError(.|\n)*no_mask"):
         run(without_mask, *inputs(), options=options)
     assert run(lambda x: (x * WEIGHT).sum(), torch.ones(3), options=options, grad=True) == []
 
@@ -596,6 +625,16 @@ def growing_cache(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: Te
     return attend(q, keys, values, torch.ones(1, N + 1, dtype=torch.bool), enable_gqa=True)
 
 
+def written_in_place_but_not_a_cache(
+    q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: Tensor
+) -> Tensor:
+    """As a rotary embedding that writes to its keys."""
+    keys, values = k * 2, v * 2
+    keys[..., :4] = 0
+    values[..., :4] = 0
+    return attend(q, keys, values, torch.ones(1, 1, dtype=torch.bool), enable_gqa=True)
+
+
 def cache_that_is_only_read(
     q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, p: Tensor
 ) -> Tensor:
@@ -615,7 +654,13 @@ def written_after_attention(
 @pytest.mark.usefixtures("planned")
 @pytest.mark.parametrize(
     "function",
-    [fresh_keys, growing_cache, cache_that_is_only_read, written_after_attention],
+    [
+        fresh_keys,
+        growing_cache,
+        written_in_place_but_not_a_cache,
+        cache_that_is_only_read,
+        written_after_attention,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_other_attention_is_left_alone(function: Callable[..., Any]) -> None:
