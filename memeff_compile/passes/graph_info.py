@@ -6,6 +6,7 @@ a number, since that would add a guard and with it a recompile.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 from collections.abc import Iterator, Sequence
@@ -183,19 +184,25 @@ class GraphInfo:
                 return True
         except (RuntimeError, NotImplementedError):
             return True
-        return self._is_user_memory(a, left) and self._is_user_memory(b, right)
+        return self._is_user_memory(left) and self._is_user_memory(right)
 
-    def _is_user_memory(self, node: Node, value: torch.Tensor) -> bool:
-        """Return whether ``node`` lives in a graph input that is not a parameter or buffer."""
-        key = compat.storage_key(value)
+    def _is_user_memory(self, value: torch.Tensor) -> bool:
+        """Return whether ``value`` lives in a graph input that is not a parameter or buffer."""
+        return self._inputs_by_storage.get(compat.storage_key(value), False)
+
+    @cached_property
+    def _inputs_by_storage(self) -> dict[int, bool]:
+        """The memory of every input, and whether it is the user's: no parameter or buffer."""
+        found: dict[int, bool] = {}
         for placeholder in self.placeholders:
             held = self.tensor(placeholder)
-            if held is not None and compat.storage_key(held) == key:
-                real = compat.example_input(placeholder)
-                return not isinstance(real, torch.nn.Parameter) and not _is_module_state(
-                    placeholder
-                )
-        return False
+            if held is None:
+                continue
+            real = compat.example_input(placeholder)
+            is_ours = isinstance(real, torch.nn.Parameter) or _is_module_state(placeholder)
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # no storage of its own
+                found.setdefault(compat.storage_key(held), not is_ours)
+        return found
 
 
 def _is_module_state(placeholder: Node) -> bool:
