@@ -74,6 +74,7 @@ CASES = [
     ("fp16", 128, MAX_ROWS, False, 4),
     ("bf16", 256, MAX_ROWS, False, 4),
     ("fp32", 128, MIN_ROWS, False, 4),
+    ("fp32", 256, MIN_ROWS, False, 4),
 ]
 
 

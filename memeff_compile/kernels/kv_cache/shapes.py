@@ -44,7 +44,7 @@ def shapes_for(depth: int, itemsize: int, rows: int, capability: tuple[int, int]
     Example: shapes_for(128, 2, 16, (9, 0)) == Shapes(keys=64, warps=4, stages=3).
     """
     if itemsize > 2:  # no tensor cores: small tiles, or the registers overflow
-        return Shapes(16, 4, 2)
+        return Shapes(16, 8 if depth <= 128 else 4, 2)
     roomy = capability in ((8, 0), (9, 0)) or capability[0] == 10
     budget = (96 if roomy else 48) << 10
     block = depth_block(depth)

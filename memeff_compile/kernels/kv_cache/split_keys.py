@@ -104,7 +104,7 @@ def attend(
     seen = last if mask is None else mask.squeeze(1).view(torch.uint8).expand(batch, queries, keys)
     block = depth_block(depth)
     with on_device(q):
-        kernels._kv_cache_attention_kernel[(splits, groups, plan.row_tiles)](
+        kernels._kv_cache_attention_kernel[(groups, splits, plan.row_tiles)](
             q,
             *q.stride(),
             k_cache,
@@ -136,7 +136,7 @@ def attend(
             num_warps=shapes.warps,
         )
         if splits > 1:
-            kernels._kv_cache_combine_kernel[(rows, groups)](
+            kernels._kv_cache_combine_kernel[(rows * groups,)](
                 share,
                 stat,
                 out,

@@ -77,8 +77,8 @@ def _kv_cache_attention_kernel(
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    split = tl.program_id(0)
-    group = tl.program_id(1)
+    group = tl.program_id(0)
+    split = tl.program_id(1)
     batch = (group // kv_heads).to(tl.int64)
     kv_head = (group % kv_heads).to(tl.int64)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -176,8 +176,8 @@ def _kv_cache_combine_kernel(
     KEYS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    group = tl.program_id(1)
+    row = tl.program_id(0) % (queries * REPEAT)
+    group = tl.program_id(0) // (queries * REPEAT)
     batch = (group // kv_heads).to(tl.int64)
     kv_head = group % kv_heads
     query = row // REPEAT
