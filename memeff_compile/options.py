@@ -30,6 +30,7 @@ PASS_NAMES = (
     "defer_logits",
     "fuse_embedding_gradient",
     "rewrite_kv_update",
+    "recover_attention",
 )
 """Names of the passes that exist, in the order in which they run."""
 
@@ -46,6 +47,7 @@ SWITCHES = {
     "defer_logits": ("memeff.logits", "eager"),
     "fuse_embedding_gradient": ("memeff.embedding", "off"),
     "rewrite_kv_update": ("memeff.kv_reads", "off"),
+    "recover_attention": ("memeff.attention", "off"),
 }
 """The option that switches each pass off."""
 
@@ -401,9 +403,9 @@ class Options:
         "attention",
         "exact",
         "off",
-        meaning="How attention runs.",
+        meaning="How attention runs. `exact`: masks that are proved to be causal, or to mask "
+        "nothing, are dropped and repeated keys and values are not repeated.",
         later={"8b": _NO_ATTENTION, "8b+f16": _NO_ATTENTION, "4b": _NO_ATTENTION},
-        status=_NO_PASS,
     )
     kv_reads: str = _choice(
         "kv_reads",
@@ -532,6 +534,7 @@ class Options:
                 f"{PREFIX}embedding='off'" if self.embedding == "off" else ""
             ),
             "rewrite_kv_update": f"{PREFIX}kv_reads='off'" if self.kv_reads == "off" else "",
+            "recover_attention": f"{PREFIX}attention='off'" if self.attention == "off" else "",
         }
         off["defer_logits"] = off["defer_logits"] or off["fuse_linear_cross_entropy"]
         for name in self.strict:

@@ -87,6 +87,7 @@ class Record:
         bytes_before: Bytes that the dominant buffers take without the change.
         bytes_after: Bytes that they take with it.
         sizes: Value (or size hint, where a dimension is dynamic) of each symbol in the formulas.
+        sites: How many places it is about, where like ones are counted together.
     """
 
     pass_name: str
@@ -99,9 +100,15 @@ class Record:
     bytes_before: sympy.Expr | None = None
     bytes_after: sympy.Expr | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
+    sites: int = 1
 
     def __hash__(self) -> int:
         return hash((self.pass_name, self.action, self.code, self.sentence, self.source))
+
+    def says_the_same_as(self, other: Record) -> bool:
+        """Return whether the two differ in nothing but their places and how many those are."""
+        placed = replace(other, source=self.source, module=self.module, sites=self.sites)
+        return self == placed
 
     @property
     def formula(self) -> sympy.Expr | None:
@@ -132,6 +139,8 @@ class Record:
 
     def _title(self) -> str:
         where = f" in {self.module}" if self.module else ""
+        if self.sites > 1:
+            where = f"{where or ' here'} and {self.sites - 1} more"
         why = f" ({self.code})" if self.action not in CHANGES else ""
         return f"{self.pass_name}{where}{why}"
 
@@ -184,6 +193,7 @@ class Record:
             "bytes_after": None if self.bytes_after is None else str(self.bytes_after),
             "bytes_saved": self.bytes_saved,
             "sizes": dict(self.sizes),
+            "sites": self.sites,
         }
 
     @classmethod

@@ -6,6 +6,7 @@ from .base import GraphPass
 from .defer_logits import DeferLogits
 from .fuse_embedding_gradient import FuseEmbeddingGradient
 from .fuse_linear_cross_entropy import FuseLinearCrossEntropy
+from .recover_attention import RecoverAttention
 from .rewrite_kv_update import RewriteKVUpdate
 
 PASSES: tuple[GraphPass, ...] = (
@@ -13,4 +14,5 @@ PASSES: tuple[GraphPass, ...] = (
     FuseEmbeddingGradient(),  # behind it: a tied head is known by the op it became
     DeferLogits(),  # logits returned without a loss, for a loss outside the graph
     RewriteKVUpdate(),  # generation: no loss, no gradient
+    RecoverAttention(),  # what attends to a static cache is the pass before's
 )

@@ -17,12 +17,16 @@ from .graph_info import GraphInfo
 
 @dataclass(frozen=True)
 class Decline:
-    """A place a pass looked at and left alone: the code, a sentence, a way out, and where."""
+    """A place a pass looked at and left alone: the code, a sentence, a way out, and where.
+
+    ``sites`` counts places with the same answer; where it is given, equal answers are one record.
+    """
 
     code: str
     sentence: str
     hint: str = ""
     node: Node | None = None
+    sites: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,10 @@ Note = tuple[Action, str, str]
 
 @dataclass
 class Done:
-    """What a rewrite did, for the report, and what the backend must do around the graph."""
+    """What a rewrite did, for the report, and what the backend must do around the graph.
+
+    ``sites`` counts places that were rewritten alike; where it is given, equal ones are one record.
+    """
 
     node: Node
     sentence: str
@@ -48,6 +55,7 @@ class Done:
     deferred: list[DeferredOutput] = field(default_factory=list)
     action: Action = "rewrote"
     code: str = "rewrote"
+    sites: int = 0
 
 
 class GraphPass(Protocol):

@@ -329,6 +329,35 @@ def _reduction(given: Mapping[str, Any]) -> int:
     return _REDUCTIONS[reduction]
 
 
+def _created(name: str, leading: int = 0) -> _Reader:
+    """Read ``torch.ones(2, 3)``, ``x.new_ones((2, 3))`` and their kin, sizes in one list."""
+
+    def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+        kwargs = {k: v for k, v in kwargs.items() if (k, v) != ("requires_grad", False)}
+        head, sizes = tuple(args[:leading]), tuple(args[leading:])
+        if "size" not in kwargs and not (sizes and isinstance(sizes[0], (list, tuple))):
+            sizes = (list(sizes),)
+        return (_bind_packet(getattr(aten, name), (*head, *sizes), kwargs),)
+
+    return reader
+
+
+def _scalar_tensor(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+    """Read ``torch.tensor(0.5)``, a number without axes, as ``full``."""
+    if len(args) != 1 or not _is_number(args[0]) or isinstance(args[0], Node):
+        raise _CannotBind
+    kwargs = {k: v for k, v in kwargs.items() if (k, v) != ("requires_grad", False)}
+    dtype = kwargs.pop("dtype", None) or compat.example_value(node).dtype
+    return (bind(aten.full.default, ([], args[0]), {**kwargs, "dtype": dtype}),)
+
+
+def _difference(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+    """Read ``1.0 - x`` as ``rsub(x, 1.0)``, every other difference as ``sub``."""
+    if len(args) == 2 and not kwargs and not _is_tensor(args[0]) and _is_tensor(args[1]):
+        return (_bind_packet(aten.rsub, (args[1], args[0]), {}),)
+    return (_bind_packet(aten.sub, args, kwargs),)
+
+
 def _softmax_like(packet: OpOverloadPacket) -> _Reader:
     """Read ``F.log_softmax(x, dim, _stacklevel, dtype)`` and the tensor method alike."""
 
@@ -448,6 +477,7 @@ _METHODS: dict[str, _Reader] = {
     "double": _cast(torch.float64),
     "half": _cast(torch.float16),
     "bfloat16": _cast(torch.bfloat16),
+    "bool": _cast(torch.bool),
     "long": _cast(torch.int64),
     "int": _cast(torch.int32),
     "to": _to,
@@ -456,6 +486,10 @@ _METHODS: dict[str, _Reader] = {
     "view": _sized("view", "size"),
     "reshape": _sized("reshape", "shape"),
     "expand": _sized("expand", "size"),
+    "broadcast_to": _sized("broadcast_to", "size"),
+    "repeat": _sized("repeat", "repeats"),
+    "new_ones": _created("new_ones", 1),
+    "new_zeros": _created("new_zeros", 1),
     "permute": _dims("permute"),
     "log_softmax": _softmax_like(aten.log_softmax),
     "softmax": _softmax_like(aten.softmax),
@@ -470,7 +504,9 @@ _BY_NAME = (
     "repeat_interleave masked_fill relu gelu silu sigmoid softplus dropout layer_norm rms_norm "
     "linear embedding cat stack scaled_dot_product_attention take_along_dim chunk split unbind "
     "ravel pad clamp roll square rsqrt sqrt argmax cos sin where triu tril ne eq lt le "
-    "gt ge baddbmm max topk special_entr arange"
+    "gt ge baddbmm max topk special_entr arange full new_full ones_like zeros_like full_like "
+    "logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor "
+    "bitwise_not cumsum diff rsub broadcast_to"
 ).split()
 
 _FUNCTIONS: dict[Any, _Reader] = {
@@ -487,7 +523,7 @@ _FUNCTIONS: dict[Any, _Reader] = {
     getattr: _attribute,
     operator.getitem: _getitem,
     operator.add: _plain("add"),
-    operator.sub: _plain("sub"),
+    operator.sub: _difference,
     operator.mul: _plain("mul"),
     operator.truediv: _plain("div"),
     operator.matmul: _plain("matmul"),
@@ -499,6 +535,13 @@ _FUNCTIONS: dict[Any, _Reader] = {
     operator.le: _plain("le"),
     operator.gt: _plain("gt"),
     operator.ge: _plain("ge"),
+    operator.and_: _plain("bitwise_and"),
+    operator.or_: _plain("bitwise_or"),
+    operator.xor: _plain("bitwise_xor"),
+    operator.invert: _plain("bitwise_not"),
+    torch.ones: _created("ones"),
+    torch.zeros: _created("zeros"),
+    torch.tensor: _scalar_tensor,
     torch.true_divide: _plain("div"),
     torch.divide: _plain("div"),
     torch.multiply: _plain("mul"),
@@ -518,8 +561,18 @@ _METHODS.update(
         "__mul__": _plain("mul"),
         "__truediv__": _plain("div"),
         "__add__": _plain("add"),
+        "__sub__": _plain("sub"),
+        "__rsub__": _plain("rsub"),
         "__eq__": _plain("eq"),
         "__ne__": _plain("ne"),
+        "__le__": _plain("le"),
+        "__lt__": _plain("lt"),
+        "__ge__": _plain("ge"),
+        "__gt__": _plain("gt"),
+        "__and__": _plain("bitwise_and"),
+        "__or__": _plain("bitwise_or"),
+        "__xor__": _plain("bitwise_xor"),
+        "__invert__": _plain("bitwise_not"),
     }
 )
 for _name in _BY_NAME:

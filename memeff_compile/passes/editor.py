@@ -103,6 +103,7 @@ class Editor:
         users = [u for u in old.users if u is not new]
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self._replaced.append((old, new, users))
+        self.info.replaced[old] = new
 
     def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
         """Let ``users`` alone read ``new`` in the place of ``old``; refuse when they differ."""
@@ -132,6 +133,7 @@ class Editor:
         for output, args in reversed(self._outputs):
             output.args = args
         for old, new, users in reversed(self._replaced):
+            self.info.replaced.pop(old, None)
             for user in users:
                 user.replace_input_with(new, old)
         for node in reversed(self._inserted):

@@ -54,6 +54,10 @@ class GraphInfo:
     called_by: Node | None = None
     regions: dict[Node, Region] = field(default_factory=dict)
     positions: dict[Node, int] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What a pass has worked out and wants to find again, until the graph changes."""
+    replaced: dict[Node, Node] = field(default_factory=dict)
+    """Nodes that an edit has put others in the place of."""
 
     def __post_init__(self) -> None:
         self.refresh()
@@ -61,6 +65,8 @@ class GraphInfo:
     def refresh(self) -> None:
         """Walk the graph again: after an edit positions and regions have changed."""
         self.__dict__.pop("writes", None)
+        self.notes.clear()
+        self.__dict__.pop("_written_memory", None)
         self.regions, self.positions = {}, {}
         stack: list[tuple[Node, Region]] = []
         current = self.region
@@ -68,6 +74,12 @@ class GraphInfo:
             self.positions[node] = position
             current = _step_region(node, current, stack)
             self.regions[node] = current
+
+    def current(self, node: Node) -> Node:
+        """Return what stands in the place of ``node`` now: matches are found before any edit."""
+        while node in self.replaced:
+            node = self.replaced[node]
+        return node
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -186,6 +198,35 @@ class GraphInfo:
             return True
         return self._is_user_memory(left) and self._is_user_memory(right)
 
+    def may_be_written(self, node: Node) -> bool:
+        """Return whether anything in this graph may write to the memory of ``node``."""
+        value = self.tensor(node)
+        if value is None or not self.writes:
+            return False
+        keys, is_everything, is_user_memory = self._written_memory
+        try:
+            if is_everything or compat.storage_key(value) in keys:
+                return True
+        except (RuntimeError, NotImplementedError):
+            return True
+        return is_user_memory and self._is_user_memory(value)
+
+    @cached_property
+    def _written_memory(self) -> tuple[set[int], bool, bool]:
+        """What is written to: storages, whether anything else, whether memory of the user's."""
+        keys: set[int] = set()
+        is_user_memory = False
+        for target in {target for write in self.writes for target in write.targets}:
+            value = self.tensor(target)
+            if value is None:
+                continue  # not a tensor: as in may_share_memory
+            try:
+                keys.add(compat.storage_key(value))
+            except (RuntimeError, NotImplementedError):
+                return keys, True, True
+            is_user_memory = is_user_memory or self._is_user_memory(value)
+        return keys, False, is_user_memory
+
     def _is_user_memory(self, value: torch.Tensor) -> bool:
         """Return whether ``value`` lives in a graph input that is not a parameter or buffer."""
         return self._inputs_by_storage.get(compat.storage_key(value), False)
@@ -269,6 +310,7 @@ _IN_PLACE_OPERATORS = {
         "iadd isub imul imatmul itruediv ifloordiv imod ipow ilshift irshift iand ior ixor".split()
     )
 }
+_NAMED_LIKE_WRITES = {operator.and_, operator.or_, operator.not_, operator.is_}
 _NOT_WRITES = {"requires_grad_", "__getitem__", "__len__", "retain_grad_"}
 
 
@@ -294,6 +336,8 @@ def written_by(node: Node) -> tuple[Node, ...]:
         return _written_by_higher_order(node)
     if target is operator.setitem or target in _IN_PLACE_OPERATORS:
         return _first_tensor(node)
+    if target in _NAMED_LIKE_WRITES:
+        return ()
     name = getattr(target, "__name__", "")
     if name in ("_set_grad_enabled", "_enter_autocast", "_exit_autocast"):
         return ()

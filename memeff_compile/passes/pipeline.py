@@ -7,6 +7,7 @@ back; an error of our own restores the graph as it came and is reported, and com
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -197,7 +198,7 @@ class _Run:
         self, graph_pass: GraphPass, done: Done, where: tuple[str, str], gain: Gain | None
     ) -> None:
         source, module = where
-        self.records.append(
+        self._append(
             Record(
                 graph_pass.name,
                 done.action,
@@ -208,7 +209,9 @@ class _Run:
                 bytes_before=gain.before if gain else None,
                 bytes_after=gain.after if gain else None,
                 sizes=gain.sizes if gain else {},
-            )
+                sites=max(done.sites, 1),
+            ),
+            is_counted=done.sites > 0,
         )
         for action, code, sentence in done.notes:
             self.records.append(
@@ -233,7 +236,7 @@ class _Run:
     ) -> None:
         node = decline.node or anchor
         source, module = _place(info, node, nearby) if node is not None else ("", "")
-        self.records.append(
+        self._append(
             Record(
                 graph_pass.name,
                 "declined",
@@ -245,8 +248,19 @@ class _Run:
                 gain.before if gain else None,
                 gain.after if gain else None,
                 gain.sizes if gain else {},
-            )
+                max(decline.sites, 1),
+            ),
+            is_counted=decline.sites > 0,
         )
+
+    def _append(self, record: Record, *, is_counted: bool) -> None:
+        """Add a record, or count its sites into one that says the same (of another layer)."""
+        for place, earlier in enumerate(self.records if is_counted else ()):
+            if record.says_the_same_as(earlier):
+                total = earlier.sites + record.sites
+                self.records[place] = dataclasses.replace(earlier, sites=total)
+                return
+        self.records.append(record)
 
 
 def _place(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:

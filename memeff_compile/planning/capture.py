@@ -43,6 +43,7 @@ class Capture:
 
     Args:
         before, after: one entry per graph that Dynamo captured, in the order in which they run.
+            Where only blocks are of interest, and the passes left them alone, `before` is `after`.
         parameters: per graph, the path of the parameter behind each placeholder, else "".
         reports: what the passes did to each graph.
         classes: the number of classes of every loss, rewritten or not.
@@ -55,6 +56,12 @@ class Capture:
     reports: list[GraphReport] = field(default_factory=list)
     classes: set[int] = field(default_factory=set)
     names: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
+
+    @property
+    def changes_blocks(self) -> bool:
+        """Whether a pass changed what is inside the blocks of the model, attention."""
+        records = (record for report in self.reports for record in report.records)
+        return any(r.pass_name == "recover_attention" and r.action == "rewrote" for r in records)
 
 
 def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
@@ -101,11 +108,14 @@ def capture(
         if device != "cpu":
             _attend_as_a_gpu_does(gm)
         unchanged = copy.deepcopy(gm)
-        if compare:
-            found.before.append(_pair(compat.inductor_graphs(copy.deepcopy(gm), example_inputs)))
         with planned_for(torch.device(device, 0)):
             found.reports.append(run(gm, PASSES, options).report)
         found.after.append(_pair(compat.inductor_graphs(gm, example_inputs)))
+        if compare or found.changes_blocks:
+            original = copy.deepcopy(unchanged)
+            found.before.append(_pair(compat.inductor_graphs(original, example_inputs)))
+        else:
+            found.before.append(found.after[-1])
         return unchanged.forward
 
     backend.keep_transformers_losses_in_one_graph()

@@ -117,7 +117,7 @@ def footprint(
 
     Args:
         captures: the whole model, or the model at its small and its large depth; what a block
-            adds is read off the graphs with the passes, which leave blocks alone.
+            adds is read off the graphs with the passes, unless these change the blocks.
         stacks: the lists of blocks that were shortened.
         after: with the passes, or without.
     """
@@ -127,8 +127,9 @@ def footprint(
         depths = {s.path: s.large if is_large else s.small for s in stacks}
         return _Replay(captured, scale, stacks, depths, vocabulary, transient).run(graphs)
 
-    small = replayed(captures[0], False, captures[0].after)
-    deep = replayed(captures[-1], True, captures[-1].after)
+    is_alike = after or not captures[-1].changes_blocks
+    small = replayed(captures[0], False, captures[0].after if is_alike else captures[0].before)
+    deep = replayed(captures[-1], True, captures[-1].after if is_alike else captures[-1].before)
     wanted = deep if after else replayed(captures[-1], True, captures[-1].before)
     rest = stacks[0].rest if stacks else 0
     moments: list[Moment] = []

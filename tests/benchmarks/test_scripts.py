@@ -280,6 +280,27 @@ def test_driver_trains_every_method_and_leaves_out_what_is_complete(
 
 
 @pytest.mark.slow
+def test_attention_forms_are_checked_before_they_are_timed(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the models are those of transformers")
+    out = tmp_path / "attention.jsonl"
+    script(
+        "attention_forms",
+        *("--size", "tiny", "--backend", "memeff", "--inner", "aot_eager", "--attention", "eager"),
+        *("--steps", "2", "--out", str(out)),
+    )
+    import rows
+
+    found = rows.read(out)
+    assert [(r["what"], r["backend"]) for r in found] == [
+        (f"attention {job}", backend)
+        for job in ("prefill", "step")
+        for backend in ("eager", "memeff")
+    ]
+    assert all("ms" in row and row["error"] < 0.05 for row in found)
+    assert all(row["sites"] == {"rewrote": 2} for row in found[1::2])
+
+
+@pytest.mark.slow
 def test_training_step_rows_of_two_backends_share_a_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the models are those of transformers")
     out = tmp_path / "models.jsonl"

@@ -288,6 +288,41 @@ POINTWISE: dict[str, Spelling] = {
     "ge method": lambda x, **_: x.ge(0),
 }
 
+MASKS: dict[str, Spelling] = {
+    "and": lambda mask, **_: mask & ~mask,
+    "and function": lambda mask, **_: torch.bitwise_and(mask, mask),
+    "and method": lambda mask, **_: mask.bitwise_and(mask),
+    "or": lambda mask, **_: mask | mask,
+    "or function": lambda mask, **_: torch.bitwise_or(mask, mask),
+    "or method": lambda mask, **_: mask.bitwise_or(mask),
+    "xor": lambda mask, **_: mask ^ mask,
+    "xor function": lambda mask, **_: torch.bitwise_xor(mask, mask),
+    "xor method": lambda mask, **_: mask.bitwise_xor(mask),
+    "not function": lambda mask, **_: torch.bitwise_not(mask),
+    "not method": lambda mask, **_: mask.bitwise_not(),
+    "logical and": lambda ids, mask, **_: torch.logical_and(ids, mask),
+    "logical and method": lambda ids, mask, **_: ids.logical_and(mask),
+    "logical or": lambda ids, mask, **_: torch.logical_or(ids, mask),
+    "logical or method": lambda ids, mask, **_: ids.logical_or(mask),
+    "logical xor": lambda ids, mask, **_: torch.logical_xor(ids, mask),
+    "logical xor method": lambda ids, mask, **_: ids.logical_xor(mask),
+    "logical not": lambda ids, **_: torch.logical_not(ids),
+    "logical not method": lambda ids, **_: ids.logical_not(),
+    "bool": lambda ids, **_: ids.bool(),
+    "number minus": lambda x, **_: 1.0 - x,
+    "rsub": lambda x, **_: torch.rsub(x, 1.0),
+    "cumsum": lambda ids, **_: ids.cumsum(-1),
+    "cumsum function": lambda ids, **_: torch.cumsum(ids, dim=1),
+    "diff": lambda ids, **_: torch.diff(ids),
+    "diff method": lambda ids, **_: ids.diff(dim=0),
+    "diff with a first one": lambda ids, **_: torch.diff(ids, prepend=ids[:, :1] - 1, dim=-1),
+    "broadcast_to": lambda s, **_: torch.broadcast_to(s, (2, 6, 8)),
+    "broadcast_to method": lambda s, **_: s.broadcast_to(2, 6, 8),
+    "repeat": lambda m, **_: m.repeat(2, 1),
+    "ones_like": lambda x, **_: torch.ones_like(x, dtype=torch.bool),
+    "zeros_like": lambda x, **_: torch.zeros_like(x),
+}
+
 LOSSES: dict[str, Spelling] = {
     "cross_entropy": lambda m, order, **_: F.cross_entropy(m, order),
     "cross_entropy keywords": lambda m, order, **_: F.cross_entropy(
@@ -364,6 +399,7 @@ FAMILIES = {
     "indexing": INDEXING,
     "products": PRODUCTS,
     "pointwise": POINTWISE,
+    "masks": MASKS,
     "losses": LOSSES,
 }
 
@@ -382,6 +418,49 @@ UNJUDGED: dict[str, tuple[Spelling, str]] = {
     "where a number": (
         lambda x, mask, **_: torch.where(mask, x[..., 0], 0.0),
         "aten.where.ScalarOther(condition=mask, self=getitem, other=0.0)",
+    ),
+    "arange": (
+        lambda **_: torch.arange(6, device="cpu"),
+        "aten.arange.default(end=6, dtype=None, layout=None, device='cpu', pin_memory=None)",
+    ),
+    "ones": (
+        lambda **_: torch.ones(2, 3, dtype=torch.bool),
+        "aten.ones.default(size=[2, 3], dtype=torch.bool, layout=None, device=None, "
+        "pin_memory=None)",
+    ),
+    "zeros of a tuple": (
+        lambda **_: torch.zeros((2, 3), requires_grad=False),
+        "aten.zeros.default(size=(2, 3), dtype=None, layout=None, device=None, pin_memory=None)",
+    ),
+    "full": (
+        lambda **_: torch.full((2, 3), 0.5),
+        "aten.full.default(size=(2, 3), fill_value=0.5, dtype=None, layout=None, device=None, "
+        "pin_memory=None)",
+    ),
+    "new_ones": (
+        lambda x, **_: x.new_ones((), dtype=torch.bool),
+        "aten.new_ones.default(self=x, size=(), dtype=torch.bool, layout=None, device=None, "
+        "pin_memory=None)",
+    ),
+    "new_zeros": (
+        lambda x, **_: x.new_zeros(2, 3),
+        "aten.new_zeros.default(self=x, size=[2, 3], dtype=None, layout=None, device=None, "
+        "pin_memory=None)",
+    ),
+    "new_full": (
+        lambda x, **_: x.new_full((2, 3), 1.5),
+        "aten.new_full.default(self=x, size=(2, 3), fill_value=1.5, dtype=None, layout=None, "
+        "device=None, pin_memory=None)",
+    ),
+    "full_like": (
+        lambda x, **_: torch.full_like(x, 1.5),
+        "aten.full_like.default(self=x, fill_value=1.5, dtype=None, layout=None, device=None, "
+        "pin_memory=None, memory_format=None)",
+    ),
+    "a number as a tensor": (
+        lambda **_: torch.tensor(0.5, dtype=torch.float64),
+        "aten.full.default(size=[], fill_value=0.5, dtype=torch.float64, layout=None, "
+        "device=None, pin_memory=None)",
     ),
     "chunk": (
         lambda x, **_: torch.chunk(x, 2, -1)[0],
@@ -443,6 +522,9 @@ _SAME_OP = {
     "aten::divide": "aten::div",
     "aten::true_divide": "aten::div",
     "aten::concat": "aten::cat",
+    "aten::__and__": "aten::bitwise_and",
+    "aten::__or__": "aten::bitwise_or",
+    "aten::__xor__": "aten::bitwise_xor",
 }
 
 Step = tuple[str, dict[str, Any]]
@@ -458,6 +540,8 @@ def plain(reading: tuple[Call, ...] | None, result: Any) -> list[Step] | None:
         arguments = dict(call.args)
         if name in _CASTS:
             name, arguments = "aten::to", {"self": arguments["self"], "dtype": result.dtype}
+        if arguments.get("pin_memory", 0) is None:
+            arguments["pin_memory"] = False  # one default, written in two ways
         if name == "aten::mT":
             name, arguments = "aten::transpose", {**arguments, "dim0": -2, "dim1": -1}
         if name == "aten::slice":
@@ -577,6 +661,12 @@ def test_every_entry_of_the_table_was_captured(graphs: dict[str, list[Node]]) ->
         torch.split,
         torch.topk,
         torch.unbind,
+        torch.arange,
+        torch.full,
+        torch.full_like,
+        torch.ones,
+        torch.tensor,
+        torch.zeros,
         F.scaled_dot_product_attention,
     }
     # Dynamo records one of two.
@@ -588,7 +678,8 @@ def test_every_entry_of_the_table_was_captured(graphs: dict[str, list[Node]]) ->
         for m in canonical._METHODS
         if hasattr(Tensor, m) and not m.startswith("__") and ("call_method", m) not in seen
     }
-    assert methods <= {"index_copy_", "chunk", "split", "topk", "unbind"}
+    elsewhere_too = {"new_full", "new_ones", "new_zeros"}
+    assert methods <= {"index_copy_", "chunk", "split", "topk", "unbind"} | elsewhere_too
 
 
 @pytest.mark.parametrize("name", ["__add__", "__mul__", "__truediv__", "__matmul__", "__getitem__"])
@@ -610,12 +701,11 @@ def test_operator_methods_are_read_as_their_operators(name: str) -> None:
 # --- what the table must not claim to know ----------------------------------------------------------
 
 UNREAD: dict[str, Spelling] = {
-    "cumsum": lambda x, **_: x.cumsum(-1),
+    "cumprod": lambda x, **_: x.cumprod(-1),
     "relu in place": lambda x, **_: F.relu(x * 1, inplace=True),
     "dropout in place": lambda x, **_: F.dropout(x * 1, 0.5, True, True),
     "silu in place": lambda x, **_: F.silu(x * 1, inplace=True),
     "number divided by x": lambda x, **_: 1.0 / x,
-    "number minus x": lambda x, **_: 1.0 - x,
     "T of a cube": lambda x, **_: x.permute(2, 1, 0),
     "cast and copy": lambda x, **_: x.to(torch.float64, copy=True),
     "memory format": lambda x, **_: x.to(memory_format=torch.preserve_format),
@@ -639,7 +729,7 @@ def test_unknown_and_unusual_calls_never_raise() -> None:
 
 
 def test_an_unknown_op_reads_as_none() -> None:
-    for node in calls(capture(lambda x: x.cumsum(-1), torch.ones(2, 3))):
+    for node in calls(capture(lambda x: x.cumprod(-1), torch.ones(2, 3))):
         assert read(node) is None
         assert read_one(node) is None
 
