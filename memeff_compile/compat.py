@@ -83,6 +83,11 @@ def inputs_from_other_graphs(gm: GraphModule) -> list[int]:
     ]
 
 
+def has_checkpoint_policy(gm: GraphModule) -> bool:
+    """Return whether the body of a checkpoint has a ``context_fn``: a say in what is kept."""
+    return gm.meta.get("_checkpoint_context_fn") is not None
+
+
 def compile_id() -> str:
     """Return the id of the compile in progress, such as ``0/1``, or an empty string."""
     from torch._guards import CompileContext

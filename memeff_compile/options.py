@@ -31,6 +31,7 @@ PASS_NAMES = (
     "fuse_embedding_gradient",
     "rewrite_kv_update",
     "recover_attention",
+    "fuse_gated_linear",
 )
 """Names of the passes that exist, in the order in which they run."""
 
@@ -48,6 +49,7 @@ SWITCHES = {
     "fuse_embedding_gradient": ("memeff.embedding", "off"),
     "rewrite_kv_update": ("memeff.kv_reads", "off"),
     "recover_attention": ("memeff.attention", "off"),
+    "fuse_gated_linear": ("memeff.gated_linear", "off"),
 }
 """The option that switches each pass off."""
 
@@ -399,6 +401,12 @@ class Options:
         "off",
         meaning="Sum the gradient of a tied or large 16-bit embedding without an fp32 copy of it.",
     )
+    gated_linear: str = _choice(
+        "gated_linear",
+        "exact",
+        "off",
+        meaning="In activation checkpoints, write the gradients of a gated MLP over gate and up.",
+    )
     attention: str = _choice(
         "attention",
         "exact",
@@ -535,6 +543,9 @@ class Options:
             ),
             "rewrite_kv_update": f"{PREFIX}kv_reads='off'" if self.kv_reads == "off" else "",
             "recover_attention": f"{PREFIX}attention='off'" if self.attention == "off" else "",
+            "fuse_gated_linear": (
+                f"{PREFIX}gated_linear='off'" if self.gated_linear == "off" else ""
+            ),
         }
         off["defer_logits"] = off["defer_logits"] or off["fuse_linear_cross_entropy"]
         for name in self.strict:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from memeff_compile.kernels.embedding import op as _embedding
+from memeff_compile.kernels.gated_linear import op as _gated_linear
 from memeff_compile.kernels.kv_cache import op as _kv_cache
 from memeff_compile.kernels.linear_cross_entropy import op as _linear_cross_entropy
 
 __all__: list[str] = []
 
-del _embedding, _kv_cache, _linear_cross_entropy
+del _embedding, _gated_linear, _kv_cache, _linear_cross_entropy

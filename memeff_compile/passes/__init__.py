@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import GraphPass
 from .defer_logits import DeferLogits
 from .fuse_embedding_gradient import FuseEmbeddingGradient
+from .fuse_gated_linear import FuseGatedLinear
 from .fuse_linear_cross_entropy import FuseLinearCrossEntropy
 from .recover_attention import RecoverAttention
 from .rewrite_kv_update import RewriteKVUpdate
@@ -12,6 +13,7 @@ from .rewrite_kv_update import RewriteKVUpdate
 PASSES: tuple[GraphPass, ...] = (
     FuseLinearCrossEntropy(),  # logits returned beside a fused loss become deferred with it
     FuseEmbeddingGradient(),  # behind it: a tied head is known by the op it became
+    FuseGatedLinear(),  # inside activation checkpoints only
     DeferLogits(),  # logits returned without a loss, for a loss outside the graph
     RewriteKVUpdate(),  # generation: no loss, no gradient
     RecoverAttention(),  # what attends to a static cache is the pass before's

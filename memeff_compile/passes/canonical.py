@@ -304,6 +304,18 @@ def _dropout(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading
     return (bind(aten.dropout.default, operands, {}),)
 
 
+def _activation(packet: OpOverloadPacket) -> _Reader:
+    """Read ``F.silu(x, inplace=False)``, whose ATen op has no such argument."""
+
+    def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+        given = _by_name(["input", "inplace"], args, kwargs, required=("input",))
+        if given.get("inplace"):
+            raise _CannotBind
+        return (bind(packet.default, (given["input"],), {}),)
+
+    return reader
+
+
 def _where_method(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
     """Read ``x.where(condition, other)``: the ATen op takes the condition first."""
     if len(args) != 3 or kwargs:
@@ -516,6 +528,8 @@ _FUNCTIONS: dict[Any, _Reader] = {
     F.softmax: _softmax_like(aten.softmax),
     F.embedding: _embedding,
     F.dropout: _dropout,
+    F.relu: _activation(aten.relu),
+    F.silu: _activation(aten.silu),
     torch.log_softmax: _softmax_like(aten.log_softmax),
     torch.softmax: _softmax_like(aten.softmax),
     torch.einsum: _einsum,

@@ -249,6 +249,8 @@ POINTWISE: dict[str, Spelling] = {
     "gelu": lambda x, **_: F.gelu(x),
     "gelu by tanh": lambda x, **_: F.gelu(x, approximate="tanh"),
     "silu": lambda x, **_: F.silu(x),
+    "silu module": lambda x, **_: torch.nn.SiLU()(x),
+    "relu module": lambda x, **_: torch.nn.ReLU()(x),
     "softplus": lambda x, **_: F.softplus(x),
     "softplus settings": lambda x, **_: F.softplus(x, beta=2, threshold=10),
     "dropout": lambda x, **_: F.dropout(x, 0.5, True),

@@ -1,0 +1,27 @@
+"""Linear of a gated product, act(gate) * up, whose gradients are written over gate and up.
+
+The backward of a gated MLP's last linear needs three tensors of tokens x intermediate size from
+three others: the product act(gate) * up again (for the weight's gradient), and the gradients of
+gate and up. A compiler that computes them in one kernel holds all six at once. Here the kernel is in
+place: it reads gate, up and the product's gradient, and leaves the gradient of gate, the gradient of
+up and the product in the same three buffers.
+
+    gated_linear            linear(act(gate) * up, weight, bias)
+    gated_linear_backward   the gradient of the weight; those of gate and up over gate and up
+
+Autograd hands the backward copies of gate and up, so nothing that anybody else holds is written to.
+Where gate and up are computed again for the backward, in an activation checkpoint, a compiler drops
+the copies: nobody reads what they were copied from.
+"""
+
+from __future__ import annotations
+
+from memeff_compile.kernels.gated_linear.memory import bytes_after as bytes_after
+from memeff_compile.kernels.gated_linear.memory import bytes_before as bytes_before
+from memeff_compile.kernels.gated_linear.memory import transient_bytes as transient_bytes
+from memeff_compile.kernels.gated_linear.op import ACTIVATIONS as ACTIVATIONS
+from memeff_compile.kernels.gated_linear.op import ENGINES as ENGINES
+from memeff_compile.kernels.gated_linear.op import engine_for as engine_for
+from memeff_compile.kernels.gated_linear.op import gated_linear as gated_linear
+from memeff_compile.kernels.gated_linear.op import gated_linear_backward as gated_linear_backward
+from memeff_compile.kernels.gated_linear.op import supports as supports

@@ -1,0 +1,56 @@
+"""The engine `in_place`: one elementwise Triton kernel each way. CUDA, sm_80 or later.
+
+Nothing waits for the GPU or allocates, so calls can be captured in CUDA graphs. Expected on an H200
+for 16384 x 8192 numbers in bf16: 1.5 GiB read and written by the gradients, 0.38 ms at 4.28 TB/s.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from memeff_compile.kernels._triton.device import on_device
+
+
+def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
+    """Write act(gate) * up to ``out``.
+
+    Args:
+        gate, up, out: (n,) bf16, fp16 or fp32, no gaps; ``out`` is neither of the others.
+        activation: a key of `ACTIVATIONS`.
+    """
+    from memeff_compile.kernels.gated_linear import in_place_kernels as kernels
+
+    count = gate.numel()
+    with on_device(gate):
+        kernels._gated_product_kernel[(-(-count // kernels.BLOCK),)](
+            gate,
+            up,
+            out,
+            count,
+            ACTIVATION=activation,
+            BLOCK=kernels.BLOCK,
+            num_warps=kernels.WARPS,
+        )
+
+
+def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
+    """Write the gradient of gate over ``gate``, that of up over ``up``, the product over ``grad``.
+
+    Args:
+        gate, up: (n,) bf16, fp16 or fp32, no gaps, written to.
+        grad: (n,), the gradient of act(gate) * up, written to.
+        activation: a key of `ACTIVATIONS`.
+    """
+    from memeff_compile.kernels.gated_linear import in_place_kernels as kernels
+
+    count = gate.numel()
+    with on_device(gate):
+        kernels._gated_gradients_kernel[(-(-count // kernels.BLOCK),)](
+            gate,
+            up,
+            grad,
+            count,
+            ACTIVATION=activation,
+            BLOCK=kernels.BLOCK,
+            num_warps=kernels.WARPS,
+        )

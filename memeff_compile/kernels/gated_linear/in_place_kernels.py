@@ -1,0 +1,87 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The gated product, and its gradients over the buffers that they come from.
+
+Every program handles BLOCK numbers: it reads all of its own before it writes any, and touches
+nobody else's. Computed in fp32, rounded once; offsets are 64-bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# 8 elements per thread: 16 bytes in 16 bits.
+BLOCK = 1024
+WARPS = 4
+
+
+@triton.jit
+def _tanh(x):
+    """Return tanh from exp(-2|x|), which never overflows and keeps NaN."""
+    shrink = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - shrink) / (1.0 + shrink)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def _value_and_slope(g, ACTIVATION: tl.constexpr):
+    """Return act(g) and act'(g), as autograd's formulas have them."""
+    if ACTIVATION == "silu":
+        s = 1.0 / (1.0 + tl.exp(-g))
+        value = g * s
+        slope = s * (1.0 + g * (1.0 - s))
+    elif ACTIVATION == "gelu":
+        below = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+        value = g * below
+        slope = below + g * (tl.exp(-0.5 * g * g) * 0.3989422804014327)
+    elif ACTIVATION == "gelu_tanh":
+        t = _tanh(0.7978845608028654 * (g + 0.044715 * g * g * g))
+        value = 0.5 * g * (1.0 + t)
+        inner_slope = 0.7978845608028654 * (1.0 + 0.134145 * g * g)
+        slope = 0.5 * (1.0 + t) + 0.5 * g * (1.0 - t * t) * inner_slope
+    else:
+        tl.static_assert(ACTIVATION == "relu")
+        value = tl.where(g <= 0.0, 0.0, g)  # keeps NaN
+        slope = tl.where(g <= 0.0, 0.0, 1.0)
+    return value, slope
+
+
+@triton.jit
+def _gated_product_kernel(
+    gate_ptr,
+    up_ptr,
+    out_ptr,
+    count,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < count
+    g = tl.load(gate_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    value, _ = _value_and_slope(g, ACTIVATION)
+    tl.store(out_ptr + offs, (value * u).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated_gradients_kernel(
+    gate_ptr,  # read, then the gradient of gate
+    up_ptr,  # read, then the gradient of up
+    grad_ptr,  # gradient of the product, then the product
+    count,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < count
+    g = tl.load(gate_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(grad_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    value, slope = _value_and_slope(g, ACTIVATION)
+    grad_gate = d * u * slope
+    if ACTIVATION == "relu":
+        grad_gate = tl.where(g <= 0.0, 0.0, d * u)  # inf * 0 would be NaN
+    tl.store(gate_ptr + offs, grad_gate.to(gate_ptr.dtype.element_ty), mask=mask)
+    tl.store(up_ptr + offs, (d * value).to(up_ptr.dtype.element_ty), mask=mask)
+    tl.store(grad_ptr + offs, (value * u).to(grad_ptr.dtype.element_ty), mask=mask)

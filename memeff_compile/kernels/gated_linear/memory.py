@@ -1,0 +1,48 @@
+"""Bytes before and after, as formulas in N (tokens) and I (intermediate size).
+
+They count the tensors of tokens x intermediate size that live at once where the backward computes
+the product and the gradients of gate and up.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import sympy
+import torch
+
+Size: TypeAlias = sympy.Expr | int
+
+
+def bytes_before(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
+    """Return the bytes of one fused kernel's operands: three read, three written.
+
+    Args:
+        tokens, inner: N, I as symbols or numbers.
+        dtype: dtype of gate and up.
+
+    Example: bytes_before(N, I, dtype=torch.bfloat16) == 12*N*I.
+    """
+    return 6 * _one(tokens, inner, dtype)
+
+
+def bytes_after(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
+    """Return the bytes of the three buffers that are read and written here.
+
+    Args: as for `bytes_before`.
+    """
+    return 3 * _one(tokens, inner, dtype)
+
+
+def transient_bytes(tokens: Size, inner: Size, *, dtype: torch.dtype) -> sympy.Expr:
+    """Return the bytes an op holds while it runs, beside what it is given and returns.
+
+    The forward has the product; the backward the product's gradient, which becomes the product.
+
+    Args: as for `bytes_before`.
+    """
+    return _one(tokens, inner, dtype)
+
+
+def _one(tokens: Size, inner: Size, dtype: torch.dtype) -> sympy.Expr:
+    return dtype.itemsize * sympy.sympify(tokens) * sympy.sympify(inner)

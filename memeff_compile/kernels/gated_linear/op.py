@@ -1,0 +1,286 @@
+"""memeff::gated_linear and its backward: schemas, validation, engines, fakes, autograd.
+
+The forward is functional and saves gate, up and the weight. Its backward copies gate and up and
+calls `gated_linear_backward`, which writes their gradients over the copies. The library computes the
+matrix products; an engine computes what lies between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels._triton.device import can_run_kernels, where_it_runs
+from memeff_compile.kernels.gated_linear import reference
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+"""What may stand around the gate; `gelu` is the one with erf."""
+
+ENGINES = {
+    "in_place": (
+        "one Triton kernel over gate, up and the product's gradient, fp32 inside "
+        "(CUDA, compute capability 8.0 or later; bf16, fp16, fp32)"
+    ),
+    "reference": "plain PyTorch, piece by piece (any device, also fp64)",
+}
+
+_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
+_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define(
+    "gated_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias, str activation) -> Tensor",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
+    "gated_linear_backward(Tensor grad_out, Tensor(a!) gate, Tensor(b!) up, Tensor weight, "
+    "str activation, bool needs_inputs, bool needs_weight) -> Tensor",
+    tags=_COMPLIANT,
+)
+
+
+def supports(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> str | None:
+    """Say in a sentence why the op cannot serve these inputs, or return None if it can.
+
+    Args:
+        gate, up: (..., I), the two halves of the gated product.
+        weight: (D, I), of the linear.
+        bias: (D,) or None.
+        activation: one of `ACTIVATIONS`.
+
+    Example: supports(torch.ones(2, 3), torch.ones(2, 3), torch.ones(4, 3), None, "silu") is None.
+    """
+    if activation not in ACTIVATIONS:
+        return f"activation is {activation!r}; one of {', '.join(ACTIVATIONS)} is needed."
+    named = {"gate": gate, "up": up, "weight": weight, "bias": bias}
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
+            return f"{name} is {kind}; a plain strided tensor is needed. Dequantise or densify it."
+        if tensor.dtype not in FLOATING:
+            return (
+                f"{name} has dtype {_short(tensor.dtype)}; bfloat16, float16, float32 or float64 "
+                "is needed. Dequantise or cast it."
+            )
+        if tensor.dtype != gate.dtype:
+            return (
+                f"{name} has dtype {_short(tensor.dtype)} and gate {_short(gate.dtype)}; cast "
+                "them to one dtype."
+            )
+        if tensor.device != gate.device:
+            return (
+                f"{name} is on {tensor.device} and gate on {gate.device}; move them to one device."
+            )
+    return _shape_problem(gate, up, weight, bias)
+
+
+def _shape_problem(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    if gate.dim() == 0 or weight.dim() != 2:
+        dims = f"{gate.dim()} and {weight.dim()}"
+        return f"gate and weight have {dims} dimensions; (..., I) and (D, I) are needed."
+    if gate.dim() != up.dim() or any(a != b for a, b in zip(gate.shape, up.shape, strict=True)):
+        return f"gate has shape {_shape(gate)} and up {_shape(up)}; they must be equal."
+    if weight.shape[1] != gate.shape[-1]:
+        return (
+            f"weight has shape {_shape(weight)} and gate {_shape(gate)}; their last sizes must be "
+            "equal."
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        return f"bias has shape {_shape(bias)}; ({weight.shape[0]},) is needed."
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape)
+
+
+def engine_for(device: torch.device, dtype: torch.dtype) -> str:
+    """Name the engine that serves tensors of this device and dtype: a key of `ENGINES`."""
+    device = where_it_runs(device)
+    if device.type != "cuda" or dtype == torch.float64:
+        return "reference"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return "in_place" if can_run_kernels(index) else "reference"
+
+
+def _require_support(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> None:
+    sentence = supports(gate, up, weight, bias, activation)
+    if sentence is not None:
+        raise UnsupportedInputError(f"gated_linear: {sentence}")
+
+
+def _engine(tensor: Tensor) -> Any:  # noqa: ANN401 - a module
+    if engine_for(tensor.device, tensor.dtype) == "in_place":
+        from memeff_compile.kernels.gated_linear import in_place
+
+        return in_place
+    return reference
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Keep autocast, which reaches into opaque ops, away from the products."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+def _forward(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
+    _require_support(gate, up, weight, bias, activation)
+    with _without_autocast(gate.device.type):
+        product = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        if product.numel():
+            flat = (gate.contiguous().view(-1), up.contiguous().view(-1), product.view(-1))
+            _engine(gate).product(*flat, activation)
+        return F.linear(product, weight, bias)
+
+
+def _fake_forward(
+    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
+    _require_support(gate, up, weight, bias, activation)
+    return gate.new_empty((*gate.shape[:-1], weight.shape[0]))
+
+
+# --- backward -------------------------------------------------------------------------------------
+
+
+def _backward(
+    grad_out: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    activation: str,
+    needs_inputs: bool,
+    needs_weight: bool,
+) -> Tensor:
+    _require_support(gate, up, weight, None, activation)
+    with _without_autocast(gate.device.type):
+        rows = grad_out.reshape(-1, weight.shape[0])
+        inner = weight.shape[1]
+        if needs_inputs:
+            product = torch.mm(rows, weight)
+            if product.numel():
+                _in_place(gate, up, product.view(-1), activation)
+        elif needs_weight:
+            product = torch.empty((rows.shape[0], inner), dtype=gate.dtype, device=gate.device)
+            if product.numel():
+                flat = (gate.contiguous().view(-1), up.contiguous().view(-1), product.view(-1))
+                _engine(gate).product(*flat, activation)
+        if not needs_weight:
+            return weight.new_empty(0)
+        return torch.mm(rows.t(), product)
+
+
+def _in_place(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
+    """Run the engine over buffers as it wants them: one row of numbers, no gaps."""
+    flat_gate, flat_up = gate.contiguous(), up.contiguous()
+    _engine(gate).gradients(flat_gate.view(-1), flat_up.view(-1), grad, activation)
+    for given, flat in ((gate, flat_gate), (up, flat_up)):
+        if flat is not given:
+            given.copy_(flat)
+
+
+def _fake_backward(
+    grad_out: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    activation: str,
+    needs_inputs: bool,
+    needs_weight: bool,
+) -> Tensor:
+    del grad_out, needs_inputs
+    _require_support(gate, up, weight, None, activation)
+    return weight.new_empty(weight.shape if needs_weight else 0)
+
+
+# --- autograd -------------------------------------------------------------------------------------
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+    del output
+    gate, up, weight, _, activation = inputs
+    ctx.save_for_backward(gate, up, weight)
+    ctx.activation = activation
+
+
+def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    gate, up, weight = ctx.saved_tensors
+    needs_gate, needs_up, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    settings = (ctx.activation, needs_gate or needs_up, needs_weight)
+    if torch.is_grad_enabled():  # create_graph=True
+        found = _Once.apply(grad, gate, up, weight, *settings)  # type: ignore[no-untyped-call]
+    else:
+        found = _gradients(grad, gate, up, weight, *settings)
+    return (
+        found[0] if needs_gate else None,
+        found[1] if needs_up else None,
+        found[2] if needs_weight else None,
+        grad.reshape(-1, weight.shape[0]).sum(0) if needs_bias else None,
+        None,
+    )
+
+
+def _gradients(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    activation: str,
+    needs_inputs: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of gate, up and weight; gate and up stay as they are."""
+    # The copies become the gradients. A compiler makes none where gate and up are computed again.
+    copies = [each.clone(memory_format=torch.contiguous_format) for each in (gate, up)]
+    grad_weight: Tensor = torch.ops.memeff.gated_linear_backward.default(
+        grad, *copies, weight, activation, needs_inputs, needs_weight
+    )
+    return copies[0], copies[1], grad_weight
+
+
+class _Once(torch.autograd.Function):
+    """The gradients where a second derivative may be asked for: it is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:  # noqa: ANN401
+        return _gradients(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ANN401
+        raise DoubleBackwardError(
+            "gated_linear: a second derivative of the fused linear was asked for, and the op has "
+            "only a first one. Compile with options={'memeff.gated_linear': 'off'}."
+        )
+
+
+_LIBRARY.impl("gated_linear", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("gated_linear_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("memeff::gated_linear", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake("memeff::gated_linear_backward", _fake_backward, lib=_LIBRARY)
+torch.library.register_autograd(
+    "memeff::gated_linear", _link, setup_context=_setup_context, lib=_LIBRARY
+)
+
+gated_linear = torch.ops.memeff.gated_linear.default
+gated_linear_backward = torch.ops.memeff.gated_linear_backward.default

@@ -1,0 +1,287 @@
+"""linear(act(gate) * up) -> memeff::gated_linear: its gradients are written over gate and up.
+
+    before: out = linear(silu(gate) * up, W)        after: out = memeff.gated_linear(gate, up, W)
+
+In the backward of a gated MLP a compiler computes the product again, and the gradients of gate and
+up, in one kernel: three tensors of tokens x intermediate size from three others, six at once, which
+is the largest moment of a checkpointed step. The op holds three.
+
+Only bodies of activation checkpoints are touched. There gate and up are computed again for the
+backward and belong to nobody else, so that the op may write over them. Outside, the backward reads
+what the forward saved, and would have to copy it first; such places are left alone without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import sympy
+from torch.fx import Node
+
+from .. import compat
+from ..kernels import gated_linear as op_folder
+from ..report import format_bytes
+from .base import Decline, Done
+from .canonical import Call, aten, read_one
+from .editor import Editor
+from .graph_info import GraphInfo, node_name
+
+
+@dataclass(frozen=True)
+class Gated:
+    """A linear of a gated product."""
+
+    linear: Node
+    product: Node
+    activated: Node
+    gate: Node
+    up: Node
+    weight: Node
+    bias: Node | None
+    activation: str
+
+
+class FuseGatedLinear:
+    """The pass."""
+
+    name = "fuse_gated_linear"
+    version = 1
+    tier = "exact"
+
+    def enabled(self, info: GraphInfo) -> bool:
+        """Return whether memeff.gated_linear is on and this is a checkpoint's body that trains."""
+        return (
+            info.options.gated_linear != "off" and info.called_by is not None and info.region.grad
+        )
+
+    # --- find -------------------------------------------------------------------------------------
+
+    def find(self, info: GraphInfo) -> Iterable[Gated]:
+        """Yield every linear of a gated product whose halves are computed in this body."""
+        for node in info.gm.graph.nodes:
+            match = _read(node)
+            if match is not None and _gains(info, match):
+                yield match
+
+    # --- check ------------------------------------------------------------------------------------
+
+    def check(self, info: GraphInfo, match: Gated) -> Decline | None:
+        """Return why the place must be left alone, or None."""
+        return (
+            _kept_by_policy(info)
+            or _reused(match)
+            or _subclass(match)
+            or _unsupported(info, match)
+            or _mutated(info, match)
+        )
+
+    def gain(self, info: GraphInfo, match: Gated) -> None:
+        """Return None: blocks run one after the other, so what each saves must not be added up."""
+
+    def anchor(self, match: Gated) -> Node:
+        """Return the linear."""
+        return match.linear
+
+    def places(self, match: Gated) -> Iterable[Node]:
+        """Return the linear and what it is made from."""
+        return (match.linear, match.product, match.activated)
+
+    # --- rewrite ----------------------------------------------------------------------------------
+
+    def rewrite(self, info: GraphInfo, match: Gated, editor: Editor) -> Done:
+        """Replace the linear by the op."""
+        with editor.at(match.linear):
+            weight, bias = (
+                _cast(info, editor, node, match.gate) for node in (match.weight, match.bias)
+            )
+            new = editor.call(
+                op_folder.gated_linear, match.gate, match.up, weight, bias, match.activation
+            )
+        editor.replace(match.linear, new)
+        return Done(new, _sentence(info, match))
+
+    def dead(self, match: Gated) -> Sequence[Node]:
+        """Return what nobody reads any more."""
+        return (match.linear, match.product, match.activated)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _read(node: Node) -> Gated | None:
+    """Read ``node`` as the linear of a gated product, or return None."""
+    call = read_one(node)
+    if call is None or call.op is not aten.linear.default:
+        return None
+    product, weight, bias = (call.args[name] for name in ("input", "weight", "bias"))
+    factors = read_one(product)
+    if factors is None or factors.op is not aten.mul.Tensor:
+        return None
+    left, right = factors.args["self"], factors.args["other"]
+    for activated, up in ((left, right), (right, left)):
+        if not isinstance(activated, Node) or not isinstance(up, Node):
+            return None
+        inner = read_one(activated)
+        name = "" if inner is None else _activation(inner)
+        if name and inner is not None:
+            gate = inner.args["self"]
+            return Gated(node, product, activated, gate, up, weight, bias, name)
+    return None
+
+
+def _activation(call: Call) -> str:
+    """Return the op's name of an activation, or an empty string."""
+    if call.op is aten.gelu.default:
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(call.args["approximate"], "")
+    return {aten.silu.default: "silu", aten.relu.default: "relu"}.get(call.op, "")
+
+
+# --- conditions -----------------------------------------------------------------------------------
+
+
+def _gains(info: GraphInfo, match: Gated) -> bool:
+    """Return whether the op would write over tensors that the backward computes for it alone."""
+    out, gate, up = (info.tensor(n) for n in (match.linear, match.gate, match.up))
+    if out is None or gate is None or up is None:
+        return False
+    if not out.requires_grad or not info.regions[match.linear].grad:
+        return False
+    if gate.dtype != out.dtype or up.dtype != out.dtype:  # rounded on the way
+        return False
+    if info.may_share_memory(match.gate, match.up):  # halves of one tensor
+        return False
+    return _is_computed_here(match.gate) and _is_computed_here(match.up)
+
+
+_MADE_BY_PRODUCTS = (
+    aten.linear.default,
+    aten.matmul.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+)
+"""Ops that do not keep their own result for the backward: it is free to be written over."""
+
+_VIEWS = (aten.view.default, aten.reshape.default, aten.to.dtype, aten.alias.default)
+
+
+def _is_computed_here(node: Node) -> bool:
+    """Return whether a value comes fresh out of an op of this body that does not keep it."""
+    call = read_one(node)
+    while call is not None and call.op in _VIEWS:
+        node = call.args["self"]
+        if len(node.users) != 1:
+            return False
+        call = read_one(node)
+    return call is not None and call.op in _MADE_BY_PRODUCTS
+
+
+def _kept_by_policy(info: GraphInfo) -> Decline | None:
+    level: GraphInfo | None = info
+    while level is not None:
+        if compat.has_checkpoint_policy(level.gm):
+            return Decline(
+                "selective_checkpoint",
+                "the checkpoint has a policy (context_fn) that may keep gate or up for the "
+                "backward, where they would be copied before they are written over",
+                "leave context_fn out to have everything in the block computed again",
+            )
+        level = level.parent
+    return None
+
+
+def _reused(match: Gated) -> Decline | None:
+    for node, only in (
+        (match.gate, match.activated),
+        (match.up, match.product),
+        (match.activated, match.product),
+        (match.product, match.linear),
+    ):
+        for user in node.users:
+            if user is not only:
+                return Decline(
+                    f"gate_reused({node_name(user)})",
+                    "gate, up or their product is also used by "
+                    f"`{node_name(user)}`, so that it has to be kept as it is",
+                    "compute that from the linear's result, or outside the checkpoint",
+                )
+    return None
+
+
+def _subclass(match: Gated) -> Decline | None:
+    for node in (match.weight, match.bias, match.gate, match.up):
+        value = None if node is None else compat.example_value(node)
+        if value is not None and not compat.is_fake(value):
+            kind = type(value).__name__
+            return Decline(
+                f"subclass_weight({kind})",
+                f"an operand of the linear is a {kind}, which this op does not take",
+                "gather or dequantise the weight",
+            )
+    return None
+
+
+def _unsupported(info: GraphInfo, match: Gated) -> Decline | None:
+    gate, up, weight = (info.tensor(n) for n in (match.gate, match.up, match.weight))
+    bias = None if match.bias is None else info.tensor(match.bias)
+    assert gate is not None
+    assert up is not None
+    assert weight is not None
+    # Under autocast the linear casts its weight; so does the rewrite.
+    weight, bias = weight.to(gate.dtype), None if bias is None else bias.to(gate.dtype)
+    sentence = op_folder.supports(gate, up, weight, bias, match.activation)
+    return Decline("unsupported", sentence) if sentence else None
+
+
+def _mutated(info: GraphInfo, match: Gated) -> Decline | None:
+    nodes = [match.gate, match.up, match.activated, match.product, match.weight]
+    nodes += [match.bias] if match.bias is not None else []
+    first = min((match.gate, match.up), key=lambda n: info.positions[n])
+    writer = info.written_between(nodes, first, match.linear)
+    if writer is None:
+        return None
+    return Decline(
+        "mutated",
+        f"`{node_name(writer)}` writes in place to an operand between gate or up and the linear",
+        "use the out-of-place form",
+    )
+
+
+# --- emitting -------------------------------------------------------------------------------------
+
+
+def _cast(info: GraphInfo, editor: Editor, node: Node | None, like: Node) -> Node | None:
+    """Cast a weight or bias as autocast would have for the linear."""
+    if node is None:
+        return None
+    value, wanted = info.tensor(node), info.tensor(like)
+    assert value is not None
+    assert wanted is not None
+    if value.dtype == wanted.dtype:
+        return node
+    return editor.call(aten.to.dtype, node, wanted.dtype)
+
+
+def _sentence(info: GraphInfo, match: Gated) -> str:
+    gate = info.tensor(match.gate)
+    assert gate is not None
+    n, i = sympy.symbols("N I", integer=True, positive=True)
+    sizes = {
+        n: math.prod(compat.size_hint(size) for size in gate.shape[:-1]),
+        i: compat.size_hint(gate.shape[-1]),
+    }
+    before, after = (
+        formula(n, i, dtype=gate.dtype) for formula in (op_folder.bytes_before, op_folder.bytes_after)
+    )
+    name = op_folder.engine_for(gate.device, gate.dtype)
+    return (
+        f"linear({match.activation}(gate) * up) -> memeff::gated_linear, whose backward writes the "
+        f"gradients over gate and up; engine {name}: {op_folder.ENGINES[name]}. While a block's "
+        f"gradients are computed it holds {format_bytes(int(after.subs(sizes)))} in the place of "
+        f"{format_bytes(int(before.subs(sizes)))}: {after} bytes for {before}, with N = {sizes[n]}, "
+        f"I = {sizes[i]}; one block at a time"
+    )
