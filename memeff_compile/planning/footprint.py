@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx import Node
 
 from ..kernels import embedding as embedding_folder
+from ..kernels import gated_linear as gated_folder
 from ..kernels import linear_cross_entropy as op_folder
 from ..passes.graph_info import clean_module_path
 from .capture import Capture, Graphs
@@ -386,7 +387,7 @@ class _Replay:
             total = sum((count * formula for formula, count in counts.items()), sympy.Integer(0))
             parts = _plus(parts, part, total)
         if step.transient:
-            is_loss = any(_is_ours(node) for node in step.kernel.nodes)
+            is_loss = any(_is_ours(n) and not _is_gated(n) for n in step.kernel.nodes)
             parts = _plus(parts, "loss workspace" if is_loss else "working", step.transient)
         return parts
 
@@ -455,6 +456,8 @@ def op_transient(scale: Scale, device: str) -> Transient:
         "linear_cross_entropy_backward": _loss_transient,
         "embedding_backward": _embedding_transient,
         "embedding_accumulate": _embedding_transient,
+        "gated_linear": _gated_transient,
+        "gated_linear_backward": _gated_transient,
     }
 
     def transient(node: Node) -> sympy.Expr:
@@ -471,6 +474,10 @@ def op_transient(scale: Scale, device: str) -> Transient:
 
 def _is_ours(node: Node) -> bool:
     return getattr(called_op(node), "namespace", "") == "memeff"
+
+
+def _is_gated(node: Node) -> bool:
+    return "gated_linear" in str(called_op(node))
 
 
 def _attention_transient(scale: Scale, device: str, node: Node) -> sympy.Expr:
@@ -518,6 +525,16 @@ def _embedding_transient(
         dtype=rows.dtype,
         engine=embedding_folder.engine_for(rows.device, rows.dtype),
     )
+
+
+def _gated_transient(
+    scale: Scale, device: str, name: str, arguments: Mapping[str, Any]
+) -> sympy.Expr:
+    """Return the product's bytes, or those of its gradient: one row per row of what is known."""
+    del device
+    rows = arguments["grad_out" if name.endswith("backward") else "gate"].meta["val"]
+    inner = int(arguments["weight"].meta["val"].shape[-1])
+    return gated_folder.transient_bytes(scale.rows(rows), inner, dtype=rows.dtype)
 
 
 def _arguments(node: Node) -> dict[str, Any]:
