@@ -275,7 +275,8 @@ def _sentence(info: GraphInfo, match: Gated) -> str:
         i: compat.size_hint(gate.shape[-1]),
     }
     before, after = (
-        formula(n, i, dtype=gate.dtype) for formula in (op_folder.bytes_before, op_folder.bytes_after)
+        formula(n, i, dtype=gate.dtype)
+        for formula in (op_folder.bytes_before, op_folder.bytes_after)
     )
     name = op_folder.engine_for(gate.device, gate.dtype)
     return (

@@ -173,7 +173,9 @@ def test_special_numbers_are_eagers(activation: str) -> None:
     found = gated_linear(gate[:, None], up[:, None], weight, None, activation)
     expected = F.linear(EAGER[activation](gate[:, None]) * up[:, None], weight)
     torch.testing.assert_close(found, expected, equal_nan=True)
-    for got, want in zip(gradients(found, [gate, up]), gradients(expected, [gate, up]), strict=True):
+    for got, want in zip(
+        gradients(found, [gate, up]), gradients(expected, [gate, up]), strict=True
+    ):
         torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-5, atol=1e-6)
 
 
@@ -186,7 +188,9 @@ def test_opcheck_passes() -> None:
     operands = tuple(given.values())
     torch.library.opcheck(gated_linear, (*operands, "silu"), test_utils=checks)
     torch.library.opcheck(
-        gated_linear, (*operands[:3], None, "silu"), test_utils=(*checks, "test_aot_dispatch_dynamic")
+        gated_linear,
+        (*operands[:3], None, "silu"),
+        test_utils=(*checks, "test_aot_dispatch_dynamic"),
     )
     plain = [t.detach() for t in operands[:3]]
     for needs in ((True, True), (False, True), (True, False)):
@@ -242,9 +246,7 @@ def test_engines_are_named() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_formula_is_what_is_allocated(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_formula_is_what_is_allocated(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what it is given, the backward op holds one tensor, the weight's gradient and pieces."""
     monkeypatch.setattr(reference, "PIECE", 4096)
     tokens, inner, out = 512, 512, 16
