@@ -274,15 +274,13 @@ def _sentence(info: GraphInfo, match: Gated) -> str:
         n: math.prod(compat.size_hint(size) for size in gate.shape[:-1]),
         i: compat.size_hint(gate.shape[-1]),
     }
-    before, after = (
-        formula(n, i, dtype=gate.dtype)
-        for formula in (op_folder.bytes_before, op_folder.bytes_after)
-    )
+    before = op_folder.bytes_before(n, i, dtype=gate.dtype)
+    after = op_folder.bytes_after(n, i, dtype=gate.dtype)
+    held, was = (format_bytes(int(formula.subs(sizes))) for formula in (after, before))
     name = op_folder.engine_for(gate.device, gate.dtype)
     return (
         f"linear({match.activation}(gate) * up) -> memeff::gated_linear, whose backward writes the "
         f"gradients over gate and up; engine {name}: {op_folder.ENGINES[name]}. While a block's "
-        f"gradients are computed it holds {format_bytes(int(after.subs(sizes)))} in the place of "
-        f"{format_bytes(int(before.subs(sizes)))}: {after} bytes for {before}, with N = {sizes[n]}, "
-        f"I = {sizes[i]}; one block at a time"
+        f"gradients are computed it holds {held} in the place of {was}: {after} bytes for "
+        f"{before}, with N = {sizes[n]}, I = {sizes[i]}; one block at a time"
     )

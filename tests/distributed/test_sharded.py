@@ -134,6 +134,21 @@ def a_tied_table_in_one_graph() -> None:
     assert memeff_compile.last_report().rewrites("fuse_embedding_gradient") == 1
 
 
+def a_gated_mlp_in_a_checkpoint() -> None:
+    def make() -> nn.Module:
+        model = llama(tied=False)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return sharded(model)
+
+    eager, model = make(), compiled(make())
+    for _ in range(2):
+        for each in (eager, model):
+            each.zero_grad()
+            each(input_ids=ids(), labels=ids(), use_cache=False).loss.backward()
+        assert_same_gradients(gradients(model), gradients(eager))
+    assert memeff_compile.last_report().rewrites("fuse_gated_linear") == 1
+
+
 def a_function_that_returns_the_loss() -> None:
     eager, model = small(), small()
     eager(ids())[0].backward()
@@ -356,6 +371,7 @@ def all_of_it() -> None:
     transformers_model_in_place()
     transformers_model_compiled_before_sharding()
     a_tied_table_in_one_graph()
+    a_gated_mlp_in_a_checkpoint()
     a_function_that_returns_the_loss()
     a_loss_on_the_logits_too()
     parameters_in_bf16()

@@ -35,14 +35,14 @@ from tests.support.closeness import (
 from .captured_graphs import compare_with_eager
 
 NAME = "fuse_gated_linear"
-D, I = 6, 10
+D, INNER = 6, 10
 FIRED = [("rewrote", "rewrote")]
 
 
 def operands(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Return x, the weights of gate, up and down, and a bias of D."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 5, D), (I, D), (I, D), (D, I), (D,)]
+    shapes = [(2, 5, D), (INNER, D), (INNER, D), (D, INNER), (D,)]
     return [
         torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
         for s in shapes
@@ -101,8 +101,8 @@ def with_adapters(x: Tensor, g: Tensor, u: Tensor, d: Tensor, b: Tensor) -> Tens
 
 
 def over_views(x: Tensor, g: Tensor, u: Tensor, d: Tensor, b: Tensor) -> Tensor:
-    gate = F.linear(x, g).view(-1, I).float()
-    return F.linear(F.silu(gate) * F.linear(x, u).view(-1, I).to(gate.dtype), d.float())
+    gate = F.linear(x, g).view(-1, INNER).float()
+    return F.linear(F.silu(gate) * F.linear(x, u).view(-1, INNER).to(gate.dtype), d.float())
 
 
 FIRES = [mlp, up_first, with_a_bias, gelu_tanh, relu, with_adapters]
@@ -245,7 +245,7 @@ def halves_of_one(x: Tensor, g: Tensor, u: Tensor, d: Tensor, b: Tensor) -> Tens
 
 
 def gate_from_outside(x: Tensor, g: Tensor, u: Tensor, d: Tensor, b: Tensor) -> Tensor:
-    return F.linear(F.silu(x[..., :1].expand(2, 5, I)) * F.linear(x, u), d)
+    return F.linear(F.silu(x[..., :1].expand(2, 5, INNER)) * F.linear(x, u), d)
 
 
 def gate_kept_by_its_maker(x: Tensor, g: Tensor, u: Tensor, d: Tensor, b: Tensor) -> Tensor:

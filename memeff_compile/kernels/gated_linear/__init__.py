@@ -2,9 +2,9 @@
 
 The backward of a gated MLP's last linear needs three tensors of tokens x intermediate size from
 three others: the product act(gate) * up again (for the weight's gradient), and the gradients of
-gate and up. A compiler that computes them in one kernel holds all six at once. Here the kernel is in
-place: it reads gate, up and the product's gradient, and leaves the gradient of gate, the gradient of
-up and the product in the same three buffers.
+gate and up. A compiler that computes them in one kernel holds all six at once. Here the kernel is
+in place: it reads gate, up and the product's gradient, and leaves the gradient of gate, the
+gradient of up and the product in the same three buffers.
 
     gated_linear            linear(act(gate) * up, weight, bias)
     gated_linear_backward   the gradient of the weight; those of gate and up over gate and up

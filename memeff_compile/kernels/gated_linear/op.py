@@ -1,8 +1,8 @@
 """memeff::gated_linear and its backward: schemas, validation, engines, fakes, autograd.
 
 The forward is functional and saves gate, up and the weight. Its backward copies gate and up and
-calls `gated_linear_backward`, which writes their gradients over the copies. The library computes the
-matrix products; an engine computes what lies between them.
+calls `gated_linear_backward`, which writes their gradients over the copies. The library computes
+the matrix products; an engine computes what lies between them.
 """
 
 from __future__ import annotations
