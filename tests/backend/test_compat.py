@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -428,6 +429,27 @@ def test_checkpoint_bodies_hang_on_a_known_operator() -> None:
 
     torch.compile(function, backend=question)(torch.ones(2, requires_grad=True))
     assert names == ["tag_activation_checkpoint"]
+
+
+@probes("has_checkpoint_policy")
+@pytest.mark.parametrize("has_policy", [True, False], ids=["policy", "no policy"])
+def test_a_checkpoints_policy_hangs_on_its_body(has_policy: bool) -> None:
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    found: list[bool] = []
+
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        bodies = [m for m in gm.children() if isinstance(m, GraphModule)]
+        found.extend(compat.has_checkpoint_policy(body) for body in bodies)
+        return gm.forward
+
+    def function(x: Tensor) -> Tensor:
+        settings = {"context_fn": contexts} if has_policy else {}
+        return checkpoint(torch.sin, x, use_reentrant=False, **settings)
+
+    torch.compile(function, backend=question)(torch.ones(2, requires_grad=True))
+    assert found == [has_policy]
 
 
 # --- beside the caller ------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ DOCUMENTED_KEYS = (
     "linear_cross_entropy.sort_vocabulary",
     "logits",
     "embedding",
+    "gated_linear",
     "attention",
     "kv_reads",
     "ternary",

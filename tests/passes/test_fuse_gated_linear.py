@@ -235,6 +235,13 @@ def test_sixteen_bits_are_no_further_from_fp64_than_eager(dtype: torch.dtype) ->
     assert_no_worse(ours, eager)
     assert memeff_compile.last_report().rewrites(NAME) == 2
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_verify_finds_nothing_to_mend(inner: str) -> None:
+    runs = compiled(Model(2), inner=inner, verify="raise")
+    runs(torch.randn(2, 4, 8)).square().sum().backward()
+    records = memeff_compile.last_report().records
+    assert [r.action for r in records] == ["rewrote", "rewrote", "verified"]
+
 
 # --- what is left alone, without a word -----------------------------------------------------------
 
