@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 from torch.fx import Node
@@ -69,13 +69,15 @@ class FuseGatedLinear:
 
     def check(self, info: GraphInfo, match: Gated) -> Decline | None:
         """Return why the place must be left alone, or None."""
-        return (
+        found = (
             _kept_by_policy(info)
             or _reused(match)
             or _subclass(match)
             or _unsupported(info, match)
             or _mutated(info, match)
         )
+        # Blocks are alike: equal answers are one record, with their count.
+        return None if found is None else replace(found, node=match.linear, sites=1)
 
     def gain(self, info: GraphInfo, match: Gated) -> None:
         """Return None: blocks run one after the other, so what each saves must not be added up."""
@@ -100,7 +102,7 @@ class FuseGatedLinear:
                 op_folder.gated_linear, match.gate, match.up, weight, bias, match.activation
             )
         editor.replace(match.linear, new)
-        return Done(new, _sentence(info, match))
+        return Done(new, _sentence(info, match), sites=1)
 
     def dead(self, match: Gated) -> Sequence[Node]:
         """Return what nobody reads any more."""

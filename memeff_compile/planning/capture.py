@@ -59,7 +59,7 @@ class Capture:
 
     @property
     def changes_blocks(self) -> bool:
-        """Whether a pass changed what is inside the blocks of the model, attention."""
+        """Whether a pass changed what blocks keep for the backward: attention."""
         records = (record for report in self.reports for record in report.records)
         return any(r.pass_name == "recover_attention" and r.action == "rewrote" for r in records)
 

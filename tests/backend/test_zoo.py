@@ -64,9 +64,9 @@ def expected_records(model: nn.Module) -> list[tuple[str, str]]:
     """Return what a training graph of the model must record: tied tables are rewritten, too, and
     so are gated MLPs in checkpoints."""
     tied = [(EMBEDDING, "rewrote")] if is_tied(model) else []
-    gated = sum(name.endswith("mlp.gate_proj") for name, _ in model.named_modules())
+    is_gated = any(name.endswith("mlp.gate_proj") for name, _ in model.named_modules())
     checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    return FUSED_AND_DEFERRED + tied + [(GATED, "rewrote")] * (gated if checkpointed else 0)
+    return FUSED_AND_DEFERRED + tied + ([(GATED, "rewrote")] if is_gated and checkpointed else [])
 
 
 def graphs_without_us(model: nn.Module, batch: dict[str, Any]) -> int:

@@ -136,14 +136,14 @@ def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.detach() for t in tensors]
 
 
-def test_every_block_is_rewritten_and_the_report_says_it_once() -> None:
+def test_every_block_is_rewritten_and_recorded_once() -> None:
     model = Model(3)
     compiled(model, inner="eager")(torch.randn(2, 4, 8)).sum().backward()
     report = memeff_compile.last_report()
-    assert [r.module for r in gated_records(report)] == [f"blocks.{i}.down" for i in range(3)]
+    (record,) = gated_records(report)
+    assert (record.module, record.sites) == ("blocks.0.down", 3)
     text = " ".join(str(report).split())
-    assert text.count("-> memeff::gated_linear") == 1
-    assert "fuse_gated_linear in blocks.0.down and 2 more modules" in text
+    assert "fuse_gated_linear in blocks.0.down and 2 more" in text
     assert "holds 768 bytes in the place of 1.5 KiB" in text
 
 
@@ -190,7 +190,7 @@ def test_dynamic_shapes_compile_once(inner: str) -> None:
         expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
         torch.testing.assert_close(found, expected)
     assert len(memeff_compile.graphs()) == 1
-    assert memeff_compile.last_report().rewrites(NAME) == 2
+    assert memeff_compile.last_report().rewrites(NAME) == 1
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
@@ -209,7 +209,7 @@ def test_autocast_casts_the_weight_as_the_linear_would(inner: str, where: str) -
 
     expected = gradients(step)
     found = gradients(compiled(step, inner=inner))
-    assert memeff_compile.last_report().rewrites(NAME) == 2
+    assert memeff_compile.last_report().rewrites(NAME) == 1
     for ours, eagers in zip(found, expected, strict=True):
         assert ours.dtype == eagers.dtype == torch.float32
         assert (ours - eagers).norm() <= 0.03 * eagers.norm()
@@ -233,14 +233,15 @@ def test_sixteen_bits_are_no_further_from_fp64_than_eager(dtype: torch.dtype) ->
         assert {g.dtype for g in found} == {dtype}
         ours.append(pooled_error(found, truth))
     assert_no_worse(ours, eager)
-    assert memeff_compile.last_report().rewrites(NAME) == 2
+    assert memeff_compile.last_report().rewrites(NAME) == 1
+
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_verify_finds_nothing_to_mend(inner: str) -> None:
     runs = compiled(Model(2), inner=inner, verify="raise")
     runs(torch.randn(2, 4, 8)).square().sum().backward()
     records = memeff_compile.last_report().records
-    assert [r.action for r in records] == ["rewrote", "rewrote", "verified"]
+    assert [r.action for r in records] == ["rewrote", "verified"]
 
 
 # --- what is left alone, without a word -----------------------------------------------------------
@@ -315,8 +316,8 @@ def test_no_grad_is_left_alone() -> None:
         ({"gated_linear": "off"}, []),
         ({"skip": "blocks.0"}, [("declined", "skipped"), *FIRED]),
         ({"skip": {NAME: "blocks.*.down"}}, [("declined", "skipped")] * 2),
-        ({"skip": {"defer_logits": "blocks"}}, FIRED * 2),
-        ({"strict": NAME}, FIRED * 2),
+        ({"skip": {"defer_logits": "blocks"}}, FIRED),
+        ({"strict": NAME}, FIRED),
     ],
     ids=["off", "a block skipped", "skipped by name", "another pass skipped", "strict"],
 )
