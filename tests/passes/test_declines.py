@@ -458,6 +458,7 @@ def test_every_code_in_the_source_has_a_test() -> None:
     in_the_embeddings_tests = {"embedding_setting"}
     in_the_caches_tests = {code.split("(")[0] for _, code in DECLINED_CACHES}
     in_the_caches_tests |= {"many_queries", "no_gain"}
+    in_the_gated_linears_tests = {"gate_reused", "selective_checkpoint"}
     in_the_attentions_tests = {code.split("(")[0] for code in (*DECLINED, *CHAINS_DECLINED)} | {
         "subclass_operand",
         "no_grouped_kernel",
@@ -469,5 +470,6 @@ def test_every_code_in_the_source_has_a_test() -> None:
         | in_the_pipelines_tests
         | in_the_embeddings_tests
         | in_the_caches_tests
+        | in_the_gated_linears_tests
         | in_the_attentions_tests
     )
