@@ -411,11 +411,7 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
     expanded ones or better. On a GPU the flash and cuDNN kernels do: 16 bits, heads of one size up
     to 256 in steps of 8; the memory-efficient kernel does not, and what is left is slow.
     """
-    query, key, value, result = (info.tensor(n) for n in (*site.operands, site.node))
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    assert result is not None
+    query, key, value, result = _tensors(info, site)
     device = where_it_runs(query.device).type
     if device == "cpu":
         return ""
@@ -437,11 +433,7 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
 def why_not_fused(info: GraphInfo, site: Site) -> str:
     """Return why a chain would not become one kernel, or an empty string."""
-    query, key, value, result = (info.tensor(n) for n in (*site.operands, site.node))
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    assert result is not None
+    query, _, value, result = _tensors(info, site)
     device = where_it_runs(query.device).type
     if device == "cpu":
         return ""
@@ -453,6 +445,12 @@ def why_not_fused(info: GraphInfo, site: Site) -> str:
     if not isinstance(size, int) or size > _LARGEST_HEAD or size % 8 or value.shape[-1] != size:
         return "PyTorch's fused kernels take heads of one size up to 256, in steps of 8"
     return ""
+
+
+def _tensors(info: GraphInfo, site: Site) -> list[torch.Tensor]:
+    """Return query, key, value and result."""
+    found = [info.tensor(node) for node in (*site.operands, site.node)]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def _dtype(tensor: torch.Tensor) -> str:
