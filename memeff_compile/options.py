@@ -53,8 +53,9 @@ SWITCHES = {
 }
 """The option that switches each pass off."""
 
-GENERATION_PASSES = ("rewrite_kv_update",)
-"""Passes that have nothing to find in a graph that trains."""
+MAY_FIND_NOTHING = ("rewrite_kv_update", "recover_attention")
+"""Passes of which `memeff.strict` asks only that they decline nothing: a graph that trains has no
+cache to update, and attention that is already as it should be needs no change."""
 
 Check: TypeAlias = Callable[[str, object], object]
 

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from .. import compat
 from ..errors import StrictError
 from ..logits import DeferredOutput
-from ..options import GENERATION_PASSES, Options
+from ..options import MAY_FIND_NOTHING, Options
 from ..report import GraphReport, LogitsUse, Record, Report
 from . import defer_logits
 from .base import Decline, Done, Gain, GraphPass
@@ -330,7 +330,7 @@ def _enforce_strict(options: Options, report: GraphReport) -> None:
             for r in report.records
         )
         declined = [r for r in report.records if r.action == "declined" and r.pass_name == name]
-        expected = report.training and name not in GENERATION_PASSES
+        expected = report.training and name not in MAY_FIND_NOTHING
         if declined or (expected and not fired):
             reasons = "\n".join(f"  - {r.code}: {r.sentence} {r.source}" for r in declined)
             raise StrictError(

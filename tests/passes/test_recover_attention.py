@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
@@ -310,7 +311,14 @@ def test_nothing_to_recover_is_nothing_to_report() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    assert run(attend, *qkv(G)) == []
+    strict = {"memeff.strict": NAME}
+    assert run(attend, *qkv(G)) == run(attend, *qkv(G), options=strict) == []
+
+
+def test_strict_raises_for_a_mask_that_is_kept() -> None:
+    table = torch.ones(B, S, dtype=torch.bool)
+    with pytest.raises(BackendCompilerFailed, match=r"StrictError(.|\n)*padding_mask"):
+        run(padded, *qkv(G), table, options={"memeff.strict": NAME})
 
 
 def test_autocast_computes_in_its_dtype() -> None:

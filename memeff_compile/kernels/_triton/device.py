@@ -44,6 +44,14 @@ def can_run_kernels(index: int) -> bool:
     return _planned.get() is not None or _can_run_kernels(index)
 
 
+def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether our Triton kernels serve tensors of this dtype on a device, or a planned one."""
+    device = where_it_runs(device)
+    if device.type != "cuda" or dtype == torch.float64:
+        return False
+    return can_run_kernels(torch.cuda.current_device() if device.index is None else device.index)
+
+
 @lru_cache(maxsize=64)
 def _can_run_kernels(index: int) -> bool:
     return find_spec("triton") is not None and torch.cuda.get_device_capability(index) >= (8, 0)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
-from memeff_compile.kernels._triton.device import can_run_kernels, where_it_runs
+from memeff_compile.kernels._triton.device import kernels_serve
 from memeff_compile.kernels.gated_linear import reference
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -109,11 +109,7 @@ def _shape(tensor: Tensor) -> tuple[Any, ...]:
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
     """Name the engine that serves tensors of this device and dtype: a key of `ENGINES`."""
-    device = where_it_runs(device)
-    if device.type != "cuda" or dtype == torch.float64:
-        return "reference"
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return "in_place" if can_run_kernels(index) else "reference"
+    return "in_place" if kernels_serve(device, dtype) else "reference"
 
 
 def _require_support(
@@ -147,11 +143,16 @@ def _forward(
 ) -> Tensor:
     _require_support(gate, up, weight, bias, activation)
     with _without_autocast(gate.device.type):
-        product = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        if product.numel():
-            flat = (gate.contiguous().view(-1), up.contiguous().view(-1), product.view(-1))
-            _engine(gate).product(*flat, activation)
-        return F.linear(product, weight, bias)
+        return F.linear(_product(gate, up, activation), weight, bias)
+
+
+def _product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Compute act(gate) * up into a new tensor without gaps."""
+    product = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if product.numel():
+        flat = (gate.contiguous().view(-1), up.contiguous().view(-1), product.view(-1))
+        _engine(gate).product(*flat, activation)
+    return product
 
 
 def _fake_forward(
@@ -176,16 +177,12 @@ def _backward(
     _require_support(gate, up, weight, None, activation)
     with _without_autocast(gate.device.type):
         rows = grad_out.reshape(-1, weight.shape[0])
-        inner = weight.shape[1]
         if needs_inputs:
             product = torch.mm(rows, weight)
             if product.numel():
                 _in_place(gate, up, product.view(-1), activation)
         elif needs_weight:
-            product = torch.empty((rows.shape[0], inner), dtype=gate.dtype, device=gate.device)
-            if product.numel():
-                flat = (gate.contiguous().view(-1), up.contiguous().view(-1), product.view(-1))
-                _engine(gate).product(*flat, activation)
+            product = _product(gate, up, activation).view(-1, weight.shape[1])
         if not needs_weight:
             return weight.new_empty(0)
         return torch.mm(rows.t(), product)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels._triton.device import can_run_kernels, where_it_runs
+from memeff_compile.kernels._triton.device import kernels_serve
 from memeff_compile.kernels.kv_cache import reference
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -166,11 +166,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
     """Name the engine that attends on this device in this dtype: a key of `ENGINES`."""
-    device = where_it_runs(device)
-    if device.type != "cuda" or dtype == torch.float64:
-        return "reference"
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return "split" if can_run_kernels(index) else "reference"
+    return "split" if kernels_serve(device, dtype) else "reference"
 
 
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels._triton.device import (
-    can_run_kernels,
     is_hopper,
+    kernels_serve,
     where_it_runs,
 )
 from memeff_compile.kernels.linear_cross_entropy import (
@@ -306,12 +306,10 @@ def engine_for(
         device, dtype, depth: of the hidden states.
         with_metrics: whether entropy or top is asked for.
     """
+    if not kernels_serve(device, dtype):
+        return "reference"
     device = where_it_runs(device)
-    if device.type != "cuda" or dtype == torch.float64:
-        return "reference"
     index = torch.cuda.current_device() if device.index is None else device.index
-    if not can_run_kernels(index):
-        return "reference"
     fits = dtype in fused.DTYPES and depth % 8 == 0 and not with_metrics
     return tuned.engine_of_both(device) if fits and is_hopper(index) else "hybrid"
 
