@@ -77,3 +77,9 @@ def test_kernel_compiles_within_the_limits(
     assert "atom" not in kernel.asm["ptx"]
     if aligned:
         assert "ld.global.v4.b32" in kernel.asm["ptx"]
+
+
+@pytest.mark.usefixtures("sizes_of_one")
+@pytest.mark.parametrize("name", list(BLOCKS))
+def test_kernel_compiles_for_sizes_of_one(name: str) -> None:
+    _compile(name, 90, "bf16", "i64", aligned=False)

@@ -73,3 +73,9 @@ def test_kernel_compiles_without_spills(
     if aligned:
         assert "ld.global.v4.b32" in kernel.asm["ptx"]
         assert "st.global.v4.b32" in kernel.asm["ptx"]
+
+
+@pytest.mark.usefixtures("sizes_of_one")
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel_compiles_for_sizes_of_one(name: str) -> None:
+    _compile(name, 90, "bf16", "silu", aligned=False)

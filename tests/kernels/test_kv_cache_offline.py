@@ -67,6 +67,35 @@ def _stack_bytes(cubin: bytes, folder: Path) -> int:
     return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
 
 
+def _attention(
+    capability: int, dtype: str, depth: int, rows: int, *, has_mask: bool, splits: int
+) -> Any:
+    shapes = shapes_for(depth, 4 if dtype == "fp32" else 2, rows, divmod(capability, 10))
+    constants = {
+        "REPEAT": 4,
+        "DEPTH": depth,
+        "DEPTH_BLOCK": depth_block(depth),
+        "ROWS": rows,
+        "KEYS": shapes.keys,
+        "IS_ALONE": splits == 1,
+        "HAS_MASK": has_mask,
+        "STAGES": shapes.stages,
+        "UPCAST": False,
+    }
+    return _compile("_kv_cache_attention_kernel", capability, dtype, constants, shapes.warps)
+
+
+def _combine(capability: int, depth: int, splits: int) -> Any:
+    constants = {
+        "REPEAT": 4,
+        "DEPTH": depth,
+        "DEPTH_BLOCK": depth_block(depth),
+        "KEYS": 64,
+        "SPLIT_BLOCK": 1 << (splits - 1).bit_length(),
+    }
+    return _compile("_kv_cache_combine_kernel", capability, "bf16", constants, 4)
+
+
 CASES = [
     *[("bf16", depth, MIN_ROWS, False, 4) for depth in (64, 96, 128, 256)],
     ("bf16", 128, MIN_ROWS, True, 4),
@@ -93,26 +122,13 @@ def test_attention_compiles_within_the_limits(
     splits: int,
     tmp_path: Path,
 ) -> None:
-    itemsize = 4 if dtype == "fp32" else 2
-    shapes = shapes_for(depth, itemsize, rows, divmod(capability, 10))
-    constants = {
-        "REPEAT": 4,
-        "DEPTH": depth,
-        "DEPTH_BLOCK": depth_block(depth),
-        "ROWS": rows,
-        "KEYS": shapes.keys,
-        "IS_ALONE": splits == 1,
-        "HAS_MASK": has_mask,
-        "STAGES": shapes.stages,
-        "UPCAST": False,
-    }
-    kernel = _compile("_kv_cache_attention_kernel", capability, dtype, constants, shapes.warps)
+    kernel = _attention(capability, dtype, depth, rows, has_mask=has_mask, splits=splits)
     ptx = kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED_LIMITS[capability]
     assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
     assert "atom." not in ptx
     assert "cp.async.cg.shared.global" in ptx, "keys and values are not loaded ahead"
-    if itemsize == 2:
+    if dtype != "fp32":
         assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx), "no tensor cores"
 
 
@@ -122,13 +138,12 @@ def test_attention_compiles_within_the_limits(
 def test_combine_compiles_within_the_limits(
     capability: int, depth: int, splits: int, tmp_path: Path
 ) -> None:
-    constants = {
-        "REPEAT": 4,
-        "DEPTH": depth,
-        "DEPTH_BLOCK": depth_block(depth),
-        "KEYS": 64,
-        "SPLIT_BLOCK": 1 << (splits - 1).bit_length(),
-    }
-    kernel = _compile("_kv_cache_combine_kernel", capability, "bf16", constants, 4)
+    kernel = _combine(capability, depth, splits)
     assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
     assert "atom." not in kernel.asm["ptx"]
+
+
+@pytest.mark.usefixtures("sizes_of_one")
+def test_kernels_compile_for_sizes_of_one() -> None:
+    _attention(90, "bf16", 128, MIN_ROWS, has_mask=True, splits=4)
+    _combine(90, 128, 4)

@@ -164,11 +164,7 @@ EPILOGUES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "flags", "epilogue"), EPILOGUES, ids=str)
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
-def test_product_compiles_within_the_limits(
-    name: str, flags: dict[str, Any], capability: int, epilogue: str, tmp_path: Path
-) -> None:
+def _product(name: str, flags: dict[str, Any], capability: int, epilogue: str) -> Any:
     shapes = _shapes(capability)
     is_square = name.endswith("sparse_gradient_kernel")
     is_plain = epilogue == "plain"
@@ -179,7 +175,6 @@ def test_product_compiles_within_the_limits(
         warps = shapes.gradient_square_warps(is_plain=is_plain)
     constants = {
         **dict.fromkeys(EPILOGUE, epilogue == "everything"),
-        **flags,
         "HAS_SOFTCAP": epilogue != "plain",
         "HAS_KEPT": True,
         "HAS_SPARSE": True,
@@ -193,20 +188,31 @@ def test_product_compiles_within_the_limits(
         "TILE": shapes.rows,
         "FLATTEN": shapes.flatten and not flags.get("GATHER"),
         "UPCAST": False,
+        **flags,
     }
     stages = shapes.square_stages if is_square else shapes.stages
     if name.endswith("sparse_products_kernel"):
         stages = shapes.sparse_stages
     dtype = "fp16" if epilogue == "everything" else "bf16"
-    kernel = _compile(
-        name,
-        capability,
-        constants,
-        warps=warps,
-        stages=stages,
-        dtype=dtype,
-    )
+    return _compile(name, capability, constants, warps=warps, stages=stages, dtype=dtype)
+
+
+@pytest.mark.parametrize(("name", "flags", "epilogue"), EPILOGUES, ids=str)
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_product_compiles_within_the_limits(
+    name: str, flags: dict[str, Any], capability: int, epilogue: str, tmp_path: Path
+) -> None:
+    kernel = _product(name, flags, capability, epilogue)
     _check(kernel, capability, tmp_path, multiplies=True)
+
+
+@pytest.mark.usefixtures("sizes_of_one")
+@pytest.mark.parametrize("has_kept", [False, True], ids=["all", "kept"])
+@pytest.mark.parametrize(("name", "flags"), PRODUCTS, ids=str)
+def test_product_compiles_for_sizes_of_one(
+    name: str, flags: dict[str, Any], has_kept: bool
+) -> None:
+    _product(name, {**flags, "HAS_KEPT": has_kept}, 90, "softcap")
 
 
 SMALL = [
@@ -225,21 +231,36 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes", "warps"), SMALL, ids=lambda value: str(value))
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
-def test_helper_compiles_within_the_limits(
-    name: str, sizes: dict[str, int], warps: int, capability: int, tmp_path: Path
-) -> None:
+def _helper(
+    name: str, sizes: dict[str, int], warps: int, capability: int, *, has_kept: bool = True
+) -> Any:
     constants = {
         **sizes,
         "TILE": 128,
         "LEVELS": 16,
-        "HAS_KEPT": True,
+        "HAS_KEPT": has_kept,
         "HAS_SPARSE": True,
         "HAS_IGNORE": True,
         "WITH_LOGIT_SUM": True,
         "WITH_COMPACT_LSE": True,
         "KEEP_TARGETS": True,
     }
-    kernel = _compile(name, capability, constants, warps=warps, stages=3, dtype="bf16")
+    return _compile(name, capability, constants, warps=warps, stages=3, dtype="bf16")
+
+
+@pytest.mark.parametrize(("name", "sizes", "warps"), SMALL, ids=lambda value: str(value))
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_helper_compiles_within_the_limits(
+    name: str, sizes: dict[str, int], warps: int, capability: int, tmp_path: Path
+) -> None:
+    kernel = _helper(name, sizes, warps, capability)
     _check(kernel, capability, tmp_path, multiplies=False)
+
+
+@pytest.mark.usefixtures("sizes_of_one")
+@pytest.mark.parametrize("has_kept", [False, True], ids=["all", "kept"])
+@pytest.mark.parametrize(("name", "sizes", "warps"), SMALL, ids=lambda value: str(value))
+def test_helper_compiles_for_sizes_of_one(
+    name: str, sizes: dict[str, int], warps: int, has_kept: bool
+) -> None:
+    _helper(name, sizes, warps, 90, has_kept=has_kept)

@@ -130,3 +130,10 @@ def test_kernel_compiles_within_the_limits(
     assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
     if aligned:
         assert "ld.global.v4.b32" in kernel.asm["ptx"]
+
+
+@pytest.mark.usefixtures("sizes_of_one")
+@pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
+@pytest.mark.parametrize("name", list(POINTERS))
+def test_kernel_compiles_for_sizes_of_one(name: str, everything: bool) -> None:
+    _compile(name, 90, "bf16", 1024, everything=everything, aligned=False)

@@ -211,7 +211,7 @@ def _linear_cross_entropy_forward_kernel(
         rows_here = tl.minimum(group_rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
     row_blocks = tl.cdiv(rows_here, BM)
     column_blocks = tl.cdiv(vocab, BN)
-    plane = column_blocks.to(tl.int64) * PARTS * group_rows
+    plane = tl.cast(column_blocks, tl.int64) * PARTS * group_rows
     for tile in tl.range(
         tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=FLATTEN
     ):
@@ -286,7 +286,7 @@ def _linear_cross_entropy_rows_kernel(
     is_row = rows < group_rows
     if HAS_KEPT:
         is_row = is_row & (first_row + rows < tl.load(kept_ptr))
-    plane = tiles.to(tl.int64) * group_rows
+    plane = tl.cast(tiles, tl.int64) * group_rows
     peaks = tl.full((ROWS,), float("-inf"), tl.float32)
     masses = tl.zeros((ROWS,), tl.float32)
     weighted = tl.zeros((ROWS,), tl.float32)

@@ -239,7 +239,7 @@ def _dropped(
     KEEP_TARGETS: tl.constexpr,
 ):
     """Return, per tile and row: what leaving it out drops in sum, and at most in one column."""
-    plane = stats_tiles.to(tl.int64) * group_rows
+    plane = tl.cast(stats_tiles, tl.int64) * group_rows
     mask = (offs < tiles)[:, None] & is_row[None, :]
     place = offs.to(tl.int64)[:, None] * group_rows + rows[None, :]
     peak = tl.load(stats_ptr + place, mask=mask, other=float("-inf"))
