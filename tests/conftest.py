@@ -116,7 +116,11 @@ def sizes_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
             kernel,
             {**signature, **dict.fromkeys(sizes, "constexpr")},
             {**constants, **dict.fromkeys(sizes, 1)},
-            {place: hint for place, hint in hints.items() if place[0] not in map(places.get, sizes)},
+            {
+                place: hint
+                for place, hint in hints.items()
+                if place[0] not in map(places.get, sizes)
+            },
         )
 
     monkeypatch.setattr(compiler, "ASTSource", source)
