@@ -374,7 +374,7 @@ def sweep(options: argparse.Namespace) -> None:
         split_keys.Shapes(keys, warps, stages)
         for keys, warps, stages in itertools.product((32, 64, 128), (4, 8), (2, 3, 4))
     ]
-    for batch, filled in SHAPES[options.size]:
+    for batch, filled in options.case or SHAPES[options.size]:
         count = copies_for(batch, filled, options)
         data = [draw(batch, filled, filled, options) for _ in range(count)]
         heads, kv_heads, depth = options.heads
@@ -425,6 +425,12 @@ def _try_plan(data: list[Data], plan: split_keys.Plan) -> float | None:
         return None
 
 
+def _case(text: str) -> tuple[int, int]:
+    """Read a batch and a number of filled keys from the command line."""
+    batch, filled = text.split("x")
+    return int(batch), int(filled)
+
+
 def main() -> None:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -435,6 +441,9 @@ def main() -> None:
     }
     parser.add_argument("--part", nargs="+", choices=parts, default=["attention", "step"])
     parser.add_argument("--size", choices=SHAPES, default="h200")
+    parser.add_argument(
+        "--case", type=_case, nargs="+", help="batch x filled of attention and sweep, as in 1x32768"
+    )
     parser.add_argument("--heads", type=int, nargs=3, help="query heads, key-value heads, depth")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", nargs="+", default=["memeff", "inductor"])
