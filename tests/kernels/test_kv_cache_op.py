@@ -21,7 +21,14 @@ from memeff_compile.kernels.kv_cache import (
     supports,
     supports_append,
 )
-from memeff_compile.kernels.kv_cache.shapes import rows_for, shapes_for, splits_for
+from memeff_compile.kernels.kv_cache.shapes import (
+    MAX_SPLITS,
+    depth_block,
+    programs_per_processor,
+    rows_for,
+    shapes_for,
+    splits_for,
+)
 from tests.support.live_bytes import LiveBytes
 
 BUDGET = {
@@ -248,17 +255,27 @@ def test_engines_are_named() -> None:
 
 
 def test_shapes_follow_from_static_sizes() -> None:
-    assert splits_for(8, 32768, 64, 132) == 49
-    assert splits_for(128, 4096, 64, 132) == 3
-    assert splits_for(4096, 4096, 64, 132) == 1
-    assert splits_for(1, 100, 64, 132) == 2
+    assert splits_for(8, 32768, 128, 132) == 16  # one wave of 128 programs
+    assert splits_for(128, 32768, 128, 132) == 1
+    assert splits_for(160, 8192, 128, 132) == 4  # one each would leave a second wave of 28
+    assert splits_for(4096, 4096, 128, 132) == 1
+    assert splits_for(1, 100, 128, 132) == 1
+    assert splits_for(1, 1 << 20, 128, 132) == MAX_SPLITS
     assert rows_for(1, 2) == 16
     assert rows_for(100, 2) == 32
-    for depth in (16, 64, 128, 256):
-        for itemsize in (2, 4):
-            keys = shapes_for(depth, itemsize, 16, (8, 9)).keys
-            assert keys >= 16
-            assert 2 * keys * depth * itemsize <= 48 << 10
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("depth", [16, 64, 96, 128, 256])
+def test_tiles_fit_the_shared_memory(
+    depth: int, itemsize: int, capability: tuple[int, int]
+) -> None:
+    limit = {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) << 10
+    shapes = shapes_for(depth, itemsize, 16, capability)
+    together = programs_per_processor(shapes, depth, itemsize, capability)
+    assert shapes.keys >= 16
+    assert together * shapes.stages * shapes.keys * 2 * depth_block(depth) * itemsize <= limit
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -13,10 +13,18 @@ MIN_ROWS = 16
 
 MAX_ROWS = 32
 
-PROGRAMS_PER_PROCESSOR = 3
-"""As many as fit on one of an H200 at once: 168 registers per thread, 70 KiB of shared memory."""
-
 MAX_SPLITS = 64
+
+MAX_PROGRAMS = 3
+"""The most programs per multiprocessor that are counted on: registers allow no more."""
+
+# What a launch costs, in units of one tile per program on a full GPU: the first loads of a program,
+# the kernel that adds shares, and the least that few programs need for a tile each. Chosen to pick
+# the fastest of `benchmarks/kv_decode.py --part sweep` on an H200.
+_START = 0.5
+_COMBINE = 1.6
+_COMBINE_PER_SHARE = 0.05
+_LEAST = 0.9
 
 
 @dataclass(frozen=True)
@@ -37,23 +45,44 @@ class Shapes:
 def shapes_for(depth: int, itemsize: int, rows: int, capability: tuple[int, int]) -> Shapes:
     """Return the tile of a head dimension, element size, rows per tile and compute capability.
 
-    A stage holds a tile of keys and one of values. What fits is decided by the shared memory of a
-    multiprocessor: 163 KiB on 8.0, 227 KiB on 9.0 and 10.0, 99 KiB on the others; two programs
-    should share one, so that one loads while the other computes.
+    A stage holds a tile of keys and one of values. One program fills the shared memory of a
+    multiprocessor with stages: on an H200 that is 3 to 7 % faster than three smaller programs.
 
-    Example: shapes_for(128, 2, 16, (9, 0)) == Shapes(keys=64, warps=4, stages=3).
+    Example: shapes_for(128, 2, 16, (9, 0)) == Shapes(keys=128, warps=8, stages=3).
     """
     if itemsize > 2:  # no tensor cores: small tiles, or the registers overflow
         return Shapes(16, 8 if depth <= 128 else 4, 2)
-    roomy = capability in ((8, 0), (9, 0)) or capability[0] == 10
-    budget = (96 if roomy else 48) << 10
+    budget = _shared_memory(capability)
     block = depth_block(depth)
-    stage = 2 * block * itemsize  # bytes per key: its key and its value
-    keys = 64
+    stage = _bytes_per_key(depth, itemsize)
+    keys = 128
     while keys > 16 and 2 * keys * stage > budget:
         keys //= 2
     stages = max(1, min(3, budget // (keys * stage)))
-    return Shapes(keys, 8 if rows > MIN_ROWS and block > 64 else 4, stages)
+    is_wide = block > 64 and (rows > MIN_ROWS or keys > 64)
+    return Shapes(keys, 8 if is_wide else 4, stages)
+
+
+def _shared_memory(capability: tuple[int, int]) -> int:
+    """Return the bytes of shared memory to plan for: less than what a program may have."""
+    if capability in ((9, 0), (10, 0), (10, 3)):
+        return 216 << 10
+    return (152 if capability == (8, 0) else 88) << 10
+
+
+def _bytes_per_key(depth: int, itemsize: int) -> int:
+    return 2 * depth_block(depth) * itemsize
+
+
+def programs_per_processor(
+    shapes: Shapes, depth: int, itemsize: int, capability: tuple[int, int]
+) -> int:
+    """Return how many programs share a multiprocessor, by its shared memory.
+
+    Example: programs_per_processor(Shapes(128, 8, 3), 128, 2, (9, 0)) == 1.
+    """
+    used = shapes.stages * shapes.keys * _bytes_per_key(depth, itemsize)
+    return max(1, min(MAX_PROGRAMS, _shared_memory(capability) // used))
 
 
 def depth_block(depth: int) -> int:
@@ -70,16 +99,27 @@ def rows_for(rows: int, itemsize: int) -> int:
     return min(most, max(MIN_ROWS, 1 << (rows - 1).bit_length()))
 
 
-def splits_for(groups: int, keys: int, tile: int, processors: int) -> int:
+def splits_for(groups: int, keys: int, tile: int, slots: int) -> int:
     """Return the number of programs that share the keys of one sequence and key-value head.
 
     Args:
         groups: sequences times key-value heads times tiles of query rows.
         keys: length of the cache, filled or not.
         tile: keys per tile.
-        processors: multiprocessors of the GPU.
+        slots: programs that run at once.
 
-    Example: splits_for(8, 32768, 64, 132) == 49 and splits_for(128, 4096, 64, 132) == 3.
+    Example: splits_for(8, 32768, 128, 132) == 16 and splits_for(128, 4096, 128, 132) == 1.
     """
-    wanted = PROGRAMS_PER_PROCESSOR * processors // max(groups, 1)
-    return max(1, min(wanted, MAX_SPLITS, -(-keys // tile)))
+    tiles = -(-keys // tile)
+    return min(
+        range(1, max(1, min(MAX_SPLITS, tiles)) + 1),
+        key=lambda splits: _cost(groups * splits, -(-tiles // splits), splits, slots),
+    )
+
+
+def _cost(programs: int, tiles: int, splits: int, slots: int) -> float:
+    """Return the time of a launch; programs beyond the slots wait for the others to end."""
+    waves, rest = divmod(programs, slots)
+    time = waves + (max(rest / slots, _LEAST) if rest else 0.0)
+    combine = _COMBINE + _COMBINE_PER_SHARE * splits if splits > 1 else 0.0
+    return time * (tiles + _START) + combine

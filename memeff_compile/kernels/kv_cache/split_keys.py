@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,10 +20,13 @@ from memeff_compile.kernels._triton.device import capability, on_device, process
 from memeff_compile.kernels.kv_cache.shapes import (
     Shapes,
     depth_block,
+    programs_per_processor,
     rows_for,
     shapes_for,
     splits_for,
 )
+
+_splits = lru_cache(maxsize=1024)(splits_for)
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,11 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
     count = queries * (heads // kv_heads)
     rows = rows_for(count, itemsize)
     row_tiles = -(-count // rows)
-    shapes = shapes_for(depth, itemsize, rows, capability(device))
+    kind = capability(device)
+    shapes = shapes_for(depth, itemsize, rows, kind)
+    slots = processors(device) * programs_per_processor(shapes, depth, itemsize, kind)
     groups = batch * kv_heads * row_tiles
-    return Plan(shapes, rows, row_tiles, splits_for(groups, keys, shapes.keys, processors(device)))
+    return Plan(shapes, rows, row_tiles, _splits(groups, keys, shapes.keys, slots))
 
 
 def attend(
