@@ -150,8 +150,12 @@ class _Writer:
         if compat.example_value(node).dtype != self.table.dtype:
             node = self.editor.call(aten.to.dtype, node, self.table.dtype)
         rows = self.batch if self.row in touched else 1
-        shape = [self.editor.size(rows), self.editor.size(self.length)]
-        node = self.editor.call(aten.expand.default, node, shape)
+        known = compat.example_value(node).shape
+        if not all(
+            compat.statically_true(a == b) for a, b in zip(known, (rows, self.length), strict=True)
+        ):
+            shape = [self.editor.size(rows), self.editor.size(self.length)]
+            node = self.editor.call(aten.expand.default, node, shape)
         return self.editor.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     # --- truth values -----------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def _unknown_rows(why: str) -> Decline:
 
 def _drowns_scores(number: float, dtype: torch.dtype) -> bool:
     """Return whether scores added to a number of this dtype are rounded away."""
-    spacing = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(abs(number)))
+    spacing = torch.finfo(dtype).eps * 2.0 ** (math.frexp(number)[1] - 1)
     return spacing / 2 > _SAME_AT_LEAST
 
 

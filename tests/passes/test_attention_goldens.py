@@ -108,5 +108,5 @@ graph(
         (record,) = memeff_compile.last_report().records
         self.assertExpectedInline(
             str(record.sentence),
-            """The mask is padding: kept, scaled_dot_product_attention cannot say it otherwise.""",
+            """The mask is padding: kept, fewer than 16 queries are a step of decoding.""",
         )
