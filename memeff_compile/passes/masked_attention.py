@@ -197,13 +197,13 @@ def _why_not_in_checkpoint(info: GraphInfo) -> str:
 
 def why_not_fast(site: Site, query: torch.Tensor, dtype: torch.dtype) -> str:
     """Return why the op would be slow on the device of ``query``, or an empty string."""
-    if compat.size_hint(query.shape[2]) < FEWEST_QUERIES:
-        return f"fewer than {FEWEST_QUERIES} queries are a step of decoding"
     device = where_it_runs(query.device)
     if device.type == "cpu":
         return _why_not_on_a_cpu(site, dtype)
     if device.type != "cuda":
         return f"no fast kernel is known on {device.type}"
+    if compat.size_hint(query.shape[2]) < FEWEST_QUERIES:
+        return f"fewer than {FEWEST_QUERIES} queries are a step of decoding"
     depth = query.shape[3]
     return op_folder.served(query.device, dtype, depth if isinstance(depth, int) else 0)
 
