@@ -68,7 +68,12 @@ class MaskReader:
             self._values[ancestor] = self._read_node(ancestor)
         return self._values[node]
 
-    def formula(self, node: Node, shape: Sequence[Size]) -> Mask | None:
+    def formula(self, node: Node, shape: Sequence[Size]) -> Formula | None:
+        """Return which keys a mask lets through, over the axes of the scores; as `mask` does."""
+        found = self.mask(node, shape)
+        return None if found is None else found.formula
+
+    def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
         """Return which keys a mask lets through, over the axes of the scores.
 
         Args:

@@ -27,7 +27,7 @@ from .attention_sites import Site
 from .base import Decline
 from .editor import Editor
 from .graph_info import GraphInfo
-from .mask_algebra import TRUE, Formula, Linear, Size
+from .mask_algebra import TRUE, Formula, Linear, Size, axis, substituted
 from .mask_forms import Form, all_of, key_table, reads_in
 from .mask_reader import Mask
 from .mask_tables import Table, place_for
@@ -109,11 +109,18 @@ def _tables(
         if key_mask is None:
             return None
     for mine, theirs in _equalities(form):
-        pair = table(mine, 2, torch.int64), table(theirs, 3, torch.int64)
-        if pair[0] is None or pair[1] is None:
+        of_queries = table(mine, 2, torch.int64)
+        is_one = compat.statically_true(queries == keys) and _is_same(mine, theirs)
+        of_keys = of_queries if is_one else table(theirs, 3, torch.int64)
+        if of_queries is None or of_keys is None:
             return None
-        ids = pair[0], pair[1]
+        ids = of_queries, of_keys
     return key_mask, ids
+
+
+def _is_same(mine: Formula | Linear, theirs: Formula | Linear) -> bool:
+    """Return whether the keys' table is the queries', at the same index."""
+    return bool(substituted(theirs, {0: axis(0), 2: axis(2), 3: axis(2)}) == mine)
 
 
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:

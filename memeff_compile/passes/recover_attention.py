@@ -201,7 +201,7 @@ def _as_call(
             bases, expansion = None, Decline("no_grouped_kernel", reason, node=site.node)
     if not said and bases is None and not site.between:
         return expansion
-    if _chooses_kernels(info):
+    if chooses_kernels(info):
         return _kernels_chosen(site)
     if site.between:
         said = ["matmul, softmax, matmul -> scaled_dot_product_attention", *said]
@@ -221,7 +221,7 @@ def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan |
     reason = why_not_here(info, site)
     if reason:
         return _kept(site, form, reason)
-    if _chooses_kernels(info):
+    if chooses_kernels(info):
         return _kernels_chosen(site)
     said = said_for(info, site, form, mask)
     if isinstance(said, Decline):
@@ -296,7 +296,7 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
     assert query is not None
     assert key is not None
     shape = (*query.shape[:-1], key.shape[-2])
-    mask = reader_of(info).formula(site.mask, shape)
+    mask = reader_of(info).mask(site.mask, shape)
     if mask is None:
         return Decline(
             "mask_is_bias",
@@ -512,10 +512,10 @@ def _capability(tensor: torch.Tensor) -> tuple[int, int]:
     return torch.cuda.get_device_capability(tensor.device)
 
 
-def _chooses_kernels(info: GraphInfo) -> bool:
+def chooses_kernels(info: GraphInfo) -> bool:
     """Return whether the graph switches attention's kernels itself, here or around this body."""
     is_chosen = any("sdpa_kernel" in node_name(n) for n in info.gm.graph.nodes)
-    return is_chosen or (info.parent is not None and _chooses_kernels(info.parent))
+    return is_chosen or (info.parent is not None and chooses_kernels(info.parent))
 
 
 # --- the new call ---------------------------------------------------------------------------------

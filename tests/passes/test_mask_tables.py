@@ -57,7 +57,7 @@ def recovered(
     found: list[tuple[Any, Any, bool]] = []
     shape = (B, 1, Q, K)
     for node in masks:
-        read = reader.formula(node, shape)
+        read = reader.mask(node, shape)
         form = None if read is None else form_of(read.formula, shape)
         said: Said | Decline | None = None
         if form is not None:
