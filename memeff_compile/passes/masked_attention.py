@@ -64,17 +64,20 @@ class Said:
 # --- what can be said -----------------------------------------------------------------------------
 
 
-def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline:
-    """Return what the op is told in the place of a mask, or why it cannot be told."""
+def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
+    """Return what the op is told in the place of a mask, or why it cannot be told.
+
+    That is a sentence where the mask is to blame, and a decline where its empty rows are.
+    """
     if not form.is_sayable:
-        return Decline("", "no bounds, table of keys or ids say that")
+        return "neither PyTorch's call nor memeff::attention can say it"
     ahead = form.causal
     behind = None if form.window is None else form.window - 1
     if not all(info.says(size) for size in (ahead, behind) if size is not None):
-        return Decline("", "its bounds are not known from the inputs of the graph")
+        return "its bounds are not known from the inputs of the graph"
     tables = _tables(info, site, form)
     if tables is None:
-        return Decline("", "something may write to what it is computed from")
+        return "something may write to what it is computed from, or it is on another device"
     empty_rows = _empty_rows(info, site, form, mask)
     if isinstance(empty_rows, Decline):
         return empty_rows

@@ -214,20 +214,16 @@ def _as_call(
 
 def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
     """Return the plan of a call of memeff::attention, or why there is none."""
-    if not form.is_sayable:
-        return _kept(
-            site, form, "neither scaled_dot_product_attention nor memeff::attention says it"
-        )
-    reason = why_not_here(info, site)
+    reason = why_not_here(info, site) if form.is_sayable else ""
     if reason:
         return _kept(site, form, reason)
+    said = said_for(info, site, form, mask)
+    if isinstance(said, str):
+        return _kept(site, form, said)
+    if isinstance(said, Decline):
+        return replace(said, node=site.node)
     if chooses_kernels(info):
         return _kernels_chosen(site)
-    said = said_for(info, site, form, mask)
-    if isinstance(said, Decline):
-        if said.code:
-            return replace(said, node=site.node)
-        return _kept(site, form, said.sentence)
     bases, expansion = _bases(info, site)
     shown = "" if site.mask is None else f"mask {_sizes(info.tensor(site.mask))}"
     parts = [sentence(info, site, said, form, shown)]

@@ -165,12 +165,14 @@ graph(
         )
 
 
-@mock.patch.object(masked_attention, "why_not_fast", lambda *_: "")
+@mock.patch.object(masked_attention, "why_not_fast", new=mock.Mock(return_value=""))
 class TestGoldensOfTheOp(expecttest.TestCase):
     """What memeff::attention is told where it is fast, which is taken for granted here."""
 
     def test_left_padding(self) -> None:
-        self.assertExpectedInline(after(left_padding_in_5_23), """\
+        self.assertExpectedInline(
+            after(left_padding_in_5_23),
+            """\
 graph(
     k: input f32[2, 2, 6, 8],
     v: input f32[2, 2, 6, 8],
@@ -182,10 +184,13 @@ graph(
     %3: (f32[2, 4, 6, 8], f32[2, 4, 6]) = memeff.attention(q, k, v, %2, ahead=0, scale=0.25)
     %4: f32[2, 4, 6, 8] = getitem(%3, 0)
     %5: f32[2, 4, 6, 8] = aten.contiguous(%4)
-    return (%5)""")
+    return (%5)""",
+        )
 
     def test_packed_sequences(self) -> None:
-        self.assertExpectedInline(after(packed_in_5_23), """\
+        self.assertExpectedInline(
+            after(packed_in_5_23),
+            """\
 graph(
     k: input f32[2, 2, 6, 8],
     v: input f32[2, 2, 6, 8],
@@ -202,10 +207,13 @@ graph(
     %8: (f32[2, 4, 6, 8], f32[2, 4, 6]) = memeff.attention(q, k, v, query_ids=%7, key_ids=%7, ahead=0, scale=0.25)
     %9: f32[2, 4, 6, 8] = getitem(%8, 0)
     %10: f32[2, 4, 6, 8] = aten.contiguous(%9)
-    return (%10)""")
+    return (%10)""",
+        )
 
     def test_window(self) -> None:
-        self.assertExpectedInline(after(window_in_5_23), """\
+        self.assertExpectedInline(
+            after(window_in_5_23),
+            """\
 graph(
     k: input f32[2, 2, 6, 8],
     v: input f32[2, 2, 6, 8],
@@ -214,10 +222,13 @@ graph(
     %0: (f32[2, 4, 6, 8], f32[2, 4, 6]) = memeff.attention(q, k, v, ahead=0, behind=2, scale=0.25)
     %1: f32[2, 4, 6, 8] = getitem(%0, 0)
     %2: f32[2, 4, 6, 8] = aten.contiguous(%1)
-    return (%2)""")
+    return (%2)""",
+        )
 
     def test_earlier_keys(self) -> None:
-        self.assertExpectedInline(after(prefill_behind_earlier_keys), """\
+        self.assertExpectedInline(
+            after(prefill_behind_earlier_keys),
+            """\
 graph(
     q: input f32[2, 4, 6, 8],
     k: input f32[2, 2, 6, 8],
@@ -227,10 +238,13 @@ graph(
     %1: (f32[2, 4, 4, 8], f32[2, 4, 4]) = memeff.attention(%0, k, v, ahead=2)
     %2: f32[2, 4, 4, 8] = getitem(%1, 0)
     %3: f32[2, 4, 4, 8] = aten.contiguous(%2)
-    return (%3)""")
+    return (%3)""",
+        )
 
     def test_softcap_and_padding(self) -> None:
-        self.assertExpectedInline(after(gemma_2_spelled_out), """\
+        self.assertExpectedInline(
+            after(gemma_2_spelled_out),
+            """\
 graph(
     k: input f32[2, 2, 6, 8],
     q: input f32[2, 4, 6, 8],
@@ -243,9 +257,13 @@ graph(
     %4: f32[2, 4, 6, 8] = getitem(%3, 0)
     %5: f32[2, 6, 4, 8] = aten.transpose(%4, 1, 2)
     %6: f32[2, 6, 4, 8] = aten.contiguous(%5)
-    return (%6)""")
+    return (%6)""",
+        )
 
     def test_the_record_of_a_softcap(self) -> None:
         after(gemma_2_spelled_out)
         (record,) = memeff_compile.last_report().records
-        self.assertExpectedInline(str(record.sentence), """Matmul, tanh, softmax, matmul; mask (2 x 1 x 6 x 6, float32) is causal and padding -> memeff::attention (softcap, key table from `k`), engine reference; the scores, 4*B*H*M*N bytes (1.1 KiB), are not built; a query that attends to nothing gets the mean of all values, as before; keys and values are not expanded.""")
+        self.assertExpectedInline(
+            str(record.sentence),
+            """Matmul, tanh, softmax, matmul; mask (2 x 1 x 6 x 6, float32) is causal and padding -> memeff::attention (softcap, key table from `k`), engine reference; the scores, 4*B*H*M*N bytes (1.1 KiB), are not built; a query that attends to nothing gets the mean of all values, as before; keys and values are not expanded.""",
+        )

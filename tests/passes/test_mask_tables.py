@@ -59,7 +59,7 @@ def recovered(
     for node in masks:
         read = reader.mask(node, shape)
         form = None if read is None else form_of(read.formula, shape)
-        said: Said | Decline | None = None
+        said: Said | Decline | str | None = None
         if form is not None:
             said = said_for(info, Site(query, query, key, key, node), form, None)
         if form is None or not isinstance(said, Said):
