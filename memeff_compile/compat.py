@@ -447,6 +447,11 @@ def size_formula(size: Any) -> Any:
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
+def multiplies_bf16() -> bool:
+    """Return whether the CPU's matrix library has instructions for products of bfloat16."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     """Let Dynamo give a dimension a symbol, unless the model needs it fixed."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)

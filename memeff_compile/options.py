@@ -413,7 +413,8 @@ class Options:
         "exact",
         "off",
         meaning="How attention runs. `exact`: masks that are proved to be causal, or to mask "
-        "nothing, are dropped and repeated keys and values are not repeated.",
+        "nothing, are dropped, repeated keys and values are not repeated, and padding, packed "
+        "sequences, windows and softcaps are told to a kernel of ours where it is fast.",
         later={"8b": _NO_ATTENTION, "8b+f16": _NO_ATTENTION, "4b": _NO_ATTENTION},
     )
     kv_reads: str = _choice(

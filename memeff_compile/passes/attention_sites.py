@@ -1,6 +1,7 @@
 """Finds attention in a graph: calls of scaled_dot_product_attention, and chains that spell it out.
 
-    scores = matmul(q, k.transpose(-1, -2)) * scale [+ mask]
+    scores = matmul(q, k.transpose(-1, -2)) * scale
+    scores = tanh(scores / softcap) * softcap [+ mask]
     out = matmul(dropout(softmax(scores, -1).to(dtype), 0.0), v)
 
 A chain is taken whole: nothing else may use what stands between its two products.
@@ -8,8 +9,9 @@ A chain is taken whole: nothing else may use what stands between its two product
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from .canonical import Call, aten, read_one
 from .graph_info import GraphInfo, node_name
 from .mask_algebra import MASKED
 
-MAX_STEPS = 8
+MAX_STEPS = 10
 
 
 @dataclass
@@ -31,6 +33,9 @@ class Site:
     Args:
         node: The node that has the result.
         takes_away: Whether the mask is true where a key is taken away, as in ``masked_fill``.
+        fill: What takes the place of masked scores; None where the mask is added or a call's own.
+        masked_in: The dtype in which a chain adds its mask or fills it in.
+        softcap: What caps the scores; 0 for nothing.
         between: What stands between the operands and the result; empty for a single call.
     """
 
@@ -40,6 +45,9 @@ class Site:
     value: Node
     mask: Node | None = None
     takes_away: bool = False
+    fill: float | None = None
+    masked_in: torch.dtype | None = None
+    softcap: float = 0.0
     causal: bool = False
     scale: Any = None
     grouped: bool = False
@@ -118,9 +126,19 @@ class _Scores:
     query: Node
     key: Node
     scale: float
-    mask: Node | None
-    takes_away: bool
+    softcap: float
+    masking: _Masking
     steps: list[Node]
+
+
+@dataclass(frozen=True)
+class _Masking:
+    """How a chain masks its scores."""
+
+    mask: Node | None = None
+    takes_away: bool = False
+    fill: float | None = None
+    dtype: torch.dtype | None = None
 
 
 def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
@@ -130,7 +148,9 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
     if call.args["dim"] not in (-1, 3):
         return None
     weights = _follow_weights(softmax)
-    scores = None if weights is None else _follow_scores(info, call.args["self"])
+    scores = (
+        None if weights is None else _follow_scores(info, call.args["self"], call.args["dtype"])
+    )
     if scores is None or weights is None:
         return None
     for found in (scores, weights):
@@ -149,8 +169,11 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
         scores.query,
         key,
         weights.value,
-        scores.mask,
-        scores.takes_away,
+        scores.masking.mask,
+        scores.masking.takes_away,
+        scores.masking.fill,
+        scores.masking.dtype,
+        scores.softcap,
         scale=scores.scale,
         between=[scores.key, scores.product, *scores.steps, softmax, *weights.steps],
     )
@@ -231,18 +254,23 @@ def _used_otherwise(what: str, user: Node) -> Decline:
     )
 
 
-def _follow_scores(info: GraphInfo, scores: Any) -> _Scores | Decline | None:
+def _follow_scores(
+    info: GraphInfo, scores: Any, dtype: torch.dtype | None
+) -> _Scores | Decline | None:
+    """Read what a softmax, which may compute in another dtype, is of."""
     if not _leads_to_product(scores):
         return None
     current, steps = scores, list[Node]()
-    scale, mask, takes_away = 1.0, None, False
+    masking, factors = _Masking(), _Factors()
+    casts = [] if dtype is None else [dtype]
     for _ in range(MAX_STEPS):
         extra = list(current.users)[1:]
         if extra:
             return _used_otherwise("scores", extra[0])
         operands = _product(current)
         if operands is not None:
-            return _Scores(current, *operands, scale, mask, takes_away, steps)
+            scale, softcap = factors.result()
+            return _Scores(current, *operands, scale, softcap, masking, steps)
         steps.append(current)
         call = read_one(current)
         assert call is not None  # it leads to a product
@@ -251,16 +279,57 @@ def _follow_scores(info: GraphInfo, scores: Any) -> _Scores | Decline | None:
             factor = given["other"]
             if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
                 return _scale_not_constant(current)
-            scale = scale * factor if op is aten.mul else scale / factor
-        elif op in (aten.add, aten.masked_fill, aten.where):
-            found = _masking(info, call)
-            if found is None or mask is not None or scale != 1.0:
+            factors.add(factor, is_division=op is aten.div)
+        elif op is aten.tanh:
+            if factors.cap is not None:
                 return _unknown_step(current)
-            mask, takes_away = found
+            factors.add_cap()
+        elif op in (aten.add, aten.masked_fill, aten.where):
+            found = _masking(info, call, current)
+            if found is None or masking.mask is not None or factors.has_any:
+                return _unknown_step(current)
+            masking = _seen_through(found, casts)
         elif op is not aten.to or not _is_floating(current):
             return _unknown_step(current)
+        elif masking.mask is None:
+            casts.append(compat.example_value(current).dtype)
         current = _scores_operand(call)
     return None
+
+
+@dataclass
+class _Factors:
+    """The numbers between a product and its mask, read backwards: cap, tanh, and the scale."""
+
+    multiplied: list[float] = field(default_factory=list)
+    divided: list[float] = field(default_factory=list)
+    cap: float | None = None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether the scores have been scaled or capped."""
+        return self.cap is not None or bool(self.multiplied or self.divided)
+
+    def add(self, factor: float, *, is_division: bool) -> None:
+        """Note one more factor."""
+        (self.divided if is_division else self.multiplied).append(float(factor))
+
+    def add_cap(self) -> None:
+        """Note that what was found so far multiplies a tanh."""
+        self.cap = self._product()
+        self.multiplied, self.divided = [], []
+
+    def result(self) -> tuple[float, float]:
+        """Return the scale of the products and the softcap, 0 for none."""
+        if self.cap is None:
+            return self._product(), 0.0
+        if self.cap in self.divided:  # divided by the cap: what is left is the scale, unrounded
+            self.divided.remove(self.cap)
+            return self._product(), self.cap
+        return self._product() * self.cap, self.cap
+
+    def _product(self) -> float:
+        return math.prod(self.multiplied) / math.prod(self.divided)
 
 
 def _leads_to_product(node: Any) -> bool:
@@ -297,19 +366,30 @@ def _scores_operand(call: Call) -> Any:
     return given["self"]
 
 
-def _masking(info: GraphInfo, call: Call) -> tuple[Node, bool] | None:
-    """Return the mask of a step, and whether it is true where keys are taken away."""
+def _masking(info: GraphInfo, call: Call, step: Node) -> _Masking | None:
+    """Return how a step masks the scores, or None."""
     given, op = call.args, call.op.overloadpacket
+    dtype = compat.example_value(step).dtype
     if op is aten.add:
         mask = given["other"] if _scores_operand(call) is given["self"] else given["self"]
         tensor = info.tensor(mask)
         is_number = tensor is not None and tensor.dtype.is_floating_point
-        return (mask, False) if is_number and given["alpha"] == 1 else None
+        return _Masking(mask, dtype=dtype) if is_number and given["alpha"] == 1 else None
     mask = given["mask" if op is aten.masked_fill else "condition"]
     fill = given["value" if op is aten.masked_fill else "other"]
     if not isinstance(fill, (int, float)) or not fill <= MASKED:
         return None
-    return mask, op is aten.masked_fill
+    number = float(fill) if fill >= torch.finfo(dtype).min else -math.inf
+    return _Masking(mask, op is aten.masked_fill, number, dtype)
+
+
+def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
+    """Return how scores are masked, without the dtype where later casts make it infinite."""
+    assert masking.dtype is not None
+    reach = torch.finfo(masking.dtype).max
+    if all(torch.finfo(dtype).max >= reach for dtype in casts):
+        return masking
+    return replace(masking, dtype=None)
 
 
 def _scale_not_constant(node: Node) -> Decline:
@@ -322,8 +402,6 @@ def _scale_not_constant(node: Node) -> Decline:
 
 def _unknown_step(node: Node) -> Decline:
     name = node_name(node)
-    if name == "tanh":
-        return Decline("softcap", "the scores are capped by tanh, which PyTorch's kernels do not")
     if name == "cat":
         return Decline("sinks", "the softmax has more columns than there are keys (sinks)")
     return Decline(

@@ -518,7 +518,7 @@ _BY_NAME = (
     "ravel pad clamp roll square rsqrt sqrt argmax cos sin where triu tril ne eq lt le "
     "gt ge baddbmm max topk special_entr arange full new_full ones_like zeros_like full_like "
     "logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor "
-    "bitwise_not cumsum diff rsub broadcast_to"
+    "bitwise_not cumsum diff rsub broadcast_to abs"
 ).split()
 
 _FUNCTIONS: dict[Any, _Reader] = {
@@ -542,6 +542,8 @@ _FUNCTIONS: dict[Any, _Reader] = {
     operator.truediv: _plain("div"),
     operator.matmul: _plain("matmul"),
     operator.neg: _plain("neg"),
+    abs: _plain("abs"),
+    operator.abs: _plain("abs"),
     operator.pow: _plain("pow"),
     operator.ne: _plain("ne"),
     operator.eq: _plain("eq"),

@@ -7,10 +7,13 @@ filled: AOTAutograd's cache refuses graphs with holes in the first, and reports 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
@@ -31,6 +34,9 @@ class Editor:
         self._inserted: list[Node] = []
         self._replaced: list[tuple[Node, Node, list[Node]]] = []
         self._outputs: list[tuple[Node, Any]] = []
+        self._shared: list[Hashable] = []
+        self._arguments: list[tuple[Node, Any]] = []
+        self._outer: Editor | None = None
         self._place: Node | None = None
         self._like: Node | None = None
         self._region: Region | None = None
@@ -80,6 +86,76 @@ class Editor:
         self._adopt(copied)
         return copied
 
+    def arithmetic(self, function: Callable[..., Any], *args: Any) -> Node:
+        """Insert arithmetic on sizes."""
+        with self._inserting():
+            node = self.graph.call_function(function, args)
+        self._adopt(node)
+        values = [compat.example_value(a) if isinstance(a, Node) else a for a in args]
+        node.meta["example_value"] = function(*values)
+        return node
+
+    def size(self, value: int | torch.SymInt) -> int | Node:
+        """Return a size as an argument of a call: a number, or what computes it from the inputs.
+
+        Raises:
+            EditRefused: The graph's inputs do not say it.
+        """
+        return value if isinstance(value, int) else self._size_of(compat.size_formula(value))
+
+    def _size_of(self, formula: sympy.Expr) -> Any:
+        if formula.is_Integer:
+            return int(formula)
+        source = self.info.sources_of_sizes.get(formula)
+        if isinstance(source, Node):
+            return source
+        if source is not None:
+            return self.call(torch.ops.aten.sym_size.int, *source)
+        join = operator.add if formula.is_Add else operator.mul if formula.is_Mul else None
+        if join is None:
+            raise EditRefused(f"the size {formula} is not known from the graph's inputs")
+        return functools.reduce(
+            functools.partial(self.arithmetic, join), map(self._size_of, formula.args)
+        )
+
+    def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
+        """Return what was built under this key before, by this match or an earlier one, or build
+        it.
+        """
+        if key not in self.info.shared:
+            self.info.shared[key] = build()
+            self._shared.append(key)
+        found: Node = self.info.shared[key]
+        return found
+
+    def around(self) -> Editor:
+        """Return the editor of the graph around this body; both are committed or undone at once."""
+        assert self.info.parent is not None
+        if self._outer is None:
+            self._outer = Editor(self.info.parent)
+        return self._outer
+
+    def bring_in(self, node: Node) -> Node:
+        """Return a node of a graph around this body as an input of the body, added if need be."""
+        if node.graph is self.graph:
+            return node
+        called_by = self.info.called_by
+        assert called_by is not None
+        if not self.info.is_called_once:
+            raise EditRefused("the body of the checkpoint is called more than once")
+        given = self.around().bring_in(node)
+        for placeholder, argument in zip(self.info.placeholders, called_by.args[1:], strict=False):
+            if argument is given:
+                return placeholder
+        with self.graph.inserting_before(_first_call(self.graph)):
+            placeholder = self.graph.placeholder(f"{given.name}_given")
+        placeholder.meta["example_value"] = compat.example_value(given)
+        self._inserted.append(placeholder)
+        self._arguments.append((called_by, called_by.args))
+        called_by.args = (*called_by.args, given)
+        self.info.refresh()
+        return placeholder
+
     def _inserting(self) -> contextlib.AbstractContextManager[Any]:
         assert self._place is not None, "an edit outside at()"
         return self.graph.inserting_before(self._place)
@@ -127,6 +203,8 @@ class Editor:
                 self.graph.erase_node(node)
         self.graph.lint()
         self.info.refresh()
+        if self._outer is not None:
+            self._outer.commit([])
 
     def rollback(self) -> None:
         """Undo every edit of this match."""
@@ -136,28 +214,30 @@ class Editor:
             self.info.replaced.pop(old, None)
             for user in users:
                 user.replace_input_with(new, old)
+        for caller, arguments in reversed(self._arguments):
+            caller.args = arguments
         for node in reversed(self._inserted):
             self.graph.erase_node(node)
+        for key in self._shared:
+            del self.info.shared[key]
         self._inserted, self._replaced, self._outputs = [], [], []
+        self._shared, self._arguments = [], []
         self.info.refresh()
+        if self._outer is not None:
+            self._outer.rollback()
 
     def _evaluate(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         from torch._dispatch.python import enable_python_dispatcher
 
         values = torch.fx.node.map_arg((tuple(args), kwargs), compat.example_value)
-        mode = next(
-            (
-                compat.fake_mode_of(v)
-                for v in torch.utils._pytree.tree_leaves(values)
-                if compat.is_fake(v)
-            ),
-            None,
-        )
+        operands = torch.utils._pytree.tree_leaves(values)
+        known = (compat.example_value(n) for n in self.graph.nodes)  # for what has no operand
+        tensors = itertools.chain(operands, (v for v in known if isinstance(v, torch.Tensor)))
+        mode = next((compat.fake_mode_of(v) for v in tensors if compat.is_fake(v)), None)
         assert mode is not None, f"no fake operand for {node}"
         region = self.info.regions[node]
-        device = next(
-            v.device for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, torch.Tensor)
-        )
+        devices = [v.device for v in operands if isinstance(v, torch.Tensor)]
+        device = next(iter(devices), None) or kwargs["device"]
         with (
             mode,
             enable_python_dispatcher(),
@@ -166,6 +246,11 @@ class Editor:
         ):
             assert isinstance(node.target, OpOverload)
             return node.target(*values[0], **values[1])
+
+
+def _first_call(graph: Graph) -> Node:
+    found: Node = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+    return found
 
 
 def describe_difference(old: Any, new: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -58,15 +58,17 @@ class GraphInfo:
     """What a pass has worked out and wants to find again, until the graph changes."""
     replaced: dict[Node, Node] = field(default_factory=dict)
     """Nodes that an edit has put others in the place of."""
+    shared: dict[Hashable, Node] = field(default_factory=dict)
+    """What edits have inserted for several matches, under what it is."""
 
     def __post_init__(self) -> None:
         self.refresh()
 
     def refresh(self) -> None:
         """Walk the graph again: after an edit positions and regions have changed."""
-        self.__dict__.pop("writes", None)
         self.notes.clear()
-        self.__dict__.pop("_written_memory", None)
+        for name in ("writes", "_written_memory", "placeholders", "sources_of_sizes"):
+            self.__dict__.pop(name, None)
         self.regions, self.positions = {}, {}
         stack: list[tuple[Node, Region]] = []
         current = self.region
@@ -92,6 +94,46 @@ class GraphInfo:
     def placeholders(self) -> list[Node]:
         """The graph's inputs, in the order of its arguments."""
         return [n for n in self.gm.graph.nodes if n.op == "placeholder"]
+
+    @cached_property
+    def sources_of_sizes(self) -> dict[Any, Node | tuple[Node, int]]:
+        """Where the inputs say a symbolic size: its formula, and a node or a tensor's dimension."""
+        found: dict[Any, Node | tuple[Node, int]] = {}
+        for node in self.placeholders:
+            value = compat.example_value(node)
+            if isinstance(value, torch.SymInt):
+                found[compat.size_formula(value)] = node
+        for node in self.placeholders:
+            value = compat.example_value(node)
+            sizes = value.shape if isinstance(value, torch.Tensor) else ()
+            for place, size in enumerate(sizes):
+                if not isinstance(size, int):
+                    found.setdefault(compat.size_formula(size), (node, place))
+        return found
+
+    def says(self, size: int | torch.SymInt) -> bool:
+        """Return whether a size is a number, or made from sizes of the inputs."""
+        if isinstance(size, int):
+            return True
+        pending = [compat.size_formula(size)]
+        while pending:
+            formula = pending.pop()
+            if formula.is_Integer or formula in self.sources_of_sizes:
+                continue
+            if not formula.is_Add and not formula.is_Mul:
+                return False
+            pending += formula.args
+        return True
+
+    @property
+    def is_called_once(self) -> bool:
+        """Whether one call alone runs this body."""
+        if self.parent is None or self.called_by is None:
+            return False
+        body = self.called_by.args[0]
+        assert isinstance(body, Node)
+        calls = [n for n in self.parent.gm.graph.nodes if n.op == "get_attr"]
+        return [n.target for n in calls].count(body.target) == 1
 
     @property
     def output(self) -> Node:

@@ -5,8 +5,8 @@ are sums of axes, sizes and reads of other tensors (:class:`Linear`), truth valu
 such sums, and numbers are told apart by cases. Views, broadcasts and gathers are then substitutions
 of axes, and nothing is ever computed from data.
 
-:func:`form_of` says which of the known forms a formula is. Everything that is claimed is proved
-from the sizes, symbolic ones included; what cannot be proved stays a part of the form's ``rest``.
+What is decided is proved from the sizes, symbolic ones included; :mod:`mask_forms` says which of
+the known forms a formula is.
 """
 
 from __future__ import annotations
@@ -290,7 +290,14 @@ class Unknown:
     read: Read
 
 
-Scalar: TypeAlias = "Linear | Formula | Cases | Unknown"
+@dataclass(frozen=True)
+class Magnitude:
+    """The absolute value of a sum."""
+
+    sum: Linear
+
+
+Scalar: TypeAlias = "Linear | Formula | Cases | Unknown | Magnitude"
 
 
 def number(value: float) -> Cases:
@@ -335,9 +342,16 @@ def allowed_by(scalar: Scalar) -> Formula | None:
         if any(v != 0 and not v <= MASKED for _, v in scalar.cases):
             return None
         return holds_where(scalar, lambda value: value == 0)
-    if isinstance(scalar, (Linear, Unknown)):
+    if isinstance(scalar, (Linear, Unknown, Magnitude)):
         return None
     return scalar
+
+
+def values_taken(scalar: Scalar) -> frozenset[float]:
+    """Return what a mask adds where it takes keys away; nothing for a mask of truth values."""
+    if not isinstance(scalar, Cases):
+        return frozenset()
+    return frozenset(value for _, value in scalar.cases if value != 0)
 
 
 # --- substitution ---------------------------------------------------------------------------------
@@ -363,6 +377,8 @@ def substituted(scalar: Any, by: Substitution) -> Any:
             return Flag(substituted(read, by))
         case Unknown(read):
             return Unknown(substituted(read, by))
+        case Magnitude(total):
+            return Magnitude(substituted(total, by))
         case Not(part):
             return negated(substituted(part, by))
         case All(parts):
@@ -378,148 +394,3 @@ def _substituted_term(term: Term, by: Substitution) -> Linear:
     if isinstance(term, Axis):
         return by[term.place]
     return Linear(0, {substituted(term, by): 1})
-
-
-# --- forms ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Form:
-    """What a mask says, condition by condition; a key counts where all of them hold.
-
-    Args:
-        causal: o where ``key <= query + o`` is asked for, None where it is not.
-        window: w where ``key > query - w`` is asked for, None where it is not.
-        keys: n where ``key < n`` is asked for, None where it is not.
-        length: Whether a tensor says how many keys there are (a static cache).
-        padding: Whether a table of keys per row of the batch is asked (padding).
-        packed: Whether a table tells sequences in one row apart, or gives positions.
-        rest: Everything else that is asked for.
-        empty: Whether some query attends to nothing, or may: nobody has proved the contrary.
-    """
-
-    causal: Size | None = None
-    window: Size | None = None
-    keys: Size | None = None
-    length: bool = False
-    padding: bool = False
-    packed: bool = False
-    rest: tuple[Formula, ...] = ()
-    empty: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing but sizes decides."""
-        return not (self.length or self.padding or self.packed or self.rest or self.empty)
-
-
-def form_of(formula: Formula, shape: Sequence[Size]) -> Form:
-    """Return the form of a mask whose last two axes are query and key.
-
-    Args:
-        formula: Which keys count.
-        shape: The sizes of the axes: the batch's, then queries and keys.
-    """
-    formula = decided(formula, shape)
-    if formula == TRUE:
-        return Form()
-    if formula == FALSE:
-        return Form(empty=True)
-    form = Form()
-    for part in formula.parts if isinstance(formula, All) else {formula}:
-        form = _with_part(form, part, len(shape))
-    return _without_what_follows(form, shape[-2], shape[-1])
-
-
-def _with_part(form: Form, part: Formula, rank: int) -> Form:
-    query, key = Axis(rank - 2), Axis(rank - 1)
-    if isinstance(part, AtLeastZero):
-        terms, constant = dict(part.sum.terms), part.sum.constant
-        if terms == {query: 1, key: -1}:
-            return _least(form, "causal", constant, part)
-        if terms == {key: 1, query: -1}:
-            return _least(form, "window", constant + 1, part)
-        if terms == {key: -1}:
-            return _least(form, "keys", constant + 1, part)
-        reads = [term for term in terms if isinstance(term, Read)]
-        if terms.get(key) == -1 and reads and not any(_mentions(r, {key}) for r in reads):
-            return replace(form, length=True)
-    touched = _axes_in(part)
-    if isinstance(part, (Flag, Not)) and key in touched and query not in touched:
-        return replace(form, padding=True)
-    if key in touched and query in touched and isinstance(part, (IsZero, AtLeastZero)):
-        return replace(form, packed=True)
-    return replace(form, rest=(*form.rest, part))
-
-
-def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
-    """Return the form with the stricter of two bounds; where neither is, the new one is a rest."""
-    before = getattr(form, name)
-    if before is None or compat.statically_true(value <= before):
-        changed: dict[str, Any] = {name: value}
-        return replace(form, **changed)
-    if compat.statically_true(value >= before):
-        return form
-    return replace(form, rest=(*form.rest, part))
-
-
-def _without_what_follows(form: Form, queries: Size, keys: Size) -> Form:
-    """Drop a bound on keys that another implies; see whether a query is left without keys."""
-    causal, bound = form.causal, form.keys
-    if causal is not None and bound is not None:
-        if compat.statically_true(bound >= queries + causal):
-            form = replace(form, keys=None)  # no query reaches that far
-        elif compat.statically_true(causal >= bound - 1):
-            form = replace(form, causal=None)  # the first query reaches the bound already
-    if causal is not None and not compat.statically_true(causal >= 0):
-        return replace(form, empty=True)
-    if bound is not None and not compat.statically_true(bound >= 1):
-        return replace(form, empty=True)
-    return form
-
-
-def _axes_in(formula: Formula) -> set[Axis]:
-    match formula:
-        case AtLeastZero(total) | IsZero(total):
-            return _axes_of(total)
-        case Flag(read):
-            return _axes_of(Linear(0, {read: 1}))
-        case Not(part):
-            return _axes_in(part)
-        case All(parts) | Some(parts):
-            return set().union(*(_axes_in(part) for part in parts))
-    return set()
-
-
-def _axes_of(total: Linear) -> set[Axis]:
-    found: set[Axis] = set()
-    for term in total.terms:
-        if isinstance(term, Axis):
-            found.add(term)
-        else:
-            found = found.union(*(_axes_of(index) for index in term.at))
-    return found
-
-
-def _mentions(read: Read, axes: set[Axis]) -> bool:
-    return bool(_axes_of(Linear(0, {read: 1})) & axes)
-
-
-def nodes_in(scalar: Any) -> set[Node]:
-    """Return the nodes whose data a scalar depends on."""
-    match scalar:
-        case Linear():
-            return set().union(*(nodes_in(t) for t in scalar.terms if isinstance(t, Read)))
-        case Read():
-            return {scalar.node}.union(*(nodes_in(index) for index in scalar.at))
-        case AtLeastZero(total) | IsZero(total):
-            return nodes_in(total)
-        case Flag(read) | Unknown(read):
-            return nodes_in(read)
-        case Not(part):
-            return nodes_in(part)
-        case All(parts) | Some(parts):
-            return set().union(*(nodes_in(part) for part in parts))
-        case Cases(found):
-            return set().union(*(nodes_in(condition) for condition, _ in found))
-    return set()

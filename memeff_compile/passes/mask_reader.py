@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from .. import compat
 from . import mask_algebra as algebra
-from .canonical import PREVIOUS, Call, aten, read
+from .canonical import PREVIOUS, Call, aten, read, read_one
 from .graph_info import GraphInfo
-from .mask_algebra import Cases, Flag, Formula, Linear, Scalar, Size, Unknown
+from .mask_algebra import Cases, Flag, Formula, Linear, Magnitude, Scalar, Size, Unknown
+from .mask_forms import by_index, reads_in
 
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -40,6 +42,19 @@ class Value:
         return result
 
 
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a mask lets through, and what it adds to the scores of the others.
+
+    Args:
+        formula: Which keys count.
+        added: The numbers; empty for a mask of truth values.
+    """
+
+    formula: Formula
+    added: frozenset[float] = frozenset()
+
+
 class MaskReader:
     """Reads the nodes of one level of a graph, each once."""
 
@@ -54,6 +69,11 @@ class MaskReader:
         return self._values[node]
 
     def formula(self, node: Node, shape: Sequence[Size]) -> Formula | None:
+        """Return which keys a mask lets through, over the axes of the scores; as `mask` does."""
+        found = self.mask(node, shape)
+        return None if found is None else found.formula
+
+    def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
         """Return which keys a mask lets through, over the axes of the scores.
 
         Args:
@@ -64,9 +84,56 @@ class MaskReader:
             None for a mask that is (or may be) a bias.
         """
         try:
-            return algebra.allowed_by(broadcast(self.read(node), tuple(shape)))
+            scalar = broadcast(self.read(node), tuple(shape))
+            formula = algebra.allowed_by(scalar)
+            if formula is None:
+                return None
+            found = by_index(formula, self._positions(formula), len(shape))
         except (CannotRead, algebra.TooLarge):
             return None
+        return Mask(found, algebra.values_taken(scalar))
+
+    # --- runs of positions ------------------------------------------------------------------------
+
+    def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
+        """Return, for each read of ids that count the breaks in positions, the position there."""
+        found: dict[algebra.Read, Linear] = {}
+        for read_of_ids in reads_in(formula):
+            positions = self._counted_breaks(read_of_ids.node)
+            if positions is None or len(positions.shape) != len(read_of_ids.at):
+                continue
+            at = positions.scalar_at(read_of_ids.at)
+            if isinstance(at, Linear):
+                found[read_of_ids] = at
+        return found
+
+    def _counted_breaks(self, node: Node) -> Value | None:
+        """Return P where ``node`` is ``(diff(P, prepend=..) != 1).cumsum(-1)``: equal ids in a row
+        mean that P goes up by one from each to the next.
+        """
+        if node.graph is not self.info.gm.graph:
+            return None if self.parent is None else self.parent._counted_breaks(node)
+        counted = _single(node, aten.cumsum.default)
+        breaks = None if counted is None else _single(counted.args["self"], aten.ne.Scalar)
+        steps = None if breaks is None else _single(breaks.args["self"], aten.diff.default)
+        if counted is None or breaks is None or steps is None or breaks.args["other"] != 1:
+            return None
+        positions, before = steps.args["self"], steps.args["prepend"]
+        tensor, result = self.info.tensor(positions), self.info.tensor(node)
+        first = self.info.tensor(before)
+        if tensor is None or result is None or first is None:
+            return None
+        chain = (node, counted.args["self"], breaks.args["self"], positions)
+        if any(self.info.may_be_written(n) for n in chain) or tensor.dtype not in _INTEGERS:
+            return None
+        last = {-1, tensor.dim() - 1}
+        if counted.args["dim"] not in last or steps.args["dim"] not in last:
+            return None
+        if steps.args["n"] != 1 or steps.args["append"] is not None:
+            return None
+        if not compat.statically_true(first.shape[-1] == 1):
+            return None
+        return self.read(positions) if result.dtype in _INTEGERS else None
 
     # --- nodes ------------------------------------------------------------------------------------
 
@@ -108,6 +175,12 @@ class MaskReader:
         tensor = self.info.tensor(node)
         assert tensor is not None
         return leaf(node, tensor, moment=1 + self.info.positions[reader])
+
+
+def _single(node: Any, op: OpOverload) -> Call | None:
+    """Return the one call of ``op`` that a node stands for, or None."""
+    call = read_one(node) if isinstance(node, Node) else None
+    return call if call is not None and call.op is op else None
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:
@@ -154,7 +227,7 @@ def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
 
 def _fits(scalar: Scalar, dtype: torch.dtype) -> bool:
     """Return whether a scalar is of the kind that tensors of this dtype hold."""
-    if isinstance(scalar, Linear):
+    if isinstance(scalar, (Linear, Magnitude)):
         return dtype in _INTEGERS
     if isinstance(scalar, Cases):
         return dtype.is_floating_point or dtype in _INTEGERS
@@ -309,14 +382,14 @@ def _cast(given: _Operands) -> Value:
 def as_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
     """Return a scalar as it is after a cast."""
     if _fits(scalar, dtype):
-        if isinstance(scalar, Unknown):
+        if isinstance(scalar, (Unknown, Magnitude)):
             raise CannotRead
         if isinstance(scalar, Cases) and not dtype.is_floating_point:
             raise CannotRead
         return scalar
     if dtype == torch.bool:
         return as_condition(scalar)
-    if isinstance(scalar, (Linear, Unknown, Cases)):
+    if isinstance(scalar, (Linear, Unknown, Cases, Magnitude)):
         if isinstance(scalar, Linear) and isinstance(scalar.constant, int) and scalar.is_constant:
             return algebra.number(scalar.constant)
         raise CannotRead
@@ -331,7 +404,7 @@ def as_condition(scalar: Scalar) -> Formula:
         return algebra.negated(algebra.is_zero(scalar))
     if isinstance(scalar, Cases):
         return algebra.holds_where(scalar, lambda value: value != 0)
-    if isinstance(scalar, Unknown):
+    if isinstance(scalar, (Unknown, Magnitude)):
         raise CannotRead
     return scalar
 
@@ -503,11 +576,39 @@ def _comparison(
         shape, left, right = _pair(given)
         if isinstance(left, Linear) and isinstance(right, Linear):
             return Value(shape, of_sums(left - right))
+        if isinstance(left, Magnitude) or isinstance(right, Magnitude):
+            return Value(shape, _compared_magnitudes(of_sums, of_numbers, left, right))
         first, second = _as_cases(left), _as_cases(right)
         compared = algebra.combined(first, second, lambda a, b: float(of_numbers(a, b)))
         return Value(shape, algebra.holds_where(compared, bool))
 
     return rule
+
+
+def _compared_magnitudes(
+    of_sums: Callable[[Linear], Formula],
+    of_numbers: Callable[[float, float], bool],
+    left: Scalar,
+    right: Scalar,
+) -> Formula:
+    """Compare ``|x|`` with a sum: below it are both x and -x, above it one of them."""
+    if of_numbers(0, 1) == of_numbers(1, 0):  # equal, different
+        raise CannotRead
+    is_below = of_numbers(0, 1)
+    if isinstance(left, Magnitude) and isinstance(right, Linear):
+        join = algebra.both if is_below else algebra.either
+        return join(of_sums(left.sum - right), of_sums(-left.sum - right))
+    if isinstance(right, Magnitude) and isinstance(left, Linear):
+        join = algebra.either if is_below else algebra.both
+        return join(of_sums(left - right.sum), of_sums(left + right.sum))
+    raise CannotRead
+
+
+def _magnitude(given: _Operands) -> Value:
+    value = given.value()
+    if not isinstance(value.scalar, Linear):
+        raise CannotRead
+    return Value(value.shape, Magnitude(value.scalar))
 
 
 def _as_cases(scalar: Scalar) -> Cases:
@@ -517,7 +618,7 @@ def _as_cases(scalar: Scalar) -> Cases:
         if not scalar.is_constant or not isinstance(scalar.constant, int):
             raise CannotRead
         return algebra.number(scalar.constant)
-    if isinstance(scalar, Unknown):
+    if isinstance(scalar, (Unknown, Magnitude)):
         raise CannotRead
     return algebra.cases([(scalar, 1.0), (algebra.negated(scalar), 0.0)])
 
@@ -602,6 +703,8 @@ def _negation(*, only_truth: bool) -> Callable[[_Operands], Value]:
 def _chosen(condition: Formula, then: Scalar, other: Scalar) -> Scalar:
     if then == other:
         return then
+    if isinstance(then, Magnitude) or isinstance(other, Magnitude):
+        raise CannotRead
     if isinstance(then, Linear) or isinstance(other, Linear):
         then, other = _as_cases(then), _as_cases(other)
     if isinstance(then, Cases) and isinstance(other, Cases):
@@ -747,6 +850,7 @@ _RULES: dict[Any, Callable[[_Operands], Value]] = {
     aten.rsub: _reversed_difference,
     aten.mul: _product,
     aten.neg: _negative,
+    aten.abs: _magnitude,
     aten.bitwise_and: _logical(algebra.both, only_truth=True),
     aten.bitwise_or: _logical(algebra.either, only_truth=True),
     aten.bitwise_xor: _logical(_exclusive, only_truth=True),

@@ -158,8 +158,11 @@ class _Run:
             if refusal is not None:
                 self._decline(graph_pass, info, refusal, gain, anchor, graph_pass.places(found))
                 continue
-            if not any(module is info.gm for module, _ in snapshot):
-                snapshot.append((info.gm, copy_graph(info.gm)))
+            level: GraphInfo | None = info
+            while level is not None:  # an edit of a checkpoint's body may give it more arguments
+                if not any(module is level.gm for module, _ in snapshot):
+                    snapshot.append((level.gm, copy_graph(level.gm)))
+                level = level.parent
             self._rewrite(graph_pass, info, found, gain)
 
     def _skipped(self, graph_pass: GraphPass, info: GraphInfo, found: Any) -> Decline | None:

@@ -6,16 +6,17 @@
     after:  out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 The mask's part of the graph is read as a formula over batch, query and key index (mask_reader,
-mask_algebra), not matched node by node, and a call is changed only where the formula is proved to
-be what the call says instead, for all sizes the graph is compiled for. Masks that depend on data
-(padding, packed sequences, the length of a static cache) are named in the report and left alone.
+mask_algebra, mask_forms), not matched node by node, and a call is changed only where the formula is
+proved to be what the call says instead, for all sizes the graph is compiled for. What PyTorch's
+call cannot say (padding, packed sequences, windows, softcaps) memeff::attention can, where it has a
+kernel (masked_attention). Everything else is named in the report and left alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch._ops import OpOverload
@@ -28,11 +29,18 @@ from .base import Decline, Done, Gain
 from .canonical import Call, aten, read
 from .editor import Editor, EditRefused
 from .graph_info import GraphInfo, node_name, written_by
-from .mask_algebra import Form, form_of, negated
-from .mask_reader import MaskReader
+from .mask_algebra import negated
+from .mask_forms import Form, form_of
+from .mask_reader import Mask, MaskReader
+from .masked_attention import Said, said_for, sentence, why_not_here, write
 
-_MEASURED = ((9, 0),)
+Capabilities: TypeAlias = "tuple[tuple[int, int], ...]"
+
+_MEASURED: Capabilities = ((9, 0),)
 """Compute capabilities of GPUs on which the rewritten call was measured against the original."""
+
+_OP_MEASURED: Capabilities = ()
+"""The same for memeff::attention."""
 
 _LARGEST_HEAD = 256
 _READER = "mask_reader"
@@ -47,12 +55,14 @@ class Plan:
         limit: Keys from this one on are never attended to and cut off; None keeps all.
         bases: Keys and values before they were repeated, or None where they stay as they are.
         sentence: What is done, for the report.
+        said: What memeff::attention is told, where PyTorch's call cannot say it.
     """
 
     causal: bool
     limit: Any
     bases: tuple[Node, Node] | None
     sentence: str
+    said: Said | None = None
 
 
 @dataclass
@@ -126,7 +136,7 @@ class RecoverAttention:
     # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Match, editor: Editor) -> Done:
-        """Replace each site by one call without a mask."""
+        """Replace each site by one call without a dense mask."""
         for site, plan in zip(match.sites, match.plans, strict=True):
             with editor.at(site.node):
                 result = _insert(info, editor, site, plan)
@@ -167,34 +177,77 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
                 f"an operand of the attention is a {kind}, which this pass does not look into",
                 node=site.node,
             )
+    asked = _asked(info, site)
+    if isinstance(asked, Decline):
+        return asked
+    form, mask = asked
+    masking = None if site.softcap else _masking(info, site, form)
+    if masking is None:
+        return _as_op(info, site, form, mask)
+    return _as_call(info, site, *masking)
+
+
+def _as_call(
+    info: GraphInfo, site: Site, causal: bool, limit: Any, said: list[str]
+) -> Plan | Decline | None:
+    """Return the plan of a call without a mask, why not, or None where that is nothing new."""
     slow = why_not_fused(info, site) if site.between else ""
     if slow:
         return Decline("no_fused_kernel", slow, node=site.node)
-    masking = _masking(info, site)
-    if isinstance(masking, Decline):
-        return masking
-    causal, limit, said = masking
     bases, expansion = _bases(info, site)
+    if bases is not None:
+        reason = why_not_grouped(info, site)
+        if reason:
+            bases, expansion = None, Decline("no_grouped_kernel", reason, node=site.node)
     if not said and bases is None and not site.between:
         return expansion
-    if _chooses_kernels(info):
-        return Decline(
-            "kernels_chosen",
-            "the code chooses the kernels of attention itself (sdpa_kernel)",
-            "leave the choice to PyTorch, which knows what the new call may use",
-            site.node,
-        )
+    if chooses_kernels(info):
+        return _kernels_chosen(site)
     if site.between:
         said = ["matmul, softmax, matmul -> scaled_dot_product_attention", *said]
     if bases is not None:
         said = [*said, "keys and values are not expanded (enable_gqa=True)"]
     elif expansion is not None:
         said = [*said, f"keys and values stay expanded: {expansion.sentence}"]
-    return Plan(causal, limit, bases, "; ".join([*said, *_speed(info, site)]))
+    return Plan(causal, limit, bases, "; ".join([*said, *_speed(info, site, _MEASURED)]))
 
 
-def _masking(info: GraphInfo, site: Site) -> tuple[bool, Any, list[str]] | Decline:
-    """Return is_causal, where to cut the keys off, and what to say of the mask."""
+def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
+    """Return the plan of a call of memeff::attention, or why there is none."""
+    reason = why_not_here(info, site) if form.is_sayable else ""
+    if reason:
+        return _kept(site, form, reason)
+    said = said_for(info, site, form, mask)
+    if isinstance(said, str):
+        return _kept(site, form, said)
+    if isinstance(said, Decline):
+        return replace(said, node=site.node)
+    if chooses_kernels(info):
+        return _kernels_chosen(site)
+    bases, expansion = _bases(info, site)
+    shown = "" if site.mask is None else f"mask {_sizes(info.tensor(site.mask))}"
+    parts = [sentence(info, site, said, form, shown)]
+    if bases is not None:
+        parts.append("keys and values are not expanded")
+    elif expansion is not None:
+        parts.append(f"keys and values stay expanded: {expansion.sentence}")
+    parts += _speed(info, site, _OP_MEASURED)
+    return Plan(False, None, bases, "; ".join(parts), said)
+
+
+def _kernels_chosen(site: Site) -> Decline:
+    return Decline(
+        "kernels_chosen",
+        "the code chooses the kernels of attention itself (sdpa_kernel)",
+        "leave the choice to PyTorch, which knows what the new call may use",
+        site.node,
+    )
+
+
+def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
+    """Return is_causal, where to cut the keys off, and what to say of the mask; None where
+    PyTorch's call cannot say it.
+    """
     queries, keys = _length(info, site.query), _length(info, site.key)
     if site.mask is None:
         if not site.causal or compat.statically_true(keys == queries):
@@ -202,24 +255,21 @@ def _masking(info: GraphInfo, site: Site) -> tuple[bool, Any, list[str]] | Decli
         if compat.statically_true(queries == 1) or not compat.statically_true(keys > queries):
             return site.causal, None, []
         return True, queries, ["no query reaches the keys beyond the last query: they are cut off"]
-    form = _form(info, site)
-    if isinstance(form, Decline):
-        return form
     shown = f"mask {_sizes(info.tensor(site.mask))}"
     if not form.is_plain or form.window is not None:
-        return _kept(site, form)
+        return None
     if form.causal is None and form.keys is None:
         return False, None, [f"{shown} masks nothing: dropped"]
     if form.causal is None and isinstance(form.keys, int):
         return False, form.keys, [f"{shown} says that {form.keys} keys count: cut off and dropped"]
     if form.keys is not None or not compat.statically_true(form.causal == 0):
-        return _kept(site, form)
+        return None
     if compat.statically_true(keys == queries):
         return True, None, [f"{shown} is causal: dropped, is_causal=True"]
     if compat.statically_true(keys > queries):
         what = f"{shown} is causal and reaches {queries} of {keys} keys"
         return True, queries, [f"{what}: dropped, is_causal=True over these"]
-    return _kept(site, form)
+    return None
 
 
 def _length(info: GraphInfo, node: Node) -> Any:
@@ -234,22 +284,24 @@ def _sizes(tensor: torch.Tensor | None) -> str:
     return f"({' x '.join(str(compat.size_hint(size)) for size in tensor.shape)}, {kind})"
 
 
-def _form(info: GraphInfo, site: Site) -> Form | Decline:
-    query, key, mask = (info.tensor(n) for n in (site.query, site.key, site.mask))
+def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
+    """Return what a site asks of query and key, and the mask that says it, if one does."""
+    if site.mask is None:
+        return Form(causal=0 if site.causal else None), None
+    query, key = info.tensor(site.query), info.tensor(site.key)
     assert query is not None
     assert key is not None
-    assert mask is not None
     shape = (*query.shape[:-1], key.shape[-2])
-    formula = reader_of(info).formula(site.mask, shape)  # type: ignore[arg-type]
-    if formula is not None and site.takes_away:
-        formula = negated(formula)
-    if formula is None:
+    mask = reader_of(info).mask(site.mask, shape)
+    if mask is None:
         return Decline(
             "mask_is_bias",
             "the mask adds to the scores something else than zero or minus infinity, or may",
             node=site.node,
         )
-    return form_of(formula, shape)
+    if site.takes_away:
+        mask = replace(mask, formula=negated(mask.formula))
+    return form_of(mask.formula, shape), mask
 
 
 def reader_of(info: GraphInfo) -> MaskReader:
@@ -262,12 +314,14 @@ def reader_of(info: GraphInfo) -> MaskReader:
     return found
 
 
-def _kept(site: Site, form: Form) -> Decline:
-    """Return the reason for leaving a mask that was read, but cannot be said otherwise."""
+def _kept(site: Site, form: Form, reason: str) -> Decline:
+    """Return the reason for leaving what was read as it is."""
     hint = ""
     if form.rest:
         code = "unread_mask"
-    elif form.packed:
+    elif site.softcap:
+        code = "softcap"
+    elif form.is_packed:
         code = "packed_mask"
     elif form.length:
         code = "cache_length"
@@ -280,27 +334,14 @@ def _kept(site: Site, form: Form) -> Decline:
         code = "empty_rows"
     else:
         code = "offset_causal"
-    if code == "empty_rows":
-        sentence = "some query attends to nothing, or may: what it gets is the original call's"
-    else:
-        said = " and ".join(_conditions(form))
-        sentence = f"the mask is {said}: kept, scaled_dot_product_attention cannot say it otherwise"
-    return Decline(code, sentence, hint, site.node)
-
-
-def _conditions(form: Form) -> list[str]:
-    """Return in words what a mask asks for."""
-    shift = "" if form.causal is None or compat.statically_true(form.causal == 0) else ", shifted"
-    said = [
-        (form.causal is not None, f"causal{shift}"),
-        (form.keys is not None, "a number of keys"),
-        (form.window is not None, "a sliding window"),
-        (form.padding, "padding"),
-        (form.length, "the filled length of a cache"),
-        (form.packed, "positions or packed sequences"),
-        (bool(form.rest), "something this pass does not read"),
-    ]
-    return [words for holds, words in said if holds]
+    said = " and ".join(form.conditions)
+    heads = []
+    if site.softcap:
+        heads.append("the scores are capped by tanh, which PyTorch's kernels do not")
+    if said:
+        empty = " (some query attends to nothing, or may)" if code == "empty_rows" else ""
+        heads.append(f"the mask is {said}{empty}")
+    return Decline(code, f"{'; '.join(heads)}: kept, {reason}", hint, site.node)
 
 
 # --- repeated keys and values ---------------------------------------------------------------------
@@ -322,9 +363,6 @@ def _bases(info: GraphInfo, site: Site) -> tuple[tuple[Node, Node] | None, Decli
             return None, Decline(
                 "mutated", f"`{node_name(write)}` writes to them in between", node=site.node
             )
-    reason = why_not_grouped(info, site)
-    if reason:
-        return None, Decline("no_grouped_kernel", reason, node=site.node)
     return (key_base, value_base), None
 
 
@@ -457,11 +495,11 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _speed(info: GraphInfo, site: Site) -> list[str]:
+def _speed(info: GraphInfo, site: Site, measured: Capabilities) -> list[str]:
     """Say so where nobody has measured the new call against the original."""
     query = info.tensor(site.query)
     assert query is not None
-    if not query.is_cuda or not torch.cuda.is_available() or _capability(query) in _MEASURED:
+    if not query.is_cuda or not torch.cuda.is_available() or _capability(query) in measured:
         return []
     return ["speed not measured on this GPU"]
 
@@ -470,10 +508,10 @@ def _capability(tensor: torch.Tensor) -> tuple[int, int]:
     return torch.cuda.get_device_capability(tensor.device)
 
 
-def _chooses_kernels(info: GraphInfo) -> bool:
+def chooses_kernels(info: GraphInfo) -> bool:
     """Return whether the graph switches attention's kernels itself, here or around this body."""
     is_chosen = any("sdpa_kernel" in node_name(n) for n in info.gm.graph.nodes)
-    return is_chosen or (info.parent is not None and _chooses_kernels(info.parent))
+    return is_chosen or (info.parent is not None and chooses_kernels(info.parent))
 
 
 # --- the new call ---------------------------------------------------------------------------------
@@ -495,6 +533,8 @@ def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
         tensor = compat.example_value(node)
         is_same = tensor.dtype == old.dtype
         operands.append(node if is_same else editor.call(aten.to.dtype, node, old.dtype))
+    if plan.said is not None:
+        return write(editor, site, plan.said, operands)
     return editor.call(
         aten.scaled_dot_product_attention.default,
         *operands,

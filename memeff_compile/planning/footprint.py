@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from ..kernels import attention as attention_folder
 from ..kernels import embedding as embedding_folder
 from ..kernels import gated_linear as gated_folder
 from ..kernels import linear_cross_entropy as op_folder
@@ -387,7 +388,7 @@ class _Replay:
             total = sum((count * formula for formula, count in counts.items()), sympy.Integer(0))
             parts = _plus(parts, part, total)
         if step.transient:
-            is_loss = any(_is_ours(n) and not _is_gated(n) for n in step.kernel.nodes)
+            is_loss = any(_is_ours(n) and not _is_in_a_block(n) for n in step.kernel.nodes)
             parts = _plus(parts, "loss workspace" if is_loss else "working", step.transient)
         return parts
 
@@ -458,6 +459,7 @@ def op_transient(scale: Scale, device: str) -> Transient:
         "embedding_accumulate": _embedding_transient,
         "gated_linear": _gated_transient,
         "gated_linear_backward": _gated_transient,
+        "attention_backward": _own_attention_transient,
     }
 
     def transient(node: Node) -> sympy.Expr:
@@ -476,8 +478,9 @@ def _is_ours(node: Node) -> bool:
     return getattr(called_op(node), "namespace", "") == "memeff"
 
 
-def _is_gated(node: Node) -> bool:
-    return "gated_linear" in str(called_op(node))
+def _is_in_a_block(node: Node) -> bool:
+    name = str(called_op(node))
+    return "gated_linear" in name or "memeff.attention" in name
 
 
 def _attention_transient(scale: Scale, device: str, node: Node) -> sympy.Expr:
@@ -535,6 +538,14 @@ def _gated_transient(
     rows = arguments["grad_out" if name.endswith("backward") else "gate"].meta["val"]
     inner = int(arguments["weight"].meta["val"].shape[-1])
     return gated_folder.transient_bytes(scale.rows(rows), inner, dtype=rows.dtype)
+
+
+def _own_attention_transient(
+    scale: Scale, device: str, name: str, arguments: Mapping[str, Any]
+) -> sympy.Expr:
+    """Return the bytes of one number per query, of which the lse has one each."""
+    del device, name
+    return attention_folder.backward_bytes(scale.elements(arguments["lse"].meta["val"]), 1, 1)
 
 
 def _arguments(node: Node) -> dict[str, Any]:

@@ -565,6 +565,14 @@ def test_private_names_of_torch_stand_in_compat_only() -> None:
     assert found <= allowed, found - allowed
 
 
+@probes("multiplies_bf16")
+def test_whether_a_cpu_multiplies_bf16_is_known() -> None:
+    has = compat.multiplies_bf16()
+    assert isinstance(has, bool)
+    if "AVX2" in torch.backends.cpu.get_cpu_capability():
+        assert not has
+
+
 # --- capturing without running --------------------------------------------------------------------
 
 

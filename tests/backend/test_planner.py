@@ -378,6 +378,35 @@ def test_paper_figure_1_from_the_captured_models(case: tuple[Any, ...]) -> None:
     )
 
 
+class Capped(nn.Module):
+    """Attention spelled out, its scores capped, and a sum for a loss."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of what heads of x (batch, length, width) attend to."""
+        q, k, v = self.project(x).unflatten(2, (3, self.heads, -1)).unbind(2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        weights = torch.softmax(torch.tanh(q @ k.mT / 5.0) * 5.0, -1)
+        return (weights @ v).sum()
+
+
+def test_attention_without_its_scores_is_planned_without_them() -> None:
+    heads = 4
+    model = Capped(heads).to(torch.bfloat16)
+    x = torch.empty(B, L, WIDTH, dtype=torch.bfloat16, device="meta").requires_grad_()
+    found = explain(model, x)
+    assert found.report.rewrites("recover_attention") == 1
+    assert any(sympy.degree(sympy.expand(m.total), LENGTH) == 2 for m in found.before.moments)
+    for moment in found.after.moments:
+        assert sympy.degree(sympy.expand(moment.total), LENGTH) == 1
+    plan = found.plan()
+    assert plan.before.peak - plan.after.peak >= 2 * B * heads * L * L
+
+
 # --- against what an allocator counted ------------------------------------------------------------
 
 

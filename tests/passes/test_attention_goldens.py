@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import memeff_compile
+from memeff_compile.passes import masked_attention
 
 expecttest = pytest.importorskip(
     "expecttest", reason="goldens are compared with expecttest, which is not installed here"
@@ -62,6 +64,57 @@ def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), (k[:, :1, None, :, 0] > 0))
 
 
+def places() -> tuple[Tensor, Tensor]:
+    return torch.arange(S)[None, None, :, None], torch.arange(S)[None, None, None, :]
+
+
+def left_padding_in_5_23(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    given = (k[:, 0, :, 0] > 0).long().to(torch.bool)
+    at, key_at = places()
+    rows = torch.arange(B)[:, None, None, None]
+    mask = at.new_ones((), dtype=torch.bool) & (key_at <= at)
+    mask = (mask & given[rows, key_at]).expand(B, -1, S, S)
+    return F.scaled_dot_product_attention(
+        q, repeat_kv(k), repeat_kv(v), attn_mask=mask, dropout_p=0.0, scale=0.25, is_causal=False
+    )
+
+
+def packed_in_5_23(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    positions = k[:, 0, :, 0].long()
+    first = positions[:, :1] - 1
+    sequences = (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)
+    rows = torch.arange(B)[:, None, None, None]
+    at, key_at = places()
+    mask = at.new_ones((), dtype=torch.bool) & (sequences[rows, at] == sequences[rows, key_at])
+    mask = mask & (positions[rows, key_at] <= positions[rows, at])
+    mask = mask.expand(B, -1, S, S)
+    return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), mask, scale=0.25)
+
+
+def window_in_5_23(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    at, key_at = places()
+    mask = at.new_ones((), dtype=torch.bool) & (key_at > at - 3) & (key_at <= at)
+    mask = mask.expand(B, -1, S, S)
+    return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), mask, scale=0.25)
+
+
+def prefill_behind_earlier_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    at, key_at = places()
+    mask = (key_at <= at[:, :, :4] + 2).expand(B, -1, 4, S)
+    return F.scaled_dot_product_attention(q[:, :, :4], repeat_kv(k), repeat_kv(v), mask)
+
+
+def gemma_2_spelled_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    at, key_at = places()
+    given = (k[:, 0, :, 0] > 0)[:, None, None, :]
+    mask = torch.where((key_at <= at) & given, torch.zeros(()), torch.finfo(torch.float32).min)
+    scores = torch.matmul(q, repeat_kv(k).transpose(2, 3)) * 0.25
+    scores = torch.tanh(scores / 50.0) * 50.0 + mask
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    weights = F.dropout(weights, p=0.0, training=True)
+    return torch.matmul(weights, repeat_kv(v)).transpose(1, 2).contiguous()
+
+
 def after(block: Callable[..., Tensor]) -> str:
     torch._dynamo.reset()
     memeff_compile.reset()
@@ -108,5 +161,109 @@ graph(
         (record,) = memeff_compile.last_report().records
         self.assertExpectedInline(
             str(record.sentence),
-            """The mask is padding: kept, scaled_dot_product_attention cannot say it otherwise.""",
+            """The mask is padding: kept, PyTorch's kernel for the CPU takes the mask as it is.""",
+        )
+
+
+@mock.patch.object(masked_attention, "why_not_fast", new=mock.Mock(return_value=""))
+class TestGoldensOfTheOp(expecttest.TestCase):
+    """What memeff::attention is told where it is fast, which is taken for granted here."""
+
+    def test_left_padding(self) -> None:
+        self.assertExpectedInline(
+            after(left_padding_in_5_23),
+            """\
+graph(
+    k: input f32[2, 2, 6, 8],
+    v: input f32[2, 2, 6, 8],
+    q: input f32[2, 4, 6, 8],
+):
+    %0: f32[2, 6] = aten.select(aten.select(k, 1, 0), 2, 0)
+    %1: b8[2, 6] = aten.gt(%0, 0)
+    %2: b8[2, 6] = aten.clone(%1, memory_format=torch.contiguous_format)
+    %3: (f32[2, 4, 6, 8], f32[2, 4, 6]) = memeff.attention(q, k, v, %2, ahead=0, scale=0.25)
+    %4: f32[2, 4, 6, 8] = getitem(%3, 0)
+    %5: f32[2, 4, 6, 8] = aten.contiguous(%4)
+    return (%5)""",
+        )
+
+    def test_packed_sequences(self) -> None:
+        self.assertExpectedInline(
+            after(packed_in_5_23),
+            """\
+graph(
+    k: input f32[2, 2, 6, 8],
+    v: input f32[2, 2, 6, 8],
+    q: input f32[2, 4, 6, 8],
+):
+    %0: f32[2, 6] = aten.select(aten.select(k, 1, 0), 2, 0)
+    %1: i64[2, 6] = aten.to(%0, i64)
+    %2: i64[2, 1] = aten.slice(%1, 1, end=1)
+    %3: i64[2, 1] = aten.sub(%2, 1)
+    %4: i64[2, 6] = aten.diff(%1, prepend=%3)
+    %5: b8[2, 6] = aten.ne(%4, 1)
+    %6: i64[2, 6] = aten.cumsum(%5, -1)
+    %7: i64[2, 6] = aten.clone(%6, memory_format=torch.contiguous_format)
+    %8: (f32[2, 4, 6, 8], f32[2, 4, 6]) = memeff.attention(q, k, v, query_ids=%7, key_ids=%7, ahead=0, scale=0.25)
+    %9: f32[2, 4, 6, 8] = getitem(%8, 0)
+    %10: f32[2, 4, 6, 8] = aten.contiguous(%9)
+    return (%10)""",
+        )
+
+    def test_window(self) -> None:
+        self.assertExpectedInline(
+            after(window_in_5_23),
+            """\
+graph(
+    k: input f32[2, 2, 6, 8],
+    v: input f32[2, 2, 6, 8],
+    q: input f32[2, 4, 6, 8],
+):
+    %0: (f32[2, 4, 6, 8], f32[2, 4, 6]) = memeff.attention(q, k, v, ahead=0, behind=2, scale=0.25)
+    %1: f32[2, 4, 6, 8] = getitem(%0, 0)
+    %2: f32[2, 4, 6, 8] = aten.contiguous(%1)
+    return (%2)""",
+        )
+
+    def test_earlier_keys(self) -> None:
+        self.assertExpectedInline(
+            after(prefill_behind_earlier_keys),
+            """\
+graph(
+    q: input f32[2, 4, 6, 8],
+    k: input f32[2, 2, 6, 8],
+    v: input f32[2, 2, 6, 8],
+):
+    %0: f32[2, 4, 4, 8] = aten.slice(q, 2, end=4)
+    %1: (f32[2, 4, 4, 8], f32[2, 4, 4]) = memeff.attention(%0, k, v, ahead=2)
+    %2: f32[2, 4, 4, 8] = getitem(%1, 0)
+    %3: f32[2, 4, 4, 8] = aten.contiguous(%2)
+    return (%3)""",
+        )
+
+    def test_softcap_and_padding(self) -> None:
+        self.assertExpectedInline(
+            after(gemma_2_spelled_out),
+            """\
+graph(
+    k: input f32[2, 2, 6, 8],
+    q: input f32[2, 4, 6, 8],
+    v: input f32[2, 2, 6, 8],
+):
+    %0: f32[2, 6] = aten.select(aten.select(k, 1, 0), 2, 0)
+    %1: b8[2, 6] = aten.gt(%0, 0)
+    %2: b8[2, 6] = aten.clone(%1, memory_format=torch.contiguous_format)
+    %3: (f32[2, 4, 6, 8], f32[2, 4, 6]) = memeff.attention(q, k, v, %2, ahead=0, scale=0.25, softcap=50.0, empty_rows='mean')
+    %4: f32[2, 4, 6, 8] = getitem(%3, 0)
+    %5: f32[2, 6, 4, 8] = aten.transpose(%4, 1, 2)
+    %6: f32[2, 6, 4, 8] = aten.contiguous(%5)
+    return (%6)""",
+        )
+
+    def test_the_record_of_a_softcap(self) -> None:
+        after(gemma_2_spelled_out)
+        (record,) = memeff_compile.last_report().records
+        self.assertExpectedInline(
+            str(record.sentence),
+            """Matmul, tanh, softmax, matmul; mask (2 x 1 x 6 x 6, float32) is causal and padding -> memeff::attention (softcap, key table from `k`), engine reference; the scores, 4*B*H*M*N bytes (1.1 KiB), are not built; a query that attends to nothing gets the mean of all values, as before; keys and values are not expanded.""",
         )

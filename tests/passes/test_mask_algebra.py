@@ -23,7 +23,8 @@ from memeff_compile.options import Options
 from memeff_compile.passes import mask_algebra as algebra
 from memeff_compile.passes import mask_reader
 from memeff_compile.passes.graph_info import GraphInfo, ambient_region
-from memeff_compile.passes.mask_algebra import Axis, Form, Read, form_of
+from memeff_compile.passes.mask_algebra import Axis, Read
+from memeff_compile.passes.mask_forms import Form, form_of
 from memeff_compile.passes.mask_reader import MaskReader
 
 from .captured_graphs import capture
@@ -360,7 +361,7 @@ def test_every_small_form_is_what_it_was_made_of() -> None:
         (0, None, 4, Form(causal=0)),
         (1, None, 2, Form(keys=2)),
         (-1, None, None, Form(causal=-1, empty=True)),
-        (None, None, 0, Form(empty=True)),
+        (None, None, 0, Form(keys=0, empty=True)),
     ],
 )
 def test_forms_of_four_by_four(
