@@ -177,7 +177,7 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
     bases, expansion = _bases(info, site)
     if not said and bases is None and not site.between:
         return expansion
-    if _chooses_kernels(info):
+    if chooses_kernels(info):
         return Decline(
             "kernels_chosen",
             "the code chooses the kernels of attention itself (sdpa_kernel)",
@@ -470,10 +470,10 @@ def _capability(tensor: torch.Tensor) -> tuple[int, int]:
     return torch.cuda.get_device_capability(tensor.device)
 
 
-def _chooses_kernels(info: GraphInfo) -> bool:
+def chooses_kernels(info: GraphInfo) -> bool:
     """Return whether the graph switches attention's kernels itself, here or around this body."""
     is_chosen = any("sdpa_kernel" in node_name(n) for n in info.gm.graph.nodes)
-    return is_chosen or (info.parent is not None and _chooses_kernels(info.parent))
+    return is_chosen or (info.parent is not None and chooses_kernels(info.parent))
 
 
 # --- the new call ---------------------------------------------------------------------------------
