@@ -155,11 +155,19 @@ def _read(info: GraphInfo, node: Node) -> Multihead | None:
     bound = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     given = bound.arguments
+    if any(isinstance(given[name], Node) for name in _PLAIN):
+        return None  # a size or flag that is known at run time only
     padding = _read_mask(info, given["key_padding_mask"])
     attention = _read_mask(info, given["attn_mask"])
     if given["is_causal"] and padding is None and not given["need_weights"]:
         attention = None  # PyTorch takes the hint's word for what the mask says
     return Multihead(node, outputs[0], given, attention, padding)
+
+
+_PLAIN = (
+    *("embed_dim_to_check", "num_heads", "add_zero_attn", "training", "need_weights"),
+    *("use_separate_proj_weight", "is_causal"),
+)
 
 
 def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
