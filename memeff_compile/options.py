@@ -30,6 +30,7 @@ PASS_NAMES = (
     "defer_logits",
     "fuse_embedding_gradient",
     "rewrite_kv_update",
+    "expand_multihead",
     "recover_attention",
     "fuse_gated_linear",
 )
@@ -48,12 +49,13 @@ SWITCHES = {
     "defer_logits": ("memeff.logits", "eager"),
     "fuse_embedding_gradient": ("memeff.embedding", "off"),
     "rewrite_kv_update": ("memeff.kv_reads", "off"),
+    "expand_multihead": ("memeff.attention", "off"),
     "recover_attention": ("memeff.attention", "off"),
     "fuse_gated_linear": ("memeff.gated_linear", "off"),
 }
 """The option that switches each pass off."""
 
-MAY_FIND_NOTHING = ("rewrite_kv_update", "recover_attention")
+MAY_FIND_NOTHING = ("rewrite_kv_update", "expand_multihead", "recover_attention")
 """Passes of which `memeff.strict` asks only that they decline nothing: a graph that trains has no
 cache to update, and attention that is already as it should be needs no change."""
 
@@ -544,6 +546,7 @@ class Options:
                 f"{PREFIX}embedding='off'" if self.embedding == "off" else ""
             ),
             "rewrite_kv_update": f"{PREFIX}kv_reads='off'" if self.kv_reads == "off" else "",
+            "expand_multihead": f"{PREFIX}attention='off'" if self.attention == "off" else "",
             "recover_attention": f"{PREFIX}attention='off'" if self.attention == "off" else "",
             "fuse_gated_linear": (
                 f"{PREFIX}gated_linear='off'" if self.gated_linear == "off" else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base import GraphPass
 from .defer_logits import DeferLogits
+from .expand_multihead import ExpandMultihead
 from .fuse_embedding_gradient import FuseEmbeddingGradient
 from .fuse_gated_linear import FuseGatedLinear
 from .fuse_linear_cross_entropy import FuseLinearCrossEntropy
@@ -16,5 +17,6 @@ PASSES: tuple[GraphPass, ...] = (
     FuseGatedLinear(),  # inside activation checkpoints only
     DeferLogits(),  # logits returned without a loss, for a loss outside the graph
     RewriteKVUpdate(),  # generation: no loss, no gradient
+    ExpandMultihead(),  # what it leaves of masks is the next pass's
     RecoverAttention(),  # what attends to a static cache is the pass before's
 )

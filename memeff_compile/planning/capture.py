@@ -61,7 +61,8 @@ class Capture:
     def changes_blocks(self) -> bool:
         """Whether a pass changed what blocks keep for the backward: attention."""
         records = (record for report in self.reports for record in report.records)
-        return any(r.pass_name == "recover_attention" and r.action == "rewrote" for r in records)
+        of_attention = ("expand_multihead", "recover_attention")
+        return any(r.pass_name in of_attention and r.action == "rewrote" for r in records)
 
 
 def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:

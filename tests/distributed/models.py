@@ -95,7 +95,7 @@ def fresh_start() -> None:
 
 def codes() -> set[str]:
     records = memeff_compile.last_report().records
-    of_blocks = ("recover_attention", "fuse_gated_linear")
+    of_blocks = ("expand_multihead", "recover_attention", "fuse_gated_linear")
     return {r.code for r in records if r.pass_name not in of_blocks}
 
 

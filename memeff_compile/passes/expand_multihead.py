@@ -1,0 +1,539 @@
+"""nn.MultiheadAttention's single node -> linear, scaled_dot_product_attention, linear.
+
+    before: out, weights = multi_head_attention_forward(x, x, x, ..., need_weights=True)
+    after:  q, k, v = linear(x, w, b).unflatten(-1, (3, H, D)).permute(...).unbind(0)
+            attended = scaled_dot_product_attention(q, k, v)
+            out = linear(attended.permute(2, 0, 1, 3).flatten(2), w_out, b_out)
+
+PyTorch has two ways through this function. With ``need_weights=True``, the default, it builds the
+scores and the weights, even where nobody reads the weights; without, it calls
+scaled_dot_product_attention, with a mask per head where both masks are given. Here the second way
+is taken where nothing reads the weights, with one mask for all heads, and what masks there are is
+left where ``recover_attention`` reads them. A node from which nothing is to be gained stays.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+
+from .. import compat
+from ..kernels.linear_cross_entropy import where_it_runs
+from .base import Decline, Done
+from .canonical import aten, read_one
+from .editor import Editor, EditRefused
+from .graph_info import GraphInfo, node_name
+from .mask_algebra import Form, form_of, negated
+from .recover_attention import chooses_kernels, reader_of
+
+_LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask of the module.
+
+    Args:
+        node: The mask as the function is given it.
+        taken: Where it is true, a key is taken away; None for a mask of other numbers.
+        made_by: What turned ``taken`` into ``node``, as nn.MultiheadAttention does first.
+    """
+
+    node: Node
+    taken: Node | None
+    made_by: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Multihead:
+    """One call: its arguments by name, the node of its output, its masks."""
+
+    node: Node
+    output: Node
+    given: Mapping[str, Any]
+    attention: Mask | None
+    padding: Mask | None
+
+    @property
+    def builds_weights(self) -> bool:
+        """Whether the call goes PyTorch's slower way, by scores and weights."""
+        return bool(self.given["need_weights"])
+
+    @property
+    def masks(self) -> list[Mask]:
+        """The masks that count."""
+        return [mask for mask in (self.attention, self.padding) if mask is not None]
+
+
+class ExpandMultihead:
+    """The pass."""
+
+    name = "expand_multihead"
+    version = 1
+    tier = "exact"
+
+    def enabled(self, info: GraphInfo) -> bool:
+        """Return whether memeff.attention is on."""
+        return info.options.attention != "off"
+
+    # --- find -------------------------------------------------------------------------------------
+
+    def find(self, info: GraphInfo) -> Iterable[Multihead]:
+        """Yield every call from which something is to be gained."""
+        for node in info.gm.graph.nodes:
+            match = _read(info, node)
+            if match is not None and _gains(info, match):
+                yield match
+
+    # --- check ------------------------------------------------------------------------------------
+
+    def check(self, info: GraphInfo, match: Multihead) -> Decline | None:
+        """Return why the call must be left alone, or None."""
+        found = (
+            _subclass(match)
+            or _unusual(match)
+            or _weights_used(match)
+            or _dropout(match)
+            or _kernels_chosen(info)
+            or _mutated(info, match)
+            or _biased(info, match)
+            or _no_fused_kernel(info, match)
+        )
+        # Blocks are alike: equal answers are one record, with their count.
+        return None if found is None else replace(found, node=match.node, sites=1)
+
+    def gain(self, info: GraphInfo, match: Multihead) -> None:
+        """Return None: which buffers go depends on the kernels that PyTorch chooses."""
+
+    def anchor(self, match: Multihead) -> Node:
+        """Return the call."""
+        return match.node
+
+    def places(self, match: Multihead) -> Iterable[Node]:
+        """Return the call."""
+        return (match.node,)
+
+    # --- rewrite ----------------------------------------------------------------------------------
+
+    def rewrite(self, info: GraphInfo, match: Multihead, editor: Editor) -> Done:
+        """Replace the call by its parts."""
+        sentence = (
+            "multi_head_attention_forward -> linear, scaled_dot_product_attention, linear; "
+            + "; ".join(_gains(info, match))
+        )
+        compat.hold_constant(match.given["dropout_p"])  # a symbol where everything is dynamic
+        with editor.at(match.node):
+            result = _Expansion(info, editor, match).result()
+        editor.replace(match.output, result)
+        return Done(match.node, sentence, sites=1)
+
+    def dead(self, match: Multihead) -> Sequence[Node]:
+        """Return the call, what it was unpacked into, and what was made for it alone."""
+        masks = [node for mask in match.masks for node in mask.made_by]
+        operands = {match.given[name] for name in ("query", "key", "value")}
+        turned = [node for node in operands if _turned_from(node) is not None]
+        return [match.node, *match.node.users, *masks, *turned]
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _read(info: GraphInfo, node: Node) -> Multihead | None:
+    if node.op != "call_function" or node.target is not F.multi_head_attention_forward:
+        return None
+    outputs = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
+    if len(outputs) != 1 or info.tensor(outputs[0]) is None:
+        return None
+    bound = inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if any(isinstance(given[name], Node) for name in _PLAIN):
+        return None  # a size or flag that is known at run time only
+    padding = _read_mask(info, given["key_padding_mask"])
+    attention = _read_mask(info, given["attn_mask"])
+    if given["is_causal"] and padding is None and not given["need_weights"]:
+        attention = None  # PyTorch takes the hint's word for what the mask says
+    return Multihead(node, outputs[0], given, attention, padding)
+
+
+_PLAIN = (
+    *("embed_dim_to_check", "num_heads", "add_zero_attn", "training", "need_weights"),
+    *("use_separate_proj_weight", "is_causal"),
+)
+
+
+def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
+    """Read a mask; nn.MultiheadAttention hands truth values on as zero and minus infinity."""
+    tensor = info.tensor(node)
+    if tensor is None:
+        return None
+    if tensor.dtype == torch.bool:
+        return Mask(node, node)
+    if node.op != "call_method" or node.target not in ("masked_fill_", "masked_fill"):
+        return Mask(node, None)
+    zeros, taken, *fill = node.args
+    call = read_one(zeros) if isinstance(zeros, Node) else None
+    is_ours = (
+        call is not None
+        and call.op is aten.zeros_like.default
+        and list(zeros.users) == [node]
+        and fill == [-math.inf]
+        and _same_shape(info, taken, node)
+    )
+    return Mask(node, taken, (node, zeros)) if is_ours else Mask(node, None)
+
+
+def _same_shape(info: GraphInfo, taken: Any, node: Node) -> bool:
+    left, right = info.tensor(taken), info.tensor(node)
+    if left is None or right is None or left.dtype != torch.bool or left.dim() != right.dim():
+        return False
+    pairs = zip(left.shape, right.shape, strict=True)
+    return all(compat.statically_true(a == b) for a, b in pairs)
+
+
+def _turned_from(node: Node) -> Node | None:
+    """Return what was turned round, batch and length, or None."""
+    call = read_one(node)
+    if call is None or call.op is not aten.transpose.int:
+        return None
+    is_round = {call.args["dim0"] % 3, call.args["dim1"] % 3} == {0, 1}
+    source: Node | None = call.args["self"] if is_round else None
+    return source
+
+
+def _gains(info: GraphInfo, match: Multihead) -> list[str]:
+    """Return in words what the other way saves; empty where it is PyTorch's own way already."""
+    said = []
+    if match.builds_weights:
+        said.append(f"the attention weights ({_scores(info, match)}), unread, are not built")
+    if match.attention is not None and match.padding is not None:
+        if _rank(info, match.attention.node) == 2:
+            said.append("one mask for all heads in the place of one per head")
+    elif match.attention is not None and (match.builds_weights or _is_readable(info, match)):
+        said.append("the mask is left to recover_attention")
+    elif match.padding is not None and (match.builds_weights or _is_cuda(info, match)):
+        said.append("the padding is left to recover_attention")
+    return said
+
+
+def _rank(info: GraphInfo, node: Node) -> int:
+    tensor = info.tensor(node)
+    assert tensor is not None
+    return tensor.dim()
+
+
+def _is_cuda(info: GraphInfo, match: Multihead) -> bool:
+    tensor = info.tensor(match.output)
+    assert tensor is not None
+    return where_it_runs(tensor.device).type == "cuda"
+
+
+def _lengths(info: GraphInfo, match: Multihead) -> tuple[Any, Any]:
+    """Return the numbers of queries and keys: the first axis, batched or not."""
+    query, key = info.tensor(match.given["query"]), info.tensor(match.given["key"])
+    assert query is not None
+    assert key is not None
+    return query.shape[0], key.shape[0]
+
+
+def _scores(info: GraphInfo, match: Multihead) -> str:
+    query = info.tensor(match.given["query"])
+    assert query is not None
+    batch = query.shape[1] if query.dim() == 3 else 1
+    sizes = (batch, match.given["num_heads"], *_lengths(info, match))
+    return " x ".join(str(compat.size_hint(size)) for size in sizes)
+
+
+def _form(info: GraphInfo, match: Multihead) -> Form | None:
+    """Return what the attention mask says of queries and keys, or None where that is not known."""
+    mask = match.attention
+    if mask is None or _rank(info, mask.node) != 2:
+        return None
+    shape = _lengths(info, match)
+    formula = reader_of(info).formula(mask.taken or mask.node, shape)
+    if formula is None:
+        return None
+    return form_of(negated(formula) if mask.taken is not None else formula, shape)
+
+
+def _is_readable(info: GraphInfo, match: Multihead) -> bool:
+    form = _form(info, match)
+    return form is not None and not form.rest
+
+
+def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
+    """Return whether some query may attend to nothing."""
+    if not match.masks:
+        return False
+    form = _form(info, match) if match.padding is None else None
+    return form is None or not form.is_plain or form.window is not None
+
+
+# --- conditions -----------------------------------------------------------------------------------
+
+
+def _subclass(match: Multihead) -> Decline | None:
+    for node in match.node.all_input_nodes:
+        value = compat.example_value(node)
+        if isinstance(value, torch.Tensor) and not compat.is_fake(value):
+            kind = type(value).__name__
+            return Decline(
+                f"subclass_operand({kind})",
+                f"an operand of the attention is a {kind}, which this pass does not look into",
+            )
+    return None
+
+
+def _unusual(match: Multihead) -> Decline | None:
+    given = match.given
+    held = [given[name] for name in ("bias_k", "bias_v", "static_k", "static_v")]
+    if not given["add_zero_attn"] and all(node is None for node in held):
+        return None
+    return Decline(
+        "keys_of_its_own",
+        "the module has keys or values of its own (add_bias_kv, add_zero_attn, static_k, static_v)",
+        "leave them out",
+    )
+
+
+def _weights_used(match: Multihead) -> Decline | None:
+    if not match.builds_weights:
+        return None
+    for user in match.node.users:
+        if user is match.output:
+            continue
+        onward = list(user.users) if user.target is operator.getitem else [user]
+        if onward:
+            name = node_name(onward[0]) if onward[0].op != "output" else "output"
+            return Decline(
+                f"weights_used({name})",
+                f"the attention weights are also used by `{name}`, so they have to be there",
+                "call the module with need_weights=False",
+            )
+    return None
+
+
+def _dropout(match: Multihead) -> Decline | None:
+    if not match.given["training"] or compat.known_number(match.given["dropout_p"]) == 0:
+        return None
+    return Decline(
+        "dropout_active",
+        "attention dropout is active, and another kernel would drop other weights",
+        "train with a dropout of 0",
+    )
+
+
+def _kernels_chosen(info: GraphInfo) -> Decline | None:
+    if not chooses_kernels(info):
+        return None
+    return Decline(
+        "kernels_chosen",
+        "the code chooses the kernels of attention itself (sdpa_kernel)",
+        "leave the choice to PyTorch, which knows what the new call may use",
+    )
+
+
+def _mutated(info: GraphInfo, match: Multihead) -> Decline | None:
+    """Ask whether truth values behind a mask are still what the mask was made from."""
+    for mask in match.masks:
+        if mask.made_by and mask.taken is not None:
+            held = [mask.node, mask.taken]
+            write = info.written_between(held, mask.node, match.node)
+            if write is not None:
+                return Decline(
+                    "mutated",
+                    f"`{node_name(write)}` writes in place to a mask before attention reads it",
+                    "use the out-of-place form",
+                )
+    return None
+
+
+def _biased(info: GraphInfo, match: Multihead) -> Decline | None:
+    for mask in match.masks:
+        tensor = info.tensor(mask.node)
+        if match.builds_weights and tensor is not None and tensor.requires_grad:
+            return Decline(
+                "mask_is_bias",
+                "the mask is a bias that needs a gradient, which PyTorch's fused kernels have not "
+                "on every device",
+                "call the module with need_weights=False to choose them all the same",
+            )
+    return None
+
+
+def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
+    """Ask whether the call in the place of scores and weights would be one kernel."""
+    output = info.tensor(match.output)
+    assert output is not None
+    device = where_it_runs(output.device).type
+    size = match.given["embed_dim_to_check"] // match.given["num_heads"]
+    reason = ""
+    if device not in ("cpu", "cuda"):
+        reason = f"no fused kernel is known on {device}"
+    elif device == "cuda" and output.dtype not in _FUSED:
+        kind = str(output.dtype).removeprefix("torch.")
+        reason = f"PyTorch has no fused kernel in {kind} on a GPU"
+    elif device == "cuda" and (size > _LARGEST_HEAD or size % 8):
+        reason = "PyTorch's fused kernels take heads of one size up to 256, in steps of 8"
+    return Decline("no_fused_kernel", reason) if reason and match.builds_weights else None
+
+
+_FUSED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+class _Expansion:
+    """Inserts what the call consists of, in the dtype in which it computes, autocast or not."""
+
+    def __init__(self, info: GraphInfo, editor: Editor, match: Multihead) -> None:
+        self.info, self.call, self.match = info, editor.call, match
+        self.item = editor.item
+        output = info.tensor(match.output)
+        assert output is not None
+        self.output = output
+        query = info.tensor(match.given["query"])
+        assert query is not None
+        self.is_batched = query.dim() == 3
+        self.heads: int = match.given["num_heads"]
+        self.width: int = match.given["embed_dim_to_check"]
+
+    def result(self) -> Node:
+        """Insert all parts; return the node of the output."""
+        query, key, value = self._projected()
+        keep = self._mask()
+        attended = self.call(aten.scaled_dot_product_attention.default, query, key, value, keep)
+        if self.match.builds_weights and keep is not None and _may_be_empty(self.info, self.match):
+            attended = self.call(aten.mul.Tensor, attended, self._nothing_is_nan(keep))
+        # As the original lays it out: the longer axis first, then the batch.
+        flat = self.call(aten.permute.default, attended, [2, 0, 1, 3])
+        flat = self.call(aten.flatten.using_ints, flat, 2, 3)
+        if not self.is_batched:
+            flat = self.call(aten.select.int, flat, 1, 0)
+        flat = self.call(aten.contiguous.default, flat)
+        names = ("out_proj_weight", "out_proj_bias")
+        out = self.call(aten.linear.default, flat, *(self._cast(self._given(n)) for n in names))
+        found = compat.example_value(out).stride()
+        pairs = zip(found, self.output.stride(), strict=True)
+        if not all(compat.statically_true(a == b) for a, b in pairs):
+            raise EditRefused(f"{self.match.output.name} would change its layout")
+        return out
+
+    def _given(self, name: str) -> Node | None:
+        node: Node | None = self.match.given[name]
+        return None if node is None else self.info.current(node)
+
+    def _cast(self, node: Node | None) -> Node | None:
+        if node is None or compat.example_value(node).dtype == self.output.dtype:
+            return node
+        return self.call(aten.to.dtype, node, self.output.dtype)
+
+    # --- projections ------------------------------------------------------------------------------
+
+    def _projected(self) -> list[Node]:
+        """Return query, key and value as (batch, heads, length, head size)."""
+        given = self.match.given
+        query, key, value = (given[name] for name in ("query", "key", "value"))
+        if given["use_separate_proj_weight"]:
+            weights = [self._cast(self._given(f"{x}_proj_weight")) for x in "qkv"]
+            biases = self._split(self._given("in_proj_bias"), 1, 1, 1)
+            return [
+                self._projection(*parts, 1)[0]
+                for parts in zip((query, key, value), weights, biases, strict=True)
+            ]
+        shares = (3,) if query is key is value else (1, 2) if key is value else (1, 1, 1)
+        weights = self._split(self._given("in_proj_weight"), *shares)
+        biases = self._split(self._given("in_proj_bias"), *shares)
+        found: list[Node] = []
+        for source, parts, weight, bias in zip(
+            (query, key, value), shares, weights, biases, strict=False
+        ):
+            found += self._projection(source, weight, bias, parts)
+        return found
+
+    def _split(self, packed: Node | None, *shares: int) -> list[Node | None]:
+        """Cut a packed weight or bias into shares of the width."""
+        packed = self._cast(packed)
+        if packed is None or len(shares) == 1:
+            return [packed] * len(shares)
+        sizes = [share * self.width for share in shares]
+        pieces = self.call(aten.split_with_sizes.default, packed, sizes)
+        return [self.item(pieces, place) for place in range(len(shares))]
+
+    def _projection(
+        self, source: Node, weight: Node | None, bias: Node | None, parts: int
+    ) -> list[Node]:
+        """Project once, and return the parts as (batch, heads, length, head size)."""
+        x, batch = self._batch_first(source)
+        x = self.call(aten.linear.default, self._cast(x), weight, bias)
+        sizes = [parts, self.heads, self.width // self.heads]
+        x = self.call(aten.unflatten.int, x, 2, sizes)
+        x = self.call(aten.permute.default, x, [2, batch, 3, 1 - batch, 4])
+        pieces = self.call(aten.unbind.int, x)
+        return [self.item(pieces, place) for place in range(parts)]
+
+    def _batch_first(self, source: Node) -> tuple[Node, int]:
+        """Return three axes to project, and which of the first two is the batch.
+
+        A module with ``batch_first`` turns its inputs round; what lies behind is projected without
+        a copy.
+        """
+        node = self.info.current(source)
+        if not self.is_batched:
+            return self.call(aten.unsqueeze.default, node, 0), 0
+        turned = _turned_from(node)
+        return (node, 1) if turned is None else (turned, 0)
+
+    # --- masks ------------------------------------------------------------------------------------
+
+    def _mask(self) -> Node | None:
+        """Return one mask: true where a key counts, or numbers to add; None without one."""
+        masks = self.match.masks
+        if not masks:
+            return None
+        if all(mask.taken is not None for mask in masks):
+            taken = [self._four_axes(mask, mask.taken) for mask in masks]
+            either = taken[0] if len(taken) == 1 else self.call(aten.bitwise_or.Tensor, *taken)
+            return self.call(aten.bitwise_not.default, either)
+        added = [self._cast(self._four_axes(mask, self._as_numbers(mask))) for mask in masks]
+        return added[0] if len(added) == 1 else self.call(aten.add.Tensor, *added)
+
+    def _as_numbers(self, mask: Mask) -> Node:
+        node = self.info.current(mask.node)
+        if mask.made_by or mask.taken is None:
+            return node
+        zeros = self.call(aten.zeros_like.default, node, dtype=self.output.dtype)
+        return self.call(aten.masked_fill.Scalar, zeros, node, -math.inf)
+
+    def _four_axes(self, mask: Mask, node: Node | None) -> Node:
+        """Return a mask that broadcasts to the scores."""
+        assert node is not None
+        node = self.info.current(node)
+        rank = compat.example_value(node).dim()
+        if mask is self.match.attention:
+            if rank == 3:  # one for each sequence and head
+                return self.call(aten.unflatten.int, node, 0, [-1, self.heads])
+            return self._unsqueezed(node, 0, 0)
+        return self._unsqueezed(node, 1, 1) if rank == 2 else self._unsqueezed(node, 0, 0, 0)
+
+    def _unsqueezed(self, node: Node, *places: int) -> Node:
+        for place in places:
+            node = self.call(aten.unsqueeze.default, node, place)
+        return node
+
+    def _nothing_is_nan(self, mask: Node) -> Node:
+        """Return nan for queries that attend to nothing, else 1: a softmax of minus infinities."""
+        if compat.example_value(mask).dtype != torch.bool:
+            mask = self.call(aten.gt.Scalar, mask, -math.inf)
+        counts = self.call(aten.any.dim, mask, -1, True)
+        factor = self.call(aten.where.Scalar, counts, 1.0, math.nan)
+        return self._cast(factor) or factor
