@@ -31,7 +31,8 @@ from .base import Decline, Done
 from .canonical import aten, read_one
 from .editor import Editor, EditRefused
 from .graph_info import GraphInfo, node_name
-from .mask_algebra import Form, form_of, negated
+from .mask_algebra import negated
+from .mask_forms import Form, form_of
 from .recover_attention import chooses_kernels, reader_of
 
 _LARGEST_HEAD = 256
