@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memeff_compile.kernels.attention import op as _attention
 from memeff_compile.kernels.embedding import op as _embedding
 from memeff_compile.kernels.gated_linear import op as _gated_linear
 from memeff_compile.kernels.kv_cache import op as _kv_cache
@@ -9,4 +10,4 @@ from memeff_compile.kernels.linear_cross_entropy import op as _linear_cross_entr
 
 __all__: list[str] = []
 
-del _embedding, _gated_linear, _kv_cache, _linear_cross_entropy
+del _attention, _embedding, _gated_linear, _kv_cache, _linear_cross_entropy

@@ -1,0 +1,27 @@
+"""Attention under masks that are said rather than stored, forward and backward.
+
+A dense mask is B x M x N numbers that each layer reads again, and a chain of matmul, softcap, mask
+and softmax builds as many per head. Nearly all masks of models are one of a few conditions, or
+several of them at once: a key stands no further ahead than so much, no further behind than so much,
+is no padding, and belongs to the document of its query.
+
+    attention            softmax attention over the keys for which all given conditions hold
+    attention_backward   the gradients of q, k and v; the scores are computed again, tile by tile
+
+Query heads that share a key head read it where it is.
+"""
+
+from __future__ import annotations
+
+from memeff_compile.kernels.attention.memory import backward_bytes as backward_bytes
+from memeff_compile.kernels.attention.memory import bytes_after as bytes_after
+from memeff_compile.kernels.attention.memory import bytes_before as bytes_before
+from memeff_compile.kernels.attention.memory import mask_bytes as mask_bytes
+from memeff_compile.kernels.attention.op import EMPTY_ROWS as EMPTY_ROWS
+from memeff_compile.kernels.attention.op import ENGINES as ENGINES
+from memeff_compile.kernels.attention.op import MAX_DEPTH as MAX_DEPTH
+from memeff_compile.kernels.attention.op import attention as attention
+from memeff_compile.kernels.attention.op import attention_backward as attention_backward
+from memeff_compile.kernels.attention.op import engine_for as engine_for
+from memeff_compile.kernels.attention.op import served as served
+from memeff_compile.kernels.attention.op import supports as supports

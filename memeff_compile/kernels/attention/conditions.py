@@ -1,0 +1,77 @@
+"""Which keys count for which queries, and what the engines are told about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What has to hold for a key to count for a query, and how the scores are made.
+
+    Attributes:
+        key_mask: bool (B or 1, N): keys that count at all, or None.
+        query_ids, key_ids: (B or 1, M) and (B or 1, N): equal where a key counts, or both None.
+        ahead: query m sees keys up to m + ahead, or None for no bound.
+        behind: query m sees keys from m - behind on, or None for no bound.
+        scale: factor of the scores.
+        softcap: c > 0 makes a score c * tanh(score / c); 0 leaves it.
+        mean: a query without any key that counts gets the mean of all values instead of zeros.
+    """
+
+    key_mask: Tensor | None
+    query_ids: Tensor | None
+    key_ids: Tensor | None
+    ahead: int | None
+    behind: int | None
+    scale: float
+    softcap: float
+    mean: bool
+
+    def has_tables(self) -> bool:
+        """Say whether anything but the positions decides."""
+        return self.key_mask is not None or self.query_ids is not None
+
+    def positions_leave_a_key(self, queries: int, keys: int) -> bool:
+        """Say whether every query has a key within `ahead` and `behind`.
+
+        Example: with ahead=0 alone it is so for any number of keys but none.
+        """
+        if not keys:
+            return False
+        ahead = keys if self.ahead is None else self.ahead
+        behind = queries if self.behind is None else self.behind
+        return ahead >= 0 and queries - 1 - behind <= keys - 1 and ahead + behind >= 0
+
+    def has_empty_means(self, queries: int, keys: int) -> bool:
+        """Say whether a query may get the mean of all values, which has to visit every key."""
+        return self.mean and (self.has_tables() or not self.positions_leave_a_key(queries, keys))
+
+    def keys_of(self, first: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
+        """Return the range of keys that the queries from `first` to before `stop` need.
+
+        Example: with ahead=0 and behind=2, queries 8 to 11 of many need keys 6 to 11.
+        """
+        if self.has_empty_means(queries, keys):
+            return 0, keys
+        low = 0 if self.behind is None else min(keys, max(0, first - self.behind))
+        high = keys if self.ahead is None else min(keys, max(0, stop + self.ahead))
+        return low, max(low, high)
+
+    def counts(self, first: int, stop: int, low: int, high: int, device: torch.device) -> Tensor:
+        """Return bool (B or 1, stop - first, high - low): which keys count for which queries."""
+        query = torch.arange(first, stop, device=device)[:, None]
+        key = torch.arange(low, high, device=device)[None, :]
+        found = torch.ones(1, stop - first, high - low, dtype=torch.bool, device=device)
+        if self.ahead is not None:
+            found = found & (key - query <= self.ahead)
+        if self.behind is not None:
+            found = found & (query - key <= self.behind)
+        if self.key_mask is not None:
+            found = found & self.key_mask[:, None, low:high]
+        if self.query_ids is not None and self.key_ids is not None:
+            found = found & (self.query_ids[:, first:stop, None] == self.key_ids[:, None, low:high])
+        return found

@@ -1,0 +1,52 @@
+"""Bytes before and after, as formulas in B (sequences), H (query heads), M, N and D.
+
+M is the number of queries, N that of keys, D the head dimension. They count what lives beside q, k,
+v, the output and the gradients.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import sympy
+import torch
+
+Size: TypeAlias = sympy.Expr | int
+
+
+def bytes_before(
+    batch: Size, heads: Size, queries: Size, keys: Size, *, dtype: torch.dtype
+) -> sympy.Expr:
+    """Return the bytes of one buffer of scores or weights, of which a chain builds several.
+
+    Args:
+        batch, heads, queries, keys: B, H, M, N as symbols or numbers.
+        dtype: dtype of the buffer.
+
+    Example: bytes_before(4, 8, 2048, 2048, dtype=torch.float32) == 512 << 20.
+    """
+    return dtype.itemsize * sympy.sympify(batch) * heads * queries * keys
+
+
+def mask_bytes(batch: Size, queries: Size, keys: Size, *, dtype: torch.dtype) -> sympy.Expr:
+    """Return the bytes of a dense mask, one per sequence.
+
+    Example: mask_bytes(8, 2048, 2048, dtype=torch.bool) == 32 << 20.
+    """
+    return dtype.itemsize * sympy.sympify(batch) * queries * keys
+
+
+def bytes_after(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
+    """Return the bytes that the forward keeps for the backward beside its output: the fp32 lse.
+
+    Example: bytes_after(4, 8, 2048) == 4 * 4 * 8 * 2048.
+    """
+    return 4 * sympy.sympify(batch) * heads * queries
+
+
+def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
+    """Return the bytes that the backward needs beside the gradients: one fp32 per query.
+
+    Example: backward_bytes(4, 8, 2048) == 4 * 4 * 8 * 2048.
+    """
+    return 4 * sympy.sympify(batch) * heads * queries

@@ -1,0 +1,398 @@
+"""memeff::attention and its backward: schemas, validation, engines, fakes, autograd.
+
+Both are opaque and functional. The forward keeps q, k, v, its output and one number per query; the
+backward computes the scores again. `lse` is for the backward and not differentiable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels._triton.device import kernels_serve, where_it_runs
+from memeff_compile.kernels.attention import reference
+from memeff_compile.kernels.attention.conditions import Conditions
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+HALF = (torch.bfloat16, torch.float16)
+IDS = (torch.int32, torch.int64)
+MAX_DEPTH = 256
+
+EMPTY_ROWS = ("zeros", "mean")
+"""What a query gets for which no key counts: zeros, or the mean of all values."""
+
+ENGINES = {
+    "tiles": (
+        "tiles of queries against tiles of keys, only those where a key counts, in Triton kernels "
+        "(CUDA, compute capability 8.0 or later; bf16, fp16)"
+    ),
+    "reference": "plain PyTorch, a block of queries at a time (any device, also fp32 and fp64)",
+}
+
+_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
+_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? key_mask=None, Tensor? query_ids=None, "
+    "Tensor? key_ids=None, *, SymInt? ahead=None, SymInt? behind=None, float? scale=None, "
+    'float softcap=0.0, str empty_rows="zeros") -> (Tensor out, Tensor lse)',
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
+    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor? key_mask, Tensor? query_ids, Tensor? key_ids, SymInt? ahead, SymInt? behind, "
+    "float? scale, float softcap, str empty_rows) -> (Tensor, Tensor, Tensor)",
+    tags=_COMPLIANT,
+)
+
+
+# --- validation -----------------------------------------------------------------------------------
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    *,
+    softcap: float = 0.0,
+    empty_rows: str = "zeros",
+) -> str | None:
+    """Say in a sentence why the op cannot serve these inputs, or return None if it can.
+
+    Args:
+        q: (B, H, M, D).
+        k, v: (B, G, N, D), H a multiple of G.
+        key_mask: bool (B or 1, N).
+        query_ids, key_ids: int32 or int64 (B or 1, M) and (B or 1, N).
+        softcap: 0 for none.
+        empty_rows: one of `EMPTY_ROWS`.
+
+    Example: supports(torch.ones(1, 4, 5, 8), *2 * [torch.ones(1, 2, 9, 8)]) is None.
+    """
+    return (
+        _unlike_settings(softcap, empty_rows)
+        or _unlike_tensors(q, k, v)
+        or _unlike_shapes(q, k, v)
+        or _unlike_tables(q, k, key_mask, query_ids, key_ids)
+    )
+
+
+def _unlike_settings(softcap: float, empty_rows: str) -> str | None:
+    if not softcap >= 0.0:
+        return f"softcap is {softcap}; a number above 0 is needed, or 0 for none."
+    if empty_rows not in EMPTY_ROWS:
+        return f"empty_rows is {empty_rows!r}; one of {', '.join(EMPTY_ROWS)} is needed."
+    return None
+
+
+def _unlike_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
+            return f"{name} is {kind}; a plain strided tensor is needed. Dequantise or densify it."
+        if tensor.dtype not in FLOATING:
+            return (
+                f"{name} has dtype {_short(tensor.dtype)}; bfloat16, float16, float32 or float64 "
+                "is needed. Dequantise or cast it."
+            )
+        if tensor.dim() != 4:
+            return f"{name} has {tensor.dim()} dimensions; (batch, heads, length, depth) is needed."
+        if tensor.dtype != q.dtype:
+            return (
+                f"q has dtype {_short(q.dtype)} and {name} {_short(tensor.dtype)}; "
+                "cast them to one dtype."
+            )
+        if tensor.device != q.device:
+            return f"q is on {q.device} and {name} on {tensor.device}; move them to one device."
+    return None
+
+
+def _unlike_shapes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if k.shape != v.shape:
+        return f"k is {_shape(k)} and v {_shape(v)}; they need the same shape."
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        return (
+            f"q is {_shape(q)} and k and v {_shape(k)}; batch and depth need to be the same. "
+            "Expand them over the batch."
+        )
+    heads, groups = q.shape[1], k.shape[1]
+    if groups == 0 or heads % groups:
+        return f"q has {heads} heads and k and v {groups}; a multiple of them is needed."
+    if not 0 < q.shape[3] <= MAX_DEPTH:
+        return f"the head dimension is {q.shape[3]}; 1 to {MAX_DEPTH} is served."
+    return None
+
+
+def _unlike_tables(
+    q: Tensor,
+    k: Tensor,
+    key_mask: Tensor | None,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+) -> str | None:
+    if (query_ids is None) != (key_ids is None):
+        given, missing = ("key_ids", "query_ids") if query_ids is None else ("query_ids", "key_ids")
+        return f"{given} is given without {missing}; both are needed, or neither."
+    tables = (
+        ("key_mask", key_mask, (torch.bool,), k.shape[2]),
+        ("query_ids", query_ids, IDS, q.shape[2]),
+        ("key_ids", key_ids, IDS, k.shape[2]),
+    )
+    for name, table, dtypes, length in tables:
+        if table is None:
+            continue
+        if table.dtype not in dtypes or table.dim() != 2 or table.device != q.device:
+            wanted = " or ".join(_short(dtype) for dtype in dtypes)
+            return (
+                f"{name} is {_short(table.dtype)} with {table.dim()} dimensions on "
+                f"{table.device}; {wanted} of (batch or 1, length) on {q.device} is needed."
+            )
+        rows = table.shape[0]
+        if (rows != 1 and rows != q.shape[0]) or table.shape[1] != length:
+            return f"{name} is {_shape(table)}; (1 or {q.shape[0]}, {length}) is needed."
+    if query_ids is not None and key_ids is not None and query_ids.dtype != key_ids.dtype:
+        return (
+            f"query_ids has dtype {_short(query_ids.dtype)} and key_ids {_short(key_ids.dtype)}; "
+            "cast them to one dtype."
+        )
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape)
+
+
+def _require_support(
+    name: str,
+    operands: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor | None, Tensor | None, Tensor | None],
+    softcap: float,
+    empty_rows: str,
+) -> None:
+    sentence = supports(*operands, *tables, softcap=softcap, empty_rows=empty_rows)
+    if sentence is not None:
+        raise UnsupportedInputError(f"{name}: {sentence}")
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
+    """Say in a sentence why the engine `tiles` does not serve this, or return "" if it does.
+
+    Args:
+        device: where q, k and v are.
+        dtype: their dtype.
+        depth: their head dimension.
+
+    Example: served(torch.device("cpu"), torch.float32, 64) names the device.
+    """
+    if where_it_runs(device).type != "cuda":
+        return f"the tile kernels run on CUDA and the tensors are on {device.type}"
+    if dtype not in HALF:
+        return f"the tile kernels compute in bfloat16 and float16, and this is {_short(dtype)}"
+    if not 0 < depth <= MAX_DEPTH:
+        return f"the tile kernels serve head dimensions up to {MAX_DEPTH}, and this is {depth}"
+    if not kernels_serve(device, dtype):
+        return "the tile kernels need triton and compute capability 8.0 or later"
+    return ""
+
+
+def engine_for(device: torch.device, dtype: torch.dtype, depth: int = MAX_DEPTH) -> str:
+    """Name the engine that serves tensors of this kind: a key of `ENGINES`."""
+    return "reference" if served(device, dtype, depth) else "tiles"
+
+
+def _engine(q: Tensor) -> Any:  # noqa: ANN401 - a module
+    return reference
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Keep autocast, which reaches into opaque ops, away from the products."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+# --- forward and backward -------------------------------------------------------------------------
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    *,
+    ahead: int | None = None,
+    behind: int | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    empty_rows: str = "zeros",
+) -> tuple[Tensor, Tensor]:
+    tables = (key_mask, query_ids, key_ids)
+    _require_support("attention", (q, k, v), tables, softcap, empty_rows)
+    given = _conditions(q, tables, ahead, behind, scale, softcap, empty_rows)
+    with _without_autocast(q.device.type):
+        found: tuple[Tensor, Tensor] = _engine(q).attend(q, k, v, given)
+    return found
+
+
+def _fake_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    *,
+    ahead: int | None = None,
+    behind: int | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    empty_rows: str = "zeros",
+) -> tuple[Tensor, Tensor]:
+    del ahead, behind, scale
+    tables = (key_mask, query_ids, key_ids)
+    _require_support("attention", (q, k, v), tables, softcap, empty_rows)
+    return _heads_inside(q, q.dtype), q.new_empty(q.shape[:3], dtype=_sum_dtype(q.dtype))
+
+
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_mask: Tensor | None,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+    ahead: int | None,
+    behind: int | None,
+    scale: float | None,
+    softcap: float,
+    empty_rows: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tables = (key_mask, query_ids, key_ids)
+    _require_support("attention_backward", (q, k, v), tables, softcap, empty_rows)
+    given = _conditions(q, tables, ahead, behind, scale, softcap, empty_rows)
+    with _without_autocast(q.device.type):
+        found: tuple[Tensor, Tensor, Tensor] = _engine(q).gradients(
+            grad_out, q, k, v, out, lse, given
+        )
+    return found
+
+
+def _fake_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_mask: Tensor | None,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+    ahead: int | None,
+    behind: int | None,
+    scale: float | None,
+    softcap: float,
+    empty_rows: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    del grad_out, out, lse, ahead, behind, scale
+    tables = (key_mask, query_ids, key_ids)
+    _require_support("attention_backward", (q, k, v), tables, softcap, empty_rows)
+    return _heads_inside(q, q.dtype), _heads_inside(k, k.dtype), _heads_inside(v, v.dtype)
+
+
+def _conditions(
+    q: Tensor,
+    tables: tuple[Tensor | None, Tensor | None, Tensor | None],
+    ahead: int | None,
+    behind: int | None,
+    scale: float | None,
+    softcap: float,
+    empty_rows: str,
+) -> Conditions:
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    return Conditions(*tables, ahead, behind, factor, softcap, empty_rows == "mean")
+
+
+def _heads_inside(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an empty (B, H, L, D) laid out as (B, L, H, D), as models want it back."""
+    batch, heads, length, depth = like.shape
+    return like.new_empty((batch, length, heads, depth), dtype=dtype).transpose(1, 2)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# --- autograd -------------------------------------------------------------------------------------
+
+
+def _setup_context(
+    ctx: Any,  # noqa: ANN401
+    inputs: tuple[Any, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, Tensor],
+) -> None:
+    q, k, v, *tables = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, *tables)
+    names = ("ahead", "behind", "scale", "softcap", "empty_rows")
+    ctx.settings = tuple(keyword_only_inputs[name] for name in names)
+
+
+def _link(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    del grad_lse
+    if grad is None:
+        return (None,) * 6
+    if torch.is_grad_enabled():  # create_graph=True
+        found = _Once.apply(grad, *ctx.saved_tensors, *ctx.settings)  # type: ignore[no-untyped-call]
+    else:
+        found = torch.ops.memeff.attention_backward.default(grad, *ctx.saved_tensors, *ctx.settings)
+    needed = ctx.needs_input_grad
+    gradients = (each if need else None for each, need in zip(found, needed[:3], strict=True))
+    return (*gradients, None, None, None)
+
+
+class _Once(torch.autograd.Function):
+    """The gradients where a second derivative may be asked for: it is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:  # noqa: ANN401
+        return torch.ops.memeff.attention_backward.default(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ANN401
+        raise DoubleBackwardError(
+            "attention: a second derivative of the fused attention was asked for, and the op has "
+            "only a first one. Compile with options={'memeff.attention': 'off'}."
+        )
+
+
+_LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("memeff::attention", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake("memeff::attention_backward", _fake_backward, lib=_LIBRARY)
+torch.library.register_autograd(
+    "memeff::attention", _link, setup_context=_setup_context, lib=_LIBRARY
+)
+
+attention = torch.ops.memeff.attention.default
+attention_backward = torch.ops.memeff.attention_backward.default

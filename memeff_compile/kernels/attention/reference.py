@@ -1,0 +1,172 @@
+"""Engine R: the formula in plain PyTorch, a block of queries at a time, on any device.
+
+The scores of a block are built in fp32 (fp64 for fp64) and dropped; those of all queries never
+exist at once. Keys that `ahead` and `behind` put out of a block's reach are not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.attention.conditions import Conditions
+
+BLOCK_SCORES = 1 << 22
+"""Scores of one block: enough for the products to be fast, 16 MiB in fp32."""
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """q, k and v in the dtype of the sums, query heads grouped by the key head they share.
+
+    Attributes:
+        q: (B, G, R, M, D) with R query heads to a key head.
+        k, v: (B, G, N, D).
+        given: the conditions.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    given: Conditions
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Return the blocks of queries, first and stop."""
+        batch, groups, repeat, queries, _ = self.q.shape
+        size = block_of(batch * groups * repeat, queries, self.k.shape[2])
+        return ((first, min(first + size, queries)) for first in range(0, queries, size))
+
+    def scores(self, first: int, stop: int) -> tuple[Tensor, Tensor, slice]:
+        """Return the scores of a block, after the softcap, those that count, and their keys.
+
+        Both are (B, G, R, stop - first, keys) or broadcast to it; what does not count is not
+        masked yet.
+        """
+        low, high = self.given.keys_of(first, stop, self.q.shape[3], self.k.shape[2])
+        keys = slice(low, high)
+        rows = self.q[:, :, :, first:stop]
+        score = _product(rows, self.k[:, :, keys].transpose(2, 3)) * self.given.scale
+        if self.given.softcap:
+            score = self.given.softcap * torch.tanh(score / self.given.softcap)
+        counts = self.given.counts(first, stop, low, high, self.q.device)
+        return score, counts[:, None, None], keys
+
+
+def block_of(heads: int, queries: int, keys: int) -> int:
+    """Return the queries of a block: as many as `BLOCK_SCORES` holds, at least 16.
+
+    Args:
+        heads: sequences times query heads.
+        queries, keys: of one head.
+
+    Example: block_of(32, 2048, 2048) == 64.
+    """
+    return max(1, min(queries, max(16, BLOCK_SCORES // max(1, heads * keys))))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply (B, G, R, m, X) by (B, G, X, Y) for each of the R heads of a group."""
+    batch, groups, repeat, rows, inner = a.shape
+    found = torch.matmul(a.reshape(batch, groups, repeat * rows, inner), b)
+    return found.view(batch, groups, repeat, rows, b.shape[3])
+
+
+def _product_over_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Sum a^T b of (B, G, R, m, X) and (B, G, R, m, Y) over queries and heads of a group."""
+    left, right = (each.flatten(2, 3) for each in (a, b))
+    return torch.matmul(left.transpose(2, 3), right)
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Operands:
+    batch, heads, queries, depth = q.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if given.key_mask is not None and not given.mean:
+        # What padding holds must not reach anything, not even as 0 * nan.
+        hidden = ~given.key_mask[:, None, :, None]
+        k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+    groups = k.shape[1]
+    return _Operands(q.reshape(batch, groups, heads // groups, queries, depth), k, v, given)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, Tensor]:
+    """Attend to the keys that count.
+
+    Args:
+        q: (B, H, M, D).
+        k, v: (B, G, N, D).
+        given: the conditions.
+
+    Returns:
+        (B, H, M, D) laid out as (B, M, H, D), and the logarithm of the sum of the weights,
+        (B, H, M) in fp32 or fp64: minus infinity for a query without keys.
+    """
+    batch, heads, queries, depth = q.shape
+    every = _operands(q, k, v, given)
+    out = q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+    lse = every.q.new_empty((batch, heads, queries))
+    for first, stop in every.blocks():
+        score, counts, keys = every.scores(first, stop)
+        score = score.masked_fill(~counts, -math.inf)
+        if score.shape[4] == 0:
+            out[:, :, first:stop] = 0.0
+            lse[:, :, first:stop] = -math.inf
+            continue
+        sums = score.logsumexp(-1, keepdim=True)
+        weight = torch.exp(score - sums).masked_fill(sums == -math.inf, _weight_of_none(every))
+        found = _product(weight, every.v[:, :, keys])
+        out[:, :, first:stop] = found.reshape(batch, heads, stop - first, depth)
+        lse[:, :, first:stop] = sums.reshape(batch, heads, stop - first)
+    return out, lse
+
+
+def _weight_of_none(every: _Operands) -> float:
+    """Return what each key weighs for a query without keys that count."""
+    return 1.0 / max(1, every.k.shape[2]) if every.given.mean else 0.0
+
+
+def gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    given: Conditions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, each laid out with its heads beside its depth.
+
+    Args:
+        grad_out: (B, H, M, D), of out.
+        q, k, v, given: as for `attend`.
+        out, lse: what it returned.
+    """
+    every = _operands(q, k, v, given)
+    grad = grad_out.to(every.q.dtype).reshape(every.q.shape)
+    delta = (grad * out.to(every.q.dtype).reshape(every.q.shape)).sum(-1, keepdim=True)
+    sums = lse.reshape(*every.q.shape[:4], 1)
+    grad_q, grad_k, grad_v = (
+        each.new_zeros(each.shape[0], each.shape[2], each.shape[1], each.shape[3]).transpose(1, 2)
+        for each in (q, every.k, every.v)
+    )
+    for first, stop in every.blocks():
+        score, counts, keys = every.scores(first, stop)
+        rows = (slice(None), slice(None), slice(None), slice(first, stop))
+        is_none = sums[rows] == -math.inf
+        weight = torch.exp(score - sums[rows]).masked_fill(~counts, 0.0)
+        weight = weight.masked_fill(is_none, _weight_of_none(every))
+        slope = weight * (_product(grad[rows], every.v[:, :, keys].transpose(2, 3)) - delta[rows])
+        slope = slope.masked_fill(weight == 0.0, 0.0)
+        if given.softcap:
+            slope = slope * (1.0 - (score / given.softcap).square())
+        slope = slope * given.scale
+        grad_q[:, :, first:stop] = _product(slope, every.k[:, :, keys]).reshape(
+            q.shape[0], q.shape[1], stop - first, q.shape[3]
+        )
+        grad_k[:, :, keys] += _product_over_rows(slope, every.q[rows])
+        grad_v[:, :, keys] += _product_over_rows(weight, grad[rows])
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
