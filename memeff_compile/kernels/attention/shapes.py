@@ -1,0 +1,115 @@
+"""How the engine `tiles` cuts the work: tile sizes, warps and stages per kernel.
+
+Everything follows from the head dimension and the GPU's kind, never from what tables hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KERNELS = ("forward", "query_gradient", "key_gradient")
+
+BOUNDS_CHUNK = 2048
+"""Places that the kernel of the bounds looks at together."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is compiled for.
+
+    Attributes:
+        rows: queries per tile.
+        keys: keys per tile.
+        warps: warps per program.
+        stages: tiles in flight.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the room that shared memory leaves, then by kernel and padded head dimension.
+_SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
+    "hopper": {  # 227 KiB, products of warp groups
+        "forward": {
+            64: Shape(128, 128, 4, 3),
+            128: Shape(128, 64, 8, 3),
+            256: Shape(128, 64, 8, 2),
+        },
+        "query_gradient": {
+            64: Shape(128, 64, 8, 3),
+            128: Shape(128, 64, 8, 3),
+            256: Shape(64, 64, 8, 2),
+        },
+        "key_gradient": {
+            64: Shape(64, 128, 8, 3),
+            128: Shape(64, 128, 8, 3),
+            256: Shape(64, 64, 8, 2),
+        },
+    },
+    "roomy": {  # 163 KiB on 8.0
+        "forward": {
+            64: Shape(128, 64, 4, 3),
+            128: Shape(128, 64, 8, 3),
+            256: Shape(64, 32, 8, 2),
+        },
+        "query_gradient": {
+            64: Shape(128, 64, 8, 2),
+            128: Shape(64, 64, 8, 2),
+            256: Shape(64, 32, 8, 1),
+        },
+        "key_gradient": {
+            64: Shape(64, 128, 8, 2),
+            128: Shape(64, 64, 8, 2),
+            256: Shape(32, 64, 8, 1),
+        },
+    },
+    "narrow": {  # 99 KiB
+        "forward": {
+            64: Shape(128, 64, 4, 2),
+            128: Shape(128, 32, 8, 2),
+            256: Shape(64, 32, 8, 1),
+        },
+        "query_gradient": {
+            64: Shape(64, 64, 4, 2),
+            128: Shape(64, 32, 8, 1),
+            256: Shape(32, 32, 8, 1),
+        },
+        "key_gradient": {
+            64: Shape(64, 64, 4, 2),
+            128: Shape(32, 64, 8, 1),
+            256: Shape(32, 32, 8, 1),
+        },
+    },
+}
+
+
+def kind_of(capability: tuple[int, int]) -> str:
+    """Return which table of shapes a compute capability takes.
+
+    Example: kind_of((9, 0)) == "hopper" and kind_of((8, 9)) == "narrow".
+    """
+    if capability[0] in (9, 10):
+        return "hopper"
+    return "roomy" if capability == (8, 0) else "narrow"
+
+
+def shape_for(kernel: str, depth: int, capability: tuple[int, int]) -> Shape:
+    """Return the tile of a kernel.
+
+    Args:
+        kernel: one of `KERNELS`.
+        depth: head dimension.
+        capability: of the GPU.
+
+    Example: shape_for("forward", 128, (9, 0)).rows == 128.
+    """
+    table = _SHAPES[kind_of(capability)][kernel]
+    return table[max(64, depth_block(depth))]
+
+
+def depth_block(depth: int) -> int:
+    """Return the power of two that holds a head dimension: at least 16."""
+    return max(16, 1 << (depth - 1).bit_length())
