@@ -27,6 +27,7 @@ POINTERS = {
     "key_ids_ptr": "*i64",
     "bounds_ptr": "*i32",
     "lse_ptr": "*fp32",
+    "sums_ptr": "*fp32",
     "delta_ptr": "*fp32",
 }
 FLOATS = ("scale", "inner", "factor")
@@ -40,6 +41,8 @@ PLAIN = {
     "SIGN": 1,
     "SOFTCAP": False,
     "UPCAST": False,
+    "WITH_K": True,
+    "WITH_V": True,
 }
 WINDOW = {**PLAIN, "HAS_BEHIND": True}
 TABLES = {**WINDOW, "HAS_KEY_MASK": True, "HAS_IDS": True, "HAS_BOUNDS": True}

@@ -22,31 +22,34 @@ class Shape:
         keys: keys per tile.
         warps: warps per program.
         stages: tiles in flight.
+        is_split: the gradients of keys and of values come from a launch each, which computes the
+            scores once more; both sums do not fit in the registers of wide heads.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    is_split: bool = False
 
 
 # By the room that shared memory leaves, then by kernel and padded head dimension.
 _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
     "hopper": {  # 227 KiB, products of warp groups
         "forward": {
-            64: Shape(128, 128, 4, 3),
-            128: Shape(128, 64, 8, 3),
+            64: Shape(128, 128, 8, 2),
+            128: Shape(128, 128, 8, 2),
             256: Shape(128, 64, 8, 2),
         },
         "query_gradient": {
             64: Shape(128, 64, 8, 3),
             128: Shape(128, 64, 8, 3),
-            256: Shape(64, 64, 8, 2),
+            256: Shape(128, 32, 8, 2),
         },
         "key_gradient": {
-            64: Shape(64, 128, 8, 3),
-            128: Shape(64, 128, 8, 3),
-            256: Shape(64, 64, 8, 2),
+            64: Shape(64, 128, 8, 2),
+            128: Shape(32, 128, 8, 3),
+            256: Shape(32, 64, 8, 2, is_split=True),
         },
     },
     "roomy": {  # 163 KiB on 8.0
@@ -86,6 +89,19 @@ _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
 }
 
 
+# The same, where tables take registers of their own.
+_SHAPES_WITH_TABLES: dict[str, dict[str, dict[int, Shape]]] = {
+    "hopper": {
+        "forward": {
+            64: Shape(128, 64, 8, 3),
+            128: Shape(128, 64, 8, 3),
+            256: Shape(128, 32, 8, 2),
+        },
+        "query_gradient": {256: Shape(64, 32, 8, 2)},
+    },
+}
+
+
 def kind_of(capability: tuple[int, int]) -> str:
     """Return which table of shapes a compute capability takes.
 
@@ -96,18 +112,24 @@ def kind_of(capability: tuple[int, int]) -> str:
     return "roomy" if capability == (8, 0) else "narrow"
 
 
-def shape_for(kernel: str, depth: int, capability: tuple[int, int]) -> Shape:
+def shape_for(
+    kernel: str, depth: int, capability: tuple[int, int], *, has_tables: bool = False
+) -> Shape:
     """Return the tile of a kernel.
 
     Args:
         kernel: one of `KERNELS`.
         depth: head dimension.
         capability: of the GPU.
+        has_tables: masks or ids decide, not positions alone.
 
     Example: shape_for("forward", 128, (9, 0)).rows == 128.
     """
-    table = _SHAPES[kind_of(capability)][kernel]
-    return table[max(64, depth_block(depth))]
+    kind, block = kind_of(capability), max(64, depth_block(depth))
+    found = _SHAPES[kind][kernel][block]
+    if not has_tables:
+        return found
+    return _SHAPES_WITH_TABLES.get(kind, {}).get(kernel, {}).get(block, found)
 
 
 def depth_block(depth: int) -> int:

@@ -20,6 +20,7 @@ from memeff_compile.kernels._triton.device import capability, on_device
 from memeff_compile.kernels.attention.conditions import Conditions
 from memeff_compile.kernels.attention.shapes import (
     BOUNDS_CHUNK,
+    KERNELS,
     Shape,
     depth_block,
     shape_for,
@@ -38,11 +39,10 @@ class Plan:
     key_gradient: Shape
 
 
-def plan_for(depth: int, device: torch.device) -> Plan:
+def plan_for(depth: int, device: torch.device, *, has_tables: bool = False) -> Plan:
     """Return the launches for a head dimension; an H200 is assumed off CUDA."""
     kind = capability(device)
-    names = ("forward", "query_gradient", "key_gradient")
-    return Plan(*(shape_for(name, depth, kind) for name in names))
+    return Plan(*(shape_for(name, depth, kind, has_tables=has_tables) for name in KERNELS))
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def attend(
 
     call = _call(q, k, v, given)
     batch, heads, groups, queries, keys, depth = call.sizes
-    shape = (plan or plan_for(depth, q.device)).forward
+    shape = (plan or plan_for(depth, q.device, has_tables=call.has_bounds())).forward
     out = q.new_empty((batch, queries, heads, depth))
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     with on_device(q):
@@ -259,23 +259,23 @@ def gradients(
     """
     call = _call(q, k, v, given)
     batch, heads, groups, queries, keys, depth = call.sizes
-    plan = plan or plan_for(depth, q.device)
+    plan = plan or plan_for(depth, q.device, has_tables=call.has_bounds())
     grad, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
     grad_q = q.new_empty((batch, queries, heads, depth))
     grad_k = k.new_empty((batch, keys, groups, depth))
     grad_v = torch.empty_like(grad_k)
-    delta = torch.empty_like(lse)
+    sums, delta = lse.new_empty((2, *lse.shape))
     with on_device(q):
-        _query_gradient(call, plan.query_gradient, (grad, out, lse, delta, grad_q))
-        _key_gradient(call, plan.key_gradient, (grad, lse, delta, grad_k, grad_v))
+        _query_gradient(call, plan.query_gradient, (grad, out, lse, sums, delta, grad_q))
+        _key_gradient(call, plan.key_gradient, (grad, lse, sums, delta, grad_k, grad_v))
     return grad_q.transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2)
 
 
 def _query_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> None:
-    """Write the gradient of q, and delta, which the other kernel reads."""
+    """Write the gradient of q, and sums and delta, which the other kernel reads."""
     from memeff_compile.kernels.attention import tiles_kernels as kernels
 
-    grad, out, lse, delta, grad_q = buffers
+    grad, out, lse, sums, delta, grad_q = buffers
     batch, heads, groups, queries, keys, _ = call.sizes
     bounds, tiles = _find_bounds(call, True, shape, lse)
     kernels._attention_query_gradient_kernel[(batch * heads * tiles,)](
@@ -292,6 +292,7 @@ def _query_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> N
         *call.tables(),
         bounds,
         lse,
+        sums,
         delta,
         grad_q,
         *call.scales(),
@@ -311,32 +312,36 @@ def _key_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> Non
     """Write the gradients of k and v."""
     from memeff_compile.kernels.attention import tiles_kernels as kernels
 
-    grad, lse, delta, grad_k, grad_v = buffers
+    grad, lse, sums, delta, grad_k, grad_v = buffers
     batch, heads, groups, queries, keys, _ = call.sizes
     bounds, tiles = _find_bounds(call, False, shape, lse)
-    kernels._attention_key_gradient_kernel[(batch * groups * tiles,)](
-        grad,
-        *grad.stride()[:3],
-        call.q,
-        *call.q.stride()[:3],
-        call.k,
-        *call.k.stride()[:3],
-        call.v,
-        *call.v.stride()[:3],
-        *call.tables(),
-        bounds,
-        lse,
-        delta,
-        grad_k,
-        grad_v,
-        *call.scales(),
-        call.given.scale,
-        *call.positions(),
-        batch * groups,
-        groups,
-        heads // groups,
-        queries,
-        keys,
-        tiles,
-        **call.constants(shape),
-    )
+    parts = ((False, True), (True, False)) if shape.is_split else ((True, True),)
+    for with_k, with_v in parts:
+        kernels._attention_key_gradient_kernel[(batch * groups * tiles,)](
+            grad,
+            *grad.stride()[:3],
+            call.q,
+            *call.q.stride()[:3],
+            call.k,
+            *call.k.stride()[:3],
+            call.v,
+            *call.v.stride()[:3],
+            *call.tables(),
+            bounds,
+            sums,
+            delta,
+            grad_k,
+            grad_v,
+            *call.scales(),
+            call.given.scale,
+            *call.positions(),
+            batch * groups,
+            groups,
+            heads // groups,
+            queries,
+            keys,
+            tiles,
+            **call.constants(shape),
+            WITH_K=with_k,
+            WITH_V=with_v,
+        )

@@ -339,9 +339,11 @@ def _attend_tile(
     query_id,
     tile,
     wide_zero,
-    k_ptrs,
+    k_base,
+    k_offs,
     stride_k_key,
-    v_ptrs,
+    v_base,
+    v_offs,
     stride_v_key,
     mask_ptr,
     key_ids_ptr,
@@ -372,8 +374,10 @@ def _attend_tile(
         is_key = is_key & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
     # What hidden keys hold must not get in, not even times 0; for a mean they do count.
     is_read = is_inside if MEAN else is_key
-    k = _load_rows(k_ptrs + start * stride_k_key, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
-    v = _load_rows(v_ptrs + start * stride_v_key, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    k_ptrs = k_base + start * stride_k_key + k_offs
+    k = _load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    v_ptrs = v_base + start * stride_v_key + v_offs
+    v = _load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
     product = tl.zeros((q.shape[0], KEYS), dtype=tl.float32)
     raw = _raw(_dot(q, tl.trans(k), product, UPCAST), inner, SIGN, SOFTCAP)
     if MASKED:
@@ -478,10 +482,10 @@ def _attention_kernel(
         True,
     )
     group = head // repeat
-    k_ptrs = k_ptr + batch * stride_k_batch + group * stride_k_head
-    k_ptrs = k_ptrs + offs[:, None] * stride_k_key + depth[None, :]
-    v_ptrs = v_ptr + batch * stride_v_batch + group * stride_v_head
-    v_ptrs = v_ptrs + offs[:, None] * stride_v_key + depth[None, :]
+    k_base = k_ptr + batch * stride_k_batch + group * stride_k_head
+    k_offs = offs[:, None] * stride_k_key + depth[None, :]
+    v_base = v_ptr + batch * stride_v_batch + group * stride_v_head
+    v_offs = offs[:, None] * stride_v_key + depth[None, :]
     mask_ptr = key_mask_ptr + batch * stride_mask_batch
     their_ids_ptr = key_ids_ptr + batch * stride_key_ids_batch
     query_id = query
@@ -517,9 +521,11 @@ def _attention_kernel(
             query_id,
             tile_of_keys,
             wide_zero,
-            k_ptrs,
+            k_base,
+            k_offs,
             stride_k_key,
-            v_ptrs,
+            v_base,
+            v_offs,
             stride_v_key,
             mask_ptr,
             their_ids_ptr,
@@ -552,9 +558,11 @@ def _attention_kernel(
             query_id,
             _edge_tile(index, first, full_first, full_stop),
             wide_zero,
-            k_ptrs,
+            k_base,
+            k_offs,
             stride_k_key,
-            v_ptrs,
+            v_base,
+            v_offs,
             stride_v_key,
             mask_ptr,
             their_ids_ptr,
@@ -608,9 +616,11 @@ def _query_gradient_tile(
     query_id,
     tile,
     wide_zero,
-    k_ptrs,
+    k_base,
+    k_offs,
     stride_k_key,
-    v_ptrs,
+    v_base,
+    v_offs,
     stride_v_key,
     mask_ptr,
     key_ids_ptr,
@@ -640,8 +650,10 @@ def _query_gradient_tile(
     if MASKED and HAS_KEY_MASK:
         is_key = is_key & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
     is_read = is_inside if MEAN else is_key
-    k = _load_rows(k_ptrs + start * stride_k_key, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
-    v = _load_rows(v_ptrs + start * stride_v_key, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    k_ptrs = k_base + start * stride_k_key + k_offs
+    k = _load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    v_ptrs = v_base + start * stride_v_key + v_offs
+    v = _load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
     zeros = tl.zeros((q.shape[0], KEYS), dtype=tl.float32)
     raw = _raw(_dot(q, tl.trans(k), zeros, UPCAST), inner, SIGN, SOFTCAP)
     weight = _weights(raw, sums[:, None], scale)
@@ -701,6 +713,7 @@ def _attention_query_gradient_kernel(
     stride_key_ids_batch,
     bounds_ptr,  # (B, query tiles, 4), with HAS_BOUNDS
     lse_ptr,  # (B, H, M) fp32
+    sums_ptr,  # (B, H, M) fp32, written: lse in base 2, infinity for a query without keys
     delta_ptr,  # (B, H, M) fp32, written: the sum of grad * out
     grad_q_ptr,  # (B, M, H, D)
     scale,
@@ -751,14 +764,15 @@ def _attention_query_gradient_kernel(
     sums = tl.load(lse_ptr + stat, mask=is_row, other=float("inf"))
     is_empty = sums == float("-inf")
     sums = tl.where(is_empty, float("inf"), sums * LOG2_E)
+    tl.store(sums_ptr + stat, sums, mask=is_row)
     q_ptrs = q_ptr + batch * stride_q_batch + head * stride_q_head
     q_ptrs = q_ptrs + place * stride_q_query + depth[None, :]
     q = _load_rows(q_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, True)
     group = head // repeat
-    k_ptrs = k_ptr + batch * stride_k_batch + group * stride_k_head
-    k_ptrs = k_ptrs + offs[:, None] * stride_k_key + depth[None, :]
-    v_ptrs = v_ptr + batch * stride_v_batch + group * stride_v_head
-    v_ptrs = v_ptrs + offs[:, None] * stride_v_key + depth[None, :]
+    k_base = k_ptr + batch * stride_k_batch + group * stride_k_head
+    k_offs = offs[:, None] * stride_k_key + depth[None, :]
+    v_base = v_ptr + batch * stride_v_batch + group * stride_v_head
+    v_offs = offs[:, None] * stride_v_key + depth[None, :]
     mask_ptr = key_mask_ptr + batch * stride_mask_batch
     their_ids_ptr = key_ids_ptr + batch * stride_key_ids_batch
     query_id = query
@@ -794,9 +808,11 @@ def _attention_query_gradient_kernel(
             query_id,
             tile_of_keys,
             wide_zero,
-            k_ptrs,
+            k_base,
+            k_offs,
             stride_k_key,
-            v_ptrs,
+            v_base,
+            v_offs,
             stride_v_key,
             mask_ptr,
             their_ids_ptr,
@@ -831,9 +847,11 @@ def _attention_query_gradient_kernel(
             query_id,
             _edge_tile(index, first, full_first, full_stop),
             wide_zero,
-            k_ptrs,
+            k_base,
+            k_offs,
             stride_k_key,
-            v_ptrs,
+            v_base,
+            v_offs,
             stride_v_key,
             mask_ptr,
             their_ids_ptr,
@@ -881,13 +899,18 @@ def _key_gradient_tile(
     is_key,
     key_id,
     tile,
+    shared,  # which of the heads that share the keys
     wide_zero,
-    q_ptrs,
+    q_base,
+    q_offs,
+    stride_q_head,
     stride_q_query,
-    grad_ptrs,
+    grad_base,
+    grad_offs,
+    stride_grad_head,
     stride_grad_query,
     query_ids_ptr,
-    lse_ptr,
+    sums_ptr,
     delta_ptr,
     scale,
     inner,
@@ -905,19 +928,22 @@ def _key_gradient_tile(
     SIGN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
+    WITH_K: tl.constexpr,
+    WITH_V: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     start = wide_zero + tile * ROWS
+    head = wide_zero + shared
+    stat = head * queries
     query = tile * ROWS + tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH_BLOCK)
     is_row = query < queries
-    q = _load_rows(q_ptrs + start * stride_q_query, is_row, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    q_ptrs = q_base + (head * stride_q_head + start * stride_q_query) + q_offs
+    q = _load_rows(q_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, MASKED)
     if MASKED:
-        sums = tl.load(lse_ptr + query, mask=is_row, other=float("inf"))
+        sums = tl.load(sums_ptr + stat + query, mask=is_row, other=float("inf"))
     else:
-        sums = tl.load(lse_ptr + query)
-    is_empty = sums == float("-inf")
-    sums = tl.where(is_empty, float("inf"), sums * LOG2_E)
+        sums = tl.load(sums_ptr + stat + query)
     zeros = tl.zeros((k.shape[0], ROWS), dtype=tl.float32)
     raw = _raw(_dot(k, tl.trans(q), zeros, UPCAST), inner, SIGN, SOFTCAP)
     weight = _weights(raw, sums[None, :], scale)
@@ -939,20 +965,23 @@ def _key_gradient_tile(
         )
         weight = tl.where(counts, weight, 0.0)
         if MEAN:
+            is_empty = (sums == float("inf")) & is_row
             weight = tl.where(is_empty[None, :] & (key < keys)[:, None], 1.0 / keys, weight)
-    grad = _load_rows(
-        grad_ptrs + start * stride_grad_query, is_row, depth, DEPTH, DEPTH_BLOCK, MASKED
-    )
-    grad_v = _dot(weight.to(grad.dtype), grad, grad_v, UPCAST)
-    if MASKED:
-        delta = tl.load(delta_ptr + query, mask=is_row, other=0.0)
-    else:
-        delta = tl.load(delta_ptr + query)
-    zeros = tl.zeros((k.shape[0], ROWS), dtype=tl.float32)
-    slope = weight * (_dot(v, tl.trans(grad), zeros, UPCAST) - delta[None, :])
-    if SOFTCAP:
-        slope = slope * (1.0 - raw * raw)
-    grad_k = _dot(slope.to(q.dtype), q, grad_k, UPCAST)
+    grad_ptrs = grad_base + (head * stride_grad_head + start * stride_grad_query) + grad_offs
+    grad = _load_rows(grad_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    if WITH_V:
+        grad_v = _dot(weight.to(grad.dtype), grad, grad_v, UPCAST)
+    if WITH_K:
+        if MASKED:
+            delta = tl.load(delta_ptr + stat + query, mask=is_row, other=0.0)
+        else:
+            delta = tl.load(delta_ptr + stat + query)
+        # The sum starts at -delta, which need not be kept until the product is there.
+        minus = tl.broadcast_to((-delta)[None, :], (k.shape[0], ROWS))
+        slope = weight * _dot(v, tl.trans(grad), minus, UPCAST)
+        if SOFTCAP:
+            slope = slope * (1.0 - raw * raw)
+        grad_k = _dot(slope.to(q.dtype), q, grad_k, UPCAST)
     return grad_k, grad_v
 
 
@@ -981,7 +1010,7 @@ def _attention_key_gradient_kernel(
     key_ids_ptr,
     stride_key_ids_batch,
     bounds_ptr,  # (B, key tiles, 4), with HAS_BOUNDS
-    lse_ptr,  # (B, H, M) fp32
+    sums_ptr,  # (B, H, M) fp32, in base 2: infinity for a query without keys
     delta_ptr,  # (B, H, M) fp32
     grad_k_ptr,  # (B, N, G, D)
     grad_v_ptr,  # (B, N, G, D)
@@ -1010,6 +1039,8 @@ def _attention_key_gradient_kernel(
     SIGN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
+    WITH_K: tl.constexpr,
+    WITH_V: tl.constexpr,
 ):
     # The first keys are seen by most queries under causal masks: they start first.
     tile = tl.program_id(0) // batch_groups
@@ -1057,88 +1088,104 @@ def _attention_key_gradient_kernel(
     edges = full_first - first + stop - full_stop
     grad_k = tl.zeros((KEYS, DEPTH_BLOCK), dtype=tl.float32)
     grad_v = tl.zeros((KEYS, DEPTH_BLOCK), dtype=tl.float32)
-    for shared in tl.range(0, repeat, num_stages=1):
-        head = group * repeat + shared
-        q_ptrs = q_ptr + batch * stride_q_batch + head * stride_q_head
-        q_ptrs = q_ptrs + offs[:, None] * stride_q_query + depth[None, :]
-        grad_ptrs = grad_ptr + batch * stride_grad_batch + head * stride_grad_head
-        grad_ptrs = grad_ptrs + offs[:, None] * stride_grad_query + depth[None, :]
-        stat = (batch * groups * repeat + head) * queries
-        for index in tl.range(0, edges, num_stages=STAGES):
-            grad_k, grad_v = _key_gradient_tile(
-                grad_k,
-                grad_v,
-                k,
-                v,
-                key,
-                is_key,
-                key_id,
-                _edge_tile(index, first, full_first, full_stop),
-                wide_zero,
-                q_ptrs,
-                stride_q_query,
-                grad_ptrs,
-                stride_grad_query,
-                their_ids_ptr,
-                lse_ptr + stat,
-                delta_ptr + stat,
-                scale,
-                inner,
-                ahead,
-                behind,
-                queries,
-                keys,
-                DEPTH,
-                DEPTH_BLOCK,
-                ROWS,
-                HAS_AHEAD,
-                HAS_BEHIND,
-                HAS_IDS,
-                MEAN,
-                SIGN,
-                SOFTCAP,
-                UPCAST,
-                True,
-            )
-        for tile_of_rows in tl.range(full_first, full_stop, num_stages=STAGES):
-            grad_k, grad_v = _key_gradient_tile(
-                grad_k,
-                grad_v,
-                k,
-                v,
-                key,
-                is_key,
-                key_id,
-                tile_of_rows,
-                wide_zero,
-                q_ptrs,
-                stride_q_query,
-                grad_ptrs,
-                stride_grad_query,
-                their_ids_ptr,
-                lse_ptr + stat,
-                delta_ptr + stat,
-                scale,
-                inner,
-                ahead,
-                behind,
-                queries,
-                keys,
-                DEPTH,
-                DEPTH_BLOCK,
-                ROWS,
-                HAS_AHEAD,
-                HAS_BEHIND,
-                HAS_IDS,
-                MEAN,
-                SIGN,
-                SOFTCAP,
-                UPCAST,
-                False,
-            )
+    q_base = q_ptr + batch * stride_q_batch + group * repeat * stride_q_head
+    q_offs = offs[:, None] * stride_q_query + depth[None, :]
+    grad_base = grad_ptr + batch * stride_grad_batch + group * repeat * stride_grad_head
+    grad_offs = offs[:, None] * stride_grad_query + depth[None, :]
+    stat = (batch * groups + group) * repeat * queries
+    # One loop over the tiles of all heads that share the keys: it stays filled between heads.
+    whole = full_stop - full_first
+    for index in tl.range(0, whole * repeat, num_stages=STAGES):
+        grad_k, grad_v = _key_gradient_tile(
+            grad_k,
+            grad_v,
+            k,
+            v,
+            key,
+            is_key,
+            key_id,
+            full_first + index % whole,
+            index // whole,
+            wide_zero,
+            q_base,
+            q_offs,
+            stride_q_head,
+            stride_q_query,
+            grad_base,
+            grad_offs,
+            stride_grad_head,
+            stride_grad_query,
+            their_ids_ptr,
+            sums_ptr + stat,
+            delta_ptr + stat,
+            scale,
+            inner,
+            ahead,
+            behind,
+            queries,
+            keys,
+            DEPTH,
+            DEPTH_BLOCK,
+            ROWS,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_IDS,
+            MEAN,
+            SIGN,
+            SOFTCAP,
+            UPCAST,
+            WITH_K,
+            WITH_V,
+            False,
+        )
+    for index in tl.range(0, edges * repeat, num_stages=STAGES):
+        grad_k, grad_v = _key_gradient_tile(
+            grad_k,
+            grad_v,
+            k,
+            v,
+            key,
+            is_key,
+            key_id,
+            _edge_tile(index % edges, first, full_first, full_stop),
+            index // edges,
+            wide_zero,
+            q_base,
+            q_offs,
+            stride_q_head,
+            stride_q_query,
+            grad_base,
+            grad_offs,
+            stride_grad_head,
+            stride_grad_query,
+            their_ids_ptr,
+            sums_ptr + stat,
+            delta_ptr + stat,
+            scale,
+            inner,
+            ahead,
+            behind,
+            queries,
+            keys,
+            DEPTH,
+            DEPTH_BLOCK,
+            ROWS,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_IDS,
+            MEAN,
+            SIGN,
+            SOFTCAP,
+            UPCAST,
+            WITH_K,
+            WITH_V,
+            True,
+        )
     target = (batch * keys * groups + group) * DEPTH
     offset = place * (groups * DEPTH) + depth[None, :]
-    _store_rows(
-        grad_k_ptr + target + offset, grad_k * factor, is_inside, depth, DEPTH, DEPTH_BLOCK
-    )
-    _store_rows(grad_v_ptr + target + offset, grad_v, is_inside, depth, DEPTH, DEPTH_BLOCK)
+    if WITH_K:
+        grad_k_ptrs = grad_k_ptr + target + offset
+        _store_rows(grad_k_ptrs, grad_k * factor, is_inside, depth, DEPTH, DEPTH_BLOCK)
+    if WITH_V:
+        grad_v_ptrs = grad_v_ptr + target + offset
+        _store_rows(grad_v_ptrs, grad_v, is_inside, depth, DEPTH, DEPTH_BLOCK)
