@@ -6,7 +6,6 @@ is written; the budget is doubled to match.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 

@@ -11,6 +11,7 @@ import pytest
 
 from memeff_compile.kernels.attention.shapes import (
     BOUNDS_CHUNK,
+    BOUNDS_WARPS,
     KERNELS,
     Shape,
     depth_block,
@@ -44,10 +45,17 @@ PLAIN = {
     "WITH_K": True,
     "WITH_V": True,
 }
-WINDOW = {**PLAIN, "HAS_BEHIND": True}
-TABLES = {**WINDOW, "HAS_KEY_MASK": True, "HAS_IDS": True, "HAS_BOUNDS": True}
 CAPPED = {**PLAIN, "SOFTCAP": True}
-EVERY = {**TABLES, "MEAN": True, "SIGN": -1, "SOFTCAP": True}
+EVERY = {
+    **PLAIN,
+    "HAS_BEHIND": True,
+    "HAS_KEY_MASK": True,
+    "HAS_IDS": True,
+    "HAS_BOUNDS": True,
+    "MEAN": True,
+    "SIGN": -1,
+    "SOFTCAP": True,
+}
 
 
 def _compile(
@@ -112,3 +120,76 @@ NAMES = {
     "query_gradient": "_attention_query_gradient_kernel",
     "key_gradient": "_attention_key_gradient_kernel",
 }
+
+
+def _check(
+    kernel: str, capability: int, depth: int, flags: dict[str, Any], dtype: str, folder: Path
+) -> None:
+    """Compile a kernel with its own tile: no stack, shared memory in bounds, tensor cores."""
+    has_tables = bool(flags["HAS_BOUNDS"])
+    shape = shape_for(kernel, depth, divmod(capability, 10), has_tables=has_tables)
+    parts = [{}]
+    if kernel == "key_gradient" and shape.is_split:
+        parts = [{"WITH_K": False}, {"WITH_V": False}]
+    for part in parts:
+        constants = _constants(depth, shape, {**flags, **part})
+        compiled = _compile(NAMES[kernel], capability, dtype, constants, shape.warps)
+        ptx = compiled.asm["ptx"]
+        assert compiled.metadata.shared <= SHARED_LIMITS[capability]
+        assert _stack_bytes(compiled.asm["cubin"], folder) == 0
+        assert "atom." not in ptx
+        assert re.search(PRODUCTS[capability], ptx), "no tensor cores"
+        if shape.stages > 1:
+            assert "cp.async.cg.shared.global" in ptx, "tiles are not loaded ahead"
+
+
+PRODUCTS = {80: r"mma\.sync", 89: r"mma\.sync", 90: r"wgmma", 100: r"tcgen05\.mma"}
+
+
+@pytest.mark.parametrize("flags", ["plain", "every"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_attention_compiles_within_the_limits(kernel: str, flags: str, tmp_path: Path) -> None:
+    _check(kernel, 90, 128, {"plain": PLAIN, "every": EVERY}[flags], "bf16", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("depth", "dtype"), [(64, "bf16"), (96, "bf16"), (128, "fp16"), (256, "bf16")]
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_attention_compiles_within_the_limits_everywhere(
+    capability: int, depth: int, dtype: str, kernel: str, tmp_path: Path
+) -> None:
+    for flags in (CAPPED, EVERY):
+        _check(kernel, capability, depth, flags, dtype, tmp_path)
+
+
+@pytest.mark.parametrize("ours_are_queries", [True, False])
+@pytest.mark.parametrize("from_lse", [True, False])
+def test_bounds_compile_within_the_limits(
+    ours_are_queries: bool, from_lse: bool, tmp_path: Path
+) -> None:
+    constants = {
+        "OURS": 128,
+        "OTHERS": 64,
+        "CHUNK": BOUNDS_CHUNK // 64,
+        "OURS_ARE_QUERIES": ours_are_queries,
+        "FROM_LSE": from_lse,
+        **EVERY,
+    }
+    kernel = _compile("_attention_bounds_kernel", 90, "bf16", constants, BOUNDS_WARPS)
+    assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    assert "atom." not in kernel.asm["ptx"]
+
+
+# One sequence, one head, one query or one key: Triton makes constants of such numbers.
+UNITS = r"queries|keys|heads|groups|repeat|batch_heads|batch_groups|query_tiles|key_tiles|tiles"
+
+
+@pytest.mark.parametrize("unit", [UNITS, r"stride_.*", rf"{UNITS}|stride_.*|ahead|behind"])
+@pytest.mark.parametrize("name", [*NAMES.values(), "_attention_bounds_kernel"])
+def test_numbers_that_are_one_compile(name: str, unit: str) -> None:
+    constants = {**_constants(64, Shape(16, 16, 4, 1), EVERY), "OURS": 16, "OTHERS": 16}
+    constants |= {"CHUNK": 4, "OURS_ARE_QUERIES": True, "FROM_LSE": False}
+    _compile(name, 80, "bf16", constants, 4, unit)

@@ -12,6 +12,8 @@ KERNELS = ("forward", "query_gradient", "key_gradient")
 BOUNDS_CHUNK = 2048
 """Places that the kernel of the bounds looks at together."""
 
+BOUNDS_WARPS = 8
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -50,6 +52,23 @@ _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
             64: Shape(64, 128, 8, 2),
             128: Shape(32, 128, 8, 3),
             256: Shape(32, 64, 8, 2, is_split=True),
+        },
+    },
+    "blackwell": {  # 227 KiB, and memory of its own for sums
+        "forward": {
+            64: Shape(128, 128, 8, 2),
+            128: Shape(128, 128, 8, 2),
+            256: Shape(128, 32, 8, 2),
+        },
+        "query_gradient": {
+            64: Shape(128, 64, 8, 3),
+            128: Shape(128, 64, 8, 3),
+            256: Shape(128, 32, 8, 2),
+        },
+        "key_gradient": {
+            64: Shape(64, 128, 8, 2),
+            128: Shape(32, 128, 8, 3),
+            256: Shape(32, 64, 8, 1, is_split=True),
         },
     },
     "roomy": {  # 163 KiB on 8.0
@@ -99,6 +118,22 @@ _SHAPES_WITH_TABLES: dict[str, dict[str, dict[int, Shape]]] = {
         },
         "query_gradient": {256: Shape(64, 32, 8, 2)},
     },
+    "blackwell": {
+        "forward": {64: Shape(128, 64, 8, 3), 128: Shape(128, 64, 8, 3)},
+    },
+    "roomy": {
+        "forward": {64: Shape(128, 64, 8, 3)},
+        "key_gradient": {
+            64: Shape(32, 64, 8, 2),
+            128: Shape(32, 64, 8, 2),
+            256: Shape(32, 32, 8, 1),
+        },
+    },
+    "narrow": {
+        "forward": {64: Shape(128, 64, 8, 2)},
+        "query_gradient": {64: Shape(64, 64, 8, 2)},
+        "key_gradient": {64: Shape(32, 64, 8, 2)},
+    },
 }
 
 
@@ -107,9 +142,8 @@ def kind_of(capability: tuple[int, int]) -> str:
 
     Example: kind_of((9, 0)) == "hopper" and kind_of((8, 9)) == "narrow".
     """
-    if capability[0] in (9, 10):
-        return "hopper"
-    return "roomy" if capability == (8, 0) else "narrow"
+    kinds = {(8, 0): "roomy", (9, 0): "hopper", (10, 0): "blackwell", (10, 3): "blackwell"}
+    return kinds.get(capability, "narrow")
 
 
 def shape_for(

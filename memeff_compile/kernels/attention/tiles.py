@@ -20,6 +20,7 @@ from memeff_compile.kernels._triton.device import capability, on_device
 from memeff_compile.kernels.attention.conditions import Conditions
 from memeff_compile.kernels.attention.shapes import (
     BOUNDS_CHUNK,
+    BOUNDS_WARPS,
     KERNELS,
     Shape,
     depth_block,
@@ -125,8 +126,11 @@ class _Call:
 def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
     queries, keys = q.shape[2], k.shape[2]
     tables = (given.key_mask, given.query_ids, given.key_ids)
+    key_mask, query_ids, key_ids = (None if each is None else _unit_stride(each) for each in tables)
     within = Conditions(
-        *(None if table is None else _unit_stride(table) for table in tables),
+        key_mask,
+        query_ids,
+        key_ids,
         _within(given.ahead, keys, queries),
         _within(given.behind, queries, keys),
         given.scale,
@@ -134,9 +138,8 @@ def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
         given.mean,
     )
     mean = within.has_empty_means(queries, keys)
-    operands = (_rows(each) for each in (q, k, v))
     sizes = (q.shape[0], q.shape[1], k.shape[1], queries, keys, q.shape[3])
-    return _Call(*operands, within, mean, sizes)
+    return _Call(_rows(q), _rows(k), _rows(v), within, mean, sizes)
 
 
 def _within(bound: int | None, most: int, least: int) -> int | None:
@@ -190,7 +193,7 @@ def _find_bounds(
         OURS_ARE_QUERIES=ours_are_queries,
         FROM_LSE=lse is not None,
         **call.flags(),
-        num_warps=4,
+        num_warps=BOUNDS_WARPS,
     )
     return bounds, tiles
 

@@ -143,7 +143,7 @@ def _range(
 
 @triton.jit
 def _edge_tile(index, first, full_first, full_stop):
-    """Return the tile that visit number `index` of the incomplete ones is to: both edges in turn."""
+    """Return the tile of visit number `index` to the incomplete ones, both edges in turn."""
     edge = full_first - first
     return tl.where(index < edge, first + index, full_stop + index - edge)
 
@@ -1058,9 +1058,7 @@ def _attention_key_gradient_kernel(
         is_key = is_key & (shown != 0)
     key_id = key
     if HAS_IDS:
-        key_id = tl.load(
-            key_ids_ptr + batch * stride_key_ids_batch + key, mask=is_inside, other=0
-        )
+        key_id = tl.load(key_ids_ptr + batch * stride_key_ids_batch + key, mask=is_inside, other=0)
     is_read = is_inside if MEAN else is_key
     place = (wide_zero + key)[:, None]
     k_ptrs = k_ptr + batch * stride_k_batch + group * stride_k_head
