@@ -64,7 +64,7 @@ def check(case: Case) -> None:
         assert difference <= ROUNDING[case.q.dtype] * max(1.0, largest(wanted[is_number])), name
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(48))
 def test_values_and_gradients_equal_dense_attention(seed: int) -> None:
     sizes = [(9, 11), (16, 16), (5, 20), (20, 5), (1, 7), (13, 1)][seed % 6]
     groups = (1, 2, 4)[seed % 3]

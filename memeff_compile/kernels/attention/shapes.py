@@ -50,14 +50,14 @@ _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
         },
         "key_gradient": {
             64: Shape(64, 128, 8, 2),
-            128: Shape(32, 128, 8, 3),
+            128: Shape(32, 128, 8, 2),
             256: Shape(32, 64, 8, 2, is_split=True),
         },
     },
     "blackwell": {  # 227 KiB, and memory of its own for sums
         "forward": {
             64: Shape(128, 128, 8, 2),
-            128: Shape(128, 128, 8, 2),
+            128: Shape(128, 64, 8, 3),
             256: Shape(128, 32, 8, 2),
         },
         "query_gradient": {
@@ -68,7 +68,7 @@ _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
         "key_gradient": {
             64: Shape(64, 128, 8, 2),
             128: Shape(32, 128, 8, 3),
-            256: Shape(32, 64, 8, 1, is_split=True),
+            256: Shape(16, 64, 8, 1, is_split=True),
         },
     },
     "roomy": {  # 163 KiB on 8.0
@@ -85,7 +85,7 @@ _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
         "key_gradient": {
             64: Shape(64, 128, 8, 2),
             128: Shape(64, 64, 8, 2),
-            256: Shape(32, 64, 8, 1),
+            256: Shape(32, 32, 8, 1),
         },
     },
     "narrow": {  # 99 KiB
@@ -119,15 +119,11 @@ _SHAPES_WITH_TABLES: dict[str, dict[str, dict[int, Shape]]] = {
         "query_gradient": {256: Shape(64, 32, 8, 2)},
     },
     "blackwell": {
-        "forward": {64: Shape(128, 64, 8, 3), 128: Shape(128, 64, 8, 3)},
+        "forward": {64: Shape(128, 64, 8, 3)},
     },
     "roomy": {
-        "forward": {64: Shape(128, 64, 8, 3)},
-        "key_gradient": {
-            64: Shape(32, 64, 8, 2),
-            128: Shape(32, 64, 8, 2),
-            256: Shape(32, 32, 8, 1),
-        },
+        "forward": {64: Shape(128, 64, 8, 3), 128: Shape(128, 32, 8, 3)},
+        "key_gradient": {64: Shape(32, 64, 8, 2), 128: Shape(32, 64, 8, 2)},
     },
     "narrow": {
         "forward": {64: Shape(128, 64, 8, 2)},
