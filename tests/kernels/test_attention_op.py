@@ -17,6 +17,7 @@ from memeff_compile.kernels.attention import (
     attention,
     attention_backward,
     backward_bytes,
+    bounds_bytes,
     bytes_after,
     bytes_before,
     engine_for,
@@ -63,7 +64,7 @@ def check(case: Case) -> None:
         assert difference <= ROUNDING[case.q.dtype] * max(1.0, largest(wanted[is_number])), name
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(48))
 def test_values_and_gradients_equal_dense_attention(seed: int) -> None:
     sizes = [(9, 11), (16, 16), (5, 20), (20, 5), (1, 7), (13, 1)][seed % 6]
     groups = (1, 2, 4)[seed % 3]
@@ -264,7 +265,8 @@ def test_the_formulas_count_what_they_say() -> None:
     case = draw(dtype=torch.bfloat16)
     _, lse = attention(case.q, case.k, case.v)
     assert bytes_after(*case.q.shape[:3]) == lse.numel() * lse.element_size()
-    assert backward_bytes(*case.q.shape[:3]) == 4 * lse.numel()
+    assert backward_bytes(*case.q.shape[:3]) == 2 * 4 * lse.numel()
+    assert bounds_bytes(4, 2049, tile=128) == 16 * 4 * 17
 
 
 def test_served_says_why_the_kernels_do_not_serve() -> None:

@@ -14,6 +14,7 @@ Query heads that share a key head read it where it is.
 from __future__ import annotations
 
 from memeff_compile.kernels.attention.memory import backward_bytes as backward_bytes
+from memeff_compile.kernels.attention.memory import bounds_bytes as bounds_bytes
 from memeff_compile.kernels.attention.memory import bytes_after as bytes_after
 from memeff_compile.kernels.attention.memory import bytes_before as bytes_before
 from memeff_compile.kernels.attention.memory import mask_bytes as mask_bytes

@@ -45,8 +45,23 @@ def bytes_after(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
 
 
 def backward_bytes(batch: Size, heads: Size, queries: Size) -> sympy.Expr:
-    """Return the bytes that the backward needs beside the gradients: one fp32 per query.
+    """Return the bytes that the backward needs beside the gradients: two fp32 per query.
 
-    Example: backward_bytes(4, 8, 2048) == 4 * 4 * 8 * 2048.
+    Example: backward_bytes(4, 8, 2048) == 2 * 4 * 4 * 8 * 2048.
     """
-    return 4 * sympy.sympify(batch) * heads * queries
+    return 8 * sympy.sympify(batch) * heads * queries
+
+
+def bounds_bytes(batch: Size, length: Size, *, tile: Size) -> sympy.Expr:
+    """Return the bytes that say which tiles are visited, where masks or ids decide.
+
+    They live during a kernel: four int32 per tile of queries (or keys) of a sequence.
+
+    Args:
+        batch: B.
+        length: M or N, whichever is cut into tiles.
+        tile: places per tile.
+
+    Example: bounds_bytes(4, 2048, tile=128) == 16 * 4 * 16.
+    """
+    return 16 * sympy.sympify(batch) * sympy.ceiling(sympy.sympify(length) / tile)

@@ -213,7 +213,11 @@ def engine_for(device: torch.device, dtype: torch.dtype, depth: int = MAX_DEPTH)
     return "reference" if served(device, dtype, depth) else "tiles"
 
 
-def _engine(q: Tensor) -> Any:  # noqa: ANN401 - a module
+def _engine(q: Tensor, k: Tensor) -> Any:  # noqa: ANN401 - a module
+    if q.is_cuda and q.numel() and k.numel() and not served(q.device, q.dtype, q.shape[3]):
+        from memeff_compile.kernels.attention import tiles
+
+        return tiles
     return reference
 
 
@@ -245,7 +249,7 @@ def _forward(
     _require_support("attention", (q, k, v), tables, softcap, empty_rows)
     given = _conditions(q, tables, ahead, behind, scale, softcap, empty_rows)
     with _without_autocast(q.device.type):
-        found: tuple[Tensor, Tensor] = _engine(q).attend(q, k, v, given)
+        found: tuple[Tensor, Tensor] = _engine(q, k).attend(q, k, v, given)
     return found
 
 
@@ -289,7 +293,7 @@ def _backward(
     _require_support("attention_backward", (q, k, v), tables, softcap, empty_rows)
     given = _conditions(q, tables, ahead, behind, scale, softcap, empty_rows)
     with _without_autocast(q.device.type):
-        found: tuple[Tensor, Tensor, Tensor] = _engine(q).gradients(
+        found: tuple[Tensor, Tensor, Tensor] = _engine(q, k).gradients(
             grad_out, q, k, v, out, lse, given
         )
     return found

@@ -1,0 +1,167 @@
+"""How the engine `tiles` cuts the work: tile sizes, warps and stages per kernel.
+
+Everything follows from the head dimension and the GPU's kind, never from what tables hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KERNELS = ("forward", "query_gradient", "key_gradient")
+
+BOUNDS_CHUNK = 2048
+"""Places that the kernel of the bounds looks at together."""
+
+BOUNDS_WARPS = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is compiled for.
+
+    Attributes:
+        rows: queries per tile.
+        keys: keys per tile.
+        warps: warps per program.
+        stages: tiles in flight.
+        is_split: the gradients of keys and of values come from a launch each, which computes the
+            scores once more; both sums do not fit in the registers of wide heads.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    is_split: bool = False
+
+
+# By the room that shared memory leaves, then by kernel and padded head dimension.
+_SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
+    "hopper": {  # 227 KiB, products of warp groups
+        "forward": {
+            64: Shape(128, 128, 8, 2),
+            128: Shape(128, 128, 8, 2),
+            256: Shape(128, 64, 8, 2),
+        },
+        "query_gradient": {
+            64: Shape(128, 64, 8, 3),
+            128: Shape(128, 64, 8, 3),
+            256: Shape(128, 32, 8, 2),
+        },
+        "key_gradient": {
+            64: Shape(64, 128, 8, 2),
+            128: Shape(32, 128, 8, 2),
+            256: Shape(32, 64, 8, 2, is_split=True),
+        },
+    },
+    "blackwell": {  # 227 KiB, and memory of its own for sums
+        "forward": {
+            64: Shape(128, 128, 8, 2),
+            128: Shape(128, 64, 8, 3),
+            256: Shape(128, 32, 8, 2),
+        },
+        "query_gradient": {
+            64: Shape(128, 64, 8, 3),
+            128: Shape(128, 64, 8, 3),
+            256: Shape(128, 32, 8, 2),
+        },
+        "key_gradient": {
+            64: Shape(64, 128, 8, 2),
+            128: Shape(32, 128, 8, 3),
+            256: Shape(16, 64, 8, 1, is_split=True),
+        },
+    },
+    "roomy": {  # 163 KiB on 8.0
+        "forward": {
+            64: Shape(128, 64, 4, 3),
+            128: Shape(128, 64, 8, 3),
+            256: Shape(64, 32, 8, 2),
+        },
+        "query_gradient": {
+            64: Shape(128, 64, 8, 2),
+            128: Shape(64, 64, 8, 2),
+            256: Shape(64, 32, 8, 1),
+        },
+        "key_gradient": {
+            64: Shape(64, 128, 8, 2),
+            128: Shape(64, 64, 8, 2),
+            256: Shape(32, 32, 8, 1),
+        },
+    },
+    "narrow": {  # 99 KiB
+        "forward": {
+            64: Shape(128, 64, 4, 2),
+            128: Shape(128, 32, 8, 2),
+            256: Shape(64, 32, 8, 1),
+        },
+        "query_gradient": {
+            64: Shape(64, 64, 4, 2),
+            128: Shape(64, 32, 8, 1),
+            256: Shape(32, 32, 8, 1),
+        },
+        "key_gradient": {
+            64: Shape(64, 64, 4, 2),
+            128: Shape(32, 64, 8, 1),
+            256: Shape(32, 32, 8, 1),
+        },
+    },
+}
+
+
+# The same, where tables take registers of their own.
+_SHAPES_WITH_TABLES: dict[str, dict[str, dict[int, Shape]]] = {
+    "hopper": {
+        "forward": {
+            64: Shape(128, 64, 8, 3),
+            128: Shape(128, 64, 8, 3),
+            256: Shape(128, 32, 8, 2),
+        },
+        "query_gradient": {256: Shape(64, 32, 8, 2)},
+    },
+    "blackwell": {
+        "forward": {64: Shape(128, 64, 8, 3)},
+    },
+    "roomy": {
+        "forward": {64: Shape(128, 64, 8, 3), 128: Shape(128, 32, 8, 3)},
+        "key_gradient": {64: Shape(32, 64, 8, 2), 128: Shape(32, 64, 8, 2)},
+    },
+    "narrow": {
+        "forward": {64: Shape(128, 64, 8, 2)},
+        "query_gradient": {64: Shape(64, 64, 8, 2)},
+        "key_gradient": {64: Shape(32, 64, 8, 2)},
+    },
+}
+
+
+def kind_of(capability: tuple[int, int]) -> str:
+    """Return which table of shapes a compute capability takes.
+
+    Example: kind_of((9, 0)) == "hopper" and kind_of((8, 9)) == "narrow".
+    """
+    kinds = {(8, 0): "roomy", (9, 0): "hopper", (10, 0): "blackwell", (10, 3): "blackwell"}
+    return kinds.get(capability, "narrow")
+
+
+def shape_for(
+    kernel: str, depth: int, capability: tuple[int, int], *, has_tables: bool = False
+) -> Shape:
+    """Return the tile of a kernel.
+
+    Args:
+        kernel: one of `KERNELS`.
+        depth: head dimension.
+        capability: of the GPU.
+        has_tables: masks or ids decide, not positions alone.
+
+    Example: shape_for("forward", 128, (9, 0)).rows == 128.
+    """
+    kind, block = kind_of(capability), max(64, depth_block(depth))
+    found = _SHAPES[kind][kernel][block]
+    if not has_tables:
+        return found
+    return _SHAPES_WITH_TABLES.get(kind, {}).get(kernel, {}).get(block, found)
+
+
+def depth_block(depth: int) -> int:
+    """Return the power of two that holds a head dimension: at least 16."""
+    return max(16, 1 << (depth - 1).bit_length())

@@ -1,0 +1,350 @@
+"""The engine `tiles`: queries against keys, tile by tile. CUDA, sm_80 or later, bf16 and fp16.
+
+Nothing waits for the GPU or reads a value on the host, and the grids follow from static sizes, so
+calls can be captured in CUDA graphs. There are no atomics: the same inputs give the same bits.
+
+The floor is the arithmetic: 4 D floating-point operations in the forward for each pair of a query
+and a key that counts, in each head, and 10 D in the backward, which computes the scores twice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels._triton.device import capability, on_device
+from memeff_compile.kernels.attention.conditions import Conditions
+from memeff_compile.kernels.attention.shapes import (
+    BOUNDS_CHUNK,
+    BOUNDS_WARPS,
+    KERNELS,
+    Shape,
+    depth_block,
+    shape_for,
+)
+
+MAX_ROW_STRIDE = 1 << 22
+"""Elements from one position to the next, up to which a tile's offsets are 32-bit numbers."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tile of each kernel."""
+
+    forward: Shape
+    query_gradient: Shape
+    key_gradient: Shape
+
+
+def plan_for(depth: int, device: torch.device, *, has_tables: bool = False) -> Plan:
+    """Return the launches for a head dimension; an H200 is assumed off CUDA."""
+    kind = capability(device)
+    return Plan(*(shape_for(name, depth, kind, has_tables=has_tables) for name in KERNELS))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What every launch of one call shares.
+
+    Attributes:
+        q, k, v: with the depth at unit stride.
+        given: the conditions; bounds that hide nothing are dropped, others kept within the sizes.
+        mean: whether a query may have no key and get the mean.
+        sizes: B, H, G, M, N, D.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    given: Conditions
+    mean: bool
+    sizes: tuple[int, int, int, int, int, int]
+
+    def has_bounds(self) -> bool:
+        """Say whether positions alone do not tell which tiles count."""
+        return self.given.has_tables() or self.mean
+
+    def flags(self) -> dict[str, Any]:
+        """Return the constants that say which conditions there are."""
+        return {
+            "HAS_AHEAD": self.given.ahead is not None,
+            "HAS_BEHIND": self.given.behind is not None,
+            "HAS_KEY_MASK": self.given.key_mask is not None,
+            "HAS_IDS": self.given.query_ids is not None,
+            "MEAN": self.mean,
+        }
+
+    def constants(self, shape: Shape) -> dict[str, Any]:
+        """Return the constants of an attention kernel."""
+        depth, scale = self.sizes[5], self.given.scale
+        return {
+            "DEPTH": depth,
+            "DEPTH_BLOCK": depth_block(depth),
+            "ROWS": shape.rows,
+            "KEYS": shape.keys,
+            "STAGES": shape.stages,
+            "HAS_BOUNDS": self.has_bounds(),
+            "SIGN": (scale > 0) - (scale < 0),
+            "SOFTCAP": self.given.softcap > 0,
+            "UPCAST": not self.q.is_cuda,
+            "num_warps": shape.warps,
+            **self.flags(),
+        }
+
+    def scales(self) -> tuple[float, float]:
+        """Return the scale of raw scores in base 2, above 0, and that inside the softcap."""
+        size = abs(self.given.scale)
+        if self.given.softcap:
+            return self.given.softcap * math.log2(math.e), size / self.given.softcap
+        return (size or 1.0) * math.log2(math.e), 1.0
+
+    def positions(self) -> tuple[int, int]:
+        """Return ahead and behind, 0 where there is none."""
+        return self.given.ahead or 0, self.given.behind or 0
+
+    def tables(self) -> tuple[Any, ...]:
+        """Return the tables and their strides over the batch; q stands where there is none."""
+        mask = self.given.key_mask
+        tables = (
+            None if mask is None else mask.view(torch.uint8),
+            self.given.query_ids,
+            self.given.key_ids,
+        )
+        found: list[Any] = []
+        for table in tables:
+            if table is None:
+                found += [self.q, 0]
+            else:
+                found += [table, table.stride(0) if table.shape[0] > 1 else 0]
+        return tuple(found)
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
+    queries, keys = q.shape[2], k.shape[2]
+    tables = (given.key_mask, given.query_ids, given.key_ids)
+    key_mask, query_ids, key_ids = (None if each is None else _unit_stride(each) for each in tables)
+    within = Conditions(
+        key_mask,
+        query_ids,
+        key_ids,
+        _within(given.ahead, keys, queries),
+        _within(given.behind, queries, keys),
+        given.scale,
+        given.softcap,
+        given.mean,
+    )
+    mean = within.has_empty_means(queries, keys)
+    sizes = (q.shape[0], q.shape[1], k.shape[1], queries, keys, q.shape[3])
+    return _Call(_rows(q), _rows(k), _rows(v), within, mean, sizes)
+
+
+def _within(bound: int | None, most: int, least: int) -> int | None:
+    """Drop a bound that reaches beyond `most` positions, and keep others above -`least`."""
+    if bound is None or bound >= most - 1:
+        return None
+    return max(bound, -least)
+
+
+def _unit_stride(table: Tensor) -> Tensor:
+    return table if table.stride(1) == 1 else table.contiguous()
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return a tensor whose last axis has unit stride, and whose positions are not far apart."""
+    is_plain = tensor.stride(3) == 1 and tensor.stride(2) <= MAX_ROW_STRIDE
+    return tensor if is_plain else tensor.contiguous()
+
+
+def _tiles(length: int, size: int) -> int:
+    return -(-length // size)
+
+
+def _find_bounds(
+    call: _Call, ours_are_queries: bool, shape: Shape, lse: Tensor | None
+) -> tuple[Tensor, int]:
+    """Return which tiles each tile of ours visits, (B, tiles, 4) int32, and how many there are.
+
+    Where positions alone tell, q stands for the table, which is not read.
+    """
+    from memeff_compile.kernels.attention import tiles_kernels as kernels
+
+    batch, heads, _, queries, keys, _ = call.sizes
+    ours, others = (shape.rows, shape.keys) if ours_are_queries else (shape.keys, shape.rows)
+    tiles = _tiles(queries if ours_are_queries else keys, ours)
+    if not call.has_bounds():
+        return call.q, tiles
+    bounds = call.q.new_empty((batch, tiles, 4), dtype=torch.int32)
+    kernels._attention_bounds_kernel[(batch * tiles,)](
+        *call.tables(),
+        bounds if lse is None else lse,
+        bounds,
+        *call.positions(),
+        heads,
+        queries,
+        keys,
+        tiles,
+        OURS=ours,
+        OTHERS=others,
+        CHUNK=max(1, BOUNDS_CHUNK // others),
+        OURS_ARE_QUERIES=ours_are_queries,
+        FROM_LSE=lse is not None,
+        **call.flags(),
+        num_warps=BOUNDS_WARPS,
+    )
+    return bounds, tiles
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, given: Conditions, *, plan: Plan | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attend to the keys that count; as `reference.attend`.
+
+    Args:
+        q: (B, H, M, D) bf16 or fp16.
+        k, v: (B, G, N, D).
+        given: the conditions.
+        plan: the tiles, by default what `plan_for` gives.
+    """
+    from memeff_compile.kernels.attention import tiles_kernels as kernels
+
+    call = _call(q, k, v, given)
+    batch, heads, groups, queries, keys, depth = call.sizes
+    shape = (plan or plan_for(depth, q.device, has_tables=call.has_bounds())).forward
+    out = q.new_empty((batch, queries, heads, depth))
+    lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
+    with on_device(q):
+        bounds, tiles = _find_bounds(call, True, shape, None)
+        kernels._attention_kernel[(batch * heads * tiles,)](
+            call.q,
+            *call.q.stride()[:3],
+            call.k,
+            *call.k.stride()[:3],
+            call.v,
+            *call.v.stride()[:3],
+            *call.tables(),
+            bounds,
+            out,
+            lse,
+            *call.scales(),
+            *call.positions(),
+            batch * heads,
+            heads,
+            heads // groups,
+            queries,
+            keys,
+            tiles,
+            **call.constants(shape),
+        )
+    return out.transpose(1, 2), lse
+
+
+def gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    given: Conditions,
+    *,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v; as `reference.gradients`.
+
+    Args:
+        grad_out: (B, H, M, D), of out.
+        q, k, v, given, plan: as for `attend`.
+        out, lse: what it returned.
+    """
+    call = _call(q, k, v, given)
+    batch, heads, groups, queries, keys, depth = call.sizes
+    plan = plan or plan_for(depth, q.device, has_tables=call.has_bounds())
+    grad, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
+    grad_q = q.new_empty((batch, queries, heads, depth))
+    grad_k = k.new_empty((batch, keys, groups, depth))
+    grad_v = torch.empty_like(grad_k)
+    sums, delta = lse.new_empty((2, *lse.shape))
+    with on_device(q):
+        _query_gradient(call, plan.query_gradient, (grad, out, lse, sums, delta, grad_q))
+        _key_gradient(call, plan.key_gradient, (grad, lse, sums, delta, grad_k, grad_v))
+    return grad_q.transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2)
+
+
+def _query_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> None:
+    """Write the gradient of q, and sums and delta, which the other kernel reads."""
+    from memeff_compile.kernels.attention import tiles_kernels as kernels
+
+    grad, out, lse, sums, delta, grad_q = buffers
+    batch, heads, groups, queries, keys, _ = call.sizes
+    bounds, tiles = _find_bounds(call, True, shape, lse)
+    kernels._attention_query_gradient_kernel[(batch * heads * tiles,)](
+        grad,
+        *grad.stride()[:3],
+        out,
+        *out.stride()[:3],
+        call.q,
+        *call.q.stride()[:3],
+        call.k,
+        *call.k.stride()[:3],
+        call.v,
+        *call.v.stride()[:3],
+        *call.tables(),
+        bounds,
+        lse,
+        sums,
+        delta,
+        grad_q,
+        *call.scales(),
+        call.given.scale,
+        *call.positions(),
+        batch * heads,
+        heads,
+        heads // groups,
+        queries,
+        keys,
+        tiles,
+        **call.constants(shape),
+    )
+
+
+def _key_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> None:
+    """Write the gradients of k and v."""
+    from memeff_compile.kernels.attention import tiles_kernels as kernels
+
+    grad, lse, sums, delta, grad_k, grad_v = buffers
+    batch, heads, groups, queries, keys, _ = call.sizes
+    bounds, tiles = _find_bounds(call, False, shape, lse)
+    parts = ((False, True), (True, False)) if shape.is_split else ((True, True),)
+    for with_k, with_v in parts:
+        kernels._attention_key_gradient_kernel[(batch * groups * tiles,)](
+            grad,
+            *grad.stride()[:3],
+            call.q,
+            *call.q.stride()[:3],
+            call.k,
+            *call.k.stride()[:3],
+            call.v,
+            *call.v.stride()[:3],
+            *call.tables(),
+            bounds,
+            sums,
+            delta,
+            grad_k,
+            grad_v,
+            *call.scales(),
+            call.given.scale,
+            *call.positions(),
+            batch * groups,
+            groups,
+            heads // groups,
+            queries,
+            keys,
+            tiles,
+            **call.constants(shape),
+            WITH_K=with_k,
+            WITH_V=with_v,
+        )

@@ -1,0 +1,1189 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The kernels of the engine `tiles`: which tiles count, attention, and the two of its backward.
+
+A tile of queries meets a tile of keys. Pairs in which no key counts are not visited; pairs in which
+all do are computed without a look at the conditions. For one tile the pairs are four numbers: first
+and stop of what is visited, and in between first and stop of what is complete. Positions alone give
+them by arithmetic, tables (masks and ids) by a small kernel in front.
+
+Softmax runs in base 2 on differences of raw numbers (products, or what tanh leaves of them), which
+are then scaled: an exponent above 0 cannot arise however large the numbers are.
+
+UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
+
+Axis letters: rows are queries, keys are keys; "ours" is the tile of a program, "others" what it
+visits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOW = tl.constexpr(-1.0e38)  # below every score; finite, so that differences are numbers
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+FAR = tl.constexpr(2**62)
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    if UPCAST:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def _raw(product, inner, SIGN: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Return what softmax scales: the product, or tanh of it; within 2e-7 of tanh."""
+    if SIGN != 1:
+        product = product * SIGN
+    if SOFTCAP:
+        product = 1.0 - 2.0 / (tl.exp2(product * (2.0 * LOG2_E * inner)) + 1.0)
+    return product
+
+
+@triton.jit
+def _weights(raw, sums, scale):
+    """Return the weights of raw scores in the backward, which are 1 at most."""
+    exponent = raw * scale - sums
+    return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _load_rows(
+    ptrs, is_row, depth, DEPTH: tl.constexpr, DEPTH_BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """Load (rows, DEPTH_BLOCK), zeros beyond DEPTH and, with MASKED, where is_row is false."""
+    if MASKED:
+        mask = is_row[:, None]
+        if DEPTH != DEPTH_BLOCK:
+            mask = mask & (depth < DEPTH)[None, :]
+        found = tl.load(ptrs, mask=mask, other=0.0)
+    elif DEPTH != DEPTH_BLOCK:
+        found = tl.load(ptrs, mask=(depth < DEPTH)[None, :], other=0.0)
+    else:
+        found = tl.load(ptrs)
+    return found
+
+
+@triton.jit
+def _store_rows(ptrs, values, is_row, depth, DEPTH: tl.constexpr, DEPTH_BLOCK: tl.constexpr):
+    mask = is_row[:, None]
+    if DEPTH != DEPTH_BLOCK:
+        mask = mask & (depth < DEPTH)[None, :]
+    tl.store(ptrs, values.to(ptrs.dtype.element_ty), mask=mask)
+
+
+# --- which keys count -----------------------------------------------------------------------------
+
+
+@triton.jit
+def _counts(
+    query,
+    key,
+    is_key,
+    query_id,
+    key_id,
+    ahead,
+    behind,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    """Return which keys count for which queries; each argument is broadcast to two axes."""
+    found = is_key
+    if HAS_AHEAD:
+        found = found & (key <= query + ahead)
+    if HAS_BEHIND:
+        found = found & (key >= query - behind)
+    if HAS_IDS:
+        found = found & (query_id == key_id)
+    return found
+
+
+@triton.jit
+def _range(
+    tile,
+    ours,
+    others,
+    up,
+    down,
+    OURS: tl.constexpr,
+    OTHERS: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_DOWN: tl.constexpr,
+):
+    """Return the tiles of others that a tile of ours visits, by positions alone.
+
+    Ours at p sees others from p - down to p + up. Returns first, full first, full stop and stop.
+    """
+    low = tile * OURS
+    high = tl.minimum(low + OURS, ours) - 1
+    first, full_first = 0, 0
+    stop, full_stop = others, others
+    if HAS_UP:
+        stop = tl.maximum(tl.minimum(others, high + up + 1), 0)
+        full_stop = tl.maximum(tl.minimum(others, low + up + 1), 0)
+    if HAS_DOWN:
+        first = tl.maximum(low - down, 0)
+        full_first = tl.maximum(high - down, 0)
+    stop = (stop + OTHERS - 1) // OTHERS
+    first = tl.minimum(first // OTHERS, stop)
+    full_first = tl.minimum(tl.maximum((full_first + OTHERS - 1) // OTHERS, first), stop)
+    full_stop = tl.minimum(tl.maximum(full_stop // OTHERS, full_first), stop)
+    return first, full_first, full_stop, stop
+
+
+@triton.jit
+def _edge_tile(index, first, full_first, full_stop):
+    """Return the tile of visit number `index` to the incomplete ones, both edges in turn."""
+    edge = full_first - first
+    return tl.where(index < edge, first + index, full_stop + index - edge)
+
+
+@triton.jit
+def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
+    """Summarise (tiles, size) places: whether some and all are shown, and the span of their ids."""
+    shown = place < length
+    inside = tl.minimum(place, length - 1)
+    if HAS_MASK:
+        shown = shown & (tl.load(mask_ptr + inside) != 0)
+    some = tl.max(shown.to(tl.int32), axis=1)
+    every = tl.min((shown | (place >= length)).to(tl.int32), axis=1)
+    low, high = some.to(tl.int64), some.to(tl.int64)
+    if HAS_IDS:
+        ids = tl.load(ids_ptr + inside).to(tl.int64)
+        low = tl.min(tl.where(shown, ids, FAR), axis=1)
+        high = tl.max(tl.where(shown, ids, -FAR), axis=1)
+    return some, every, low, high
+
+
+@triton.jit
+def _attention_bounds_kernel(
+    key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
+    stride_mask_batch,
+    query_ids_ptr,  # (B or 1, M), with HAS_IDS
+    stride_query_ids_batch,
+    key_ids_ptr,  # (B or 1, N), with HAS_IDS
+    stride_key_ids_batch,
+    lse_ptr,  # (B, H, M) fp32: minus infinity for queries without keys, with FROM_LSE
+    bounds_ptr,  # (B, tiles of ours, 4) int32
+    ahead,
+    behind,
+    heads,
+    queries,
+    keys,
+    tiles,
+    OURS: tl.constexpr,  # places per tile
+    OTHERS: tl.constexpr,
+    CHUNK: tl.constexpr,  # tiles of others looked at together
+    OURS_ARE_QUERIES: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    MEAN: tl.constexpr,
+    FROM_LSE: tl.constexpr,
+):
+    tile = tl.program_id(0) % tiles
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    mask_ptr = key_mask_ptr + batch * stride_mask_batch
+    query_ids_ptr += batch * stride_query_ids_batch
+    key_ids_ptr += batch * stride_key_ids_batch
+    lse_ptr += batch * heads * queries
+    place = tile * OURS + tl.arange(0, OURS)
+    if OURS_ARE_QUERIES:
+        first, full_first, full_stop, stop = _range(
+            tile, queries, keys, ahead, behind, OURS, OTHERS, HAS_AHEAD, HAS_BEHIND
+        )
+        some, every, low, high = _table_of(
+            query_ids_ptr, mask_ptr, place[None, :], queries, False, HAS_IDS
+        )
+        count = keys
+    else:
+        first, full_first, full_stop, stop = _range(
+            tile, keys, queries, behind, ahead, OURS, OTHERS, HAS_BEHIND, HAS_AHEAD
+        )
+        some, every, low, high = _table_of(
+            key_ids_ptr, mask_ptr, place[None, :], keys, HAS_KEY_MASK, HAS_IDS
+        )
+        count = queries
+    # The least that is visited, the most, the first complete one, the first thereafter that is not.
+    least, most, whole, broken = batch * 0 + FAR, batch * 0 - 1, batch * 0 + FAR, batch * 0 + FAR
+    start, end = first, stop
+    if MEAN and not OURS_ARE_QUERIES:
+        start, end = 0, (queries + OTHERS - 1) // OTHERS
+    for chunk in tl.range(start // CHUNK, (end + CHUNK - 1) // CHUNK, num_stages=1):
+        other = chunk * CHUNK + tl.arange(0, CHUNK)
+        places = other[:, None] * OTHERS + tl.arange(0, OTHERS)[None, :]
+        if OURS_ARE_QUERIES:
+            their_some, their_every, their_low, their_high = _table_of(
+                key_ids_ptr, mask_ptr, places, keys, HAS_KEY_MASK, HAS_IDS
+            )
+        else:
+            their_some, their_every, their_low, their_high = _table_of(
+                query_ids_ptr, mask_ptr, places, queries, False, HAS_IDS
+            )
+        visited = (other >= first) & (other < stop) & (some * their_some != 0)
+        complete = (other >= full_first) & (other < full_stop) & (every * their_every != 0)
+        if HAS_IDS:
+            visited = visited & (low <= their_high) & (their_low <= high)
+            complete = complete & (low == high) & (their_low == their_high) & (low == their_low)
+        if MEAN and not OURS_ARE_QUERIES:
+            sums = tl.load(lse_ptr + places, mask=places < queries, other=0.0)
+            has_empty = tl.max((sums == float("-inf")).to(tl.int32), axis=1) != 0
+            visited = visited | has_empty
+            complete = complete & (has_empty == 0)
+        other = other.to(tl.int64)
+        least = tl.minimum(least, tl.min(tl.where(visited, other, FAR), axis=0))
+        most = tl.maximum(most, tl.max(tl.where(visited, other, -1), axis=0))
+        whole = tl.minimum(whole, tl.min(tl.where(complete, other, FAR), axis=0))
+        broken = tl.minimum(
+            broken, tl.min(tl.where((complete == 0) & (other > whole), other, FAR), axis=0)
+        )
+    stop_all = most + 1
+    least = tl.minimum(least, stop_all)
+    whole = tl.minimum(whole, stop_all)
+    broken = tl.maximum(tl.minimum(broken, stop_all), whole)
+    if MEAN and OURS_ARE_QUERIES:
+        is_row = place < queries
+        if FROM_LSE:
+            sums = tl.load(lse_ptr + place, mask=is_row, other=0.0)
+            is_empty = (sums == float("-inf")).to(tl.int32)
+        else:
+            is_empty = is_row.to(tl.int32)
+            query_id = place
+            if HAS_IDS:
+                query_id = tl.load(query_ids_ptr + place, mask=is_row, other=0)
+            if broken > whole:  # a complete tile has a key for each query
+                is_empty = is_empty * 0
+            else:
+                for other in tl.range(least, stop_all, num_stages=1):
+                    key = (other * OTHERS + tl.arange(0, OTHERS)).to(tl.int32)
+                    is_key = key < keys
+                    key_id = key
+                    if HAS_IDS:
+                        key_id = tl.load(key_ids_ptr + key, mask=is_key, other=0)
+                    if HAS_KEY_MASK:
+                        is_key = is_key & (tl.load(mask_ptr + key, mask=is_key, other=0) != 0)
+                    counts = _counts(
+                        place[:, None],
+                        key[None, :],
+                        is_key[None, :] & is_row[:, None],
+                        query_id[:, None],
+                        key_id[None, :],
+                        ahead,
+                        behind,
+                        HAS_AHEAD,
+                        HAS_BEHIND,
+                        HAS_IDS,
+                    )
+                    is_empty = is_empty * (1 - tl.max(counts.to(tl.int32), axis=1))
+        if tl.max(is_empty, axis=0) != 0:
+            least, whole, broken = least * 0, whole * 0, broken * 0
+            stop_all = stop_all * 0 + (count + OTHERS - 1) // OTHERS
+    found_ptr = bounds_ptr + (batch * tiles + tile) * 4
+    tl.store(found_ptr, least.to(tl.int32))
+    tl.store(found_ptr + 1, whole.to(tl.int32))
+    tl.store(found_ptr + 2, broken.to(tl.int32))
+    tl.store(found_ptr + 3, stop_all.to(tl.int32))
+
+
+@triton.jit
+def _bounds(
+    bounds_ptr,
+    batch,
+    tile,
+    tiles,
+    ours,
+    others,
+    up,
+    down,
+    OURS: tl.constexpr,
+    OTHERS: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_DOWN: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr,
+):
+    """Return first, full first, full stop and stop of what a tile visits."""
+    if HAS_BOUNDS:
+        found_ptr = bounds_ptr + (batch * tiles + tile) * 4
+        first = tl.load(found_ptr)
+        full_first = tl.load(found_ptr + 1)
+        full_stop = tl.load(found_ptr + 2)
+        stop = tl.load(found_ptr + 3)
+    else:
+        first, full_first, full_stop, stop = _range(
+            tile, ours, others, up, down, OURS, OTHERS, HAS_UP, HAS_DOWN
+        )
+    return first, full_first, full_stop, stop
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _attend_tile(
+    acc,
+    total,
+    largest,
+    q,
+    query,
+    query_id,
+    tile,
+    wide_zero,
+    k_base,
+    k_offs,
+    stride_k_key,
+    v_base,
+    v_offs,
+    stride_v_key,
+    mask_ptr,
+    key_ids_ptr,
+    scale,
+    inner,
+    ahead,
+    behind,
+    keys,
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    MEAN: tl.constexpr,
+    SIGN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    start = wide_zero + tile * KEYS
+    key = tile * KEYS + tl.arange(0, KEYS)
+    depth = tl.arange(0, DEPTH_BLOCK)
+    is_inside = key < keys
+    is_key = is_inside
+    if MASKED and HAS_KEY_MASK:
+        is_key = is_key & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
+    # What hidden keys hold must not get in, not even times 0; for a mean they do count.
+    is_read = is_inside if MEAN else is_key
+    k_ptrs = k_base + start * stride_k_key + k_offs
+    k = _load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    v_ptrs = v_base + start * stride_v_key + v_offs
+    v = _load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    product = tl.zeros((q.shape[0], KEYS), dtype=tl.float32)
+    raw = _raw(_dot(q, tl.trans(k), product, UPCAST), inner, SIGN, SOFTCAP)
+    if MASKED:
+        key_id = key
+        if HAS_IDS:
+            key_id = tl.load(key_ids_ptr + key, mask=is_inside, other=0)
+        counts = _counts(
+            query[:, None],
+            key[None, :],
+            is_key[None, :],
+            query_id[:, None],
+            key_id[None, :],
+            ahead,
+            behind,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_IDS,
+        )
+        if MEAN:
+            # All weights of a query without keys are 2^(LOW - LOW); the first key wipes them out.
+            raw = tl.where(counts, raw, LOW)
+            raw = tl.where(is_inside[None, :], raw, float("-inf"))
+        else:
+            raw = tl.where(counts, raw, float("-inf"))
+    higher = tl.maximum(largest, tl.max(raw, axis=1))
+    weight = tl.exp2((raw - higher[:, None]) * scale)
+    shrink = tl.exp2((largest - higher) * scale)
+    total = total * shrink + tl.sum(weight, axis=1)
+    acc = acc * shrink[:, None]
+    acc = _dot(weight.to(v.dtype), v, acc, UPCAST)
+    return acc, total, higher
+
+
+@triton.jit(do_not_specialize=["ahead", "behind"])
+def _attention_kernel(
+    q_ptr,  # (B, H, M, D)
+    stride_q_batch,
+    stride_q_head,
+    stride_q_query,
+    k_ptr,  # (B, G, N, D)
+    stride_k_batch,
+    stride_k_head,
+    stride_k_key,
+    v_ptr,  # (B, G, N, D)
+    stride_v_batch,
+    stride_v_head,
+    stride_v_key,
+    key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
+    stride_mask_batch,
+    query_ids_ptr,  # (B or 1, M), with HAS_IDS
+    stride_query_ids_batch,
+    key_ids_ptr,  # (B or 1, N), with HAS_IDS
+    stride_key_ids_batch,
+    bounds_ptr,  # (B, query tiles, 4), with HAS_BOUNDS
+    out_ptr,  # (B, M, H, D)
+    lse_ptr,  # (B, H, M) fp32, natural logarithm
+    scale,  # of what _raw leaves, in base 2; above 0
+    inner,  # of the product inside the softcap
+    ahead,
+    behind,
+    batch_heads,  # B * H
+    heads,
+    repeat,  # query heads per key head
+    queries,
+    keys,
+    query_tiles,
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr,
+    MEAN: tl.constexpr,
+    SIGN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # The last queries see most keys under causal masks: they start first.
+    tile = query_tiles - 1 - tl.program_id(0) // batch_heads
+    row = tl.program_id(0) % batch_heads
+    batch = (row // heads).to(tl.int64)
+    head = (row % heads).to(tl.int64)
+    wide_zero = batch * 0  # makes addresses 64-bit numbers
+    query = tile * ROWS + tl.arange(0, ROWS)
+    is_row = query < queries
+    depth = tl.arange(0, DEPTH_BLOCK)
+    offs = tl.arange(0, KEYS)
+    q = _load_rows(
+        q_ptr
+        + batch * stride_q_batch
+        + head * stride_q_head
+        + (wide_zero + query)[:, None] * stride_q_query
+        + depth[None, :],
+        is_row,
+        depth,
+        DEPTH,
+        DEPTH_BLOCK,
+        True,
+    )
+    group = head // repeat
+    k_base = k_ptr + batch * stride_k_batch + group * stride_k_head
+    k_offs = offs[:, None] * stride_k_key + depth[None, :]
+    v_base = v_ptr + batch * stride_v_batch + group * stride_v_head
+    v_offs = offs[:, None] * stride_v_key + depth[None, :]
+    mask_ptr = key_mask_ptr + batch * stride_mask_batch
+    their_ids_ptr = key_ids_ptr + batch * stride_key_ids_batch
+    query_id = query
+    if HAS_IDS:
+        query_id = tl.load(
+            query_ids_ptr + batch * stride_query_ids_batch + query, mask=is_row, other=0
+        )
+    first, full_first, full_stop, stop = _bounds(
+        bounds_ptr,
+        batch,
+        tile,
+        query_tiles,
+        queries,
+        keys,
+        ahead,
+        behind,
+        ROWS,
+        KEYS,
+        HAS_AHEAD,
+        HAS_BEHIND,
+        HAS_BOUNDS,
+    )
+    largest = tl.full((ROWS,), LOW, dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    acc = tl.zeros((ROWS, DEPTH_BLOCK), dtype=tl.float32)
+    for tile_of_keys in tl.range(full_first, full_stop, num_stages=STAGES):
+        acc, total, largest = _attend_tile(
+            acc,
+            total,
+            largest,
+            q,
+            query,
+            query_id,
+            tile_of_keys,
+            wide_zero,
+            k_base,
+            k_offs,
+            stride_k_key,
+            v_base,
+            v_offs,
+            stride_v_key,
+            mask_ptr,
+            their_ids_ptr,
+            scale,
+            inner,
+            ahead,
+            behind,
+            keys,
+            DEPTH,
+            DEPTH_BLOCK,
+            KEYS,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_KEY_MASK,
+            HAS_IDS,
+            MEAN,
+            SIGN,
+            SOFTCAP,
+            UPCAST,
+            False,
+        )
+    edges = full_first - first + stop - full_stop
+    for index in tl.range(0, edges, num_stages=STAGES):
+        acc, total, largest = _attend_tile(
+            acc,
+            total,
+            largest,
+            q,
+            query,
+            query_id,
+            _edge_tile(index, first, full_first, full_stop),
+            wide_zero,
+            k_base,
+            k_offs,
+            stride_k_key,
+            v_base,
+            v_offs,
+            stride_v_key,
+            mask_ptr,
+            their_ids_ptr,
+            scale,
+            inner,
+            ahead,
+            behind,
+            keys,
+            DEPTH,
+            DEPTH_BLOCK,
+            KEYS,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_KEY_MASK,
+            HAS_IDS,
+            MEAN,
+            SIGN,
+            SOFTCAP,
+            UPCAST,
+            True,
+        )
+    divisor = tl.where(total == 0.0, 1.0, total)
+    sums = (largest * scale + tl.log2(divisor)) * LN_2
+    sums = tl.where(largest <= LOW, float("-inf"), sums)
+    tl.store(lse_ptr + (batch * heads + head) * queries + query, sums, mask=is_row)
+    _store_rows(
+        out_ptr
+        + (batch * queries * heads + head) * DEPTH
+        + (wide_zero + query)[:, None] * (heads * DEPTH)
+        + depth[None, :],
+        acc / divisor[:, None],
+        is_row,
+        depth,
+        DEPTH,
+        DEPTH_BLOCK,
+    )
+
+
+# --- backward: the gradient of the queries --------------------------------------------------------
+
+
+@triton.jit
+def _query_gradient_tile(
+    acc,
+    q,
+    grad,
+    sums,
+    is_empty,
+    delta,
+    query,
+    query_id,
+    tile,
+    wide_zero,
+    k_base,
+    k_offs,
+    stride_k_key,
+    v_base,
+    v_offs,
+    stride_v_key,
+    mask_ptr,
+    key_ids_ptr,
+    scale,
+    inner,
+    ahead,
+    behind,
+    keys,
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    MEAN: tl.constexpr,
+    SIGN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    start = wide_zero + tile * KEYS
+    key = tile * KEYS + tl.arange(0, KEYS)
+    depth = tl.arange(0, DEPTH_BLOCK)
+    is_inside = key < keys
+    is_key = is_inside
+    if MASKED and HAS_KEY_MASK:
+        is_key = is_key & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
+    is_read = is_inside if MEAN else is_key
+    k_ptrs = k_base + start * stride_k_key + k_offs
+    k = _load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    v_ptrs = v_base + start * stride_v_key + v_offs
+    v = _load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    zeros = tl.zeros((q.shape[0], KEYS), dtype=tl.float32)
+    raw = _raw(_dot(q, tl.trans(k), zeros, UPCAST), inner, SIGN, SOFTCAP)
+    weight = _weights(raw, sums[:, None], scale)
+    if MASKED:
+        key_id = key
+        if HAS_IDS:
+            key_id = tl.load(key_ids_ptr + key, mask=is_inside, other=0)
+        counts = _counts(
+            query[:, None],
+            key[None, :],
+            is_key[None, :],
+            query_id[:, None],
+            key_id[None, :],
+            ahead,
+            behind,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_IDS,
+        )
+        weight = tl.where(counts, weight, 0.0)
+        if MEAN:
+            weight = tl.where(is_empty[:, None] & is_inside[None, :], 1.0 / keys, weight)
+    zeros = tl.zeros((q.shape[0], KEYS), dtype=tl.float32)
+    slope = weight * (_dot(grad, tl.trans(v), zeros, UPCAST) - delta[:, None])
+    if SOFTCAP:
+        slope = slope * (1.0 - raw * raw)
+    return _dot(slope.to(k.dtype), k, acc, UPCAST)
+
+
+@triton.jit(do_not_specialize=["ahead", "behind"])
+def _attention_query_gradient_kernel(
+    grad_ptr,  # (B, H, M, D)
+    stride_grad_batch,
+    stride_grad_head,
+    stride_grad_query,
+    out_ptr,  # (B, H, M, D)
+    stride_out_batch,
+    stride_out_head,
+    stride_out_query,
+    q_ptr,  # (B, H, M, D)
+    stride_q_batch,
+    stride_q_head,
+    stride_q_query,
+    k_ptr,  # (B, G, N, D)
+    stride_k_batch,
+    stride_k_head,
+    stride_k_key,
+    v_ptr,  # (B, G, N, D)
+    stride_v_batch,
+    stride_v_head,
+    stride_v_key,
+    key_mask_ptr,
+    stride_mask_batch,
+    query_ids_ptr,
+    stride_query_ids_batch,
+    key_ids_ptr,
+    stride_key_ids_batch,
+    bounds_ptr,  # (B, query tiles, 4), with HAS_BOUNDS
+    lse_ptr,  # (B, H, M) fp32
+    sums_ptr,  # (B, H, M) fp32, written: lse in base 2, infinity for a query without keys
+    delta_ptr,  # (B, H, M) fp32, written: the sum of grad * out
+    grad_q_ptr,  # (B, M, H, D)
+    scale,
+    inner,
+    factor,  # of the scores, as it was given
+    ahead,
+    behind,
+    batch_heads,
+    heads,
+    repeat,
+    queries,
+    keys,
+    query_tiles,
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr,
+    MEAN: tl.constexpr,
+    SIGN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    tile = query_tiles - 1 - tl.program_id(0) // batch_heads
+    row = tl.program_id(0) % batch_heads
+    batch = (row // heads).to(tl.int64)
+    head = (row % heads).to(tl.int64)
+    wide_zero = batch * 0
+    query = tile * ROWS + tl.arange(0, ROWS)
+    is_row = query < queries
+    depth = tl.arange(0, DEPTH_BLOCK)
+    offs = tl.arange(0, KEYS)
+    place = (wide_zero + query)[:, None]
+    out_ptrs = out_ptr + batch * stride_out_batch + head * stride_out_head
+    out_ptrs = out_ptrs + place * stride_out_query + depth[None, :]
+    out = _load_rows(out_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, True)
+    grad_ptrs = grad_ptr + batch * stride_grad_batch + head * stride_grad_head
+    grad_ptrs = grad_ptrs + place * stride_grad_query + depth[None, :]
+    grad = _load_rows(grad_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, True)
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
+    stat = (batch * heads + head) * queries + query
+    tl.store(delta_ptr + stat, delta, mask=is_row)
+    sums = tl.load(lse_ptr + stat, mask=is_row, other=float("inf"))
+    is_empty = sums == float("-inf")
+    sums = tl.where(is_empty, float("inf"), sums * LOG2_E)
+    tl.store(sums_ptr + stat, sums, mask=is_row)
+    q_ptrs = q_ptr + batch * stride_q_batch + head * stride_q_head
+    q_ptrs = q_ptrs + place * stride_q_query + depth[None, :]
+    q = _load_rows(q_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, True)
+    group = head // repeat
+    k_base = k_ptr + batch * stride_k_batch + group * stride_k_head
+    k_offs = offs[:, None] * stride_k_key + depth[None, :]
+    v_base = v_ptr + batch * stride_v_batch + group * stride_v_head
+    v_offs = offs[:, None] * stride_v_key + depth[None, :]
+    mask_ptr = key_mask_ptr + batch * stride_mask_batch
+    their_ids_ptr = key_ids_ptr + batch * stride_key_ids_batch
+    query_id = query
+    if HAS_IDS:
+        query_id = tl.load(
+            query_ids_ptr + batch * stride_query_ids_batch + query, mask=is_row, other=0
+        )
+    first, full_first, full_stop, stop = _bounds(
+        bounds_ptr,
+        batch,
+        tile,
+        query_tiles,
+        queries,
+        keys,
+        ahead,
+        behind,
+        ROWS,
+        KEYS,
+        HAS_AHEAD,
+        HAS_BEHIND,
+        HAS_BOUNDS,
+    )
+    acc = tl.zeros((ROWS, DEPTH_BLOCK), dtype=tl.float32)
+    for tile_of_keys in tl.range(full_first, full_stop, num_stages=STAGES):
+        acc = _query_gradient_tile(
+            acc,
+            q,
+            grad,
+            sums,
+            is_empty,
+            delta,
+            query,
+            query_id,
+            tile_of_keys,
+            wide_zero,
+            k_base,
+            k_offs,
+            stride_k_key,
+            v_base,
+            v_offs,
+            stride_v_key,
+            mask_ptr,
+            their_ids_ptr,
+            scale,
+            inner,
+            ahead,
+            behind,
+            keys,
+            DEPTH,
+            DEPTH_BLOCK,
+            KEYS,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_KEY_MASK,
+            HAS_IDS,
+            MEAN,
+            SIGN,
+            SOFTCAP,
+            UPCAST,
+            False,
+        )
+    edges = full_first - first + stop - full_stop
+    for index in tl.range(0, edges, num_stages=STAGES):
+        acc = _query_gradient_tile(
+            acc,
+            q,
+            grad,
+            sums,
+            is_empty,
+            delta,
+            query,
+            query_id,
+            _edge_tile(index, first, full_first, full_stop),
+            wide_zero,
+            k_base,
+            k_offs,
+            stride_k_key,
+            v_base,
+            v_offs,
+            stride_v_key,
+            mask_ptr,
+            their_ids_ptr,
+            scale,
+            inner,
+            ahead,
+            behind,
+            keys,
+            DEPTH,
+            DEPTH_BLOCK,
+            KEYS,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_KEY_MASK,
+            HAS_IDS,
+            MEAN,
+            SIGN,
+            SOFTCAP,
+            UPCAST,
+            True,
+        )
+    _store_rows(
+        grad_q_ptr
+        + (batch * queries * heads + head) * DEPTH
+        + place * (heads * DEPTH)
+        + depth[None, :],
+        acc * factor,
+        is_row,
+        depth,
+        DEPTH,
+        DEPTH_BLOCK,
+    )
+
+
+# --- backward: the gradients of keys and values ---------------------------------------------------
+
+
+@triton.jit
+def _key_gradient_tile(
+    grad_k,
+    grad_v,
+    k,
+    v,
+    key,
+    is_key,
+    key_id,
+    tile,
+    shared,  # which of the heads that share the keys
+    wide_zero,
+    q_base,
+    q_offs,
+    stride_q_head,
+    stride_q_query,
+    grad_base,
+    grad_offs,
+    stride_grad_head,
+    stride_grad_query,
+    query_ids_ptr,
+    sums_ptr,
+    delta_ptr,
+    scale,
+    inner,
+    ahead,
+    behind,
+    queries,
+    keys,
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    MEAN: tl.constexpr,
+    SIGN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    WITH_K: tl.constexpr,
+    WITH_V: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    start = wide_zero + tile * ROWS
+    head = wide_zero + shared
+    stat = head * queries
+    query = tile * ROWS + tl.arange(0, ROWS)
+    depth = tl.arange(0, DEPTH_BLOCK)
+    is_row = query < queries
+    q_ptrs = q_base + (head * stride_q_head + start * stride_q_query) + q_offs
+    q = _load_rows(q_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    if MASKED:
+        sums = tl.load(sums_ptr + stat + query, mask=is_row, other=float("inf"))
+    else:
+        sums = tl.load(sums_ptr + stat + query)
+    zeros = tl.zeros((k.shape[0], ROWS), dtype=tl.float32)
+    raw = _raw(_dot(k, tl.trans(q), zeros, UPCAST), inner, SIGN, SOFTCAP)
+    weight = _weights(raw, sums[None, :], scale)
+    if MASKED:
+        query_id = query
+        if HAS_IDS:
+            query_id = tl.load(query_ids_ptr + query, mask=is_row, other=0)
+        counts = _counts(
+            query[None, :],
+            key[:, None],
+            is_key[:, None],
+            query_id[None, :],
+            key_id[:, None],
+            ahead,
+            behind,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_IDS,
+        )
+        weight = tl.where(counts, weight, 0.0)
+        if MEAN:
+            is_empty = (sums == float("inf")) & is_row
+            weight = tl.where(is_empty[None, :] & (key < keys)[:, None], 1.0 / keys, weight)
+    grad_ptrs = grad_base + (head * stride_grad_head + start * stride_grad_query) + grad_offs
+    grad = _load_rows(grad_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    if WITH_V:
+        grad_v = _dot(weight.to(grad.dtype), grad, grad_v, UPCAST)
+    if WITH_K:
+        if MASKED:
+            delta = tl.load(delta_ptr + stat + query, mask=is_row, other=0.0)
+        else:
+            delta = tl.load(delta_ptr + stat + query)
+        # The sum starts at -delta, which need not be kept until the product is there.
+        minus = tl.broadcast_to((-delta)[None, :], (k.shape[0], ROWS))
+        slope = weight * _dot(v, tl.trans(grad), minus, UPCAST)
+        if SOFTCAP:
+            slope = slope * (1.0 - raw * raw)
+        grad_k = _dot(slope.to(q.dtype), q, grad_k, UPCAST)
+    return grad_k, grad_v
+
+
+@triton.jit(do_not_specialize=["ahead", "behind"])
+def _attention_key_gradient_kernel(
+    grad_ptr,  # (B, H, M, D)
+    stride_grad_batch,
+    stride_grad_head,
+    stride_grad_query,
+    q_ptr,  # (B, H, M, D)
+    stride_q_batch,
+    stride_q_head,
+    stride_q_query,
+    k_ptr,  # (B, G, N, D)
+    stride_k_batch,
+    stride_k_head,
+    stride_k_key,
+    v_ptr,  # (B, G, N, D)
+    stride_v_batch,
+    stride_v_head,
+    stride_v_key,
+    key_mask_ptr,
+    stride_mask_batch,
+    query_ids_ptr,
+    stride_query_ids_batch,
+    key_ids_ptr,
+    stride_key_ids_batch,
+    bounds_ptr,  # (B, key tiles, 4), with HAS_BOUNDS
+    sums_ptr,  # (B, H, M) fp32, in base 2: infinity for a query without keys
+    delta_ptr,  # (B, H, M) fp32
+    grad_k_ptr,  # (B, N, G, D)
+    grad_v_ptr,  # (B, N, G, D)
+    scale,
+    inner,
+    factor,
+    ahead,
+    behind,
+    batch_groups,  # B * G
+    groups,
+    repeat,
+    queries,
+    keys,
+    key_tiles,
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr,
+    MEAN: tl.constexpr,
+    SIGN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    WITH_K: tl.constexpr,
+    WITH_V: tl.constexpr,
+):
+    # The first keys are seen by most queries under causal masks: they start first.
+    tile = tl.program_id(0) // batch_groups
+    row = tl.program_id(0) % batch_groups
+    batch = (row // groups).to(tl.int64)
+    group = (row % groups).to(tl.int64)
+    wide_zero = batch * 0
+    key = tile * KEYS + tl.arange(0, KEYS)
+    is_inside = key < keys
+    is_key = is_inside
+    depth = tl.arange(0, DEPTH_BLOCK)
+    offs = tl.arange(0, ROWS)
+    if HAS_KEY_MASK:
+        shown = tl.load(key_mask_ptr + batch * stride_mask_batch + key, mask=is_inside, other=0)
+        is_key = is_key & (shown != 0)
+    key_id = key
+    if HAS_IDS:
+        key_id = tl.load(key_ids_ptr + batch * stride_key_ids_batch + key, mask=is_inside, other=0)
+    is_read = is_inside if MEAN else is_key
+    place = (wide_zero + key)[:, None]
+    k_ptrs = k_ptr + batch * stride_k_batch + group * stride_k_head
+    k_ptrs = k_ptrs + place * stride_k_key + depth[None, :]
+    k = _load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, True)
+    v_ptrs = v_ptr + batch * stride_v_batch + group * stride_v_head
+    v_ptrs = v_ptrs + place * stride_v_key + depth[None, :]
+    v = _load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, True)
+    their_ids_ptr = query_ids_ptr + batch * stride_query_ids_batch
+    first, full_first, full_stop, stop = _bounds(
+        bounds_ptr,
+        batch,
+        tile,
+        key_tiles,
+        keys,
+        queries,
+        behind,
+        ahead,
+        KEYS,
+        ROWS,
+        HAS_BEHIND,
+        HAS_AHEAD,
+        HAS_BOUNDS,
+    )
+    edges = full_first - first + stop - full_stop
+    grad_k = tl.zeros((KEYS, DEPTH_BLOCK), dtype=tl.float32)
+    grad_v = tl.zeros((KEYS, DEPTH_BLOCK), dtype=tl.float32)
+    q_base = q_ptr + batch * stride_q_batch + group * repeat * stride_q_head
+    q_offs = offs[:, None] * stride_q_query + depth[None, :]
+    grad_base = grad_ptr + batch * stride_grad_batch + group * repeat * stride_grad_head
+    grad_offs = offs[:, None] * stride_grad_query + depth[None, :]
+    stat = (batch * groups + group) * repeat * queries
+    # One loop over the tiles of all heads that share the keys: it stays filled between heads.
+    whole = full_stop - full_first
+    for index in tl.range(0, whole * repeat, num_stages=STAGES):
+        grad_k, grad_v = _key_gradient_tile(
+            grad_k,
+            grad_v,
+            k,
+            v,
+            key,
+            is_key,
+            key_id,
+            full_first + index % whole,
+            index // whole,
+            wide_zero,
+            q_base,
+            q_offs,
+            stride_q_head,
+            stride_q_query,
+            grad_base,
+            grad_offs,
+            stride_grad_head,
+            stride_grad_query,
+            their_ids_ptr,
+            sums_ptr + stat,
+            delta_ptr + stat,
+            scale,
+            inner,
+            ahead,
+            behind,
+            queries,
+            keys,
+            DEPTH,
+            DEPTH_BLOCK,
+            ROWS,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_IDS,
+            MEAN,
+            SIGN,
+            SOFTCAP,
+            UPCAST,
+            WITH_K,
+            WITH_V,
+            False,
+        )
+    for index in tl.range(0, edges * repeat, num_stages=STAGES):
+        grad_k, grad_v = _key_gradient_tile(
+            grad_k,
+            grad_v,
+            k,
+            v,
+            key,
+            is_key,
+            key_id,
+            _edge_tile(index % edges, first, full_first, full_stop),
+            index // edges,
+            wide_zero,
+            q_base,
+            q_offs,
+            stride_q_head,
+            stride_q_query,
+            grad_base,
+            grad_offs,
+            stride_grad_head,
+            stride_grad_query,
+            their_ids_ptr,
+            sums_ptr + stat,
+            delta_ptr + stat,
+            scale,
+            inner,
+            ahead,
+            behind,
+            queries,
+            keys,
+            DEPTH,
+            DEPTH_BLOCK,
+            ROWS,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_IDS,
+            MEAN,
+            SIGN,
+            SOFTCAP,
+            UPCAST,
+            WITH_K,
+            WITH_V,
+            True,
+        )
+    target = (batch * keys * groups + group) * DEPTH
+    offset = place * (groups * DEPTH) + depth[None, :]
+    if WITH_K:
+        grad_k_ptrs = grad_k_ptr + target + offset
+        _store_rows(grad_k_ptrs, grad_k * factor, is_inside, depth, DEPTH, DEPTH_BLOCK)
+    if WITH_V:
+        grad_v_ptrs = grad_v_ptr + target + offset
+        _store_rows(grad_v_ptrs, grad_v, is_inside, depth, DEPTH, DEPTH_BLOCK)
