@@ -33,7 +33,7 @@ demo: $(INSTALLED)  ## train a small Llama with and without the backend, and com
 test: $(INSTALLED)  ## every CPU test, in three processes
 	$(PY) -m pytest -q -n $(JOBS)
 	TRITON_INTERPRET=1 $(PY) -m pytest -q -m interpreter
-	env -u TRITON_INTERPRET $(PY) -m pytest -q -m offline
+	env -u TRITON_INTERPRET $(PY) -m pytest -q -m 'offline and not slow'
 
 test-all: $(INSTALLED)  ## the CPU tests and those that take minutes
 	$(PY) -m pytest -q -n $(JOBS) -m 'not gpu and not interpreter and not offline'

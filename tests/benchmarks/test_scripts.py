@@ -108,6 +108,23 @@ def test_decoding_is_compared_with_every_backend(tmp_path: Path) -> None:
     assert all("failed" in row for row in found if row["us"] is None)
 
 
+def test_attention_is_compared_under_every_mask(tmp_path: Path) -> None:
+    import rows
+
+    out = tmp_path / "attention-kernels.jsonl"
+    script("attention_kernels", "--size", "tiny", "--repeats", "2", "--out", str(out))
+    found = rows.read(out)
+    assert [r["case"] for r in found if r["method"] == "ours"] == [
+        "causal",
+        "gemma2",
+        "padding",
+        "packed",
+    ]
+    assert {row["method"] for row in found} == {"ours", "sdpa", "chain"}
+    assert all(max(row["errors"].values()) < 3e-2 for row in found)
+    assert all(row["forward_ms"]["median"] > 0 for row in found)
+
+
 def test_curves_are_read_back_as_the_latest_start_of_each_run(tmp_path: Path) -> None:
     import convergence
 
