@@ -136,12 +136,17 @@ def _check(
         compiled = _compile(NAMES[kernel], capability, dtype, constants, shape.warps)
         ptx = compiled.asm["ptx"]
         assert compiled.metadata.shared <= SHARED_LIMITS[capability]
-        assert _stack_bytes(compiled.asm["cubin"], folder) == 0
+        spilled = _stack_bytes(compiled.asm["cubin"], folder)
+        assert spilled <= SPILLED.get((kernel, capability, depth_block(depth)), 0)
         assert "atom." not in ptx
         assert re.search(PRODUCTS[capability], ptx), "no tensor cores"
         if shape.stages > 1:
             assert "cp.async.cg.shared.global" in ptx, "tiles are not loaded ahead"
 
+
+# Bytes per thread where the fastest tile of the sweep on an H200 spills: at head size 256 it takes
+# 1.1 ms where the best that does not spill takes 1.7.
+SPILLED = {("key_gradient", 90, 128): 32, ("key_gradient", 90, 256): 448}
 
 PRODUCTS = {80: r"mma\.sync", 89: r"mma\.sync", 90: r"wgmma", 100: r"tcgen05\.mma"}
 
