@@ -151,10 +151,9 @@ SPILLED = {("key_gradient", 90, 128): 128, ("key_gradient", 90, 256): 448}
 PRODUCTS = {80: r"mma\.sync", 89: r"mma\.sync", 90: r"wgmma", 100: r"tcgen05\.mma"}
 
 
-@pytest.mark.parametrize("flags", ["plain", "every"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_attention_compiles_within_the_limits(kernel: str, flags: str, tmp_path: Path) -> None:
-    _check(kernel, 90, 128, {"plain": PLAIN, "every": EVERY}[flags], "bf16", tmp_path)
+def test_attention_compiles_within_the_limits(kernel: str, tmp_path: Path) -> None:
+    _check(kernel, 90, 128, PLAIN, "bf16", tmp_path)
 
 
 @pytest.mark.slow
@@ -170,8 +169,7 @@ def test_attention_compiles_within_the_limits_everywhere(
         _check(kernel, capability, depth, flags, dtype, tmp_path)
 
 
-@pytest.mark.parametrize("ours_are_queries", [True, False])
-@pytest.mark.parametrize("from_lse", [True, False])
+@pytest.mark.parametrize(("ours_are_queries", "from_lse"), [(True, False), (False, True)])
 def test_bounds_compile_within_the_limits(
     ours_are_queries: bool, from_lse: bool, tmp_path: Path
 ) -> None:
