@@ -223,7 +223,7 @@ def attention(options: argparse.Namespace) -> None:
         "sdpa, masked": masked,
         "sdpa, repeated and masked": repeated_and_masked,
     }
-    for batch, filled in SHAPES[options.size]:
+    for batch, filled in options.case or SHAPES[options.size]:
         timed: dict[str, Repeated] = {}
         found: dict[str, dict[str, Any]] = {}
         count = copies_for(batch, filled, options)
