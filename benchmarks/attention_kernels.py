@@ -207,6 +207,7 @@ def prepare_flex(data: Data) -> Callable[[Data], Tensor]:
     rows_of_mask = batch if key_mask is not None else None
     device = data.q.device
     data.block_mask = create_block_mask(mask, rows_of_mask, None, length, length, device=device)
+    torch._dynamo.reset()  # beyond a few shapes Dynamo gives up and runs it unfused
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(given: Data) -> Tensor:

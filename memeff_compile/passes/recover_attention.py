@@ -39,7 +39,7 @@ Capabilities: TypeAlias = "tuple[tuple[int, int], ...]"
 _MEASURED: Capabilities = ((9, 0),)
 """Compute capabilities of GPUs on which the rewritten call was measured against the original."""
 
-_OP_MEASURED: Capabilities = ()
+_OP_MEASURED: Capabilities = ((9, 0),)
 """The same for memeff::attention."""
 
 _LARGEST_HEAD = 256
