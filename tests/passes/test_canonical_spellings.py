@@ -219,6 +219,10 @@ POINTWISE: dict[str, Spelling] = {
     "neg": lambda x, **_: -x,
     "neg function": lambda x, **_: torch.neg(x),
     "neg method": lambda x, **_: x.neg(),
+    "abs": lambda x, **_: abs(x),
+    "abs function": lambda x, **_: torch.abs(x),
+    "abs method": lambda x, **_: x.abs(),
+    "abs operator": lambda x, **_: operator.abs(x),
     "pow": lambda x, **_: x**2,
     "pow function": lambda x, **_: torch.pow(x, 2),
     "pow of a number": lambda x, **_: torch.pow(2.0, x),
@@ -672,7 +676,7 @@ def test_every_entry_of_the_table_was_captured(graphs: dict[str, list[Node]]) ->
         F.scaled_dot_product_attention,
     }
     # Dynamo records one of two.
-    same_as = {F.silu, F.rms_norm, F.pad, torch._C._nn.silu, torch.rms_norm, torch._C._nn.pad}
+    same_as = {F.silu, F.rms_norm, F.pad, torch._C._nn.silu, torch.rms_norm, torch._C._nn.pad, abs}
     functions = {f for f in canonical._FUNCTIONS if ("call_function", f) not in seen}
     assert functions <= elsewhere | same_as
     methods = {
