@@ -318,6 +318,22 @@ def test_attention_forms_are_checked_before_they_are_timed(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_multihead_is_checked_before_it_is_timed(tmp_path: Path) -> None:
+    out = tmp_path / "multihead.jsonl"
+    script(
+        "multihead",
+        *("--size", "tiny", "--backend", "memeff", "--inner", "aot_eager", "--repeats", "2"),
+        *("--case", "plain", "weights", "both", "--out", str(out)),
+    )
+    import rows
+
+    found = rows.read(out)
+    assert all("ms" in row and row["error"] < 1e-5 for row in found)
+    fired = ["expand_multihead: rewrote" in row["records"] for row in found[1::2]]
+    assert fired == [False, True, True]
+
+
+@pytest.mark.slow
 def test_training_step_rows_of_two_backends_share_a_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the models are those of transformers")
     out = tmp_path / "models.jsonl"
