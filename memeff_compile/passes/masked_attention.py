@@ -223,7 +223,7 @@ def _why_not_on_a_cpu(site: Site, dtype: torch.dtype) -> str:
         return "PyTorch's kernel for the CPU takes the mask as it is"
     if dtype != torch.bfloat16:
         return (
-            f"on a CPU in {_short(dtype)} memeff::attention was measured at 2.1 to 3.0 times the "
+            f"on a CPU in {_short(dtype)} memeff::attention was measured at 2.1 to 3.5 times the "
             "time of products and a softmax"
         )
     if compat.multiplies_bf16():
