@@ -20,6 +20,7 @@ from memeff_compile.report import Record
 from tests.support.surfaces import D, V
 
 from .captured_graphs import compare_with_eager
+from .test_expand_multihead import DECLINED as DECLINED_MODULES
 from .test_recover_attention import CHAINS_DECLINED, DECLINED
 from .test_rewrite_kv_update import DECLINED as DECLINED_CACHES
 
@@ -459,7 +460,9 @@ def test_every_code_in_the_source_has_a_test() -> None:
     in_the_caches_tests = {code.split("(")[0] for _, code in DECLINED_CACHES}
     in_the_caches_tests |= {"many_queries", "no_gain"}
     in_the_gated_linears_tests = {"gate_reused", "selective_checkpoint"}
-    in_the_attentions_tests = {code.split("(")[0] for code in (*DECLINED, *CHAINS_DECLINED)} | {
+    in_the_attentions_tests = {
+        code.split("(")[0] for code in (*DECLINED, *DECLINED_MODULES, *CHAINS_DECLINED)
+    } | {
         "subclass_operand",
         "no_grouped_kernel",
         "no_fused_kernel",
