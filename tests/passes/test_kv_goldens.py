@@ -165,7 +165,7 @@ def test_static_cache_report() -> None:
     expecttest.assert_expected_inline(
         report(),
         """\
-memeff_compile: 1 graph, 1 change, 15.4 KiB never allocated
+memeff_compile: 1 graph, 1 change, 15.7 KiB never allocated
 
 graph 0/0 (inference, 40 nodes, our passes 0 ms)
 
@@ -174,8 +174,8 @@ graph 0/0 (inference, 40 nodes, our passes 0 ms)
              the query's position; engine split: the filled keys split over programs, query heads
              of one key-value head in one tile, two Triton kernels (CUDA, compute capability 8.0
              or later; bf16, fp16, fp32).
-             Saves 15.4 KiB (16.0 KiB before, 640 bytes after): 8*B*D*H*N - 4*B*H*M*S*(D + 2)
-             bytes with B = 2, D = 8, H = 4, M = 1, N = 32, S = 2.""",
+             Saves 15.7 KiB (16.0 KiB before, 320 bytes after): 8*B*D*H*N - 4*B*H*M*S*(D + 2)
+             bytes with B = 2, D = 8, H = 4, M = 1, N = 32, S = 1.""",
     )
 
 
