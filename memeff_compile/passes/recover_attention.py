@@ -575,18 +575,35 @@ _KEEPS_LAYOUT = {
 }
 
 
+_BLIND_TO_LAYOUT = {
+    aten.contiguous,
+    aten.reshape,
+    aten.flatten,
+    aten.linear,
+    aten.matmul,
+    aten.mm,
+    aten.bmm,
+    aten.addmm,
+}
+"""Ops whose result lies in memory as it does whatever their input's layout."""
+
+
 def _depends_on_layout(node: Node) -> bool:
-    """Return whether a view, or the world outside the graph, sees how a result lies in memory."""
-    for user in node.users:
-        reading = read(user)
-        if user.op == "output" or reading is None:
+    """Return whether a view, or the world outside the graph, may see the layout of a result."""
+    return any(_sees_layout(user) for user in node.users)
+
+
+def _sees_layout(user: Node) -> bool:
+    reading = read(user)
+    if user.op == "output" or reading is None:
+        return True
+    for call in reading:
+        packet = call.op.overloadpacket
+        if packet in _BLIND_TO_LAYOUT:
+            return False
+        if packet not in _KEEPS_LAYOUT and torch.Tag.pointwise not in call.op.tags:
             return True
-        packets = {call.op.overloadpacket for call in reading}
-        if packets & {aten.view, aten.view_as, aten.as_strided, aten.unflatten}:
-            return True
-        if packets & _KEEPS_LAYOUT and _depends_on_layout(user):
-            return True
-    return False
+    return _depends_on_layout(user)
 
 
 def _is_pure(node: Node) -> bool:

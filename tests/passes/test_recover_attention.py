@@ -663,3 +663,17 @@ def test_subclass_operands_are_left_alone() -> None:
     torch.compile(attend, backend="memeff", options={"memeff.inner": "eager"})(*given)
     found = [r.code for r in records(memeff_compile.last_report())]
     assert found == ["subclass_operand(TwoTensor)"]
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_view_behind_other_ops_finds_the_layout_it_was_written_for(inner: str) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found = (q @ k.transpose(-1, -2) * 0.3).softmax(-1) @ v
+        return (found * 2).view(2, -1, 8), (found + 1).transpose(1, 2)
+
+    operands = [torch.randn(2, 6, 4, 8).transpose(1, 2) for _ in range(3)]
+    compiled = torch.compile(model, backend="memeff", options={"memeff.inner": inner})
+    for found, wanted in zip(compiled(*operands), model(*operands), strict=True):
+        torch.testing.assert_close(found, wanted)
+        assert found.stride() == wanted.stride()
+    assert memeff_compile.last_report().rewrites("recover_attention") == 1
