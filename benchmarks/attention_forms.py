@@ -169,6 +169,8 @@ def measure(job: str, given: argparse.Namespace) -> list[dict[str, Any]]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = TINY if given.size == "tiny" else SIZES[job]
+    if given.layers:
+        sizes = {**sizes, "num_hidden_layers": given.layers}
     memeff_compile.reset()
     torch._dynamo.reset()
     model = build(sizes, given.attention, device)
@@ -205,6 +207,7 @@ def main() -> None:
     parser.add_argument("--backend", nargs="+", default=["inductor", "memeff"])
     parser.add_argument("--attention", default="sdpa", help="sdpa or eager, of transformers")
     parser.add_argument("--size", choices=("full", "tiny"), default="full")
+    parser.add_argument("--layers", type=int, help="instead of the job's own")
     parser.add_argument("--inner", default="", help="memeff.inner")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.jsonl"))
