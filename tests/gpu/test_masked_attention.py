@@ -5,6 +5,7 @@ Compiled with Inductor, each model stays as close to itself in fp32 as it is wit
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.gpu
 transformers = pytest.importorskip("transformers", reason="builds transformers models")
 
 LENGTH = 192
+OF_BF16 = 1.5e-2
+"""Largest mean distance from fp32 of these models in bf16, where the model itself gives none."""
 SETTINGS = {
     "vocab_size": 512,
     "hidden_size": 256,
@@ -94,7 +97,8 @@ def test_a_step_is_as_close_to_fp32_as_the_model_itself(
     torch._dynamo.reset()
     memeff_compile.reset()
     found = distance(outcome(torch.compile(model, backend="memeff"), model, given), exact)
-    assert found <= 1.2 * own
+    # PyTorch's fast backwards give nan where a query has no key at all; ours gives zeros.
+    assert found <= (1.2 * own if math.isfinite(own) else OF_BF16)
     after = "\n".join(graph.after for graph in memeff_compile.graphs())
     needs_op = side != "none" or name != "llama"
     assert ("memeff.attention(" in after) == needs_op
