@@ -59,12 +59,12 @@ def memeff(
     report.record_graph(outcome.report)
     rewritten = keep(gm, chosen) if original is not None and outcome.changed else None
     outputs = _drop_missing_outputs(gm) if outcome.changed else None
-    compiled = _inner(gm, example_inputs, chosen)
+    compiled = _inner(gm, example_inputs, chosen, outcome.inductor)
     if outputs is not None:
         compiled = _put_back(compiled, outputs)
     if pieces:
         compiled = accept(compiled, pieces)
-    reuses = chosen.inner == "inductor" and compat.inductor_uses_cudagraphs(_patches(chosen))
+    reuses = chosen.inner == "inductor" and compat.inductor_uses_cudagraphs(chosen.inductor_patches())
     if outcome.deferred:
         compiled = attach(
             compiled, outcome.deferred, clone_hidden=reuses, use=outcome.report.logits
@@ -126,18 +126,19 @@ def reset() -> None:
 memeff.reset = reset  # type: ignore[attr-defined]
 
 
-def _inner(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+def _inner(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    advised: Mapping[str, Any],
+) -> Callable[..., Any]:
     if options.inner == "eager":
         forward: Callable[..., Any] = gm.forward
         return forward
     if options.inner == "aot_eager":
         return compat.compile_with_aot_eager(gm, example_inputs)
-    tag = decided_by_measurement()
-    return compat.compile_with_inductor(gm, example_inputs, _patches(options), tag)
-
-
-def _patches(options: Options) -> dict[str, Any]:
-    return options.inductor_patches()
+    patches = {**advised, **options.inductor_patches()}
+    return compat.compile_with_inductor(gm, example_inputs, patches, decided_by_measurement())
 
 
 def keep_transformers_losses_in_one_graph() -> None:

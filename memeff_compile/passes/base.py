@@ -47,6 +47,8 @@ class Done:
     """What a rewrite did, for the report, and what the backend must do around the graph.
 
     ``sites`` counts places that were rewritten alike; where it is given, equal ones are one record.
+    ``inductor`` holds config keys under which Inductor serves the rewritten graph best; the user's
+    own keys come before them.
     """
 
     node: Node
@@ -56,6 +58,7 @@ class Done:
     action: Action = "rewrote"
     code: str = "rewrote"
     sites: int = 0
+    inductor: Mapping[str, Any] = field(default_factory=dict)
 
 
 class GraphPass(Protocol):

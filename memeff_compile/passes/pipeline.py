@@ -40,6 +40,7 @@ class Outcome:
     report: GraphReport
     changed: bool = False
     deferred: list[DeferredOutput] = field(default_factory=list)
+    inductor: dict[str, Any] = field(default_factory=dict)
 
 
 def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outcome:
@@ -83,7 +84,7 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
     _log(report)
     compat.trace_artifact(TRACE_NAME, lambda: Report((report,)).to_json(indent=2))
     _enforce_strict(options, report)
-    return Outcome(report, state.changed, state.deferred)
+    return Outcome(report, state.changed, state.deferred, state.inductor)
 
 
 def _levels(info: GraphInfo) -> Iterator[GraphInfo]:
@@ -99,11 +100,12 @@ class _Run:
         self.options = options
         self.records: list[Record] = []
         self.deferred: list[DeferredOutput] = []
+        self.inductor: dict[str, Any] = {}
         self.changed = False
 
     def fail(self, error: Exception) -> None:
         """Forget what was done: the graph has been restored."""
-        self.deferred, self.changed = [], False
+        self.deferred, self.inductor, self.changed = [], {}, False
         self.records = [r for r in self.records if r.action == "declined"]
         self.records.append(
             Record(
@@ -195,6 +197,7 @@ class _Run:
             return
         self.changed = True
         self.deferred.extend(done.deferred)
+        self.inductor |= done.inductor
         self._record_done(graph_pass, done, where, gain)
 
     def _record_done(

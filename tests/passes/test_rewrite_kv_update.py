@@ -6,7 +6,8 @@ that it fires on toys, and run what it makes on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import memeff_compile
+from memeff_compile import compat
 from memeff_compile.kernels._triton.device import planned_for
 from memeff_compile.kernels.kv_cache import reference
 from memeff_compile.options import Options
@@ -703,6 +705,34 @@ def test_a_refused_edit_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPat
         assert run(function, *inputs()) == [("declined", "edit_refused")]
         (graph,) = memeff_compile.graphs()
         assert graph.after == graph.before
+
+
+def advised(monkeypatch: pytest.MonkeyPatch, given: Sequence[Tensor], **options: Any) -> Any:
+    """Return what Inductor is told about tuning when one step of ``given`` is compiled."""
+    told: list[dict[str, Any]] = []
+
+    def inner(gm: Any, example_inputs: Any, patches: dict[str, Any], tag: str) -> Any:
+        told.append(patches)
+        return gm.forward
+
+    monkeypatch.setattr(compat, "compile_with_inductor", inner)
+    torch._dynamo.reset()
+    torch.compile(static_cache, backend="memeff", options=options or None)(*given)
+    (patches,) = told
+    return patches.get("coordinate_descent_tuning")
+
+
+def test_one_token_at_a_time_has_inductor_tune_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = [t.clone() for t in inputs()]
+    one = [t[:1].clone() if t.dim() == 4 else t.clone() for t in wide]
+    monkeypatch.setattr(sys.modules[__name__], "B", 1)
+    assert advised(monkeypatch, one) is None, "the CPU's products are not Inductor's to tune"
+    with planned_for(PLANNED):
+        assert advised(monkeypatch, one) is True
+        assert "one token: Inductor tunes its kernels" in records()[0].sentence
+        assert advised(monkeypatch, one, coordinate_descent_tuning=False) is False
+        monkeypatch.setattr(sys.modules[__name__], "B", 2)
+        assert advised(monkeypatch, wide) is None
 
 
 @pytest.mark.usefixtures("planned")
