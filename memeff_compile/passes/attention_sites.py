@@ -37,6 +37,8 @@ class Site:
         masked_in: The dtype in which a chain adds its mask or fills it in.
         softcap: What caps the scores; 0 for nothing.
         between: What stands between the operands and the result; empty for a single call.
+        numbers: Nodes of symbols that were taken for the numbers they stand for: under
+            ``dynamic=True`` the scale, the softcap and the dropout of a config are symbols.
     """
 
     node: Node
@@ -52,6 +54,7 @@ class Site:
     scale: Any = None
     grouped: bool = False
     between: list[Node] = field(default_factory=list)
+    numbers: list[Node] = field(default_factory=list)
 
     @property
     def operands(self) -> tuple[Node, Node, Node]:
@@ -83,8 +86,9 @@ def _single_call(info: GraphInfo, node: Node) -> Site | Decline | None:
     given = call.args
     if any(info.tensor(given[name]) is None for name in ("query", "key", "value")):
         return None
-    if given["dropout_p"] != 0:
+    if compat.known_number(given["dropout_p"]) != 0:
         return _dropout_active(node) if given["attn_mask"] is not None else None
+    scale = compat.known_number(given["scale"])
     return Site(
         node,
         given["query"],
@@ -92,9 +96,14 @@ def _single_call(info: GraphInfo, node: Node) -> Site | Decline | None:
         given["value"],
         given["attn_mask"],
         causal=given["is_causal"],
-        scale=given["scale"],
+        scale=given["scale"] if scale is None else scale,
         grouped=given["enable_gqa"],
+        numbers=_nodes(given["dropout_p"], *([] if scale is None else [given["scale"]])),
     )
+
+
+def _nodes(*values: Any) -> list[Node]:
+    return [value for value in values if isinstance(value, Node)]
 
 
 def _dropout_active(node: Node) -> Decline:
@@ -116,6 +125,7 @@ class _Weights:
     product: Node
     value: Node
     steps: list[Node]
+    numbers: list[Node]
 
 
 @dataclass
@@ -129,6 +139,7 @@ class _Scores:
     softcap: float
     masking: _Masking
     steps: list[Node]
+    numbers: list[Node]
 
 
 @dataclass(frozen=True)
@@ -176,6 +187,7 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
         scores.softcap,
         scale=scores.scale,
         between=[scores.key, scores.product, *scores.steps, softmax, *weights.steps],
+        numbers=[*scores.numbers, *weights.numbers],
     )
     return _reason_against(info, site, scores) or site
 
@@ -211,10 +223,11 @@ def _follow_weights(softmax: Node) -> _Weights | Decline | None:
                 return _used_otherwise("weights", others[0])
             operands = _product(products[0])
             assert operands is not None
-            dropped = next((step for step in steps if _drops(step)), None)
-            if dropped is not None:
-                return _dropout_active(dropped)
-            return _Weights(products[0], operands[1], steps)
+            rates = {step: rate for step in steps if (rate := _dropout(step)) is not None}
+            for step, rate in rates.items():
+                if compat.known_number(rate) != 0:
+                    return _dropout_active(step)
+            return _Weights(products[0], operands[1], steps, _nodes(*rates.values()))
         current = onward[0]
         steps.append(current)
     return None
@@ -237,11 +250,12 @@ def _multiplies(node: Node, weights: Node) -> bool:
     return operands is not None and operands[0] is weights and operands[1] is not weights
 
 
-def _drops(node: Node) -> bool:
+def _dropout(node: Node) -> Any:
+    """Return the rate of an active dropout; None for any other node."""
     call = read_one(node)
-    if call is None or call.op.overloadpacket is not aten.dropout:
-        return False
-    return call.args["train"] is not False and call.args["p"] != 0
+    if call is None or call.op.overloadpacket is not aten.dropout or call.args["train"] is False:
+        return None
+    return call.args["p"]
 
 
 def _used_otherwise(what: str, user: Node) -> Decline:
@@ -260,7 +274,7 @@ def _follow_scores(
     """Read what a softmax, which may compute in another dtype, is of."""
     if not _leads_to_product(scores):
         return None
-    current, steps = scores, list[Node]()
+    current, steps, numbers = scores, list[Node](), list[Node]()
     masking, factors = _Masking(), _Factors()
     casts = [] if dtype is None else [dtype]
     for _ in range(MAX_STEPS):
@@ -270,15 +284,16 @@ def _follow_scores(
         operands = _product(current)
         if operands is not None:
             scale, softcap = factors.result()
-            return _Scores(current, *operands, scale, softcap, masking, steps)
+            return _Scores(current, *operands, scale, softcap, masking, steps, numbers)
         steps.append(current)
         call = read_one(current)
         assert call is not None  # it leads to a product
         op, given = call.op.overloadpacket, call.args
         if op in (aten.mul, aten.div):
-            factor = given["other"]
-            if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+            factor = compat.known_number(given["other"])
+            if factor is None or not factor > 0:
                 return _scale_not_constant(current)
+            numbers += _nodes(given["other"])
             factors.add(factor, is_division=op is aten.div)
         elif op is aten.tanh:
             if factors.cap is not None:

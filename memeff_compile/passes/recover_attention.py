@@ -138,6 +138,8 @@ class RecoverAttention:
     def rewrite(self, info: GraphInfo, match: Match, editor: Editor) -> Done:
         """Replace each site by one call without a dense mask."""
         for site, plan in zip(match.sites, match.plans, strict=True):
+            for number in site.numbers:
+                compat.hold_constant(number)
             with editor.at(site.node):
                 result = _insert(info, editor, site, plan)
                 editor.replace(site.node, _laid_out_as(editor, site.node, result))

@@ -231,7 +231,8 @@ def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
             return False
         if compat.storage_key(value) in storages:
             return True
-        operands = node.all_input_nodes if node.op in ("call_function", "call_method") else []
+        operands = [] if node.op not in ("call_function", "call_method") else node.all_input_nodes
+        operands = [n for n in operands if info.tensor(n) is not None]  # and not a symbolic size
         if len(operands) != 1:
             return False
         (node,) = operands
@@ -481,7 +482,7 @@ def _unserved_setting(info: GraphInfo, match: Site) -> Decline | None:
             "attention runs under autocast, which casts its operands",
             "cast the model instead",
         )
-    if args["dropout_p"] != 0 or args["is_causal"]:
+    if compat.known_number(args["dropout_p"]) != 0 or args["is_causal"]:
         name = "is_causal" if args["is_causal"] else "dropout_p"
         return Decline(
             f"attention_setting({name})",
@@ -490,7 +491,7 @@ def _unserved_setting(info: GraphInfo, match: Site) -> Decline | None:
             if name == "dropout_p"
             else "is_causal compares places in the buffer; give a mask of positions",
         )
-    if not isinstance(args["scale"], (int, float, type(None))):
+    if args["scale"] is not None and compat.known_number(args["scale"]) is None:
         return Decline(
             "attention_setting(scale)",
             "the scale of attention varies from call to call",
@@ -697,7 +698,10 @@ def _nothing_between(
 
 
 def _scale(call: Call) -> float | None:
-    scale = call.args["scale"]
+    """Return the scale as a number, and hold it and the dropout to what they are."""
+    for name in ("dropout_p", "scale"):
+        compat.hold_constant(call.args[name])  # symbols where everything is dynamic
+    scale = compat.known_number(call.args["scale"])
     return None if scale is None else float(scale)
 
 

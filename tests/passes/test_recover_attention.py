@@ -307,6 +307,40 @@ def test_dynamic_lengths_are_proved_and_add_no_recompiles(dynamic: bool | None) 
     assert "enable_gqa=True" in graph.after
 
 
+class Numbers(torch.nn.Module):
+    """Attention whose scale and dropout are attributes, which dynamic=True makes symbols."""
+
+    def __init__(self, is_chain: bool) -> None:
+        super().__init__()
+        self.is_chain, self.scale, self.dropout = is_chain, 0.37, 0.0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = causal(q.shape[2], q.shape[2])
+        if not self.is_chain:
+            return F.scaled_dot_product_attention(q, k, v, mask, self.dropout, scale=self.scale)
+        scores = (q @ k.mT * self.scale).masked_fill(~mask, float("-inf"))
+        return F.dropout(torch.softmax(scores, -1), self.dropout) @ v
+
+
+@pytest.mark.parametrize("is_chain", [False, True], ids=["call", "chain"])
+def test_numbers_of_a_config_may_be_symbols_and_may_change(is_chain: bool) -> None:
+    module = Numbers(is_chain)
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    compiled = torch.compile(
+        module, backend="memeff", dynamic=True, options={"memeff.inner": "aot_eager"}
+    )
+    for scale in (0.37, 0.37, 0.11):
+        module.scale = scale
+        torch.testing.assert_close(compiled(*qkv()), module(*qkv()), rtol=1e-9, atol=1e-9)
+        assert "is_causal=True" in calls()[0]
+    module.dropout = 0.5
+    compiled(*qkv())
+    assert [(r.action, r.code) for r in records(memeff_compile.last_report())][-1:] == [
+        ("declined", "dropout_active")
+    ]
+
+
 def test_nothing_to_recover_is_nothing_to_report() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -368,6 +368,35 @@ def test_dynamic_batch_is_served() -> None:
 
 
 @pytest.mark.usefixtures("planned")
+def test_everything_dynamic_is_served() -> None:
+    """Sizes, the scale and the dropout are symbols; another scale is another graph."""
+
+    class Layer(nn.Module):
+        scale, dropout = 0.41, 0.0
+
+        def forward(self, q: Tensor, k: Tensor, kc: Tensor, p: Tensor) -> Tensor:
+            kc.index_copy_(2, p, k)
+            b, g, n, d = kc.shape
+            keys = kc[:, :, None].expand(b, g, H // G, n, d).reshape(b, g * (H // G), n, d)
+            mask = torch.arange(n)[None, None, None] <= p[None, None, :, None]
+            return attend(q, keys, keys, mask, scale=self.scale, dropout_p=self.dropout)
+
+    layer = Layer()
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    options = {"memeff.inner": "eager"}
+    compiled = torch.compile(layer, backend="memeff", options=options, dynamic=True)
+    with torch.no_grad():
+        for length, layer.scale in ((24, 0.41), (32, 0.41), (40, 0.17)):
+            q, k, cache = (torch.randn(B, h, n, D) for h, n in ((H, 1), (G, 1), (G, length)))
+            given, positions = (q, k, cache), torch.tensor([4])
+            wanted = layer(*(t.clone() for t in given), positions)
+            torch.testing.assert_close(compiled(*given, positions), wanted)
+    assert {(r.action, r.code) for r in records()} == set(FIRED)
+    assert len(memeff_compile.graphs()) <= 3
+
+
+@pytest.mark.usefixtures("planned")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits_are_no_further_from_fp64_than_eager(dtype: torch.dtype) -> None:
     given = inputs(dtype=dtype)
