@@ -33,6 +33,7 @@ PASS_NAMES = (
     "expand_multihead",
     "recover_attention",
     "fuse_gated_linear",
+    "keep_rotary_tables",
 )
 """Names of the passes that exist, in the order in which they run."""
 
@@ -52,10 +53,16 @@ SWITCHES = {
     "expand_multihead": ("memeff.attention", "off"),
     "recover_attention": ("memeff.attention", "off"),
     "fuse_gated_linear": ("memeff.gated_linear", "off"),
+    "keep_rotary_tables": ("memeff.rotary_tables", "off"),
 }
 """The option that switches each pass off."""
 
-MAY_FIND_NOTHING = ("rewrite_kv_update", "expand_multihead", "recover_attention")
+MAY_FIND_NOTHING = (
+    "rewrite_kv_update",
+    "expand_multihead",
+    "recover_attention",
+    "keep_rotary_tables",
+)
 """Passes of which `memeff.strict` asks only that they decline nothing: a graph that trains has no
 cache to update, and attention that is already as it should be needs no change."""
 
@@ -410,6 +417,13 @@ class Options:
         "off",
         meaning="In activation checkpoints, write the gradients of a gated MLP over gate and up.",
     )
+    rotary_tables: str = _choice(
+        "rotary_tables",
+        "exact",
+        "off",
+        meaning="On a GPU, compute the cosines and sines of positions once, not in every kernel "
+        "that reads them.",
+    )
     attention: str = _choice(
         "attention",
         "exact",
@@ -550,6 +564,9 @@ class Options:
             "recover_attention": f"{PREFIX}attention='off'" if self.attention == "off" else "",
             "fuse_gated_linear": (
                 f"{PREFIX}gated_linear='off'" if self.gated_linear == "off" else ""
+            ),
+            "keep_rotary_tables": (
+                f"{PREFIX}rotary_tables='off'" if self.rotary_tables == "off" else ""
             ),
         }
         off["defer_logits"] = off["defer_logits"] or off["fuse_linear_cross_entropy"]

@@ -8,6 +8,7 @@ from .expand_multihead import ExpandMultihead
 from .fuse_embedding_gradient import FuseEmbeddingGradient
 from .fuse_gated_linear import FuseGatedLinear
 from .fuse_linear_cross_entropy import FuseLinearCrossEntropy
+from .keep_rotary_tables import KeepRotaryTables
 from .recover_attention import RecoverAttention
 from .rewrite_kv_update import RewriteKVUpdate
 
@@ -19,4 +20,5 @@ PASSES: tuple[GraphPass, ...] = (
     RewriteKVUpdate(),  # generation: no loss, no gradient
     ExpandMultihead(),  # what it leaves of masks is the next pass's
     RecoverAttention(),  # what attends to a static cache is the pass before's
+    KeepRotaryTables(),  # for Inductor alone, which would compute them in each layer
 )

@@ -27,6 +27,7 @@ DOCUMENTED_KEYS = (
     "logits",
     "embedding",
     "gated_linear",
+    "rotary_tables",
     "attention",
     "kv_reads",
     "ternary",

@@ -1,0 +1,158 @@
+"""cos and sin of positions are computed once and read, not computed again in every layer's kernels.
+
+    before: c = to(cos(angles)); layer 1: q * c + ..; layer 2: q * c + ..
+    after:  c = as_strided(to(cos(angles)), ..); layer 1: q * c + ..; layer 2: q * c + ..
+
+The numbers are the same. A table of cosines is pointwise in the positions, and Inductor computes
+what is pointwise in every kernel that reads it: each layer, forward and backward, would take the
+cosine of each angle once per head. Asked for the strides of a tensor, it keeps that tensor in
+memory. The view costs nothing: its sizes and strides are those the table has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch.fx import Node
+
+from .. import compat
+from ..kernels.linear_cross_entropy import where_it_runs
+from .base import Decline, Done, Gain
+from .canonical import aten, read_one
+from .editor import Editor
+from .graph_info import GraphInfo
+
+FEWEST_READERS = 3
+"""Fewer layers gain nothing worth a word."""
+
+FEWEST_NUMBERS = 1 << 16
+"""Smaller tables, as those of a step of decoding, are computed sooner than they are read."""
+
+_WAVES = (aten.cos.default, aten.sin.default)
+_MAX_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of a graph, and what reads each."""
+
+    nodes: tuple[Node, ...]
+
+
+class KeepRotaryTables:
+    """The pass."""
+
+    name = "keep_rotary_tables"
+    version = 1
+    tier = "exact"
+
+    def enabled(self, info: GraphInfo) -> bool:
+        """Return whether memeff.rotary_tables is on, for the compiler that would recompute."""
+        return info.options.rotary_tables != "off" and info.options.inner == "inductor"
+
+    def find(self, info: GraphInfo) -> Iterable[Tables | Decline]:
+        """Yield the tables of the graph together."""
+        found = dict.fromkeys(
+            table
+            for node in info.gm.graph.nodes
+            if _is_wave(info, node) and (table := _table(info, node)) is not None
+        )
+        if found:
+            yield Tables(tuple(found))
+
+    def check(self, info: GraphInfo, match: Tables) -> Decline | None:
+        """Return None: what would not be the same is no table."""
+        del info, match
+        return None
+
+    def gain(self, info: GraphInfo, match: Tables) -> Gain | None:
+        """Return None: no byte is saved."""
+        del info, match
+        return None
+
+    def anchor(self, match: Tables) -> Node:
+        """Return the first table."""
+        return match.nodes[0]
+
+    def places(self, match: Tables) -> Iterable[Node]:
+        """Return the tables."""
+        return match.nodes
+
+    def rewrite(self, info: GraphInfo, match: Tables, editor: Editor) -> Done:
+        """Let the readers of each table read it through a view of its own layout."""
+        readers = 0
+        for table in match.nodes:
+            users = _readers(table)
+            value = info.tensor(table)
+            assert value is not None
+            with editor.at(table.next, like=table):
+                sizes = [editor.size(size) for size in value.shape]
+                strides = [editor.size(stride) for stride in value.stride()]
+                kept = editor.call(aten.as_strided.default, table, sizes, strides)
+            editor.reroute(users, table, kept)
+            readers = max(readers, len(users))
+        sentence = (
+            f"cosines and sines of positions are kept in memory for their {readers} readers, "
+            "instead of being computed by each"
+        )
+        return Done(match.nodes[0], sentence, sites=len(match.nodes))
+
+    def dead(self, match: Tables) -> Sequence[Node]:
+        """Return nothing: all that was there is still read."""
+        del match
+        return ()
+
+
+def _is_wave(info: GraphInfo, node: Node) -> bool:
+    """Return whether ``node`` takes cosines or sines of what has no gradient, on a GPU."""
+    call = read_one(node) if node.op in ("call_function", "call_method") else None
+    value = info.tensor(node)
+    if call is None or call.op not in _WAVES or value is None or value.requires_grad:
+        return False
+    angles = info.tensor(call.args["self"])
+    has_gradient = angles is None or angles.requires_grad
+    return not has_gradient and where_it_runs(value.device).type == "cuda"
+
+
+def _table(info: GraphInfo, wave: Node) -> Node | None:
+    """Return what the layers read of a wave: itself, scaled or cast; None where too few do."""
+    table = wave
+    for _ in range(_MAX_STEPS):
+        users = _readers(table)
+        if len(users) != 1:
+            break
+        if not _is_pointwise(users[0]):
+            return None
+        table = users[0]
+    value = info.tensor(table)
+    if value is None or not compat.is_fake(value) or value.requires_grad:
+        return None
+    numbers = sympy.prod(compat.size_hint(size) for size in value.shape)
+    is_large = numbers >= FEWEST_NUMBERS and value.is_contiguous()
+    is_written = any(
+        info.may_share_memory(target, table) for write in info.writes for target in write.targets
+    )
+    return table if len(_readers(table)) >= FEWEST_READERS and is_large and not is_written else None
+
+
+def _readers(node: Node) -> list[Node]:
+    """Return the users of a node but the graph's output, which is handed what it always was."""
+    return [user for user in node.users if user.op != "output"]
+
+
+def _is_pointwise(node: Node) -> bool:
+    """Return whether a node is a cast of its operand, or its product with a number."""
+    call = read_one(node)
+    if call is None:
+        return False
+    if call.op.overloadpacket is aten.to:
+        return True
+    factor = call.args.get("other")
+    is_tensor = isinstance(factor, Node) and isinstance(
+        compat.example_value(factor), torch.Tensor
+    )
+    return call.op.overloadpacket is aten.mul and not is_tensor
+
