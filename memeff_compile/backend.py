@@ -64,7 +64,9 @@ def memeff(
         compiled = _put_back(compiled, outputs)
     if pieces:
         compiled = accept(compiled, pieces)
-    reuses = chosen.inner == "inductor" and compat.inductor_uses_cudagraphs(chosen.inductor_patches())
+    reuses = chosen.inner == "inductor" and compat.inductor_uses_cudagraphs(
+        chosen.inductor_patches()
+    )
     if outcome.deferred:
         compiled = attach(
             compiled, outcome.deferred, clone_hidden=reuses, use=outcome.report.logits

@@ -151,8 +151,5 @@ def _is_pointwise(node: Node) -> bool:
     if call.op.overloadpacket is aten.to:
         return True
     factor = call.args.get("other")
-    is_tensor = isinstance(factor, Node) and isinstance(
-        compat.example_value(factor), torch.Tensor
-    )
+    is_tensor = isinstance(factor, Node) and isinstance(compat.example_value(factor), torch.Tensor)
     return call.op.overloadpacket is aten.mul and not is_tensor
-
