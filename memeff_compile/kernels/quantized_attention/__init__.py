@@ -1,0 +1,20 @@
+"""Attention in 8 bits where no gradient is needed (SageAttention2, arXiv 2411.10958).
+
+    quantized_attention   softmax attention: scores of int8 codes, weights and values in E4M3
+
+What makes 8 bits enough is taken away before and given back after: the mean of the keys, which
+changes no weight, the mean of the values, which every output holds, and for 4-bit codes that of
+each block of queries, whose scores are added exactly. The vocabulary of masks is that of
+memeff::attention.
+"""
+
+from __future__ import annotations
+
+from memeff_compile.kernels.quantized_attention.memory import code_bytes as code_bytes
+from memeff_compile.kernels.quantized_attention.op import ENGINES as ENGINES
+from memeff_compile.kernels.quantized_attention.op import engine_for as engine_for
+from memeff_compile.kernels.quantized_attention.op import has_fp8 as has_fp8
+from memeff_compile.kernels.quantized_attention.op import quantized_attention as quantized_attention
+from memeff_compile.kernels.quantized_attention.op import supports as supports
+from memeff_compile.kernels.quantized_attention.settings import GRANULARITIES as GRANULARITIES
+from memeff_compile.kernels.quantized_attention.settings import LEVELS as LEVELS

@@ -1,0 +1,41 @@
+"""Bytes of the codes, as a formula in B, H, G, M, N and D: they live while the op runs.
+
+G is the number of key heads. A tile's padding is counted: D to a power of two, at least 64, and N
+to a multiple of 128.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import sympy
+
+from memeff_compile.kernels.quantized_attention.settings import BLOCK
+
+Size: TypeAlias = sympy.Expr | int
+
+
+def code_bytes(
+    batch: Size,
+    heads: Size,
+    groups: Size,
+    queries: Size,
+    keys: Size,
+    depth: Size,
+    *,
+    value_bytes: int = 1,
+) -> sympy.Expr:
+    """Return the bytes of q, k and v as codes with their scales.
+
+    Args:
+        batch, heads, groups, queries, keys: B, H, G, M, N as symbols or numbers.
+        depth: the padded head dimension.
+        value_bytes: 1 for E4M3, 2 for fp16.
+
+    Example: code_bytes(1, 32, 8, 16384, 16384, 128) is 102 MiB, where q, k and v take 192.
+    """
+    padded = sympy.ceiling(sympy.sympify(keys) / BLOCK) * BLOCK
+    q = sympy.sympify(batch) * heads * queries * (depth + 4)
+    k = sympy.sympify(batch) * groups * (padded * depth + 4 * padded / BLOCK)
+    v = sympy.sympify(batch) * groups * depth * (value_bytes * padded + 8)
+    return sympy.expand(q + k + v)

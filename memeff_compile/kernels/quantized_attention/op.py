@@ -1,0 +1,202 @@
+"""memeff::quantized_attention: schema, validation, engines, fake.
+
+Opaque and functional: q, k and v are read and never written to. It serves where no gradient is
+needed and has no backward; asking for one raises instead of leaving a hole in the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels._triton.device import capability, kernels_serve, where_it_runs
+from memeff_compile.kernels.attention.conditions import Conditions
+from memeff_compile.kernels.attention.op import supports as supports_attention
+from memeff_compile.kernels.quantized_attention import reference
+from memeff_compile.kernels.quantized_attention.settings import (
+    GRANULARITIES,
+    LEVELS,
+    SMOOTHABLE,
+    Settings,
+    settings_for,
+)
+
+ENGINES = {
+    "tiles": (
+        "8-bit codes made in two launches, then tiles of queries against tiles of keys, in Triton "
+        "kernels (CUDA, compute capability 8.0 or later; bf16, fp16, fp32)"
+    ),
+    "reference": "the same arithmetic in plain PyTorch, a tile of keys at a time (any device)",
+}
+FIRST_FP8 = (8, 9)
+"""The first compute capability that multiplies E4M3; before it weights and values are fp16."""
+
+_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
+_LIBRARY.define(
+    "quantized_attention(Tensor q, Tensor k, Tensor v, Tensor? key_mask=None, "
+    "Tensor? query_ids=None, Tensor? key_ids=None, *, SymInt? ahead=None, SymInt? behind=None, "
+    'float? scale=None, str level="8b", str granularity="row", str? smooth=None, '
+    "bool with_lse=True) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+# --- validation -----------------------------------------------------------------------------------
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    *,
+    level: str = "8b",
+    granularity: str = "row",
+    smooth: str | None = None,
+) -> str | None:
+    """Say in a sentence why the op cannot serve these inputs, or return None if it can.
+
+    Args:
+        q: (B, H, M, D).
+        k, v: (B, G, N, D), H a multiple of G.
+        key_mask: bool (B or 1, N).
+        query_ids, key_ids: int32 or int64 (B or 1, M) and (B or 1, N).
+        level: one of `LEVELS`.
+        granularity: one of `GRANULARITIES`.
+        smooth: some of the letters q, k and v, or None.
+
+    Example: supports(torch.ones(1, 4, 5, 8), *2 * [torch.ones(1, 2, 9, 8)]) is None.
+    """
+    return (
+        _unlike_settings(level, granularity, smooth)
+        or supports_attention(q, k, v, key_mask, query_ids, key_ids)
+        or _unlike_dtype(q)
+    )
+
+
+def _unlike_settings(level: str, granularity: str, smooth: str | None) -> str | None:
+    for name, found, known in (
+        ("level", level, tuple(LEVELS)),
+        ("granularity", granularity, GRANULARITIES),
+    ):
+        if found not in known:
+            return f"{name} is {found!r}; one of {', '.join(known)} is needed."
+    if smooth is not None and set(smooth) - set(SMOOTHABLE):
+        return f"smooth is {smooth!r}; some of the letters q, k and v are needed, or None."
+    return None
+
+
+def _unlike_dtype(q: Tensor) -> str | None:
+    if q.dtype == torch.float64:
+        return "q, k and v are float64; bfloat16, float16 or float32 is needed. Cast them."
+    return None
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+def engine_for(device: torch.device, dtype: torch.dtype) -> str:
+    """Name the engine that serves tensors of this kind: a key of `ENGINES`."""
+    return "tiles" if kernels_serve(device, dtype) else "reference"
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Say whether weights and values are E4M3 on a device, or fp16 because it cannot."""
+    return where_it_runs(device).type != "cuda" or capability(device) >= FIRST_FP8
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Keep autocast, which reaches into opaque ops, away from the products."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _settings(
+    q: Tensor, level: str, granularity: str, smooth: str | None, with_lse: bool
+) -> Settings:
+    fp8 = has_fp8(q.device)
+    return settings_for(level, granularity, smooth, with_lse=with_lse, has_fp8=fp8)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    *,
+    ahead: int | None = None,
+    behind: int | None = None,
+    scale: float | None = None,
+    level: str = "8b",
+    granularity: str = "row",
+    smooth: str | None = None,
+    with_lse: bool = True,
+) -> tuple[Tensor, Tensor]:
+    tables = (key_mask, query_ids, key_ids)
+    _require_support((q, k, v), tables, level, granularity, smooth)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    given = Conditions(*tables, ahead, behind, factor, 0.0, False)
+    settings = _settings(q, level, granularity, smooth, with_lse)
+    attend = reference.attend
+    if q.is_cuda and q.numel() and k.numel() and engine_for(q.device, q.dtype) == "tiles":
+        from memeff_compile.kernels.quantized_attention.tiles import attend  # type: ignore[assignment]
+    with _without_autocast(q.device.type):
+        return attend(q, k, v, given, settings)
+
+
+def _fake_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    *,
+    ahead: int | None = None,
+    behind: int | None = None,
+    scale: float | None = None,
+    level: str = "8b",
+    granularity: str = "row",
+    smooth: str | None = None,
+    with_lse: bool = True,
+) -> tuple[Tensor, Tensor]:
+    del ahead, behind, scale
+    _require_support((q, k, v), (key_mask, query_ids, key_ids), level, granularity, smooth)
+    batch, heads, queries, depth = q.shape
+    out = q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+    sums = queries if with_lse else 0
+    return out, q.new_empty((batch, heads, sums), dtype=torch.float32)
+
+
+def _require_support(
+    operands: tuple[Tensor, Tensor, Tensor],
+    tables: tuple[Tensor | None, Tensor | None, Tensor | None],
+    level: str,
+    granularity: str,
+    smooth: str | None,
+) -> None:
+    sentence = supports(*operands, *tables, level=level, granularity=granularity, smooth=smooth)
+    if sentence is not None:
+        raise UnsupportedInputError(f"quantized_attention: {sentence}")
+
+
+def _no_backward(ctx: object, grad: Tensor | None, grad_lse: Tensor | None) -> None:
+    raise UnsupportedInputError(
+        "quantized_attention has no backward: it serves inference. Call it under torch.no_grad(), "
+        "or use memeff::attention where gradients are needed."
+    )
+
+
+_LIBRARY.impl("quantized_attention", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("memeff::quantized_attention", _fake_attend, lib=_LIBRARY)
+torch.library.register_autograd("memeff::quantized_attention", _no_backward, lib=_LIBRARY)
+
+quantized_attention = torch.ops.memeff.quantized_attention.default

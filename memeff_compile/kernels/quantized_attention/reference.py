@@ -1,0 +1,231 @@
+"""The engine `reference`: the arithmetic of the kernels in plain PyTorch, on any device.
+
+Codes are whole numbers held in fp32, whose products fp32 sums exactly; weights and values are
+rounded to their format and multiplied in fp32. Weights are made tile by tile of keys with a running
+maximum, as the kernels do, because what they are rounded to depends on it. The sums inside of a
+tile are exact here; those of tensor cores are not, by a thousandth of what rounding does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.attention.conditions import Conditions
+from memeff_compile.kernels.quantized_attention.settings import (
+    BLOCK,
+    VALUES,
+    Settings,
+    groups_of_keys,
+    groups_of_queries,
+)
+
+LEAST = 1e-16  # of queries and keys that are all zeros: two scales multiply
+LEAST_VALUE = 1e-30
+NOTHING = -1e30
+SAMPLE = 8
+"""Every how many keys are looked at for their mean, which need not be the true one."""
+
+BLOCK_SCORES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Codes:
+    """q, k and v as codes, in fp32: a number is its code times its scale, plus what is shared.
+
+    Attributes:
+        q, q_scale: (B, H, M, D) whole numbers, and (B, H, M) with the scale of attention, base 2.
+        k, k_scale: (B, G, N, D) whole numbers, and (B, G, N).
+        v, v_scale, v_mean: (B, G, N, D) numbers of the format of values, and (B, G, D) twice.
+        correction: (B, H, blocks, N) scores of the queries' means with the keys, or None.
+        shift: (B, H, M) what the keys' mean adds to every score of a query.
+    """
+
+    q: Tensor
+    q_scale: Tensor
+    k: Tensor
+    k_scale: Tensor
+    v: Tensor
+    v_scale: Tensor
+    v_mean: Tensor
+    correction: Tensor | None
+    shift: Tensor
+
+
+# --- codes ----------------------------------------------------------------------------------------
+
+
+def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Codes:
+    """Turn q, k and v into codes.
+
+    Args:
+        q: (B, H, M, D).
+        k, v: (B, G, N, D).
+        given: the conditions; of these the scale and the mask of keys matter here.
+        settings: the arithmetic.
+    """
+    repeat = q.shape[1] // k.shape[1]
+    q, k, v = q.float() * (given.scale * math.log2(math.e)), k.float(), v.float()
+    k_mean, v_mean = means(k, v, given.key_mask, settings)
+    k, v = _shown(k - k_mean, given.key_mask), _shown(v - v_mean, given.key_mask)
+    shift = (q * k_mean.repeat_interleave(repeat, 1)).sum(-1)
+    q, correction = _smooth_queries(q, k, repeat, settings)
+    of_queries = groups_of_queries(settings.granularity, q.shape[2], q.device)
+    of_keys = groups_of_keys(settings.granularity, k.shape[2], k.device)
+    q_scale = _largest(q, of_queries) / settings.limit
+    k_scale = _largest(k, of_keys) / settings.limit
+    kind = VALUES[settings.values]
+    v_scale = _sizes(v.abs().amax(2), v.sum(2), LEAST_VALUE) / kind.top
+    return Codes(
+        (q / q_scale[..., None]).round(),
+        q_scale,
+        (k / k_scale[..., None]).round(),
+        k_scale,
+        kind.rounded(v / v_scale[:, :, None]),
+        v_scale,
+        v_mean[:, :, 0],
+        correction,
+        shift,
+    )
+
+
+def means(
+    k: Tensor, v: Tensor, key_mask: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """Return what is taken away from keys and values, (B, G, 1, D) each, zeros for nothing."""
+    sampled = slice(None, None, SAMPLE)
+    k_mean = _mean(k[:, :, sampled], None if key_mask is None else key_mask[:, sampled])
+    v_mean = _mean(v, key_mask)
+    if "k" not in settings.smooth:
+        k_mean = torch.zeros_like(k_mean)
+    return k_mean, v_mean if "v" in settings.smooth else torch.zeros_like(v_mean)
+
+
+def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
+    count = x.shape[2] if mask is None else mask.sum(1).clamp_min(1)[:, None, None, None]
+    return _shown(x, mask).sum(2, keepdim=True) / count
+
+
+def _shown(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
+
+
+def _smooth_queries(
+    q: Tensor, k: Tensor, repeat: int, settings: Settings
+) -> tuple[Tensor, Tensor | None]:
+    """Take the mean of each block away from queries; return them and its scores with the keys."""
+    if "q" not in settings.smooth:
+        return q, None
+    starts = range(0, q.shape[2], BLOCK)
+    mean = torch.stack([q[:, :, start : start + BLOCK].mean(2) for start in starts], 2)
+    q = q - mean.repeat_interleave(BLOCK, 2)[:, :, : q.shape[2]]
+    return q, correction_of(mean, k, repeat)
+
+
+def correction_of(mean: Tensor, k: Tensor, repeat: int) -> Tensor:
+    """Return the scores of the means of queries (B, H, blocks, D) with (B, G, N, D) keys."""
+    batch, heads, blocks, depth = mean.shape
+    grouped = mean.reshape(batch, heads // repeat, repeat * blocks, depth)
+    return torch.matmul(grouped, k.transpose(2, 3)).view(batch, heads, blocks, k.shape[2])
+
+
+def _largest(x: Tensor, groups: Tensor) -> Tensor:
+    """Return for each row of (B, H, L, D) the largest size in the group of rows it belongs to."""
+    size = _sizes(x.abs().amax(3), x.sum(3), LEAST)
+    if not size.shape[2]:
+        return size
+    found = size.new_zeros((*size.shape[:2], int(groups.max()) + 1))
+    index = groups.expand(size.shape)
+    return found.scatter_reduce(2, index, size, "amax").gather(2, index)
+
+
+def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
+    """Return sizes to divide by: not 0, and nan where `total` is not finite."""
+    return size.clamp_min(least) + total * 0.0
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """Attend to the keys that count.
+
+    Args:
+        q: (B, H, M, D).
+        k, v: (B, G, N, D).
+        given: the conditions.
+        settings: the arithmetic.
+
+    Returns:
+        (B, H, M, D) in the dtype of q, laid out as (B, M, H, D), and the natural logarithm of the
+        sum of the weights, (B, H, M) fp32, or (B, H, 0) where it is not wanted.
+    """
+    made = codes(q, k, v, given, settings)
+    batch, heads, queries, depth = q.shape
+    out = q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+    lse = made.q.new_empty((batch, heads, queries))
+    size = max(BLOCK, BLOCK_SCORES // max(1, batch * heads * BLOCK) // BLOCK * BLOCK)
+    for first in range(0, queries, size):
+        stop = min(first + size, queries)
+        found, sums = _attend_block(made, given, settings, first, stop)
+        out[:, :, first:stop] = found.to(q.dtype)
+        lse[:, :, first:stop] = sums
+    return out, lse if settings.with_lse else lse[:, :, :0].clone()
+
+
+def _attend_block(
+    made: Codes, given: Conditions, settings: Settings, first: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    kind = VALUES[settings.values]
+    q = made.q[:, :, first:stop]
+    batch, heads, rows, depth = q.shape
+    groups, keys = made.k.shape[1:3]
+    repeat = heads // groups
+    largest = q.new_full((batch, heads, rows, 1), NOTHING)
+    total = torch.zeros_like(largest)
+    acc = torch.zeros_like(q)
+    low, high = given.keys_of(first, stop, made.q.shape[2], keys)
+    for start in range(low // BLOCK * BLOCK, high, BLOCK):
+        end = min(start + BLOCK, keys)
+        score = _scores(made, repeat, first, stop, start, end)
+        counts = given.counts(first, stop, start, end, q.device)
+        score = score.masked_fill(~counts[:, None], -math.inf)
+        higher = torch.maximum(largest, score.amax(-1, keepdim=True) - kind.offset)
+        weight = torch.exp2(score - higher)
+        shrink = torch.exp2(largest - higher)
+        total = total * shrink + weight.sum(-1, keepdim=True)
+        weight = kind.rounded(weight).reshape(batch, groups, repeat * rows, end - start)
+        product = torch.matmul(weight, made.v[:, :, start:end]).view(batch, heads, rows, depth)
+        acc = acc * shrink + product
+        largest = higher
+    is_empty = total == 0.0
+    share = (acc / total.masked_fill(is_empty, 1.0)).view(batch, groups, repeat, rows, depth)
+    out = share * made.v_scale[:, :, None, None] + made.v_mean[:, :, None, None]
+    out = out.view(batch, heads, rows, depth).masked_fill(is_empty, 0.0)
+    lse = (largest + total.log2())[..., 0] + made.shift[:, :, first:stop]
+    return out, (lse * math.log(2.0)).masked_fill(is_empty[..., 0], -math.inf)
+
+
+def _scores(made: Codes, repeat: int, first: int, stop: int, start: int, end: int) -> Tensor:
+    """Return the scores of some queries and keys in base 2, (B, H, rows, keys)."""
+    q = made.q[:, :, first:stop]
+    batch, heads, rows, depth = q.shape
+    q = q.reshape(batch, heads // repeat, repeat * rows, depth)
+    found = torch.matmul(q, made.k[:, :, start:end].transpose(2, 3))
+    found = found.view(batch, heads, rows, end - start)
+    key_scale = made.k_scale[:, :, start:end].repeat_interleave(repeat, 1)
+    found = found * (made.q_scale[:, :, first:stop, None] * key_scale[:, :, None])
+    if made.correction is None:
+        return found
+    block = torch.arange(first, stop, device=q.device) // BLOCK
+    return found + made.correction[:, :, block, start:end]
+
+
+def without_coding(settings: Settings) -> Settings:
+    """Return settings whose weights and values are not rounded: what smoothing alone does."""
+    return replace(settings, limit=1 << 20, values="exact")

@@ -1,0 +1,132 @@
+"""What the op is told about its arithmetic, and which numbers share a scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+"""Keys that share a scale by default, and queries that share a mean where it is taken away."""
+
+LEVELS = {
+    "8b": "int8 scores, weights and values in E4M3; keys and values without their means",
+    "8b+f16": "int8 scores, weights and values in fp16; keys and values without their means",
+    "4b": "scores of 4-bit codes in int8, weights and values in E4M3; queries, keys and values "
+    "without their means",
+}
+
+GRANULARITIES = ("row", "token", "thread", "warp", "block", "tensor")
+"""What shares a scale: by default a query, and a block of keys; the others are the paper's."""
+
+SMOOTHABLE = "qkv"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arithmetic of one call.
+
+    Attributes:
+        limit: the largest code of queries and keys, 127 or 7.
+        values: what weights and values are rounded to, a key of `VALUES`.
+        granularity: one of `GRANULARITIES`.
+        smooth: those of q, k and v that are coded without their means.
+        with_lse: whether the logarithms of the sums are wanted.
+    """
+
+    limit: int = 127
+    values: str = "e4m3"
+    granularity: str = "row"
+    smooth: str = "kv"
+    with_lse: bool = True
+
+
+@dataclass(frozen=True)
+class Values:
+    """A number format of weights and values.
+
+    Attributes:
+        dtype: the format; None for fp32, which rounds nothing.
+        top: what the largest weight of a tile and of a channel of v is scaled to.
+    """
+
+    dtype: torch.dtype | None
+    top: float
+
+    @property
+    def offset(self) -> float:
+        """What the running maximum is lowered by in base 2, so that no weight is above `top`."""
+        return math.floor(1000.0 * math.log2(self.top)) / 1000.0
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Return fp32 `x`, at most `top` in size, as the format holds it."""
+        if self.dtype is None:
+            return x
+        if self.dtype == torch.int8:
+            return x.round()
+        return x.to(self.dtype).to(x.dtype)
+
+
+VALUES = {
+    "e4m3": Values(torch.float8_e4m3fn, 448.0),
+    "f16": Values(torch.float16, 448.0),
+    "e5m2": Values(torch.float8_e5m2, 57344.0),
+    "int8": Values(torch.int8, 127.0),
+    "exact": Values(None, 1.0),
+}
+"""What the op serves, `e4m3` and `f16`, and what the reference can compare them with."""
+
+
+def settings_for(
+    level: str,
+    granularity: str = "row",
+    smooth: str | None = None,
+    *,
+    with_lse: bool = True,
+    has_fp8: bool = True,
+) -> Settings:
+    """Return the arithmetic of a level.
+
+    Args:
+        level: a key of `LEVELS`.
+        granularity: one of `GRANULARITIES`.
+        smooth: some of the letters q, k and v; None for those of the level.
+        with_lse: whether the logarithms of the sums are wanted.
+        has_fp8: whether the device multiplies E4M3; fp16 stands in where it does not.
+
+    Example: settings_for("4b").smooth == "qkv" and settings_for("4b").limit == 7.
+    """
+    limit = 7 if level == "4b" else 127
+    values = "e4m3" if has_fp8 and level != "8b+f16" else "f16"
+    own = "qkv" if level == "4b" else "kv"
+    return Settings(limit, values, granularity, own if smooth is None else smooth, with_lse)
+
+
+def groups_of_queries(granularity: str, queries: int, device: torch.device) -> Tensor:
+    """Return which queries share a scale, (M,) int64."""
+    place = torch.arange(queries, device=device)
+    found = {
+        "row": place,
+        "token": place,
+        "thread": place // 32 * 8 + place % 8,
+        "warp": place // 32,
+        "block": place // 128,
+        "tensor": place * 0,
+    }
+    return found[granularity]
+
+
+def groups_of_keys(granularity: str, keys: int, device: torch.device) -> Tensor:
+    """Return which keys share a scale, (N,) int64."""
+    place = torch.arange(keys, device=device)
+    found = {
+        "row": place // BLOCK,
+        "token": place,
+        "thread": place // 64 * 4 + place % 8 // 2,
+        "warp": place // 64,
+        "block": place // 64,
+        "tensor": place * 0,
+    }
+    return found[granularity]

@@ -1,0 +1,76 @@
+"""How the engine `tiles` cuts the work: tile sizes, warps and stages.
+
+Everything follows from the head dimension and the GPU's kind, never from what tensors hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the attention kernel is compiled for.
+
+    Attributes:
+        rows: queries per tile.
+        keys: keys per tile; divides `settings.BLOCK`.
+        warps: warps per program.
+        stages: tiles in flight.
+        magic: whether int32 becomes fp32 by the start of the sum rather than by conversion.
+        registers: the most a thread may use, or None for no limit.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    magic: bool = False
+    registers: int | None = None
+
+
+PREPARE_WARPS = 8
+LOOK_WARPS = 4
+LOOK_KEYS = 64
+MOST_CHUNKS = 16
+PROGRAMS_PER_PROCESSOR = 4
+
+_SHAPES: dict[str, dict[int, Shape]] = {
+    "hopper": {
+        64: Shape(64, 128, 4, 2),
+        128: Shape(64, 128, 4, 2),
+        256: Shape(64, 128, 8, 2),
+    },
+    "roomy": {
+        64: Shape(128, 64, 4, 3),
+        128: Shape(128, 64, 8, 2),
+        256: Shape(64, 64, 8, 2),
+    },
+    "narrow": {
+        64: Shape(128, 64, 4, 2),
+        128: Shape(128, 64, 8, 2),
+        256: Shape(64, 64, 8, 1),
+    },
+}
+
+
+def kind_of(capability: tuple[int, int]) -> str:
+    """Return which table of shapes a compute capability takes.
+
+    Example: kind_of((9, 0)) == "hopper" and kind_of((8, 9)) == "narrow".
+    """
+    kinds = {(8, 0): "roomy", (9, 0): "hopper", (10, 0): "roomy", (10, 3): "roomy"}
+    return kinds.get(capability, "narrow")
+
+
+def shape_for(depth: int, capability: tuple[int, int]) -> Shape:
+    """Return the tile of the attention kernel for a head dimension.
+
+    Example: shape_for(128, (9, 0)).keys == 128.
+    """
+    return _SHAPES[kind_of(capability)][depth_block(depth)]
+
+
+def depth_block(depth: int) -> int:
+    """Return the power of two that holds a head dimension: at least 64."""
+    return max(64, 1 << (depth - 1).bit_length())

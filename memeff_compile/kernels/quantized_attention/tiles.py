@@ -1,0 +1,444 @@
+"""The engine `tiles`: codes, then queries against keys, tile by tile. CUDA, sm_80 or later.
+
+Three launches: one looks at keys and values, one writes codes, one attends. Masks and ids take one
+more, which finds the tiles that count. Nothing waits for the GPU or reads a value on the host, and
+the grids follow from static sizes, so calls can be captured in CUDA graphs. There are no atomics:
+the same inputs give the same bits. q, k and v are read and never written to.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels._triton.device import capability, on_device, processors
+from memeff_compile.kernels.attention.conditions import Conditions
+from memeff_compile.kernels.attention.shapes import BOUNDS_CHUNK, BOUNDS_WARPS
+from memeff_compile.kernels.quantized_attention import reference
+from memeff_compile.kernels.quantized_attention.settings import BLOCK, VALUES, Settings
+from memeff_compile.kernels.quantized_attention.shapes import (
+    LOOK_KEYS,
+    LOOK_WARPS,
+    MOST_CHUNKS,
+    PREPARE_WARPS,
+    PROGRAMS_PER_PROCESSOR,
+    Shape,
+    depth_block,
+    shape_for,
+)
+
+
+FIRST_DESCRIBED = 9
+"""The first major compute capability that loads tiles by descriptors."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Codes as the attention kernel reads them; D is padded, N is a multiple of `BLOCK`.
+
+    Attributes:
+        q: (B * H * M, D) int8.
+        k: (B * G * N, D) int8.
+        v: (B * G * D, N) E4M3, its keys in the order of `tiles_kernels._reordered`, or fp16.
+        q_scale: (B * H, M) fp32.
+        k_scale: (B * G, N / BLOCK) fp32, or (B * G, N) with `is_scaled_per_key`.
+        v_scale: (B * G, 2, D) fp32: scale and mean of each channel.
+        correction: (B * H, query blocks, N) fp32, or None.
+        shift: (B * H, M) fp32, or None.
+        is_scaled_per_key: whether each key has a scale.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    correction: Tensor | None
+    shift: Tensor | None
+    is_scaled_per_key: bool
+
+
+def _blocks(length: int, size: int) -> int:
+    return -(-length // size)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
+    """Return the mask of keys as bytes and its stride over the batch; `like` where there is none."""
+    mask = given.key_mask
+    if mask is None:
+        return like, 0
+    mask = (mask if mask.stride(1) == 1 else mask.contiguous()).view(torch.uint8)
+    return mask, mask.stride(0) if mask.shape[0] > 1 else 0
+
+
+# --- codes ----------------------------------------------------------------------------------------
+
+
+def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Packed:
+    """Turn q, k and v into codes: in two launches, or in plain PyTorch for the paper's groups.
+
+    Args:
+        q: (B, H, M, D) bf16, fp16 or fp32.
+        k, v: (B, G, N, D).
+        given: the conditions.
+        settings: the arithmetic.
+    """
+    if settings.granularity != "row":
+        return packed(reference.codes(q, k, v, given, settings), settings)
+    from memeff_compile.kernels.quantized_attention import prepare_kernels as kernels
+
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    batch, heads, queries, depth = q.shape
+    groups, keys = k.shape[1:3]
+    wide = depth_block(depth)
+    query_blocks, key_blocks = _blocks(queries, BLOCK), _blocks(keys, BLOCK)
+    chunk, chunks = _chunks(batch * groups, keys, q.device)
+    sums = q.new_empty((batch * groups, chunks, 5, wide), dtype=torch.float32)
+    found = _empty(q, batch * heads, batch * groups, queries, keys, wide, settings)
+    mask, stride = _mask_and_stride(given, q)
+    means = found.q_scale
+    if "q" in settings.smooth:
+        means = sums.new_empty((batch, heads, query_blocks, wide))
+    programs = (batch * heads * query_blocks, batch * groups * key_blocks)
+    sizes = {"DEPTH": depth, "DEPTH_BLOCK": wide, "HAS_KEY_MASK": given.key_mask is not None}
+    with on_device(q):
+        kernels._look_kernel[(batch * groups * chunks,)](
+            k,
+            *k.stride()[:3],
+            v,
+            *v.stride()[:3],
+            mask,
+            stride,
+            sums,
+            groups,
+            keys,
+            chunk,
+            chunks,
+            KEYS=LOOK_KEYS,
+            SAMPLE=reference.SAMPLE,
+            num_warps=LOOK_WARPS,
+            **sizes,
+        )
+        kernels._write_kernel[(programs[0] + 2 * programs[1],)](
+            q,
+            *q.stride()[:3],
+            k,
+            *k.stride()[:3],
+            v,
+            *v.stride()[:3],
+            mask,
+            stride,
+            sums,
+            found.q,
+            found.k,
+            found.v,
+            found.q_scale,
+            found.k_scale,
+            found.v_scale,
+            means,
+            found.q_scale if found.shift is None else found.shift,
+            given.scale * math.log2(math.e),
+            heads,
+            groups,
+            queries,
+            keys,
+            query_blocks,
+            key_blocks,
+            *programs,
+            chunks,
+            LIMIT=settings.limit,
+            BLOCK=BLOCK,
+            CHUNKS=max(2, 1 << (chunks - 1).bit_length()),
+            SMOOTH_Q="q" in settings.smooth,
+            SMOOTH_K="k" in settings.smooth,
+            SMOOTH_V="v" in settings.smooth,
+            WITH_LSE=settings.with_lse,
+            UPCAST=not q.is_cuda,
+            num_warps=PREPARE_WARPS * max(1, wide // 128),
+            **sizes,
+        )
+    if "q" not in settings.smooth:
+        return found
+    return _with_correction(found, means[..., :depth], k, given, settings)
+
+
+def _with_correction(
+    found: Packed, means: Tensor, k: Tensor, given: Conditions, settings: Settings
+) -> Packed:
+    """Add the scores of the queries' means with the keys as the kernel codes them."""
+    k = k.float()
+    k_mean, _ = reference.means(k, k, given.key_mask, settings)
+    correction = reference.correction_of(means, k - k_mean, means.shape[1] // k.shape[1])
+    missing = found.v.shape[1] - correction.shape[3]
+    correction = torch.nn.functional.pad(correction, (0, missing)).flatten(0, 1)
+    return Packed(
+        found.q,
+        found.k,
+        found.v,
+        found.q_scale,
+        found.k_scale,
+        found.v_scale,
+        correction,
+        found.shift,
+        False,
+    )
+
+
+def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
+    """Return keys per chunk and chunks, so that the programs that look keep the GPU busy."""
+    wanted = _blocks(PROGRAMS_PER_PROCESSOR * processors(device), rows)
+    wanted = max(1, min(wanted, MOST_CHUNKS, _blocks(keys, LOOK_KEYS)))
+    chunk = _blocks(_blocks(keys, wanted), LOOK_KEYS) * LOOK_KEYS
+    return chunk, _blocks(keys, chunk)
+
+
+def _empty(
+    like: Tensor,
+    query_rows: int,
+    key_rows: int,
+    queries: int,
+    keys: int,
+    depth: int,
+    settings: Settings,
+) -> Packed:
+    blocks = _blocks(keys, BLOCK)
+    fp32 = {"dtype": torch.float32}
+    int8 = {"dtype": torch.int8}
+    dtype = VALUES[settings.values].dtype
+    return Packed(
+        like.new_empty((query_rows * queries, depth), **int8),
+        like.new_empty((key_rows * blocks * BLOCK, depth), **int8),
+        like.new_empty((key_rows * depth, blocks * BLOCK), dtype=dtype),
+        like.new_empty((query_rows, queries), **fp32),
+        like.new_empty((key_rows, blocks), **fp32),
+        like.new_empty((key_rows, 2, depth), **fp32),
+        None,
+        like.new_empty((query_rows, queries), **fp32) if settings.with_lse else None,
+        False,
+    )
+
+
+def packed(made: reference.Codes, settings: Settings) -> Packed:
+    """Lay codes that PyTorch made out as the attention kernel reads them.
+
+    Args:
+        made: the codes.
+        settings: the arithmetic they were made by.
+    """
+    wide = depth_block(made.q.shape[3])
+    missing = wide - made.q.shape[3]
+    after = _blocks(made.k.shape[2], BLOCK) * BLOCK - made.k.shape[2]
+    pad = torch.nn.functional.pad
+    values = pad(made.v, (0, missing, 0, after)).transpose(2, 3)
+    if settings.values == "e4m3":
+        order = values.reshape(*values.shape[:3], -1, 2, 4, 2).transpose(4, 5)
+        values = order.reshape(values.shape)
+    correction = made.correction
+    dtype = VALUES[settings.values].dtype
+    assert dtype is not None
+    scales = torch.stack([made.v_scale, made.v_mean], 2)
+    return Packed(
+        pad(made.q, (0, missing)).to(torch.int8).reshape(-1, wide),
+        pad(made.k, (0, missing, 0, after)).to(torch.int8).reshape(-1, wide),
+        values.to(dtype).reshape(-1, values.shape[3]),
+        made.q_scale.flatten(0, 1).contiguous(),
+        pad(made.k_scale, (0, after)).flatten(0, 1).contiguous(),
+        pad(scales, (0, missing)).flatten(0, 1).contiguous(),
+        None if correction is None else pad(correction, (0, after)).flatten(0, 1).contiguous(),
+        made.shift.flatten(0, 1).contiguous() if settings.with_lse else None,
+        True,
+    )
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Conditions,
+    settings: Settings,
+    *,
+    shape: Shape | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the keys that count; as `reference.attend`.
+
+    Args:
+        q: (B, H, M, D) bf16, fp16 or fp32.
+        k, v: (B, G, N, D).
+        given: the conditions.
+        settings: the arithmetic.
+        shape: the tile, by default what `shape_for` gives.
+    """
+    made = pack(q, k, v, given, settings)
+    shape = shape or shape_for(q.shape[3], capability(q.device))
+    return attend_packed(made, q, k.shape[1], k.shape[2], given, settings, shape)
+
+
+def attend_packed(
+    made: Packed,
+    q: Tensor,
+    groups: int,
+    keys: int,
+    given: Conditions,
+    settings: Settings,
+    shape: Shape,
+    together: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Attend with codes that were made before.
+
+    Args:
+        made: the codes.
+        q: what they were made of, for its sizes and dtype.
+        groups, keys: of k and v.
+        given: the conditions.
+        settings: the arithmetic.
+        shape: the tile.
+        together: heads whose tiles are computed at the same time; divides B * H.
+    """
+    from memeff_compile.kernels.quantized_attention import tiles_kernels as kernels
+
+    batch, heads, queries, depth = q.shape
+    wide, key_blocks = made.q.shape[1], made.v.shape[1] // BLOCK
+    tiles = _blocks(queries, shape.rows)
+    out = q.new_empty((batch, queries, heads, depth))
+    lse = made.q_scale.new_empty((batch, heads, queries if settings.with_lse else 0))
+    given = _within(given, queries, keys)
+    flags = {
+        "HAS_AHEAD": given.ahead is not None,
+        "HAS_BEHIND": given.behind is not None,
+        "HAS_KEY_MASK": given.key_mask is not None,
+        "HAS_IDS": given.query_ids is not None,
+    }
+    is_described = capability(q.device)[0] >= FIRST_DESCRIBED
+    tables = _tables(given, q)
+    positions = (given.ahead or 0, given.behind or 0)
+    sizes = (heads, queries, keys, tiles)
+    with on_device(q):
+        bounds = _bounds(given, q, tables, positions, sizes, shape, flags)
+        kernels._quantized_attention_kernel[(batch * heads * tiles,)](
+            *_operands(made, shape, is_described),
+            made.q_scale,
+            made.k_scale,
+            made.v_scale,
+            made.q_scale if made.correction is None else made.correction,
+            made.q_scale if made.shift is None else made.shift,
+            *tables,
+            bounds,
+            out,
+            lse if settings.with_lse else made.q_scale,
+            *positions,
+            together,
+            heads,
+            heads // groups,
+            queries,
+            keys,
+            key_blocks,
+            tiles,
+            DEPTH=depth,
+            DEPTH_BLOCK=wide,
+            ROWS=shape.rows,
+            KEYS=shape.keys,
+            STAGES=shape.stages,
+            KEY_BLOCK=BLOCK,
+            QUERY_BLOCK=BLOCK,
+            HAS_BOUNDS=given.has_tables(),
+            SCALE_PER_KEY=made.is_scaled_per_key,
+            HAS_CORRECTION=made.correction is not None,
+            WITH_LSE=settings.with_lse,
+            MAGIC_SUM=shape.magic,
+            DESCRIBED=is_described,
+            UPCAST=not q.is_cuda,
+            num_warps=shape.warps,
+            **({} if shape.registers is None else {"maxnreg": shape.registers}),
+            **flags,
+        )
+    return out.transpose(1, 2), lse
+
+
+def _operands(made: Packed, shape: Shape, is_described: bool) -> tuple[Any, ...]:
+    """Return the codes of q, k and v, as descriptors of tiles where the GPU loads by them."""
+    if not is_described:
+        return made.q, made.k, made.v
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    wide = made.q.shape[1]
+    return (
+        TensorDescriptor.from_tensor(made.q, [shape.rows, wide]),
+        TensorDescriptor.from_tensor(made.k, [shape.keys, wide]),
+        TensorDescriptor.from_tensor(made.v, [wide, shape.keys]),
+    )
+
+
+def _within(given: Conditions, queries: int, keys: int) -> Conditions:
+    """Drop bounds that hide nothing, and keep others within the sizes."""
+
+    def bound(number: int | None, most: int, least: int) -> int | None:
+        return None if number is None or number >= most - 1 else max(number, -least)
+
+    return Conditions(
+        given.key_mask,
+        given.query_ids,
+        given.key_ids,
+        bound(given.ahead, keys, queries),
+        bound(given.behind, queries, keys),
+        given.scale,
+        0.0,
+        False,
+    )
+
+
+def _tables(given: Conditions, like: Tensor) -> tuple[Any, ...]:
+    """Return the tables and their strides over the batch; `like` stands where there is none."""
+    found: list[Any] = [*_mask_and_stride(given, like)]
+    for table in (given.query_ids, given.key_ids):
+        if table is None:
+            found += [like, 0]
+        else:
+            table = table if table.stride(1) == 1 else table.contiguous()
+            found += [table, table.stride(0) if table.shape[0] > 1 else 0]
+    return tuple(found)
+
+
+def _bounds(
+    given: Conditions,
+    like: Tensor,
+    tables: tuple[Any, ...],
+    positions: tuple[int, int],
+    sizes: tuple[int, int, int, int],
+    shape: Shape,
+    flags: dict[str, bool],
+) -> Tensor:
+    """Return which tiles of keys each tile of queries visits; `like` where positions tell."""
+    if not given.has_tables():
+        return like
+    from memeff_compile.kernels.attention import tiles_kernels as kernels
+
+    tiles = sizes[3]
+    bounds = like.new_empty((like.shape[0], tiles, 4), dtype=torch.int32)
+    kernels._attention_bounds_kernel[(like.shape[0] * tiles,)](
+        *tables,
+        bounds,
+        bounds,
+        *positions,
+        *sizes,
+        OURS=shape.rows,
+        OTHERS=shape.keys,
+        CHUNK=max(1, BOUNDS_CHUNK // shape.keys),
+        OURS_ARE_QUERIES=True,
+        MEAN=False,
+        FROM_LSE=False,
+        num_warps=BOUNDS_WARPS,
+        **flags,
+    )
+    return bounds

@@ -1,0 +1,373 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The kernel of the engine `tiles`: softmax attention over 8-bit codes.
+
+Scores are products of int8 codes, exact in int32. Their scales, one per query and one per block of
+keys (or per key), are folded into the exponent in base 2, so that nothing but one multiply-add
+stands between a score and its weight. Weights are at most 448, the largest number of E4M3: the
+running maximum carries an offset, which the division by their sum takes out again.
+
+Each tile's weights times values are a product of their own, added in fp32: tensor cores that
+multiply 8-bit floats keep about 14 bits of a sum, which does not do for many keys.
+
+A weight's place in the registers after the first product is not where the second wants it. The
+values' keys are stored in the order of those places instead (`prepare_kernels`), see `_reordered`.
+
+UPCAST computes in fp32 what the interpreter cannot do in 8 bits, with the same rounding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from memeff_compile.kernels.attention.tiles_kernels import _bounds, _counts, _edge_tile
+
+NOTHING = tl.constexpr(-1.0e30)  # below every score in base 2; finite, so differences are numbers
+OFFSET = tl.constexpr(8.807)  # log2 of 448, rounded down
+LN_2 = tl.constexpr(0.6931471805599453)
+MAGIC = tl.constexpr(0x4B400000)  # 1.5 * 2^23: an integer added to its bits is added to its value
+MAGIC_VALUE = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def _e4m3_in_fp32(x):
+    """Round to the nearest number of E4M3, ties to even; |x| is at most 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    large = bits.to(tl.float32, bitcast=True)
+    small = ((x * 512.0 + 12582912.0) - 12582912.0) / 512.0
+    return tl.where(tl.abs(x) < 0.015625, small, large)
+
+
+@triton.jit
+def _reordered(weight, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Hand a tile of 8-bit weights to the second product without moving it between threads."""
+    weight = tl.reshape(weight, (ROWS, KEYS // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(weight, (0, 1, 3, 2, 4)), (ROWS, KEYS))
+
+
+@triton.jit
+def _load_codes(
+    codes,
+    row,
+    column,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    """Load a tile of codes through a descriptor, or by addresses where there are none."""
+    if DESCRIBED:
+        found = codes.load([row, column])
+    else:
+        rows = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None] * stride
+        found = tl.load(codes + rows + (column + tl.arange(0, COLUMNS))[None, :])
+    return found
+
+
+@triton.jit
+def _scores(q, k, MAGIC_SUM: tl.constexpr, UPCAST: tl.constexpr):
+    """Return q k^T as fp32, with MAGIC_SUM plus MAGIC_VALUE."""
+    if UPCAST:
+        found = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
+        if MAGIC_SUM:
+            found = found + MAGIC_VALUE
+    elif MAGIC_SUM:
+        start = tl.full((q.shape[0], k.shape[0]), MAGIC, dtype=tl.int32)
+        found = tl.dot(q, tl.trans(k), start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+    else:
+        found = tl.dot(q, tl.trans(k), out_dtype=tl.int32).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _weighted(weight, v, ROWS: tl.constexpr, KEYS: tl.constexpr, UPCAST: tl.constexpr):
+    """Return a tile's weights times its values, which lie as (depth, keys)."""
+    is_8_bit: tl.constexpr = v.dtype == tl.float8e4nv
+    if UPCAST:
+        if is_8_bit:
+            weight = _reordered(_e4m3_in_fp32(weight), ROWS, KEYS)
+        else:
+            weight = weight.to(tl.float16).to(tl.float32)
+        found = tl.dot(weight, tl.trans(v).to(tl.float32), input_precision="ieee")
+    elif is_8_bit:
+        found = tl.dot(_reordered(weight.to(tl.float8e4nv), ROWS, KEYS), tl.trans(v))
+    else:
+        found = tl.dot(weight.to(tl.float16), tl.trans(v))
+    return found
+
+
+@triton.jit
+def _attend_tile(
+    acc,
+    total,
+    largest,
+    q,
+    q_scale,
+    query,
+    query_id,
+    tile,
+    k_codes,
+    v_codes,
+    key_row,
+    value_row,
+    k_scale_ptr,
+    correction_ptr,
+    mask_ptr,
+    key_ids_ptr,
+    ahead,
+    behind,
+    keys,
+    key_blocks,
+    DEPTH_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    SCALE_PER_KEY: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+    MAGIC_SUM: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    key = tile * KEYS + tl.arange(0, KEYS)
+    k = _load_codes(k_codes, key_row + tile * KEYS, 0, DEPTH_BLOCK, KEYS, DEPTH_BLOCK, DESCRIBED)
+    score = _scores(q, k, MAGIC_SUM, UPCAST)
+    if SCALE_PER_KEY or HAS_CORRECTION:
+        if MAGIC_SUM:
+            score = score - MAGIC_VALUE
+        if SCALE_PER_KEY:
+            score = score * tl.load(k_scale_ptr + key)[None, :]
+        else:
+            score = score * tl.load(k_scale_ptr + tile // (KEY_BLOCK // KEYS))
+        score = score * q_scale[:, None]
+        if HAS_CORRECTION:
+            score = score + tl.load(correction_ptr + key)[None, :]
+        scale = q_scale * 0.0 + 1.0
+        shift = scale * 0.0
+    else:
+        scale = q_scale * tl.load(k_scale_ptr + tile // (KEY_BLOCK // KEYS))
+        shift = scale * MAGIC_VALUE if MAGIC_SUM else scale * 0.0
+    if MASKED:
+        is_inside = key < keys
+        is_key = is_inside
+        if HAS_KEY_MASK:
+            is_key = is_key & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
+        key_id = key
+        if HAS_IDS:
+            key_id = tl.load(key_ids_ptr + key, mask=is_inside, other=0)
+        counts = _counts(
+            query[:, None],
+            key[None, :],
+            is_key[None, :],
+            query_id[:, None],
+            key_id[None, :],
+            ahead,
+            behind,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_IDS,
+        )
+        score = tl.where(counts, score, float("-inf"))
+    higher = tl.maximum(largest, tl.max(score, axis=1) * scale - (shift + OFFSET))
+    weight = tl.exp2(score * scale[:, None] - (higher + shift)[:, None])
+    shrink = tl.exp2(largest - higher)
+    total = total * shrink + tl.sum(weight, axis=1)
+    v = _load_codes(
+        v_codes, value_row, tile * KEYS, key_blocks * KEY_BLOCK, DEPTH_BLOCK, KEYS, DESCRIBED
+    )
+    acc = acc * shrink[:, None] + _weighted(weight, v, ROWS, KEYS, UPCAST)
+    return acc, total, higher
+
+
+@triton.jit(do_not_specialize=["ahead", "behind", "together"])
+def _quantized_attention_kernel(
+    q_codes,  # (B * H * M, D) int8
+    k_codes,  # (B * G * N, D) int8, N a multiple of KEY_BLOCK
+    v_codes,  # (B * G * D, N) E4M3 in the order of `_reordered`, or fp16
+    q_scale_ptr,  # (B * H, M) fp32, in base 2, with the scale of attention
+    k_scale_ptr,  # (B * G, N / KEY_BLOCK) fp32, or (B * G, N) with SCALE_PER_KEY
+    v_scale_ptr,  # (B * G, 2, D) fp32: scale and mean of each channel
+    correction_ptr,  # (B * H, query blocks, N) fp32, with HAS_CORRECTION
+    shift_ptr,  # (B * H, M) fp32: what the keys' mean adds to the scores, with WITH_LSE
+    key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
+    stride_mask_batch,
+    query_ids_ptr,  # (B or 1, M), with HAS_IDS
+    stride_query_ids_batch,
+    key_ids_ptr,  # (B or 1, N), with HAS_IDS
+    stride_key_ids_batch,
+    bounds_ptr,  # (B, query tiles, 4), with HAS_BOUNDS
+    out_ptr,  # (B, M, H, D)
+    lse_ptr,  # (B, H, M) fp32, natural logarithm
+    ahead,
+    behind,
+    together,  # heads whose tiles are computed at the same time
+    heads,
+    repeat,  # query heads per key head
+    queries,
+    keys,
+    key_blocks,
+    query_tiles,
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr,
+    SCALE_PER_KEY: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    MAGIC_SUM: tl.constexpr,
+    DESCRIBED: tl.constexpr,  # codes are descriptors, not addresses
+    UPCAST: tl.constexpr,
+):
+    # The last queries see most keys under causal masks: they start first.
+    ours = tl.program_id(0) % (together * query_tiles)
+    tile = query_tiles - 1 - ours // together
+    row = tl.program_id(0) // (together * query_tiles) * together + ours % together
+    batch = (row // heads).to(tl.int64)
+    head = row % heads
+    group = (row // repeat).to(tl.int64)
+    query = tile * ROWS + tl.arange(0, ROWS)
+    is_row = query < queries
+    place = row.to(tl.int64) * queries + query
+    q = _load_codes(
+        q_codes, row * queries + tile * ROWS, 0, DEPTH_BLOCK, ROWS, DEPTH_BLOCK, DESCRIBED
+    )
+    q_scale = tl.load(q_scale_ptr + place, mask=is_row, other=0.0)
+    scales = key_blocks * KEY_BLOCK if SCALE_PER_KEY else key_blocks
+    k_scale_ptr += group * scales
+    if HAS_CORRECTION:
+        blocks = (queries + QUERY_BLOCK - 1) // QUERY_BLOCK
+        block = row.to(tl.int64) * blocks + tile // (QUERY_BLOCK // ROWS)
+        correction_ptr += block * key_blocks * KEY_BLOCK
+    key_row = (group * key_blocks * KEY_BLOCK).to(tl.int32)
+    value_row = (group * DEPTH_BLOCK).to(tl.int32)
+    mask_ptr = key_mask_ptr + batch * stride_mask_batch
+    their_ids_ptr = key_ids_ptr + batch * stride_key_ids_batch
+    query_id = query
+    if HAS_IDS:
+        query_id = tl.load(
+            query_ids_ptr + batch * stride_query_ids_batch + query, mask=is_row, other=0
+        )
+    first, full_first, full_stop, stop = _bounds(
+        bounds_ptr,
+        batch,
+        tile,
+        query_tiles,
+        queries,
+        keys,
+        ahead,
+        behind,
+        ROWS,
+        KEYS,
+        HAS_AHEAD,
+        HAS_BEHIND,
+        HAS_BOUNDS,
+    )
+    largest = tl.full((ROWS,), NOTHING, dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    acc = tl.zeros((ROWS, DEPTH_BLOCK), dtype=tl.float32)
+    for tile_of_keys in tl.range(full_first, full_stop, num_stages=STAGES):
+        acc, total, largest = _attend_tile(
+            acc,
+            total,
+            largest,
+            q,
+            q_scale,
+            query,
+            query_id,
+            tile_of_keys,
+            k_codes,
+            v_codes,
+            key_row,
+            value_row,
+            k_scale_ptr,
+            correction_ptr,
+            mask_ptr,
+            their_ids_ptr,
+            ahead,
+            behind,
+            keys,
+            key_blocks,
+            DEPTH_BLOCK,
+            ROWS,
+            KEYS,
+            KEY_BLOCK,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_KEY_MASK,
+            HAS_IDS,
+            SCALE_PER_KEY,
+            HAS_CORRECTION,
+            MAGIC_SUM,
+            DESCRIBED,
+            UPCAST,
+            False,
+        )
+    edges = full_first - first + stop - full_stop
+    for index in tl.range(0, edges, num_stages=1):
+        acc, total, largest = _attend_tile(
+            acc,
+            total,
+            largest,
+            q,
+            q_scale,
+            query,
+            query_id,
+            _edge_tile(index, first, full_first, full_stop),
+            k_codes,
+            v_codes,
+            key_row,
+            value_row,
+            k_scale_ptr,
+            correction_ptr,
+            mask_ptr,
+            their_ids_ptr,
+            ahead,
+            behind,
+            keys,
+            key_blocks,
+            DEPTH_BLOCK,
+            ROWS,
+            KEYS,
+            KEY_BLOCK,
+            HAS_AHEAD,
+            HAS_BEHIND,
+            HAS_KEY_MASK,
+            HAS_IDS,
+            SCALE_PER_KEY,
+            HAS_CORRECTION,
+            MAGIC_SUM,
+            DESCRIBED,
+            UPCAST,
+            True,
+        )
+    depth = tl.arange(0, DEPTH_BLOCK)
+    v_scale_ptr += group * 2 * DEPTH_BLOCK
+    v_scale = tl.load(v_scale_ptr + depth)
+    v_mean = tl.load(v_scale_ptr + DEPTH_BLOCK + depth)
+    is_empty = total == 0.0
+    share = 1.0 / tl.where(is_empty, 1.0, total)
+    out = (acc * share[:, None]) * v_scale[None, :] + v_mean[None, :]
+    out = tl.where(is_empty[:, None], 0.0, out)
+    places = ((batch * queries + query) * heads + head)[:, None] * DEPTH + depth[None, :]
+    is_out = is_row[:, None]
+    if DEPTH != DEPTH_BLOCK:
+        is_out = is_out & (depth < DEPTH)[None, :]
+    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=is_out)
+    if WITH_LSE:
+        shift = tl.load(shift_ptr + place, mask=is_row, other=0.0)
+        lse = (largest + tl.log2(tl.where(is_empty, 1.0, total)) + shift) * LN_2
+        tl.store(lse_ptr + place, tl.where(is_empty, float("-inf"), lse), mask=is_row)
