@@ -1,9 +1,18 @@
 """Compile one candidate offline; print registers, stack, smem and loop instruction mix."""
-import sys, re, subprocess, tempfile, collections, triton
+import collections
+import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
+
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
 from memeff_compile.kernels.quantized_attention import tiles_kernels as tk
+
+
 def build(D=128, rows=64, keys=128, stages=2, warps=4, magic=False, maxnreg=None, cap=90, v="fp8e4nv", out="bf16", ahead=False, kernel="_quantized_attention_kernel", **extra):
     DB = max(64, 1 << (D-1).bit_length())
     k = getattr(tk, kernel)

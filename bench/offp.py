@@ -1,4 +1,4 @@
-import sys, triton
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from memeff_compile.kernels.quantized_attention import prepare_kernels as pk
@@ -19,6 +19,7 @@ def build(name, cap=90, warps=8, v="fp8e4nv", **c):
 for kw in (dict(name="_look_kernel", warps=4), dict(name="_write_kernel"), dict(name="_write_kernel", warps=4), dict(name="_write_kernel", SMOOTH_Q=True, WITH_LSE=True, HAS_KEY_MASK=True), dict(name="_write_kernel", v="fp16"), dict(name="_write_kernel", v="fp16", cap=80, SMOOTH_Q=True, WITH_LSE=True), dict(name="_write_kernel", DEPTH_BLOCK=256, DEPTH=256), dict(name="_write_kernel", DEPTH_BLOCK=64, DEPTH=40, cap=89)):
     comp = build(**kw); r, s, m, sass = off.info(comp)
     ptx = comp.asm["ptx"]
-    import re, collections
+    import collections
+    import re
     ld = collections.Counter(re.findall(r"(?:ld|st)\.global[.\w]*", ptx))
     print(kw, "regs", r, "stack", s, "smem", m, dict(ld))

@@ -1,14 +1,21 @@
 """GPU: correctness of every kind of call, then the sweep of tiles, then preparation, then the bars."""
-import argparse, itertools, json, math, os, sys, time, traceback
-import concurrent.futures as cf, multiprocessing as mp
+import argparse
+import concurrent.futures as cf
+import json
+import math
+import multiprocessing as mp
+import time
+import traceback
+
 T0 = time.time()
 ap = argparse.ArgumentParser(); ap.add_argument("--out"); ap.add_argument("--budget", type=float, default=110); a = ap.parse_args()
 left = lambda: a.budget - (time.time() - T0)
 
 def setup():
     import torch
-    from memeff_compile.kernels.quantized_attention import tiles, reference, settings, shapes
+
     from memeff_compile.kernels.attention.conditions import Conditions
+    from memeff_compile.kernels.quantized_attention import reference, settings, shapes, tiles
     return torch, tiles, reference, settings, shapes, Conditions
 
 def dense(torch, q, k, v, ok, scale):

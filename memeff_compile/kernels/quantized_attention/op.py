@@ -147,7 +147,7 @@ def _attend(
     settings = _settings(q, level, granularity, smooth, with_lse)
     attend = reference.attend
     if q.is_cuda and q.numel() and k.numel() and engine_for(q.device, q.dtype) == "tiles":
-        from memeff_compile.kernels.quantized_attention.tiles import attend  # type: ignore[assignment]
+        from memeff_compile.kernels.quantized_attention.tiles import attend
     with _without_autocast(q.device.type):
         return attend(q, k, v, given, settings)
 

@@ -135,8 +135,6 @@ def correction_of(mean: Tensor, k: Tensor, repeat: int) -> Tensor:
 def _largest(x: Tensor, groups: Tensor) -> Tensor:
     """Return for each row of (B, H, L, D) the largest size in the group of rows it belongs to."""
     size = _sizes(x.abs().amax(3), x.sum(3), LEAST)
-    if not size.shape[2]:
-        return size
     found = size.new_zeros((*size.shape[:2], int(groups.max()) + 1))
     index = groups.expand(size.shape)
     return found.scatter_reduce(2, index, size, "amax").gather(2, index)
@@ -165,17 +163,20 @@ def attend(
         (B, H, M, D) in the dtype of q, laid out as (B, M, H, D), and the natural logarithm of the
         sum of the weights, (B, H, M) fp32, or (B, H, 0) where it is not wanted.
     """
-    made = codes(q, k, v, given, settings)
     batch, heads, queries, depth = q.shape
-    out = q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
-    lse = made.q.new_empty((batch, heads, queries))
+    out = q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)
+    lse = q.new_full((batch, heads, queries), -math.inf, dtype=torch.float32)
+    wanted = lse if settings.with_lse else lse[:, :, :0].clone()
+    if not q.numel() or not k.numel():
+        return out, wanted
+    made = codes(q, k, v, given, settings)
     size = max(BLOCK, BLOCK_SCORES // max(1, batch * heads * BLOCK) // BLOCK * BLOCK)
     for first in range(0, queries, size):
         stop = min(first + size, queries)
         found, sums = _attend_block(made, given, settings, first, stop)
         out[:, :, first:stop] = found.to(q.dtype)
         lse[:, :, first:stop] = sums
-    return out, lse if settings.with_lse else lse[:, :, :0].clone()
+    return out, wanted
 
 
 def _attend_block(

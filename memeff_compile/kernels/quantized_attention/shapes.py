@@ -36,20 +36,29 @@ MOST_CHUNKS = 16
 PROGRAMS_PER_PROCESSOR = 4
 
 _SHAPES: dict[str, dict[int, Shape]] = {
-    "hopper": {
+    "hopper": {  # 227 KiB, products of warp groups
         64: Shape(64, 128, 4, 2),
         128: Shape(64, 128, 4, 2),
         256: Shape(64, 128, 8, 2),
     },
-    "roomy": {
-        64: Shape(128, 64, 4, 3),
+    "roomy": {  # 163 KiB on 8.0
+        64: Shape(128, 64, 8, 2),
         128: Shape(128, 64, 8, 2),
         256: Shape(64, 64, 8, 2),
     },
-    "narrow": {
-        64: Shape(128, 64, 4, 2),
+    "narrow": {  # 99 KiB
+        64: Shape(128, 64, 8, 2),
         128: Shape(128, 64, 8, 2),
         256: Shape(64, 64, 8, 1),
+    },
+}
+
+# The same, where masks, ids, corrections or scales of single keys take registers of their own.
+_SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
+    "hopper": {
+        64: Shape(128, 64, 8, 2),
+        128: Shape(128, 64, 8, 2),
+        256: Shape(64, 64, 8, 2),
     },
 }
 
@@ -63,12 +72,19 @@ def kind_of(capability: tuple[int, int]) -> str:
     return kinds.get(capability, "narrow")
 
 
-def shape_for(depth: int, capability: tuple[int, int]) -> Shape:
-    """Return the tile of the attention kernel for a head dimension.
+def shape_for(depth: int, capability: tuple[int, int], *, has_tables: bool = False) -> Shape:
+    """Return the tile of the attention kernel.
+
+    Args:
+        depth: head dimension.
+        capability: of the GPU.
+        has_tables: masks, ids, corrections or scales of single keys are loaded, not codes alone.
 
     Example: shape_for(128, (9, 0)).keys == 128.
     """
-    return _SHAPES[kind_of(capability)][depth_block(depth)]
+    kind, block = kind_of(capability), depth_block(depth)
+    found = _SHAPES[kind][block]
+    return _SHAPES_WITH_TABLES.get(kind, {}).get(block, found) if has_tables else found
 
 
 def depth_block(depth: int) -> int:

@@ -31,7 +31,6 @@ from memeff_compile.kernels.quantized_attention.shapes import (
     shape_for,
 )
 
-
 FIRST_DESCRIBED = 9
 """The first major compute capability that loads tiles by descriptors."""
 
@@ -72,7 +71,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
-    """Return the mask of keys as bytes and its stride over the batch; `like` where there is none."""
+    """Return the mask of keys as bytes and its stride over the batch; `like` for none."""
     mask = given.key_mask
     if mask is None:
         return like, 0
@@ -211,18 +210,17 @@ def _empty(
     settings: Settings,
 ) -> Packed:
     blocks = _blocks(keys, BLOCK)
-    fp32 = {"dtype": torch.float32}
-    int8 = {"dtype": torch.int8}
+    fp32, int8 = torch.float32, torch.int8
     dtype = VALUES[settings.values].dtype
     return Packed(
-        like.new_empty((query_rows * queries, depth), **int8),
-        like.new_empty((key_rows * blocks * BLOCK, depth), **int8),
+        like.new_empty((query_rows * queries, depth), dtype=int8),
+        like.new_empty((key_rows * blocks * BLOCK, depth), dtype=int8),
         like.new_empty((key_rows * depth, blocks * BLOCK), dtype=dtype),
-        like.new_empty((query_rows, queries), **fp32),
-        like.new_empty((key_rows, blocks), **fp32),
-        like.new_empty((key_rows, 2, depth), **fp32),
+        like.new_empty((query_rows, queries), dtype=fp32),
+        like.new_empty((key_rows, blocks), dtype=fp32),
+        like.new_empty((key_rows, 2, depth), dtype=fp32),
         None,
-        like.new_empty((query_rows, queries), **fp32) if settings.with_lse else None,
+        like.new_empty((query_rows, queries), dtype=fp32) if settings.with_lse else None,
         False,
     )
 
@@ -281,7 +279,9 @@ def attend(
         shape: the tile, by default what `shape_for` gives.
     """
     made = pack(q, k, v, given, settings)
-    shape = shape or shape_for(q.shape[3], capability(q.device))
+    if shape is None:
+        has_tables = given.has_tables() or made.is_scaled_per_key or made.correction is not None
+        shape = shape_for(q.shape[3], capability(q.device), has_tables=has_tables)
     return attend_packed(made, q, k.shape[1], k.shape[2], given, settings, shape)
 
 

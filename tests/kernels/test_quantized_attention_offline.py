@@ -1,0 +1,310 @@
+"""The kernels of quantised attention compiled for GPUs that are not there.
+
+No spills, shared memory in bounds, and on 9.0 the instructions that make it fast: products of warp
+groups in int8 and E4M3, weights that go from one to the other without moving between threads, and
+no arithmetic per score beyond what is counted here.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memeff_compile.kernels.attention.shapes import BOUNDS_CHUNK, BOUNDS_WARPS
+from memeff_compile.kernels.quantized_attention.settings import BLOCK
+from memeff_compile.kernels.quantized_attention.shapes import (
+    LOOK_KEYS,
+    LOOK_WARPS,
+    MOST_CHUNKS,
+    PREPARE_WARPS,
+    Shape,
+    depth_block,
+    shape_for,
+)
+from memeff_compile.kernels.quantized_attention.tiles import FIRST_DESCRIBED
+
+pytestmark = pytest.mark.offline
+
+# Shared memory a block may use, in bytes.
+SHARED_LIMITS = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
+POINTERS = {
+    "key_mask_ptr": "*u8",
+    "query_ids_ptr": "*i64",
+    "key_ids_ptr": "*i64",
+    "bounds_ptr": "*i32",
+    "q_ptr": "*bf16",
+    "k_ptr": "*bf16",
+    "v_ptr": "*bf16",
+    "out_ptr": "*bf16",
+    "q_codes_ptr": "*i8",
+    "k_codes_ptr": "*i8",
+}
+PLAIN = {
+    "HAS_AHEAD": True,
+    "HAS_BEHIND": False,
+    "HAS_KEY_MASK": False,
+    "HAS_IDS": False,
+    "HAS_BOUNDS": False,
+    "SCALE_PER_KEY": False,
+    "HAS_CORRECTION": False,
+    "WITH_LSE": False,
+    "UPCAST": False,
+}
+EVERY = {
+    **PLAIN,
+    "HAS_BEHIND": True,
+    "HAS_KEY_MASK": True,
+    "HAS_IDS": True,
+    "HAS_BOUNDS": True,
+    "HAS_CORRECTION": True,
+    "WITH_LSE": True,
+}
+
+
+def _compile(
+    kernel: Any,
+    capability: int,
+    constants: dict[str, Any],
+    warps: int,
+    codes: dict[str, str] | None = None,
+    registers: int | None = None,
+) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    signature, hints = {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument in (codes or {}):
+            assert codes is not None
+            signature[argument] = codes[argument]
+        elif argument.endswith("_ptr"):
+            signature[argument] = POINTERS.get(argument, "*fp32")
+        else:
+            signature[argument] = "fp32" if argument == "scale" else "i32"
+        if signature[argument].startswith("*") or argument.startswith("stride"):
+            hints[(place,)] = [["tt.divisibility", 16]]
+    options = {"num_warps": warps}
+    if registers is not None:
+        options["maxnreg"] = registers
+    return triton.compile(
+        ASTSource(kernel, signature, constants, hints),
+        target=GPUTarget("cuda", capability, 32),
+        options=options,
+    )
+
+
+def _attention(
+    capability: int, depth: int, flags: dict[str, Any], value: str, shape: Shape | None = None
+) -> tuple[Any, Shape]:
+    from memeff_compile.kernels.quantized_attention import tiles_kernels
+
+    has_tables = bool(flags["HAS_BOUNDS"])
+    shape = shape or shape_for(depth, divmod(capability, 10), has_tables=has_tables)
+    wide = depth_block(depth)
+    is_described = capability // 10 >= FIRST_DESCRIBED
+    tiles = {
+        "q_codes": ("i8", shape.rows, wide),
+        "k_codes": ("i8", shape.keys, wide),
+        "v_codes": (value, wide, shape.keys),
+    }
+    codes = {
+        name: f"tensordesc<{kind}[{rows},{columns}]>" if is_described else f"*{kind}"
+        for name, (kind, rows, columns) in tiles.items()
+    }
+    constants = {
+        "DEPTH": depth,
+        "DEPTH_BLOCK": wide,
+        "ROWS": shape.rows,
+        "KEYS": shape.keys,
+        "STAGES": shape.stages,
+        "KEY_BLOCK": BLOCK,
+        "QUERY_BLOCK": BLOCK,
+        "MAGIC_SUM": shape.magic,
+        "DESCRIBED": is_described,
+        **flags,
+    }
+    kernel = tiles_kernels._quantized_attention_kernel
+    found = _compile(kernel, capability, constants, shape.warps, codes, shape.registers)
+    return found, shape
+
+
+def _tool(name: str, *arguments: object) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    ran = subprocess.run([tool, *map(str, arguments)], capture_output=True, text=True, check=True)
+    return ran.stdout
+
+
+def _stack_bytes(compiled: Any, folder: Path) -> int:
+    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(compiled.asm["cubin"])
+    listing = _tool("cuobjdump", "-res-usage", file)
+    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
+
+
+def _check(capability: int, depth: int, flags: dict[str, Any], folder: Path) -> None:
+    value = "fp16" if capability < 89 else "fp8e4nv"
+    compiled, shape = _attention(capability, depth, flags, value)
+    assert compiled.metadata.shared <= SHARED_LIMITS[capability]
+    assert _stack_bytes(compiled, folder) == 0
+    ptx = compiled.asm["ptx"]
+    assert "atom." not in ptx
+    assert re.search(r"s32\.s8\.s8(\.s32)?", ptx), "scores are no products of int8"
+    if capability == 90:
+        assert re.search(r"wgmma\S*s32\.s8\.s8", ptx)
+        assert re.search(r"wgmma\S*f32\.e4m3\.e4m3", ptx)
+        assert "cp.async.bulk.tensor" in ptx, "tiles are not loaded by descriptors"
+    elif shape.stages > 1 and capability < 90:
+        assert "cp.async.cg.shared.global" in ptx, "tiles are not loaded ahead"
+
+
+@pytest.mark.parametrize("depth", [64, 128])
+def test_attention_compiles_within_the_limits(depth: int, tmp_path: Path) -> None:
+    _check(90, depth, PLAIN, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [80, 89])
+def test_older_gpus_are_served(capability: int, tmp_path: Path) -> None:
+    _check(capability, 128, PLAIN, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [64, 96, 128, 256])
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_attention_compiles_within_the_limits_everywhere(
+    capability: int, depth: int, tmp_path: Path
+) -> None:
+    for flags in (PLAIN, EVERY, {**EVERY, "SCALE_PER_KEY": True}):
+        _check(capability, depth, flags, tmp_path)
+
+
+def _loop(compiled: Any, folder: Path) -> list[str]:
+    """Return the opcodes of the loop over complete tiles, which comes first."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(compiled.asm["cubin"])
+    places: dict[str, int] = {}
+    opcodes: list[str] = []
+    for line in _tool("nvdisasm", "-c", file).splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            places[label[1]] = len(opcodes)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)(.*);", line):
+            opcodes.append(found[1])
+            target = re.search(r"`\((\.L_x_\d+)\)", found[2])
+            start = places.get(target[1], len(opcodes)) if target else len(opcodes)
+            if found[1] == "BRA" and "QGMMA" in opcodes[start:]:
+                return opcodes[start:]
+    raise AssertionError("no loop with products of warp groups")
+
+
+@pytest.mark.parametrize("depth", [64, 128])
+def test_a_score_costs_what_it_has_to(depth: int, tmp_path: Path) -> None:
+    """Per score: one conversion, maximum, multiply-add, exponential and sum, half a rounding.
+
+    Both products are of warp groups, weights move between threads in no shuffle but those of the
+    row's maximum and sum, and the sum over tiles is a multiply-add apart from tensor cores.
+    """
+    compiled, shape = _attention(90, depth, PLAIN, "fp8e4nv")
+    loop = _loop(compiled, tmp_path)
+    scores = shape.rows * shape.keys // (32 * shape.warps)
+    sums = shape.rows * depth // (32 * shape.warps)
+    counted = {name: loop.count(name) for name in set(loop)}
+    assert counted["IGMMA"] >= 1
+    assert not {"HMMA", "IMMA", "HGMMA", "LDL", "STL"} & set(counted)
+    assert counted["MUFU"] <= scores + 4
+    assert counted["FFMA"] <= scores + sums + 16
+    assert counted["FMNMX"] <= scores + 8
+    assert counted["FADD"] <= scores + 8
+    assert counted.get("I2FP", 0) <= scores
+    assert counted["F2FP"] <= scores // 2 + 2
+    assert counted["SHFL"] <= 8
+    assert counted.get("PRMT", 0) <= 4
+    assert len(loop) <= 6.5 * scores + sums + 150
+
+
+def _preparation(depth: int = 128, **changes: Any) -> dict[str, Any]:
+    return {
+        "LIMIT": 127,
+        "DEPTH": depth,
+        "DEPTH_BLOCK": depth_block(depth),
+        "BLOCK": BLOCK,
+        "CHUNKS": MOST_CHUNKS,
+        "SMOOTH_Q": False,
+        "SMOOTH_K": True,
+        "SMOOTH_V": True,
+        "HAS_KEY_MASK": False,
+        "WITH_LSE": False,
+        "UPCAST": False,
+        "KEYS": LOOK_KEYS,
+        "SAMPLE": 8,
+        **changes,
+    }
+
+
+def _check_preparation(capability: int, depth: int, folder: Path, **changes: Any) -> None:
+    from memeff_compile.kernels.quantized_attention import prepare_kernels as kernels
+
+    value = "*fp16" if capability < 89 else "*fp8e4nv"
+    constants = _preparation(depth, **changes)
+    warps = PREPARE_WARPS * max(1, depth_block(depth) // 128)
+    for kernel, count in ((kernels._look_kernel, LOOK_WARPS), (kernels._write_kernel, warps)):
+        compiled = _compile(kernel, capability, constants, count, {"v_codes_ptr": value})
+        assert _stack_bytes(compiled, folder) == 0
+        assert compiled.metadata.shared <= SHARED_LIMITS[capability]
+        assert "ld.global.v4" in compiled.asm["ptx"] or "cp.async" in compiled.asm["ptx"]
+
+
+def test_preparation_compiles_within_the_limits(tmp_path: Path) -> None:
+    _check_preparation(90, 128, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_preparation_compiles_within_the_limits_everywhere(
+    capability: int, depth: int, tmp_path: Path
+) -> None:
+    changes = {"SMOOTH_Q": True, "WITH_LSE": True, "HAS_KEY_MASK": True, "LIMIT": 7}
+    _check_preparation(capability, depth, tmp_path)
+    _check_preparation(capability, depth, tmp_path, **changes)
+
+
+@pytest.mark.usefixtures("sizes_of_one")
+def test_numbers_that_are_one_compile(tmp_path: Path) -> None:
+    _attention(90, 64, {**EVERY, "SCALE_PER_KEY": True}, "fp8e4nv", Shape(64, 128, 4, 1))
+    _attention(80, 64, EVERY, "fp16", Shape(64, 64, 4, 1))
+    _check_preparation_of_one()
+
+
+def _check_preparation_of_one() -> None:
+    from memeff_compile.kernels.quantized_attention import prepare_kernels as kernels
+
+    constants = _preparation(64, SMOOTH_Q=True, WITH_LSE=True, HAS_KEY_MASK=True)
+    for kernel in (kernels._look_kernel, kernels._write_kernel):
+        _compile(kernel, 90, constants, 8, {"v_codes_ptr": "*fp8e4nv"})
+
+
+def test_bounds_of_these_tiles_compile() -> None:
+    """The kernel is attention's; its tiles are ours."""
+    from memeff_compile.kernels.attention import tiles_kernels
+
+    shape = shape_for(128, (9, 0), has_tables=True)
+    constants = {
+        **EVERY,
+        "OURS": shape.rows,
+        "OTHERS": shape.keys,
+        "CHUNK": BOUNDS_CHUNK // shape.keys,
+        "OURS_ARE_QUERIES": True,
+        "MEAN": False,
+        "FROM_LSE": False,
+    }
+    _compile(tiles_kernels._attention_bounds_kernel, 90, constants, BOUNDS_WARPS)
