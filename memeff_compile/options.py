@@ -32,13 +32,13 @@ PASS_NAMES = (
     "rewrite_kv_update",
     "expand_multihead",
     "recover_attention",
+    "quantize_attention",
     "fuse_gated_linear",
     "keep_rotary_tables",
 )
 """Names of the passes that exist, in the order in which they run."""
 
 RESERVED_PASS_NAMES = (
-    "quantize_attention",
     "encode_weights",
     "ternarize_linear",
     "merge_kv_cache",
@@ -52,16 +52,21 @@ SWITCHES = {
     "rewrite_kv_update": ("memeff.kv_reads", "off"),
     "expand_multihead": ("memeff.attention", "off"),
     "recover_attention": ("memeff.attention", "off"),
+    "quantize_attention": ("memeff.attention", "exact"),
     "fuse_gated_linear": ("memeff.gated_linear", "off"),
     "keep_rotary_tables": ("memeff.rotary_tables", "off"),
 }
 """The option that switches each pass off."""
+
+ATTENTION_LEVELS = ("8b", "8b+f16", "4b")
+"""The low-bit forms of attention, which `memeff.attention` and its tables name."""
 
 MAY_FIND_NOTHING = (
     "rewrite_kv_update",
     "expand_multihead",
     "recover_attention",
     "keep_rotary_tables",
+    "quantize_attention",
 )
 """Passes of which `memeff.strict` asks only that they decline nothing: a graph that trains has no
 cache to update, and attention that is already as it should be needs no change."""
@@ -198,6 +203,49 @@ def _check_bytes(key: str, value: object, *, has_auto: bool = True) -> object:
     return value
 
 
+_SITE_LEVELS = (*ATTENTION_LEVELS, "exact")
+
+
+def _check_attention(key: str, value: object) -> object:
+    """Accept a form of attention, or a table of levels per site, as calibration returns it."""
+    if not isinstance(value, Mapping):
+        return _check_choice(key, value, values=("exact", *ATTENTION_LEVELS, "off"), later={})
+    levels = value.get("levels", value)
+    if not isinstance(levels, Mapping) or not levels:
+        raise OptionError(
+            f"{key} is a table without levels; it takes {{module path: level}}, or what "
+            "memeff_compile.calibrate_attention returns."
+        )
+    return _FrozenMapping({site: _check_level(key, site, each) for site, each in levels.items()})
+
+
+def _check_level(key: str, site: object, value: object) -> str | tuple[str, ...]:
+    """Accept the level of a site, or one for each of its calls."""
+    levels = [value] if isinstance(value, str) else value
+    is_list = isinstance(levels, (list, tuple)) and bool(levels)
+    if not isinstance(site, str) or not is_list:
+        raise OptionError(
+            f"{key}[{site!r}] is {value!r}; a table takes module paths, and for each a level or a "
+            "list of levels by call."
+        )
+    for level in cast("list[object]", levels):
+        if level not in _SITE_LEVELS:
+            raise OptionError(
+                f"{key}[{site!r}] names the level {level!r}; it takes "
+                f"{', '.join(map(repr, _SITE_LEVELS))}.{_suggest(str(level), _SITE_LEVELS)}"
+            )
+    return value if isinstance(value, str) else tuple(cast("list[str]", levels))
+
+
+def _check_length(key: str, value: object) -> object:
+    if value == "auto":
+        return None
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and (not is_number or cast("int", value) < 0):
+        raise OptionError(f"{_seen(key, value)}; it takes 'auto' or a number of keys.")
+    return value
+
+
 def _check_pass_name(key: str, value: object, *, wildcard: bool = False) -> str:
     if isinstance(value, str) and (value in PASS_NAMES or (wildcard and value == "*")):
         return value
@@ -321,7 +369,6 @@ def _choice(
 _NO_LOSSY = (
     "no lossy mode has shipped, because none has a fidelity run behind it. Use 'exact' meanwhile."
 )
-_NO_ATTENTION = "low-bit attention has not shipped. Use 'exact' meanwhile."
 _NO_WEIGHTS = "entropy-coded weights have not shipped. Use 'off' meanwhile."
 _NO_PASS = "accepted; no pass of this release reads it"
 
@@ -424,14 +471,25 @@ class Options:
         meaning="On a GPU, compute the cosines and sines of positions once, not in every kernel "
         "that reads them.",
     )
-    attention: str = _choice(
-        "attention",
+    attention: str | Mapping[str, str | tuple[str, ...]] = _option(
         "exact",
-        "off",
+        key="attention",
+        values="`exact`, `8b`, `8b+f16`, `4b`, `off`, or a table `{module path: level}`",
         meaning="How attention runs. `exact`: masks that are proved to be causal, or to mask "
         "nothing, are dropped, repeated keys and values are not repeated, and padding, packed "
-        "sequences, windows and softcaps are told to a kernel of ours where it is fast.",
-        later={"8b": _NO_ATTENTION, "8b+f16": _NO_ATTENTION, "4b": _NO_ATTENTION},
+        "sequences, windows and softcaps are told to a kernel of ours where it is fast. The others "
+        "are lossy and serve where no gradient is needed: `8b` multiplies int8 and E4M3, `8b+f16` "
+        "keeps weights and values in fp16, `4b` has scores of 4-bit codes, for studies "
+        "(docs/quantize-attention.md).",
+        check=_check_attention,
+    )
+    attention_length: int | None = _option(
+        None,
+        key="attention.length",
+        values="`auto`, or a number of keys",
+        meaning="Of the lossy forms: attention over fewer keys stays exact. `auto`: where the low-bit "
+        "form was measured to be faster, which on a CPU is nowhere.",
+        check=_check_length,
     )
     kv_reads: str = _choice(
         "kv_reads",
@@ -529,6 +587,26 @@ class Options:
         levels = {"block": self.linear_cross_entropy_eps, "mass": self.linear_cross_entropy_tau}
         return levels.get(self.linear_cross_entropy) or 0.0
 
+    @property
+    def attention_is_lossy(self) -> bool:
+        """Whether some attention may run in low bits."""
+        return self.attention not in ("exact", "off")
+
+    def attention_levels(self, site: str) -> tuple[str, ...]:
+        """Return the level of a site, or one for each of its calls; nothing where no table has it.
+
+        Args:
+            site: The path of the module that calls attention.
+
+        Example:
+            >>> Options(attention={"layers.0": "8b"}).attention_levels("layers.0")
+            ('8b',)
+        """
+        if isinstance(self.attention, str):
+            return (self.attention,)
+        found = self.attention.get(site, ())
+        return (found,) if isinstance(found, str) else found
+
     def _check_filter_knobs(self) -> None:
         """Refuse a knob of a filter that is not on: it would do nothing."""
         owners = {
@@ -562,6 +640,9 @@ class Options:
             "rewrite_kv_update": f"{PREFIX}kv_reads='off'" if self.kv_reads == "off" else "",
             "expand_multihead": f"{PREFIX}attention='off'" if self.attention == "off" else "",
             "recover_attention": f"{PREFIX}attention='off'" if self.attention == "off" else "",
+            "quantize_attention": (
+                f"{PREFIX}attention={self.attention!r}" if not self.attention_is_lossy else ""
+            ),
             "fuse_gated_linear": (
                 f"{PREFIX}gated_linear='off'" if self.gated_linear == "off" else ""
             ),

@@ -9,6 +9,7 @@ from .fuse_embedding_gradient import FuseEmbeddingGradient
 from .fuse_gated_linear import FuseGatedLinear
 from .fuse_linear_cross_entropy import FuseLinearCrossEntropy
 from .keep_rotary_tables import KeepRotaryTables
+from .quantize_attention import QuantizeAttention
 from .recover_attention import RecoverAttention
 from .rewrite_kv_update import RewriteKVUpdate
 
@@ -21,4 +22,5 @@ PASSES: tuple[GraphPass, ...] = (
     ExpandMultihead(),  # what it leaves of masks is the next pass's
     RecoverAttention(),  # what attends to a static cache is the pass before's
     KeepRotaryTables(),  # for Inductor alone, which would compute them in each layer
+    QuantizeAttention(),  # what the pass before left, where a lossy form is asked for
 )

@@ -20,7 +20,10 @@ from memeff_compile.kernels.quantized_attention.shapes import (
     LOOK_KEYS,
     LOOK_WARPS,
     MOST_CHUNKS,
-    PREPARE_WARPS,
+    QUERY_ROWS,
+    SETTLE_WARPS,
+    VALUE_KEYS,
+    WRITE_WARPS,
     Shape,
     depth_block,
     shape_for,
@@ -244,23 +247,36 @@ def _preparation(depth: int = 128, **changes: Any) -> dict[str, Any]:
         "HAS_KEY_MASK": False,
         "WITH_LSE": False,
         "UPCAST": False,
-        "KEYS": LOOK_KEYS,
+        "ROWS": BLOCK if changes.get("SMOOTH_Q") else QUERY_ROWS,
         "SAMPLE": 8,
         **changes,
     }
 
 
-def _check_preparation(capability: int, depth: int, folder: Path, **changes: Any) -> None:
+def _prepared(capability: int, depth: int, **changes: Any) -> list[Any]:
+    """Compile the three kernels of the preparation."""
     from memeff_compile.kernels.quantized_attention import prepare_kernels as kernels
 
     value = "*fp16" if capability < 89 else "*fp8e4nv"
     constants = _preparation(depth, **changes)
-    warps = PREPARE_WARPS * max(1, depth_block(depth) // 128)
-    for kernel, count in ((kernels._look_kernel, LOOK_WARPS), (kernels._write_kernel, warps)):
-        compiled = _compile(kernel, capability, constants, count, {"v_codes_ptr": value})
+    width = max(1, depth_block(depth) // 128)
+    launches = (
+        (kernels._look_kernel, LOOK_KEYS, LOOK_WARPS * width),
+        (kernels._settle_kernel, 0, SETTLE_WARPS),
+        (kernels._write_kernel, VALUE_KEYS, WRITE_WARPS * width),
+    )
+    return [
+        _compile(kernel, capability, {**constants, "KEYS": keys}, warps, {"v_codes_ptr": value})
+        for kernel, keys, warps in launches
+    ]
+
+
+def _check_preparation(capability: int, depth: int, folder: Path, **changes: Any) -> None:
+    for place, compiled in enumerate(_prepared(capability, depth, **changes)):
         assert _stack_bytes(compiled, folder) == 0
         assert compiled.metadata.shared <= SHARED_LIMITS[capability]
-        assert "ld.global.v4" in compiled.asm["ptx"] or "cp.async" in compiled.asm["ptx"]
+        ptx = compiled.asm["ptx"]
+        assert place == 1 or "ld.global.v4" in ptx or "cp.async" in ptx
 
 
 def test_preparation_compiles_within_the_limits(tmp_path: Path) -> None:
@@ -279,18 +295,10 @@ def test_preparation_compiles_within_the_limits_everywhere(
 
 
 @pytest.mark.usefixtures("sizes_of_one")
-def test_numbers_that_are_one_compile(tmp_path: Path) -> None:
+def test_numbers_that_are_one_compile() -> None:
     _attention(90, 64, {**EVERY, "SCALE_PER_KEY": True}, "fp8e4nv", Shape(64, 128, 4, 1))
     _attention(80, 64, EVERY, "fp16", Shape(64, 64, 4, 1))
-    _check_preparation_of_one()
-
-
-def _check_preparation_of_one() -> None:
-    from memeff_compile.kernels.quantized_attention import prepare_kernels as kernels
-
-    constants = _preparation(64, SMOOTH_Q=True, WITH_LSE=True, HAS_KEY_MASK=True)
-    for kernel in (kernels._look_kernel, kernels._write_kernel):
-        _compile(kernel, 90, constants, 8, {"v_codes_ptr": "*fp8e4nv"})
+    assert len(_prepared(90, 64, SMOOTH_Q=True, WITH_LSE=True, HAS_KEY_MASK=True)) == 3
 
 
 def test_bounds_of_these_tiles_compile() -> None:

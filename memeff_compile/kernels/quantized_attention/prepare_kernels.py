@@ -1,9 +1,13 @@
 # ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""What turns q, k and v into codes: one kernel that looks at keys and values, one that writes.
+"""What turns q, k and v into codes, in three launches.
 
-The first reads all values and every SAMPLE-th key and leaves sums and extremes per chunk of keys;
-the second adds the chunks up where it needs them, so nothing is accumulated across programs.
+    _look_kernel    sums and extremes of keys and values, chunk by chunk; codes of q
+    _settle_kernel  means, and the scales of values, from the chunks
+    _write_kernel   codes of k and v
+
+All values are looked at, and of the keys every SAMPLE-th: their mean need not be the true one.
+Nothing is accumulated across programs but in `_settle_kernel`, which reads what others left.
 
 A number that is not finite makes its scale nan: int8 has no nan, and without that a code of it
 would come out as an ordinary weight.
@@ -19,6 +23,7 @@ from memeff_compile.kernels.quantized_attention.tiles_kernels import _e4m3_in_fp
 LEAST = tl.constexpr(1.0e-16)  # of queries and keys that are all zeros: two scales multiply
 LEAST_VALUE = tl.constexpr(1.0e-30)
 HUGE = tl.constexpr(3.0e38)
+INFINITE = tl.constexpr(float("inf"))
 LARGEST_E4M3 = tl.constexpr(448.0)
 MAGIC = tl.constexpr(0x4B400000)
 MAGIC_VALUE = tl.constexpr(12582912.0)
@@ -48,233 +53,101 @@ def _is_counted(place, keys, mask_ptr, HAS_KEY_MASK: tl.constexpr):
 
 
 @triton.jit
-def _look_kernel(
-    k_ptr,  # (B, G, N, D)
-    stride_k_batch,
-    stride_k_head,
+def _sizes(x):
+    """Return |x|, infinity for what is not finite."""
+    size = tl.abs(x)
+    return tl.where(size <= HUGE, size, INFINITE)
+
+
+@triton.jit
+def _scale_of(size, least, limit):
+    """Return the scale of numbers up to `size`: not 0, and nan where size is not finite."""
+    return (tl.maximum(size, least) + (size - size)) * (1.0 / limit)
+
+
+# --- look -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _look(
+    k_ptr,
     stride_k_key,
-    v_ptr,  # (B, G, N, D)
-    stride_v_batch,
-    stride_v_head,
+    v_ptr,
     stride_v_key,
-    key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
-    stride_mask_batch,
-    sums_ptr,  # (B * G, chunks, 5, D) fp32: keys, values, least value, largest, counts
-    groups,
+    mask_ptr,
+    sums_ptr,
+    start,
+    stop,
     keys,
-    chunk,  # keys per chunk, a multiple of KEYS
-    chunks,
     DEPTH: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
-    SAMPLE: tl.constexpr,  # every how many keys are looked at for their mean; divides KEYS
+    SAMPLE: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr,
 ):
-    row = tl.program_id(0) // chunks
-    part = tl.program_id(0) % chunks
-    batch = (row // groups).to(tl.int64)
-    group = (row % groups).to(tl.int64)
-    k_ptr += batch * stride_k_batch + group * stride_k_head
-    v_ptr += batch * stride_v_batch + group * stride_v_head
-    mask_ptr = key_mask_ptr + batch * stride_mask_batch
     depth = tl.arange(0, DEPTH_BLOCK)
-    k_sum = tl.zeros((DEPTH_BLOCK,), dtype=tl.float32)
-    v_sum = tl.zeros((DEPTH_BLOCK,), dtype=tl.float32)
-    low = tl.full((DEPTH_BLOCK,), HUGE, dtype=tl.float32)
-    high = tl.full((DEPTH_BLOCK,), -HUGE, dtype=tl.float32)
-    k_count = 0.0
-    v_count = 0.0
-    stop = tl.minimum(part * chunk + chunk, keys)
-    for start in tl.range(part * chunk, stop, KEYS, num_stages=2):
-        place = start + tl.arange(0, KEYS)
+    k_sum = tl.zeros((KEYS // SAMPLE, DEPTH_BLOCK), dtype=tl.float32)
+    v_sum = tl.zeros((KEYS, DEPTH_BLOCK), dtype=tl.float32)
+    low = tl.full((KEYS, DEPTH_BLOCK), HUGE, dtype=tl.float32)
+    high = tl.full((KEYS, DEPTH_BLOCK), -HUGE, dtype=tl.float32)
+    k_count = tl.zeros((KEYS // SAMPLE,), dtype=tl.float32)
+    v_count = tl.zeros((KEYS,), dtype=tl.float32)
+    for first in tl.range(start, stop, KEYS, num_stages=2):
+        place = first + tl.arange(0, KEYS)
         is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
         v = _load_tile(v_ptr, stride_v_key, place, is_place, depth, DEPTH, DEPTH_BLOCK)
-        v_sum += tl.sum(v, axis=0)
-        low = tl.minimum(low, tl.min(tl.where(is_place[:, None], v, HUGE), axis=0))
-        high = tl.maximum(high, tl.max(tl.where(is_place[:, None], v, -HUGE), axis=0))
-        v_count += tl.sum(is_place.to(tl.float32), axis=0)
-        sampled = start + tl.arange(0, KEYS // SAMPLE) * SAMPLE
+        v_sum += v
+        low = tl.minimum(low, tl.where(is_place[:, None], v, HUGE))
+        high = tl.maximum(high, tl.where(is_place[:, None], v, -HUGE))
+        v_count += is_place.to(tl.float32)
+        sampled = first + tl.arange(0, KEYS // SAMPLE) * SAMPLE
         is_sampled = _is_counted(sampled, keys, mask_ptr, HAS_KEY_MASK)
         k = _load_tile(k_ptr, stride_k_key, sampled, is_sampled, depth, DEPTH, DEPTH_BLOCK)
-        k_sum += tl.sum(k, axis=0)
-        k_count += tl.sum(is_sampled.to(tl.float32), axis=0)
-    found = sums_ptr + tl.program_id(0).to(tl.int64) * 5 * DEPTH_BLOCK + depth
-    tl.store(found, k_sum)
-    tl.store(found + DEPTH_BLOCK, v_sum)
-    tl.store(found + 2 * DEPTH_BLOCK, low)
-    tl.store(found + 3 * DEPTH_BLOCK, high)
-    counts = tl.where(depth == 0, k_count, v_count)
-    tl.store(found + 4 * DEPTH_BLOCK, counts)
-
-
-@triton.jit
-def _mean(
-    sums_ptr, chunks, place, WHICH: tl.constexpr, CHUNKS: tl.constexpr, DEPTH_BLOCK: tl.constexpr
-):
-    """Add up the chunks of keys (WHICH 0) or values (1); return sum over count, 0 of nothing."""
-    depth = tl.arange(0, DEPTH_BLOCK)
-    part = tl.arange(0, CHUNKS)
-    is_part = part < chunks
-    ptrs = sums_ptr + place * chunks * 5 * DEPTH_BLOCK + part[:, None] * 5 * DEPTH_BLOCK
-    found = tl.load(ptrs + WHICH * DEPTH_BLOCK + depth[None, :], mask=is_part[:, None], other=0.0)
-    counts = sums_ptr + (place * chunks + part) * 5 * DEPTH_BLOCK + 4 * DEPTH_BLOCK + WHICH
-    count = tl.sum(tl.load(counts, mask=is_part, other=0.0), axis=0)
-    return tl.sum(found, axis=0) / tl.maximum(count, 1.0)
-
-
-@triton.jit
-def _extreme(
-    sums_ptr, chunks, place, WHICH: tl.constexpr, CHUNKS: tl.constexpr, DEPTH_BLOCK: tl.constexpr
-):
-    depth = tl.arange(0, DEPTH_BLOCK)
-    part = tl.arange(0, CHUNKS)
-    ptrs = sums_ptr + (place * chunks + part)[:, None] * 5 * DEPTH_BLOCK
-    fill = HUGE if WHICH == 2 else -HUGE
-    found = tl.load(
-        ptrs + WHICH * DEPTH_BLOCK + depth[None, :], mask=(part < chunks)[:, None], other=fill
-    )
-    return tl.min(found, axis=0) if WHICH == 2 else tl.max(found, axis=0)
-
-
-@triton.jit
-def _largest(size, total, least):
-    """Return a size to divide by: not 0, and nan where `total` is not finite."""
-    return tl.maximum(size, least, propagate_nan=tl.PropagateNan.ALL) + total * 0.0
+        k_sum += k
+        k_count += is_sampled.to(tl.float32)
+    tl.store(sums_ptr + depth, tl.sum(k_sum, axis=0))
+    tl.store(sums_ptr + DEPTH_BLOCK + depth, tl.sum(v_sum, axis=0))
+    tl.store(sums_ptr + 2 * DEPTH_BLOCK + depth, tl.min(low, axis=0))
+    tl.store(sums_ptr + 3 * DEPTH_BLOCK + depth, tl.max(high, axis=0))
+    counts = tl.where(depth == 0, tl.sum(k_count, axis=0), tl.sum(v_count, axis=0))
+    tl.store(sums_ptr + 4 * DEPTH_BLOCK + depth, counts)
 
 
 @triton.jit
 def _write_queries(
     q_ptr,
     stride,
-    sums_ptr,
     codes_ptr,
     scale_ptr,
     mean_ptr,
-    shift_ptr,
     scale,
     row,
     block,
     blocks,
-    group,
     queries,
-    chunks,
     LIMIT: tl.constexpr,
     DEPTH: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr,
     SMOOTH_Q: tl.constexpr,
-    SMOOTH_K: tl.constexpr,
-    WITH_LSE: tl.constexpr,
 ):
     depth = tl.arange(0, DEPTH_BLOCK)
-    place = block * BLOCK + tl.arange(0, BLOCK)
+    place = block * ROWS + tl.arange(0, ROWS)
     is_row = place < queries
     q = _load_tile(q_ptr, stride, place, is_row, depth, DEPTH, DEPTH_BLOCK) * scale
-    if WITH_LSE:
-        shift = tl.zeros((BLOCK,), dtype=tl.float32)
-        if SMOOTH_K:
-            k_mean = _mean(sums_ptr, chunks, group, 0, CHUNKS, DEPTH_BLOCK)
-            shift = tl.sum(q * k_mean[None, :], axis=1)
-        tl.store(shift_ptr + row * queries + place, shift, mask=is_row)
     if SMOOTH_Q:
-        count = tl.minimum(queries - block * BLOCK, BLOCK)
+        count = tl.minimum(queries - block * ROWS, ROWS)
         q_mean = tl.sum(q, axis=0) / count
         tl.store(mean_ptr + (row * blocks + block) * DEPTH_BLOCK + depth, q_mean)
         q = tl.where(is_row[:, None], q - q_mean[None, :], 0.0)
-    q_scale = _largest(tl.max(tl.abs(q), axis=1), tl.sum(q, axis=1), LEAST) * (1.0 / LIMIT)
+    q_scale = _scale_of(tl.max(_sizes(q), axis=1), LEAST, LIMIT)
     tl.store(scale_ptr + row * queries + place, q_scale, mask=is_row)
     found = codes_ptr + (row * queries + place)[:, None] * DEPTH_BLOCK + depth[None, :]
     tl.store(found, _nearest(q * (1.0 / q_scale)[:, None]), mask=is_row[:, None])
 
 
 @triton.jit
-def _write_keys(
-    k_ptr,
-    stride,
-    mask_ptr,
-    sums_ptr,
-    codes_ptr,
-    scale_ptr,
-    row,
-    block,
-    blocks,
-    keys,
-    chunks,
-    LIMIT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SMOOTH_K: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-):
-    depth = tl.arange(0, DEPTH_BLOCK)
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
-    k = _load_tile(k_ptr, stride, place, is_place, depth, DEPTH, DEPTH_BLOCK)
-    if SMOOTH_K:
-        k_mean = _mean(sums_ptr, chunks, row, 0, CHUNKS, DEPTH_BLOCK)
-        k = tl.where(is_place[:, None], k - k_mean[None, :], 0.0)
-    total = tl.sum(tl.sum(k, axis=1), axis=0)
-    size = tl.max(tl.max(tl.abs(k), axis=1), axis=0)
-    k_scale = _largest(size, total, LEAST) * (1.0 / LIMIT)
-    tl.store(scale_ptr + row * blocks + block, k_scale)
-    found = (row * blocks * BLOCK + place)[:, None] * DEPTH_BLOCK + depth[None, :]
-    tl.store(codes_ptr + found, _nearest(k * (1.0 / k_scale)))
-
-
-@triton.jit
-def _write_values(
-    v_ptr,
-    stride,
-    mask_ptr,
-    sums_ptr,
-    codes_ptr,
-    scale_ptr,
-    row,
-    block,
-    blocks,
-    keys,
-    chunks,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SMOOTH_V: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    is_8_bit: tl.constexpr = codes_ptr.dtype.element_ty == tl.float8e4nv
-    depth = tl.arange(0, DEPTH_BLOCK)
-    column = tl.arange(0, BLOCK)
-    offs = column
-    if is_8_bit:  # the key that stands at a place, see tiles_kernels._reordered
-        inside = offs % 16
-        offs = offs - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2
-    place = block * BLOCK + offs
-    is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
-    v = _load_tile(v_ptr, stride, place, is_place, depth, DEPTH, DEPTH_BLOCK)
-    true_mean = _mean(sums_ptr, chunks, row, 1, CHUNKS, DEPTH_BLOCK)
-    v_mean = true_mean if SMOOTH_V else true_mean * 0.0
-    low = _extreme(sums_ptr, chunks, row, 2, CHUNKS, DEPTH_BLOCK)
-    high = _extreme(sums_ptr, chunks, row, 3, CHUNKS, DEPTH_BLOCK)
-    size = _largest(tl.maximum(high - v_mean, v_mean - low), true_mean, LEAST_VALUE)
-    v_scale = size * (1.0 / LARGEST_E4M3)
-    if block == 0:
-        found = scale_ptr + row * 2 * DEPTH_BLOCK + depth
-        tl.store(found, v_scale)
-        tl.store(found + DEPTH_BLOCK, v_mean)
-    v = tl.where(is_place[:, None], (v - v_mean[None, :]) * (1.0 / v_scale)[None, :], 0.0)
-    if UPCAST and is_8_bit:
-        v = _e4m3_in_fp32(v)
-    codes = tl.trans(v.to(codes_ptr.dtype.element_ty))
-    line = (row * DEPTH_BLOCK + depth)[:, None] * blocks * BLOCK
-    tl.store(codes_ptr + line + (block * BLOCK + column)[None, :], codes)
-
-
-@triton.jit
-def _write_kernel(
+def _look_kernel(
     q_ptr,  # (B, H, M, D)
     stride_q_batch,
     stride_q_head,
@@ -289,14 +162,237 @@ def _write_kernel(
     stride_v_key,
     key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
     stride_mask_batch,
-    sums_ptr,  # what _look_kernel left
+    sums_ptr,  # (B * G, chunks, 5, DEPTH_BLOCK) fp32: keys, values, their extremes, counts
     q_codes_ptr,  # (B * H, M, DEPTH_BLOCK) int8
+    q_scale_ptr,  # (B * H, M) fp32
+    q_mean_ptr,  # (B * H, query blocks, DEPTH_BLOCK) fp32, with SMOOTH_Q
+    scale,  # of attention, in base 2
+    heads,
+    groups,
+    queries,
+    keys,
+    query_blocks,
+    chunk,  # keys per chunk, a multiple of KEYS
+    chunks,
+    looks,  # programs that look: B * G * chunks; the others write codes of q
+    LIMIT: tl.constexpr,  # the largest code: 127 or 7
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,  # queries per program; with SMOOTH_Q those that share a mean
+    SAMPLE: tl.constexpr,  # every how many keys are looked at for their mean; divides KEYS
+    SMOOTH_Q: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < looks:
+        row = (program // chunks).to(tl.int64)
+        part = program % chunks
+        batch, group = row // groups, row % groups
+        _look(
+            k_ptr + batch * stride_k_batch + group * stride_k_head,
+            stride_k_key,
+            v_ptr + batch * stride_v_batch + group * stride_v_head,
+            stride_v_key,
+            key_mask_ptr + batch * stride_mask_batch,
+            sums_ptr + (row * chunks + part) * 5 * DEPTH_BLOCK,
+            part * chunk,
+            tl.minimum(part * chunk + chunk, keys),
+            keys,
+            DEPTH,
+            DEPTH_BLOCK,
+            KEYS,
+            SAMPLE,
+            HAS_KEY_MASK,
+        )
+    else:
+        row = ((program - looks) // query_blocks).to(tl.int64)
+        batch, head = row // heads, row % heads
+        _write_queries(
+            q_ptr + batch * stride_q_batch + head * stride_q_head,
+            stride_q_query,
+            q_codes_ptr,
+            q_scale_ptr,
+            q_mean_ptr,
+            scale,
+            row,
+            (program - looks) % query_blocks,
+            query_blocks,
+            queries,
+            LIMIT,
+            DEPTH,
+            DEPTH_BLOCK,
+            ROWS,
+            SMOOTH_Q,
+        )
+
+
+# --- settle ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _chunk_values(
+    sums_ptr, chunks, fill, WHICH: tl.constexpr, CHUNKS: tl.constexpr, DEPTH_BLOCK: tl.constexpr
+):
+    depth = tl.arange(0, DEPTH_BLOCK)
+    part = tl.arange(0, CHUNKS)[:, None]
+    ptrs = sums_ptr + (part * 5 + WHICH) * DEPTH_BLOCK + depth[None, :]
+    return tl.load(ptrs, mask=part < chunks, other=fill)
+
+
+@triton.jit
+def _settle_kernel(
+    sums_ptr,  # what _look_kernel left
+    k_mean_ptr,  # (B * G, DEPTH_BLOCK) fp32
+    v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
+    chunks,
+    DEPTH_BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SMOOTH_K: tl.constexpr,
+    SMOOTH_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    depth = tl.arange(0, DEPTH_BLOCK)
+    sums_ptr += row * chunks * 5 * DEPTH_BLOCK
+    k_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 0, CHUNKS, DEPTH_BLOCK), axis=0)
+    v_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 1, CHUNKS, DEPTH_BLOCK), axis=0)
+    low = tl.min(_chunk_values(sums_ptr, chunks, HUGE, 2, CHUNKS, DEPTH_BLOCK), axis=0)
+    high = tl.max(_chunk_values(sums_ptr, chunks, -HUGE, 3, CHUNKS, DEPTH_BLOCK), axis=0)
+    counts = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 4, CHUNKS, DEPTH_BLOCK), axis=0)
+    k_count = tl.sum(tl.where(depth == 0, counts, 0.0), axis=0)
+    v_count = tl.sum(tl.where(depth == 1, counts, 0.0), axis=0)
+    k_mean = k_sum / tl.maximum(k_count, 1.0)
+    true_mean = v_sum / tl.maximum(v_count, 1.0)
+    v_mean = true_mean
+    if not SMOOTH_K:
+        k_mean = tl.zeros((DEPTH_BLOCK,), dtype=tl.float32)
+    if not SMOOTH_V:
+        v_mean = tl.zeros((DEPTH_BLOCK,), dtype=tl.float32)
+    size = tl.maximum(tl.maximum(high - v_mean, v_mean - low), LEAST_VALUE)
+    v_scale = (size + (true_mean - true_mean)) * (1.0 / LARGEST_E4M3)
+    tl.store(k_mean_ptr + row * DEPTH_BLOCK + depth, k_mean)
+    tl.store(v_scale_ptr + row * 2 * DEPTH_BLOCK + depth, v_scale)
+    tl.store(v_scale_ptr + (row * 2 + 1) * DEPTH_BLOCK + depth, v_mean)
+
+
+# --- write ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _write_keys(
+    k_ptr,
+    stride,
+    mask_ptr,
+    mean_ptr,
+    codes_ptr,
+    scale_ptr,
+    row,
+    block,
+    blocks,
+    keys,
+    LIMIT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SMOOTH_K: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+):
+    depth = tl.arange(0, DEPTH_BLOCK)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
+    k = _load_tile(k_ptr, stride, place, is_place, depth, DEPTH, DEPTH_BLOCK)
+    if SMOOTH_K:
+        k_mean = tl.load(mean_ptr + row * DEPTH_BLOCK + depth)
+        k = tl.where(is_place[:, None], k - k_mean[None, :], 0.0)
+    size = tl.max(tl.max(_sizes(k), axis=1), axis=0)
+    k_scale = _scale_of(size, LEAST, LIMIT)
+    tl.store(scale_ptr + row * blocks + block, k_scale)
+    found = (row * blocks * BLOCK + place)[:, None] * DEPTH_BLOCK + depth[None, :]
+    tl.store(codes_ptr + found, _nearest(k * (1.0 / k_scale)))
+
+
+@triton.jit
+def _write_values(
+    v_ptr,
+    stride,
+    mask_ptr,
+    codes_ptr,
+    scale_ptr,
+    row,
+    block,
+    columns,
+    keys,
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    is_8_bit: tl.constexpr = codes_ptr.dtype.element_ty == tl.float8e4nv
+    depth = tl.arange(0, DEPTH_BLOCK)
+    column = tl.arange(0, KEYS)
+    offs = column
+    if is_8_bit:  # the key that stands at a place, see tiles_kernels._reordered
+        inside = offs % 16
+        offs = offs - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2
+    place = block * KEYS + offs
+    is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
+    v = _load_tile(v_ptr, stride, place, is_place, depth, DEPTH, DEPTH_BLOCK)
+    v_scale = tl.load(scale_ptr + row * 2 * DEPTH_BLOCK + depth)
+    v_mean = tl.load(scale_ptr + (row * 2 + 1) * DEPTH_BLOCK + depth)
+    v = tl.where(is_place[:, None], (v - v_mean[None, :]) * (1.0 / v_scale)[None, :], 0.0)
+    if UPCAST and is_8_bit:
+        v = _e4m3_in_fp32(v)
+    codes = tl.trans(v.to(codes_ptr.dtype.element_ty))
+    line = (row * DEPTH_BLOCK + depth)[:, None] * columns
+    tl.store(codes_ptr + line + (block * KEYS + column)[None, :], codes)
+
+
+@triton.jit
+def _write_shift(
+    q_ptr,
+    stride,
+    mean_ptr,
+    shift_ptr,
+    scale,
+    row,
+    group,
+    block,
+    queries,
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write what the keys' mean adds to every score of a query."""
+    depth = tl.arange(0, DEPTH_BLOCK)
+    place = block * ROWS + tl.arange(0, ROWS)
+    is_row = place < queries
+    q = _load_tile(q_ptr, stride, place, is_row, depth, DEPTH, DEPTH_BLOCK) * scale
+    k_mean = tl.load(mean_ptr + group * DEPTH_BLOCK + depth)
+    tl.store(shift_ptr + row * queries + place, tl.sum(q * k_mean[None, :], axis=1), mask=is_row)
+
+
+@triton.jit
+def _write_kernel(
+    q_ptr,  # (B, H, M, D), with WITH_LSE
+    stride_q_batch,
+    stride_q_head,
+    stride_q_query,
+    k_ptr,  # (B, G, N, D)
+    stride_k_batch,
+    stride_k_head,
+    stride_k_key,
+    v_ptr,  # (B, G, N, D)
+    stride_v_batch,
+    stride_v_head,
+    stride_v_key,
+    key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
+    stride_mask_batch,
+    k_mean_ptr,  # (B * G, DEPTH_BLOCK) fp32
+    v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
     k_codes_ptr,  # (B * G, key blocks * BLOCK, DEPTH_BLOCK) int8
     v_codes_ptr,  # (B * G, DEPTH_BLOCK, key blocks * BLOCK) E4M3 or fp16
-    q_scale_ptr,  # (B * H, M) fp32
     k_scale_ptr,  # (B * G, key blocks) fp32
-    v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
-    q_mean_ptr,  # (B * H, query blocks, DEPTH_BLOCK) fp32, with SMOOTH_Q
     shift_ptr,  # (B * H, M) fp32, with WITH_LSE
     scale,  # of attention, in base 2
     heads,
@@ -305,95 +401,76 @@ def _write_kernel(
     keys,
     query_blocks,
     key_blocks,
-    query_programs,  # those that write q; then come those of k, then those of v
-    key_programs,
-    chunks,
-    LIMIT: tl.constexpr,  # the largest code: 127 or 7
+    key_programs,  # those that write k; then come those of v, then those of shifts
+    value_programs,
+    LIMIT: tl.constexpr,
     DEPTH: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SMOOTH_Q: tl.constexpr,
+    KEYS: tl.constexpr,  # values per program; divides BLOCK
+    ROWS: tl.constexpr,
     SMOOTH_K: tl.constexpr,
-    SMOOTH_V: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr,
     WITH_LSE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     program = tl.program_id(0)
-    if program < query_programs:
-        row = (program // query_blocks).to(tl.int64)
-        batch, head = row // heads, row % heads
-        _write_queries(
-            q_ptr + batch * stride_q_batch + head * stride_q_head,
-            stride_q_query,
-            sums_ptr,
-            q_codes_ptr,
-            q_scale_ptr,
-            q_mean_ptr,
-            shift_ptr,
-            scale,
+    if program < key_programs:
+        row = (program // key_blocks).to(tl.int64)
+        batch, head = row // groups, row % groups
+        _write_keys(
+            k_ptr + batch * stride_k_batch + head * stride_k_head,
+            stride_k_key,
+            key_mask_ptr + batch * stride_mask_batch,
+            k_mean_ptr,
+            k_codes_ptr,
+            k_scale_ptr,
             row,
-            program % query_blocks,
-            query_blocks,
-            batch * groups + head // (heads // groups),
-            queries,
-            chunks,
+            program % key_blocks,
+            key_blocks,
+            keys,
             LIMIT,
             DEPTH,
             DEPTH_BLOCK,
             BLOCK,
-            CHUNKS,
-            SMOOTH_Q,
             SMOOTH_K,
-            WITH_LSE,
+            HAS_KEY_MASK,
         )
-    else:
-        ours = program - query_programs
-        is_values = ours >= key_programs
-        ours = tl.where(is_values, ours - key_programs, ours)
-        row = (ours // key_blocks).to(tl.int64)
+    elif program < key_programs + value_programs:
+        value_blocks = key_blocks * (BLOCK // KEYS)
+        row = ((program - key_programs) // value_blocks).to(tl.int64)
         batch, head = row // groups, row % groups
-        mask_ptr = key_mask_ptr + batch * stride_mask_batch
-        if is_values:
-            _write_values(
-                v_ptr + batch * stride_v_batch + head * stride_v_head,
-                stride_v_key,
-                mask_ptr,
-                sums_ptr,
-                v_codes_ptr,
-                v_scale_ptr,
-                row,
-                ours % key_blocks,
-                key_blocks,
-                keys,
-                chunks,
-                DEPTH,
-                DEPTH_BLOCK,
-                BLOCK,
-                CHUNKS,
-                SMOOTH_V,
-                HAS_KEY_MASK,
-                UPCAST,
-            )
-        else:
-            _write_keys(
-                k_ptr + batch * stride_k_batch + head * stride_k_head,
-                stride_k_key,
-                mask_ptr,
-                sums_ptr,
-                k_codes_ptr,
-                k_scale_ptr,
-                row,
-                ours % key_blocks,
-                key_blocks,
-                keys,
-                chunks,
-                LIMIT,
-                DEPTH,
-                DEPTH_BLOCK,
-                BLOCK,
-                CHUNKS,
-                SMOOTH_K,
-                HAS_KEY_MASK,
-            )
+        _write_values(
+            v_ptr + batch * stride_v_batch + head * stride_v_head,
+            stride_v_key,
+            key_mask_ptr + batch * stride_mask_batch,
+            v_codes_ptr,
+            v_scale_ptr,
+            row,
+            (program - key_programs) % value_blocks,
+            key_blocks * BLOCK,
+            keys,
+            DEPTH,
+            DEPTH_BLOCK,
+            KEYS,
+            HAS_KEY_MASK,
+            UPCAST,
+        )
+    elif WITH_LSE:
+        ours = program - key_programs - value_programs
+        row = (ours // query_blocks).to(tl.int64)
+        batch, head = row // heads, row % heads
+        _write_shift(
+            q_ptr + batch * stride_q_batch + head * stride_q_head,
+            stride_q_query,
+            k_mean_ptr,
+            shift_ptr,
+            scale,
+            row,
+            batch * groups + head // (heads // groups),
+            ours % query_blocks,
+            queries,
+            DEPTH,
+            DEPTH_BLOCK,
+            ROWS,
+        )

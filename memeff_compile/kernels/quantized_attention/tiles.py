@@ -1,7 +1,8 @@
 """The engine `tiles`: codes, then queries against keys, tile by tile. CUDA, sm_80 or later.
 
-Three launches: one looks at keys and values, one writes codes, one attends. Masks and ids take one
-more, which finds the tiles that count. Nothing waits for the GPU or reads a value on the host, and
+Four launches: one looks at keys and values and codes the queries, a small one settles means and
+scales, one codes keys and values, one attends. Masks and ids take one more, which finds the tiles
+that count. Nothing waits for the GPU or reads a value on the host, and
 the grids follow from static sizes, so calls can be captured in CUDA graphs. There are no atomics:
 the same inputs give the same bits. q, k and v are read and never written to.
 """
@@ -21,10 +22,14 @@ from memeff_compile.kernels.attention.shapes import BOUNDS_CHUNK, BOUNDS_WARPS
 from memeff_compile.kernels.quantized_attention import reference
 from memeff_compile.kernels.quantized_attention.settings import BLOCK, VALUES, Settings
 from memeff_compile.kernels.quantized_attention.shapes import (
+    HEADS_TOGETHER,
     LOOK_KEYS,
     LOOK_WARPS,
     MOST_CHUNKS,
-    PREPARE_WARPS,
+    QUERY_ROWS,
+    SETTLE_WARPS,
+    VALUE_KEYS,
+    WRITE_WARPS,
     PROGRAMS_PER_PROCESSOR,
     Shape,
     depth_block,
@@ -83,7 +88,7 @@ def _mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
 
 
 def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Packed:
-    """Turn q, k and v into codes: in two launches, or in plain PyTorch for the paper's groups.
+    """Turn q, k and v into codes: in three launches, or in plain PyTorch for the paper's groups.
 
     Args:
         q: (B, H, M, D) bf16, fp16 or fp32.
@@ -98,76 +103,87 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     q, k, v = _rows(q), _rows(k), _rows(v)
     batch, heads, queries, depth = q.shape
     groups, keys = k.shape[1:3]
-    wide = depth_block(depth)
-    query_blocks, key_blocks = _blocks(queries, BLOCK), _blocks(keys, BLOCK)
+    wide, is_smooth = depth_block(depth), "q" in settings.smooth
+    rows = BLOCK if is_smooth else QUERY_ROWS
+    query_blocks, key_blocks = _blocks(queries, rows), _blocks(keys, BLOCK)
     chunk, chunks = _chunks(batch * groups, keys, q.device)
-    sums = q.new_empty((batch * groups, chunks, 5, wide), dtype=torch.float32)
     found = _empty(q, batch * heads, batch * groups, queries, keys, wide, settings)
-    mask, stride = _mask_and_stride(given, q)
-    means = found.q_scale
-    if "q" in settings.smooth:
-        means = sums.new_empty((batch, heads, query_blocks, wide))
-    programs = (batch * heads * query_blocks, batch * groups * key_blocks)
+    sums = found.q_scale.new_empty((batch * groups, chunks, 5, wide))
+    k_mean = sums.new_empty((batch * groups, wide))
+    means = sums.new_empty((batch, heads, query_blocks, wide)) if is_smooth else k_mean
+    looks, key_programs = batch * groups * chunks, batch * groups * key_blocks
+    value_programs = key_programs * (BLOCK // VALUE_KEYS)
+    shifts = batch * heads * query_blocks if settings.with_lse else 0
+    operands = _strided(q, k, v, given)
+    scale = given.scale * math.log2(math.e)
     sizes = {"DEPTH": depth, "DEPTH_BLOCK": wide, "HAS_KEY_MASK": given.key_mask is not None}
+    sizes |= {"LIMIT": settings.limit, "ROWS": rows}
+    width = wide // 128 or 1
     with on_device(q):
-        kernels._look_kernel[(batch * groups * chunks,)](
-            k,
-            *k.stride()[:3],
-            v,
-            *v.stride()[:3],
-            mask,
-            stride,
-            sums,
-            groups,
-            keys,
-            chunk,
-            chunks,
-            KEYS=LOOK_KEYS,
-            SAMPLE=reference.SAMPLE,
-            num_warps=LOOK_WARPS,
-            **sizes,
-        )
-        kernels._write_kernel[(programs[0] + 2 * programs[1],)](
-            q,
-            *q.stride()[:3],
-            k,
-            *k.stride()[:3],
-            v,
-            *v.stride()[:3],
-            mask,
-            stride,
+        kernels._look_kernel[(looks + batch * heads * query_blocks,)](
+            *operands,
             sums,
             found.q,
+            found.q_scale,
+            means,
+            scale,
+            heads,
+            groups,
+            queries,
+            keys,
+            query_blocks,
+            chunk,
+            chunks,
+            looks,
+            KEYS=LOOK_KEYS,
+            SAMPLE=reference.SAMPLE,
+            SMOOTH_Q=is_smooth,
+            num_warps=LOOK_WARPS * width,
+            **sizes,
+        )
+        kernels._settle_kernel[(batch * groups,)](
+            sums,
+            k_mean,
+            found.v_scale,
+            chunks,
+            DEPTH_BLOCK=wide,
+            CHUNKS=max(2, 1 << (chunks - 1).bit_length()),
+            SMOOTH_K="k" in settings.smooth,
+            SMOOTH_V="v" in settings.smooth,
+            num_warps=SETTLE_WARPS,
+        )
+        kernels._write_kernel[(key_programs + value_programs + shifts,)](
+            *operands,
+            k_mean,
+            found.v_scale,
             found.k,
             found.v,
-            found.q_scale,
             found.k_scale,
-            found.v_scale,
-            means,
-            found.q_scale if found.shift is None else found.shift,
-            given.scale * math.log2(math.e),
+            k_mean if found.shift is None else found.shift,
+            scale,
             heads,
             groups,
             queries,
             keys,
             query_blocks,
             key_blocks,
-            *programs,
-            chunks,
-            LIMIT=settings.limit,
+            key_programs,
+            value_programs,
             BLOCK=BLOCK,
-            CHUNKS=max(2, 1 << (chunks - 1).bit_length()),
-            SMOOTH_Q="q" in settings.smooth,
+            KEYS=VALUE_KEYS,
             SMOOTH_K="k" in settings.smooth,
-            SMOOTH_V="v" in settings.smooth,
             WITH_LSE=settings.with_lse,
             UPCAST=not q.is_cuda,
-            num_warps=PREPARE_WARPS * max(1, wide // 128),
+            num_warps=WRITE_WARPS * width,
             **sizes,
         )
-    if "q" not in settings.smooth:
-        return found
-    return _with_correction(found, means[..., :depth], k, given, settings)
+    return _with_correction(found, means[..., :depth], k, given, settings) if is_smooth else found
+
+
+def _strided(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Any, ...]:
+    """Return q, k, v and the mask of keys, each with its strides, as the kernels take them."""
+    mask, stride = _mask_and_stride(given, q)
+    return (q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], mask, stride)
 
 
 def _with_correction(
@@ -293,7 +309,7 @@ def attend_packed(
     given: Conditions,
     settings: Settings,
     shape: Shape,
-    together: int = 1,
+    together: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with codes that were made before.
 
@@ -304,7 +320,8 @@ def attend_packed(
         given: the conditions.
         settings: the arithmetic.
         shape: the tile.
-        together: heads whose tiles are computed at the same time; divides B * H.
+        together: heads whose tiles are computed at the same time; divides B * H. By default up to
+            `HEADS_TOGETHER`.
     """
     from memeff_compile.kernels.quantized_attention import tiles_kernels as kernels
 
@@ -338,7 +355,7 @@ def attend_packed(
             out,
             lse if settings.with_lse else made.q_scale,
             *positions,
-            together,
+            together or math.gcd(batch * heads, HEADS_TOGETHER),
             heads,
             heads // groups,
             queries,

@@ -185,7 +185,8 @@ def _attend_tile(
     return acc, total, higher
 
 
-@triton.jit(do_not_specialize=["ahead", "behind", "together"])
+# Sizes stay numbers at 1, too: what Triton unrolls for a single key reads values too early.
+@triton.jit(do_not_specialize=["ahead", "behind", "together", "keys", "key_blocks"])
 def _quantized_attention_kernel(
     q_codes,  # (B * H * M, D) int8
     k_codes,  # (B * G * N, D) int8, N a multiple of KEY_BLOCK

@@ -1,0 +1,391 @@
+"""Attention without gradients, where low bits are asked for -> memeff::quantized_attention.
+
+    before: out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    after:  out = memeff.quantized_attention(q, k, v, ahead=0, level="8b")
+
+It takes over what recover_attention left: calls of PyTorch's attention without a mask, and calls of
+memeff::attention, whose conditions the op takes as they are. SageAttention2, arXiv 2411.10958.
+
+It is lossy and therefore never on by itself: memeff.attention names a level, or a table of levels
+per module. Where a gradient is needed attention stays exact, and the report says so.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .. import compat
+from ..kernels import attention as exact_folder
+from ..kernels import quantized_attention as op_folder
+from ..kernels.linear_cross_entropy import where_it_runs
+from .base import Decline, Done, Gain
+from .canonical import aten, read_one
+from .editor import Editor
+from .graph_info import GraphInfo, node_name
+from .recover_attention import _laid_out_as, chooses_kernels
+
+PRECISION = ("4b", "8b", "8b+f16", "exact")
+"""Levels, least precise first."""
+
+FEWEST_QUERIES = 256
+"""Fewer leave the GPU waiting for the keys, which stand in memory in 16 bits."""
+
+_SHORTEST = {
+    (9, 0): {
+        "whole": {64: 6144, 128: 4096},
+        "causal": {64: 10240, 128: 10240},
+        "told": {64: 2048, 128: 2048},
+    }
+}
+"""Keys from which on the low-bit form is faster, by compute capability, kind of mask and head."""
+
+_WIDEST = 128
+"""Wider heads were measured to be slower than PyTorch's kernels."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a place asks of attention.
+
+    Attributes:
+        operands: q, k and v.
+        tables: key_mask, query_ids and key_ids, each None or a node.
+        ahead, behind: how far a key may stand ahead of a query and behind it; None for any.
+        scale: of the scores; None for that of the head dimension.
+        kind: "whole" without a condition, "causal" where PyTorch's kernels know the mask, "told"
+            where memeff::attention serves it.
+    """
+
+    operands: tuple[Node, Node, Node]
+    tables: tuple[Any, Any, Any] = (None, None, None)
+    ahead: Any = None
+    behind: Any = None
+    scale: Any = None
+    kind: str = "whole"
+
+
+@dataclass
+class Site:
+    """One attention: the node that has its result, the call behind it, and what it asks."""
+
+    node: Node
+    call: Node
+    asked: Asked
+    level: str
+    notes: str = ""
+
+
+@dataclass
+class Match:
+    """Sites that are served alike."""
+
+    sites: list[Site] = field(default_factory=list)
+    sentence: str = ""
+
+
+class QuantizeAttention:
+    """The pass."""
+
+    name = "quantize_attention"
+    version = 1
+    tier = "approximate"
+
+    def enabled(self, info: GraphInfo) -> bool:
+        """Return whether memeff.attention names a lossy form."""
+        return info.options.attention_is_lossy
+
+    # --- find -------------------------------------------------------------------------------------
+
+    def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
+        """Yield one match for all sites that are served alike, and one decline for all others."""
+        matches: dict[str, Match] = {}
+        declines: dict[tuple[str, str], list[Decline]] = {}
+        counts: dict[str, int] = {}
+        for node in info.gm.graph.nodes:
+            found = _asked(info, node)
+            if found is None:
+                continue
+            path = info.module_path(node)
+            place = counts[path] = counts.get(path, -1) + 1
+            site = _site_for(info, node, found, f"{path}#{place}" if place else path)
+            if isinstance(site, Decline):
+                declines.setdefault((site.code, site.sentence), []).append(site)
+                continue
+            sentence = _sentence(info, site)
+            key = path if path and info.options.skips(self.name, path) else sentence
+            match = matches.setdefault(key, Match(sentence=sentence))
+            match.sites.append(site)
+        yield from matches.values()
+        for (code, sentence), same in declines.items():
+            yield Decline(code, sentence, same[0].hint, same[0].node, len(same))
+
+    # --- check ------------------------------------------------------------------------------------
+
+    def check(self, info: GraphInfo, match: Match) -> Decline | None:
+        """Return None: `find` yields what can be served."""
+        return None
+
+    def gain(self, info: GraphInfo, match: Match) -> Gain | None:
+        """Return None: the gain is time."""
+        return None
+
+    def anchor(self, match: Match) -> Node:
+        """Return the first site."""
+        return match.sites[0].node
+
+    def places(self, match: Match) -> Iterable[Node]:
+        """Return the sites."""
+        return [site.node for site in match.sites]
+
+    # --- rewrite ----------------------------------------------------------------------------------
+
+    def rewrite(self, info: GraphInfo, match: Match, editor: Editor) -> Done:
+        """Replace each attention by the op."""
+        for site in match.sites:
+            with editor.at(site.node):
+                editor.replace(
+                    site.node, _laid_out_as(editor, site.node, _insert(info, editor, site))
+                )
+        return Done(match.sites[0].node, match.sentence, sites=len(match.sites))
+
+    def dead(self, match: Match) -> Sequence[Node]:
+        """Return the calls that were replaced."""
+        return [node for site in match.sites for node in dict.fromkeys((site.node, site.call))]
+
+
+# --- what is asked --------------------------------------------------------------------------------
+
+
+def _asked(info: GraphInfo, node: Node) -> Asked | Decline | None:
+    """Return what an attention asks, why it is none for us, or None where there is none."""
+    if node.target is operator.getitem:
+        call = node.args[0]
+        is_ours = isinstance(call, Node) and call.target is exact_folder.attention
+        return _asked_of_op(call) if is_ours and node.args[1] == 0 else None  # type: ignore[arg-type]
+    if node.op not in ("call_function", "call_method"):
+        return None
+    if node_name(node) != "scaled_dot_product_attention":
+        return None
+    call = read_one(node)
+    if call is None or call.op is not aten.scaled_dot_product_attention.default:
+        return None
+    return _asked_of_call(info, node, call.args)
+
+
+def _asked_of_call(info: GraphInfo, node: Node, given: Any) -> Asked | Decline:
+    if given["dropout_p"] != 0:
+        return Decline("dropout", "attention drops weights", "call model.eval()", node)
+    if given["attn_mask"] is not None:
+        return Decline(
+            "dense_mask",
+            "attention has a mask that stays as it is, and the op takes none",
+            "what recover_attention says of the mask tells why",
+            node,
+        )
+    operands = (given["query"], given["key"], given["value"])
+    if any(info.tensor(each) is None for each in operands):
+        return Decline("operand_form", "an operand of attention is not a plain tensor", "", node)
+    is_causal = given["is_causal"]
+    return Asked(
+        operands,
+        ahead=0 if is_causal else None,
+        scale=given["scale"],
+        kind="causal" if is_causal else "whole",
+    )
+
+
+def _asked_of_op(call: Node) -> Asked | Decline:
+    settings = dict(call.kwargs)
+    if settings.get("softcap"):
+        return Decline("softcap", "the scores are capped by tanh, which the op does not", "", call)
+    if settings.get("empty_rows", "zeros") != "zeros":
+        return Decline(
+            "empty_rows",
+            "a query that attends to nothing gets the mean of all values, which the op does not",
+            "use attn_implementation='sdpa', where such a query gets zeros",
+            call,
+        )
+    operands = call.args[:3]
+    tables = (*call.args[3:6], None, None, None)[:3]
+    return Asked(
+        operands,  # type: ignore[arg-type]
+        tables,  # type: ignore[arg-type]
+        settings.get("ahead"),
+        settings.get("behind"),
+        settings.get("scale"),
+        "told",
+    )
+
+
+# --- whether and how ------------------------------------------------------------------------------
+
+
+def _site_for(info: GraphInfo, node: Node, found: Asked | Decline, name: str) -> Site | Decline:
+    """Return how a place is served, or why it is not."""
+    if isinstance(found, Decline):
+        return Decline(found.code, found.sentence, found.hint, node)
+    levels = info.options.attention_levels(name)
+    if not levels:
+        return Decline(
+            "not_in_table",
+            "the table of levels does not name the module: kept exact",
+            "calibrate on inputs that reach it",
+            node,
+        )
+    level = max(levels, key=PRECISION.index)
+    if level == "exact":
+        return Decline("exact_in_table", "the table keeps it exact", "", node)
+    reason = _reason_against(info, node, found)
+    if reason is not None:
+        return reason
+    notes = ""
+    if len(set(levels)) > 1:
+        notes = "the table has several levels by call, of which the most precise serves every call"
+    call = node.args[0] if found.kind == "told" else node
+    assert isinstance(call, Node)
+    return Site(node, call, found, level, notes)
+
+
+def _reason_against(info: GraphInfo, node: Node, asked: Asked) -> Decline | None:
+    result = info.tensor(node)
+    query, key, value = (info.tensor(each) for each in asked.operands)
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    if result is None or result.requires_grad:
+        return Decline(
+            "needs_gradient",
+            "attention takes part in a backward pass: kept exact",
+            "low bits serve inference; use torch.no_grad() or torch.inference_mode()",
+            node,
+        )
+    if any(not compat.is_fake(compat.example_value(each)) for each in asked.operands):
+        return Decline("operand_form", "an operand of attention is not a plain tensor", "", node)
+    if not isinstance(asked.scale, (int, float, type(None))):
+        return Decline("scale_not_constant", "the scale varies from call to call", "", node)
+    if result.dtype not in (torch.bfloat16, torch.float16):
+        dtype = str(result.dtype).removeprefix("torch.")
+        return Decline(
+            "dtype",
+            f"attention computes in {dtype}, of which 8 bits leave more out than of 16",
+            "cast the model to bfloat16 or float16",
+            node,
+        )
+    if chooses_kernels(info):
+        return Decline(
+            "kernels_chosen",
+            "the code chooses the kernels of attention itself (sdpa_kernel)",
+            "leave the choice to PyTorch",
+            node,
+        )
+    unserved = _unserved(query, key, value)
+    if unserved:
+        return Decline("unsupported", unserved, "", node)
+    return _without_gain(info, node, asked, query, key)
+
+
+def _unserved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    if any(tensor.dim() != 4 for tensor in (query, key, value)):
+        return "the op needs (batch, heads, length, depth)"
+    pairs = [*zip(key.shape, value.shape, strict=True)]
+    pairs += [(query.shape[0], key.shape[0]), (query.shape[3], key.shape[3])]
+    if not all(compat.statically_true(a == b) for a, b in pairs):
+        return "the op needs heads of one size and one batch"
+    if not compat.statically_true(query.shape[1] % key.shape[1] == 0):
+        return "the op needs a multiple of the key heads as query heads"
+    depth = query.shape[3]
+    if not isinstance(depth, int) or not 0 < depth <= exact_folder.MAX_DEPTH:
+        return f"the op serves head dimensions up to {exact_folder.MAX_DEPTH}"
+    return ""
+
+
+def _without_gain(
+    info: GraphInfo,
+    node: Node,
+    asked: Asked,
+    query: torch.Tensor,
+    key: torch.Tensor,
+) -> Decline | None:
+    """Return why low bits would not be faster, or None; a length that is given decides alone."""
+    queries, keys = (compat.size_hint(each.shape[2]) for each in (query, key))
+    least = info.options.attention_length
+    if least is not None:
+        return None if keys >= least else _not_faster(node, keys, least, "memeff.attention.length")
+    device = where_it_runs(query.device)
+    hint = "set memeff.attention.length to have it all the same"
+    if device.type != "cuda":
+        why = f"on {device.type} the arithmetic of low bits is emulated"
+        return Decline("not_faster", f"{why}: kept exact", hint, node)
+    if op_folder.engine_for(query.device, query.dtype) == "reference":
+        why = "the kernels need triton and compute capability 8.0 or later"
+        return Decline("not_faster", f"{why}: kept exact", hint, node)
+    if queries < FEWEST_QUERIES:
+        why = f"{queries} queries are too few to pay for the codes of the keys"
+        return Decline("not_faster", f"{why}: kept exact", hint, node)
+    depth = query.shape[3]
+    if depth > _WIDEST:
+        why = f"heads of {depth} were measured to be slower in 8 bits"
+        return Decline("not_faster", f"{why}: kept exact", hint, node)
+    least = _SHORTEST[9, 0][asked.kind][64 if depth <= 64 else 128]
+    return None if keys >= least else _not_faster(node, keys, least, "what was measured")
+
+
+def _not_faster(node: Node, keys: int, least: int, source: str) -> Decline:
+    return Decline(
+        "not_faster",
+        f"{keys} keys are fewer than {least}, from which on low bits pay by {source}: kept exact",
+        "set memeff.attention.length to have it all the same",
+        node,
+    )
+
+
+# --- the call -------------------------------------------------------------------------------------
+
+
+def _insert(info: GraphInfo, editor: Editor, site: Site) -> Node:
+    """Insert the op's call in the dtype in which the site computes; return its result."""
+    old = info.tensor(site.node)
+    assert old is not None
+    operands = []
+    for node in map(info.current, site.asked.operands):
+        is_same = compat.example_value(node).dtype == old.dtype
+        operands.append(node if is_same else editor.call(aten.to.dtype, node, old.dtype))
+    call = editor.call(
+        op_folder.quantized_attention,
+        *operands,
+        *site.asked.tables,
+        ahead=site.asked.ahead,
+        behind=site.asked.behind,
+        scale=site.asked.scale,
+        level=site.level,
+        with_lse=False,
+    )
+    return editor.item(call, 0)
+
+
+def _sentence(info: GraphInfo, site: Site) -> str:
+    query = info.tensor(site.asked.operands[0])
+    assert query is not None
+    engine = op_folder.engine_for(query.device, query.dtype)
+    name = "memeff::attention" if site.asked.kind == "told" else "scaled_dot_product_attention"
+    mask = " (causal)" if site.asked.kind == "causal" else ""
+    parts = [
+        f"{name}{mask} -> memeff::quantized_attention, level {site.level}, engine {engine}; lossy: "
+        f"{op_folder.LEVELS[site.level]}"
+    ]
+    if not op_folder.has_fp8(query.device) and site.level != "8b+f16":
+        parts.append("this GPU does not multiply E4M3: weights and values in fp16")
+    if site.notes:
+        parts.append(site.notes)
+    device = where_it_runs(query.device)
+    if device.type == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(query.device)
+        if capability not in _SHORTEST:
+            parts.append("speed not measured on this GPU")
+    return "; ".join(parts)

@@ -1,0 +1,328 @@
+"""quantize_attention: where low bits fire, that they are as close as said, what stays exact."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import memeff_compile
+from memeff_compile.errors import OptionError, StrictError
+from memeff_compile.kernels.linear_cross_entropy import planned_for
+from memeff_compile.report import Record
+from tests.support.coded_attention import relative_l1
+
+NAME = "quantize_attention"
+B, H, G, S, D = 2, 4, 2, 40, 16
+ON = {"memeff.attention": "8b", "memeff.attention.length": 0, "memeff.inner": "aot_eager"}
+
+
+def heads(
+    count: int = H, length: int = S, seed: int = 0, dtype: torch.dtype | None = None
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(B, count, length, D, generator=generator)
+    return found.to(dtype or torch.bfloat16)
+
+
+def qkv(kv_heads: int = H, queries: int = S, keys: int = S) -> tuple[Tensor, Tensor, Tensor]:
+    return heads(H, queries, 1), heads(kv_heads, keys, 2), heads(kv_heads, keys, 3)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def run(
+    function: Callable[..., Any], *inputs: Any, grad: bool = False, **options: Any
+) -> tuple[Any, list[Record]]:
+    """Return what the compiled function computes, and the pass's records."""
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    settings = {**ON, **{f"memeff.{name}": value for name, value in options.items()}}
+    compiled = torch.compile(function, backend="memeff", options=settings, fullgraph=True)
+    with torch.set_grad_enabled(grad):
+        found = compiled(*inputs)
+    records = memeff_compile.last_report().records
+    assert not [r for r in records if r.action == "internal_error"]
+    return found, [r for r in records if r.pass_name == NAME]
+
+
+def check(function: Callable[..., Any], *inputs: Any, level: str = "8b", **options: Any) -> None:
+    """Check that the pass fires, changes something, and stays within the level's distance."""
+    found, records = run(function, *inputs, attention=level, **options)
+    assert [(r.action, r.code) for r in records] == [("rewrote", "rewrote")]
+    assert f"level {level}" in records[0].sentence
+    wanted = function(*inputs)
+    assert not torch.equal(found, wanted)
+    assert relative_l1(found, wanted) <= {"8b": 0.06, "8b+f16": 0.02, "4b": 0.3}[level]
+
+
+def declined(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[str]:
+    """Check that nothing is changed; return the codes of the reasons."""
+    found, records = run(function, *inputs, **options)
+    torch.testing.assert_close(found, function(*inputs))
+    assert all(r.action == "declined" for r in records)
+    return [r.code for r in records]
+
+
+# --- where it fires -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["8b", "8b+f16", "4b"])
+def test_a_causal_call(level: str) -> None:
+    check(attend, *qkv(), level=level)
+
+
+SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "no mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+    "a scale": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.3),
+    "dense causal mask": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, attn_mask=torch.arange(S)[None] <= torch.arange(S)[:, None]
+    ),
+    "a chain": lambda q, k, v: ((q @ k.transpose(2, 3)) * D**-0.5).softmax(-1) @ v,
+    "transposed result": lambda q, k, v: attend(q, k, v).transpose(1, 2).reshape(B, S, H * D),
+    "layout that is seen": lambda q, k, v: attend(q, k, v).contiguous().view(B, H * S, D),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_that_is_recovered(spelling: str) -> None:
+    check(SPELLINGS[spelling], *qkv())
+
+
+def test_heads_that_share_keys_and_other_lengths() -> None:
+    def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x[:, :, None].expand(B, G, 2, 60, D).reshape(B, H, 60, D) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    check(grouped, *qkv(G, S, 60))
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    causal = torch.arange(S, device=q.device)[None] <= torch.arange(S, device=q.device)[:, None]
+    mask = causal & keep[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def test_what_attention_of_ours_is_told_is_told_here() -> None:
+    """Padding under a causal mask: planned for a GPU, where memeff::attention would serve it."""
+    keep = torch.ones(B, S, dtype=torch.bool)
+    keep[0, 30:] = False
+    with planned_for(torch.device("cuda", 0)):
+        found, records = run(padded, *qkv(), keep)
+    assert [r.action for r in records] == ["rewrote"]
+    assert "memeff::attention -> memeff::quantized_attention" in records[0].sentence
+    after = memeff_compile.graphs()[-1].after
+    assert "memeff.attention(" not in after
+    assert "memeff.quantized_attention(" in after
+    assert relative_l1(found, padded(*qkv(), keep)) <= 0.06
+
+
+def test_lengths_that_change_are_one_graph() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="memeff", options=ON, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for length in (30, 47, 200):
+            inputs = qkv(H, length, length)
+            assert relative_l1(compiled(*inputs), attend(*inputs)) <= 0.06
+    assert len(memeff_compile.graphs()) == 1
+
+
+def test_autocast_decides_the_dtype() -> None:
+    def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attend(q, k, v)
+
+    inputs = [x.float() for x in qkv()]
+    found, records = run(mixed, *inputs)
+    assert [r.action for r in records] == ["rewrote"]
+    assert found.dtype == torch.bfloat16
+    assert relative_l1(found, mixed(*inputs)) <= 0.06
+
+
+# --- what stays exact -----------------------------------------------------------------------------
+
+
+def test_gradients_are_never_cut() -> None:
+    leaves = [x.float().bfloat16().requires_grad_() for x in qkv()]
+    found, records = run(attend, *leaves, grad=True)
+    assert [r.code for r in records] == ["needs_gradient"]
+    wanted = attend(*leaves)
+    ours = torch.autograd.grad(found.sum(), leaves)
+    theirs = torch.autograd.grad(wanted.sum(), leaves)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_a_model_that_trains_and_answers() -> None:
+    """The same module: exact with gradients, low bits without."""
+    layer = nn.Linear(D, D, bias=False).bfloat16()
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(layer(q), k, v)
+
+    for grad, action in ((True, "declined"), (False, "rewrote")):
+        assert [r.action for r in run(forward, *qkv(), grad=grad)[1]] == [action]
+
+
+def test_what_is_declined() -> None:
+    q, k, v = qkv()
+    assert declined(attend, q.float(), k.float(), v.float()) == ["dtype"]
+    bias = torch.randn(S, S).bfloat16()
+    assert declined(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=bias), q, k, v
+    ) == ["dense_mask"]
+    narrow = v[..., :8]
+    assert declined(lambda q, k, v: attend(q, k, v), q, k, narrow) == ["unsupported"]
+
+
+def test_chosen_kernels_stay() -> None:
+    def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return attend(q, k, v)
+
+    assert declined(chosen, *qkv()) == ["kernels_chosen"]
+
+
+def test_dropout_stays() -> None:
+    def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5) * 0
+
+    assert declined(dropped, *qkv()) == ["dropout"]
+
+
+def test_softcaps_and_means_of_empty_rows_stay() -> None:
+    def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (torch.tanh((q @ k.transpose(2, 3)) * 0.25 / 5.0) * 5.0).softmax(-1) @ v
+
+    def padded_chain(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        low = torch.finfo(q.dtype).min
+        bias = torch.where(keep[:, None, None, :], 0.0, low).to(q.dtype)
+        return ((q @ k.transpose(2, 3)) * 0.25 + bias).softmax(-1) @ v
+
+    keep = torch.ones(B, S, dtype=torch.bool)
+    with planned_for(torch.device("cuda", 0)):
+        assert [r.code for r in run(capped, *qkv())[1]] == ["softcap"]
+        assert [r.code for r in run(padded_chain, *qkv(), keep)[1]] == ["empty_rows"]
+
+
+def test_by_default_nothing_fires_where_it_is_not_faster() -> None:
+    inputs = qkv()
+    assert declined(attend, *inputs, **{"attention.length": "auto"}) == ["not_faster"]
+    assert declined(attend, *inputs, **{"attention.length": S + 1}) == ["not_faster"]
+    check(attend, *inputs, **{"attention.length": S})
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "depth", "words"),
+    [
+        (256, 1024, 128, "1024 keys are fewer than"),
+        (16, 16384, 128, "16 queries are too few"),
+        (256, 16384, 160, "eads of 160"),
+        (256, 16384, 128, ""),
+        (256, 16384, 40, ""),
+    ],
+)
+def test_on_a_gpu_the_length_decides(queries: int, keys: int, depth: int, words: str) -> None:
+    """Planned for a GPU."""
+    shapes = [(1, 1, n, depth) for n in (queries, keys, keys)]
+    inputs = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    with planned_for(torch.device("cuda", 0)):
+        _, records = run(whole, *inputs, **{"attention.length": "auto"})
+    assert [r.action for r in records] == ["declined" if words else "rewrote"]
+    assert words in records[0].sentence
+
+
+def test_exact_and_off_leave_it_alone() -> None:
+    for level in ("exact", "off"):
+        assert declined(attend, *qkv(), attention=level) == []
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return attend(x, x.roll(1, 2), x.flip(2)) + attend(x, x, x)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def levels_of(table: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the levels in the order of the calls, and the codes of what was declined."""
+    _, records = run(Blocks(), heads(), attention=table)
+    lines = memeff_compile.graphs()[-1].after.splitlines()
+    found = []
+    for line in lines:
+        if "scaled_dot_product_attention(" in line:
+            found.append("exact")
+        elif "quantized_attention(" in line:
+            found.append((re.search(r"level='?([\w+]+)", line) or ["", "8b"])[1])
+    return found, [r.code for r in records if r.action == "declined"]
+
+
+def test_a_table_names_levels_by_module_and_call() -> None:
+    table = {
+        "layers.0": "8b",
+        "layers.0#1": "8b+f16",
+        "layers.1": "exact",
+        "layers.2": ["4b", "8b"],
+        "layers.2#1": "4b",
+    }
+    found, codes = levels_of(table)
+    assert found == ["8b", "8b+f16", "exact", "exact", "8b", "4b"]
+    assert codes == ["exact_in_table", "not_in_table"]
+    assert levels_of({"levels": table, "scores": {}})[0] == found
+
+
+def test_skip_and_strict() -> None:
+    _, records = run(Blocks(), heads(), skip={NAME: "layers.1"})
+    assert sorted((r.code, r.sites) for r in records) == [("rewrote", 4), ("skipped", 1)]
+    assert run(attend, *qkv(), strict=NAME)[1][0].action == "rewrote"
+    with pytest.raises(Exception, match="quantize_attention") as caught:
+        run(attend, *(x.float() for x in qkv()), strict=NAME)
+    assert StrictError.__name__ in repr(caught.value) or isinstance(caught.value, StrictError)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({}, "a table without levels"),
+        ({"a": "9b"}, "names the level '9b'"),
+        ({"a": []}, "takes module paths"),
+        ({1: "8b"}, "takes module paths"),
+        ({"levels": 3}, "a table without levels"),
+        ("8bit", "Did you mean '8b'"),
+    ],
+    ids=str,
+)
+def test_bad_tables_are_named(value: Any, words: str) -> None:
+    with pytest.raises(OptionError, match="memeff.attention") as caught:
+        memeff_compile.Options(attention=value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [-1, 2.5, "short", True])
+def test_bad_lengths_are_named(value: Any) -> None:
+    with pytest.raises(OptionError, match="memeff.attention.length"):
+        memeff_compile.Options(attention_length=value)
