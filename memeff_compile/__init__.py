@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memeff_compile.explanation import Explanation as Explanation
     from memeff_compile.explanation import explain as explain
     from memeff_compile.functional import linear_cross_entropy as linear_cross_entropy
+    from memeff_compile.model.calibrate import calibrate_attention as calibrate_attention
     from memeff_compile.options import Options as Options
     from memeff_compile.report import graphs as graphs
     from memeff_compile.report import last_report as last_report
@@ -28,6 +29,7 @@ _HOME = {
     "Explanation": "explanation",
     "OptionError": "errors",
     "Options": "options",
+    "calibrate_attention": "model.calibrate",
     "compile": "api",
     "explain": "explanation",
     "graphs": "report",
@@ -41,6 +43,7 @@ __all__ = [
     "OptionError",
     "Options",
     "__version__",
+    "calibrate_attention",
     "compile",
     "explain",
     "graphs",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from memeff_compile import compat
 from memeff_compile.deferred import DeferredLogits, attach
@@ -63,6 +64,7 @@ class Verdict:
     why_not_exact: str = ""
     ran: str = "compiled"
     lossy: str = ""
+    is_coded: bool = False
 
     @property
     def mismatches(self) -> list[Gap]:
@@ -96,6 +98,11 @@ class Verdict:
             parts.append(
                 f"Gradients were not compared as run: memeff.linear_cross_entropy={self.lossy!r} "
                 "leaves a part of them out."
+            )
+        if self.is_coded:
+            parts.append(
+                "Nothing was compared as run: memeff.attention computes in low bits, of which "
+                "float64 has none."
             )
         return " ".join(parts)
 
@@ -239,6 +246,8 @@ class Comparison:
         if self.options.linear_cross_entropy in LOSSY:
             verdict.lossy = self.options.linear_cross_entropy
             gaps = [gap for gap in gaps if not gap.what.startswith("gradient")]
+        if self._has_codes():
+            verdict.is_coded, gaps = True, []
         verdict.as_run += gaps
         return plain.groups
 
@@ -262,6 +271,12 @@ class Comparison:
             if _is_out_of_memory(error):
                 raise NotRunError("the rewritten graph ran out of memory beside it") from None
             return Gap("the rewritten graph", 0.0, 0.0, words=f"raised {in_one_line(error)}")
+
+    def _has_codes(self) -> bool:
+        """Return whether the rewritten graph computes attention in low bits."""
+        levels = [m for m in self.rewritten.module.modules() if isinstance(m, GraphModule)]
+        names = (str(node.target) for level in levels for node in level.graph.nodes)
+        return any(name.startswith("memeff.quantized_attention") for name in names)
 
     def _why_not_wide(self) -> str:
         odd = [str(d) for d in self.original.dtypes if d not in WIDER and d != torch.float64]

@@ -9,6 +9,7 @@ nothing, because it is imported while torch itself may still be starting.
 from __future__ import annotations
 
 __all__ = [
+    "CalibrationError",
     "DoubleBackwardError",
     "ExplainError",
     "MemeffError",
@@ -56,6 +57,10 @@ class VerifyError(MemeffError, RuntimeError):
 
 class ExplainError(MemeffError, ValueError):
     """A model or setting that `explain` was asked about cannot be read, built or captured."""
+
+
+class CalibrationError(MemeffError, ValueError):
+    """A calibration has no inputs, finds nothing to score, or is asked for an unknown level."""
 
 
 class TuneError(MemeffError, RuntimeError):

@@ -165,9 +165,10 @@ class QuantizeAttention:
 def _asked(info: GraphInfo, node: Node) -> Asked | Decline | None:
     """Return what an attention asks, why it is none for us, or None where there is none."""
     if node.target is operator.getitem:
-        call = node.args[0]
-        is_ours = isinstance(call, Node) and call.target is exact_folder.attention
-        return _asked_of_op(call) if is_ours and node.args[1] == 0 else None  # type: ignore[arg-type]
+        source = node.args[0]
+        if not isinstance(source, Node) or source.target is not exact_folder.attention:
+            return None
+        return _asked_of_op(source) if node.args[1] == 0 else None
     if node.op not in ("call_function", "call_method"):
         return None
     if node_name(node) != "scaled_dot_product_attention":

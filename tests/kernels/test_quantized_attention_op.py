@@ -240,7 +240,7 @@ def test_one_graph_with_lengths_that_change() -> None:
         ({"level": "2b"}, "level is '2b'; one of 8b, 8b+f16, 4b is needed"),
         ({"granularity": "row "}, "granularity is 'row '"),
         ({"smooth": "x"}, "smooth is 'x'"),
-        ({"dtype": torch.float64}, "float64"),
+        ({"dtype": torch.int8}, "int8"),
         ({"groups": 3}, "4 heads and k and v 3"),
         ({"depth": 257}, "257; 1 to 256"),
     ],
@@ -253,6 +253,18 @@ def test_bad_inputs_are_named(changes: dict[str, Any], words: str) -> None:
     assert words in (supports(case.q, case.k, case.v, **changes) or "")
     with pytest.raises(UnsupportedInputError, match="quantized_attention: "):
         quantized_attention(case.q, case.k, case.v, **changes)
+
+
+def test_in_float64_nothing_is_coded() -> None:
+    """What memeff.verify compares with."""
+    case = compose(draw(2, 4, 2, 20, 30, 8), 5)
+    kept = {name: case.settings[name] for name in plain(case) if name in case.settings}
+    case = Case(case.q, case.k, case.v, case.tables, kept)
+    out, lse = ours(case)
+    wanted, sums = exact(case)
+    torch.testing.assert_close(out, wanted.nan_to_num(0.0))
+    torch.testing.assert_close(lse, sums.float())
+    assert ours(case, with_lse=False)[1].shape == (2, 4, 0)
 
 
 def test_engines_and_formats_of_devices() -> None:

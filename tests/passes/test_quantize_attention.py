@@ -295,6 +295,14 @@ def test_a_table_names_levels_by_module_and_call() -> None:
     assert levels_of({"levels": table, "scores": {}})[0] == found
 
 
+def test_verify_compares_the_formula_and_not_the_codes() -> None:
+    _, records = run(attend, *qkv(), verify="raise")
+    assert [r.action for r in records] == ["rewrote"]
+    text = " ".join(str(memeff_compile.last_report()).split())
+    assert "agree" in text
+    assert "memeff.attention computes in low bits" in text
+
+
 def test_skip_and_strict() -> None:
     _, records = run(Blocks(), heads(), skip={NAME: "layers.1"})
     assert sorted((r.code, r.sites) for r in records) == [("rewrote", 4), ("skipped", 1)]

@@ -15,6 +15,7 @@ from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels._triton.device import capability, kernels_serve, where_it_runs
 from memeff_compile.kernels.attention.conditions import Conditions
 from memeff_compile.kernels.attention.op import supports as supports_attention
+from memeff_compile.kernels.attention.reference import attend as exact_attend
 from memeff_compile.kernels.quantized_attention import reference
 from memeff_compile.kernels.quantized_attention.settings import (
     GRANULARITIES,
@@ -29,7 +30,10 @@ ENGINES = {
         "8-bit codes made in two launches, then tiles of queries against tiles of keys, in Triton "
         "kernels (CUDA, compute capability 8.0 or later; bf16, fp16, fp32)"
     ),
-    "reference": "the same arithmetic in plain PyTorch, a tile of keys at a time (any device)",
+    "reference": (
+        "the same arithmetic in plain PyTorch, a tile of keys at a time (any device); in float64 "
+        "nothing is coded"
+    ),
 }
 FIRST_FP8 = (8, 9)
 """The first compute capability that multiplies E4M3; before it weights and values are fp16."""
@@ -72,10 +76,8 @@ def supports(
 
     Example: supports(torch.ones(1, 4, 5, 8), *2 * [torch.ones(1, 2, 9, 8)]) is None.
     """
-    return (
-        _unlike_settings(level, granularity, smooth)
-        or supports_attention(q, k, v, key_mask, query_ids, key_ids)
-        or _unlike_dtype(q)
+    return _unlike_settings(level, granularity, smooth) or supports_attention(
+        q, k, v, key_mask, query_ids, key_ids
     )
 
 
@@ -88,12 +90,6 @@ def _unlike_settings(level: str, granularity: str, smooth: str | None) -> str | 
             return f"{name} is {found!r}; one of {', '.join(known)} is needed."
     if smooth is not None and set(smooth) - set(SMOOTHABLE):
         return f"smooth is {smooth!r}; some of the letters q, k and v are needed, or None."
-    return None
-
-
-def _unlike_dtype(q: Tensor) -> str | None:
-    if q.dtype == torch.float64:
-        return "q, k and v are float64; bfloat16, float16 or float32 is needed. Cast them."
     return None
 
 
@@ -144,12 +140,22 @@ def _attend(
     _require_support((q, k, v), tables, level, granularity, smooth)
     factor = q.shape[3] ** -0.5 if scale is None else scale
     given = Conditions(*tables, ahead, behind, factor, 0.0, False)
+    if q.dtype == torch.float64:
+        return _uncoded(q, k, v, given, with_lse)
     settings = _settings(q, level, granularity, smooth, with_lse)
     attend = reference.attend
     if q.is_cuda and q.numel() and k.numel() and engine_for(q.device, q.dtype) == "tiles":
         from memeff_compile.kernels.quantized_attention.tiles import attend
     with _without_autocast(q.device.type):
         return attend(q, k, v, given, settings)
+
+
+def _uncoded(
+    q: Tensor, k: Tensor, v: Tensor, given: Conditions, with_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """Attend exactly: float64 asks what the formula is, not what codes make of it."""
+    out, lse = exact_attend(q, k, v, given)
+    return out, (lse if with_lse else lse[:, :, :0]).float()
 
 
 def _fake_attend(

@@ -1,0 +1,88 @@
+"""Attention in low bits under a mask that is stored: for comparisons, not for speed.
+
+The op takes what masks say, which a compiler reads off the graph. Whoever compares levels on calls
+that have already happened holds the mask itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.attention.conditions import Conditions
+from memeff_compile.kernels.quantized_attention import reference
+from memeff_compile.kernels.quantized_attention.op import quantized_attention, supports
+from memeff_compile.kernels.quantized_attention.settings import settings_for
+
+MASKED = -1e4
+"""A number at or below this, added to a score, hides its key."""
+
+
+@dataclass(frozen=True)
+class _Stored(Conditions):
+    """Conditions that are a stored mask, (B or 1, M, N)."""
+
+    mask: Tensor
+
+    def keys_of(self, first: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
+        """Return all keys."""
+        return 0, keys
+
+    def counts(self, first: int, stop: int, low: int, high: int, device: torch.device) -> Tensor:
+        """Return a part of the mask."""
+        return self.mask[:, first:stop, low:high]
+
+
+def attend_under_mask(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    level: str = "8b",
+) -> Tensor | None:
+    """Return attention at a level, or None where it is not served.
+
+    Args:
+        q: (B, H, M, D).
+        k, v: (B, G, N, D), H a multiple of G.
+        mask: As scaled_dot_product_attention takes it: bool, true where a key counts, or numbers
+            that are added, of which only zero and those that hide a key are served.
+        is_causal: Whether query m sees keys up to m.
+        scale: Of the scores.
+        level: A level of the op.
+
+    Example: attend_under_mask(q, k, v, bias) is None where `bias` prefers some keys to others.
+    """
+    if supports(q, k, v, level=level) is not None:
+        return None
+    ahead = 0 if is_causal else None
+    if mask is None:
+        settings = {"ahead": ahead, "scale": scale, "level": level, "with_lse": False}
+        found: Tensor = quantized_attention(q, k, v, **settings)[0]
+        return found
+    shown = _shown(mask, (q.shape[0], q.shape[2], k.shape[2]))
+    if shown is None:
+        return None
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    given = _Stored(shown.any(1), None, None, None, None, factor, 0.0, False, shown)
+    return reference.attend(q, k, v, given, settings_for(level, with_lse=False))[0]
+
+
+def _shown(mask: Tensor, sizes: tuple[int, int, int]) -> Tensor | None:
+    """Return bool (B, M, N), or None for a mask that differs between heads or is a bias."""
+    if mask.dtype != torch.bool:
+        is_hidden = mask <= MASKED
+        if not bool(((mask == 0) | is_hidden).all()):
+            return None
+        mask = ~is_hidden
+    mask = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
+    if mask.shape[1] != 1:
+        if not bool((mask == mask[:, :1]).all()):
+            return None
+        mask = mask[:, :1]
+    return mask[:, 0].expand(sizes)

@@ -1,0 +1,336 @@
+"""Which attention of a model may run in low bits: measured on the user's own inputs.
+
+The model runs as it is. Each call of PyTorch's attention is computed a second time at every level,
+on the very queries, keys and values, and compared with what the call returned; the call's own
+result goes on, so that no error of one layer reaches the next. SageAttention2 chooses like this,
+per layer and, for diffusion models, per time step: the worst decide, not the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from memeff_compile.errors import CalibrationError
+from memeff_compile.kernels.quantized_attention import LEVELS, attend_under_mask
+
+FORMAT = 1
+EXACT = "exact"
+DEFAULT_LEVELS = ("8b", "8b+f16")
+
+
+class Calibration(dict[str, Any]):
+    """A table of levels, which `memeff.attention` takes; it can be stored as JSON.
+
+    Keys: `levels`, for each site a level or a list of levels by call; `scores`, for each site and
+    level the mean and standard deviation over inputs, and the worst, by call; `min_score`.
+    """
+
+    def __str__(self) -> str:
+        """Return the table as text, worst site first."""
+        scores = cast("Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]", self["scores"])
+        tried = list(next(iter(scores.values())))
+        head = ["site", "calls", *tried, "chosen"]
+        lines = [head]
+        for site in sorted(scores, key=lambda site: _worst(scores[site][tried[0]])):
+            found = scores[site]
+            calls = len(found[tried[0]])
+            shown = [f"{_worst(found[level]):.4f}" for level in tried]
+            lines.append([site or "(model)", str(calls), *shown, _chosen(self["levels"][site])])
+        widths = [max(len(line[place]) for line in lines) for place in range(len(head))]
+        rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        note = f"worst score over inputs and calls; at least {self['min_score']} is wanted"
+        return "\n".join([*rows, note])
+
+    def plot(self, path: str | Path) -> None:
+        """Draw mean and standard deviation of each level's scores by site, as SVG.
+
+        Args:
+            path: Where the file goes.
+        """
+        Path(path).write_text(_drawing(self), encoding="utf-8")
+
+
+def _worst(calls: Sequence[Mapping[str, float]]) -> float:
+    return min(call["worst"] for call in calls)
+
+
+def _chosen(levels: str | Sequence[str]) -> str:
+    if isinstance(levels, str):
+        return levels
+    return ", ".join(f"{level} x {levels.count(level)}" for level in dict.fromkeys(levels))
+
+
+# --- calibration ----------------------------------------------------------------------------------
+
+
+def calibrate_attention(
+    model: nn.Module,
+    inputs: Iterable[Any],
+    *,
+    min_score: float = 0.98,
+    levels: Sequence[str] = DEFAULT_LEVELS,
+    run: Callable[[nn.Module, Any], Any] | None = None,
+) -> Calibration:
+    """Score each attention of a model at each level, and choose for each the first that will do.
+
+    A score is cosine similarity x (1 - relative L1) of a level's result and the call's own. The
+    worst over inputs counts. A site is the path of the module that calls attention, with `#1` for
+    the second attention inside of one call of it, and so on; a module that is called several times
+    for one input, as in the steps of a diffusion model, has a score and a level for each call.
+
+    Args:
+        model: It runs eagerly, without gradients, and is left as it was.
+        inputs: For each run a mapping of keyword arguments, a tuple or list of arguments, or the
+            one argument.
+        min_score: The least score that will do, between 0 and 1.
+        levels: Those to choose among, in this order; where none will do it is `exact`.
+        run: What runs the model on one input, if it is not `model(input)`: a whole sampling loop.
+
+    Returns:
+        A table for `memeff.attention`, printable, and storable as JSON.
+
+    Raises:
+        CalibrationError: There are no inputs, no attention was called, or an argument is no level.
+
+    Example:
+        >>> table = calibrate_attention(model, batches, min_score=0.99)  # doctest: +SKIP
+        >>> model.compile(backend="memeff", options={"memeff.attention": table})  # doctest: +SKIP
+    """
+    _check(min_score, levels)
+    call = run or _call
+    found: dict[str, dict[str, list[list[float]]]] = {}
+    count = 0
+    for each in inputs:
+        count += 1
+        with torch.no_grad(), _watched(model, levels) as watch:
+            call(model, each)
+        _gather(found, watch.scores)
+    if not count:
+        raise CalibrationError("no inputs were given to calibrate on; give at least one.")
+    if not found:
+        raise CalibrationError(
+            "the model called no attention that can be scored: "
+            "torch.nn.functional.scaled_dot_product_attention over (batch, heads, length, depth). "
+            "Load a model of transformers with attn_implementation='sdpa', and see that it is not "
+            "compiled."
+        )
+    return _table(found, min_score, levels)
+
+
+def _check(min_score: float, levels: Sequence[str]) -> None:
+    if not 0.0 <= min_score <= 1.0:
+        raise CalibrationError(f"min_score is {min_score}; a number between 0 and 1 is needed.")
+    unknown = [level for level in levels if level not in LEVELS]
+    if unknown or not levels or isinstance(levels, str):
+        raise CalibrationError(
+            f"levels is {levels!r}; a list of {', '.join(map(repr, LEVELS))} is needed."
+        )
+
+
+def _call(model: nn.Module, given: Any) -> Any:  # noqa: ANN401
+    if isinstance(given, Mapping):
+        return model(**given)
+    if isinstance(given, (tuple, list)):
+        return model(*given)
+    return model(given)
+
+
+def _gather(
+    found: dict[str, dict[str, list[list[float]]]], scores: Mapping[str, list[dict[str, float]]]
+) -> None:
+    """Add the scores of one input: by site, level and call."""
+    for site, calls in scores.items():
+        for place, call in enumerate(calls):
+            for level, score in call.items():
+                by_call = found.setdefault(site, {}).setdefault(level, [])
+                if place == len(by_call):
+                    by_call.append([])
+                by_call[place].append(score)
+
+
+def _table(
+    found: Mapping[str, Mapping[str, list[list[float]]]], min_score: float, levels: Sequence[str]
+) -> Calibration:
+    chosen: dict[str, str | list[str]] = {}
+    for site, by_level in found.items():
+        calls = range(len(by_level[levels[0]]))
+        by_call = [_first_that_will_do(by_level, place, min_score, levels) for place in calls]
+        chosen[site] = by_call[0] if len(set(by_call)) == 1 else by_call
+    scores = {
+        site: {level: [_summary(each) for each in calls] for level, calls in by_level.items()}
+        for site, by_level in found.items()
+    }
+    return Calibration(format=FORMAT, min_score=min_score, levels=chosen, scores=scores)
+
+
+def _first_that_will_do(
+    by_level: Mapping[str, list[list[float]]], place: int, min_score: float, levels: Sequence[str]
+) -> str:
+    for level in levels:
+        if min(by_level[level][place]) >= min_score:
+            return level
+    return EXACT
+
+
+def _summary(scores: Sequence[float]) -> dict[str, float]:
+    mean = sum(scores) / len(scores)
+    spread = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
+    return {"mean": mean, "std": spread, "worst": min(scores)}
+
+
+# --- watching attention ---------------------------------------------------------------------------
+
+
+@dataclass
+class _Watch(TorchFunctionMode):
+    """Scores every attention that a run of the model calls."""
+
+    levels: Sequence[str]
+    stack: list[str] = field(default_factory=list)
+    inside: list[int] = field(default_factory=list)
+    scores: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        result = func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            self._score(result, *args, **(kwargs or {}))
+        return result
+
+    def _score(
+        self,
+        result: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        del enable_gqa
+        if dropout_p or query.dim() != 4 or query.shape[3] != value.shape[3]:
+            return
+        place = self.inside[-1]
+        self.inside[-1] += 1
+        path = self.stack[-1]
+        site = f"{path}#{place}" if place else path
+        found = {}
+        for level in self.levels:
+            ours = attend_under_mask(
+                query, key, value, attn_mask, is_causal=is_causal, scale=scale, level=level
+            )
+            if ours is None:
+                return
+            found[level] = score(ours, result)
+        self.scores.setdefault(site, []).append(found)
+
+
+def score(found: Tensor, wanted: Tensor) -> float:
+    """Return cosine similarity x (1 - relative L1), 0 at least; 0 where numbers are missing.
+
+    Args:
+        found: A result.
+        wanted: The one it stands for.
+
+    Example: score(torch.ones(3), torch.ones(3)) == 1.0.
+    """
+    ours, theirs = found.flatten().double(), wanted.flatten().double()
+    size = theirs.abs().sum()
+    if not float(size):
+        return float(not bool(ours.any()))
+    cosine = float((ours @ theirs) / (ours.norm() * theirs.norm()).clamp_min(1e-300))
+    distance = float((ours - theirs).abs().sum() / size)
+    if not math.isfinite(cosine) or not math.isfinite(distance):
+        return 0.0
+    return min(1.0, max(0.0, cosine)) * max(0.0, 1.0 - distance)
+
+
+@contextmanager
+def _watched(model: nn.Module, levels: Sequence[str]) -> Iterator[_Watch]:
+    """Score attention while the model runs, and know which module calls it."""
+    watch = _Watch(levels, [""], [0])
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, given: Any) -> None:  # noqa: ANN401
+            watch.stack.append(path)
+            watch.inside.append(0)
+
+        return hook
+
+    def leave(module: nn.Module, given: Any, result: Any) -> None:  # noqa: ANN401
+        watch.stack.pop()
+        watch.inside.pop()
+
+    handles = []
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(enter(path)))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with watch:
+            yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+
+def _drawing(table: Mapping[str, Any]) -> str:
+    """Return an SVG: for each site and level the mean score over calls, and its spread."""
+    scores = cast("Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]", table["scores"])
+    tried = list(next(iter(scores.values())))
+    calls_of = [calls for found in scores.values() for calls in found.values()]
+    least = min(call["mean"] - call["std"] for calls in calls_of for call in calls)
+    low, left, width = min(least, float(table["min_score"])) - 0.005, 260, 420
+    colours = dict(zip(LEVELS, ("#1f6feb", "#2da44e", "#bf8700"), strict=True))
+
+    def across(value: float) -> float:
+        return left + width * (value - low) / (1.0 - low)
+
+    parts = []
+    for place, level in enumerate(tried):
+        parts.append(f'<text x="{left + 90 * place}" y="16" fill="{colours[level]}">{level}</text>')
+    y = 30
+    for site, found in scores.items():
+        parts.append(f'<text x="8" y="{y + 12}">{site or "(model)"}</text>')
+        for level in tried:
+            calls = found[level]
+            mean = sum(call["mean"] for call in calls) / len(calls)
+            spread = max(call["std"] for call in calls)
+            ends = across(mean - spread), across(min(1.0, mean + spread))
+            colour = colours[level]
+            parts.append(
+                f'<line x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{y + 8}" y2="{y + 8}" '
+                f'stroke="{colour}" stroke-width="3"/>'
+                f'<circle cx="{across(mean):.1f}" cy="{y + 8}" r="4" fill="{colour}"/>'
+            )
+        y += 20
+    line = across(float(table["min_score"]))
+    parts.append(f'<line x1="{line:.1f}" x2="{line:.1f}" y1="24" y2="{y}" stroke="#cf222e"/>')
+    parts.append(f'<text x="{line:.1f}" y="{y + 16}" fill="#cf222e">{table["min_score"]}</text>')
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 40}" height="{y + 30}" '
+        f'font-family="sans-serif" font-size="12">\n{body}\n</svg>\n'
+    )

@@ -1,0 +1,212 @@
+"""calibrate_attention: scores by site and call, the table and its use, what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import memeff_compile
+from memeff_compile import calibrate_attention
+from memeff_compile.errors import CalibrationError
+from memeff_compile.kernels.quantized_attention import attend_under_mask
+from memeff_compile.model.calibrate import Calibration, score
+from tests.support.coded_attention import relative_l1
+
+
+class Attend(nn.Module):
+    """Attention whose keys lie `loud` times further apart than is good for few bits."""
+
+    def __init__(self, loud: float, repeats: int = 1) -> None:
+        super().__init__()
+        self.loud = loud
+        self.repeats = repeats
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.repeats):
+            keys = x * self.loud
+            causal = self.mask is None
+            x = F.scaled_dot_product_attention(x, keys, x, attn_mask=self.mask, is_causal=causal)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calm = Attend(1.0)
+        self.loud = Attend(30.0)
+        self.twice = Attend(1.0, repeats=2)
+
+    def forward(self, x: Tensor, steps: int = 1) -> Tensor:
+        for _ in range(steps):
+            x = self.calm(x) + self.loud(x) + self.twice(x)
+        return x
+
+
+def draw(seed: int = 0, length: int = 60) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, 2, length, 16, generator=generator).bfloat16()
+
+
+def calibrated(**settings: Any) -> Calibration:
+    inputs = [draw(seed) for seed in range(3)]
+    return calibrate_attention(Model().eval(), inputs, **settings)
+
+
+def test_every_site_and_level_has_a_score() -> None:
+    table = calibrated(levels=("4b", "8b", "8b+f16"))
+    assert set(table["scores"]) == {"calm", "loud", "twice", "twice#1"}
+    for found in table["scores"].values():
+        (four,), (eight,), (halves,) = (found[level] for level in ("4b", "8b", "8b+f16"))
+        assert 0.0 <= four["worst"] <= four["mean"] < eight["mean"] < halves["mean"] <= 1.0
+        assert four["std"] > 0.0
+
+
+def test_the_first_level_that_will_do_is_chosen() -> None:
+    scores = calibrated(levels=("4b", "8b"))["scores"]
+    edge = scores["calm"]["8b"][0]["worst"]
+    assert calibrated(levels=("4b", "8b"), min_score=edge)["levels"]["calm"] == "8b"
+    assert (
+        calibrated(levels=("4b", "8b"), min_score=min(1.0, edge + 1e-6))["levels"]["calm"]
+        == "exact"
+    )
+    assert set(calibrated(levels=("4b", "8b"), min_score=0.0)["levels"].values()) == {"4b"}
+
+
+def test_each_call_of_a_module_has_its_level() -> None:
+    """As the steps of a diffusion model, whose inputs change from noise to image."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Attend(1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.layer(x)
+            keys_far_apart = self.layer(x * 12.0)
+            return first + keys_far_apart
+
+    model = Steps()
+    found = calibrate_attention(model, [draw()], levels=("4b", "8b"), min_score=0.0)
+    first, second = (call["worst"] for call in found["scores"]["layer"]["4b"])
+    assert second != first
+    least = (first + second) / 2
+    found = calibrate_attention(model, [draw()], levels=("4b",), min_score=least)
+    wanted = ["exact", "4b"] if first < second else ["4b", "exact"]
+    assert found["levels"]["layer"] == wanted
+
+
+def test_the_table_is_an_option_and_survives_json() -> None:
+    table = calibrated(min_score=0.9)
+    stored = json.loads(json.dumps(table))
+    assert stored == table
+    model, x = Model().eval(), draw(7)
+    for given in (table, stored):
+        options = {
+            "memeff.attention": given,
+            "memeff.attention.length": 0,
+            "memeff.inner": "aot_eager",
+        }
+        torch._dynamo.reset()
+        memeff_compile.reset()
+        with torch.no_grad():
+            found = torch.compile(model, backend="memeff", options=options)(x)
+        chosen = [level for level in table["levels"].values() if level != "exact"]
+        assert chosen
+        records = memeff_compile.last_report().records
+        fired = sum(r.sites for r in records if r.action == "rewrote" and "8b" in r.sentence)
+        assert fired == len(chosen)
+        assert relative_l1(found, model(x)) <= 0.08
+
+
+def test_the_table_prints_and_draws(tmp_path: Path) -> None:
+    table = calibrated(levels=("4b", "8b"), min_score=0.9)
+    lines = str(table).splitlines()
+    assert lines[0].split() == ["site", "calls", "4b", "8b", "chosen"]
+    worst = [float(line.split()[2]) for line in lines[1:5]]
+    assert worst == sorted(worst)
+    assert len(lines) == 6
+    assert "0.9" in lines[-1]
+    table.plot(tmp_path / "scores.svg")
+    drawing = ElementTree.parse(tmp_path / "scores.svg").getroot()
+    words = [each.text for each in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"calm", "loud", "twice#1", "4b", "8b", "0.9"} <= set(words)
+    assert len(list(drawing.iter("{http://www.w3.org/2000/svg}circle"))) == 8
+
+
+def test_the_model_and_its_results_are_left_alone() -> None:
+    model, x = Model().eval(), draw()
+    wanted = model(x)
+    seen: list[Tensor] = []
+    calibrate_attention(model, [x], run=lambda m, given: seen.append(m(given)))
+    assert torch.equal(seen[0], wanted)
+    assert not seen[0].requires_grad
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert torch.equal(model(x), wanted)
+
+
+def test_inputs_come_in_every_form() -> None:
+    model = Model().eval()
+    forms: list[Any] = [draw(), (draw(), 2), {"x": draw(), "steps": 2}]
+    for given, calls in zip(forms, (1, 2, 2), strict=True):
+        table = calibrate_attention(model, [given])
+        assert len(table["scores"]["calm"]["8b"]) == calls
+
+
+def test_stored_masks_are_scored() -> None:
+    model, length = Model().eval(), 60
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    wanted = calibrate_attention(model, [draw()])["scores"]
+    for mask in (
+        causal,
+        torch.zeros(length, length).masked_fill(~causal, float("-inf")).bfloat16(),
+    ):
+        for layer in (model.calm, model.loud, model.twice):
+            layer.mask = mask[None, None]
+        found = calibrate_attention(model, [draw()])["scores"]
+        for site, levels in wanted.items():
+            theirs = found[site]["8b"][0]["mean"]
+            assert theirs == pytest.approx(levels["8b"][0]["mean"], abs=2e-3)
+
+
+def test_a_bias_and_masks_that_differ_between_heads_are_not_scored() -> None:
+    q = draw()
+    assert attend_under_mask(q, q, q, torch.randn(60, 60)) is None
+    mask = torch.ones(1, 2, 60, 60, dtype=torch.bool)
+    assert attend_under_mask(q, q, q, mask) is not None
+    mask[0, 1, :, 5] = False
+    assert attend_under_mask(q, q, q, mask) is None
+
+
+def test_a_score_is_cosine_times_one_less_the_distance() -> None:
+    wanted = torch.tensor([1.0, 2.0, -2.0])
+    assert score(wanted, wanted) == pytest.approx(1.0)
+    assert score(wanted * 1.1, wanted) == pytest.approx(0.9)
+    assert score(-wanted, wanted) == 0.0
+    assert score(torch.full((3,), torch.nan), wanted) == 0.0
+    assert score(torch.zeros(3), torch.zeros(3)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"min_score": 1.5}, "min_score is 1.5"),
+        ({"levels": ("8b", "2b")}, "a list of '8b', '8b\\+f16', '4b' is needed"),
+        ({"levels": "8b"}, "a list of"),
+        ({"levels": ()}, "a list of"),
+        ({"inputs": []}, "no inputs were given"),
+        ({"model": nn.Linear(16, 16).bfloat16()}, "attn_implementation='sdpa'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_calibrated_is_named(settings: dict[str, Any], words: str) -> None:
+    given = {"model": Model().eval(), "inputs": [draw()], **settings}
+    with pytest.raises(CalibrationError, match=words):
+        calibrate_attention(given.pop("model"), given.pop("inputs"), **given)
