@@ -309,7 +309,8 @@ class TestStrict:
 
     def test_one_name_or_several_in_any_order(self) -> None:
         assert parse(strict="defer_logits").strict == ("defer_logits",)
-        assert parse(strict=list(reversed(PASS_NAMES))).strict == PASS_NAMES
+        every = parse(strict=list(reversed(PASS_NAMES)), attention="8b")
+        assert every.strict == PASS_NAMES
 
     @pytest.mark.parametrize(
         "options",
@@ -317,6 +318,7 @@ class TestStrict:
             {"strict": "fuse_linear_cross_entropy", "linear_cross_entropy": "off"},
             {"strict": "defer_logits", "logits": "eager"},
             {"strict": "defer_logits", "linear_cross_entropy": "off"},
+            {"strict": "quantize_attention", "attention": "exact"},
         ],
         ids=str,
     )

@@ -325,12 +325,12 @@ def test_skip_and_strict() -> None:
     ids=str,
 )
 def test_bad_tables_are_named(value: Any, words: str) -> None:
-    with pytest.raises(OptionError, match="memeff.attention") as caught:
+    with pytest.raises(OptionError, match=r"memeff\.attention") as caught:
         memeff_compile.Options(attention=value)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [-1, 2.5, "short", True])
 def test_bad_lengths_are_named(value: Any) -> None:
-    with pytest.raises(OptionError, match="memeff.attention.length"):
+    with pytest.raises(OptionError, match=r"memeff\.attention\.length"):
         memeff_compile.Options(attention_length=value)
