@@ -22,7 +22,9 @@ and once with `memeff.attention=8b`, in one process, and times a forward over so
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import json
 import math
 import statistics
 import sys
@@ -44,6 +46,18 @@ from memeff_compile.kernels.quantized_attention import LEVELS, quantized_attenti
 CACHED_BYTES = 100 << 20
 METHODS = (*LEVELS, "flash", "cudnn", "exact", "flex", "math")
 MOST_SCORES_OF_MATH = 1 << 31
+
+
+@functools.cache
+def environment() -> dict[str, Any]:
+    """Return what all rows of a run share: asking for it takes longer than a measurement."""
+    return rows.environment()
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    """Append a row with its environment, and print it."""
+    rows.append(path, {**row, **environment()})
+    print(json.dumps(row), flush=True)
 
 
 # --- inputs ---------------------------------------------------------------------------------------
@@ -154,7 +168,7 @@ def accuracy(settings: argparse.Namespace) -> None:
                     )[0]
                     row = {"part": "accuracy", "method": name, "kind": kind, "D": depth}
                     row |= {"causal": is_causal, "N": length, **distance(found, wanted)}
-                    rows.write(settings.out, row)
+                    write(settings.out, row)
 
 
 def timed(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
@@ -224,7 +238,7 @@ def _speed_of(
             "tflops": round(work / median / 1e9, 1),
         }
         row |= {"p20": ordered[len(ordered) // 5], "p80": ordered[-1 - len(ordered) // 5]}
-        rows.write(settings.out, {**row, "repeats": len(ordered)})
+        write(settings.out, {**row, "repeats": len(ordered)})
 
 
 def prefill(settings: argparse.Namespace) -> None:
@@ -260,7 +274,7 @@ def prefill(settings: argparse.Namespace) -> None:
         ordered = sorted(found[1:])
         row = {"part": "prefill", "attention": name, "tokens": settings.tokens, **sizes}
         row |= {"ms": statistics.median(ordered), "least": ordered[0], "most": ordered[-1]}
-        rows.write(settings.out, {**row, "repeats": len(ordered)})
+        write(settings.out, {**row, "repeats": len(ordered)})
 
 
 def _forward(compiled: Callable[..., Any], ids: Tensor) -> Callable[[], None]:

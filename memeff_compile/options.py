@@ -487,8 +487,8 @@ class Options:
         None,
         key="attention.length",
         values="`auto`, or a number of keys",
-        meaning="Of the lossy forms: attention over fewer keys stays exact. `auto`: where the low-bit "
-        "form was measured to be faster, which on a CPU is nowhere.",
+        meaning="Of the lossy forms: attention over fewer keys stays exact. `auto`: where low bits "
+        "were measured to be faster, which on a CPU is nowhere.",
         check=_check_length,
     )
     kv_reads: str = _choice(

@@ -205,9 +205,9 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Any,
-        types: Any,
-        args: Any = (),
+        func: Callable[..., Any],
+        types: Any,  # noqa: ANN401
+        args: Any = (),  # noqa: ANN401
         kwargs: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         result = func(*args, **(kwargs or {}))
