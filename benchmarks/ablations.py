@@ -3,8 +3,10 @@
     python benchmarks/ablations.py linear_cross_entropy --shape gemma2 llama3
     python benchmarks/ablations.py linear_cross_entropy --ignored 50 90      # Table A1
     python benchmarks/ablations.py table benchmarks/results/ablations.jsonl
+    python benchmarks/ablations.py attention --model benchmarks/data/small_model
 
-Columns are the paper's: loss, gradient and both, each as peak memory and time, under a lower bound
+`attention` makes SageAttention2's tables; attention_ablation.py says which and how. Of the other
+columns are the paper's: loss, gradient and both, each as peak memory and time, under a lower bound
 (the outputs' bytes; the library's products). Rows are the filters with and without vocabulary
 sorting, one gradient at a time, no filter, and the peers. With ignored targets every method runs as
 it is, and again with the ignored rows taken out beforehand. Beside them stand the shares of active
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import attention_ablation
 import measuring
 import methods
 import registry
@@ -159,11 +162,19 @@ def _inspection(row: dict[str, Any]) -> str:
 def main() -> int:
     """Measure, or print what was measured."""
     parser = run.arguments(__doc__)
-    parser.add_argument("what", choices=[*METHODS, "table"])
+    parser.add_argument("what", choices=[*METHODS, "attention", "table"])
     parser.add_argument("rows", nargs="?", type=Path, help="for table: the file to print")
     parser.add_argument("--method", nargs="+", help="instead of the table's own rows")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ablations.jsonl"))
+    parser.add_argument("--model", type=Path, default=Path("benchmarks/data/small_model"))
+    parser.add_argument("--folder", type=Path, default=Path("benchmarks/data"), help="of the text")
+    parser.add_argument("--length", type=int, default=512, help="of a sequence of text")
+    parser.add_argument("--rows-of-text", type=int, default=32, help="sequences of text")
+    parser.add_argument("--batch", type=int, default=8, help="sequences at a time")
     given = parser.parse_args()
+    if given.what == "attention":
+        attention_ablation.run(given)
+        return 0
     if given.what == "table":
         print(table(rows.read(given.rows or given.out)))
         return 0
