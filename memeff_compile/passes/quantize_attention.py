@@ -179,7 +179,7 @@ def _asked(info: GraphInfo, node: Node) -> Asked | Decline | None:
     return _asked_of_call(info, node, call.args)
 
 
-def _asked_of_call(info: GraphInfo, node: Node, given: Any) -> Asked | Decline:
+def _asked_of_call(info: GraphInfo, node: Node, given: Any) -> Asked | Decline | None:
     if given["dropout_p"] != 0:
         return Decline("dropout", "attention drops weights", "call model.eval()", node)
     if given["attn_mask"] is not None:
@@ -191,7 +191,7 @@ def _asked_of_call(info: GraphInfo, node: Node, given: Any) -> Asked | Decline:
         )
     operands = (given["query"], given["key"], given["value"])
     if any(info.tensor(each) is None for each in operands):
-        return Decline("operand_form", "an operand of attention is not a plain tensor", "", node)
+        return None
     is_causal = given["is_causal"]
     return Asked(
         operands,
@@ -266,8 +266,11 @@ def _reason_against(info: GraphInfo, node: Node, asked: Asked) -> Decline | None
             "low bits serve inference; use torch.no_grad() or torch.inference_mode()",
             node,
         )
-    if any(not compat.is_fake(compat.example_value(each)) for each in asked.operands):
-        return Decline("operand_form", "an operand of attention is not a plain tensor", "", node)
+    for value in map(compat.example_value, asked.operands):
+        if not compat.is_fake(value):
+            kind = type(value).__name__
+            what = f"an operand of attention is a {kind}, which the op does not look into"
+            return Decline(f"subclass_operand({kind})", what, "", node)
     if not isinstance(asked.scale, (int, float, type(None))):
         return Decline("scale_not_constant", "the scale varies from call to call", "", node)
     if result.dtype not in (torch.bfloat16, torch.float16):

@@ -23,6 +23,23 @@ B, H, G, S, D = 2, 4, 2, 40, 16
 ON = {"memeff.attention": "8b", "memeff.attention.length": 0, "memeff.inner": "aot_eager"}
 
 
+IN_LOW_BITS = {
+    "needs_gradient",
+    "dtype",
+    "dense_mask",
+    "unsupported",
+    "kernels_chosen",
+    "dropout",
+    "softcap",
+    "empty_rows",
+    "not_faster",
+    "scale_not_constant",
+    "not_in_table",
+    "exact_in_table",
+}
+"""The codes that the tests of this file look for."""
+
+
 def heads(
     count: int = H, length: int = S, seed: int = 0, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -189,6 +206,21 @@ def test_chosen_kernels_stay() -> None:
             return attend(q, k, v)
 
     assert declined(chosen, *qkv()) == ["kernels_chosen"]
+
+
+def test_a_scale_that_varies_stays() -> None:
+    def scaled(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(scaled, backend="memeff", options=ON, dynamic=True)
+    inputs = qkv()
+    with torch.no_grad():
+        for scale in (0.2, 0.3, 0.4):
+            found = compiled(*inputs, scale)
+    torch.testing.assert_close(found, scaled(*inputs, 0.4))
+    records = [r for r in memeff_compile.last_report().records if r.pass_name == NAME]
+    assert "scale_not_constant" in {r.code for r in records}
 
 
 def test_dropout_stays() -> None:
