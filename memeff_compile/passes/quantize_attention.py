@@ -33,20 +33,21 @@ from .recover_attention import _laid_out_as, chooses_kernels
 PRECISION = ("4b", "8b", "8b+f16", "exact")
 """Levels, least precise first."""
 
-FEWEST_QUERIES = 256
-"""Fewer leave the GPU waiting for the keys, which stand in memory in 16 bits."""
+SHORTEST = 8192
+"""Queries and keys from which on the low-bit form was faster than PyTorch's on an H200, for every
+kind of mask and head; below, making the codes costs more than they save."""
 
-_SHORTEST = {
-    (9, 0): {
-        "whole": {64: 6144, 128: 4096},
-        "causal": {64: 10240, 128: 10240},
-        "told": {64: 2048, 128: 2048},
-    }
-}
-"""Keys from which on the low-bit form is faster, by compute capability, kind of mask and head."""
+SHORTEST_GROUPED = 4096
+"""The same where at least four query heads share a key head: there are fewer codes to make."""
 
-_WIDEST = 128
+FEWEST_PAIRS = 32 * 4096 * 4096
+"""Pairs of a query and a key, over all heads, that fill the GPU as the measurements did."""
+
+WIDEST = 128
 """Wider heads were measured to be slower than PyTorch's kernels."""
+
+_MEASURED = ((9, 0),)
+"""Compute capabilities of GPUs on which this was measured."""
 
 
 @dataclass(frozen=True)
@@ -329,21 +330,34 @@ def _without_gain(
     if op_folder.engine_for(query.device, query.dtype) == "reference":
         why = "the kernels need triton and compute capability 8.0 or later"
         return Decline("not_faster", f"{why}: kept exact", hint, node)
-    if queries < FEWEST_QUERIES:
-        why = f"{queries} queries are too few to pay for the codes of the keys"
-        return Decline("not_faster", f"{why}: kept exact", hint, node)
     depth = query.shape[3]
-    if depth > _WIDEST:
+    if depth > WIDEST:
         why = f"heads of {depth} were measured to be slower in 8 bits"
         return Decline("not_faster", f"{why}: kept exact", hint, node)
-    least = _SHORTEST[9, 0][asked.kind][64 if depth <= 64 else 128]
-    return None if keys >= least else _not_faster(node, keys, least, "what was measured")
+    is_grouped = compat.size_hint(query.shape[1]) >= 4 * compat.size_hint(key.shape[1])
+    least = SHORTEST_GROUPED if is_grouped else SHORTEST
+    length = min(queries, _reached(asked, keys))
+    if length < least:
+        return _not_faster(node, length, least, "what was measured")
+    pairs = compat.size_hint(query.shape[0]) * compat.size_hint(query.shape[1]) * queries * keys
+    if pairs < FEWEST_PAIRS:
+        why = "there are too few heads to fill the GPU at this length"
+        return Decline("not_faster", f"{why}: kept exact", hint, node)
+    return None
 
 
-def _not_faster(node: Node, keys: int, least: int, source: str) -> Decline:
+def _reached(asked: Asked, keys: int) -> int:
+    """Return how many keys would be as much work under a causal mask as those in a window are."""
+    if isinstance(asked.ahead, int) and isinstance(asked.behind, int):
+        return max(0, min(keys, 2 * (asked.ahead + asked.behind + 1)))
+    return keys
+
+
+def _not_faster(node: Node, length: int, least: int, source: str) -> Decline:
     return Decline(
         "not_faster",
-        f"{keys} keys are fewer than {least}, from which on low bits pay by {source}: kept exact",
+        f"{length} queries or keys are fewer than {least}, from which on low bits pay by {source}: "
+        "kept exact",
         "set memeff.attention.length to have it all the same",
         node,
     )
@@ -390,6 +404,6 @@ def _sentence(info: GraphInfo, site: Site) -> str:
     device = where_it_runs(query.device)
     if device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(query.device)
-        if capability not in _SHORTEST:
+        if capability not in _MEASURED:
             parts.append("speed not measured on this GPU")
     return "; ".join(parts)

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import memeff_compile
 from memeff_compile.errors import OptionError, StrictError
 from memeff_compile.kernels.linear_cross_entropy import planned_for
+from memeff_compile.passes import quantize_attention
 from memeff_compile.report import Record
 from tests.support.coded_attention import relative_l1
 
@@ -253,27 +254,60 @@ def test_by_default_nothing_fires_where_it_is_not_faster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "depth", "words"),
+    ("heads_", "groups", "queries", "keys", "depth", "words"),
     [
-        (256, 1024, 128, "1024 keys are fewer than"),
-        (16, 16384, 128, "16 queries are too few"),
-        (256, 16384, 160, "eads of 160"),
-        (256, 16384, 128, ""),
-        (256, 16384, 40, ""),
+        (4, 4, 32, 256, 64, "32 queries or keys are fewer than 64"),
+        (4, 4, 256, 32, 64, "32 queries or keys are fewer than 64"),
+        (4, 4, 48, 256, 64, "48 queries or keys are fewer than 64"),
+        (4, 1, 48, 256, 64, ""),
+        (1, 1, 64, 64, 64, "too few heads"),
+        (4, 4, 256, 256, 160, "eads of 160"),
+        (4, 4, 64, 64, 40, ""),
     ],
 )
-def test_on_a_gpu_the_length_decides(queries: int, keys: int, depth: int, words: str) -> None:
-    """Planned for a GPU."""
-    shapes = [(1, 1, n, depth) for n in (queries, keys, keys)]
+def test_on_a_gpu_the_length_decides(
+    heads_: int,
+    groups: int,
+    queries: int,
+    keys: int,
+    depth: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Planned for a GPU, with bounds that are small enough to try."""
+    monkeypatch.setattr(quantize_attention, "SHORTEST", 64)
+    monkeypatch.setattr(quantize_attention, "SHORTEST_GROUPED", 32)
+    monkeypatch.setattr(quantize_attention, "FEWEST_PAIRS", 4 * 48 * 64)
+    shapes = [(1, heads_, queries, depth), *2 * [(1, groups, keys, depth)]]
     inputs = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
 
     def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
     with planned_for(torch.device("cuda", 0)):
         _, records = run(whole, *inputs, **{"attention.length": "auto"})
     assert [r.action for r in records] == ["declined" if words else "rewrote"]
     assert words in records[0].sentence
+
+
+def test_a_window_counts_as_short_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_attention, "SHORTEST", 32)
+    monkeypatch.setattr(quantize_attention, "FEWEST_PAIRS", 1)
+
+    def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        place = torch.arange(S)
+        mask = (place[None] <= place[:, None]) & (place[None] > place[:, None] - 10)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        place = torch.arange(S)
+        mask = (place[None] <= place[:, None]) & (place[None] > place[:, None] - 20)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    for function, action in ((windowed, "declined"), (wide, "rewrote")):
+        with planned_for(torch.device("cuda", 0)):
+            _, records = run(function, *qkv(), **{"attention.length": "auto"})
+        assert [r.action for r in records] == [action]
 
 
 def test_exact_and_off_leave_it_alone() -> None:
