@@ -21,6 +21,6 @@ PASSES: tuple[GraphPass, ...] = (
     RewriteKVUpdate(),  # generation: no loss, no gradient
     ExpandMultihead(),  # what it leaves of masks is the next pass's
     RecoverAttention(),  # what attends to a static cache is the pass before's
-    KeepRotaryTables(),  # for Inductor alone, which would compute them in each layer
     QuantizeAttention(),  # what the pass before left, where a lossy form is asked for
+    KeepRotaryTables(),  # for Inductor alone, which would compute them in each layer
 )
