@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,3 +62,19 @@ def test_distances_are_ordered_as_arithmetic_has_it(found: list[dict[str, Any]])
     scales = of(found, "2, 3")
     token, tensor = (scales[name]["average"]["relative_l1"] for name in ("token", "tensor"))
     assert token < tensor
+
+
+def test_the_benchmark_of_low_bits_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import quantized_attention
+
+    out = tmp_path / "rows.jsonl"
+    for part in ("accuracy", "prefill"):
+        monkeypatch.setattr(
+            sys, "argv", ["", "--size", "tiny", "--part", part, "--depths", "16", "--out", str(out)]
+        )
+        quantized_attention.main()
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 2 * 2 * 3
+    by_level = {row["method"]: row for row in rows if row["kind"] == "iid" and row["causal"]}
+    assert by_level["8b+f16"]["relative_l1"] < by_level["8b"]["relative_l1"] < 0.06
