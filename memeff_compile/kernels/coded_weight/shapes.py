@@ -1,0 +1,70 @@
+"""Tiles, warps and stages of the Triton kernels, as plain numbers.
+
+Launchers ask here, and so do the tests that compile the kernels for GPUs that are not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memeff_compile.kernels.coded_weight.layout import CHUNK
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """One token: rows of the weight per program, words of codes per step."""
+
+    rows: int
+    words: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Several tokens: rows and tokens per program, words per step, programs that share a row."""
+
+    rows: int
+    tokens: int
+    words: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+WIN4_DECODE_WORDS = 512
+WIN4_DECODE_WARPS = 4
+WIN4_ENCODE_WORDS = 512
+WIN4_ENCODE_WARPS = 4
+TIER_DECODE_WARPS = 4
+TIER_ENCODE_WARPS = 8
+RANS_WARPS = 4
+PATCHES = 32
+
+MAX_FUSED_TOKENS = 64
+"""Tokens up to which a product decodes on the way; with more, the weight is decoded first."""
+
+
+def row_tile(columns: int) -> RowTile:
+    """Return the tile for one token and rows of this length."""
+    return RowTile(rows=8 if columns <= 8192 else 4, words=128, warps=4)
+
+
+def tile(tokens: int, rows: int, columns: int, processors: int) -> Tile:
+    """Return the tile for a few tokens.
+
+    Args:
+        tokens, rows, columns: M, N and K.
+        processors: multiprocessors of the GPU.
+    """
+    width = max(16, 1 << (tokens - 1).bit_length())
+    height = 64
+    programs = -(-rows // height)
+    splits = 1
+    while programs * splits * 2 <= 2 * processors and splits < 8:
+        splits *= 2
+    return Tile(height, min(width, 128), 32, 4, 3, splits)
+
+
+def chunks_touched(rows: int, columns: int) -> int:
+    """Return a power of two, not less than the chunks that some rows touch."""
+    return max(32, 1 << ((rows * columns - 1) // CHUNK + 1).bit_length())
