@@ -9,6 +9,7 @@ nothing, because it is imported while torch itself may still be starting.
 from __future__ import annotations
 
 __all__ = [
+    "CodedWeightError",
     "DoubleBackwardError",
     "ExplainError",
     "MemeffError",
@@ -48,6 +49,10 @@ class DoubleBackwardError(MemeffError, RuntimeError):
 
 class UnsupportedInputError(MemeffError, TypeError):
     """An op was called with a dtype, layout or setting that it cannot serve."""
+
+
+class CodedWeightError(MemeffError, RuntimeError):
+    """A compressed weight was written to in place, or a file of them cannot be used."""
 
 
 class VerifyError(MemeffError, RuntimeError):
