@@ -119,43 +119,53 @@ def decode_settings(codec: str) -> list[Setting]:
         return [
             {"WIN4_DECODE_WORDS": words, "WIN4_DECODE_WARPS": warps}
             for words, warps in itertools.product((128, 256, 512, 1024), (1, 2, 4, 8))
-            if 1 <= words // (32 * warps) <= 8
+            if 4 <= words // (32 * warps) <= 8
         ]
     name = {"tier": "TIER_DECODE_WARPS", "rans": "RANS_WARPS"}[codec]
-    return [{name: warps} for warps in (1, 2, 4, 8, 16)]
+    return [{name: warps} for warps in ((4, 8) if codec == "tier" else (1,))]
 
 
 ENCODE_SETTINGS = {
     "win4": [
         {"WIN4_ENCODE_WORDS": words, "WIN4_ENCODE_WARPS": warps}
-        for words, warps in ((256, 2), (256, 4), (512, 4), (1024, 8), (1024, 4))
+        for words, warps in ((512, 4), (1024, 4))
     ],
     "tier": [{"TIER_ENCODE_WARPS": warps} for warps in (4, 8)],
-    "rans": [{"RANS_WARPS": 4}],
+    "rans": [{"RANS_WARPS": 1}],
 }
 
 ROW_TILES = [
-    shapes.RowTile(rows, words, warps)
-    for rows, words, warps in itertools.product((2, 4, 8, 16), (64, 128, 256, 512), (1, 2, 4))
-    if 4 <= rows * words // (32 * warps) <= 16
+    shapes.RowTile(rows, words, warps, stages)
+    for rows, words, warps, stages in [
+        (4, 64, 1, 1),
+        (4, 64, 1, 2),
+        (4, 64, 1, 3),
+        (2, 128, 1, 1),
+        (2, 128, 1, 2),
+        (4, 128, 1, 1),
+        (8, 64, 1, 1),
+        (8, 32, 1, 1),
+        (2, 64, 1, 1),
+        (8, 64, 2, 1),
+        (4, 128, 2, 1),
+        (2, 256, 2, 1),
+    ]
 ]
 TILES = {
     16: [
-        shapes.Tile(rows, 16, words, warps, stages)
-        for rows, words, warps, stages in [
-            *itertools.product((32, 64), (32, 64), (4,), (1, 2, 3, 4)),
-            *itertools.product((32, 16), (32, 64), (2,), (1, 3)),
-            *itertools.product((128,), (32,), (4, 8), (2, 3)),
-        ]
-    ],
-    256: [
-        shapes.Tile(rows, tokens, 32, warps, stages)
-        for rows, tokens, warps, stages in [
-            *itertools.product((64, 128), (128,), (4, 8), (1, 2, 3)),
-            (64, 256, 8, 1),
-            (64, 256, 8, 2),
-            (128, 256, 8, 1),
-        ]
+        shapes.Tile(rows, 16, words, warps, stages, splits)
+        for rows, words, warps, stages, splits in itertools.product(
+            (32, 64), (32, 64), (4,), (1, 2), (1, 2, 4)
+        )
+    ]
+    + [shapes.Tile(16, 16, 64, 1, 1, splits) for splits in (1, 2, 4)]
+    + [shapes.Tile(16, 16, 32, 1, 1, splits) for splits in (1, 2, 4)],
+    64: [
+        shapes.Tile(64, 64, 32, 4, 1, 1),
+        shapes.Tile(64, 64, 32, 4, 1, 2),
+        shapes.Tile(64, 64, 32, 4, 2, 2),
+        shapes.Tile(64, 64, 64, 4, 1, 2),
+        shapes.Tile(128, 64, 32, 8, 1, 2),
     ],
 }
 
@@ -301,7 +311,7 @@ def main() -> None:
             if not number:
                 encode_times(weights[0], codec)
             if codec == "win4":
-                for tokens in (1,) if number else (1, 16, 256):
+                for tokens in (1,) if number else (1, 16, 64):
                     product_times(coded, weights, tokens)
     print(f"{time.time() - started:.0f} s")
 

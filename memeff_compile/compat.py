@@ -477,3 +477,9 @@ def inductor_graphs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Grap
         inner: Any = keep
         compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
     return graphs
+
+
+def tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether hooks are registered on a tensor, of its gradient or after it."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks) or bool(after)

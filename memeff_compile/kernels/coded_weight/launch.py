@@ -146,7 +146,7 @@ def _write_patches(
                 places,
                 values,
                 IS_TIER=is_tier,
-                BLOCK=2048,
+                BLOCK=1024,
                 num_warps=4,
             )
     return starts, places, values
@@ -412,8 +412,10 @@ def _one_row(
             rows,
             columns // 8,
             HAS_BIAS=bias is not None,
+            IS_EVEN=rows % setting.rows == 0 and columns % (8 * setting.words) == 0,
             ROWS=setting.rows,
             WORDS=setting.words,
+            STAGES=setting.stages,
             CHUNKS=shapes.chunks_touched(setting.rows, columns),
             PATCHES=shapes.PATCHES,
             num_warps=setting.warps,

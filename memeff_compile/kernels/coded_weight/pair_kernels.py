@@ -67,13 +67,17 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_patches(
-    starts_ptr, places_ptr, values_ptr, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr
+    begin,
+    end,
+    places_ptr,
+    values_ptr,
+    out_ptr,
+    first,
+    WEIGHTS: tl.constexpr,
+    PATCHES: tl.constexpr,
 ):
-    """Write the patches of the `WEIGHTS` weights from `first` over what the program has stored."""
-    chunk = first // CHUNK
+    """Write patches begin to end over what the program has stored: `WEIGHTS` from `first` on."""
     inside = (first % CHUNK).to(tl.int32)
-    begin = tl.load(starts_ptr + chunk)
-    end = tl.load(starts_ptr + chunk + 1)
     if end > begin:
         tl.debug_barrier()
         for start in range(begin, end, PATCHES):
@@ -122,10 +126,12 @@ def patches_kernel(
             else:
                 is_patch = is_win4_patch(pattern.to(tl.int32), header_ptr)
             count = is_patch.to(tl.int32)
-            rank = at + tl.cumsum(count, 0) - count
-            tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
-            tl.store(values_ptr + rank, pattern, mask=is_patch)
-            at += tl.sum(count, 0)
+            found = tl.sum(count, 0)
+            if found > 0:  # seldom: a prefix sum costs more than reading the weights
+                rank = at + tl.cumsum(count, 0) - count
+                tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
+                tl.store(values_ptr + rank, pattern, mask=is_patch)
+            at += found
 
 
 @triton.jit

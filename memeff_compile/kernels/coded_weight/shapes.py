@@ -17,6 +17,7 @@ class RowTile:
     rows: int
     words: int
     warps: int
+    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ WIN4_DECODE_WORDS = 512
 WIN4_DECODE_WARPS = 4
 WIN4_ENCODE_WORDS = 512
 WIN4_ENCODE_WARPS = 4
-TIER_DECODE_WARPS = 4
-TIER_ENCODE_WARPS = 8
-RANS_WARPS = 4
+TIER_DECODE_WARPS = 8
+TIER_ENCODE_WARPS = 4
+RANS_WARPS = 1
 PATCHES = 32
 
 MAX_FUSED_TOKENS = 64
@@ -46,7 +47,7 @@ MAX_FUSED_TOKENS = 64
 
 def row_tile(columns: int) -> RowTile:
     """Return the tile for one token and rows of this length."""
-    return RowTile(rows=8 if columns <= 8192 else 4, words=128, warps=4)
+    return RowTile(rows=4, words=64, warps=1)
 
 
 def tile(tokens: int, rows: int, columns: int, processors: int) -> Tile:
@@ -67,4 +68,4 @@ def tile(tokens: int, rows: int, columns: int, processors: int) -> Tile:
 
 def chunks_touched(rows: int, columns: int) -> int:
     """Return a power of two, not less than the chunks that some rows touch."""
-    return max(32, 1 << ((rows * columns - 1) // CHUNK + 1).bit_length())
+    return 1 << ((rows * columns - 1) // CHUNK + 1).bit_length()

@@ -110,10 +110,15 @@ class CodedWeight(Tensor):
         dense = value.decode() if isinstance(value, CodedWeight) else value.detach()
         dense = dense.to(device=self.device, dtype=self.dtype)
         if not op.encode_into(self.parts, dense, self.codec):
-            parts = op.encode(dense, self.codec, self.room)
-            for name, part in zip(parse(self.codec).parts, parts, strict=True):
-                setattr(self, name, part)
+            self.encode_anew(dense)
         torch.autograd.graph.increment_version(self)
+
+    @torch.no_grad()
+    def encode_anew(self, dense: Tensor) -> None:
+        """Encode a bf16 tensor of this shape into new parts, with room as `self.room` says."""
+        parts = op.encode(dense, self.codec, self.room)
+        for name, part in zip(parse(self.codec).parts, parts, strict=True):
+            setattr(self, name, part)
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         """Say which attributes are tensors; compilers take the weight apart with it."""
@@ -150,7 +155,7 @@ class CodedWeight(Tensor):
         """Turn an eager linear into the op; a compiler sees the linear, and our pass does it."""
         del types
         with torch._C.DisableTorchFunctionSubclass():
-            if func is _SET_DATA and isinstance(args[0], CodedWeight):
+            if func == _SET_DATA and isinstance(args[0], CodedWeight):
                 raise CodedWeightError(
                     "new data was assigned to a compressed weight, as module.half(), .float() and "
                     ".to(dtype) do; it holds bfloat16 and nothing else. Call "

@@ -107,6 +107,8 @@ def decode_kernel(
     """Write one chunk of weights."""
     chunk = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, WORDS)
+    begin = tl.load(starts_ptr + chunk)  # long before they are needed
+    end = tl.load(starts_ptr + chunk + 1)
     narrow, middle = tl.load(header_ptr), tl.load(header_ptr + 1)
     wide = tl.load(header_ptr + 2)
     first = tl.load(first_ptr + chunk * WORDS + word)
@@ -144,7 +146,7 @@ def decode_kernel(
             odd = scaled(odd, norms_ptr, place + 128 * half + 64, BLOCK)
         tl.store(out + 64 * half, even)
         tl.store(out + 64 * half + 32, odd)
-    store_patches(starts_ptr, places_ptr, values_ptr, out_ptr, chunk * CHUNK, CHUNK, PATCHES)
+    store_patches(begin, end, places_ptr, values_ptr, out_ptr, chunk * CHUNK, CHUNK, PATCHES)
 
 
 @triton.jit

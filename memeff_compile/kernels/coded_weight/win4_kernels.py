@@ -57,11 +57,15 @@ def decode_kernel(
     word = tl.arange(0, WORDS)
     group = first // 32 + word // 32
     lane = word % 32
+    chunk = first * 8 // CHUNK
+    begin = tl.load(starts_ptr + chunk)  # long before they are needed
+    end = tl.load(starts_ptr + chunk + 1)
     base = tl.load(header_ptr) << 7
-    codes = tl.load(codes_ptr + first + word)
+    codes = tl.load(codes_ptr + first + word, eviction_policy="evict_first")
     if FIELD == 8:
-        signs = tl.load(signs_ptr + group * 64 + lane)
-        more = tl.load(signs_ptr + group * 64 + 32 + lane)
+        sign_at = signs_ptr + group * 64 + lane
+        signs = tl.load(sign_at, eviction_policy="evict_first")
+        more = tl.load(sign_at + 32, eviction_policy="evict_first")
         pair_0 = even_bytes(signs) | _exponents(codes, base, 0)
         pair_1 = odd_bytes(signs) | _exponents(codes, base, 1)
         pair_2 = even_bytes(more) | _exponents(codes, base, 2)
@@ -82,7 +86,7 @@ def decode_kernel(
     tl.store(out + 32, pair_1)
     tl.store(out + 64, pair_2)
     tl.store(out + 96, pair_3)
-    store_patches(starts_ptr, places_ptr, values_ptr, out_ptr, first * 8, WORDS * 8, PATCHES)
+    store_patches(begin, end, places_ptr, values_ptr, out_ptr, first * 8, WORDS * 8, PATCHES)
 
 
 @triton.jit
@@ -139,13 +143,22 @@ def encode_kernel(
 
 
 @triton.jit
-def _patch_rows(starts_ptr, place, each, first_chunk, chunks, row_length, CHUNKS: tl.constexpr):
-    """Return row and column of patches, from the chunk that each of them lies in."""
+def _first_chunk(first_row, rows, rows_count, row_length):
+    """Return the first chunk that some rows touch, how many, and where the first row starts in it."""
+    first = first_row.to(tl.int64) * row_length
+    last = tl.minimum(first_row + rows, rows_count).to(tl.int64) * row_length
+    chunk = first // CHUNK
+    return chunk, ((last + CHUNK - 1) // CHUNK - chunk).to(tl.int32), (first % CHUNK).to(tl.int32)
+
+
+@triton.jit
+def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
+    """Return row and column of patches, counted from the first row, -1 before it."""
     number = tl.arange(0, CHUNKS)
-    ends = tl.load(starts_ptr + first_chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
-    chunk = first_chunk + tl.sum((each[:, None] >= ends[None, :]).to(tl.int32), 1)
-    flat = chunk.to(tl.int64) * CHUNK + place
-    return flat // row_length, (flat % row_length).to(tl.int32)
+    ends = tl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
+    passed = tl.sum((each[:, None] >= ends[None, :]).to(tl.int32), 1)
+    flat = passed * CHUNK + place - inside
+    return tl.where(flat < 0, -1, flat // row_length), flat % row_length
 
 
 @triton.jit
@@ -188,8 +201,10 @@ def row_kernel(
     rows_count,
     row_words,  # K / 8
     HAS_BIAS: tl.constexpr,
+    IS_EVEN: tl.constexpr,  # ROWS divides N, WORDS a row
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
+    STAGES: tl.constexpr,
     CHUNKS: tl.constexpr,  # a power of two, not less than the chunks that ROWS rows touch
     PATCHES: tl.constexpr,
 ):
@@ -199,15 +214,22 @@ def row_kernel(
     mantissa is zero, the others are scaled by 2^base.
     """
     first_row = tl.program_id(0) * ROWS
+    row_length = row_words * 8
+    chunk, chunks, inside = _first_chunk(first_row, ROWS, rows_count, row_length)
+    patch = tl.load(starts_ptr + chunk)  # long before they are needed
+    end = tl.load(starts_ptr + chunk + chunks)
     row = first_row + tl.arange(0, ROWS)
     is_row = (row < rows_count)[:, None]
     scale = ((tl.load(header_ptr) + 127) << 23).to(tl.float32, bitcast=True)
     begin = row.to(tl.int64)[:, None] * row_words
     acc = tl.zeros((ROWS, WORDS), tl.float32)
-    for start in range(0, row_words, WORDS):
+    for start in tl.range(0, row_words, WORDS, num_stages=STAGES):
         word = start + tl.arange(0, WORDS)
         is_in = word < row_words
         is_read = is_row & is_in[None, :]
+        if IS_EVEN:
+            is_in = word >= 0
+            is_read = (row >= 0)[:, None] & is_in[None, :]
         group = word // 32
         lane = word % 32
         codes = tl.load(codes_ptr + begin + word[None, :], mask=is_read, other=0)
@@ -216,26 +238,19 @@ def row_kernel(
         more = tl.load(signs_ptr + at + 32, mask=is_read, other=0)
         acc = _products(codes, signs, more, x_ptr, group * 128 + lane, is_in, scale, acc)
     total = tl.sum(acc, 1)
-    row_length = row_words * 8
-    first = first_row.to(tl.int64) * row_length
-    last = tl.minimum(first_row + ROWS, rows_count).to(tl.int64) * row_length
-    first_chunk = first // CHUNK
-    chunks = (last + CHUNK - 1) // CHUNK - first_chunk
-    patch = tl.load(starts_ptr + first_chunk)
-    end = tl.load(starts_ptr + first_chunk + chunks)
     for start in range(patch, end, PATCHES):
         each = start + tl.arange(0, PATCHES)
         is_patch = each < end
         place = tl.load(places_ptr + each, mask=is_patch, other=0).to(tl.int32)
         weight = tl.load(values_ptr + each, mask=is_patch, other=0).to(tl.int32)
         its_row, column = _patch_rows(
-            starts_ptr, place, each, first_chunk, chunks, row_length, CHUNKS
+            starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS
         )
-        is_patch &= (its_row >= first_row) & (its_row < first_row + ROWS)
+        is_patch &= (its_row >= 0) & (its_row < ROWS)
         x = tl.load(x_ptr + column // 2, mask=is_patch, other=0)
         x = tl.where(column % 2 == 0, low_float(x), high_float(x))
         product = tl.where(is_patch, low_float(weight) * x, 0.0)
-        total += tl.sum(tl.where(its_row[None, :] == row[:, None], product[None, :], 0.0), 1)
+        total += tl.sum(tl.where(its_row[None, :] + first_row == row[:, None], product[None, :], 0.0), 1)
     if HAS_BIAS:
         total += tl.load(bias_ptr + row, mask=row < rows_count, other=0).to(tl.float32)
     tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=row < rows_count)
@@ -318,22 +333,19 @@ def tile_kernel(
         acc = _dot_pair(odd_bytes(more) | _exponents(codes, base, 3), x_3, acc, UPCAST)
     if split == 0:
         row_length = row_words * 8
-        first = first_row.to(tl.int64) * row_length
-        last = tl.minimum(first_row + ROWS, rows_count).to(tl.int64) * row_length
-        first_chunk = first // CHUNK
-        chunks = (last + CHUNK - 1) // CHUNK - first_chunk
-        patch = tl.load(starts_ptr + first_chunk)
-        end = tl.load(starts_ptr + first_chunk + chunks)
+        chunk, chunks, inside = _first_chunk(first_row, ROWS, rows_count, row_length)
+        patch = tl.load(starts_ptr + chunk)
+        end = tl.load(starts_ptr + chunk + chunks)
         for start in range(patch, end, PATCHES):
             each = start + tl.arange(0, PATCHES)
             is_patch = each < end
             place = tl.load(places_ptr + each, mask=is_patch, other=0).to(tl.int32)
             weight = tl.load(values_ptr + each, mask=is_patch, other=0).to(tl.int32)
             its_row, column = _patch_rows(
-                starts_ptr, place, each, first_chunk, chunks, row_length, CHUNKS
+                starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS
             )
-            is_patch &= (its_row >= first_row) & (its_row < first_row + ROWS)
-            is_here = is_patch[None, :] & (its_row[None, :] == row[:, None])
+            is_patch &= (its_row >= 0) & (its_row < ROWS)
+            is_here = is_patch[None, :] & (its_row[None, :] + first_row == row[:, None])
             x = tl.load(
                 x_begin + (column // 2)[:, None], mask=is_patch[:, None] & is_token, other=0
             )
