@@ -3,7 +3,7 @@
     python benchmarks/coded_weight_tiles.py
 
 First each codec is held against the plain PyTorch path on hostile weights, then each candidate of
-tile, warps and stages is timed in CUDA graphs over rotated copies, so that weights come from memory.
+tile, warps and stages is timed in CUDA graphs over rotated copies: weights come from memory.
 Candidates are compiled beforehand in several processes.
 """
 
@@ -64,7 +64,9 @@ def check() -> None:
         for codec in CODECS:
             form, weight = parse(codec), hostile(*shape)
             parts, plain = launch.encode(weight, form), reference.encode(weight, form)
-            same = [a.shape == b.shape and torch.equal(a, b) for a, b in zip(parts, plain)]
+            same = [
+                a.shape == b.shape and torch.equal(a, b) for a, b in zip(parts, plain, strict=True)
+            ]
             exact = torch.equal(bits(launch.decode(parts, form, shape)), bits(weight))
             roomy = launch.encode(weight, form, launch.Room(0.1, 64))
             other = hostile(*shape)
@@ -130,42 +132,33 @@ ENCODE_SETTINGS = {
         {"WIN4_ENCODE_WORDS": words, "WIN4_ENCODE_WARPS": warps}
         for words, warps in ((512, 4), (1024, 4))
     ],
-    "tier": [{"TIER_ENCODE_WARPS": warps} for warps in (4, 8)],
+    "tier": [{"TIER_ENCODE_WARPS": warps} for warps in (8, 16)],
     "rans": [{"RANS_WARPS": 1}],
 }
 
 ROW_TILES = [
     shapes.RowTile(rows, words, warps, stages)
     for rows, words, warps, stages in [
-        (4, 64, 1, 1),
-        (4, 64, 1, 2),
-        (4, 64, 1, 3),
-        (2, 128, 1, 1),
-        (2, 128, 1, 2),
-        (4, 128, 1, 1),
-        (8, 64, 1, 1),
-        (8, 32, 1, 1),
-        (2, 64, 1, 1),
-        (8, 64, 2, 1),
-        (4, 128, 2, 1),
-        (2, 256, 2, 1),
+        *itertools.product((4,), (64,), (1,), (1, 2, 3, 4)),
+        *itertools.product((2,), (128,), (1,), (2, 3, 4)),
+        *itertools.product((4,), (128,), (1, 2), (2, 3)),
+        *itertools.product((8,), (32, 64), (1,), (2, 3)),
+        *itertools.product((2, 4), (64, 32), (1,), (3, 4)),
     ]
 ]
 TILES = {
     16: [
-        shapes.Tile(rows, 16, words, warps, stages, splits)
-        for rows, words, warps, stages, splits in itertools.product(
-            (32, 64), (32, 64), (4,), (1, 2), (1, 2, 4)
-        )
-    ]
-    + [shapes.Tile(16, 16, 64, 1, 1, splits) for splits in (1, 2, 4)]
-    + [shapes.Tile(16, 16, 32, 1, 1, splits) for splits in (1, 2, 4)],
-    64: [
-        shapes.Tile(64, 64, 32, 4, 1, 1),
-        shapes.Tile(64, 64, 32, 4, 1, 2),
-        shapes.Tile(64, 64, 32, 4, 2, 2),
-        shapes.Tile(64, 64, 64, 4, 1, 2),
-        shapes.Tile(128, 64, 32, 8, 1, 2),
+        *[
+            shapes.Tile(rows, 16, words, 4, stages, splits)
+            for rows, words, stages, splits in itertools.product(
+                (32, 64), (32, 64), (1, 2), (1, 2, 4)
+            )
+        ],
+        *[shapes.Tile(16, 16, words, 1, 1, splits) for words in (32, 64) for splits in (1, 2, 4)],
+        *[shapes.Tile(16, 16, words, 2, 1, splits) for words in (64, 128) for splits in (1, 2, 4)],
+        shapes.Tile(64, 16, 128, 8, 1, 1),
+        shapes.Tile(64, 16, 128, 8, 1, 2),
+        shapes.Tile(128, 16, 64, 8, 1, 2),
     ],
 }
 
@@ -240,7 +233,7 @@ def decode_times(coded: list[list[Tensor]], codec: str, weight: Tensor) -> None:
             time_us = microseconds(
                 [
                     lambda p=p, b=b: launch.decode_flat(p, parse(codec), b)
-                    for p, b in zip(coded, buffers)
+                    for p, b in zip(coded, buffers, strict=True)
                 ]
             )
         found.append((time_us, setting))
@@ -311,7 +304,7 @@ def main() -> None:
             if not number:
                 encode_times(weights[0], codec)
             if codec == "win4":
-                for tokens in (1,) if number else (1, 16, 64):
+                for tokens in (1,) if number else (1, *TILES):
                     product_times(coded, weights, tokens)
     print(f"{time.time() - started:.0f} s")
 

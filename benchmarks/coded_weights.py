@@ -214,10 +214,10 @@ def _linears(
     for tokens in TOKENS[options.size]:
         x = torch.randn(tokens, shape[1], device=options.device).to(torch.bfloat16)
         groups: dict[str, list[Callable[[], object]]] = {
-            "dense": [lambda w=w: F.linear(x, w) for w in weights]
+            "dense": [lambda w=w, x=x: F.linear(x, w) for w in weights]
         }
         for codec in CODECS:
-            groups[codec] = [lambda c=c: coded_weight_linear(x, c) for c in coded[codec]]
+            groups[codec] = [lambda c=c, x=x: coded_weight_linear(x, c) for c in coded[codec]]
         wide = x.double() @ weights[0].double().t()
         errors = {
             name: float((calls[0]().double() - wide).abs().max() / wide.abs().max())

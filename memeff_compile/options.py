@@ -456,8 +456,8 @@ class Options:
         "weights",
         "exact",
         "off",
-        meaning="Whether linears with weights that `memeff_compile.compress_` compressed run as one "
-        "op that keeps nothing decoded for the backward. `off`: each is decoded, and kept.",
+        meaning="Whether linears with weights that `memeff_compile.compress_` compressed run as "
+        "one op that keeps nothing decoded for the backward. `off`: each is decoded, and kept.",
         later={"win4": _NO_WEIGHTS, "tier": _NO_WEIGHTS, "rans": _NO_WEIGHTS},
     )
     skip: Mapping[str, tuple[str, ...]] = _option(

@@ -1,9 +1,9 @@
 """compress_ and decompress_: put coded weights where a model's dense linear weights are.
 
-A compressed weight is a `CodedWeight` in the place of the parameter, under the same name. It reads as
-the same bf16 weight, bit for bit; `state_dict` gives dense tensors and `load_state_dict` takes them.
-One weight is coded at a time and its dense memory given up at once, so that the model never takes
-more than it did, plus one tensor.
+A compressed weight is a `CodedWeight` in the place of the parameter, under the same name. It reads
+as the same bf16 weight, bit for bit; `state_dict` gives dense tensors and `load_state_dict` takes
+them. One weight is coded at a time and its dense memory given up at once, so that the model never
+takes more than it did, plus one tensor.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _codec_name(codec: str, mantissa: int, block: int) -> str:
     except Exception as error:
         raise OptionError(f"compress_: {error}") from None
     if ":" in codec and mantissa != 7:
-        raise OptionError(f"compress_: codec is {codec!r} and mantissa {mantissa}; give one of them.")
+        raise OptionError(f"compress_: codec is {codec!r} and mantissa {mantissa}; give one only.")
     return str(form)
 
 
@@ -311,6 +311,12 @@ def _compress_one(place: _Place, codec: str) -> CompressedWeight:
 
 def _put(place: _Place, value: nn.Parameter) -> None:
     """Put a parameter in the place of another, for everyone who holds it."""
+    if compat.tensor_hooks(place.parameter):
+        raise CodedWeightError(
+            f"hooks are registered on {place.name} and would be lost; remove them first, those of "
+            "optim_in_backward with the remove() of what it returned."
+        )
+    compat.drop_empty_hooks(place.parameter)
     try:
         # The same object from now on holds the new value: an optimizer made earlier sees it too.
         torch.utils.swap_tensors(place.parameter, value)
@@ -350,7 +356,9 @@ def compressed_weights(model: nn.Module) -> dict[str, CodedWeight]:
     }
 
 
-def put_coded(module: nn.Module, attribute: str, coded: CodedWeight, *, requires_grad: bool) -> None:
+def put_coded(
+    module: nn.Module, attribute: str, coded: CodedWeight, *, requires_grad: bool
+) -> None:
     """Make a coded weight the parameter of a linear, whatever was there.
 
     Raises:

@@ -130,9 +130,7 @@ def _target(old: Tensor, device: object) -> torch.device:
     return torch.device("cpu") if old.device.type == "meta" else old.device
 
 
-def _set_dense(
-    modules: dict[str, nn.Module], name: str, value: Tensor, device: object
-) -> None:
+def _set_dense(modules: dict[str, nn.Module], name: str, value: Tensor, device: object) -> None:
     owner, _, attribute = name.rpartition(".")
     module = modules[owner]
     store = module._parameters if attribute in module._parameters else module._buffers
@@ -164,7 +162,7 @@ def _alias(modules: dict[str, nn.Module], name: str, first: str) -> None:
 def _checksum(parts: Sequence[Tensor]) -> int:
     found = 0
     for part in parts:
-        found = zlib.crc32(memoryview(part.view(torch.uint8).numpy()), found)
+        found = zlib.crc32(part.view(torch.uint8).numpy().tobytes(), found)
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
 from memeff_compile.kernels.coded_weight import CodedWeight, Room
 
@@ -108,6 +109,8 @@ class BackwardOptimizer(Optimizer):
         super().__init__(held, {})
         # The very groups of the optimizers: a scheduler that writes to them sets their rates.
         self.param_groups = [g for u in self._updates for g in u.optimizer.param_groups]
+        for update in self._updates:
+            compat.drop_empty_hooks(update.parameter)
         self._hooks = [
             update.parameter.register_post_accumulate_grad_hook(self._hook(update))
             for update in self._updates
@@ -128,15 +131,26 @@ class BackwardOptimizer(Optimizer):
         return {update.name: update.optimizer for update in self._updates}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do nothing: the weights were updated during the backward.
+        """Check that the weights were updated during the backward; nothing else is left to do.
 
         Args:
             closure: computes the loss again, as of any optimizer; its backward updates.
+
+        Raises:
+            MemeffError: A gradient is left, since the hook of its weight did not run.
         """
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        for update in self._updates:
+            if update.seen == 0 and update.parameter.grad is not None:
+                raise MemeffError(
+                    f"optim_in_backward: {update.name} has a gradient and was not updated with it. "
+                    "Its hook is gone, as when the model is moved or cast afterwards: call "
+                    "optim_in_backward when the model is where it will train."
+                )
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that have not led to an update yet."""
@@ -171,6 +185,8 @@ class BackwardOptimizer(Optimizer):
         """Take the hooks off: the model's backward leaves gradients again."""
         for hook in self._hooks:
             hook.remove()
+        for update in self._updates:
+            compat.drop_empty_hooks(update.parameter)
 
 
 def optim_in_backward(

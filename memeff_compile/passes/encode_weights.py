@@ -2,10 +2,11 @@
 
     before: out = linear(x, W, b)       after: out = memeff.coded_weight_linear(x, W, b)
 
-W is a `CodedWeight`, which `memeff_compile.compress_` puts where a dense weight was. Left alone, the
-linear would decode it, and autograd would keep the decoded weight of every layer for the backward:
-all that was saved, and the time of decoding on top. The op keeps the compressed weight and decodes
-again. That has to happen before autograd is traced, and so it does here; inside checkpoints too.
+W is a `CodedWeight`, which `memeff_compile.compress_` puts where a dense weight was. Left alone,
+the linear would decode it, and autograd would keep the decoded weight of every layer for the
+backward: all that was saved, and the time of decoding on top. The op keeps the compressed weight
+and decodes again. That has to happen before autograd is traced, and so it does here; inside
+checkpoints too.
 
 A compressed weight that something else reads (an embedding, a product by hand) is decoded there,
 which is right and not small; it is reported.

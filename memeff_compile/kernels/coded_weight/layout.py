@@ -41,6 +41,9 @@ MAX_PATCHED = 0.02
 """Share of weights outside a codec's windows from which it is no use."""
 
 PATCH_PARTS = ("patch_starts", "patch_places", "patch_values")
+LISTS = ("second", "third", "words", "patch_places", "patch_values")
+"""Parts whose length depends on the values; what lies behind their contents is not read."""
+
 _EXPONENTS = {
     "win4": ("header", "codes", *PATCH_PARTS),
     "tier": ("header", "first", "second", "third", "stream_starts", *PATCH_PARTS),

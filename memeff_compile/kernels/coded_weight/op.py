@@ -22,7 +22,7 @@ from torch import Tensor
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
 from memeff_compile.kernels._triton.device import kernels_serve
 from memeff_compile.kernels.coded_weight import launch, reference
-from memeff_compile.kernels.coded_weight.layout import Format, parse
+from memeff_compile.kernels.coded_weight.layout import LISTS, Format, parse
 
 ENGINES = {
     "triton": (
@@ -97,8 +97,7 @@ def encode(weight: Tensor, codec: str, room: launch.Room = launch.EXACT_FIT) -> 
     Args:
         weight: a tensor that `supports_weight` has nothing against.
         codec: "win4", "tier", "rans", or one of them with a lossy mode.
-        room: spare room in lists, so that other values fit in later; the CPU path allocates anew
-            and needs none.
+        room: spare room in lists, so that other values fit in later.
 
     Returns:
         The parts, in the order of `parse(codec).parts`.
@@ -112,7 +111,11 @@ def encode(weight: Tensor, codec: str, room: launch.Room = launch.EXACT_FIT) -> 
         raise UnsupportedInputError(f"coded_weight: the tensor cannot be coded: {sentence}.")
     if form.is_lossless and _uses_kernels(weight):
         return launch.encode(weight, form, room)
-    return reference.encode(weight, form)
+    parts = reference.encode(weight, form)
+    return [
+        F.pad(part, (0, room.length(part.numel()) - part.numel())) if name in LISTS else part
+        for name, part in zip(form.parts, parts, strict=True)
+    ]
 
 
 def encode_into(parts: Sequence[Tensor], weight: Tensor, codec: str) -> bool:
@@ -124,10 +127,10 @@ def encode_into(parts: Sequence[Tensor], weight: Tensor, codec: str) -> bool:
     if form.is_lossless and _uses_kernels(weight):
         return launch.encode_into(parts, weight, form)
     made = reference.encode(weight, form)
-    if any(new.shape != kept.shape for new, kept in zip(made, parts, strict=True)):
+    if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
         return False
     for new, kept in zip(made, parts, strict=True):
-        kept.copy_(new)
+        kept.view(-1)[: new.numel()].copy_(new.view(-1))
     return True
 
 
@@ -146,8 +149,9 @@ def _sizes(codec: str, parts: Sequence[Tensor], size: Sequence[int]) -> Format:
 
 def _decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Tensor:
     form = _sizes(codec, parts, size)
-    engine = launch if _uses_kernels(parts[0]) else reference
-    return engine.decode(parts, form, size)
+    if _uses_kernels(parts[0]):
+        return launch.decode(parts, form, size)
+    return reference.decode(parts, form, size)
 
 
 def _fake_decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Tensor:

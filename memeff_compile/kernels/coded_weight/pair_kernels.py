@@ -136,7 +136,7 @@ def patches_kernel(
 
 @triton.jit
 def histogram_kernel(weight_ptr, counts_ptr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the exponents of BLOCKS * BLOCK weights to 256 counts. Integer sums: order is no matter."""
+    """Add the exponents of BLOCKS * BLOCK weights to 256 counts: integers, in any order."""
     first = tl.program_id(0).to(tl.int64) * BLOCKS * BLOCK
     counts = tl.zeros((256,), tl.int32)
     for block in range(BLOCKS):

@@ -291,7 +291,7 @@ def decode_tier(parts: Sequence[Tensor], size: int) -> Tensor:
 
 
 def rans_table(counts: Sequence[int]) -> list[int]:
-    """Return the 1024 slots: exponent, frequency less one, and place within it, 8 + 12 + 12 bits."""
+    """Return the 1024 slots: exponent, frequency less one, place within it: 8 + 12 + 12 bits."""
     table = []
     for exponent, slots in enumerate(frequencies(counts)):
         for place in range(slots):

@@ -17,7 +17,7 @@ class RowTile:
     rows: int
     words: int
     warps: int
-    stages: int = 1
+    stages: int = 3
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ WIN4_DECODE_WARPS = 4
 WIN4_ENCODE_WORDS = 512
 WIN4_ENCODE_WARPS = 4
 TIER_DECODE_WARPS = 8
-TIER_ENCODE_WARPS = 4
+TIER_ENCODE_WARPS = 8
 RANS_WARPS = 1
 PATCHES = 32
 
-MAX_FUSED_TOKENS = 64
+MAX_FUSED_TOKENS = 16
 """Tokens up to which a product decodes on the way; with more, the weight is decoded first."""
 
 

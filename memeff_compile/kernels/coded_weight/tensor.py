@@ -22,6 +22,7 @@ from memeff_compile.kernels.coded_weight.layout import parse
 _aten = torch.ops.aten
 _LINEAR = torch.nn.functional.linear
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_ITEM = Tensor.__setitem__
 
 
 class CodedWeight(Tensor):
@@ -36,7 +37,7 @@ class CodedWeight(Tensor):
     room: launch.Room
 
     @staticmethod
-    def __new__(  # noqa: D102
+    def __new__(
         cls: type[CodedWeight],
         parts: Sequence[Tensor],
         codec: str,
@@ -44,14 +45,13 @@ class CodedWeight(Tensor):
         requires_grad: bool = False,
         room: launch.Room = launch.EXACT_FIT,
     ) -> CodedWeight:
-        made = torch.Tensor._make_wrapper_subclass(
+        return torch.Tensor._make_wrapper_subclass(
             cls,
             tuple(shape),
             dtype=torch.bfloat16,
             device=parts[0].device,
             requires_grad=requires_grad,
         )
-        return cast("CodedWeight", made)
 
     def __init__(
         self,
@@ -89,7 +89,8 @@ class CodedWeight(Tensor):
     def decode(self) -> Tensor:
         """Return the weight as a plain tensor."""
         with torch.no_grad():
-            return op.coded_weight_decode(self.parts, self.codec, list(self.shape))
+            size = list(self.shape)
+            return cast("Tensor", op.coded_weight_decode(self.parts, self.codec, size))
 
     def like(self, parts: Sequence[Tensor]) -> CodedWeight:
         """Return another coded weight of this shape."""
@@ -136,7 +137,7 @@ class CodedWeight(Tensor):
         parts = [inner[name] for name in parse(codec).parts]
         return CodedWeight(parts, codec, outer_size)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # noqa: ANN401
         """Name shape, codec and size; values are not decoded for it."""
         del tensor_contents
         return (
@@ -161,6 +162,8 @@ class CodedWeight(Tensor):
                     ".to(dtype) do; it holds bfloat16 and nothing else. Call "
                     "memeff_compile.decompress_(model) first."
                 )
+            if func is _SET_ITEM and isinstance(args[0], CodedWeight):
+                raise CodedWeightError(_write_message("an assignment to a part"))
             if func is _LINEAR and not torch.compiler.is_compiling():
                 found = _linear(*args, **(kwargs or {}))
                 if found is not None:
@@ -168,7 +171,7 @@ class CodedWeight(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,  # noqa: ANN401 - an op overload
         types: Iterable[type],
@@ -232,9 +235,7 @@ def _copy_(func: object, weight: CodedWeight, value: Tensor, *args: object) -> C
     return weight
 
 
-def _product(
-    func: object, x: Tensor, weight: CodedWeight, bias: Tensor | None = None
-) -> Tensor:
+def _product(func: object, x: Tensor, weight: CodedWeight, bias: Tensor | None = None) -> Tensor:
     del func
     size = list(weight.shape)
     return cast("Tensor", op.coded_weight_product(x, weight.parts, bias, weight.codec, size))
@@ -243,9 +244,7 @@ def _product(
 def _product_backward(func: object, grad: Tensor, weight: CodedWeight) -> Tensor:
     del func
     size = list(weight.shape)
-    return cast(
-        "Tensor", op.coded_weight_product_backward(grad, weight.parts, weight.codec, size)
-    )
+    return cast("Tensor", op.coded_weight_product_backward(grad, weight.parts, weight.codec, size))
 
 
 _SERVED: dict[Any, Callable[..., Any]] = {
@@ -275,10 +274,13 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             continue
         given = kwargs.get(argument.name, args[place] if place < len(args) else None)
         if any(isinstance(each, CodedWeight) for each in tree_iter(given)):
-            raise CodedWeightError(
-                f"{schema.name} would write in place to a compressed weight, which has no dense "
-                "memory to write to. To train it, use memeff_compile.optim_in_backward(model, "
-                "factory), which updates and encodes each weight during the backward, and give "
-                "no compressed weight to an optimizer; to have a dense model again, use "
-                "memeff_compile.decompress_(model)."
-            )
+            raise CodedWeightError(_write_message(schema.name))
+
+
+def _write_message(writer: str) -> str:
+    return (
+        f"{writer} would write in place to a compressed weight, which has no dense memory to write "
+        "to. To train it, use memeff_compile.optim_in_backward(model, factory), which updates and "
+        "encodes each weight during the backward, and give no compressed weight to an optimizer; "
+        "to have a dense model again, use memeff_compile.decompress_(model)."
+    )

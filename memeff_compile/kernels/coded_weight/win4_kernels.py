@@ -144,7 +144,7 @@ def encode_kernel(
 
 @triton.jit
 def _first_chunk(first_row, rows, rows_count, row_length):
-    """Return the first chunk that some rows touch, how many, and where the first row starts in it."""
+    """Return the first chunk that rows touch, how many, and where the first row starts in it."""
     first = first_row.to(tl.int64) * row_length
     last = tl.minimum(first_row + rows, rows_count).to(tl.int64) * row_length
     chunk = first // CHUNK
@@ -250,7 +250,9 @@ def row_kernel(
         x = tl.load(x_ptr + column // 2, mask=is_patch, other=0)
         x = tl.where(column % 2 == 0, low_float(x), high_float(x))
         product = tl.where(is_patch, low_float(weight) * x, 0.0)
-        total += tl.sum(tl.where(its_row[None, :] + first_row == row[:, None], product[None, :], 0.0), 1)
+        total += tl.sum(
+            tl.where(its_row[None, :] + first_row == row[:, None], product[None, :], 0.0), 1
+        )
     if HAS_BIAS:
         total += tl.load(bias_ptr + row, mask=row < rows_count, other=0).to(tl.float32)
     tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=row < rows_count)
