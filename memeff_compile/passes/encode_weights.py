@@ -93,7 +93,8 @@ class EncodeWeights:
                 node
                 if node is None or _dtype(info, node) == weight.dtype
                 else editor.call(aten.to.dtype, node, weight.dtype)
-                for node in (match.x, match.bias)
+                # Matches are found before any edit: one linear's input may be another's result.
+                for node in (n and info.current(n) for n in (match.x, match.bias))
             )
             new = editor.call(op_folder.coded_weight_linear, x, match.weight, bias)
         editor.replace(match.node, new)

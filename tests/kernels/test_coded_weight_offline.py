@@ -150,8 +150,8 @@ def test_decoding_compiles_within_the_limits(
     _check(kernel, capability, tmp_path)
     assert "atom." not in kernel.asm["ptx"]
     if field == 8 and codec != "rans":
-        assert re.search(r"ld\.global\.\S*v4\.b32", kernel.asm["ptx"]), "narrow loads"
-        assert re.search(r"st\.global\.\S*v4\.b32", kernel.asm["ptx"]), "narrow stores"
+        assert re.search(r"ld\.global\.\S*v[24]\.b32", kernel.asm["ptx"]), "narrow loads"
+        assert re.search(r"st\.global\.\S*v[24]\.b32", kernel.asm["ptx"]), "narrow stores"
 
 
 @pytest.mark.parametrize("name", ["win4", "tier", "count", "rans", "patches", "histogram", "signs"])
@@ -167,7 +167,7 @@ def test_a_product_of_one_token_compiles_within_the_limits(capability: int, tmp_
     assert re.search(r"ld\.global\.\S*v[24]\.b32", kernel.asm["ptx"]), "narrow loads"
 
 
-@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("tokens", [2, 16])
 @pytest.mark.parametrize("capability", list(SHARED_LIMITS))
 def test_a_product_of_some_tokens_compiles_within_the_limits(
     capability: int, tokens: int, tmp_path: Path

@@ -279,7 +279,7 @@ def test_a_second_derivative_is_refused() -> None:
     x = normal(3, 256).requires_grad_()
     out = coded_weight_linear(x, coded(normal(48, 256), requires_grad=True))
     (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    with pytest.raises(DoubleBackwardError, match="[Dd]ecompress"):
+    with pytest.raises(DoubleBackwardError, match="Decompress"):
         first.sum().backward()
 
 
@@ -294,7 +294,7 @@ def test_autocast_runs_a_linear_of_fp32_inputs() -> None:
 
 def test_ops_say_what_does_not_fit() -> None:
     weight = coded(normal(48, 256))
-    with pytest.raises(UnsupportedInputError, match="6 were given|6 parts|parts were given"):
+    with pytest.raises(UnsupportedInputError, match="parts were given"):
         coded_weight_decode(weight.parts[:-1], "win4", [48, 256])
     with pytest.raises(UnsupportedInputError, match="cast one"):
         coded_weight_product(torch.ones(2, 256), weight.parts, None, "win4", [48, 256])
