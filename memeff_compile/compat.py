@@ -493,6 +493,6 @@ def drop_empty_hooks(tensor: torch.Tensor) -> None:
     hooks registered from then on would never run.
     """
     if not getattr(tensor, "_post_accumulate_grad_hooks", None):
-        tensor._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+        tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     if not tensor._backward_hooks:
         tensor._backward_hooks = None

@@ -36,7 +36,7 @@ from memeff_compile.kernels.coded_weight.op import (
     coded_weight_product,
     coded_weight_product_backward,
 )
-from memeff_compile.kernels.coded_weight.shapes import chunks_touched, tile
+from memeff_compile.kernels.coded_weight.shapes import ROW_TILES, chunks_touched, row_tile, tile
 from tests.support.hostile_weights import all_patterns, bits, hostile, normal, trained
 from tests.support.live_bytes import LiveBytes
 
@@ -412,3 +412,9 @@ def test_tiles_fit_what_they_are_for(tokens: int, rows: int, columns: int) -> No
     assert found.tokens >= 16
     assert found.tokens * 2 > min(tokens, 128)
     assert chunks_touched(found.rows, columns) * 8192 >= found.rows * columns + 8192
+
+
+def test_few_rows_get_more_threads_each() -> None:
+    tiles = [row_tile(rows, 132) for rows in (28672, 5000, 4096, 1024, 1)]
+    assert tiles == [ROW_TILES[0], ROW_TILES[1], ROW_TILES[2], ROW_TILES[3], ROW_TILES[3]]
+    assert len({each.rows * each.words // each.warps for each in ROW_TILES}) == 1

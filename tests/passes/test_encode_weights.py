@@ -185,9 +185,7 @@ class Scaled(Block):
 
 
 @pytest.mark.parametrize(("kind", "reader"), [(Product, "t"), (Scaled, "mul")])
-def test_another_reader_of_the_weight_is_declined_and_right(
-    kind: type[Block], reader: str
-) -> None:
+def test_another_reader_of_the_weight_is_declined_and_right(kind: type[Block], reader: str) -> None:
     x = normal(4, 256, seed=5)
     expected = run(kind(dense), x, compiled=False)
     found = run(kind(lambda w: w), x, compiled=True)

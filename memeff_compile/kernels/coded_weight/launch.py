@@ -384,7 +384,7 @@ def product(
     if x.storage_offset() % 2 or x.data_ptr() % 4:
         x = x.clone()
     if setting is None and tokens == 1:
-        setting = shapes.row_tile(shape[1])
+        setting = shapes.row_tile(shape[0], processors(x.device))
     elif setting is None:
         setting = shapes.tile(tokens, shape[0], shape[1], processors(x.device))
     if isinstance(setting, shapes.RowTile):

@@ -45,9 +45,22 @@ MAX_FUSED_TOKENS = 16
 """Tokens up to which a product decodes on the way; with more, the weight is decoded first."""
 
 
-def row_tile(columns: int) -> RowTile:
-    """Return the tile for one token and rows of this length."""
-    return RowTile(rows=4, words=64, warps=1)
+ROW_TILES = (RowTile(4, 64, 1), RowTile(4, 128, 2), RowTile(4, 256, 4), RowTile(2, 512, 4))
+"""The same work per thread, on more and more threads per row."""
+WARPS_PER_PROCESSOR = 16
+
+
+def row_tile(rows: int, processors: int) -> RowTile:
+    """Return the tile for one token.
+
+    Args:
+        rows: N.
+        processors: multiprocessors of the GPU; each wants some warps to wait with.
+    """
+    for found in ROW_TILES:
+        if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
+            return found
+    return ROW_TILES[-1]
 
 
 def tile(tokens: int, rows: int, columns: int, processors: int) -> Tile:
