@@ -83,7 +83,7 @@ def test_decoding_returns_every_bit(case: str, codec: str) -> None:
     assert torch.equal(bits(found), bits(weight))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from([codec for codec in CODECS if codec != "rans"]),
     st.tuples(st.integers(1, 40), st.integers(1, 700)),

@@ -100,12 +100,12 @@ def test_steps_equal_those_of_a_plain_optimizer_on_dense_weights(name: str) -> N
 @pytest.mark.parametrize(
     ("make", "codec"),
     [
-        (llama, "win4"),
-        *[pytest.param(llama, codec, marks=pytest.mark.slow) for codec in ("tier", "rans")],
-        *[pytest.param(t5, codec, marks=pytest.mark.slow) for codec in ("win4", "tier")],
+        *[(llama, codec) for codec in CODECS],
+        *[(t5, codec) for codec in ("win4", "tier")],
     ],
     ids=["Llama-win4", "Llama-tier", "Llama-rans", "T5-win4", "T5-tier"],
 )
+@pytest.mark.slow
 def test_twenty_steps_equal_the_dense_run(make: Callable[[], nn.Module], codec: str) -> None:
     plain, model = make(), compressed(make(), codec)
     expected = train(plain, optim_in_backward(plain, FACTORIES["SGD"]), 20)
@@ -114,6 +114,7 @@ def test_twenty_steps_equal_the_dense_run(make: Callable[[], nn.Module], codec: 
     assert len(compressed_weights(model)) >= 7
 
 
+@pytest.mark.slow
 def test_checkpointed_steps_equal_the_dense_run() -> None:
     models = [llama(), compressed(llama(), "tier")]
     losses = []
@@ -125,6 +126,7 @@ def test_checkpointed_steps_equal_the_dense_run() -> None:
     assert same_weights(*models)
 
 
+@pytest.mark.slow
 def test_compiled_steps_equal_the_dense_run_and_compile_once() -> None:
     losses = []
     for is_coded in (False, True):
