@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from memeff_compile.explanation import explain as explain
     from memeff_compile.functional import linear_cross_entropy as linear_cross_entropy
     from memeff_compile.model.calibrate import calibrate_attention as calibrate_attention
+    from memeff_compile.model.compress import CompressionReport as CompressionReport
+    from memeff_compile.model.compress import compress_ as compress_
+    from memeff_compile.model.compress import decompress_ as decompress_
+    from memeff_compile.model.compressed_file import load_compressed_ as load_compressed_
+    from memeff_compile.model.compressed_file import save_compressed as save_compressed
+    from memeff_compile.model.optim_in_backward import optim_in_backward as optim_in_backward
     from memeff_compile.options import Options as Options
     from memeff_compile.report import graphs as graphs
     from memeff_compile.report import last_report as last_report
@@ -26,31 +32,25 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "CompressionReport": "model.compress",
     "Explanation": "explanation",
     "OptionError": "errors",
     "Options": "options",
     "calibrate_attention": "model.calibrate",
     "compile": "api",
+    "compress_": "model.compress",
+    "decompress_": "model.compress",
     "explain": "explanation",
     "graphs": "report",
     "last_report": "report",
     "linear_cross_entropy": "functional",
+    "load_compressed_": "model.compressed_file",
+    "optim_in_backward": "model.optim_in_backward",
     "reset": "api",
+    "save_compressed": "model.compressed_file",
 }
 
-__all__ = [
-    "Explanation",
-    "OptionError",
-    "Options",
-    "__version__",
-    "calibrate_attention",
-    "compile",
-    "explain",
-    "graphs",
-    "last_report",
-    "linear_cross_entropy",
-    "reset",
-]
+__all__ = [*sorted(_HOME), "__version__"]
 
 
 def __getattr__(name: str) -> object:

@@ -477,3 +477,22 @@ def inductor_graphs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Grap
         inner: Any = keep
         compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
     return graphs
+
+
+def tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether hooks are registered on a tensor, of its gradient or after it."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks) or bool(after)
+
+
+def drop_empty_hooks(tensor: torch.Tensor) -> None:
+    """Forget hooks that were registered on a tensor and removed again.
+
+    What is left of them makes torch believe that it runs hooks of this tensor. After
+    `torch.utils.swap_tensors`, which moving a module with subclass weights uses, it does not, and
+    hooks registered from then on would never run.
+    """
+    if not getattr(tensor, "_post_accumulate_grad_hooks", None):
+        tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    if not tensor._backward_hooks:
+        tensor._backward_hooks = None

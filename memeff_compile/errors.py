@@ -10,6 +10,7 @@ from __future__ import annotations
 
 __all__ = [
     "CalibrationError",
+    "CodedWeightError",
     "DoubleBackwardError",
     "ExplainError",
     "MemeffError",
@@ -49,6 +50,10 @@ class DoubleBackwardError(MemeffError, RuntimeError):
 
 class UnsupportedInputError(MemeffError, TypeError):
     """An op was called with a dtype, layout or setting that it cannot serve."""
+
+
+class CodedWeightError(MemeffError, RuntimeError):
+    """A compressed weight was written to in place, or a file of them cannot be used."""
 
 
 class VerifyError(MemeffError, RuntimeError):

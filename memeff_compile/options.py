@@ -35,11 +35,11 @@ PASS_NAMES = (
     "quantize_attention",
     "fuse_gated_linear",
     "keep_rotary_tables",
+    "encode_weights",
 )
 """Names of the passes that exist, in the order in which they run."""
 
 RESERVED_PASS_NAMES = (
-    "encode_weights",
     "ternarize_linear",
     "merge_kv_cache",
 )
@@ -55,6 +55,7 @@ SWITCHES = {
     "quantize_attention": ("memeff.attention", "exact"),
     "fuse_gated_linear": ("memeff.gated_linear", "off"),
     "keep_rotary_tables": ("memeff.rotary_tables", "off"),
+    "encode_weights": ("memeff.weights", "off"),
 }
 """The option that switches each pass off."""
 
@@ -67,9 +68,11 @@ MAY_FIND_NOTHING = (
     "recover_attention",
     "keep_rotary_tables",
     "quantize_attention",
+    "encode_weights",
 )
 """Passes of which `memeff.strict` asks only that they decline nothing: a graph that trains has no
-cache to update, and attention that is already as it should be needs no change."""
+cache to update, attention that is already as it should be needs no change, and weights are
+compressed only where `compress_` was called."""
 
 Check: TypeAlias = Callable[[str, object], object]
 
@@ -369,7 +372,10 @@ def _choice(
 _NO_LOSSY = (
     "no lossy mode has shipped, because none has a fidelity run behind it. Use 'exact' meanwhile."
 )
-_NO_WEIGHTS = "entropy-coded weights have not shipped. Use 'off' meanwhile."
+_NO_WEIGHTS = (
+    "the backend does not replace weights of yours by itself. Call "
+    "memeff_compile.compress_(model, codec=...) before compiling, and leave this at 'exact'."
+)
 _NO_PASS = "accepted; no pass of this release reads it"
 
 
@@ -506,8 +512,10 @@ class Options:
     )
     weights: str = _choice(
         "weights",
+        "exact",
         "off",
-        meaning="Entropy coding of weights.",
+        meaning="Whether linears with weights that `memeff_compile.compress_` compressed run as "
+        "one op that keeps nothing decoded for the backward. `off`: each is decoded, and kept.",
         later={"win4": _NO_WEIGHTS, "tier": _NO_WEIGHTS, "rans": _NO_WEIGHTS},
     )
     skip: Mapping[str, tuple[str, ...]] = _option(
@@ -649,6 +657,7 @@ class Options:
             "keep_rotary_tables": (
                 f"{PREFIX}rotary_tables='off'" if self.rotary_tables == "off" else ""
             ),
+            "encode_weights": f"{PREFIX}weights='off'" if self.weights == "off" else "",
         }
         off["defer_logits"] = off["defer_logits"] or off["fuse_linear_cross_entropy"]
         for name in self.strict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base import GraphPass
 from .defer_logits import DeferLogits
+from .encode_weights import EncodeWeights
 from .expand_multihead import ExpandMultihead
 from .fuse_embedding_gradient import FuseEmbeddingGradient
 from .fuse_gated_linear import FuseGatedLinear
@@ -16,6 +17,7 @@ from .rewrite_kv_update import RewriteKVUpdate
 PASSES: tuple[GraphPass, ...] = (
     FuseLinearCrossEntropy(),  # logits returned beside a fused loss become deferred with it
     FuseEmbeddingGradient(),  # behind it: a tied head is known by the op it became
+    EncodeWeights(),  # before what declines linears whose weight is no plain tensor
     FuseGatedLinear(),  # inside activation checkpoints only
     DeferLogits(),  # logits returned without a loss, for a loss outside the graph
     RewriteKVUpdate(),  # generation: no loss, no gradient

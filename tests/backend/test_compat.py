@@ -602,3 +602,26 @@ def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
     assert any("mm" in str(n.target) for n in forward.graph.nodes)
     assert any(n.name.startswith("tangents") for n in backward.graph.nodes)
     assert len(compat.output_node(backward.graph).args[0]) >= 2  # type: ignore[arg-type]
+
+
+# --- hooks of tensors -----------------------------------------------------------------------------
+
+
+@probes("tensor_hooks", "drop_empty_hooks")
+def test_hooks_that_were_removed_leave_nothing_that_swallows_new_ones() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert not compat.tensor_hooks(weight)
+    hook = weight.register_post_accumulate_grad_hook(lambda p: None)
+    assert compat.tensor_hooks(weight)
+    hook.remove()
+    assert not compat.tensor_hooks(weight)
+    compat.drop_empty_hooks(weight)
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(2)))
+    seen: list[Tensor] = []
+    weight.register_post_accumulate_grad_hook(seen.append)
+    weight.register_hook(lambda grad: grad * 2)
+    assert compat.tensor_hooks(weight)
+    weight.sum().backward()
+    assert len(seen) == 1
+    assert weight.grad is not None
+    assert float(weight.grad.sum()) == 4.0

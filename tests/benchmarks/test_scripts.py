@@ -351,3 +351,17 @@ def test_training_step_rows_of_two_backends_share_a_process(tmp_path: Path) -> N
     assert all("ms" in row for row in found)
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-3)
     assert found[0]["loss"] == pytest.approx(found[2]["loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_compressed_weights_are_measured_part_by_part(tmp_path: Path) -> None:
+    import rows
+
+    out = tmp_path / "coded.jsonl"
+    script("coded_weights", "--size", "tiny", "--out", str(out))
+    found = rows.read(out)
+    assert {row["part"] for row in found} == {"kernels", "memory", "training", "token"}
+    assert not any("failed" in row for row in found)
+    ways = [row["way"] for row in found if row["part"] == "training"]
+    assert ways == ["sgd after the backward", "sgd in the backward", "win4", "tier"]
+    assert all(row["error"] < 5e-3 for row in found if row["what"] == "linear")

@@ -1,0 +1,461 @@
+"""The engine `triton`: launches of the codecs' kernels. CUDA, sm_80 or later.
+
+Encoding reads one number back: how many patches there are, which is how long a list has to be.
+Decoding and products read nothing, so that they can be captured in CUDA graphs. No kernel sums with
+atomics: the same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels._triton.device import on_device, processors
+from memeff_compile.kernels.coded_weight import shapes
+from memeff_compile.kernels.coded_weight.layout import (
+    CHUNK,
+    GROUP,
+    LANES,
+    RANS_CHUNK,
+    Format,
+    frequencies,
+    padded,
+    tier_header,
+    win4_header,
+)
+from memeff_compile.kernels.coded_weight.reference import as_patterns, rans_table
+
+_STREAM_TAIL = 3
+"""Words behind a stream that a reader may touch."""
+_HISTOGRAM = (16, 1024)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Spare room in the parts whose length depends on the weight's values, for encoding again.
+
+    Attributes:
+        share: more than is needed now, as a share of it.
+        least: more than is needed now, in elements.
+    """
+
+    share: float = 0.0
+    least: int = 0
+
+    def length(self, needed: int) -> int:
+        """Return the elements to allocate for `needed` ones."""
+        return needed + max(math.ceil(needed * self.share), self.least)
+
+
+EXACT_FIT = Room()
+
+
+def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(count, dtype=dtype, device=like.device)
+
+
+def histogram(patterns: Tensor) -> Tensor:
+    """Return how often each of the 256 exponents occurs, int32."""
+    from memeff_compile.kernels.coded_weight import pair_kernels
+
+    counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
+    blocks, block = _HISTOGRAM
+    with on_device(patterns):
+        pair_kernels.histogram_kernel[(patterns.numel() // (blocks * block),)](
+            patterns, counts, BLOCKS=blocks, BLOCK=block, num_warps=4
+        )
+    return counts
+
+
+# --- encoding -------------------------------------------------------------------------------------
+
+
+def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]:
+    """Return the parts of a bf16 weight in a lossless format, in the order of `form.parts`.
+
+    Args:
+        weight: bf16 tensor of any shape, not empty.
+        form: a lossless format.
+        room: spare room, so that `encode_into` can be used on the parts.
+    """
+    patterns = as_patterns(weight)
+    counts = histogram(patterns).tolist()
+    if form.codec == "rans":
+        return _encode_rans(patterns, counts, room)
+    choose = win4_header if form.codec == "win4" else tier_header
+    header = torch.tensor(choose(counts), dtype=torch.int32, device=weight.device)
+    code = _encode_win4 if form.codec == "win4" else _encode_tier
+    parts = code(patterns, header, room, None)
+    assert parts is not None
+    return parts
+
+
+def encode_into(parts: Sequence[Tensor], weight: Tensor, form: Format) -> bool:
+    """Encode a weight of the same shape into existing parts, with the windows they have.
+
+    Returns:
+        Whether it fitted. Where it did not, the parts hold no weight any more.
+    """
+    patterns = as_patterns(weight)
+    if form.codec == "rans":
+        made = _encode_rans(patterns, histogram(patterns).tolist(), EXACT_FIT)
+        return _move_rans(parts, made)
+    code = _encode_win4 if form.codec == "win4" else _encode_tier
+    return code(patterns, parts[0], EXACT_FIT, parts) is not None
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """Return running sums that start with 0, along the first dimension."""
+    starts = counts.new_zeros((counts.shape[0] + 1, *counts.shape[1:]))
+    torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
+    return starts
+
+
+def _write_patches(
+    patterns: Tensor,
+    header: Tensor,
+    starts: Tensor,
+    total: int,
+    room: Room,
+    into: Sequence[Tensor] | None,
+    *,
+    is_tier: bool,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    from memeff_compile.kernels.coded_weight import pair_kernels
+
+    if into is None:
+        places, values = (
+            torch.zeros(room.length(total), dtype=torch.int16, device=starts.device)
+            for _ in range(2)
+        )
+    else:
+        into[0].copy_(starts)
+        starts, places, values = into
+        if total > places.numel():
+            return None
+    if total:
+        with on_device(patterns):
+            pair_kernels.patches_kernel[(starts.numel() - 1,)](
+                patterns,
+                header,
+                starts,
+                places,
+                values,
+                IS_TIER=is_tier,
+                BLOCK=1024,
+                num_warps=4,
+            )
+    return starts, places, values
+
+
+def _encode_win4(
+    patterns: Tensor, header: Tensor, room: Room, into: Sequence[Tensor] | None
+) -> list[Tensor] | None:
+    from memeff_compile.kernels.coded_weight import win4_kernels
+
+    size = patterns.numel()
+    chunks = size // CHUNK
+    codes = _empty(patterns, size // 8) if into is None else into[1]
+    signs = _empty(patterns, size // 4) if into is None else into[5]
+    counts = _empty(patterns, chunks)
+    with on_device(patterns):
+        win4_kernels.encode_kernel[(chunks,)](
+            patterns.view(torch.int32),
+            header,
+            codes,
+            signs,
+            counts,
+            WORDS=shapes.WIN4_ENCODE_WORDS,
+            num_warps=shapes.WIN4_ENCODE_WARPS,
+        )
+    starts = _starts(counts)
+    lists = _write_patches(
+        patterns,
+        header,
+        starts,
+        int(starts[-1]),
+        room,
+        None if into is None else into[2:5],
+        is_tier=False,
+    )
+    return None if lists is None else [header, codes, *lists, signs]
+
+
+def _encode_tier(
+    patterns: Tensor, header: Tensor, room: Room, into: Sequence[Tensor] | None
+) -> list[Tensor] | None:
+    from memeff_compile.kernels.coded_weight import tier_kernels
+
+    size = patterns.numel()
+    chunks = size // CHUNK
+    counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
+    with on_device(patterns):
+        tier_kernels.count_kernel[(chunks,)](patterns, header, counts, BLOCK=1024, num_warps=4)
+    starts = _starts(counts)
+    stream_starts = starts[:, :2].contiguous()
+    in_second, in_third, patched = starts[-1].tolist()
+    if into is None:
+        first, signs = _empty(patterns, size // 16), _empty(patterns, size // 4)
+        second, third = (
+            torch.zeros(room.length(n) + _STREAM_TAIL, dtype=torch.int32, device=patterns.device)
+            for n in (in_second, in_third)
+        )
+    else:
+        _, first, second, third, kept, *_, signs = into
+        if any(
+            n + _STREAM_TAIL > stream.numel()
+            for n, stream in ((in_second, second), (in_third, third))
+        ):
+            return None
+        kept.copy_(stream_starts)
+        stream_starts = kept
+        second.zero_()
+        third.zero_()
+    with on_device(patterns):
+        tier_kernels.encode_kernel[(chunks,)](
+            patterns.view(torch.int32),
+            header,
+            first,
+            second,
+            third,
+            stream_starts,
+            signs,
+            num_warps=shapes.TIER_ENCODE_WARPS,
+        )
+    lists = _write_patches(
+        patterns,
+        header,
+        starts[:, 2].contiguous(),
+        patched,
+        room,
+        None if into is None else into[5:8],
+        is_tier=True,
+    )
+    return None if lists is None else [header, first, second, third, stream_starts, *lists, signs]
+
+
+def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list[Tensor]:
+    from memeff_compile.kernels.coded_weight import pair_kernels, rans_kernels
+
+    size = patterns.numel()
+    chunks = size // RANS_CHUNK
+    slots = frequencies(histogram)
+    before = [sum(slots[:exponent]) for exponent in range(256)]
+    table = torch.tensor([slots, before], dtype=torch.int32, device=patterns.device)
+    counts = _empty(patterns, chunks)
+    states = _empty(patterns, chunks * LANES)
+    warps = shapes.RANS_WARPS
+    grid = (-(-chunks // warps),)
+
+    def launch(words: Tensor, starts: Tensor, *, count: bool) -> None:
+        with on_device(patterns):
+            rans_kernels.encode_kernel[grid](
+                patterns,
+                table,
+                words,
+                starts,
+                states,
+                counts,
+                chunks,
+                COUNT=count,
+                WARPS=warps,
+                num_warps=warps,
+            )
+
+    launch(patterns, counts, count=True)
+    starts = _starts(counts)
+    words = torch.zeros(room.length(int(starts[-1])), dtype=torch.int16, device=patterns.device)
+    launch(words, starts, count=False)
+    signs = _empty(patterns, size // 4)
+    with on_device(patterns):
+        pair_kernels.signs_kernel[(size // CHUNK,)](
+            patterns.view(torch.int32), signs, BLOCK=512, num_warps=4
+        )
+    header = torch.tensor(rans_table(histogram), dtype=torch.int32, device=patterns.device)
+    return [header, words, starts, states, signs]
+
+
+def _move_rans(parts: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+    if made[1].numel() > parts[1].numel():
+        return False
+    for kept, new in zip(parts, made, strict=True):
+        kept[: new.numel()].copy_(new)
+    return True
+
+
+# --- decoding -------------------------------------------------------------------------------------
+
+
+def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tensor:
+    """Return the bf16 weight of this shape; it may lie in a slightly larger buffer."""
+    count = math.prod(shape)
+    out = _empty(parts[0], padded(count), torch.int16)
+    decode_flat(parts, form, out)
+    return out[:count].view(torch.bfloat16).view(*shape)
+
+
+def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor) -> None:
+    """Write the patterns of a weight, zeros behind the last, to an int16 buffer of whole chunks."""
+    from memeff_compile.kernels.coded_weight import rans_kernels, tier_kernels, win4_kernels
+
+    exponents = len(form.parts) - (1 if form.is_lossless else 2)
+    coded, signs = parts[:exponents], parts[exponents]
+    norms = signs if form.is_lossless else parts[-1]
+    words = out.view(torch.int32)
+    fields = {"FIELD": form.mantissa + 1, "BLOCK": form.block}
+    with on_device(out):
+        if form.codec == "win4":
+            step = shapes.WIN4_DECODE_WORDS
+            win4_kernels.decode_kernel[(out.numel() // (8 * step),)](
+                *coded,
+                signs,
+                norms,
+                out,
+                words,
+                WORDS=step,
+                **fields,
+                PATCHES=shapes.PATCHES,
+                num_warps=shapes.WIN4_DECODE_WARPS,
+            )
+        elif form.codec == "tier":
+            tier_kernels.decode_kernel[(out.numel() // CHUNK,)](
+                *coded,
+                signs,
+                norms,
+                out,
+                words,
+                **fields,
+                PATCHES=shapes.PATCHES,
+                num_warps=shapes.TIER_DECODE_WARPS,
+            )
+        else:
+            chunks, warps = out.numel() // RANS_CHUNK, shapes.RANS_WARPS
+            rans_kernels.decode_kernel[(-(-chunks // warps),)](
+                *coded,
+                signs,
+                norms,
+                words,
+                chunks,
+                **fields,
+                WARPS=warps,
+                num_warps=warps,
+            )
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def fuses(form: Format, tokens: int, shape: Sequence[int]) -> bool:
+    """Say whether a product with this many tokens decodes on the way."""
+    return (
+        form == Format("win4")
+        and len(shape) == 2
+        and shape[1] % GROUP == 0
+        and 0 < tokens <= shapes.MAX_FUSED_TOKENS
+    )
+
+
+def product(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    shape: Sequence[int],
+    *,
+    setting: shapes.RowTile | shapes.Tile | None = None,
+) -> Tensor:
+    """Multiply (M, K) bf16 with the transpose of a win4 weight of (N, K), decoding on the way.
+
+    Args:
+        x: (M, K) bf16.
+        parts: parts of the weight, lossless win4.
+        bias: (N,) bf16 or None.
+        shape: (N, K), K a multiple of 256.
+        setting: tile, by default what `shapes` says.
+
+    Returns:
+        (M, N) bf16; sums are taken in fp32.
+    """
+    tokens = x.shape[0]
+    x = x.contiguous()
+    if x.storage_offset() % 2 or x.data_ptr() % 4:
+        x = x.clone()
+    if setting is None and tokens == 1:
+        setting = shapes.row_tile(shape[0], processors(x.device))
+    elif setting is None:
+        setting = shapes.tile(tokens, shape[0], shape[1], processors(x.device))
+    if isinstance(setting, shapes.RowTile):
+        return _one_row(x, parts, bias, shape, setting)
+    return _tiles(x, parts, bias, shape, setting)
+
+
+def _one_row(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    shape: Sequence[int],
+    setting: shapes.RowTile,
+) -> Tensor:
+    from memeff_compile.kernels.coded_weight import win4_kernels
+
+    rows, columns = shape
+    out = x.new_empty((1, rows))
+    with on_device(x):
+        win4_kernels.row_kernel[(-(-rows // setting.rows),)](
+            x.view(torch.int32),
+            *parts,
+            out if bias is None else bias,
+            out,
+            rows,
+            columns // 8,
+            HAS_BIAS=bias is not None,
+            IS_EVEN=rows % setting.rows == 0 and columns % (8 * setting.words) == 0,
+            ROWS=setting.rows,
+            WORDS=setting.words,
+            STAGES=setting.stages,
+            CHUNKS=shapes.chunks_touched(setting.rows, columns),
+            PATCHES=shapes.PATCHES,
+            num_warps=setting.warps,
+        )
+    return out
+
+
+def _tiles(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    shape: Sequence[int],
+    setting: shapes.Tile,
+) -> Tensor:
+    from memeff_compile.kernels.coded_weight import win4_kernels
+
+    (rows, columns), tokens, splits = shape, x.shape[0], setting.splits
+    if splits == 1:
+        out = x.new_empty((tokens, rows))
+    else:
+        out = x.new_empty((splits, tokens, rows), dtype=torch.float32)
+    grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
+    with on_device(x):
+        win4_kernels.tile_kernel[grid](
+            x.view(torch.int32),
+            *parts,
+            x if bias is None else bias,
+            out,
+            tokens,
+            rows,
+            columns // 8,
+            HAS_BIAS=bias is not None,
+            ROWS=setting.rows,
+            TOKENS=setting.tokens,
+            WORDS=setting.words,
+            CHUNKS=shapes.chunks_touched(setting.rows, columns),
+            PATCHES=shapes.PATCHES,
+            SPLITS=splits,
+            UPCAST=not x.is_cuda,
+            STAGES=setting.stages,
+            num_warps=setting.warps,
+        )
+    return out if splits == 1 else out.sum(0).to(x.dtype)

@@ -1,0 +1,162 @@
+"""How a bf16 weight is cut into pieces, and what the pieces of each codec are called.
+
+A weight is read in row-major order, as a flat run of 16-bit patterns padded with zeros to whole
+chunks. Every codec keeps the sign and the mantissa of each pattern as one byte, and codes the
+exponent. All of them use one order inside a group of 256 weights, so that a 32-bit word holds what
+belongs together and two weights are rebuilt at once:
+
+    group[64 * q + 2 * j + h]  is  half h of the pair q (0 to 3) of lane j (0 to 31)
+
+Two neighbours are one 32-bit word of the decoded weight; lanes are neighbours in every buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from memeff_compile.errors import UnsupportedInputError
+
+GROUP = 256
+CHUNK = 8192
+"""Weights between two entries of the tables that say where a stream continues."""
+LANES = 32
+
+RANS_CHUNK = 2 * CHUNK
+"""Weights that one set of 32 states codes; weights are padded to whole ones."""
+RANS_STEPS = RANS_CHUNK // LANES
+RANS_BITS = 10
+RANS_FLOOR = 1 << 16
+"""States of the entropy coder stay in [2^16, 2^32); words are 16 bits wide."""
+
+CODECS = ("win4", "tier", "rans")
+MANTISSA_BITS = 7
+LOSSY = (0, 1, 3)
+"""Mantissa bits that the lossy modes keep."""
+BLOCKS = (32, 64, 128, 256, 512)
+"""Weights that share a normaliser in the lossy modes."""
+
+MAX_PATCHED = 0.02
+"""Share of weights outside a codec's windows from which it is no use."""
+
+PATCH_PARTS = ("patch_starts", "patch_places", "patch_values")
+LISTS = ("second", "third", "words", "patch_places", "patch_values")
+"""Parts whose length depends on the values; what lies behind their contents is not read."""
+
+_EXPONENTS = {
+    "win4": ("header", "codes", *PATCH_PARTS),
+    "tier": ("header", "first", "second", "third", "stream_starts", *PATCH_PARTS),
+    "rans": ("header", "words", "word_starts", "states"),
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a codec's name says.
+
+    Attributes:
+        codec: how exponents are coded, one of `CODECS`.
+        mantissa: mantissa bits kept; 7 is lossless.
+        block: weights per normaliser; 0 where it is lossless.
+    """
+
+    codec: str
+    mantissa: int = MANTISSA_BITS
+    block: int = 0
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether decoding gives the same bits back."""
+        return self.mantissa == MANTISSA_BITS
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the tensors a coded weight is made of, in order."""
+        norms = () if self.is_lossless else ("norms",)
+        return (*_EXPONENTS[self.codec], "signs", *norms)
+
+    def __str__(self) -> str:
+        return self.codec if self.is_lossless else f"{self.codec}:k{self.mantissa}:b{self.block}"
+
+
+@lru_cache(maxsize=256)
+def parse(name: str) -> Format:
+    """Read a codec's name: "win4", or "win4:k3:b512" for a lossy mode.
+
+    Raises:
+        UnsupportedInputError: It is not the name of a codec.
+    """
+    codec, *rest = name.split(":")
+    found: Format | None = None
+    if codec in CODECS and not rest:
+        found = Format(codec)
+    elif codec in CODECS and len(rest) == 2 and rest[0][:1] == "k" and rest[1][:1] == "b":
+        kept, block = rest[0][1:], rest[1][1:]
+        if kept.isdigit() and block.isdigit() and int(kept) in LOSSY and int(block) in BLOCKS:
+            found = Format(codec, int(kept), int(block))
+    if found is None:
+        raise UnsupportedInputError(
+            f"codec is {name!r}; {', '.join(CODECS)} are lossless, and a lossy mode is one of them "
+            f"with the mantissa bits kept ({', '.join(map(str, LOSSY))}) and the size of a block "
+            f"({', '.join(map(str, BLOCKS))}), such as 'win4:k3:b512'."
+        )
+    return found
+
+
+def padded(count: int) -> int:
+    """Return `count` rounded up to whole chunks of either kind."""
+    return -(-count // RANS_CHUNK) * RANS_CHUNK
+
+
+def best_window(counts: Sequence[int], width: int, first: int, last: int) -> int:
+    """Return where the window of `width` exponents starts that holds most weights.
+
+    Args:
+        counts: weights per exponent, 256 of them.
+        first, last: the window starts within these, both included.
+
+    Example: best_window([0, 5, 9, 1] + [0] * 252, 2, 0, 254) == 1.
+    """
+    sums = [sum(counts[start : start + width]) for start in range(first, last + 1)]
+    return first + max(range(len(sums)), key=sums.__getitem__)
+
+
+def win4_header(counts: Sequence[int]) -> list[int]:
+    """Return the exponent below the window of 15.
+
+    It stays under 128, so that 2^base is a float32 and a weight is rebuilt by one product.
+    """
+    return [best_window(counts, 15, 1, 128) - 1]
+
+
+def tier_header(counts: Sequence[int]) -> list[int]:
+    """Return where three nested windows of 3, 6 and 21 exponents start.
+
+    Exponents follow a distribution with one peak, so that the 3, 6 and 21 most frequent ones are
+    neighbours, and an exponent is a start plus a code: no table is read.
+
+    Returns:
+        Start of the window of 3; start of the window of 6; start of the window of 21.
+    """
+    wide = best_window(counts, 21, 1, 234)
+    middle = best_window(counts, 6, wide, wide + 15)
+    narrow = best_window(counts, 3, middle, middle + 3)
+    return [narrow, middle, wide]
+
+
+def frequencies(counts: Sequence[int]) -> list[int]:
+    """Return how many of 1024 slots each exponent gets, one at least where it occurs.
+
+    Example: frequencies([3, 1] + [0] * 254)[:3] == [768, 256, 0].
+    """
+    total, slots = sum(counts), 1 << RANS_BITS
+    found = [max(1, round(count / total * slots)) if count else 0 for count in counts]
+    while (surplus := sum(found) - slots) != 0:
+        # Take from, or give to, whom it costs least: the cost of a slot is about count / slots.
+        step = -1 if surplus > 0 else 1
+        able = [e for e, slot in enumerate(found) if slot > 1 or (slot and step > 0)]
+        cost = {e: counts[e] / (found[e] + min(step, 0)) for e in able}
+        chosen = min(able, key=cost.__getitem__) if step < 0 else max(able, key=cost.__getitem__)
+        found[chosen] += step
+    return found

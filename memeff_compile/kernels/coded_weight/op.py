@@ -1,0 +1,316 @@
+"""The ops of coded weights: schemas, validation, engines, fakes, autograd.
+
+`coded_weight_linear` is what autograd sees. It takes the weight as one tensor, a `CodedWeight`, and
+keeps that for the backward, which decodes again. Below autograd the weight falls apart into its
+parts: `coded_weight_product` and `coded_weight_product_backward` work on those, and are all that an
+inner compiler sees. How they work is chosen when they run: a few tokens are multiplied by kernels
+that decode on the way; otherwise the weight is decoded into a buffer that lives as long as the op,
+and the library multiplies, which gives the bits of the dense layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels._triton.device import kernels_serve
+from memeff_compile.kernels.coded_weight import launch, reference
+from memeff_compile.kernels.coded_weight.layout import LISTS, Format, parse
+
+ENGINES = {
+    "triton": (
+        "Triton kernels; with win4 and a few tokens the weight is decoded inside the product "
+        "(CUDA, compute capability 8.0 or later)"
+    ),
+    "reference": "plain PyTorch, a million weights at a time (any device)",
+}
+
+MAX_WEIGHTS = 1 << 31
+
+_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
+_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define(
+    "coded_weight_decode(Tensor[] parts, str codec, SymInt[] size) -> Tensor", tags=_COMPLIANT
+)
+_LIBRARY.define(
+    "coded_weight_product(Tensor x, Tensor[] parts, Tensor? bias, str codec, SymInt[] size) "
+    "-> Tensor",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
+    "coded_weight_product_backward(Tensor grad, Tensor[] parts, str codec, SymInt[] size) "
+    "-> Tensor",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
+    "coded_weight_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", tags=_COMPLIANT
+)
+_LIBRARY.define(
+    "coded_weight_linear_backward(Tensor grad, Tensor weight) -> Tensor", tags=_COMPLIANT
+)
+
+
+def supports_weight(weight: Tensor, codec: str = "win4") -> str | None:
+    """Say in a sentence why a tensor cannot be coded, or return None.
+
+    Args:
+        weight: any tensor.
+        codec: a name that `parse` reads.
+
+    Example: supports_weight(torch.ones(2, 3)) names the dtype.
+    """
+    if weight.layout != torch.strided or weight.is_quantized:
+        return "it is not a plain strided tensor"
+    if weight.dtype != torch.bfloat16:
+        return (
+            f"its dtype is {str(weight.dtype).removeprefix('torch.')}; bfloat16 is what is coded "
+            "(its exponents hold the redundancy, which is under a sixth of fp16 and fp32)"
+        )
+    if weight.device.type == "meta":
+        return "it is on the meta device and holds no values yet"
+    if not 0 < weight.numel() < MAX_WEIGHTS:
+        return f"it has {weight.numel()} elements; 1 to {MAX_WEIGHTS - 1} can be coded"
+    if not parse(codec).is_lossless and not bool(weight.isfinite().all()):
+        return "it holds values that are not finite, which a lossy mode cannot keep"
+    return None
+
+
+def engine_for(device: torch.device) -> str:
+    """Name the engine that serves weights on a device: a key of `ENGINES`."""
+    return "triton" if kernels_serve(device, torch.bfloat16) else "reference"
+
+
+def _uses_kernels(tensor: Tensor) -> bool:
+    return tensor.is_cuda and engine_for(tensor.device) == "triton"
+
+
+def encode(weight: Tensor, codec: str, room: launch.Room = launch.EXACT_FIT) -> list[Tensor]:
+    """Encode a bf16 tensor of any shape.
+
+    Args:
+        weight: a tensor that `supports_weight` has nothing against.
+        codec: "win4", "tier", "rans", or one of them with a lossy mode.
+        room: spare room in lists, so that other values fit in later.
+
+    Returns:
+        The parts, in the order of `parse(codec).parts`.
+
+    Raises:
+        UnsupportedInputError: The tensor or the codec cannot be served.
+    """
+    form = parse(codec)
+    sentence = supports_weight(weight, codec)
+    if sentence is not None:
+        raise UnsupportedInputError(f"coded_weight: the tensor cannot be coded: {sentence}.")
+    if form.is_lossless and _uses_kernels(weight):
+        return launch.encode(weight, form, room)
+    parts = reference.encode(weight, form)
+    return [
+        F.pad(part, (0, room.length(part.numel()) - part.numel())) if name in LISTS else part
+        for name, part in zip(form.parts, parts, strict=True)
+    ]
+
+
+def encode_into(parts: Sequence[Tensor], weight: Tensor, codec: str) -> bool:
+    """Encode a weight of the same shape into existing parts, where there is room; say whether.
+
+    Where it returns False, the parts hold no weight any more and have to be made anew.
+    """
+    form = parse(codec)
+    if form.is_lossless and _uses_kernels(weight):
+        return launch.encode_into(parts, weight, form)
+    made = reference.encode(weight, form)
+    if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
+        return False
+    for new, kept in zip(made, parts, strict=True):
+        kept.view(-1)[: new.numel()].copy_(new.view(-1))
+    return True
+
+
+# --- decode ---------------------------------------------------------------------------------------
+
+
+def _sizes(codec: str, parts: Sequence[Tensor], size: Sequence[int]) -> Format:
+    form = parse(codec)
+    if len(parts) != len(form.parts):
+        raise UnsupportedInputError(
+            f"coded_weight: {len(parts)} parts were given; {codec} has {len(form.parts)}: "
+            f"{', '.join(form.parts)}."
+        )
+    return form
+
+
+def _decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Tensor:
+    form = _sizes(codec, parts, size)
+    if _uses_kernels(parts[0]):
+        return launch.decode(parts, form, size)
+    return reference.decode(parts, form, size)
+
+
+def _fake_decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Tensor:
+    _sizes(codec, parts, size)
+    return parts[0].new_empty(tuple(size), dtype=torch.bfloat16)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def _require_fit(
+    x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, size: Sequence[int]
+) -> None:
+    for name, tensor in (("x", x), ("bias", bias)):
+        if tensor is not None and tensor.dtype != torch.bfloat16:
+            raise UnsupportedInputError(
+                f"coded_weight_linear: {name} has dtype {tensor.dtype} and the weight was coded "
+                "from bfloat16; cast one, or run under autocast."
+            )
+    if x.device != parts[0].device:
+        raise UnsupportedInputError(
+            f"coded_weight_linear: x is on {x.device} and the weight on {parts[0].device}; move "
+            "one of them."
+        )
+    if len(size) != 2 or x.dim() < 1:
+        raise UnsupportedInputError(
+            f"coded_weight_linear: x has {x.dim()} dimensions and the weight {len(size)}; at least "
+            "one, and two, are needed."
+        )
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _product(
+    x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, codec: str, size: Sequence[int]
+) -> Tensor:
+    form = _sizes(codec, parts, size)
+    _require_fit(x, parts, bias, size)
+    tokens = math.prod(x.shape[:-1])
+    if _uses_kernels(x) and x.shape[-1] == size[1] and launch.fuses(form, tokens, size):
+        rows = launch.product(x.reshape(tokens, size[1]), parts, bias, size)
+        return rows.view(*x.shape[:-1], size[0])
+    weight = _decode(parts, codec, size)
+    with _without_autocast(x.device.type):
+        return F.linear(x, weight, bias)
+
+
+def _fake_product(
+    x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, codec: str, size: Sequence[int]
+) -> Tensor:
+    _sizes(codec, parts, size)
+    _require_fit(x, parts, bias, size)
+    return x.new_empty((*x.shape[:-1], size[0]))
+
+
+def _product_backward(
+    grad: Tensor, parts: Sequence[Tensor], codec: str, size: Sequence[int]
+) -> Tensor:
+    weight = _decode(parts, codec, size)
+    with _without_autocast(grad.device.type):
+        rows = torch.mm(grad.reshape(-1, size[0]), weight)
+    return rows.view(*grad.shape[:-1], size[1])
+
+
+def _fake_product_backward(
+    grad: Tensor, parts: Sequence[Tensor], codec: str, size: Sequence[int]
+) -> Tensor:
+    del parts, codec
+    return grad.new_empty((*grad.shape[:-1], size[1]))
+
+
+# --- what autograd sees ---------------------------------------------------------------------------
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Serve a dense weight; a coded one is taken apart before it gets here."""
+    return F.linear(x, weight, bias)
+
+
+def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
+    return (grad.reshape(-1, weight.shape[0]) @ weight).view(*grad.shape[:-1], weight.shape[1])
+
+
+def _fake_linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
+    return grad.new_empty((*grad.shape[:-1], weight.shape[1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+    del output
+    x, weight, bias = inputs
+    ctx.save_for_backward(x if weight.requires_grad else None, weight)
+    ctx.bias_shape = None if bias is None else bias.shape
+
+
+def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    x, weight = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        return _Once.apply(ctx.needs_input_grad, grad, x, weight)  # type: ignore[no-untyped-call,no-any-return]
+    return _gradients(ctx.needs_input_grad, grad, x, weight)
+
+
+def _gradients(
+    needs: Sequence[bool], grad: Tensor, x: Tensor | None, weight: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    rows = grad.reshape(-1, grad.shape[-1])
+    grad_x = grad_weight = grad_bias = None
+    if needs[0]:
+        grad_x = torch.ops.memeff.coded_weight_linear_backward.default(grad, weight)
+    if needs[1]:
+        assert x is not None
+        grad_weight = torch.mm(rows.t(), x.reshape(-1, x.shape[-1]))
+    if len(needs) > 2 and needs[2]:
+        grad_bias = rows.sum(0)
+    return grad_x, grad_weight, grad_bias
+
+
+class _Once(torch.autograd.Function):
+    """The gradients where a second derivative may be asked for: it is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:  # noqa: ANN401
+        return _gradients(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ANN401
+        raise DoubleBackwardError(
+            "coded_weight_linear: a second derivative of a linear with a coded weight was asked "
+            "for, and the op has only a first one. Decompress the model for it."
+        )
+
+
+_LIBRARY.impl("coded_weight_decode", _decode, "CompositeExplicitAutograd")
+_LIBRARY.impl("coded_weight_product", _product, "CompositeExplicitAutograd")
+_LIBRARY.impl("coded_weight_product_backward", _product_backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("coded_weight_linear", _linear, "CompositeExplicitAutograd")
+_LIBRARY.impl("coded_weight_linear_backward", _linear_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("memeff::coded_weight_decode", _fake_decode, lib=_LIBRARY)
+torch.library.register_fake("memeff::coded_weight_product", _fake_product, lib=_LIBRARY)
+torch.library.register_fake(
+    "memeff::coded_weight_product_backward", _fake_product_backward, lib=_LIBRARY
+)
+torch.library.register_fake("memeff::coded_weight_linear", _fake_linear, lib=_LIBRARY)
+torch.library.register_fake(
+    "memeff::coded_weight_linear_backward", _fake_linear_backward, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "memeff::coded_weight_linear", _link, setup_context=_setup_context, lib=_LIBRARY
+)
+
+coded_weight_decode = torch.ops.memeff.coded_weight_decode.default
+coded_weight_product = torch.ops.memeff.coded_weight_product.default
+coded_weight_product_backward = torch.ops.memeff.coded_weight_product_backward.default
+coded_weight_linear = torch.ops.memeff.coded_weight_linear.default
+coded_weight_linear_backward = torch.ops.memeff.coded_weight_linear_backward.default

@@ -1,0 +1,166 @@
+# ruff: noqa: ANN001, ANN201, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Device code that all codecs share: two weights in one 32-bit word, patches, histograms.
+
+A pair word holds two neighbouring bf16 weights. Its signs and mantissas come out of a byte each,
+its exponents are added in between, both halves at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK: tl.constexpr = tl.constexpr(8192)
+
+
+@triton.jit
+def even_bytes(word):
+    """Return the pair word, without exponents, of the even bytes of a word of signs."""
+    return (word & 0x007F007F) | ((word << 8) & -0x7FFF8000)
+
+
+@triton.jit
+def odd_bytes(word):
+    """Return the pair word, without exponents, of the odd bytes of a word of signs."""
+    return ((word >> 8) & 0x007F007F) | (word & -0x7FFF8000)
+
+
+@triton.jit
+def narrow_fields(word, PAIR: tl.constexpr, FIELD: tl.constexpr):
+    """Return the pair word, without exponents, of fields of 1, 2 or 4 bits."""
+    low = word >> (FIELD * PAIR)
+    high = word >> (FIELD * (PAIR + 4))
+    both = (low & ((1 << FIELD) - 1)) | ((high & ((1 << FIELD) - 1)) << 16)
+    sign = (both << (16 - FIELD)) & -0x7FFF8000
+    return sign | ((both & (((1 << (FIELD - 1)) - 1) * 0x00010001)) << (8 - FIELD))
+
+
+@triton.jit
+def low_float(pair):
+    """Return the low half of a pair word as fp32."""
+    return (pair << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high_float(pair):
+    """Return the high half of a pair word as fp32."""
+    return (pair & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded_bits(value):
+    """Return the bits of a finite fp32 value rounded to bf16, in the low half."""
+    bits = value.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+
+
+@triton.jit
+def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
+    """Multiply both halves by the normaliser of the block that holds the weight at `place`."""
+    if BLOCK == 0:
+        return pair
+    scale = 1.0 + tl.load(norms_ptr + place // BLOCK).to(tl.float32) / 128
+    low = _rounded_bits(low_float(pair) * scale)
+    return low | (_rounded_bits(high_float(pair) * scale) << 16)
+
+
+@triton.jit
+def store_patches(
+    begin,
+    end,
+    places_ptr,
+    values_ptr,
+    out_ptr,
+    first,
+    WEIGHTS: tl.constexpr,
+    PATCHES: tl.constexpr,
+):
+    """Write patches begin to end over what the program has stored: `WEIGHTS` from `first` on."""
+    inside = (first % CHUNK).to(tl.int32)
+    if end > begin:
+        tl.debug_barrier()
+        for start in range(begin, end, PATCHES):
+            each = start + tl.arange(0, PATCHES)
+            place = tl.load(places_ptr + each, mask=each < end, other=-1).to(tl.int32) - inside
+            is_ours = (place >= 0) & (place < WEIGHTS)
+            value = tl.load(values_ptr + each, mask=is_ours, other=0)
+            tl.store(out_ptr + first + place, value, mask=is_ours)
+
+
+@triton.jit
+def is_win4_patch(pattern, header_ptr):
+    """Say which 16-bit patterns the 4-bit window cannot hold."""
+    base = tl.load(header_ptr)
+    code = ((pattern >> 7) & 0xFF) - base
+    return ((code <= 0) | (code > 15)) & ((pattern & 0x7FFF) != 0)
+
+
+@triton.jit
+def is_tier_patch(pattern, header_ptr):
+    """Say which 16-bit patterns the three tiers cannot hold."""
+    wide = tl.load(header_ptr + 2)
+    exponent = (pattern >> 7) & 0xFF
+    return ((exponent < wide) | (exponent >= wide + 21)) & (exponent != 0)
+
+
+@triton.jit
+def patches_kernel(
+    weight_ptr,  # 16-bit patterns
+    header_ptr,
+    starts_ptr,  # (chunks + 1,) int32
+    places_ptr,
+    values_ptr,
+    IS_TIER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the patches of one chunk, in order."""
+    chunk = tl.program_id(0)
+    at = tl.load(starts_ptr + chunk)
+    if tl.load(starts_ptr + chunk + 1) > at:
+        for first in range(0, CHUNK, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            pattern = tl.load(weight_ptr + chunk.to(tl.int64) * CHUNK + place)
+            if IS_TIER:
+                is_patch = is_tier_patch(pattern.to(tl.int32), header_ptr)
+            else:
+                is_patch = is_win4_patch(pattern.to(tl.int32), header_ptr)
+            count = is_patch.to(tl.int32)
+            found = tl.sum(count, 0)
+            if found > 0:  # seldom: a prefix sum costs more than reading the weights
+                rank = at + tl.cumsum(count, 0) - count
+                tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
+                tl.store(values_ptr + rank, pattern, mask=is_patch)
+            at += found
+
+
+@triton.jit
+def histogram_kernel(weight_ptr, counts_ptr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the exponents of BLOCKS * BLOCK weights to 256 counts: integers, in any order."""
+    first = tl.program_id(0).to(tl.int64) * BLOCKS * BLOCK
+    counts = tl.zeros((256,), tl.int32)
+    for block in range(BLOCKS):
+        pattern = tl.load(weight_ptr + first + block * BLOCK + tl.arange(0, BLOCK))
+        counts += tl.histogram((pattern.to(tl.int32) >> 7) & 0xFF, 256)
+    tl.atomic_add(counts_ptr + tl.arange(0, 256), counts, sem="relaxed")
+
+
+@triton.jit
+def _sign_bytes(pair):
+    """Return the sign bytes of both halves, 16 bits apart."""
+    return ((pair >> 8) & 0x00800080) | (pair & 0x007F007F)
+
+
+@triton.jit
+def signs_kernel(words_ptr, signs_ptr, BLOCK: tl.constexpr):
+    """Write the signs and mantissas of one chunk."""
+    first = tl.program_id(0).to(tl.int64) * (CHUNK // 8)
+    for start in range(0, CHUNK // 8, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        group = first // 32 + word // 32
+        lane = word % 32
+        pairs = words_ptr + group * 128 + lane
+        low = _sign_bytes(tl.load(pairs)) | (_sign_bytes(tl.load(pairs + 32)) << 8)
+        high = _sign_bytes(tl.load(pairs + 64)) | (_sign_bytes(tl.load(pairs + 96)) << 8)
+        tl.store(signs_ptr + group * 64 + lane, low)
+        tl.store(signs_ptr + group * 64 + 32 + lane, high)

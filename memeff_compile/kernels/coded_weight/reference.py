@@ -1,0 +1,463 @@
+"""Encoding and decoding in plain PyTorch: right on every device, and what a CPU runs.
+
+It works on some chunks of the weight at a time, so that its temporaries stay small. What a part of
+a coded weight is called, and the order of weights inside a group, stands in `layout.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memeff_compile.kernels.coded_weight.layout import (
+    CHUNK,
+    GROUP,
+    LANES,
+    PATCH_PARTS,
+    RANS_BITS,
+    RANS_CHUNK,
+    RANS_FLOOR,
+    RANS_STEPS,
+    Format,
+    frequencies,
+    padded,
+    tier_header,
+    win4_header,
+)
+
+PIECE = 128 * CHUNK
+"""Weights worked on at a time: a million."""
+
+_STREAM_TAIL = 3
+"""Words behind a stream that a reader may touch."""
+
+
+def as_patterns(weight: Tensor) -> Tensor:
+    """Return a bf16 tensor as flat int16 patterns, padded with zeros to whole chunks."""
+    flat = weight.detach().contiguous().reshape(-1).view(torch.int16)
+    missing = padded(flat.numel()) - flat.numel()
+    # Kernels read two weights as one word.
+    is_aligned = not missing and flat.data_ptr() % 16 == 0
+    return flat if is_aligned else F.pad(flat, (0, missing))
+
+
+def histogram(patterns: Tensor) -> Tensor:
+    """Return how often each of the 256 exponents occurs, int64."""
+    counts = torch.zeros(256, dtype=torch.int64, device=patterns.device)
+    for piece in patterns.split(PIECE):
+        counts += torch.bincount(_exponents(piece).int(), minlength=256)
+    return counts
+
+
+def _exponents(patterns: Tensor) -> Tensor:
+    return (patterns >> 7) & 0xFF
+
+
+def _sign_bytes(patterns: Tensor) -> Tensor:
+    return ((patterns >> 8) & 0x80) | (patterns & 0x7F)
+
+
+def _grouped(flat: Tensor) -> Tensor:
+    """View flat values as (groups, 4 pairs, 32 lanes, 2 halves)."""
+    return flat.view(-1, 4, LANES, 2)
+
+
+def _words(fields: Tensor, shifts: Sequence[int]) -> Tensor:
+    """Pack the last dimension into int32 words, each field at its shift."""
+    places = torch.tensor(shifts, dtype=torch.int64, device=fields.device)
+    total = (fields.long() << places).sum(-1)
+    return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
+
+
+def _fields(words: Tensor, shifts: Sequence[int], mask: int) -> Tensor:
+    """Unpack int32 words into a new last dimension of fields."""
+    places = torch.tensor(shifts, dtype=torch.int64, device=words.device)
+    return (words.long()[..., None] >> places) & mask
+
+
+def _pieces(count: int) -> Iterator[slice]:
+    for start in range(0, count, PIECE):
+        yield slice(start, min(start + PIECE, count))
+
+
+# --- signs and mantissas --------------------------------------------------------------------------
+
+
+def pack_signs(values: Tensor, bits: int) -> Tensor:
+    """Pack sign-and-mantissa fields of `bits` bits, given flat, as the kernels read them.
+
+    Eight bits: two words per lane, the pairs of a word in its even and its odd bytes. Fewer: the
+    fields of a lane one after the other, in 8, 16 or 32 bits.
+    """
+    lanes = _grouped(values)
+    if bits == 8:
+        split = lanes.view(-1, 2, 2, LANES, 2).permute(0, 1, 3, 4, 2)
+        return split.to(torch.uint8).reshape(-1, 4).view(torch.int32).view(-1)
+    fields = lanes.permute(0, 2, 3, 1).reshape(-1, LANES, 8)  # halves outside, pairs inside
+    words = _words(fields, [bits * place for place in range(8)]).reshape(-1)
+    return {1: words.to(torch.uint8), 2: words.to(torch.int16), 4: words}[bits]
+
+
+def unpack_signs(signs: Tensor, bits: int) -> Tensor:
+    """Return the flat fields that `pack_signs` packed, as int16."""
+    if bits == 8:
+        split = signs.view(torch.uint8).view(-1, 2, LANES, 2, 2).permute(0, 1, 4, 2, 3)
+        return split.reshape(-1).to(torch.int16)
+    fields = _fields(signs.view(-1, LANES), [bits * place for place in range(8)], (1 << bits) - 1)
+    return fields.view(-1, LANES, 2, 4).permute(0, 3, 1, 2).reshape(-1).to(torch.int16)
+
+
+# --- patches --------------------------------------------------------------------------------------
+
+
+def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how many patches each chunk has, their places in it, and their patterns."""
+    counts = is_patch.view(-1, CHUNK).sum(1)
+    places = is_patch.nonzero().view(-1)
+    return counts, (places % CHUNK).to(torch.int16), patterns[places]
+
+
+def join_patches(found: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the patch list of pieces one after the other: starts, places, values."""
+    counts, places, values = (torch.cat(each) for each in zip(*found, strict=True))
+    starts = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    return starts, places, values
+
+
+def _patched(starts: Tensor, places: Tensor) -> Tensor:
+    """Return the flat indices of the patches, which may be fewer than the list has room for."""
+    counts = starts.diff().long()
+    chunks = torch.arange(counts.numel(), device=starts.device).repeat_interleave(counts)
+    return chunks * CHUNK + places[: chunks.numel()]
+
+
+def _apply_patches(out: Tensor, starts: Tensor, places: Tensor, values: Tensor) -> None:
+    where = _patched(starts, places)
+    out[where] = values[: where.numel()]
+
+
+# --- win4 -----------------------------------------------------------------------------------------
+
+_WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
+
+
+def encode_win4(patterns: Tensor, counts: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    """Code exponents in 4 bits; return the parts without signs, and what becomes of the patterns.
+
+    Code 0 is a zero of either sign; what lies outside the window is a patch, and 0 in the patterns
+    that come back.
+    """
+    header = win4_header(counts)
+    base = header[0]
+    left = torch.empty_like(patterns)
+    codes, patches = [], []
+    for piece in _pieces(patterns.numel()):
+        values = patterns[piece]
+        code = _exponents(values) - base
+        is_zero = (values & 0x7FFF) == 0
+        is_coded = (code > 0) & (code < 16) & ~is_zero
+        patches.append(find_patches(values, ~is_coded & ~is_zero))
+        left[piece] = torch.where(is_coded | is_zero, values, 0)
+        fields = _grouped(torch.where(is_coded, code, 0)).permute(0, 2, 1, 3).reshape(-1, LANES, 8)
+        codes.append(_words(fields, _WIN4_SHIFTS).view(-1))
+    head = torch.tensor(header, dtype=torch.int32, device=patterns.device)
+    return [head, torch.cat(codes), *join_patches(patches)], left
+
+
+def decode_win4(parts: Sequence[Tensor], size: int) -> Tensor:
+    """Return the exponents, flat int16 of `size`; patches are the caller's."""
+    header, codes = parts[:2]
+    out = torch.empty(size, dtype=torch.int16, device=codes.device)
+    for piece in _pieces(size):
+        fields = _fields(codes[piece.start // 8 : piece.stop // 8], _WIN4_SHIFTS, 15)
+        code = fields.view(-1, LANES, 4, 2).permute(0, 2, 1, 3).reshape(-1)
+        out[piece] = torch.where(code > 0, code + header[0], 0).to(torch.int16)
+    return out
+
+
+# --- tier -----------------------------------------------------------------------------------------
+
+_TIER_WORDS = CHUNK // 16
+_TIER_SHIFTS = [2 * place for place in range(16)]
+
+
+def tier_codes(exponents: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the codes of the three tiers for each exponent, and whether it is a patch.
+
+    A code of 3, 3 and 15 in turn says: look in the next tier; in the last one it stands for the
+    exponent 0.
+    """
+    narrow, middle, wide = header
+    first = exponents - narrow
+    first = torch.where((first >= 0) & (first < 3), first, 3)
+    second = exponents - middle
+    inside = (second >= 0) & (second < 6)
+    second = second - torch.where(exponents >= narrow + 3, 3, 0)
+    second = torch.where(inside & (first == 3), second, 3)
+    third = exponents - wide
+    has_third = (third >= 0) & (third < 21) & ~inside
+    third = third - torch.where(exponents >= middle + 6, 6, 0)
+    is_patch = ~has_third & ~inside & (exponents != 0)
+    return first, second, torch.where(has_third, third, 15), is_patch
+
+
+def tier_order(flat: Tensor) -> Tensor:
+    """View flat values as (chunks, words of 16, 16): two groups make the words of 32 lanes."""
+    lanes = flat.view(-1, 8, LANES, 2).permute(0, 2, 1, 3)
+    return lanes.reshape(-1, _TIER_WORDS, 16)
+
+
+def _tier_flat(words: Tensor) -> Tensor:
+    lanes = words.reshape(-1, LANES, 8, 2).permute(0, 2, 1, 3)
+    return lanes.reshape(-1)
+
+
+def _pack_stream(codes: Tensor, is_in: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Pack the codes of each chunk that are in a stream; return words, and words per chunk."""
+    per_word = 32 // bits
+    codes, is_in = codes.flatten(1), is_in.flatten(1)
+    rank = is_in.cumsum(1) - 1
+    count = is_in.sum(1)
+    lengths = (count + per_word - 1) // per_word
+    width = int(lengths.max()) * per_word
+    fields = codes.new_zeros((codes.shape[0], width + 1))
+    fields.scatter_(1, torch.where(is_in, rank, width), codes)
+    shifts = [bits * place for place in range(per_word)]
+    words = _words(fields[:, :width].reshape(codes.shape[0], -1, per_word), shifts)
+    used = torch.arange(words.shape[1], device=codes.device) < lengths[:, None]
+    return words[used], lengths
+
+
+def encode_tier(patterns: Tensor, counts: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    """Code exponents in 2, 2 + 2 or 2 + 2 + 4 bits; return as `encode_win4` does."""
+    header = tier_header(counts)
+    left = torch.empty_like(patterns)
+    firsts, streams, lengths, patches = [], ([], []), ([], []), []  # type: ignore[var-annotated]
+    for piece in _pieces(patterns.numel()):
+        values = patterns[piece]
+        first, second, third, is_patch = tier_codes(_exponents(values), header)
+        patches.append(find_patches(values, is_patch))
+        left[piece] = torch.where(is_patch, 0, values)
+        first, second, third = (tier_order(code) for code in (first, second, third))
+        firsts.append(_words(first, _TIER_SHIFTS).view(-1))
+        is_second = first == 3
+        is_third = is_second & (second == 3)
+        for place, (code, is_in, bits) in enumerate(((second, is_second, 2), (third, is_third, 4))):
+            words, length = _pack_stream(code, is_in, bits)
+            streams[place].append(words)
+            lengths[place].append(length)
+    starts = [F.pad(torch.cat(each).cumsum(0), (1, 0)).to(torch.int32) for each in lengths]
+    head = torch.tensor(header, dtype=torch.int32, device=patterns.device)
+    second, third = (F.pad(torch.cat(each), (0, _STREAM_TAIL)) for each in streams)
+    parts = [head, torch.cat(firsts), second, third, torch.stack(starts, 1).contiguous()]
+    return [*parts, *join_patches(patches)], left
+
+
+def _read_stream(stream: Tensor, starts: Tensor, is_in: Tensor, bits: int) -> Tensor:
+    per_word = 32 // bits
+    flat = is_in.flatten(1)
+    rank = flat.cumsum(1) - 1
+    word = torch.where(flat, starts[:, None].long() + rank // per_word, 0)
+    codes = (stream[word].long() >> (rank.clamp_min(0) % per_word * bits)) & ((1 << bits) - 1)
+    return codes.view(is_in.shape)
+
+
+def decode_tier(parts: Sequence[Tensor], size: int) -> Tensor:
+    """Return the exponents, flat int16 of `size`; patches are the caller's."""
+    header, first_words, second_stream, third_stream, starts = parts[:5]
+    narrow, middle, wide = header.tolist()
+    out = torch.empty(size, dtype=torch.int16, device=first_words.device)
+    for piece in _pieces(size):
+        words = first_words[piece.start // 16 : piece.stop // 16].view(-1, _TIER_WORDS)
+        chunk = starts[piece.start // CHUNK : piece.stop // CHUNK]
+        first = _fields(words, _TIER_SHIFTS, 3)
+        is_second = first == 3
+        second = _read_stream(second_stream, chunk[:, 0], is_second, 2)
+        is_third = is_second & (second == 3)
+        third = _read_stream(third_stream, chunk[:, 1], is_third, 4)
+        low = narrow + first
+        mid = middle + second + torch.where(second + middle >= narrow, 3, 0)
+        high = wide + third + torch.where(third + wide >= middle, 6, 0)
+        high = torch.where(third == 15, 0, high)
+        exponent = torch.where(is_third, high, torch.where(is_second, mid, low))
+        out[piece] = _tier_flat(exponent).to(torch.int16)
+    return out
+
+
+# --- rans -----------------------------------------------------------------------------------------
+
+
+def rans_table(counts: Sequence[int]) -> list[int]:
+    """Return the 1024 slots: exponent, frequency less one, place within it: 8 + 12 + 12 bits."""
+    table = []
+    for exponent, slots in enumerate(frequencies(counts)):
+        for place in range(slots):
+            word = exponent | (slots - 1) << 8 | place << 20
+            table.append(word - (1 << 32) if word >= 1 << 31 else word)
+    return table
+
+
+def rans_order(flat: Tensor) -> Tensor:
+    """View flat values as (chunks, steps, lanes): the eight fields of a lane's word in turn."""
+    lanes = flat.view(-1, RANS_STEPS // 8, 4, LANES, 2).permute(0, 1, 2, 4, 3)
+    return lanes.reshape(-1, RANS_STEPS, LANES)
+
+
+def _rans_flat(steps: Tensor) -> Tensor:
+    return steps.view(-1, 4, 2, LANES).permute(0, 1, 3, 2).reshape(-1)
+
+
+def encode_rans(patterns: Tensor, counts: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    """Code exponents with a range coder (rANS): 32 lanes per chunk, 32-bit states, 16-bit words."""
+    device = patterns.device
+    slots = torch.tensor(frequencies(counts), dtype=torch.int64, device=device)
+    begins = slots.cumsum(0) - slots
+    streams, lengths, states = [], [], []
+    for piece in _pieces(patterns.numel()):
+        symbols = rans_order(_exponents(patterns[piece])).int()
+        chunks = symbols.shape[0]
+        state = torch.full((chunks, LANES), RANS_FLOOR, dtype=torch.int64, device=device)
+        emits = torch.zeros((chunks, RANS_STEPS, LANES), dtype=torch.bool, device=device)
+        words = torch.zeros((chunks, RANS_STEPS, LANES), dtype=torch.int16, device=device)
+        for step in reversed(range(RANS_STEPS)):
+            slot, begin = slots[symbols[:, step]], begins[symbols[:, step]]
+            emit = state >= slot << (32 - RANS_BITS)
+            emits[:, step] = emit
+            words[:, step] = state.to(torch.int16)  # the low 16 bits
+            state = torch.where(emit, state >> 16, state)
+            state = ((state // slot) << RANS_BITS) + state % slot + begin
+        streams.append(words[emits])
+        lengths.append(emits.flatten(1).sum(1))
+        states.append(state)
+    starts = F.pad(torch.cat(lengths).cumsum(0), (1, 0)).to(torch.int32)
+    table = torch.tensor(rans_table(counts), dtype=torch.int32, device=device)
+    state = torch.cat(states)
+    state = torch.where(state >= 1 << 31, state - (1 << 32), state).to(torch.int32)
+    return [table, torch.cat(streams), starts, state.view(-1)], patterns
+
+
+def decode_rans(parts: Sequence[Tensor], size: int) -> Tensor:
+    """Return the exponents, flat int16 of `size`."""
+    table, words, starts, states = parts[:4]
+    out = torch.empty(size, dtype=torch.int16, device=table.device)
+    words = F.pad(words, (0, 1)).long() & 0xFFFF
+    table = table.long() & 0xFFFFFFFF
+    for piece in _pieces(size):
+        chunks = slice(piece.start // RANS_CHUNK, piece.stop // RANS_CHUNK)
+        state = states.view(-1, LANES)[chunks].long() & 0xFFFFFFFF
+        place = starts[chunks].long()[:, None]
+        found = torch.empty((*state.shape[:1], RANS_STEPS, LANES), dtype=torch.int16)
+        found = found.to(table.device)
+        for step in range(RANS_STEPS):
+            slot = table[state & ((1 << RANS_BITS) - 1)]
+            found[:, step] = (slot & 255).to(torch.int16)
+            state = (((slot >> 8) & 0xFFF) + 1) * (state >> RANS_BITS) + (slot >> 20)
+            needs = state < RANS_FLOOR
+            rank = needs.cumsum(1)
+            word = words[torch.where(needs, place + rank - 1, words.numel() - 1)]
+            state = torch.where(needs, (state << 16) | word, state)
+            place = place + rank[:, -1:]
+        out[piece] = _rans_flat(found)
+    return out
+
+
+# --- the lossy modes ------------------------------------------------------------------------------
+
+
+def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    """Divide each block by the fraction of its largest weight and keep the top mantissa bits.
+
+    Args:
+        patterns: flat int16 of finite bf16 weights.
+        form: a lossy format.
+
+    Returns:
+        Patterns with zeros below the bits kept, and the fractions' 7 bits, one byte per block.
+    """
+    left = torch.empty_like(patterns)
+    norms = []
+    dropped = 7 - form.mantissa
+    for piece in _pieces(patterns.numel()):
+        values = patterns[piece].view(-1, form.block)
+        largest = (values & 0x7FFF).amax(1)
+        fraction = largest & 0x7F
+        norms.append(fraction.to(torch.uint8))
+        divisor = (1 + fraction.float() / 128)[:, None]
+        small = (values.view(torch.bfloat16).float() / divisor).to(torch.bfloat16).view(torch.int16)
+        # Adding half of the last bit kept, mantissa and exponent as one number, rounds half away
+        # from zero and carries into the exponent.
+        magnitude = (small & 0x7FFF) + ((1 << dropped) >> 1)
+        magnitude = magnitude & ~((1 << dropped) - 1)
+        left[piece] = ((small & -0x8000) | magnitude).view(-1)
+    return left, torch.cat(norms)
+
+
+def widen(patterns: Tensor, norms: Tensor, form: Format) -> Tensor:
+    """Multiply each block by its normaliser; the inverse of `normalise` up to what it dropped."""
+    out = torch.empty_like(patterns)
+    for piece in _pieces(patterns.numel()):
+        blocks = norms[piece.start // form.block : piece.stop // form.block]
+        scale = (1 + blocks.float() / 128)[:, None]
+        values = patterns[piece].view(torch.bfloat16).view(-1, form.block).float() * scale
+        out[piece] = values.to(torch.bfloat16).view(torch.int16).view(-1)
+    return out
+
+
+# --- whole weights --------------------------------------------------------------------------------
+
+_ENCODERS = {"win4": encode_win4, "tier": encode_tier, "rans": encode_rans}
+_DECODERS = {"win4": decode_win4, "tier": decode_tier, "rans": decode_rans}
+
+
+def encode(weight: Tensor, form: Format) -> list[Tensor]:
+    """Return the parts of a bf16 weight, in the order of `form.parts`.
+
+    A weight that does not compress is encoded all the same; `op.encode` refuses it.
+    """
+    whole = patterns = as_patterns(weight)
+    norms = []
+    if not form.is_lossless:
+        patterns, blocks = normalise(whole, form)
+        norms = [blocks]
+    parts, left = _ENCODERS[form.codec](patterns, histogram(patterns).tolist())
+    if norms and "patch_values" in form.parts:  # a patch is the weight itself
+        starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)
+        values.copy_(whole[_patched(starts, places)])
+    bits = form.mantissa + 1
+    signs = torch.cat(
+        [
+            pack_signs(_sign_field(left[piece], form.mantissa), bits)
+            for piece in _pieces(left.numel())
+        ]
+    )
+    return [*parts, signs, *norms]
+
+
+def _sign_field(patterns: Tensor, mantissa: int) -> Tensor:
+    byte = _sign_bytes(patterns)
+    return ((byte >> 7) << mantissa) | ((byte & 0x7F) >> (7 - mantissa))
+
+
+def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tensor:
+    """Return the bf16 weight of this shape."""
+    named = dict(zip(form.parts, parts, strict=True))
+    count = 1
+    for length in shape:
+        count *= length
+    size = padded(count)
+    out = _DECODERS[form.codec](parts, size)
+    per_group = named["signs"].numel() // (size // GROUP)
+    for piece in _pieces(size):
+        groups = slice(piece.start // GROUP * per_group, piece.stop // GROUP * per_group)
+        field = unpack_signs(named["signs"][groups], form.mantissa + 1)
+        sign = (field >> form.mantissa) * -0x8000
+        mantissa = (field & ((1 << form.mantissa) - 1)) << (7 - form.mantissa)
+        out[piece] = sign | (out[piece] << 7) | mantissa
+    if not form.is_lossless:
+        out = widen(out, named["norms"], form)
+    if "patch_starts" in named:
+        _apply_patches(out, *(named[name] for name in PATCH_PARTS))
+    return out[:count].view(torch.bfloat16).view(*shape)

@@ -1,0 +1,84 @@
+"""Tiles, warps and stages of the Triton kernels, as plain numbers.
+
+Launchers ask here, and so do the tests that compile the kernels for GPUs that are not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memeff_compile.kernels.coded_weight.layout import CHUNK
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """One token: rows of the weight per program, words of codes per step."""
+
+    rows: int
+    words: int
+    warps: int
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Several tokens: rows and tokens per program, words per step, programs that share a row."""
+
+    rows: int
+    tokens: int
+    words: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+WIN4_DECODE_WORDS = 512
+WIN4_DECODE_WARPS = 4
+WIN4_ENCODE_WORDS = 512
+WIN4_ENCODE_WARPS = 4
+TIER_DECODE_WARPS = 8
+TIER_ENCODE_WARPS = 8
+RANS_WARPS = 1
+PATCHES = 32
+
+MAX_FUSED_TOKENS = 16
+"""Tokens up to which a product decodes on the way; with more, the weight is decoded first."""
+
+
+ROW_TILES = (RowTile(4, 64, 1), RowTile(4, 128, 2), RowTile(4, 256, 4), RowTile(2, 512, 4))
+"""The same work per thread, on more and more threads per row."""
+WARPS_PER_PROCESSOR = 16
+
+
+def row_tile(rows: int, processors: int) -> RowTile:
+    """Return the tile for one token.
+
+    Args:
+        rows: N.
+        processors: multiprocessors of the GPU; each wants some warps to wait with.
+    """
+    for found in ROW_TILES:
+        if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
+            return found
+    return ROW_TILES[-1]
+
+
+def tile(tokens: int, rows: int, columns: int, processors: int) -> Tile:
+    """Return the tile for a few tokens.
+
+    Args:
+        tokens, rows, columns: M, N and K.
+        processors: multiprocessors of the GPU.
+    """
+    width = max(16, 1 << (tokens - 1).bit_length())
+    height = 64
+    programs = -(-rows // height)
+    splits = 1
+    while programs * splits * 2 <= 2 * processors and splits < 8:
+        splits *= 2
+    return Tile(height, min(width, 128), 32, 4, 3, splits)
+
+
+def chunks_touched(rows: int, columns: int) -> int:
+    """Return a power of two, not less than the chunks that some rows touch."""
+    return 1 << ((rows * columns - 1) // CHUNK + 1).bit_length()

@@ -1,0 +1,286 @@
+"""CodedWeight: a tensor with the shape and dtype of a bf16 weight, and the memory of its code.
+
+Reading it gives the weight's values: every operation that knows nothing of it decodes first. A
+linear becomes `memeff::coded_weight_linear`, which keeps nothing decoded for the backward. Being
+written to in part raises, since there is nothing that could be written to; a whole new value
+(`copy_`) is encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+
+from memeff_compile.errors import CodedWeightError
+from memeff_compile.kernels.coded_weight import launch, op
+from memeff_compile.kernels.coded_weight.layout import parse
+
+_aten = torch.ops.aten
+_LINEAR = torch.nn.functional.linear
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_ITEM = Tensor.__setitem__
+
+
+class CodedWeight(Tensor):
+    """A bf16 weight in coded form.
+
+    Attributes:
+        codec: name of the codec, as `encode` takes it.
+        room: spare room that lists get when they have to be made anew.
+    """
+
+    codec: str
+    room: launch.Room
+
+    @staticmethod
+    def __new__(
+        cls: type[CodedWeight],
+        parts: Sequence[Tensor],
+        codec: str,
+        shape: Sequence[int],
+        requires_grad: bool = False,
+        room: launch.Room = launch.EXACT_FIT,
+    ) -> CodedWeight:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            tuple(shape),
+            dtype=torch.bfloat16,
+            device=parts[0].device,
+            requires_grad=requires_grad,
+        )
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        codec: str,
+        shape: Sequence[int],
+        requires_grad: bool = False,
+        room: launch.Room = launch.EXACT_FIT,
+    ) -> None:
+        """Wrap parts as `op.encode` makes them.
+
+        Args:
+            parts: in the order of `parse(codec).parts`.
+            codec: the codec's name.
+            shape: of the weight.
+            requires_grad: as of any tensor.
+            room: spare room that lists get when they have to be made anew.
+        """
+        del shape, requires_grad
+        for name, part in zip(parse(codec).parts, parts, strict=True):
+            setattr(self, name, part)
+        self.codec = codec
+        self.room = room
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The tensors that hold the weight, in the order of the codec's parts."""
+        return [getattr(self, name) for name in parse(self.codec).parts]
+
+    @property
+    def coded_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def decode(self) -> Tensor:
+        """Return the weight as a plain tensor."""
+        with torch.no_grad():
+            size = list(self.shape)
+            return cast("Tensor", op.coded_weight_decode(self.parts, self.codec, size))
+
+    def like(self, parts: Sequence[Tensor]) -> CodedWeight:
+        """Return another coded weight of this shape."""
+        return CodedWeight(parts, self.codec, self.shape, room=self.room)
+
+    @torch.no_grad()
+    def store(self, value: Tensor) -> None:
+        """Encode a new value of the whole weight in place.
+
+        Args:
+            value: bf16, same shape; anything that can be cast to it is.
+        """
+        if tuple(value.shape) != tuple(self.shape):
+            raise CodedWeightError(
+                f"a value of shape {tuple(value.shape)} was stored in a coded weight of "
+                f"{tuple(self.shape)}; the shapes have to be equal."
+            )
+        dense = value.decode() if isinstance(value, CodedWeight) else value.detach()
+        dense = dense.to(device=self.device, dtype=self.dtype)
+        if not op.encode_into(self.parts, dense, self.codec):
+            self.encode_anew(dense)
+        torch.autograd.graph.increment_version(self)
+
+    @torch.no_grad()
+    def encode_anew(self, dense: Tensor) -> None:
+        """Encode a bf16 tensor of this shape into new parts, with room as `self.room` says."""
+        parts = op.encode(dense, self.codec, self.room)
+        for name, part in zip(parse(self.codec).parts, parts, strict=True):
+            setattr(self, name, part)
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        """Say which attributes are tensors; compilers take the weight apart with it."""
+        return list(parse(self.codec).parts), self.codec
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor],
+        codec: str,
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+    ) -> CodedWeight:
+        """Put a weight together again."""
+        del outer_stride
+        parts = [inner[name] for name in parse(codec).parts]
+        return CodedWeight(parts, codec, outer_size)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # noqa: ANN401
+        """Name shape, codec and size; values are not decoded for it."""
+        del tensor_contents
+        return (
+            f"CodedWeight(shape={tuple(self.shape)}, codec={self.codec!r}, "
+            f"device={str(self.device)!r}, requires_grad={self.requires_grad})"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Turn an eager linear into the op; a compiler sees the linear, and our pass does it."""
+        del types
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == _SET_DATA and isinstance(args[0], CodedWeight):
+                raise CodedWeightError(
+                    "new data was assigned to a compressed weight, as module.half(), .float() and "
+                    ".to(dtype) do; it holds bfloat16 and nothing else. Call "
+                    "memeff_compile.decompress_(model) first."
+                )
+            if func is _SET_ITEM and isinstance(args[0], CodedWeight):
+                raise CodedWeightError(_write_message("an assignment to a part"))
+            if func is _LINEAR and not torch.compiler.is_compiling():
+                found = _linear(*args, **(kwargs or {}))
+                if found is not None:
+                    return found
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,  # noqa: ANN401 - an op overload
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Serve what can be served in coded form; refuse writes; decode for everything else."""
+        del types
+        kwargs = dict(kwargs or {})
+        serve = _SERVED.get(func)
+        if serve is not None and isinstance(args[_place(func)], CodedWeight):
+            found = serve(func, *args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        _refuse_writes(func, args, kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        plain = [each.decode() if isinstance(each, CodedWeight) else each for each in leaves]
+        args, kwargs = tree_unflatten(plain, spec)
+        return func(*args, **kwargs)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """Run a linear as the op, cast as autocast would; None where it is not the op's to serve."""
+    if not isinstance(weight, CodedWeight) or isinstance(x, CodedWeight):
+        return None
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        if torch.get_autocast_dtype(kind) != weight.dtype:
+            return None
+        x = x.to(weight.dtype)
+        bias = None if bias is None else bias.to(weight.dtype)
+    if x.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
+        return None  # the dense layer raises, and so does this
+    return cast("Tensor", op.coded_weight_linear(x, weight, bias))
+
+
+# --- what is served in coded form -----------------------------------------------------------------
+
+
+def _share(func: object, weight: CodedWeight, *args: object, **kwargs: object) -> CodedWeight:
+    del func, args, kwargs
+    return weight.like(weight.parts)
+
+
+def _clone(func: object, weight: CodedWeight, **kwargs: object) -> CodedWeight:
+    del func, kwargs
+    return weight.like([part.clone() for part in weight.parts])
+
+
+def _to_copy(func: object, weight: CodedWeight, **kwargs: Any) -> object:  # noqa: ANN401
+    del func
+    if kwargs.get("dtype") not in (None, weight.dtype):
+        return NotImplemented
+    place = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
+    return weight.like([part.to(copy=True, **place) for part in weight.parts])
+
+
+def _copy_(func: object, weight: CodedWeight, value: Tensor, *args: object) -> CodedWeight:
+    del func, args
+    weight.store(value)
+    return weight
+
+
+def _product(func: object, x: Tensor, weight: CodedWeight, bias: Tensor | None = None) -> Tensor:
+    del func
+    size = list(weight.shape)
+    return cast("Tensor", op.coded_weight_product(x, weight.parts, bias, weight.codec, size))
+
+
+def _product_backward(func: object, grad: Tensor, weight: CodedWeight) -> Tensor:
+    del func
+    size = list(weight.shape)
+    return cast("Tensor", op.coded_weight_product_backward(grad, weight.parts, weight.codec, size))
+
+
+_SERVED: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _share,
+    _aten.alias.default: _share,
+    _aten.clone.default: _clone,
+    _aten._to_copy.default: _to_copy,
+    _aten.copy_.default: _copy_,
+    op.coded_weight_linear: _product,
+    op.coded_weight_linear_backward: _product_backward,
+}
+_AT_SECOND = (op.coded_weight_linear, op.coded_weight_linear_backward)
+
+
+def _place(func: object) -> int:
+    """Return which argument of a served op is the weight."""
+    return 1 if func in _AT_SECOND else 0
+
+
+def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Raise where an op would write to a coded weight."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = kwargs.get(argument.name, args[place] if place < len(args) else None)
+        if any(isinstance(each, CodedWeight) for each in tree_iter(given)):
+            raise CodedWeightError(_write_message(schema.name))
+
+
+def _write_message(writer: str) -> str:
+    return (
+        f"{writer} would write in place to a compressed weight, which has no dense memory to write "
+        "to. To train it, use memeff_compile.optim_in_backward(model, factory), which updates and "
+        "encodes each weight during the backward, and give no compressed weight to an optimizer; "
+        "to have a dense model again, use memeff_compile.decompress_(model)."
+    )

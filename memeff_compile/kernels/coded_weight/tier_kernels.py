@@ -1,0 +1,278 @@
+# ruff: noqa: ANN001, ANN201, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The codec tier on a GPU: a thread holds sixteen codes of two bits and takes from two streams.
+
+How far a thread has to skip in the second stream is the number of threes in the words before its
+own, which is a count of bits and one prefix sum per sixteen weights; likewise in the third.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from memeff_compile.kernels.coded_weight.pair_kernels import (
+    even_bytes,
+    is_tier_patch,
+    narrow_fields,
+    odd_bytes,
+    scaled,
+    store_patches,
+)
+
+CHUNK: tl.constexpr = tl.constexpr(8192)
+WORDS: tl.constexpr = tl.constexpr(512)  # of sixteen codes, per chunk
+
+
+@triton.jit
+def _count_bits(word):
+    """Count the set bits among the even ones of a non-negative 32-bit word."""
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return (word * 0x01010101) >> 24
+
+
+@triton.jit
+def _threes(word):
+    """Mark the two-bit fields that hold a 3, in their lower bits."""
+    return word & (word >> 1) & 0x55555555
+
+
+@triton.jit
+def _window(stream_ptr, at, is_read):
+    """Return 64 bits of a stream from bit `at` on, where there are at most 33 to be read."""
+    word = at >> 5
+    low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(stream_ptr + word + 1, mask=is_read, other=0).to(tl.int64)
+    return ((high << 32) | low) >> (at & 31)
+
+
+@triton.jit
+def _long_window(stream_ptr, at, is_read):
+    """Return the 64 bits of a stream from bit `at` on."""
+    word = at >> 5
+    shift = (at & 31).to(tl.int64)
+    low = tl.load(stream_ptr + word, mask=is_read, other=0).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(stream_ptr + word + 1, mask=is_read, other=0).to(tl.int64)
+    top = tl.load(stream_ptr + word + 2, mask=is_read, other=0).to(tl.int64)
+    both = ((high << 32) | low) >> shift
+    keep = ((1 << (63 - shift)) << 1) - 1  # an arithmetic shift fills with the sign
+    return (both & keep) | ((top << (63 - shift)) << 1)
+
+
+@triton.jit
+def _take(first_codes, FIELD: tl.constexpr, second, third, narrow, middle, wide):
+    """Return the exponent of one field, and what is left of the two streams."""
+    code = (first_codes >> (2 * FIELD)) & 3
+    in_second = code == 3
+    code_2 = second & 3
+    second = tl.where(in_second, (second >> 2) & 0x3FFFFFFF, second)
+    in_third = in_second & (code_2 == 3)
+    code_3 = third.to(tl.int32) & 15
+    third = tl.where(in_third, third >> 4, third)
+    low = narrow + code
+    mid = middle + code_2
+    mid += tl.where(mid >= narrow, 3, 0)
+    high = wide + code_3
+    high += tl.where(high >= middle, 6, 0)
+    high = tl.where(code_3 == 15, 0, high)
+    return tl.where(in_third, high, tl.where(in_second, mid, low)), second, third
+
+
+@triton.jit
+def _take_pair(first_codes, PAIR: tl.constexpr, second, third, narrow, middle, wide):
+    low, second, third = _take(first_codes, 2 * PAIR, second, third, narrow, middle, wide)
+    high, second, third = _take(first_codes, 2 * PAIR + 1, second, third, narrow, middle, wide)
+    return (low << 7) | (high << 23), second, third
+
+
+@triton.jit
+def decode_kernel(
+    header_ptr,
+    first_ptr,
+    second_ptr,
+    third_ptr,
+    stream_starts_ptr,  # (chunks + 1, 2) int32 words
+    starts_ptr,
+    places_ptr,
+    values_ptr,
+    signs_ptr,
+    norms_ptr,
+    out_ptr,  # 16-bit patterns
+    words_ptr,  # the same memory, two weights a word
+    FIELD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PATCHES: tl.constexpr,
+):
+    """Write one chunk of weights."""
+    chunk = tl.program_id(0).to(tl.int64)
+    word = tl.arange(0, WORDS)
+    begin = tl.load(starts_ptr + chunk)  # long before they are needed
+    end = tl.load(starts_ptr + chunk + 1)
+    narrow, middle = tl.load(header_ptr), tl.load(header_ptr + 1)
+    wide = tl.load(header_ptr + 2)
+    first = tl.load(first_ptr + chunk * WORDS + word)
+    threes = _threes(first)
+    count = _count_bits(threes)
+    before = tl.cumsum(count, 0) - count
+    start = tl.load(stream_starts_ptr + 2 * chunk)
+    second = _window(second_ptr + start, 2 * before, count > 0)
+    # Fields behind the last are another thread's: make them zeros.
+    second = (second & ((1 << (2 * count).to(tl.int64)) - 1)).to(tl.int32)
+    count = _count_bits(_threes(second))
+    before = tl.cumsum(count, 0) - count
+    start = tl.load(stream_starts_ptr + 2 * chunk + 1)
+    third = _long_window(third_ptr + start, 4 * before, count > 0)
+    unit = word // 32  # of 512 weights: two groups
+    lane = word % 32
+    out = words_ptr + chunk * (CHUNK // 2) + unit * 256 + lane
+    place = chunk * CHUNK + unit * 512 + 2 * lane
+    if FIELD == 8:
+        sign_at = signs_ptr + chunk * (CHUNK // 4) + unit * 128 + lane
+    else:
+        sign_at = signs_ptr + chunk * (CHUNK // 8) + unit * 64 + lane
+    for half in tl.static_range(4):
+        even, second, third = _take_pair(first, 2 * half, second, third, narrow, middle, wide)
+        odd, second, third = _take_pair(first, 2 * half + 1, second, third, narrow, middle, wide)
+        if FIELD == 8:
+            signs = tl.load(sign_at + 32 * half)
+            even |= even_bytes(signs)
+            odd |= odd_bytes(signs)
+        else:
+            signs = tl.load(sign_at + 32 * (half // 2)).to(tl.int32)
+            even |= narrow_fields(signs, 2 * (half % 2), FIELD)
+            odd |= narrow_fields(signs, 2 * (half % 2) + 1, FIELD)
+            even = scaled(even, norms_ptr, place + 128 * half, BLOCK)
+            odd = scaled(odd, norms_ptr, place + 128 * half + 64, BLOCK)
+        tl.store(out + 64 * half, even)
+        tl.store(out + 64 * half + 32, odd)
+    store_patches(begin, end, places_ptr, values_ptr, out_ptr, chunk * CHUNK, CHUNK, PATCHES)
+
+
+@triton.jit
+def _codes(pattern, narrow, middle, wide):
+    """Return the codes of the three tiers of a 16-bit pattern, and its sign byte."""
+    exponent = (pattern >> 7) & 0xFF
+    first = exponent - narrow
+    first = tl.where((first >= 0) & (first < 3), first, 3)
+    second = exponent - middle
+    is_inside = (second >= 0) & (second < 6)
+    second -= tl.where(exponent >= narrow + 3, 3, 0)
+    second = tl.where(is_inside, second, 3)
+    third = exponent - wide
+    is_coded = (third >= 0) & (third < 21)
+    third -= tl.where(exponent >= middle + 6, 6, 0)
+    third = tl.where(is_coded, third, 15)
+    byte = ((pattern >> 8) & 0x80) | (pattern & 0x7F)
+    return first, second, third, tl.where(is_coded | (exponent == 0), byte, 0)
+
+
+@triton.jit
+def count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
+    """Count, for one chunk, codes in the second stream, in the third, and patches."""
+    chunk = tl.program_id(0).to(tl.int64)
+    narrow, middle = tl.load(header_ptr), tl.load(header_ptr + 1)
+    wide = tl.load(header_ptr + 2)
+    in_second = tl.zeros((BLOCK,), tl.int32)
+    in_third = tl.zeros((BLOCK,), tl.int32)
+    patches = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, CHUNK, BLOCK):
+        pattern = tl.load(weight_ptr + chunk * CHUNK + start + tl.arange(0, BLOCK)).to(tl.int32)
+        first, second, _, _ = _codes(pattern, narrow, middle, wide)
+        in_second += (first == 3).to(tl.int32)
+        in_third += ((first == 3) & (second == 3)).to(tl.int32)
+        patches += is_tier_patch(pattern, header_ptr).to(tl.int32)
+    tl.store(counts_ptr + chunk * 3, (tl.sum(in_second, 0) + 15) // 16)
+    tl.store(counts_ptr + chunk * 3 + 1, (tl.sum(in_third, 0) + 7) // 8)
+    tl.store(counts_ptr + chunk * 3 + 2, tl.sum(patches, 0))
+
+
+@triton.jit
+def _put(
+    pattern, FIELD: tl.constexpr, first, second, third, count_2, count_3, narrow, middle, wide
+):
+    """Append the codes of one pattern; return what was given, and its sign byte."""
+    code, code_2, code_3, byte = _codes(pattern, narrow, middle, wide)
+    first |= code << (2 * FIELD)
+    in_second = code == 3
+    second |= tl.where(in_second, code_2.to(tl.int64) << (2 * count_2).to(tl.int64), 0)
+    count_2 += in_second.to(tl.int32)
+    in_third = in_second & (code_2 == 3)
+    third |= tl.where(in_third, code_3.to(tl.int64) << (4 * count_3).to(tl.int64), 0)
+    count_3 += in_third.to(tl.int32)
+    return first, second, third, count_2, count_3, byte
+
+
+@triton.jit
+def _append(stream_ptr, bits, at, is_any):
+    """Set up to 64 bits of a zeroed stream from bit `at` on. Disjoint bits: order is no matter."""
+    word = at >> 5
+    shift = (at & 31).to(tl.int64)
+    low = bits << shift
+    rest = ((bits >> 1) & 0x7FFFFFFFFFFFFFFF) >> (63 - shift)
+    for place in tl.static_range(3):
+        value = (low >> (32 * place)).to(tl.int32) if place < 2 else rest.to(tl.int32)
+        tl.atomic_or(stream_ptr + word + place, value, mask=is_any & (value != 0), sem="relaxed")
+
+
+@triton.jit
+def encode_kernel(
+    words_ptr,  # pair words of the weight
+    header_ptr,
+    first_ptr,
+    second_ptr,  # zeroed
+    third_ptr,  # zeroed
+    stream_starts_ptr,
+    signs_ptr,
+):
+    """Write the codes and signs of one chunk."""
+    chunk = tl.program_id(0).to(tl.int64)
+    word = tl.arange(0, WORDS)
+    narrow, middle = tl.load(header_ptr), tl.load(header_ptr + 1)
+    wide = tl.load(header_ptr + 2)
+    unit = word // 32
+    lane = word % 32
+    pairs = words_ptr + chunk * (CHUNK // 2) + unit * 256 + lane
+    sign_at = signs_ptr + chunk * (CHUNK // 4) + unit * 128 + lane
+    first = tl.zeros((WORDS,), tl.int32)
+    second = tl.zeros((WORDS,), tl.int64)
+    third = tl.zeros((WORDS,), tl.int64)
+    count_2 = tl.zeros((WORDS,), tl.int32)
+    count_3 = tl.zeros((WORDS,), tl.int32)
+    for pair in tl.static_range(8):
+        weights = tl.load(pairs + 32 * pair)
+        first, second, third, count_2, count_3, low = _put(
+            weights & 0xFFFF,
+            2 * pair,
+            first,
+            second,
+            third,
+            count_2,
+            count_3,
+            narrow,
+            middle,
+            wide,
+        )
+        first, second, third, count_2, count_3, high = _put(
+            (weights >> 16) & 0xFFFF,
+            2 * pair + 1,
+            first,
+            second,
+            third,
+            count_2,
+            count_3,
+            narrow,
+            middle,
+            wide,
+        )
+        if pair % 2 == 0:
+            signs = low | (high << 16)
+        else:
+            tl.store(sign_at + 32 * (pair // 2), signs | ((low | (high << 16)) << 8))
+    tl.store(first_ptr + chunk * WORDS + word, first)
+    start = tl.load(stream_starts_ptr + 2 * chunk)
+    before = tl.cumsum(count_2, 0) - count_2
+    _append(second_ptr + start, second, 2 * before, count_2 > 0)
+    start = tl.load(stream_starts_ptr + 2 * chunk + 1)
+    before = tl.cumsum(count_3, 0) - count_3
+    _append(third_ptr + start, third, 4 * before, count_3 > 0)

@@ -1,0 +1,365 @@
+# ruff: noqa: ANN001, ANN201, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The codec win4 on a GPU: decode, encode, and products that decode on the way.
+
+A word of codes holds the exponents of eight weights, two words of signs the rest of them. Nothing
+depends on a neighbour, so every kernel is a stream: about ten operations per weight.
+
+UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
+
+Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from memeff_compile.kernels.coded_weight.pair_kernels import (
+    even_bytes,
+    high_float,
+    low_float,
+    narrow_fields,
+    odd_bytes,
+    scaled,
+    store_patches,
+)
+
+CHUNK: tl.constexpr = tl.constexpr(8192)
+
+
+@triton.jit
+def _exponents(codes, base, PAIR: tl.constexpr):
+    """Return the exponents of a pair in place; code 0 is the exponent 0. base is 7 bits up."""
+    code = (codes >> (4 * PAIR)) & 0x000F000F
+    is_coded = ((code + 0x000F000F) >> 4) & 0x00010001
+    return (code << 7) + is_coded * base
+
+
+@triton.jit
+def decode_kernel(
+    header_ptr,
+    codes_ptr,
+    starts_ptr,
+    places_ptr,
+    values_ptr,
+    signs_ptr,
+    norms_ptr,
+    out_ptr,  # 16-bit patterns
+    words_ptr,  # the same memory, two weights a word
+    WORDS: tl.constexpr,
+    FIELD: tl.constexpr,  # bits of sign and mantissa: 8 is lossless
+    BLOCK: tl.constexpr,  # weights per normaliser, or 0
+    PATCHES: tl.constexpr,
+):
+    """Write WORDS * 8 weights."""
+    first = tl.program_id(0).to(tl.int64) * WORDS
+    word = tl.arange(0, WORDS)
+    group = first // 32 + word // 32
+    lane = word % 32
+    chunk = first * 8 // CHUNK
+    begin = tl.load(starts_ptr + chunk)  # long before they are needed
+    end = tl.load(starts_ptr + chunk + 1)
+    base = tl.load(header_ptr) << 7
+    codes = tl.load(codes_ptr + first + word, eviction_policy="evict_first")
+    if FIELD == 8:
+        sign_at = signs_ptr + group * 64 + lane
+        signs = tl.load(sign_at, eviction_policy="evict_first")
+        more = tl.load(sign_at + 32, eviction_policy="evict_first")
+        pair_0 = even_bytes(signs) | _exponents(codes, base, 0)
+        pair_1 = odd_bytes(signs) | _exponents(codes, base, 1)
+        pair_2 = even_bytes(more) | _exponents(codes, base, 2)
+        pair_3 = odd_bytes(more) | _exponents(codes, base, 3)
+    else:
+        signs = tl.load(signs_ptr + first + word).to(tl.int32)
+        place = group * 256 + 2 * lane
+        pair_0 = narrow_fields(signs, 0, FIELD) | _exponents(codes, base, 0)
+        pair_1 = narrow_fields(signs, 1, FIELD) | _exponents(codes, base, 1)
+        pair_2 = narrow_fields(signs, 2, FIELD) | _exponents(codes, base, 2)
+        pair_3 = narrow_fields(signs, 3, FIELD) | _exponents(codes, base, 3)
+        pair_0 = scaled(pair_0, norms_ptr, place, BLOCK)
+        pair_1 = scaled(pair_1, norms_ptr, place + 64, BLOCK)
+        pair_2 = scaled(pair_2, norms_ptr, place + 128, BLOCK)
+        pair_3 = scaled(pair_3, norms_ptr, place + 192, BLOCK)
+    out = words_ptr + group * 128 + lane
+    tl.store(out, pair_0)
+    tl.store(out + 32, pair_1)
+    tl.store(out + 64, pair_2)
+    tl.store(out + 96, pair_3)
+    store_patches(begin, end, places_ptr, values_ptr, out_ptr, first * 8, WORDS * 8, PATCHES)
+
+
+@triton.jit
+def _coded(pattern, base):
+    """Return the code of a 16-bit pattern, its sign byte, and 1 where it is a patch."""
+    code = ((pattern >> 7) & 0xFF) - base
+    is_zero = (pattern & 0x7FFF) == 0
+    is_coded = (code > 0) & (code < 16)
+    byte = ((pattern >> 8) & 0x80) | (pattern & 0x7F)
+    byte = tl.where(is_coded | is_zero, byte, 0)
+    return tl.where(is_coded, code, 0), byte, tl.where(is_coded | is_zero, 0, 1)
+
+
+@triton.jit
+def _coded_pair(pair, base, PAIR: tl.constexpr):
+    """Return codes of a pair at their places in the word, its bytes, and its number of patches."""
+    low_code, low_byte, low_patch = _coded(pair & 0xFFFF, base)
+    high_code, high_byte, high_patch = _coded((pair >> 16) & 0xFFFF, base)
+    codes = (low_code | (high_code << 16)) << (4 * PAIR)
+    return codes, low_byte | (high_byte << 16), low_patch + high_patch
+
+
+@triton.jit
+def encode_kernel(
+    words_ptr,  # pair words of the weight
+    header_ptr,
+    codes_ptr,
+    signs_ptr,
+    counts_ptr,  # (chunks,) int32, patches of each
+    WORDS: tl.constexpr,
+):
+    """Write the codes and signs of one chunk; count its patches."""
+    chunk = tl.program_id(0)
+    base = tl.load(header_ptr)
+    count = tl.zeros((WORDS,), tl.int32)
+    for start in range(0, CHUNK // 8, WORDS):
+        first = chunk.to(tl.int64) * (CHUNK // 8) + start
+        word = tl.arange(0, WORDS)
+        group = first // 32 + word // 32
+        lane = word % 32
+        pairs = words_ptr + group * 128 + lane
+        pair_0, pair_1 = tl.load(pairs), tl.load(pairs + 32)
+        pair_2, pair_3 = tl.load(pairs + 64), tl.load(pairs + 96)
+        codes_0, bytes_0, count_0 = _coded_pair(pair_0, base, 0)
+        codes_1, bytes_1, count_1 = _coded_pair(pair_1, base, 1)
+        codes_2, bytes_2, count_2 = _coded_pair(pair_2, base, 2)
+        codes_3, bytes_3, count_3 = _coded_pair(pair_3, base, 3)
+        tl.store(codes_ptr + first + word, codes_0 | codes_1 | codes_2 | codes_3)
+        signs = signs_ptr + group * 64 + lane
+        tl.store(signs, bytes_0 | (bytes_1 << 8))
+        tl.store(signs + 32, bytes_2 | (bytes_3 << 8))
+        count += count_0 + count_1 + count_2 + count_3
+    tl.store(counts_ptr + chunk, tl.sum(count, 0))
+
+
+@triton.jit
+def _first_chunk(first_row, rows, rows_count, row_length):
+    """Return the first chunk that rows touch, how many, and where the first row starts in it."""
+    first = first_row.to(tl.int64) * row_length
+    last = tl.minimum(first_row + rows, rows_count).to(tl.int64) * row_length
+    chunk = first // CHUNK
+    return chunk, ((last + CHUNK - 1) // CHUNK - chunk).to(tl.int32), (first % CHUNK).to(tl.int32)
+
+
+@triton.jit
+def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS: tl.constexpr):
+    """Return row and column of patches, counted from the first row, -1 before it."""
+    number = tl.arange(0, CHUNKS)
+    ends = tl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
+    passed = tl.sum((each[:, None] >= ends[None, :]).to(tl.int32), 1)
+    flat = passed * CHUNK + place - inside
+    return tl.where(flat < 0, -1, flat // row_length), flat % row_length
+
+
+@triton.jit
+def _products(codes, signs, more, x_ptr, place, is_in, scale, acc):
+    """Add the products of eight weights per word with x; scale is 2^base."""
+    code_0 = (codes << 7) & 0x07800780
+    code_1 = (codes << 3) & 0x07800780
+    code_2 = (codes >> 1) & 0x07800780
+    code_3 = (codes >> 5) & 0x07800780
+    pair_0 = even_bytes(signs) | code_0
+    pair_1 = odd_bytes(signs) | code_1
+    pair_2 = even_bytes(more) | code_2
+    pair_3 = odd_bytes(more) | code_3
+    x_0 = tl.load(x_ptr + place, mask=is_in, other=0)[None, :]
+    x_1 = tl.load(x_ptr + place + 32, mask=is_in, other=0)[None, :]
+    x_2 = tl.load(x_ptr + place + 64, mask=is_in, other=0)[None, :]
+    x_3 = tl.load(x_ptr + place + 96, mask=is_in, other=0)[None, :]
+    acc += (low_float(pair_0) * scale) * low_float(x_0)
+    acc += (high_float(pair_0) * scale) * high_float(x_0)
+    acc += (low_float(pair_1) * scale) * low_float(x_1)
+    acc += (high_float(pair_1) * scale) * high_float(x_1)
+    acc += (low_float(pair_2) * scale) * low_float(x_2)
+    acc += (high_float(pair_2) * scale) * high_float(x_2)
+    acc += (low_float(pair_3) * scale) * low_float(x_3)
+    acc += (high_float(pair_3) * scale) * high_float(x_3)
+    return acc
+
+
+@triton.jit
+def row_kernel(
+    x_ptr,  # (K / 2,) pair words
+    header_ptr,
+    codes_ptr,
+    starts_ptr,
+    places_ptr,
+    values_ptr,
+    signs_ptr,
+    bias_ptr,
+    out_ptr,  # (N,) bf16
+    rows_count,
+    row_words,  # K / 8
+    HAS_BIAS: tl.constexpr,
+    IS_EVEN: tl.constexpr,  # ROWS divides N, WORDS a row
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    STAGES: tl.constexpr,
+    CHUNKS: tl.constexpr,  # a power of two, not less than the chunks that ROWS rows touch
+    PATCHES: tl.constexpr,
+):
+    """One token: ROWS products of a row and x, in fp32.
+
+    The code is the exponent less base, and as an exponent makes a tiny number: code 0 with no
+    mantissa is zero, the others are scaled by 2^base.
+    """
+    first_row = tl.program_id(0) * ROWS
+    row_length = row_words * 8
+    chunk, chunks, inside = _first_chunk(first_row, ROWS, rows_count, row_length)
+    patch = tl.load(starts_ptr + chunk)  # long before they are needed
+    end = tl.load(starts_ptr + chunk + chunks)
+    row = first_row + tl.arange(0, ROWS)
+    is_row = (row < rows_count)[:, None]
+    scale = ((tl.load(header_ptr) + 127) << 23).to(tl.float32, bitcast=True)
+    begin = row.to(tl.int64)[:, None] * row_words
+    acc = tl.zeros((ROWS, WORDS), tl.float32)
+    for start in tl.range(0, row_words, WORDS, num_stages=STAGES):
+        word = start + tl.arange(0, WORDS)
+        is_in = word < row_words
+        is_read = is_row & is_in[None, :]
+        if IS_EVEN:
+            is_in = word >= 0
+            is_read = (row >= 0)[:, None] & is_in[None, :]
+        group = word // 32
+        lane = word % 32
+        codes = tl.load(codes_ptr + begin + word[None, :], mask=is_read, other=0)
+        at = begin * 2 + (group * 64 + lane)[None, :]
+        signs = tl.load(signs_ptr + at, mask=is_read, other=0)
+        more = tl.load(signs_ptr + at + 32, mask=is_read, other=0)
+        acc = _products(codes, signs, more, x_ptr, group * 128 + lane, is_in, scale, acc)
+    total = tl.sum(acc, 1)
+    for start in range(patch, end, PATCHES):
+        each = start + tl.arange(0, PATCHES)
+        is_patch = each < end
+        place = tl.load(places_ptr + each, mask=is_patch, other=0).to(tl.int32)
+        weight = tl.load(values_ptr + each, mask=is_patch, other=0).to(tl.int32)
+        its_row, column = _patch_rows(
+            starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS
+        )
+        is_patch &= (its_row >= 0) & (its_row < ROWS)
+        x = tl.load(x_ptr + column // 2, mask=is_patch, other=0)
+        x = tl.where(column % 2 == 0, low_float(x), high_float(x))
+        product = tl.where(is_patch, low_float(weight) * x, 0.0)
+        total += tl.sum(
+            tl.where(its_row[None, :] + first_row == row[:, None], product[None, :], 0.0), 1
+        )
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + row, mask=row < rows_count, other=0).to(tl.float32)
+    tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=row < rows_count)
+
+
+@triton.jit
+def _low_bf16(pair):
+    return pair.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _high_bf16(pair):
+    return (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _dot_pair(weight, x, acc, UPCAST: tl.constexpr):
+    """Add the products of pair words: (ROWS, lanes) with (lanes, TOKENS)."""
+    if UPCAST:
+        acc = tl.dot(low_float(weight), low_float(x), acc, input_precision="ieee")
+        return tl.dot(high_float(weight), high_float(x), acc, input_precision="ieee")
+    acc = tl.dot(_low_bf16(weight), _low_bf16(x), acc)
+    return tl.dot(_high_bf16(weight), _high_bf16(x), acc)
+
+
+@triton.jit
+def tile_kernel(
+    x_ptr,  # (M, K / 2) pair words
+    header_ptr,
+    codes_ptr,
+    starts_ptr,
+    places_ptr,
+    values_ptr,
+    signs_ptr,
+    bias_ptr,
+    out_ptr,  # (M, N) bf16, or (SPLITS, M, N) fp32
+    tokens_count,
+    rows_count,
+    row_words,  # K / 8
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PATCHES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A tile of ROWS x TOKENS products; with SPLITS, over a share of the columns."""
+    first_row = tl.program_id(0) * ROWS
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    split = tl.program_id(2)
+    row = first_row + tl.arange(0, ROWS)
+    is_row = (row < rows_count)[:, None]
+    is_token = (token < tokens_count)[None, :]
+    base = tl.load(header_ptr) << 7
+    begin = row.to(tl.int64)[:, None] * row_words
+    x_begin = x_ptr + token.to(tl.int64)[None, :] * (row_words * 4)
+    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in tl.range(split * WORDS, row_words, WORDS * SPLITS, num_stages=STAGES):
+        word = start + tl.arange(0, WORDS)
+        is_in = word < row_words
+        is_read = is_row & is_in[None, :]
+        group = word // 32
+        lane = word % 32
+        codes = tl.load(codes_ptr + begin + word[None, :], mask=is_read, other=0)
+        at = begin * 2 + (group * 64 + lane)[None, :]
+        signs = tl.load(signs_ptr + at, mask=is_read, other=0)
+        more = tl.load(signs_ptr + at + 32, mask=is_read, other=0)
+        x_at = x_begin + (group * 128 + lane)[:, None]
+        is_x = is_token & is_in[:, None]
+        x_0 = tl.load(x_at, mask=is_x, other=0)
+        x_1 = tl.load(x_at + 32, mask=is_x, other=0)
+        x_2 = tl.load(x_at + 64, mask=is_x, other=0)
+        x_3 = tl.load(x_at + 96, mask=is_x, other=0)
+        acc = _dot_pair(even_bytes(signs) | _exponents(codes, base, 0), x_0, acc, UPCAST)
+        acc = _dot_pair(odd_bytes(signs) | _exponents(codes, base, 1), x_1, acc, UPCAST)
+        acc = _dot_pair(even_bytes(more) | _exponents(codes, base, 2), x_2, acc, UPCAST)
+        acc = _dot_pair(odd_bytes(more) | _exponents(codes, base, 3), x_3, acc, UPCAST)
+    if split == 0:
+        row_length = row_words * 8
+        chunk, chunks, inside = _first_chunk(first_row, ROWS, rows_count, row_length)
+        patch = tl.load(starts_ptr + chunk)
+        end = tl.load(starts_ptr + chunk + chunks)
+        for start in range(patch, end, PATCHES):
+            each = start + tl.arange(0, PATCHES)
+            is_patch = each < end
+            place = tl.load(places_ptr + each, mask=is_patch, other=0).to(tl.int32)
+            weight = tl.load(values_ptr + each, mask=is_patch, other=0).to(tl.int32)
+            its_row, column = _patch_rows(
+                starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS
+            )
+            is_patch &= (its_row >= 0) & (its_row < ROWS)
+            is_here = is_patch[None, :] & (its_row[None, :] + first_row == row[:, None])
+            x = tl.load(
+                x_begin + (column // 2)[:, None], mask=is_patch[:, None] & is_token, other=0
+            )
+            x = tl.where((column % 2 == 0)[:, None], x, x >> 16)
+            if UPCAST:
+                left = tl.where(is_here, low_float(weight)[None, :], 0.0)
+                acc = tl.dot(left, low_float(x), acc, input_precision="ieee")
+            else:
+                left = tl.where(is_here, weight[None, :], 0)
+                acc = tl.dot(_low_bf16(left), _low_bf16(x), acc)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + row, mask=row < rows_count, other=0).to(tl.float32)
+            acc += bias[:, None]
+    out = out_ptr + (split * tokens_count + token).to(tl.int64)[None, :] * rows_count + row[:, None]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_row & is_token)

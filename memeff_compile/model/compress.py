@@ -1,0 +1,389 @@
+"""compress_ and decompress_: put coded weights where a model's dense linear weights are.
+
+A compressed weight is a `CodedWeight` in the place of the parameter, under the same name. It reads
+as the same bf16 weight, bit for bit; `state_dict` gives dense tensors and `load_state_dict` takes
+them. One weight is coded at a time and its dense memory given up at once, so that the model never
+takes more than it did, plus one tensor.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from memeff_compile import compat
+from memeff_compile.errors import CodedWeightError, OptionError
+from memeff_compile.kernels.coded_weight import (
+    CodedWeight,
+    Format,
+    bits_per_weight,
+    encode,
+    parse,
+    supports_weight,
+)
+
+LARGEST_SHARE = 0.9
+"""A weight stays dense if its code takes more than this share of it."""
+
+SKIPPED = ("lm_head", "embed_out", "output_projection")
+"""Modules left dense unless asked for: heads, whose losses the backend fuses on dense weights."""
+
+
+@dataclass(frozen=True)
+class CompressedWeight:
+    """What became of one weight.
+
+    Attributes:
+        name: as in `named_parameters()`.
+        shape: of the weight.
+        codec: the codec's name, or "" where the weight was left dense.
+        bytes_before: of the dense weight.
+        bytes_after: of all parts of its code, or of the dense weight.
+        reason: why it was left dense, a sentence; "" where it was not.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    codec: str
+    bytes_before: int
+    bytes_after: int
+    reason: str = ""
+
+    @property
+    def bits(self) -> float:
+        """Bits per weight, everything counted."""
+        return bits_per_weight(self.bytes_after, max(self.bytes_before // 2, 1))
+
+
+@dataclass(frozen=True)
+class CompressionReport:
+    """What `compress_` did, weight by weight. `str()` of it is a table, `to_json()` has it all."""
+
+    weights: tuple[CompressedWeight, ...]
+
+    @property
+    def compressed(self) -> tuple[CompressedWeight, ...]:
+        """The weights that were compressed."""
+        return tuple(each for each in self.weights if each.codec)
+
+    @property
+    def left_dense(self) -> tuple[CompressedWeight, ...]:
+        """The weights that were looked at and left dense."""
+        return tuple(each for each in self.weights if not each.codec)
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the compressed weights as they were."""
+        return sum(each.bytes_before for each in self.compressed)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of their codes."""
+        return sum(each.bytes_after for each in self.compressed)
+
+    @property
+    def bits(self) -> float:
+        """Bits per weight over everything compressed."""
+        return bits_per_weight(self.bytes_after, max(self.bytes_before // 2, 1))
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Return everything as JSON."""
+        return json.dumps({"weights": [asdict(each) for each in self.weights]}, indent=indent)
+
+    def __str__(self) -> str:
+        """Return the totals, and per weight what it takes or why it is dense."""
+        before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
+        lines = [
+            f"{len(self.compressed)} weights compressed: {before:.1f} MiB before, {after:.1f} MiB "
+            f"after, {self.bits:.2f} bits a weight; {len(self.left_dense)} left dense"
+        ]
+        for each in self.compressed:
+            lines.append(f"  {each.bits:5.2f} bits  {each.name} {list(each.shape)} {each.codec}")
+        for each in self.left_dense:
+            lines.append(f"  dense       {each.name} {list(each.shape)}: {each.reason}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter, and every module and attribute that it is found under."""
+
+    name: str
+    parameter: Tensor
+    owners: tuple[tuple[str, nn.Module, str], ...]
+
+
+@torch.no_grad()
+def compress_(
+    model: nn.Module,
+    codec: str = "win4",
+    *,
+    mantissa: int = 7,
+    block: int = 512,
+    skip: Sequence[str] = SKIPPED,
+    min_size: int = 1 << 20,
+    progress: bool | None = None,
+) -> CompressionReport:
+    """Compress the weights of a model's linears in place.
+
+    Compressed are bf16 weights that nothing but `nn.Linear` modules owns. Everything computed from
+    them stays the same, bit for bit, where `mantissa` is 7. Call it before an optimizer is made and
+    before the model is compiled.
+
+    Args:
+        model: any module, also under PEFT; on the device where it will run.
+        codec: "win4" (fastest), "tier" (smaller) or "rans" (smallest, slowest).
+        mantissa: mantissa bits kept, of 7. 0, 1 and 3 are lossy, for inference: such weights no
+            longer require gradients.
+        block: weights that share a normaliser in the lossy modes: 32, 64, 128, 256 or 512.
+        skip: names of modules to leave dense, with everything inside them; a name matches the last
+            parts of a path, and `*` and `?` match as in file names.
+        min_size: leave smaller weights dense, in elements.
+        progress: show a bar (with tqdm, if it is installed); None: on a terminal only.
+
+    Returns:
+        What became of each weight.
+
+    Raises:
+        OptionError: The codec, mantissa or block is not one there is.
+
+    Example:
+        >>> linear = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
+        >>> report = compress_(linear, min_size=0)
+        >>> round(report.bits, 1)
+        12.0
+    """
+    name = _codec_name(codec, mantissa, block)
+    places = list(_places(model))
+    memory = _memory_owners(model)
+    found = []
+    for place in _with_progress(places, progress):
+        reason = _reason(place, name, skip, min_size, memory)
+        found.append(_compress_one(place, name) if not reason else _dense(place, reason))
+    return CompressionReport(tuple(found))
+
+
+@torch.no_grad()
+def decompress_(model: nn.Module) -> int:
+    """Put dense weights back in the place of the compressed ones.
+
+    Args:
+        model: a model that `compress_` was called on.
+
+    Returns:
+        How many weights were decompressed.
+    """
+    count = 0
+    for place in _places(model):
+        coded = place.parameter
+        if isinstance(coded, CodedWeight):
+            dense = nn.Parameter(coded.decode().clone(), requires_grad=coded.requires_grad)
+            _put(place, dense)
+            count += 1
+    return count
+
+
+def _codec_name(codec: str, mantissa: int, block: int) -> str:
+    name = codec if mantissa == 7 else f"{codec}:k{mantissa}:b{block}"
+    try:
+        form = parse(name)
+    except Exception as error:
+        raise OptionError(f"compress_: {error}") from None
+    if ":" in codec and mantissa != 7:
+        raise OptionError(f"compress_: codec is {codec!r} and mantissa {mantissa}; give one only.")
+    return str(form)
+
+
+def _with_progress(places: list[_Place], progress: bool | None) -> Iterable[_Place]:
+    if progress is False:
+        return places
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return places
+    hidden = None if progress is None else not progress  # None: tqdm looks for a terminal
+    return cast("Iterable[_Place]", tqdm(places, desc="compressing", disable=hidden))
+
+
+# --- which weights --------------------------------------------------------------------------------
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    """Yield each parameter of more than one dimension once, with all its owners."""
+    owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    kept: dict[int, Tensor] = {}
+    for path, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() > 1:
+                owners.setdefault(id(parameter), []).append((path, module, attribute))
+                kept[id(parameter)] = parameter
+    for key, parameter in kept.items():
+        path, _, attribute = owners[key][0]
+        name = f"{path}.{attribute}" if path else attribute
+        yield _Place(name, parameter, tuple(owners[key]))
+
+
+def _memory_owners(model: nn.Module) -> dict[int, set[int]]:
+    """Return which tensors share each piece of memory."""
+    found: dict[int, set[int]] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta":
+            found.setdefault(compat.storage_key(tensor), set()).add(id(tensor))
+    return found
+
+
+def _reason(
+    place: _Place, codec: str, skip: Sequence[str], min_size: int, memory: dict[int, set[int]]
+) -> str:
+    """Return why a weight is left dense, or "" if it is to be compressed."""
+    weight = place.parameter
+    if isinstance(weight, CodedWeight):
+        return f"it is compressed already, with {weight.codec}"
+    for path, module, attribute in place.owners:
+        if not _is_linear(module, attribute):
+            kind = type(module).__name__
+            return f"it belongs to {path or 'the model'}, a {kind}, which is not a plain nn.Linear"
+        pattern = _skipped(path, skip)
+        if pattern:
+            return f"skip names {pattern!r}"
+    if type(weight) is not nn.Parameter:
+        return f"it is a {type(weight).__name__}; compress it before it is sharded or quantised"
+    if weight.numel() < min_size:
+        return f"it has {weight.numel()} elements, fewer than min_size, which is {min_size}"
+    sentence = supports_weight(weight, codec)
+    if sentence is not None:
+        return sentence
+    if len(memory[compat.storage_key(weight)]) > 1:
+        return "its memory is shared with another tensor of the model"
+    return _unmovable(weight)
+
+
+def _is_linear(module: nn.Module, attribute: str) -> bool:
+    if attribute != "weight" or not isinstance(module, nn.Linear):
+        return False
+    return type(module).forward is nn.Linear.forward
+
+
+def _skipped(path: str, skip: Sequence[str]) -> str:
+    parts = path.split(".")
+    tails = [".".join(parts[first:end]) for end in range(len(parts) + 1) for first in range(end)]
+    for pattern in skip:
+        if any(fnmatch.fnmatchcase(tail, pattern) for tail in tails):
+            return pattern
+    return ""
+
+
+def _unmovable(weight: Tensor) -> str:
+    if weight.grad is not None:
+        return "it has a gradient; set it to None first (optimizer.zero_grad())"
+    if compat.tensor_hooks(weight):
+        return "hooks are registered on it, which would be lost"
+    return ""
+
+
+# --- one weight -----------------------------------------------------------------------------------
+
+
+def _dense(place: _Place, reason: str) -> CompressedWeight:
+    nbytes = place.parameter.nbytes if not isinstance(place.parameter, CodedWeight) else 0
+    return CompressedWeight(place.name, tuple(place.parameter.shape), "", nbytes, nbytes, reason)
+
+
+def _compress_one(place: _Place, codec: str) -> CompressedWeight:
+    weight = place.parameter
+    parts = encode(weight, codec)
+    after = sum(part.nbytes for part in parts)
+    if after > LARGEST_SHARE * weight.nbytes:
+        bits = bits_per_weight(after, weight.numel())
+        return _dense(place, f"its code would take {bits:.1f} bits a weight")
+    trains = weight.requires_grad and parse(codec).is_lossless
+    coded = CodedWeight(parts, codec, weight.shape)
+    found = CompressedWeight(place.name, tuple(weight.shape), codec, weight.nbytes, after)
+    _put(place, nn.Parameter(coded, requires_grad=trains))
+    return found
+
+
+def _put(place: _Place, value: nn.Parameter) -> None:
+    """Put a parameter in the place of another, for everyone who holds it."""
+    if compat.tensor_hooks(place.parameter):
+        raise CodedWeightError(
+            f"hooks are registered on {place.name} and would be lost; remove them first, those of "
+            "optim_in_backward with the remove() of what it returned."
+        )
+    compat.drop_empty_hooks(place.parameter)
+    try:
+        # The same object from now on holds the new value: an optimizer made earlier sees it too.
+        torch.utils.swap_tensors(place.parameter, value)
+        value = cast("nn.Parameter", place.parameter)
+    except RuntimeError:  # a weak reference, or a node of the autograd graph, holds the old one
+        pass
+    for _, module, attribute in place.owners:
+        module._parameters[attribute] = value
+        _watch_state_dict(module)
+
+
+# --- state dicts ----------------------------------------------------------------------------------
+
+
+def _watch_state_dict(module: nn.Module) -> None:
+    if _decode_in_state_dict not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_decode_in_state_dict)
+
+
+def _decode_in_state_dict(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """Give dense tensors under the usual names, unless the parameters themselves are asked for."""
+    del local_metadata
+    for name in module._parameters:
+        value = state_dict.get(prefix + name)
+        if isinstance(value, CodedWeight) and not isinstance(value, nn.Parameter):
+            state_dict[prefix + name] = value.decode()
+
+
+def compressed_weights(model: nn.Module) -> dict[str, CodedWeight]:
+    """Return the compressed weights of a model by the first name each is found under."""
+    return {
+        place.name: place.parameter
+        for place in _places(model)
+        if isinstance(place.parameter, CodedWeight)
+    }
+
+
+def put_coded(
+    module: nn.Module, attribute: str, coded: CodedWeight, *, requires_grad: bool
+) -> None:
+    """Make a coded weight the parameter of a linear, whatever was there.
+
+    Raises:
+        CodedWeightError: The module is no plain `nn.Linear`, or its weight has another shape.
+    """
+    if not _is_linear(module, attribute):
+        raise CodedWeightError(
+            f"a compressed weight is meant for {type(module).__name__}.{attribute}, which is not "
+            "the weight of a plain nn.Linear. Load it into the model it was saved from."
+        )
+    expected = module._parameters[attribute]
+    if expected is not None and tuple(expected.shape) != tuple(coded.shape):
+        raise CodedWeightError(
+            f"a compressed weight has shape {tuple(coded.shape)} and the model's "
+            f"{tuple(expected.shape)}; load it into the model it was saved from."
+        )
+    module._parameters[attribute] = nn.Parameter(coded, requires_grad=requires_grad)
+    _watch_state_dict(module)
+
+
+__all__ = [
+    "CompressedWeight",
+    "CompressionReport",
+    "Format",
+    "compress_",
+    "compressed_weights",
+    "decompress_",
+]

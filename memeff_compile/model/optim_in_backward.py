@@ -1,0 +1,268 @@
+"""optim_in_backward: each weight is updated as soon as its gradient is there (LOMO).
+
+One gradient and one dense weight are alive at a time. A compressed weight is decoded, updated and
+encoded again on the spot, so that its code is the only copy there is. The update is that of the
+optimizer that the factory makes, on the same bits as with dense weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memeff_compile import compat
+from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
+from memeff_compile.kernels.coded_weight import CodedWeight, Room
+
+Factory = Callable[[nn.Parameter], Optimizer]
+
+TRAINING_ROOM = Room(share=0.02, least=1024)
+"""Spare room in lists: weights move, and lists that grow are new memory and a new compilation."""
+
+
+class _Update:
+    """The optimizer of one parameter, and how to run it."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, factory: Factory) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.seen = 0
+        self.is_coded = isinstance(parameter, CodedWeight)
+        # What the optimizer holds: the weight itself, or a dense stand-in that is filled for the
+        # time of a step.
+        self.held = parameter
+        if isinstance(parameter, CodedWeight):
+            self.held = nn.Parameter(parameter.decode())
+        self.optimizer = factory(self.held)
+        _check_optimizer(self.optimizer, self.held, name)
+        self._empty()
+
+    def _empty(self) -> None:
+        if self.is_coded:
+            self.held.grad = None
+            self.held.data = self.held.data.new_empty(0)
+
+    @torch.no_grad()
+    def run(self, max_norm: float | None) -> None:
+        """Update the weight with the gradient it has, and give the gradient up."""
+        gradient = self.parameter.grad
+        self.seen = 0
+        if gradient is None:
+            return
+        if max_norm is not None:
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            gradient.mul_((max_norm / (norm + 1e-6)).clamp_max(1.0))
+        coded = self.parameter
+        if isinstance(coded, CodedWeight):
+            self.held.data = coded.decode()
+            self.held.grad = gradient
+        self.parameter.grad = None if self.is_coded else gradient
+        del gradient
+        try:
+            with torch.enable_grad():
+                self.optimizer.step()
+            if isinstance(coded, CodedWeight):
+                coded.store(self.held.data)
+        finally:
+            self.parameter.grad = None
+            self._empty()
+
+
+def _check_optimizer(optimizer: object, held: nn.Parameter, name: str) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise OptionError(
+            f"optim_in_backward: the factory returned {type(optimizer).__name__} for {name}; a "
+            "torch.optim.Optimizer of the parameter it is given is needed, such as "
+            "lambda p: torch.optim.SGD([p], lr=1e-3)."
+        )
+    given = [each for group in optimizer.param_groups for each in group["params"]]
+    if len(given) != 1 or given[0] is not held:
+        raise OptionError(
+            f"optim_in_backward: the optimizer that the factory returned for {name} holds "
+            f"{len(given)} parameters; it has to hold the one it is given, and that alone: "
+            "lambda p: torch.optim.SGD([p], lr=1e-3)."
+        )
+
+
+class BackwardOptimizer(Optimizer):
+    """The optimizers of a model whose weights are updated during the backward.
+
+    It is an optimizer for everything that expects one: a scheduler sets learning rates through its
+    `param_groups`, one per parameter; `state_dict` saves and restores all of them. `step` has
+    nothing left to do.
+
+    Attributes:
+        accumulate: backwards per update.
+        max_norm: largest norm of each parameter's gradient, or None.
+    """
+
+    def __init__(self, updates: Iterable[_Update], accumulate: int, max_norm: float | None) -> None:
+        """Hook the updates; `optim_in_backward` makes them."""
+        self._updates = list(updates)
+        self.accumulate = accumulate
+        self.max_norm = max_norm
+        held = [update.held for update in self._updates]
+        super().__init__(held, {})
+        # The very groups of the optimizers: a scheduler that writes to them sets their rates.
+        self.param_groups = [g for u in self._updates for g in u.optimizer.param_groups]
+        for update in self._updates:
+            compat.drop_empty_hooks(update.parameter)
+        self._hooks = [
+            update.parameter.register_post_accumulate_grad_hook(self._hook(update))
+            for update in self._updates
+        ]
+
+    def _hook(self, update: _Update) -> Callable[[Tensor], None]:
+        def after_gradient(parameter: Tensor) -> None:
+            del parameter
+            update.seen += 1
+            if update.seen >= self.accumulate:
+                update.run(self.max_norm)
+
+        return after_gradient
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The optimizer of each parameter, by the parameter's name."""
+        return {update.name: update.optimizer for update in self._updates}
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Check that the weights were updated during the backward; nothing else is left to do.
+
+        Args:
+            closure: computes the loss again, as of any optimizer; its backward updates.
+
+        Raises:
+            MemeffError: A gradient is left, since the hook of its weight did not run.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        for update in self._updates:
+            if update.seen == 0 and update.parameter.grad is not None:
+                raise MemeffError(
+                    f"optim_in_backward: {update.name} has a gradient and was not updated with it. "
+                    "Its hook is gone, as when the model is moved or cast afterwards: call "
+                    "optim_in_backward when the model is where it will train."
+                )
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that have not led to an update yet."""
+        del set_to_none
+        for update in self._updates:
+            update.seen = 0
+            update.parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every optimizer, by the name of its parameter."""
+        return {"optim_in_backward": {u.name: u.optimizer.state_dict() for u in self._updates}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned for the same model.
+
+        Raises:
+            MemeffError: It is of another optimizer or another model.
+        """
+        states = state_dict.get("optim_in_backward")
+        names = [update.name for update in self._updates]
+        if states is None or sorted(states) != sorted(names):
+            raise MemeffError(
+                "optim_in_backward: the state to load was saved by another optimizer or for "
+                "another model: it needs an entry for each trainable parameter by name. Load a "
+                "state that a BackwardOptimizer of this model saved."
+            )
+        for update in self._updates:
+            update.optimizer.load_state_dict(states[update.name])
+        self.param_groups = [g for u in self._updates for g in u.optimizer.param_groups]
+
+    def remove(self) -> None:
+        """Take the hooks off: the model's backward leaves gradients again."""
+        for hook in self._hooks:
+            hook.remove()
+        for update in self._updates:
+            compat.drop_empty_hooks(update.parameter)
+
+
+def optim_in_backward(
+    model: nn.Module,
+    factory: Factory,
+    *,
+    accumulate: int = 1,
+    max_norm: float | None = None,
+) -> BackwardOptimizer:
+    """Update every trainable weight during the backward, as soon as its gradient is there.
+
+    After `loss.backward()` the weights are updated and there are no gradients any more. Global-norm
+    clipping is therefore not possible: `clip_grad_norm_` would see no gradients; `max_norm` clips
+    the gradient of each parameter by its own norm.
+
+    Args:
+        model: compressed or dense, or some of both; not sharded, and not under DDP.
+        factory: makes the optimizer of one parameter.
+        accumulate: backwards per update. With more than one, gradients are kept dense in between,
+            which takes back the memory they would have saved.
+        max_norm: largest norm of each parameter's gradient; larger ones are scaled down.
+
+    Returns:
+        An optimizer for schedulers, checkpoints and training loops.
+
+    Raises:
+        OptionError: An argument, or what the factory returns, cannot be used.
+        MemeffError: Several processes train together.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 4)
+        >>> _ = optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=0.1))
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> model.weight.grad is None
+        True
+    """
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise OptionError(
+            f"optim_in_backward: accumulate is {accumulate!r}; a whole number of backwards, 1 or "
+            "more, is needed."
+        )
+    if max_norm is not None and not max_norm > 0:
+        raise OptionError(
+            f"optim_in_backward: max_norm is {max_norm!r}; a positive number or None is needed."
+        )
+    _refuse_several_processes()
+    updates = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if isinstance(parameter, CodedWeight):
+            _make_room(parameter)
+        updates.append(_Update(name, parameter, factory))
+    if not updates:
+        raise OptionError(
+            "optim_in_backward: no parameter of the model requires gradients; set requires_grad "
+            "on what is to be trained (lossy compressed weights cannot be)."
+        )
+    return BackwardOptimizer(updates, accumulate, max_norm)
+
+
+def _make_room(weight: CodedWeight) -> None:
+    """Give the lists of a compressed weight room to grow in place."""
+    if weight.room == TRAINING_ROOM:
+        return
+    weight.room = TRAINING_ROOM
+    weight.encode_anew(weight.decode())
+
+
+def _refuse_several_processes() -> None:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    count = torch.distributed.get_world_size()
+    if count > 1:
+        raise CodedWeightError(
+            f"optim_in_backward: {count} processes train together, and each would update with its "
+            "own gradients only. Train with one process, or freeze the compressed weights and "
+            "train adapters."
+        )

@@ -1,0 +1,107 @@
+"""The kernels of coded weights on a CPU: the same source, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.coded_weight import launch, parse, reference, shapes
+from tests.support.hostile_weights import bits, hostile, normal
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty")]
+
+WIN4 = parse("win4")
+
+
+@pytest.mark.parametrize("codec", ["win4", "tier"])
+@pytest.mark.parametrize("shape", [(70, 513), (1, 1)], ids=str)
+def test_both_engines_write_the_same_parts_and_read_them(
+    shape: tuple[int, int], codec: str
+) -> None:
+    form, weight = parse(codec), hostile(*shape)
+    parts, plain = launch.encode(weight, form), reference.encode(weight, form)
+    for name, found, expected in zip(form.parts, parts, plain, strict=True):
+        assert torch.equal(found, expected), name
+    assert torch.equal(bits(launch.decode(plain, form, shape)), bits(weight))
+
+
+def test_the_entropy_coder_writes_the_same_parts_and_reads_them() -> None:
+    form, weight = parse("rans"), hostile(40, 409)
+    parts, plain = launch.encode(weight, form), reference.encode(weight, form)
+    for name, found, expected in zip(form.parts, parts, plain, strict=True):
+        assert torch.equal(found, expected), name
+    assert torch.equal(bits(launch.decode(plain, form, weight.shape)), bits(weight))
+
+
+@pytest.mark.parametrize("name", ["win4:k0:b32", "tier:k1:b64", "win4:k3:b512", "tier:k3:b32"])
+def test_lossy_modes_are_read_as_the_plain_path_reads_them(name: str) -> None:
+    form, weight = parse(name), normal(30, 301)
+    weight.view(-1)[3] = 1000.0
+    parts = reference.encode(weight, form)
+    found = launch.decode(parts, form, weight.shape)
+    assert torch.equal(bits(found), bits(reference.decode(parts, form, weight.shape)))
+
+
+@pytest.mark.parametrize("codec", ["win4", "tier"])
+def test_a_weight_is_encoded_into_parts_with_room(codec: str) -> None:
+    form = parse(codec)
+    parts = launch.encode(normal(64, 256), form, launch.Room(0.05, 64))
+    value = hostile(64, 256, seed=4)
+    assert launch.encode_into(parts, value, form)
+    assert torch.equal(bits(launch.decode(parts, form, value.shape)), bits(value))
+    tight = launch.encode(torch.zeros(64, 256, dtype=torch.bfloat16), form)
+    assert not launch.encode_into(tight, value, form)
+
+
+def product(
+    weight: Tensor, tokens: int, setting: shapes.RowTile | shapes.Tile | None, *, has_bias: bool
+) -> None:
+    """Hold a product that decodes on the way against float64."""
+    rows, columns = weight.shape
+    x = normal(tokens, columns, seed=1)
+    bias = normal(rows, seed=2) if has_bias else None
+    parts = launch.encode(weight, WIN4)
+    found = launch.product(x, parts, bias, weight.shape, setting=setting).double()
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    assert found.shape == exact.shape
+    # The interpreter cuts bf16 instead of rounding it.
+    assert float((found - exact).abs().max()) <= 2**-6 * float(exact.abs().max())
+
+
+def outliers(rows: int, columns: int) -> Tensor:
+    """Return a weight with patches in every third row, and zeros."""
+    weight = normal(rows, columns)
+    weight[::3, ::37] = 300.0
+    weight[1, :9] = 0.0
+    return weight
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [None, shapes.RowTile(4, 64, 1), shapes.RowTile(8, 32, 1, 2), shapes.Tile(16, 16, 32, 4, 1)],
+    ids=["default", "4 rows", "8 rows", "tile"],
+)
+def test_one_token_is_multiplied_while_decoding(
+    setting: shapes.RowTile | shapes.Tile | None,
+) -> None:
+    product(outliers(21, 768), 1, setting, has_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "setting"),
+    [(3, None), (17, shapes.Tile(32, 16, 64, 4, 2, 3)), (16, shapes.Tile(16, 16, 32, 1, 1, 2))],
+    ids=["default", "two tiles of tokens, three splits", "two splits"],
+)
+def test_some_tokens_are_multiplied_while_decoding(
+    tokens: int, setting: shapes.Tile | None
+) -> None:
+    product(outliers(37, 512), tokens, setting, has_bias=tokens == 3)
+
+
+def test_products_of_a_strided_input() -> None:
+    weight = outliers(8, 256)
+    x = normal(2, 513)[:, 1:257]
+    found = launch.product(x, launch.encode(weight, WIN4), None, weight.shape)
+    exact = x.double() @ weight.double().t()
+    assert float((found.double() - exact).abs().max()) <= 2**-6 * float(exact.abs().max())

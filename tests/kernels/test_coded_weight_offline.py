@@ -1,0 +1,189 @@
+"""The kernels of coded weights compiled for GPUs that are not there: no spills, shared memory fits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memeff_compile.kernels.coded_weight import shapes
+
+pytestmark = pytest.mark.offline
+
+# Shared memory a block may use, in bytes.
+SHARED_LIMITS = {80: 166912, 90: 232448, 100: 232448}
+POINTERS = {
+    "places_ptr": "*i16",
+    "values_ptr": "*i16",
+    "weight_ptr": "*i16",
+    "norms_ptr": "*u8",
+    "bias_ptr": "*bf16",
+}
+
+
+def _compile(
+    module: str, name: str, capability: int, constants: dict[str, Any], warps: int, **types: str
+) -> Any:
+    from importlib import import_module
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(
+        import_module(f"memeff_compile.kernels.coded_weight.{module}_kernels"), f"{name}_kernel"
+    )
+    signature, hints = {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+            continue
+        hints[(place,)] = [["tt.divisibility", 16]]
+        is_pointer = argument.endswith("_ptr")
+        plain = POINTERS.get(argument, "*i32") if is_pointer else "i32"
+        signature[argument] = types.get(argument, plain)
+    return triton.compile(
+        ASTSource(kernel, signature, constants, hints),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps},
+    )
+
+
+def _stack_bytes(cubin: bytes, folder: Path) -> int:
+    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    listing = subprocess.run(
+        [tool, "-res-usage", file], capture_output=True, text=True, check=True
+    ).stdout
+    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
+
+
+def _row(capability: int, rows: int = 14336) -> Any:
+    tile = shapes.row_tile(rows, 132)
+    constants = {
+        "HAS_BIAS": True,
+        "IS_EVEN": True,
+        "ROWS": tile.rows,
+        "WORDS": tile.words,
+        "STAGES": tile.stages,
+        "CHUNKS": shapes.chunks_touched(tile.rows, 4096),
+        "PATCHES": shapes.PATCHES,
+    }
+    return _compile("win4", "row", capability, constants, tile.warps, out_ptr="*bf16")
+
+
+def _tile(capability: int, tokens: int) -> Any:
+    tile = shapes.tile(tokens, 14336, 4096, 132)
+    constants = {
+        "HAS_BIAS": False,
+        "ROWS": tile.rows,
+        "TOKENS": tile.tokens,
+        "WORDS": tile.words,
+        "CHUNKS": shapes.chunks_touched(tile.rows, 4096),
+        "PATCHES": shapes.PATCHES,
+        "SPLITS": tile.splits,
+        "UPCAST": False,
+        "STAGES": tile.stages,
+    }
+    out = "*bf16" if tile.splits == 1 else "*fp32"
+    return _compile("win4", "tile", capability, constants, tile.warps, out_ptr=out)
+
+
+def _decode(capability: int, codec: str, field: int, block: int) -> Any:
+    constants: dict[str, Any] = {"FIELD": field, "BLOCK": block, "PATCHES": shapes.PATCHES}
+    signs = {8: "*i32", 4: "*i32", 2: "*i16", 1: "*u8"}[field]
+    if codec == "win4":
+        constants["WORDS"] = shapes.WIN4_DECODE_WORDS
+        warps = shapes.WIN4_DECODE_WARPS
+    elif codec == "tier":
+        warps = shapes.TIER_DECODE_WARPS
+    else:
+        constants = {"FIELD": field, "BLOCK": block, "WARPS": shapes.RANS_WARPS}
+        warps = shapes.RANS_WARPS
+    types = {"signs_ptr": signs, "out_ptr": "*i16"}
+    if codec == "rans":
+        types["words_ptr"] = "*i16"
+    return _compile(codec, "decode", capability, constants, warps, **types)
+
+
+def _encode(capability: int, name: str) -> Any:
+    if name == "win4":
+        constants = {"WORDS": shapes.WIN4_ENCODE_WORDS}
+        return _compile("win4", "encode", capability, constants, shapes.WIN4_ENCODE_WARPS)
+    if name == "tier":
+        return _compile("tier", "encode", capability, {}, shapes.TIER_ENCODE_WARPS)
+    if name == "count":
+        return _compile("tier", "count", capability, {"BLOCK": 1024}, 4)
+    if name == "rans":
+        constants = {"COUNT": False, "WARPS": shapes.RANS_WARPS}
+        types = {"words_ptr": "*i16"}
+        return _compile("rans", "encode", capability, constants, shapes.RANS_WARPS, **types)
+    constants = {
+        "patches": {"IS_TIER": False, "BLOCK": 1024},
+        "histogram": {"BLOCKS": 16, "BLOCK": 1024},
+        "signs": {"BLOCK": 512},
+    }[name]
+    return _compile("pair", name, capability, constants, 4)
+
+
+def _check(kernel: Any, capability: int, folder: Path) -> None:
+    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
+    assert _stack_bytes(kernel.asm["cubin"], folder) == 0
+
+
+@pytest.mark.parametrize("field", [8, 4, 2, 1])
+@pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_decoding_compiles_within_the_limits(
+    capability: int, codec: str, field: int, tmp_path: Path
+) -> None:
+    if field != 8 and capability != 90:
+        field = 4
+    kernel = _decode(capability, codec, field, 0 if field == 8 else 64)
+    _check(kernel, capability, tmp_path)
+    assert "atom." not in kernel.asm["ptx"]
+    if field == 8 and codec != "rans":
+        assert re.search(r"ld\.global\.\S*v[24]\.b32", kernel.asm["ptx"]), "narrow loads"
+        assert re.search(r"st\.global\.\S*v[24]\.b32", kernel.asm["ptx"]), "narrow stores"
+
+
+@pytest.mark.parametrize("name", ["win4", "tier", "count", "rans", "patches", "histogram", "signs"])
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_encoding_compiles_within_the_limits(capability: int, name: str, tmp_path: Path) -> None:
+    _check(_encode(capability, name), capability, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows"), [(80, 14336), (90, 14336), (90, 1024), (100, 4096)]
+)
+def test_a_product_of_one_token_compiles_within_the_limits(
+    capability: int, rows: int, tmp_path: Path
+) -> None:
+    kernel = _row(capability, rows)
+    _check(kernel, capability, tmp_path)
+    assert "cp.async.cg.shared.global" in kernel.asm["ptx"], "codes are not loaded ahead"
+
+
+@pytest.mark.parametrize("tokens", [2, 16])
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_a_product_of_some_tokens_compiles_within_the_limits(
+    capability: int, tokens: int, tmp_path: Path
+) -> None:
+    kernel = _tile(capability, tokens)
+    _check(kernel, capability, tmp_path)
+    assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", kernel.asm["ptx"]), "no tensor cores"
+
+
+@pytest.mark.usefixtures("sizes_of_one")
+def test_kernels_compile_for_sizes_of_one() -> None:
+    _row(90)
+    _tile(90, 16)
+    _decode(90, "rans", 8, 0)
+    _encode(90, "rans")

@@ -1,0 +1,420 @@
+"""Coded weights on the CPU: every bit comes back, linears equal the dense ones, writes are refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from memeff_compile.errors import CodedWeightError, DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels.coded_weight import (
+    CODECS,
+    ENGINES,
+    CodedWeight,
+    Room,
+    bits_per_weight,
+    bytes_after,
+    bytes_before,
+    coded_weight_decode,
+    coded_weight_linear,
+    encode,
+    encode_into,
+    engine_for,
+    parse,
+    supports_weight,
+)
+from memeff_compile.kernels.coded_weight.layout import BLOCKS, LOSSY, frequencies
+from memeff_compile.kernels.coded_weight.op import (
+    coded_weight_product,
+    coded_weight_product_backward,
+)
+from memeff_compile.kernels.coded_weight.shapes import ROW_TILES, chunks_touched, row_tile, tile
+from tests.support.hostile_weights import all_patterns, bits, hostile, normal, trained
+from tests.support.live_bytes import LiveBytes
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def coded(weight: Tensor, codec: str = "win4", *, requires_grad: bool = False) -> CodedWeight:
+    return CodedWeight(encode(weight, codec), codec, weight.shape, requires_grad)
+
+
+def size_in_bits(weight: Tensor, codec: str) -> float:
+    return bits_per_weight(sum(part.nbytes for part in encode(weight, codec)), weight.numel())
+
+
+# --- every bit comes back -------------------------------------------------------------------------
+
+EDGES: dict[str, Callable[[], Tensor]] = {
+    "every pattern": all_patterns,
+    "strange values": lambda: hostile(70, 513),
+    "zeros": lambda: torch.zeros(5, 7, dtype=torch.bfloat16),
+    "negative zeros": lambda: -torch.zeros(130, 127, dtype=torch.bfloat16),
+    "all denormals": lambda: torch.arange(1, 128).to(torch.int16).view(torch.bfloat16),
+    "constant": lambda: torch.full((300, 301), 0.3, dtype=torch.bfloat16),
+    "one element": lambda: torch.full((1, 1), -math.inf, dtype=torch.bfloat16),
+    "one column": lambda: normal(999, 1),
+    "large values": lambda: (normal(64, 300).float() * 1e30).to(torch.bfloat16),
+    "tiny values": lambda: (normal(64, 300).float() * 1e-35).to(torch.bfloat16),
+    "transposed": lambda: hostile(130, 257).t(),
+    "strided": lambda: hostile(64, 600)[::2, ::3],
+    "three dimensions": lambda: hostile(3, 50, 70),
+    "one dimension": lambda: hostile(20000),
+    "a chunk less one": lambda: hostile(1, 16383),
+    "a chunk and one": lambda: hostile(1, 16385),
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("case", EDGES)
+def test_decoding_returns_every_bit(case: str, codec: str) -> None:
+    weight = EDGES[case]()
+    found = coded(weight, codec).decode()
+    assert found.shape == weight.shape
+    assert found.is_contiguous()
+    assert torch.equal(bits(found), bits(weight))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from([codec for codec in CODECS if codec != "rans"]),
+    st.tuples(st.integers(1, 40), st.integers(1, 700)),
+    st.integers(0, 255),
+    st.integers(1, 256),
+    st.integers(0, 2**31),
+)
+def test_random_patterns_come_back(
+    codec: str, shape: tuple[int, int], low: int, spread: int, seed: int
+) -> None:
+    """Exponents from a window of any place and width, signs and mantissas at random."""
+    generator = torch.Generator().manual_seed(seed)
+    exponent = torch.randint(low, low + spread, shape, generator=generator) % 256
+    rest = torch.randint(0, 256, shape, generator=generator)
+    pattern = ((rest & 0x80) << 8) | (exponent << 7) | (rest & 0x7F)
+    weight = pattern.to(torch.int16).view(torch.bfloat16)
+    assert torch.equal(bits(coded(weight, codec).decode()), bits(weight))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_patterns_come_back_through_the_entropy_coder(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    pattern = torch.randint(-(2**15), 2**15, (40, 500), generator=generator, dtype=torch.int16)
+    assert torch.equal(bits(coded(pattern.view(torch.bfloat16), "rans").decode()), pattern)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_more_than_one_piece_is_worked_on(codec: str) -> None:
+    """The CPU path takes a million weights at a time; offsets go on from piece to piece."""
+    weight = hostile(1100, 1024)
+    assert torch.equal(bits(coded(weight, codec).decode()), bits(weight))
+
+
+# --- how small ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "normal_bits", "trained_bits"),
+    [("win4", 12.02, 12.04), ("tier", 10.75, 11.08), ("rans", 10.68, 10.98)],
+)
+def test_bits_per_weight_with_everything_counted(
+    codec: str, normal_bits: float, trained_bits: float
+) -> None:
+    assert 10.5 < size_in_bits(normal(128, 4096), codec) <= normal_bits
+    assert 10.5 < size_in_bits(trained(128, 4096), codec) <= trained_bits
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 10**6), min_size=256, max_size=256).filter(any))
+def test_frequencies_fill_the_table_and_forget_nobody(counts: list[int]) -> None:
+    found = frequencies(counts)
+    assert sum(found) == 1024
+    assert all((slots > 0) == (count > 0) for slots, count in zip(found, counts, strict=True))
+
+
+def test_one_exponent_fills_the_table() -> None:
+    assert frequencies([0] * 100 + [7] + [0] * 155)[100] == 1024
+
+
+# --- lossy modes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("kept", "error", "worst"), [(0, 0.195, 0.34), (1, 0.103, 0.21), (3, 0.0265, 0.066)]
+)
+def test_lossy_modes_have_the_published_errors(
+    codec: str, kept: int, error: float, worst: float
+) -> None:
+    weight = normal(128, 1024)
+    found = coded(weight, f"{codec}:k{kept}:b512").decode().float()
+    off = (found - weight.float()).abs()
+    relative = float(off.norm() / weight.float().norm())
+    assert relative == pytest.approx(error, rel=0.03)
+    assert float((off / weight.float().abs().clamp_min(1e-30)).max()) <= worst
+
+
+def test_smaller_blocks_lose_less() -> None:
+    weight = trained(128, 1024)
+    errors = [
+        float((coded(weight, f"win4:k0:b{block}").decode().float() - weight.float()).norm())
+        for block in BLOCKS
+    ]
+    assert errors == sorted(errors)
+
+
+@pytest.mark.parametrize("kept", LOSSY)
+def test_lossy_modes_take_the_bits_they_say(kept: int) -> None:
+    """Four bits of exponent, sign and mantissa kept, a byte per block."""
+    found = size_in_bits(normal(64, 4096), f"win4:k{kept}:b512")
+    assert found == pytest.approx(4 + kept + 1 + 8 / 512, abs=0.02)
+
+
+def test_the_largest_weight_of_a_block_is_kept_by_every_lossy_mode() -> None:
+    """That is what the normaliser is for: its mantissa becomes zero."""
+    weight = normal(4, 512)
+    largest = weight.abs().argmax(1, keepdim=True)
+    for kept in LOSSY:
+        found = coded(weight, f"win4:k{kept}:b512").decode()
+        assert torch.equal(found.gather(1, largest), weight.gather(1, largest))
+
+
+def test_a_lossy_mode_refuses_what_is_not_finite() -> None:
+    with pytest.raises(UnsupportedInputError, match="not finite"):
+        encode(hostile(8, 64), "win4:k3:b64")
+
+
+@pytest.mark.parametrize(
+    "name", ["zip", "win4:k7:b512", "win4:k2:b512", "win4:k3:b100", "win4:k3", "tier:", ""]
+)
+def test_an_unknown_codec_is_named_with_the_known_ones(name: str) -> None:
+    with pytest.raises(UnsupportedInputError, match="win4, tier, rans"):
+        parse(name)
+
+
+# --- encoding again -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_new_value_is_stored_in_place_or_anew(codec: str) -> None:
+    weight = coded(normal(64, 256), codec)
+    version = weight._version
+    for value in (normal(64, 256, seed=1), hostile(64, 256), torch.zeros(64, 256)):
+        weight.store(value)
+        assert torch.equal(bits(weight.decode()), bits(value.to(torch.bfloat16)))
+    assert weight._version > version
+
+
+def test_encoding_into_parts_says_whether_it_fitted() -> None:
+    parts = encode(torch.zeros(64, 256, dtype=torch.bfloat16), "win4")
+    assert encode_into(parts, -torch.zeros(64, 256, dtype=torch.bfloat16), "win4")
+    assert not encode_into(parts, hostile(64, 256), "win4")
+
+
+def test_room_is_a_share_and_a_least() -> None:
+    assert Room().length(100) == 100
+    assert Room(0.1, 3).length(100) == 110
+    assert Room(0.1, 30).length(100) == 130
+
+
+def test_a_value_of_another_shape_is_refused() -> None:
+    with pytest.raises(CodedWeightError, match=r"\(3, 256\).*\(64, 256\)"):
+        coded(normal(64, 256)).store(torch.zeros(3, 256))
+
+
+# --- linears --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 5), (0,)], ids=["one row", "rows", "3-D", "empty"])
+def test_a_linear_and_its_gradients_equal_the_dense_one(
+    lead: tuple[int, ...], has_bias: bool, codec: str
+) -> None:
+    dense = hostile(48, 256).nan_to_num(0, 0, 0).requires_grad_()
+    weight = coded(dense, codec, requires_grad=True)
+    results = []
+    for each in (dense, weight):
+        x = normal(*lead, 256, seed=1).requires_grad_()
+        bias = normal(48, seed=2).requires_grad_() if has_bias else None
+        out = F.linear(x, each, bias)
+        out.float().square().sum().backward()
+        results.append((out, x.grad, each.grad, None if bias is None else bias.grad))
+    for expected, found in zip(*results, strict=True):
+        assert (expected is None and found is None) or torch.equal(expected, found)
+    assert type(weight.grad) is Tensor
+
+
+def test_no_dense_weight_is_saved_for_the_backward() -> None:
+    weight = coded(normal(48, 256), requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        F.linear(normal(3, 256).requires_grad_(), weight).sum()
+    assert [type(each) for each in saved if each.shape == (48, 256)] == [CodedWeight]
+
+
+def test_a_frozen_weight_does_not_keep_its_input() -> None:
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        F.linear(normal(3, 256).requires_grad_(), coded(normal(48, 256))).sum()
+    assert not [each for each in saved if each.shape == (3, 256)]
+
+
+def test_a_weight_stored_anew_before_the_backward_is_noticed() -> None:
+    weight = coded(normal(48, 256), requires_grad=True)
+    loss = F.linear(normal(3, 256), weight).sum()
+    weight.store(normal(48, 256, seed=3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = normal(3, 256).requires_grad_()
+    out = coded_weight_linear(x, coded(normal(48, 256), requires_grad=True))
+    (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(DoubleBackwardError, match="Decompress"):
+        first.sum().backward()
+
+
+def test_autocast_runs_a_linear_of_fp32_inputs() -> None:
+    dense = normal(48, 256)
+    x, bias = torch.randn(3, 256), torch.randn(48)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(F.linear(x, coded(dense), bias), F.linear(x, dense, bias))
+    with pytest.raises(RuntimeError, match="dtype"):
+        F.linear(x, coded(dense), bias)
+
+
+def test_ops_say_what_does_not_fit() -> None:
+    weight = coded(normal(48, 256))
+    with pytest.raises(UnsupportedInputError, match="parts were given"):
+        coded_weight_decode(weight.parts[:-1], "win4", [48, 256])
+    with pytest.raises(UnsupportedInputError, match="cast one"):
+        coded_weight_product(torch.ones(2, 256), weight.parts, None, "win4", [48, 256])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        coded_weight_linear(normal(2, 255), weight)
+
+
+def test_ops_pass_opcheck() -> None:
+    weight = coded(normal(48, 256))
+    size = [48, 256]
+    torch.library.opcheck(coded_weight_decode, (weight.parts, "win4", size), test_utils=CHECKS)
+    given = (normal(3, 256), weight.parts, normal(48), "win4", size)
+    torch.library.opcheck(coded_weight_product, given, test_utils=CHECKS)
+    given = (normal(3, 48), weight.parts, "win4", size)
+    torch.library.opcheck(coded_weight_product_backward, given, test_utils=CHECKS)
+    dense = (normal(3, 256).requires_grad_(), normal(48, 256).requires_grad_(), normal(48))
+    torch.library.opcheck(coded_weight_linear, dense, test_utils=CHECKS)
+
+
+# --- the tensor -----------------------------------------------------------------------------------
+
+
+def test_any_other_operation_reads_the_decoded_weight() -> None:
+    dense = normal(48, 256)
+    weight = coded(dense)
+    assert torch.equal(weight + 1, dense + 1)
+    assert torch.equal(weight[3:5].t(), dense[3:5].t())
+    assert torch.equal(weight.float(), dense.float())
+    assert torch.equal(torch.cat([weight, dense]), torch.cat([dense, dense]))
+    assert type(weight * 1) is Tensor
+    assert "codec='win4'" in repr(weight)
+
+
+def test_copies_stay_coded_and_are_their_own() -> None:
+    weight = nn.Parameter(coded(hostile(48, 256)))
+    for made in (weight.clone(), copy.deepcopy(weight), weight.to("cpu", copy=True)):
+        assert isinstance(made, CodedWeight)
+        assert torch.equal(bits(made.decode()), bits(weight.decode()))
+        assert made.parts[1].data_ptr() != weight.parts[1].data_ptr()
+    assert isinstance(copy.deepcopy(weight), nn.Parameter)
+    assert weight.to("meta").device.type == "meta"
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "add_": lambda w: w.add_(1),
+    "zero_": lambda w: w.zero_(),
+    "out=": lambda w: torch.add(torch.ones(64, 256), 1, out=w),
+    "index": lambda w: w.__setitem__(0, 1.0),
+    "data": lambda w: setattr(w, "data", torch.zeros(64, 256, dtype=torch.bfloat16)),
+    "data.add_": lambda w: w.data.add_(1),
+    "half data": lambda w: setattr(w, "data", torch.zeros(64, 256, dtype=torch.float16)),
+    "foreach": lambda w: torch._foreach_add_([torch.zeros(1), w], 1),
+    "resize_": lambda w: w.resize_(3, 3),
+    "init": lambda w: nn.init.normal_(w),
+}
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_a_write_in_place_raises_and_changes_nothing(case: str) -> None:
+    weight = coded(normal(64, 256))
+    before = bits(weight.decode())
+    with torch.no_grad(), pytest.raises(CodedWeightError, match="memeff_compile"):
+        WRITES[case](weight)
+    assert torch.equal(bits(weight.decode()), before)
+
+
+def test_copying_a_whole_value_in_encodes_it() -> None:
+    weight = coded(normal(64, 256))
+    with torch.no_grad():
+        weight.copy_(normal(64, 256, seed=5).float())
+    assert torch.equal(weight.decode(), normal(64, 256, seed=5))
+
+
+@pytest.mark.parametrize(
+    ("weight", "needed"),
+    [
+        (torch.ones(2, 3), "bfloat16"),
+        (torch.ones(2, 3, dtype=torch.float16), "bfloat16"),
+        (torch.ones(2, 3, dtype=torch.bfloat16, device="meta"), "meta"),
+        (torch.ones(0, 3, dtype=torch.bfloat16), "0 elements"),
+        (torch.ones(2, 3).to_sparse(), "strided"),
+    ],
+    ids=["fp32", "fp16", "meta", "empty", "sparse"],
+)
+def test_what_cannot_be_coded_is_said(weight: Tensor, needed: str) -> None:
+    sentence = supports_weight(weight)
+    assert sentence is not None
+    assert needed in sentence
+    with pytest.raises(UnsupportedInputError, match=needed):
+        encode(weight, "win4")
+
+
+# --- memory and settings --------------------------------------------------------------------------
+
+
+def test_a_linear_allocates_its_weight_once_and_the_formula_says_so() -> None:
+    weight = coded(normal(512, 1024), requires_grad=True)
+    x = normal(4, 1024).requires_grad_()
+    with LiveBytes() as live:
+        out = F.linear(x, weight)
+        kept = sum(size for _, size in dict(live._alive()).values())
+    assert kept - out.nbytes <= bytes_after(512, 1024) + 4096
+    assert bytes_before(512, 1024) == 512 * 1024 * 2
+
+
+def test_an_engine_has_a_sentence() -> None:
+    assert engine_for(torch.device("cpu")) == "reference"
+    assert all(ENGINES.values())
+
+
+@pytest.mark.parametrize("tokens", [2, 16, 17, 64])
+@pytest.mark.parametrize(("rows", "columns"), [(128, 256), (4096, 14336), (28672, 8192)])
+def test_tiles_fit_what_they_are_for(tokens: int, rows: int, columns: int) -> None:
+    found = tile(tokens, rows, columns, 132)
+    assert found.tokens >= 16
+    assert found.tokens * 2 > min(tokens, 128)
+    assert chunks_touched(found.rows, columns) * 8192 >= found.rows * columns + 8192
+
+
+def test_few_rows_get_more_threads_each() -> None:
+    tiles = [row_tile(rows, 132) for rows in (28672, 5000, 4096, 1024, 1)]
+    assert tiles == [ROW_TILES[0], ROW_TILES[1], ROW_TILES[2], ROW_TILES[3], ROW_TILES[3]]
+    assert len({each.rows * each.words // each.warps for each in ROW_TILES}) == 1

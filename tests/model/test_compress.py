@@ -1,0 +1,426 @@
+"""compress_: what is compressed and what is left, and that a compressed model is the model it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import memeff_compile
+from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
+from memeff_compile.kernels.coded_weight import CodedWeight
+from memeff_compile.model.compress import compress_, compressed_weights, decompress_
+from memeff_compile.model.compressed_file import METADATA, load_compressed_, save_compressed
+from tests.support.hostile_weights import bits, hostile
+
+LLAMA = LlamaConfig(
+    vocab_size=64,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+)
+SLOW = [pytest.param(codec, marks=pytest.mark.slow) for codec in ("rans", "win4:k3:b64")]
+IDS = torch.arange(24).view(2, 12) % 64
+
+
+def llama(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LLAMA).to(torch.bfloat16).eval()
+
+
+def compressed(model: nn.Module, codec: str = "win4", **settings: Any) -> nn.Module:
+    compress_(model, codec, min_size=0, progress=False, **settings)
+    return model
+
+
+def same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return list(left) == list(right) and all(
+        type(right[name]) is Tensor and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+# --- what is compressed ---------------------------------------------------------------------------
+
+
+def test_linears_are_compressed_and_the_rest_is_said() -> None:
+    model = llama()
+    report = compress_(model, "win4", min_size=0, progress=False)
+    assert len(report.compressed) == 14
+    assert report.bits == pytest.approx(12.0, abs=0.05)
+    assert report.bytes_after == sum(w.coded_bytes for w in compressed_weights(model).values())
+    why = {each.name: each.reason for each in report.left_dense}
+    assert set(why) == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert "Embedding" in why["model.embed_tokens.weight"]
+    assert "lm_head" in why["lm_head.weight"]
+    text = str(report)
+    assert "14 weights compressed" in text
+    assert "model.layers.1.mlp.up_proj.weight [256, 128] win4" in text
+    assert len(json.loads(report.to_json())["weights"]) == 16
+
+
+def one(weight: Tensor, **settings: Any) -> str:
+    """Return why the weight of one linear is left dense."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight)
+    report = compress_(linear, min_size=0, progress=False, **settings)
+    return report.weights[0].reason
+
+
+class Doubled(nn.Linear):
+    """A linear with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 2)
+
+
+def tied_to_an_embedding() -> nn.Module:
+    model = nn.ModuleDict({"a": nn.Linear(128, 256, bias=False), "b": nn.Embedding(256, 128)})
+    model["b"].weight = model["a"].weight
+    return model.to(torch.bfloat16)
+
+
+def with_shared_memory() -> nn.Module:
+    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(128, 128)).to(torch.bfloat16)
+    model[1].weight = nn.Parameter(model[0].weight.data[:128])
+    return model
+
+
+def with_a_hook() -> nn.Module:
+    linear = nn.Linear(128, 256).to(torch.bfloat16)
+    linear.weight.register_hook(lambda grad: grad)
+    return linear
+
+
+def with_a_gradient() -> nn.Module:
+    linear = nn.Linear(128, 256).to(torch.bfloat16)
+    linear.weight.grad = torch.zeros_like(linear.weight)
+    return linear
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a forward of its own": (lambda: Doubled(128, 256).bfloat16(), "not a plain nn.Linear"),
+    "tied to an embedding": (tied_to_an_embedding, "Embedding"),
+    "shared memory": (with_shared_memory, "memory is shared"),
+    "a hook": (with_a_hook, "hooks"),
+    "a gradient": (with_a_gradient, "zero_grad"),
+    "fp32": (lambda: nn.Linear(128, 256), "float32"),
+    "fp16": (lambda: nn.Linear(128, 256).half(), "float16"),
+    "meta": (lambda: nn.Linear(128, 256, device="meta").bfloat16(), "meta device"),
+    "compressed already": (lambda: compressed(nn.Linear(128, 256).bfloat16()), "already"),
+    "named in skip": (lambda: nn.Sequential(nn.Linear(128, 256).bfloat16()), "skip names '0'"),
+}
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_a_weight_that_cannot_be_compressed_stays_and_the_report_says_why(case: str) -> None:
+    make, needed = MODULES[case]
+    model = make()
+    skip = ("0",) if case == "named in skip" else ()
+    before = [(type(p), p.dtype) for p in model.parameters()]
+    report = compress_(model, min_size=0, progress=False, skip=skip)
+    assert not report.compressed
+    assert needed in report.weights[0].reason
+    assert [(type(p), p.dtype) for p in model.parameters()] == before
+
+
+def test_a_weight_that_would_not_get_smaller_stays() -> None:
+    noise = torch.randint(-(2**15), 2**15, (128, 256), dtype=torch.int16).view(torch.bfloat16)
+    assert "bits a weight" in one(noise)
+    assert "min_size" in compress_(nn.Linear(8, 8).bfloat16(), progress=False).weights[0].reason
+
+
+def test_an_unknown_codec_or_mantissa_is_an_option_error() -> None:
+    for settings in ({"codec": "zip"}, {"mantissa": 5}, {"mantissa": 3, "block": 100}):
+        with pytest.raises(OptionError, match="win4, tier, rans"):
+            compress_(nn.Linear(8, 8), progress=False, **settings)
+
+
+def test_lossy_weights_no_longer_train() -> None:
+    linear = nn.Linear(512, 128, bias=False).bfloat16()
+    report = compress_(linear, mantissa=3, block=64, min_size=0, progress=False)
+    assert report.weights[0].codec == "win4:k3:b64"
+    assert 8 < report.bits < 8.3
+    assert not linear.weight.requires_grad
+
+
+def test_tied_linears_share_one_code() -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)).bfloat16()
+    model[1].weight = model[0].weight
+    report = compress_(model, min_size=0, progress=False)
+    assert len(report.compressed) == 1
+    assert model[0].weight is model[1].weight
+    assert isinstance(model[1].weight, CodedWeight)
+
+
+# --- it is the same model -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["win4", "tier", SLOW[0]])
+def test_a_compressed_model_computes_the_same_bits(codec: str) -> None:
+    dense, model = llama(), compressed(llama(), codec)
+    outs = []
+    for each in (dense, model):
+        out = each(input_ids=IDS, labels=IDS)
+        out.loss.backward()
+        outs.append((out.logits, *(p.grad for p in each.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+    assert [name for name, _ in model.named_parameters()] == [
+        n for n, _ in dense.named_parameters()
+    ]
+
+
+def test_a_compressed_model_generates_the_same_tokens() -> None:
+    dense, model = llama(), compressed(llama())
+    expected = dense.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False), expected)
+
+
+def test_state_dicts_are_dense_and_interchangeable(tmp_path: Path) -> None:
+    dense, model = llama(), compressed(llama(), "tier")
+    assert same_tensors(dict(dense.state_dict()), dict(model.state_dict()))
+    other = llama(seed=1)
+    model.load_state_dict(other.state_dict())
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, CodedWeight)
+    assert same_tensors(dict(other.state_dict()), dict(model.state_dict()))
+    dense.load_state_dict(model.state_dict())
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert same_tensors(dict(other.state_dict()), dict(loaded))
+
+
+def test_save_pretrained_writes_a_dense_checkpoint(tmp_path: Path) -> None:
+    compressed(llama()).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert same_tensors(dict(llama().state_dict()), dict(loaded.state_dict()))
+
+
+def test_a_copy_of_a_model_is_compressed_and_its_own() -> None:
+    model = compressed(llama())
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(llama(seed=1).state_dict())
+    assert same_tensors(dict(llama().state_dict()), dict(model.state_dict()))
+    assert same_tensors(dict(llama(seed=1).state_dict()), dict(twin.state_dict()))
+
+
+def test_decompressing_gives_the_dense_model_back() -> None:
+    model = compressed(llama())
+    assert decompress_(model) == 14
+    assert not compressed_weights(model)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert same_tensors(dict(llama().state_dict()), dict(model.state_dict()))
+
+
+def test_moving_a_model_keeps_it_compressed() -> None:
+    model = compressed(nn.Linear(128, 256).bfloat16())
+    assert isinstance(model.to("meta").weight, CodedWeight)
+    assert isinstance(compressed(nn.Linear(128, 256).bfloat16()).cpu().weight, CodedWeight)
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["compress first", "adapt first"])
+def test_adapters_train_on_a_compressed_model_as_on_a_dense_one(order: str) -> None:
+    losses = []
+    for is_coded in (False, True):
+        model: nn.Module = llama()
+        if is_coded and order == "compress first":
+            compressed(model)
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "up_proj"], r=4))
+        if is_coded and order == "adapt first":
+            compressed(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(input_ids=IDS, labels=IDS).loss
+            loss.backward()
+            optimizer.step()
+        losses.append([float(loss), *(float(p.float().sum()) for p in trained)])
+        assert len(compressed_weights(model)) == (14 if is_coded else 0)
+    assert losses[0] == losses[1]
+
+
+def test_merging_adapters_into_a_compressed_weight_is_refused() -> None:
+    model = get_peft_model(compressed(llama()), LoraConfig(target_modules=["q_proj"], r=4))
+    with pytest.raises(CodedWeightError, match="decompress_"):
+        model.merge_and_unload()
+
+
+# --- in-place writes, each in a process of its own ------------------------------------------------
+
+_WRITE = """
+import torch, memeff_compile
+from torch import nn
+def made():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).to(torch.bfloat16)
+    early = torch.optim.AdamW(model.parameters(), lr=0.1)
+    memeff_compile.compress_(model, min_size=0, progress=False)
+    model(torch.ones(2, 128, dtype=torch.bfloat16)).float().sum().backward()
+    return model, early
+"""
+_OPTIMIZERS = """
+for name in ("SGD", "AdamW"):
+    for settings in ({}, {"foreach": False}, {"foreach": True}, {"fused": True}):
+        for is_early in (False, True):
+            model, early = made()
+            before = model.state_dict()["0.weight"].clone()
+            optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **settings)
+            try:
+                (early if is_early else optimizer).step()
+            except memeff_compile.errors.CodedWeightError as error:
+                assert "optim_in_backward" in str(error), error
+                assert torch.equal(model.state_dict()["0.weight"], before)
+            else:
+                raise SystemExit(f"{name} {settings} wrote")
+print("all refused")
+"""
+_CASTS = """
+for cast in (lambda m: m.half(), lambda m: m.float(), lambda m: m.to("cpu", torch.float16)):
+    model, _ = made()
+    model.zero_grad()
+    try:
+        cast(model)
+    except memeff_compile.errors.CodedWeightError as error:
+        assert "decompress_" in str(error), error
+        assert model[0].weight.dtype == torch.bfloat16
+    else:
+        raise SystemExit("was cast")
+model, _ = made()
+assert model.bfloat16() is model
+assert type(model[0].weight).__name__ == "CodedWeight"
+print("all refused")
+"""
+
+
+def test_writes_are_refused_in_a_fresh_process() -> None:
+    code = "import memeff_compile.errors\n" + _WRITE + _OPTIMIZERS + _CASTS
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all refused") == 2
+
+
+def test_safetensors_gets_dense_values_or_refuses(tmp_path: Path) -> None:
+    model = compressed(nn.Linear(128, 256).bfloat16())
+    save_file(dict(model.state_dict()), tmp_path / "dense.safetensors")
+    loaded = load_file(tmp_path / "dense.safetensors")
+    assert torch.equal(loaded["weight"], model.weight.decode())
+    with pytest.raises(RuntimeError, match="storage"):
+        save_file({"weight": model.weight.detach()}, tmp_path / "coded.safetensors")
+
+
+# --- files of compressed weights ------------------------------------------------------------------
+
+
+def strange() -> nn.Sequential:
+    """Return a model with strange weights, a tied linear and a buffer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)), nn.BatchNorm1d(128)).bfloat16()
+    model[0].weight = nn.Parameter(hostile(128, 128))
+    model[2].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("codec", ["win4", "tier", *SLOW])
+def test_a_compressed_file_comes_back_bit_for_bit(codec: str, tmp_path: Path) -> None:
+    model = llama() if ":" in codec else strange()
+    path = tmp_path / "model.safetensors"
+    save_compressed(compressed(model, codec), path)
+    dense = sum(p.nbytes for p in model.state_dict().values())
+    assert path.stat().st_size < dense
+    other = llama(1) if ":" in codec else strange()
+    for target in (other, copy.deepcopy(other).to("meta")):
+        load_compressed_(target, path)
+        assert len(compressed_weights(target)) == len(compressed_weights(model))
+        for name, value in model.state_dict().items():
+            assert torch.equal(bits(target.state_dict()[name].bfloat16()), bits(value.bfloat16()))
+        assert not [p for p in target.parameters() if p.is_meta]
+
+
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_compressed(compressed(strange()), path)
+    return path
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        note = json.loads(file.metadata()[METADATA])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(note, tensors)
+    save_file(tensors, path, metadata={METADATA: json.dumps(note)})
+
+
+def drop(note: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors.pop("1.bias")
+
+
+FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped byte": (
+        lambda path: rewritten(path, lambda note, tensors: tensors["0.weight.codes"].add_(1)),
+        "checksum",
+    ),
+    "another version": (
+        lambda path: rewritten(path, lambda note, tensors: note.update(version=2)),
+        "version 2",
+    ),
+    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "not a whole"),
+    "dense": (lambda path: save_file({"0.weight": torch.ones(1)}, path), "load_state_dict"),
+    "a tensor missing": (lambda path: rewritten(path, drop), "1.bias"),
+    "a tensor too many": (
+        lambda path: rewritten(path, lambda note, t: t.update(extra=torch.ones(1))),
+        "extra",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_that_is_not_right_is_refused(case: str, tmp_path: Path) -> None:
+    spoil, needed = FILES[case]
+    path = saved(tmp_path)
+    spoil(path)
+    target = strange()
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    with pytest.raises(CodedWeightError, match=needed):
+        load_compressed_(target, path)
+    for name, value in target.state_dict().items():
+        assert torch.equal(bits(value.bfloat16()), bits(before[name].bfloat16()))
+
+
+def test_files_of_another_shape_or_of_nothing_are_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    other = strange()
+    other[1] = nn.Linear(128, 64).bfloat16()
+    with pytest.raises(CodedWeightError, match="shape"):
+        load_compressed_(other, path)
+    with pytest.raises(CodedWeightError, match="compress_"):
+        save_compressed(strange(), path)
+
+
+def test_a_missing_safetensors_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(MemeffError, match="safetensors is not installed"):
+        save_compressed(compressed(strange()), tmp_path / "x")
+
+
+def test_the_verbs_are_public() -> None:
+    for name in ("compress_", "decompress_", "save_compressed", "load_compressed_"):
+        assert callable(getattr(memeff_compile, name))

@@ -1,0 +1,387 @@
+"""optim_in_backward: the same bits as a step after the backward, and one gradient at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
+from memeff_compile.kernels.coded_weight import CODECS, CodedWeight
+from memeff_compile.model.compress import compress_, compressed_weights, decompress_
+from memeff_compile.model.optim_in_backward import TRAINING_ROOM, optim_in_backward
+
+Factory = Callable[[nn.Parameter], Optimizer]
+FACTORIES: dict[str, Factory] = {
+    "SGD": lambda p: torch.optim.SGD([p], lr=0.05),
+    "SGD with momentum": lambda p: torch.optim.SGD([p], lr=0.05, momentum=0.9, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW([p], lr=1e-3),
+    "fused AdamW": lambda p: torch.optim.AdamW([p], lr=1e-3, fused=True),
+}
+IDS = torch.arange(16).view(2, 8) % 64
+
+
+def llama(**settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        **settings,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=64,
+        d_model=128,
+        d_kv=32,
+        d_ff=256,
+        num_layers=1,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config).to(torch.bfloat16)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        ids = (IDS * (step + 1)) % 64
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def same_weights(left: nn.Module, right: nn.Module) -> bool:
+    other = right.state_dict()
+    return all(torch.equal(value, other[name]) for name, value in left.state_dict().items())
+
+
+def compressed(model: nn.Module, codec: str = "win4") -> nn.Module:
+    assert compress_(model, codec, min_size=0, progress=False).compressed
+    return model
+
+
+# --- the same bits --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_steps_equal_those_of_a_plain_optimizer_on_dense_weights(name: str) -> None:
+    plain, model = llama(), compressed(llama())
+    whole = FACTORIES[name](nn.Parameter(torch.zeros(1)))
+    settings = {
+        k: v for k, v in whole.defaults.items() if k in ("lr", "momentum", "foreach", "fused")
+    }
+    reference = type(whole)(plain.parameters(), **settings)
+    expected = train(plain, reference, 4)
+    found = train(model, optim_in_backward(model, FACTORIES[name]), 4)
+    assert found == expected
+    assert same_weights(plain, model)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "codec"),
+    [
+        *[(llama, codec) for codec in CODECS],
+        *[(t5, codec) for codec in ("win4", "tier")],
+    ],
+    ids=["Llama-win4", "Llama-tier", "Llama-rans", "T5-win4", "T5-tier"],
+)
+@pytest.mark.slow
+def test_twenty_steps_equal_the_dense_run(make: Callable[[], nn.Module], codec: str) -> None:
+    plain, model = make(), compressed(make(), codec)
+    expected = train(plain, optim_in_backward(plain, FACTORIES["SGD"]), 20)
+    assert train(model, optim_in_backward(model, FACTORIES["SGD"]), 20) == expected
+    assert same_weights(plain, model)
+    assert len(compressed_weights(model)) >= 7
+
+
+@pytest.mark.slow
+def test_checkpointed_steps_equal_the_dense_run() -> None:
+    models = [llama(), compressed(llama(), "tier")]
+    losses = []
+    for model in models:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        losses.append(train(model, optim_in_backward(model, FACTORIES["AdamW"]), 3))
+    assert losses[0] == losses[1]
+    assert same_weights(*models)
+
+
+@pytest.mark.slow
+def test_compiled_steps_equal_the_dense_run_and_compile_once() -> None:
+    losses = []
+    for is_coded in (False, True):
+        model = llama()
+        if is_coded:
+            compressed(model)
+        optimizer = optim_in_backward(model, FACTORIES["SGD"])
+        torch._dynamo.reset()
+        model.compile(backend="memeff", options={"memeff.inner": "aot_eager"})
+        losses.append(train(model, optimizer, 2))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            losses[-1] += train(model, optimizer, 2)
+    assert losses[0] == losses[1]
+
+
+def test_weights_that_outgrow_their_room_are_coded_anew() -> None:
+    """A step that leaves the windows: everything becomes a patch, and still every bit is right."""
+    models = [nn.Linear(256, 256, bias=False).bfloat16() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    compressed(models[1])
+    x = torch.randn(4, 256, dtype=torch.bfloat16)
+    for model in models:
+        optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=1e30))
+        model(x).float().sum().backward()
+    assert torch.equal(models[0].weight, models[1].weight.decode())
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def most_gradients(model: nn.Module) -> Iterator[list[int]]:
+    """Record how many parameters have a gradient whenever one has got its own."""
+    seen: list[int] = []
+
+    def count(_: Tensor) -> None:
+        seen.append(sum(p.grad is not None for p in model.parameters()))
+
+    hooks = [p.register_post_accumulate_grad_hook(count) for p in model.parameters()]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+def test_one_gradient_is_alive_at_a_time_and_nothing_dense_stays() -> None:
+    model = compressed(llama())
+    with most_gradients(model) as seen:
+        optimizer = optim_in_backward(model, FACTORIES["SGD"])
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    assert len(seen) == len(list(model.parameters()))
+    assert max(seen) == 1
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    coded = len(compressed_weights(model))
+    assert sum(p.numel() == 0 for p in held) == coded == 7
+    assert all(p.grad is None for p in (*model.parameters(), *held))
+
+
+def test_compressed_weights_get_room_to_grow() -> None:
+    model = compressed(nn.Linear(256, 256, bias=False).bfloat16())
+    before = model.weight.decode()
+    optim_in_backward(model, FACTORIES["SGD"])
+    assert model.weight.room == TRAINING_ROOM
+    assert torch.equal(model.weight.decode(), before)
+
+
+# --- what loops do --------------------------------------------------------------------------------
+
+
+def test_a_scheduler_sets_the_rates_of_all() -> None:
+    model = compressed(llama())
+    optimizer = optim_in_backward(model, FACTORIES["SGD"])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    train(model, optimizer, 1)
+    scheduler.step()
+    rates = {o.param_groups[0]["lr"] for o in optimizer.optimizers.values()}
+    assert rates == {0.025}
+
+
+@pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
+def test_saved_and_resumed_training_goes_on_bit_for_bit(name: str) -> None:
+    straight = compressed(llama())
+    train(straight, optim_in_backward(straight, FACTORIES[name]), 2)
+    model = compressed(llama())
+    optimizer = optim_in_backward(model, FACTORIES[name])
+    train(model, optimizer, 1)
+    state = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    resumed = compressed(llama())
+    resumed.load_state_dict(state[1])
+    again = optim_in_backward(resumed, FACTORIES[name])
+    again.load_state_dict(state[0])
+    ids = (IDS * 2) % 64
+    resumed(input_ids=ids, labels=ids).loss.backward()
+    assert same_weights(straight, resumed)
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    optimizer = optim_in_backward(llama(), FACTORIES["SGD"])
+    for state in ({}, {"optim_in_backward": {"other": {}}}):
+        with pytest.raises(MemeffError, match="another optimizer or for another model"):
+            optimizer.load_state_dict(state)
+
+
+def test_accumulated_gradients_update_once() -> None:
+    plain, model = llama(), compressed(llama())
+    reference = torch.optim.SGD(plain.parameters(), lr=0.05)
+    optim_in_backward(model, FACTORIES["SGD"], accumulate=2)
+    before = model.state_dict()
+    for number in range(2):
+        for each in (plain, model):
+            ids = (IDS * (number + 1)) % 64
+            each(input_ids=ids, labels=ids).loss.backward()
+        if number == 0:
+            after = model.state_dict()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+    reference.step()
+    assert same_weights(plain, model)
+
+
+def test_max_norm_clips_each_gradient_by_its_own_norm() -> None:
+    plain, model = llama(), compressed(llama())
+    plain(input_ids=IDS, labels=IDS).loss.backward()
+    for parameter in plain.parameters():
+        torch.nn.utils.clip_grad_norm_([parameter], 1e-2)
+    torch.optim.SGD(plain.parameters(), lr=0.05).step()
+    optim_in_backward(model, FACTORIES["SGD"], max_norm=1e-2)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    other = plain.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, other[name], atol=1e-5, rtol=2**-7), name
+
+
+def test_clipping_after_the_backward_finds_no_gradients() -> None:
+    """What the page says of global-norm clipping."""
+    model = compressed(llama())
+    optim_in_backward(model, FACTORIES["SGD"])
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
+
+
+def test_dropping_gradients_starts_an_accumulation_again() -> None:
+    model = compressed(nn.Linear(256, 256, bias=False).bfloat16())
+    optimizer = optim_in_backward(model, FACTORIES["SGD"], accumulate=2)
+    x = torch.ones(1, 256, dtype=torch.bfloat16)
+    before = model.weight.decode()
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.zero_grad()
+    assert torch.equal(model.weight.decode(), before)
+
+
+def test_a_closure_is_called_and_updates() -> None:
+    model = compressed(nn.Linear(256, 256, bias=False).bfloat16())
+    optimizer = optim_in_backward(model, FACTORIES["SGD"])
+    before = model.weight.decode()
+
+    def closure() -> float:
+        loss = model(torch.ones(1, 256, dtype=torch.bfloat16)).float().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    assert isinstance(optimizer.step(closure), float)
+    assert not torch.equal(model.weight.decode(), before)
+
+
+def test_hooks_can_be_taken_off() -> None:
+    model = compressed(nn.Linear(256, 256, bias=False).bfloat16())
+    optim_in_backward(model, FACTORIES["SGD"]).remove()
+    model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
+    assert type(model.weight.grad) is Tensor
+    assert isinstance(model.weight, CodedWeight)
+
+
+@pytest.mark.parametrize("first", ["optimizer", "hook", "compressed", "moved"])
+def test_a_model_that_had_hooks_before_is_updated(first: str) -> None:
+    """Hooks that were taken off leave something behind that must not swallow new ones."""
+    model: nn.Module = nn.Linear(256, 256, bias=False).bfloat16()
+    if first == "optimizer":
+        optim_in_backward(model, FACTORIES["SGD"]).remove()
+        compressed(model)
+    elif first == "hook":
+        model.weight.register_post_accumulate_grad_hook(lambda p: None).remove()
+        compressed(model)
+    elif first == "compressed":
+        optim_in_backward(compressed(model), FACTORIES["SGD"]).remove()
+        decompress_(model)
+    else:
+        optim_in_backward(compressed(model), FACTORIES["SGD"]).remove()
+        model.to(torch.device("cpu"), non_blocking=True)
+        model._apply(lambda t: t.clone())
+    optim_in_backward(model, FACTORIES["SGD"])
+    before = model.state_dict()["weight"].clone()
+    model(torch.ones(1, 256, dtype=torch.bfloat16)).float().sum().backward()
+    assert model.weight.grad is None
+    assert not torch.equal(model.state_dict()["weight"], before)
+
+
+def test_a_model_moved_afterwards_is_noticed_at_the_step() -> None:
+    model = compressed(nn.Linear(256, 256, bias=False).bfloat16())
+    optimizer = optim_in_backward(model, FACTORIES["SGD"])
+    model._apply(lambda t: t.clone())  # what .to(device) does
+    model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(MemeffError, match="was not updated"):
+        optimizer.step()
+
+
+def test_a_model_is_not_decompressed_under_its_optimizer() -> None:
+    model = compressed(nn.Linear(256, 256, bias=False).bfloat16())
+    optim_in_backward(model, FACTORIES["SGD"])
+    with pytest.raises(CodedWeightError, match="remove"):
+        decompress_(model)
+
+
+def test_a_weight_that_got_nan_stays_exact() -> None:
+    model = compressed(nn.Linear(256, 256, bias=False).bfloat16())
+    optim_in_backward(model, FACTORIES["SGD"])
+    model(torch.full((1, 256), float("nan"), dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.decode().isnan().all()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_accumulating_with_frozen_weights_leaves_them(codec: str) -> None:
+    model = compressed(nn.Linear(256, 256).bfloat16(), codec)
+    model.weight.requires_grad_(False)
+    before = model.weight.decode()
+    optim_in_backward(model, FACTORIES["SGD"])
+    model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
+    assert torch.equal(model.weight.decode(), before)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factory", "settings", "needed"),
+    [
+        (lambda p: None, {}, "NoneType"),
+        (lambda p: torch.optim.SGD([p, nn.Parameter(torch.ones(1))], lr=1.0), {}, "2 parameters"),
+        (FACTORIES["SGD"], {"accumulate": 0}, "accumulate is 0"),
+        (FACTORIES["SGD"], {"accumulate": True}, "accumulate is True"),
+        (FACTORIES["SGD"], {"max_norm": -1.0}, "max_norm is -1.0"),
+    ],
+    ids=["no optimizer", "two parameters", "accumulate 0", "accumulate True", "negative norm"],
+)
+def test_a_wrong_argument_is_said(factory: Any, settings: dict[str, Any], needed: str) -> None:
+    with pytest.raises(OptionError, match=needed):
+        optim_in_backward(nn.Linear(4, 4), factory, **settings)
+
+
+def test_nothing_to_train_is_said() -> None:
+    with pytest.raises(OptionError, match="requires_grad"):
+        optim_in_backward(nn.Linear(4, 4).requires_grad_(False), FACTORIES["SGD"])
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(CodedWeightError, match="2 processes"):
+        optim_in_backward(nn.Linear(4, 4), FACTORIES["SGD"])

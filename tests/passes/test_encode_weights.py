@@ -1,0 +1,243 @@
+"""encode_weights: what fires, what is declined, and that nothing decoded is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memeff_compile
+from memeff_compile.kernels.coded_weight import CODECS, CodedWeight, encode
+from memeff_compile.report import Record
+from tests.support.closeness import needs_compiler
+from tests.support.hostile_weights import normal
+
+NAME = "encode_weights"
+
+
+def coded(rows: int, columns: int, codec: str = "win4", *, seed: int = 0) -> nn.Parameter:
+    weight = normal(rows, columns, seed=seed)
+    return nn.Parameter(CodedWeight(encode(weight, codec), codec, weight.shape))
+
+
+def dense(weight: nn.Parameter) -> nn.Parameter:
+    assert isinstance(weight, CodedWeight)
+    return nn.Parameter(weight.decode())
+
+
+class Block(nn.Module):
+    """Two linears, the first with a bias."""
+
+    def __init__(self, make: Callable[[nn.Parameter], nn.Parameter], codec: str = "win4") -> None:
+        super().__init__()
+        self.up = make(coded(48, 256, codec))
+        self.bias = nn.Parameter(normal(48, seed=1))
+        self.down = make(coded(256, 48, codec, seed=2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, self.up, self.bias)), self.down)
+
+
+class Checkpointed(Block):
+    """The same in an activation checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = checkpoint(super().forward, x, use_reentrant=False)
+        assert isinstance(found, Tensor)
+        return found
+
+
+def run(module: nn.Module, x: Tensor, *, compiled: bool, **options: Any) -> list[Tensor | None]:
+    """Return the result and all gradients."""
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    settings = {"memeff.inner": "aot_eager", **options}
+    function = torch.compile(module, backend="memeff", options=settings) if compiled else module
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    out = function(x)
+    out.float().square().sum().backward()
+    return [out, x.grad, *(p.grad for p in module.parameters())]
+
+
+def records() -> list[Record]:
+    return [r for r in memeff_compile.last_report().records if r.pass_name == NAME]
+
+
+def actions() -> list[tuple[str, str, int]]:
+    return [(r.action, r.code, r.sites) for r in records()]
+
+
+def same(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
+    return all(
+        a is not None and b is not None and torch.equal(a, b)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", [Block, Checkpointed])
+@pytest.mark.parametrize("codec", CODECS)
+def test_linears_are_rewritten_and_equal_the_dense_model(kind: type[Block], codec: str) -> None:
+    x = normal(2, 3, 256, seed=5)
+    expected = run(kind(dense, codec), x, compiled=False)
+    found = run(kind(lambda w: w, codec), x, compiled=True)
+    assert same(found, expected)
+    assert actions() == [("rewrote", "rewrote", 1)] * 2
+
+
+def test_what_is_kept_for_the_backward_is_the_code() -> None:
+    module = Block(lambda w: w)
+    x = normal(4, 256, seed=5)
+    for setting, is_kept in (("exact", False), ("off", True)):
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t) or t,  # type: ignore[misc]
+            lambda t: t,
+        ):
+            run(module, x, compiled=True, **{"memeff.weights": setting})
+        decoded = [t for t in saved if t.dtype == torch.bfloat16 and t.numel() == 48 * 256]
+        assert bool(decoded) is is_kept, setting
+
+
+def test_off_leaves_the_graph_alone_and_right() -> None:
+    x = normal(4, 256, seed=5)
+    expected = run(Block(dense), x, compiled=False)
+    assert same(run(Block(lambda w: w), x, compiled=True, **{"memeff.weights": "off"}), expected)
+    assert records() == []
+
+
+def test_a_dense_model_is_left_alone_without_a_word() -> None:
+    run(Block(dense), normal(4, 256), compiled=True)
+    assert records() == []
+
+
+def test_alike_layers_are_one_record() -> None:
+    module = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(3))).bfloat16()
+    memeff_compile.compress_(module, min_size=0, progress=False)
+    run(module, normal(4, 128), compiled=True)
+    assert sum(r.sites for r in records()) == 3
+    assert "32.0 KiB of decoded weight" in records()[0].sentence
+    assert "coded as win4" in records()[0].sentence
+
+
+def test_inference_says_nothing_of_a_backward() -> None:
+    module = Block(lambda w: w)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="memeff", options={"memeff.inner": "aot_eager"})
+        x = normal(4, 256)
+        assert torch.equal(compiled(x), module(x))
+    assert actions() == [("rewrote", "rewrote", 2)]  # without sizes both say the same
+    assert "backward" not in records()[0].sentence
+
+
+def test_a_new_value_is_used_without_compiling_again() -> None:
+    module = Block(lambda w: w)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="memeff", options={"memeff.inner": "aot_eager"})
+    x = normal(4, 256)
+    compiled(x)
+    assert isinstance(module.up, CodedWeight)
+    module.up.store(normal(48, 256, seed=9))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(compiled(x), module(x))
+
+
+def test_dynamic_batches_compile_once() -> None:
+    module = Block(lambda w: w)
+    torch._dynamo.reset()
+    options = {"memeff.inner": "aot_eager"}
+    compiled = torch.compile(module, backend="memeff", options=options, dynamic=True)
+    compiled(normal(3, 256))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for count in (5, 9):
+            assert torch.equal(compiled(normal(count, 256)), module(normal(count, 256)))
+    assert [r.action for r in records()] == ["rewrote"] * 2
+
+
+def test_autocast_to_bf16_is_served() -> None:
+    module = Block(lambda w: w)
+    x = torch.randn(4, 256)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(module, x, compiled=True)
+        assert [r.action for r in records()] == ["rewrote"] * 2
+        expected = run(module, x, compiled=False)
+    assert same(found, expected)
+
+
+class Product(Block):
+    """A product by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.up.t()
+
+
+class Scaled(Block):
+    """A linear of a scaled weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.up * 2)
+
+
+@pytest.mark.parametrize(("kind", "reader"), [(Product, "t"), (Scaled, "mul")])
+def test_another_reader_of_the_weight_is_declined_and_right(kind: type[Block], reader: str) -> None:
+    x = normal(4, 256, seed=5)
+    expected = run(kind(dense), x, compiled=False)
+    found = run(kind(lambda w: w), x, compiled=True)
+    assert torch.equal(found[0], expected[0])  # type: ignore[arg-type]
+    assert actions() == [("declined", "not_a_linear", 1)]
+    assert f"`{reader}`" in records()[0].sentence
+    assert "skip" in records()[0].hint
+
+
+def test_autocast_to_another_dtype_is_declined_and_right() -> None:
+    module = Block(lambda w: w)
+    torch._dynamo.reset()
+    x = torch.randn(4, 256)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        compiled = torch.compile(module, backend="memeff", options={"memeff.inner": "aot_eager"})
+        assert torch.equal(compiled(x), module(x))
+    assert {r.code for r in records()} == {"other_dtype(float16)"}
+
+
+def test_a_subclass_beside_the_weight_is_declined() -> None:
+    class Both(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.up, self.down.t())
+
+    torch._dynamo.reset()
+    module = Both(lambda w: w)
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="memeff", options={"memeff.inner": "aot_eager"})
+        assert torch.equal(compiled(normal(1)), module(normal(1)))
+    assert {r.action for r in records()} == {"declined"}
+
+
+def test_skip_leaves_a_module_alone() -> None:
+    module = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2))).bfloat16()
+    memeff_compile.compress_(module, min_size=0, progress=False)
+    run(module, normal(4, 128), compiled=True, **{"memeff.skip": {NAME: ["1"]}})
+    assert sorted(r.code for r in records()) == ["rewrote", "skipped"]
+
+
+def test_strict_raises_for_a_reader_that_is_not_a_linear() -> None:
+    with pytest.raises(Exception, match="not_a_linear"):
+        run(Product(lambda w: w), normal(4, 256), compiled=True, **{"memeff.strict": NAME})
+    run(Block(dense), normal(4, 256), compiled=True, **{"memeff.strict": NAME})
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_inductor_runs_it_and_equals_eager() -> None:
+    x = normal(4, 256, seed=5)
+    expected = run(Block(dense), x, compiled=False)
+    found = run(Block(lambda w: w), x, compiled=True, **{"memeff.inner": "inductor"})
+    for a, b in zip(found, expected, strict=True):
+        assert a is not None
+        assert b is not None
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
