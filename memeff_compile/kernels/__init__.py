@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memeff_compile.kernels.attention import op as _attention
+from memeff_compile.kernels.coded_kv_cache import op as _coded_kv_cache
 from memeff_compile.kernels.embedding import op as _embedding
 from memeff_compile.kernels.gated_linear import op as _gated_linear
 from memeff_compile.kernels.kv_cache import op as _kv_cache
@@ -11,4 +12,12 @@ from memeff_compile.kernels.quantized_attention import op as _quantized_attentio
 
 __all__: list[str] = []
 
-del _attention, _embedding, _gated_linear, _kv_cache, _linear_cross_entropy, _quantized_attention
+del (
+    _attention,
+    _coded_kv_cache,
+    _embedding,
+    _gated_linear,
+    _kv_cache,
+    _linear_cross_entropy,
+    _quantized_attention,
+)

@@ -1,0 +1,329 @@
+"""Decoding with a KV cache of few bits: attention, appending, and the launch to choose from.
+
+    python benchmarks/coded_kv.py --part attention
+    python benchmarks/coded_kv.py --part append
+    python benchmarks/coded_kv.py --part sweep
+
+`attention`: one query per sequence over a full cache, 32 query and 8 key-value heads of 128, bf16.
+Ours reads codes of 8, 4, 3 and 2 bits and is compared with float64 attention over what the codes
+say; PyTorch's cuDNN backend and memeff::kv_cache_attention read the same tokens in bf16. Calls sit
+in CUDA graphs over rotated caches, so that codes come from memory; the graphs take turns.
+
+`append`: one token per sequence, where no group of tokens is due and where one is.
+
+`sweep`: warps, stages and programs per multiprocessor, per shape; the fastest are printed. Nothing
+is written. Variants are compiled in `--workers` processes first.
+
+`--size tiny` runs everything on the CPU in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import kv_decode
+import rows
+
+from memeff_compile.kernels.coded_kv_cache import (
+    CODED,
+    LENGTH,
+    Layout,
+    coded_kv_cache_append,
+    coded_kv_cache_attention,
+    coded_kv_cache_view,
+    split_codes,
+)
+from memeff_compile.kernels.coded_kv_cache.shapes import Shapes, splits_for
+
+CASES = {
+    "h200": [
+        (4, 16, 32768),
+        (4, 16, 4096),
+        (4, 64, 32768),
+        (4, 1, 32768),
+        (4, 1, 131072),
+        (2, 16, 32768),
+        (3, 16, 32768),
+        (8, 16, 32768),
+    ],
+    "tiny": [(4, 2, 300), (3, 1, 300)],
+}
+SWEPT = [(4, 16, 32768), (4, 16, 4096), (4, 1, 32768), (4, 1, 131072), (2, 16, 32768)]
+HEADS = {"h200": (32, 8, 128), "tiny": (4, 2, 16)}
+ERROR_BUDGET = 1.5e-2
+"""Largest difference from float64 over what the codes say, over the largest value."""
+
+
+def layout_of(bits: int, options: argparse.Namespace) -> Layout:
+    """Return what the caches are made of."""
+    return Layout(options.heads[2], bits, options.scheme)
+
+
+def fill(layout: Layout, batch: int, tokens: int, options: argparse.Namespace) -> list[Tensor]:
+    """Return a full cache with random codes, and scales as keys and values have them."""
+    pool: list[Tensor] = []
+    device, dtype = options.device, getattr(torch, options.dtype)
+    for name, shape in layout.shapes(batch, options.heads[1], tokens).items():
+        kind = name.split("_")[-1]
+        if kind == "codes":
+            drawn = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+        elif kind == "scales":
+            drawn = torch.rand(shape, device=device, dtype=dtype).mul_(0.2).add_(0.1)
+            if layout.scheme == "kivi":  # the zeros
+                drawn.select(3 if name == "k_scales" else 4, 1).mul_(-(2.0 ** (layout.bits - 1)))
+        elif kind in ("window", "kept"):
+            drawn = torch.randn(shape, device=device, dtype=dtype)
+        elif kind == "places":
+            drawn = torch.arange(layout.kept, dtype=torch.int32, device=device)
+            drawn = drawn.expand(shape).contiguous()
+        else:
+            drawn = torch.zeros(shape, dtype=torch.int64, device=device)
+        pool.append(drawn)
+    pool[-1][LENGTH] = tokens
+    pool[-1][CODED] = layout.groups(tokens) * layout.group
+    return pool
+
+
+def codes_bytes(layout: Layout, batch: int, tokens: int, options: argparse.Namespace) -> int:
+    """Return the bytes that attention has to read of such a cache."""
+    itemsize = getattr(torch, options.dtype).itemsize
+    shapes = layout.shapes(batch, options.heads[1], tokens)
+    return sum(
+        math.prod(shape) * (1 if name.endswith("codes") else itemsize)
+        for name, shape in shapes.items()
+        if name not in ("places", "counts")
+    )
+
+
+def attend(q: Tensor, pool: list[Tensor], bits: int, plan: Any = None) -> Tensor:
+    """Attend with the op, or with a launch of one's own."""
+    if plan is None:
+        return coded_kv_cache_attention(q, *pool, None, None, bits, None, None)
+    return split_codes.attend(q, pool, (None, None), None, q.shape[3] ** -0.5, bits, plan=plan)
+
+
+def error(found: Tensor, q: Tensor, pool: list[Tensor], bits: int, tokens: int) -> float:
+    """Return the largest difference from float64 of the first two sequences, over the largest."""
+    some = [t if t.dim() == 1 else t[:2].contiguous() for t in pool]
+    some = [t.float() if t.is_floating_point() else t for t in some]
+    keys, values = coded_kv_cache_view(*some, None, None, bits, tokens)
+    data = kv_decode.Data(q[:2], keys, values, tokens, q)
+    return kv_decode.error(found[:2], data)
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def attention(options: argparse.Namespace) -> None:
+    """Compare attention over codes with attention over bf16."""
+    heads, kv_heads, depth = options.heads
+    like: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": options.device}
+    for batch, tokens in dict.fromkeys((b, n) for _, b, n in options.cases):
+        timed: dict[str, kv_decode.Repeated] = {}
+        found: dict[str, dict[str, Any]] = {}
+        q = torch.randn(batch, heads, 1, depth, **like)
+        for bits in (b for b, *shape in options.cases if tuple(shape) == (batch, tokens)):
+            layout = layout_of(bits, options)
+            size = codes_bytes(layout, batch, tokens, options)
+            count = max(1, min(16, math.ceil(kv_decode.ROTATED_BYTES / size)))
+            pools = [fill(layout, batch, tokens, options) for _ in range(count)]
+            row = {"method": f"memeff, {bits} bits", "bits": bits, "bytes": size}
+            row["error"] = error(attend(q, pools[0], bits), q, pools[0], bits, tokens)
+            found[f"memeff, {bits} bits"] = row
+            if not row["error"] <= ERROR_BUDGET:
+                row["failed"] = f"off by {row['error']:.1e}; {ERROR_BUDGET} is allowed"
+                continue
+            timed[row["method"]] = kv_decode.Repeated(
+                [lambda p=pool, b=bits: attend(q, p, b) for pool in pools]
+            )
+        size = kv_decode.cache_bytes(batch, tokens, options)
+        held = [
+            kv_decode.draw(batch, tokens, tokens, options)
+            for _ in range(kv_decode.copies_for(batch, tokens, options))
+        ]
+        for name, method in (
+            ("sdpa cudnn, bf16", kv_decode.with_backend(SDPBackend.CUDNN_ATTENTION)),
+            ("memeff, bf16", kv_decode.ours),
+        ):
+            row = {"method": name, "bits": 16, "bytes": size}
+            found[name] = row
+            try:
+                timed[name] = kv_decode.Repeated([lambda d=d, a=method: a(d) for d in held])
+            except (RuntimeError, torch.cuda.OutOfMemoryError) as failure:
+                row["failed"] = f"{type(failure).__name__}: {str(failure)[:160]}"
+        samples: dict[str, list[float]] = {name: [] for name in timed}
+        for _ in range(options.repeats):
+            for name, repeated in timed.items():
+                samples[name].append(repeated.microseconds())
+        for name, row in found.items():
+            row |= {"batch": batch, "tokens": tokens, "scheme": options.scheme}
+            if name in samples:
+                row["us"] = rows.percentiles(samples[name])
+                row["tb_per_s"] = round(row["bytes"] / row["us"]["median"] / 1e6, 3)
+            row |= {"heads": options.heads, "dtype": options.dtype}
+            rows.write(options.out, {"kind": "coded kv attention", **row})
+        del timed, held, pools
+        kv_decode.clean()
+
+
+# --- append ---------------------------------------------------------------------------------------
+
+
+def append(options: argparse.Namespace) -> None:
+    """Time one token per sequence: no group due, and a group due."""
+    _, kv_heads, depth = options.heads
+    like: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": options.device}
+    for bits, batch, tokens in options.cases:
+        layout = layout_of(bits, options)
+        pools = [fill(layout, batch, tokens, options) for _ in range(4 if tokens < 65536 else 1)]
+        k, v = (torch.randn(batch, kv_heads, 1, depth, **like) for _ in range(2))
+
+        def one(pool: list[Tensor], length: int) -> Tensor:
+            pool[-1][LENGTH].fill_(length)
+            pool[-1][CODED].fill_(0)
+            coded_kv_cache_append(*pool, k, v, bits, layout.recent, tokens)  # noqa: B023
+            return k  # noqa: B023
+
+        def nothing(pool: list[Tensor]) -> Tensor:
+            pool[-1][LENGTH].fill_(1)
+            pool[-1][CODED].fill_(0)
+            return k  # noqa: B023
+
+        timed = {
+            "counts alone": kv_decode.Repeated([lambda p=p: nothing(p) for p in pools]),
+            "idle": kv_decode.Repeated([lambda p=p: one(p, 5) for p in pools]),
+            "due": kv_decode.Repeated([lambda p=p: one(p, layout.window - 1) for p in pools]),
+        }
+        samples: dict[str, list[float]] = {name: [] for name in timed}
+        for _ in range(options.repeats):
+            for name, repeated in timed.items():
+                samples[name].append(repeated.microseconds())
+        base = rows.percentiles(samples["counts alone"])["median"]
+        for name in ("idle", "due"):
+            found = rows.percentiles(samples[name])
+            row = {"what": name, "bits": bits, "batch": batch, "tokens": tokens, "us": found}
+            row["us_without_setting_counts"] = round(found["median"] - base, 3)
+            rows.write(options.out, {"kind": "coded kv append", **row})
+        del timed, pools
+        kv_decode.clean()
+
+
+# --- sweep ----------------------------------------------------------------------------------------
+
+WARPS, STAGES, PROGRAMS = (2, 4), (2, 3, 5), (2, 3, 4, 5, 6, 8)
+
+
+def variants(bits: int, batch: int, tokens: int, options: argparse.Namespace) -> list[Any]:
+    """Return every launch worth a try, each number of programs once."""
+    groups = layout_of(bits, options).groups(tokens)
+    found = {}
+    for warps, stages, programs in itertools.product(WARPS, STAGES, PROGRAMS):
+        splits = splits_for(batch * options.heads[1], groups, 132 * programs)
+        found[warps, stages, splits] = split_codes.Plan(Shapes(warps, stages, programs), splits)
+    return list(found.values())
+
+
+def compile_one(job: tuple[int, int, Any, argparse.Namespace]) -> str:
+    """Compile one variant in a process of its own; small sizes with the same divisibility do."""
+    bits, tokens, plan, options = job
+    try:
+        pool = fill(layout_of(bits, options), 1, tokens, options)
+        q = torch.randn(
+            1, options.heads[0], 1, options.heads[2], dtype=torch.bfloat16, device="cuda"
+        )
+        attend(q, pool, bits, plan)
+        torch.cuda.synchronize()
+    except Exception as failure:
+        return f"{bits} bits {plan}: {str(failure)[:200]}"
+    return ""
+
+
+def sweep(options: argparse.Namespace) -> None:
+    """Print the fastest launches of each shape."""
+    started = time.perf_counter()
+    jobs = {}
+    for bits, batch, tokens in options.cases:
+        for plan in variants(bits, batch, tokens, options):
+            kind = (bits, plan.shapes.warps, plan.shapes.stages, tokens, plan.splits % 16 == 0)
+            jobs[kind] = (bits, tokens, plan, options)
+    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+        for failure in pool.imap_unordered(compile_one, jobs.values()):
+            if failure:
+                print("failed:", failure, flush=True)
+    print(f"{len(jobs)} compiled in {time.perf_counter() - started:.0f} s", flush=True)
+    for bits, batch, tokens in options.cases:
+        if time.perf_counter() - started > options.budget:
+            print("left out, no time:", bits, batch, tokens)
+            continue
+        layout = layout_of(bits, options)
+        size = codes_bytes(layout, batch, tokens, options)
+        count = max(1, min(16, math.ceil(kv_decode.ROTATED_BYTES / size)))
+        pools = [fill(layout, batch, tokens, options) for _ in range(count)]
+        q = torch.randn(
+            batch, options.heads[0], 1, options.heads[2], dtype=torch.bfloat16, device="cuda"
+        )
+        found = []
+        for plan in variants(bits, batch, tokens, options):
+            try:
+                repeated = kv_decode.Repeated(
+                    [lambda p=pool, x=plan: attend(q, p, bits, x) for pool in pools]
+                )
+                found.append((min(repeated.microseconds() for _ in range(3)), plan))
+            except Exception as failure:
+                print("failed:", bits, plan, str(failure)[:200], flush=True)
+        found.sort(key=lambda pair: pair[0])
+        floor = size / 4.43e6
+        print(f"{bits} bits, batch {batch}, {tokens} tokens: floor {floor:.1f} us", flush=True)
+        default = split_codes.plan_for(
+            batch * options.heads[1], layout.groups(tokens), options.heads[2], bits, q.device
+        )
+        for us, plan in found[:6]:
+            print(f"  {us:8.1f} us {plan}", flush=True)
+        best = {}
+        for us, plan in found:
+            best.setdefault((plan.shapes.warps, plan.shapes.stages), round(us, 1))
+        print("  best of warps, stages:", best, flush=True)
+        at = {
+            p.splits: round(us, 1)
+            for us, p in reversed(found)
+            if p.shapes == default.shapes
+            or (p.shapes.warps, p.shapes.stages) == (default.shapes.warps, default.shapes.stages)
+        }
+        print(f"  default {default}; its warps and stages by splits: {at}", flush=True)
+        del pools
+        kv_decode.clean()
+
+
+def main() -> None:
+    """Parse and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=["attention", "append", "sweep"], default="attention")
+    parser.add_argument("--size", choices=list(CASES), default="h200")
+    parser.add_argument("--scheme", choices=["kivi", "per_head"], default="kivi")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--budget", type=float, default=60.0)
+    parser.add_argument("--out", type=Path, default=Path("coded_kv.jsonl"))
+    options = parser.parse_args()
+    options.heads = HEADS[options.size]
+    options.device = "cuda" if options.size == "h200" else "cpu"
+    options.dtype = "bfloat16" if options.size == "h200" else "float32"
+    options.cases = SWEPT if options.part == "sweep" else CASES[options.size]
+    torch.manual_seed(0)
+    {"attention": attention, "append": append, "sweep": sweep}[options.part](options)
+
+
+if __name__ == "__main__":
+    main()
