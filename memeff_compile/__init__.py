@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from memeff_compile.explanation import explain as explain
     from memeff_compile.functional import linear_cross_entropy as linear_cross_entropy
     from memeff_compile.model.calibrate import calibrate_attention as calibrate_attention
+    from memeff_compile.model.kv_cache import KVCache as KVCache
+    from memeff_compile.model.kv_cache import use_kv_cache_ as use_kv_cache_
     from memeff_compile.options import Options as Options
     from memeff_compile.report import graphs as graphs
     from memeff_compile.report import last_report as last_report
@@ -27,6 +29,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Explanation": "explanation",
+    "KVCache": "model.kv_cache",
     "OptionError": "errors",
     "Options": "options",
     "calibrate_attention": "model.calibrate",
@@ -36,10 +39,12 @@ _HOME = {
     "last_report": "report",
     "linear_cross_entropy": "functional",
     "reset": "api",
+    "use_kv_cache_": "model.kv_cache",
 }
 
 __all__ = [
     "Explanation",
+    "KVCache",
     "OptionError",
     "Options",
     "__version__",
@@ -50,6 +55,7 @@ __all__ = [
     "last_report",
     "linear_cross_entropy",
     "reset",
+    "use_kv_cache_",
 ]
 
 

@@ -29,6 +29,7 @@ PASS_NAMES = (
     "fuse_linear_cross_entropy",
     "defer_logits",
     "fuse_embedding_gradient",
+    "compress_kv_cache",
     "rewrite_kv_update",
     "expand_multihead",
     "recover_attention",
@@ -41,7 +42,6 @@ PASS_NAMES = (
 RESERVED_PASS_NAMES = (
     "encode_weights",
     "ternarize_linear",
-    "merge_kv_cache",
 )
 """Names of passes that later releases bring; naming one is answered with 'not available yet'."""
 
@@ -49,6 +49,7 @@ SWITCHES = {
     "fuse_linear_cross_entropy": ("memeff.linear_cross_entropy", "off"),
     "defer_logits": ("memeff.logits", "eager"),
     "fuse_embedding_gradient": ("memeff.embedding", "off"),
+    "compress_kv_cache": ("memeff.kv_codes", "off"),
     "rewrite_kv_update": ("memeff.kv_reads", "off"),
     "expand_multihead": ("memeff.attention", "off"),
     "recover_attention": ("memeff.attention", "off"),
@@ -62,6 +63,7 @@ ATTENTION_LEVELS = ("8b", "8b+f16", "4b")
 """The low-bit forms of attention, which `memeff.attention` and its tables name."""
 
 MAY_FIND_NOTHING = (
+    "compress_kv_cache",
     "rewrite_kv_update",
     "expand_multihead",
     "recover_attention",
@@ -497,6 +499,13 @@ class Options:
         "off",
         meaning="Whether attention reads static KV caches only where they are filled.",
     )
+    kv_codes: str = _choice(
+        "kv_codes",
+        "exact",
+        "off",
+        meaning="Whether attention reads the codes of a `KVCache` themselves, instead of keys and "
+        "values rebuilt from them.",
+    )
     ternary: str = _choice(
         "ternary",
         "exact",
@@ -637,6 +646,7 @@ class Options:
             "fuse_embedding_gradient": (
                 f"{PREFIX}embedding='off'" if self.embedding == "off" else ""
             ),
+            "compress_kv_cache": f"{PREFIX}kv_codes='off'" if self.kv_codes == "off" else "",
             "rewrite_kv_update": f"{PREFIX}kv_reads='off'" if self.kv_reads == "off" else "",
             "expand_multihead": f"{PREFIX}attention='off'" if self.attention == "off" else "",
             "recover_attention": f"{PREFIX}attention='off'" if self.attention == "off" else "",

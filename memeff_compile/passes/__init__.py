@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import GraphPass
+from .compress_kv_cache import CompressKVCache
 from .defer_logits import DeferLogits
 from .expand_multihead import ExpandMultihead
 from .fuse_embedding_gradient import FuseEmbeddingGradient
@@ -18,6 +19,7 @@ PASSES: tuple[GraphPass, ...] = (
     FuseEmbeddingGradient(),  # behind it: a tied head is known by the op it became
     FuseGatedLinear(),  # inside activation checkpoints only
     DeferLogits(),  # logits returned without a loss, for a loss outside the graph
+    CompressKVCache(),  # generation with a cache of few bits: its ops say so
     RewriteKVUpdate(),  # generation: no loss, no gradient
     ExpandMultihead(),  # what it leaves of masks is the next pass's
     RecoverAttention(),  # what attends to a static cache is the pass before's

@@ -18,6 +18,12 @@ from memeff_compile.kernels.coded_kv_cache.layout import CODED as CODED
 from memeff_compile.kernels.coded_kv_cache.layout import LENGTH as LENGTH
 from memeff_compile.kernels.coded_kv_cache.layout import SCHEMES as SCHEMES
 from memeff_compile.kernels.coded_kv_cache.layout import Layout as Layout
+from memeff_compile.kernels.coded_kv_cache.memory import bytes_after as bytes_after
+from memeff_compile.kernels.coded_kv_cache.memory import bytes_before as bytes_before
+from memeff_compile.kernels.coded_kv_cache.memory import bytes_per_token as bytes_per_token
+from memeff_compile.kernels.coded_kv_cache.memory import fixed_bytes as fixed_bytes
+from memeff_compile.kernels.coded_kv_cache.memory import share_bytes as share_bytes
+from memeff_compile.kernels.coded_kv_cache.memory import view_bytes as view_bytes
 from memeff_compile.kernels.coded_kv_cache.op import ENGINES as ENGINES
 from memeff_compile.kernels.coded_kv_cache.op import POOL as POOL
 from memeff_compile.kernels.coded_kv_cache.op import coded_kv_cache_append as coded_kv_cache_append
@@ -28,3 +34,4 @@ from memeff_compile.kernels.coded_kv_cache.op import coded_kv_cache_view as code
 from memeff_compile.kernels.coded_kv_cache.op import engine_for as engine_for
 from memeff_compile.kernels.coded_kv_cache.op import supports as supports
 from memeff_compile.kernels.coded_kv_cache.op import supports_append as supports_append
+from memeff_compile.kernels.coded_kv_cache.split_codes import plan_for as plan_for

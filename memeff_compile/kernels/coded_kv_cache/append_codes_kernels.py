@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Appending to a coded cache: the window, the kept tokens, and the groups that are due, in one launch.
 
 One program per sequence and key-value head walks through the new tokens. Whenever the window is

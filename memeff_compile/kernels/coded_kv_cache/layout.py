@@ -122,7 +122,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def _fold(codes: Tensor, bits: int) -> Tensor:
     count = 8 // bits
-    parts = codes.unflatten(-1, (count, -1)).unbind(-2)
+    parts = torch.chunk(codes, count, -1)
     packed = parts[0].clone()
     for place, part in enumerate(parts[1:], 1):
         packed |= part << (bits * place)

@@ -115,7 +115,9 @@ def _unlike_scales(named: dict[str, Tensor], bits: int, depth: int) -> str | Non
     groups, block = named["k_codes"].shape[2:]
     group = block * 8 // (depth * bits)
     if reference.is_per_head(named["k_scales"]):
-        shapes = dict.fromkeys(("k_scales", "v_scales"), (groups, 1, 1, group))
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+            ("k_scales", "v_scales"), (groups, 1, 1, group)
+        )
     else:
         parts = depth // channel_group(depth, "kivi")
         shapes = {"k_scales": (groups, 2, depth), "v_scales": (groups, parts, 2, group)}

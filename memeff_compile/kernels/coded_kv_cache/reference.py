@@ -31,13 +31,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 # --- codes ----------------------------------------------------------------------------------------
 
 
-def _between(x: Tensor, dims: Sequence[int], left_out: Tensor | None, bits: int) -> Tensor:
-    """Return (2, ...) scale and zero that put the extremes of x over `dims` at the end codes."""
+def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
+    """Return (2, ...) step and zero that put the extremes of x along `dim` at the end codes."""
     low = high = x
     if left_out is not None:
         low = x.masked_fill(left_out, torch.inf)
         high = x.masked_fill(left_out, -torch.inf)
-    low, high = low.amin(dims), high.amax(dims)
+    low, high = low.amin(dim), high.amax(dim)
     is_empty = low > high
     low = low.masked_fill(is_empty, 0.0)
     step = (high.masked_fill(is_empty, 0.0) - low) / (2**bits - 1)
@@ -82,15 +82,18 @@ def encode(
     elif is_value:
         width = _channel_group(x.shape[-1])
         parts = values.unflatten(-1, (-1, width))  # (B, H, n, G, parts, width)
-        step, zero = _between(parts, (-1,), None, bits)
+        step, zero = _between(parts, -1, None, bits)
         step, zero = _stored(step, x.dtype), zero.to(x.dtype)
-        codes = _codes(parts, *(t.to(values.dtype).unsqueeze(-1) for t in (step, zero)), bits)
+        codes = _codes(
+            parts, step.to(parts.dtype)[..., None], zero.to(parts.dtype)[..., None], bits
+        )
         codes = codes.flatten(-2)
         scales = torch.stack([step, zero], -1).movedim(3, -1)  # (B, H, n, parts, 2, G)
     else:
-        step, zero = _between(values, (-2,), hidden, bits)
+        step, zero = _between(values, -2, hidden, bits)
         step, zero = _stored(step, x.dtype), zero.to(x.dtype)
-        codes = _codes(values, *(t.to(values.dtype).unsqueeze(-2) for t in (step, zero)), bits)
+        wide_step, wide_zero = (t.to(values.dtype).unsqueeze(-2) for t in (step, zero))
+        codes = _codes(values, wide_step, wide_zero, bits)
         scales = torch.stack([step, zero], -2)  # (B, H, n, 2, D)
     return block_of(codes, bits, is_value=is_value), scales
 
@@ -113,7 +116,7 @@ def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bo
         (B, H, n * G, D) float32, or float64 where the scales are.
     """
     kind = wide(scales.dtype)
-    numbers = codes_of(codes, bits, depth, is_value=is_value).to(kind)  # (B, H, n, G, D)
+    numbers: Tensor = codes_of(codes, bits, depth, is_value=is_value).to(kind)  # (B, H, n, G, D)
     scales = scales.to(kind)
     if is_per_head(scales):
         found = (numbers - 2 ** (bits - 1)) * scales[:, :, :, 0, 0, :, None]

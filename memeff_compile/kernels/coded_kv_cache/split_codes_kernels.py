@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """The two passes of the engine `codes`: attention over a share of the cache, and the sum of shares.
 
 Program i of n takes the groups i, i + n, i + 2n ... of codes, then tiles of the window and of the
