@@ -81,8 +81,9 @@ def fill(layout: Layout, batch: int, tokens: int, options: argparse.Namespace) -
             drawn = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
         elif kind == "scales":
             drawn = torch.rand(shape, device=device, dtype=dtype).mul_(0.2).add_(0.1)
+            drawn *= 16.0 / 2**layout.bits
             if layout.scheme == "kivi":  # the zeros
-                drawn.select(3 if name == "k_scales" else 4, 1).mul_(-(2.0 ** (layout.bits - 1)))
+                drawn[..., 1] *= -(2.0 ** (layout.bits - 1))
         elif kind in ("window", "kept"):
             drawn = torch.randn(shape, device=device, dtype=dtype)
         elif kind == "places":
@@ -222,16 +223,17 @@ def append(options: argparse.Namespace) -> None:
 
 # --- sweep ----------------------------------------------------------------------------------------
 
-WARPS, STAGES, PROGRAMS = (2, 4), (2, 3, 5), (2, 3, 4, 5, 6, 8)
+WARPS, STAGES, AT_ONCE, PROGRAMS = (2, 4), (2, 3, 4), (1, 2), (2, 3, 4, 5, 6, 8)
 
 
 def variants(bits: int, batch: int, tokens: int, options: argparse.Namespace) -> list[Any]:
     """Return every launch worth a try, each number of programs once."""
     groups = layout_of(bits, options).groups(tokens)
     found = {}
-    for warps, stages, programs in itertools.product(WARPS, STAGES, PROGRAMS):
+    for warps, stages, at_once, programs in itertools.product(WARPS, STAGES, AT_ONCE, PROGRAMS):
         splits = splits_for(batch * options.heads[1], groups, 132 * programs)
-        found[warps, stages, splits] = split_codes.Plan(Shapes(warps, stages, programs), splits)
+        shapes = Shapes(warps, stages, at_once, programs)
+        found[warps, stages, at_once, splits] = split_codes.Plan(shapes, splits)
     return list(found.values())
 
 
@@ -256,7 +258,8 @@ def sweep(options: argparse.Namespace) -> None:
     jobs = {}
     for bits, batch, tokens in options.cases:
         for plan in variants(bits, batch, tokens, options):
-            kind = (bits, plan.shapes.warps, plan.shapes.stages, tokens, plan.splits % 16 == 0)
+            shape = (plan.shapes.warps, plan.shapes.stages, plan.shapes.at_once)
+            kind = (bits, shape, tokens, plan.splits % 16 == 0, plan.splits == 1)
             jobs[kind] = (bits, tokens, plan, options)
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         for failure in pool.imap_unordered(compile_one, jobs.values()):
@@ -293,15 +296,12 @@ def sweep(options: argparse.Namespace) -> None:
             print(f"  {us:8.1f} us {plan}", flush=True)
         best = {}
         for us, plan in found:
-            best.setdefault((plan.shapes.warps, plan.shapes.stages), round(us, 1))
-        print("  best of warps, stages:", best, flush=True)
-        at = {
-            p.splits: round(us, 1)
-            for us, p in reversed(found)
-            if p.shapes == default.shapes
-            or (p.shapes.warps, p.shapes.stages) == (default.shapes.warps, default.shapes.stages)
-        }
-        print(f"  default {default}; its warps and stages by splits: {at}", flush=True)
+            best.setdefault(
+                (plan.shapes.warps, plan.shapes.stages, plan.shapes.at_once),
+                (round(us, 1), plan.splits),
+            )
+        print("  best of warps, stages, groups at once:", best, flush=True)
+        print("  default:", default, flush=True)
         del pools
         kv_decode.clean()
 

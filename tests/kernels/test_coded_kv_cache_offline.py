@@ -110,6 +110,7 @@ def _attention(
         "HAS_MASK": has_mask,
         "IS_ALONE": splits == 1,
         "STAGES": shapes.stages,
+        "AT_ONCE": shapes.at_once,
         "PACKED": dtype == "bf16" and bits != 8,
         "UPCAST": False,
     }
@@ -142,7 +143,7 @@ def _append(
         capability,
         dtype,
         constants,
-        8 if tokens > 1 else 4,
+        8,
     )
 
 

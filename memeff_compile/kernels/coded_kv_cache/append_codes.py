@@ -33,7 +33,7 @@ def append(
     per_head = is_per_head(k_scales)
     new = k.shape[2]
     with on_device(k):
-        kernels._coded_kv_cache_append_kernel[(batch * heads,)](
+        kernels._coded_kv_cache_append_kernel[(batch * heads, 2)](
             k,
             *k.stride(),
             v,
@@ -51,5 +51,5 @@ def append(
             KEPT=k_kept.shape[2],
             TOKENS=min(group, 1 << (new - 1).bit_length()),
             IS_PER_HEAD=per_head,
-            num_warps=8 if new > 1 else 4,
+            num_warps=8,
         )

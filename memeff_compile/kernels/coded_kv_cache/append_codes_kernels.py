@@ -2,8 +2,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Appending to a coded cache: the window, the kept tokens, and the groups that are due, in one launch.
 
-One program per sequence and key-value head walks through the new tokens. Whenever the window is
-full it codes the oldest group. How many tokens there are is read on the device. The last program to
+Two programs per sequence and key-value head, for keys and for values, walk through the new tokens.
+Whenever the window is full they code the oldest group. How many tokens there are is read on the device. The last program to
 finish writes the new counts: all have read the old ones by then.
 
 Codes equal the reference's: divisions are rounded to nearest, and halves go up.
@@ -39,8 +39,10 @@ def _stored(step, ptr):
 def _load_window(base, slot, column, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
     """Return (tokens, columns) of the window, (columns, tokens) of values, in fp32."""
     if IS_VALUE:
-        return tl.load(base + slot[None, :] * DEPTH + column[:, None]).to(tl.float32)
-    return tl.load(base + slot[:, None] * DEPTH + column[None, :]).to(tl.float32)
+        x = tl.load(base + slot[None, :] * DEPTH + column[:, None])
+    else:
+        x = tl.load(base + slot[:, None] * DEPTH + column[None, :])
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -142,8 +144,8 @@ def _code_keys(
         high = tl.where(is_empty, 0.0, high)
         step = _stored(tl.div_rn(high - low, most), scales_base)
         zero = low.to(kind).to(tl.float32)
-        tl.store(scales_base + part * SHARE + column, step.to(kind))
-        tl.store(scales_base + DEPTH + part * SHARE + column, zero.to(kind))
+        tl.store(scales_base + 2 * (part * SHARE + column), step.to(kind))
+        tl.store(scales_base + 2 * (part * SHARE + column) + 1, zero.to(kind))
         steps = steps + (step,)  # noqa: RUF005
         zeros = zeros + (zero,)  # noqa: RUF005
     _pack(window_base, codes_base, slot, steps, zeros, DEPTH, GROUP, BITS, CHANNELS, False, False)
@@ -180,8 +182,8 @@ def _code_tokens(
             low = tl.min(x, axis=0)
             step = _stored(tl.div_rn(tl.max(x, axis=0) - low, most), scales_base)
             zero = low.to(kind).to(tl.float32)
-            tl.store(scales_base + share * 2 * GROUP + token, step.to(kind))
-            tl.store(scales_base + share * 2 * GROUP + GROUP + token, zero.to(kind))
+            tl.store(scales_base + 2 * (share * GROUP + token), step.to(kind))
+            tl.store(scales_base + 2 * (share * GROUP + token) + 1, zero.to(kind))
         steps = steps + (step,)  # noqa: RUF005
         zeros = zeros + (zero,)  # noqa: RUF005
     _pack(
@@ -200,6 +202,103 @@ def _code_tokens(
 
 
 @triton.jit
+def _walk(
+    x_ptr,
+    stride_x_batch,
+    stride_x_head,
+    stride_x_token,
+    stride_x_depth,
+    codes_ptr,
+    scales_ptr,
+    window_ptr,
+    kept_ptr,
+    length,
+    coded,
+    first,
+    kv_heads,
+    groups,
+    new,
+    limit,
+    DEPTH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEPT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+    IS_PER_HEAD: tl.constexpr,
+):
+    """Write the new keys, or values, of one sequence and head; return the counts behind them."""
+    pair = tl.program_id(0).to(tl.int64)
+    SHARES: tl.constexpr = DEPTH // CHANNELS if IS_VALUE else 1
+    BLOCK: tl.constexpr = GROUP * DEPTH * BITS // 8
+    SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * (GROUP * SHARES if IS_VALUE else DEPTH)
+    window = window_ptr + pair * (WINDOW * DEPTH)
+    source_base = x_ptr + (pair // kv_heads) * stride_x_batch + (pair % kv_heads) * stride_x_head
+    depth = tl.arange(0, DEPTH)
+    tokens = tl.arange(0, TOKENS)
+    done = length * 0
+    if length + new > limit:
+        # Nothing may be lost in silence: what attention returns is no number until a reset.
+        nothing = tl.full((DEPTH,), float("nan"), tl.float32)
+        last = (length + WINDOW - 1) % WINDOW
+        tl.store(window + last * DEPTH + depth, nothing.to(window_ptr.dtype.element_ty))
+        done += new
+    while done < new:
+        count = tl.minimum(tl.minimum(new - done, coded + WINDOW - length), TOKENS)
+        is_token = (tokens < count)[:, None]
+        position = length + tokens
+        x = tl.load(
+            source_base
+            + (done + tokens)[:, None] * stride_x_token
+            + depth[None, :] * stride_x_depth,
+            mask=is_token,
+        )
+        tl.store(window + (position % WINDOW)[:, None] * DEPTH + depth[None, :], x, mask=is_token)
+        if KEPT > 0:
+            row = (position - first)[:, None]
+            place = pair * (KEPT * DEPTH) + row * DEPTH + depth[None, :]
+            tl.store(kept_ptr + place, x, mask=is_token & (row >= 0) & (row < KEPT))
+        done += count
+        length += count
+        if length - coded == WINDOW:
+            tl.debug_barrier()  # the tokens just written are read by other threads
+            block = pair * groups + tl.minimum(coded // GROUP, groups - 1)
+            oldest = coded + tl.arange(0, GROUP)
+            codes = codes_ptr + block * BLOCK
+            scales = scales_ptr + block * SCALES
+            if IS_VALUE or IS_PER_HEAD:
+                _code_tokens(
+                    window,
+                    codes,
+                    scales,
+                    oldest % WINDOW,
+                    DEPTH,
+                    GROUP,
+                    BITS,
+                    CHANNELS,
+                    IS_VALUE,
+                    IS_PER_HEAD,
+                )
+            else:
+                _code_keys(
+                    window,
+                    codes,
+                    scales,
+                    oldest % WINDOW,
+                    oldest < first + KEPT,
+                    DEPTH,
+                    GROUP,
+                    BITS,
+                    CHANNELS,
+                )
+            coded += GROUP
+            tl.debug_barrier()  # the slots are free for the next tokens
+    return length, coded
+
+
+@triton.jit
 def _coded_kv_cache_append_kernel(
     k_ptr,  # (B, KV_HEADS, new, D)
     stride_k_batch,
@@ -213,8 +312,8 @@ def _coded_kv_cache_append_kernel(
     stride_v_depth,
     k_codes_ptr,  # (B, KV_HEADS, groups, GROUP * D * BITS / 8) bytes
     v_codes_ptr,
-    k_scales_ptr,  # (B, KV_HEADS, groups, 2, D), or (B, KV_HEADS, groups, 1, 1, GROUP)
-    v_scales_ptr,  # (B, KV_HEADS, groups, D / CHANNELS, 2, GROUP), or as of keys
+    k_scales_ptr,  # (B, KV_HEADS, groups, D, 2), or (B, KV_HEADS, groups, 1, GROUP, 1)
+    v_scales_ptr,  # (B, KV_HEADS, groups, D / CHANNELS, GROUP, 2), or as of keys
     k_window_ptr,  # (B, KV_HEADS, WINDOW, D)
     v_window_ptr,
     k_kept_ptr,  # (B, KV_HEADS, KEPT, D)
@@ -234,111 +333,70 @@ def _coded_kv_cache_append_kernel(
     TOKENS: tl.constexpr,  # written at once, at most a group
     IS_PER_HEAD: tl.constexpr,
 ):
-    pair = tl.program_id(0).to(tl.int64)
-    batch = pair // kv_heads
-    head = pair % kv_heads
     length = tl.load(counts_ptr)
     coded = tl.load(counts_ptr + 1)
-    BLOCK: tl.constexpr = GROUP * DEPTH * BITS // 8
-    K_SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * DEPTH
-    V_SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * GROUP * (DEPTH // CHANNELS)
-    k_window = k_window_ptr + pair * (WINDOW * DEPTH)
-    v_window = v_window_ptr + pair * (WINDOW * DEPTH)
-    depth = tl.arange(0, DEPTH)
-    tokens = tl.arange(0, TOKENS)
     first = length * 0
     if KEPT > 0:
-        first += tl.load(places_ptr + pair * KEPT)
-    done = length * 0
-    if length + new > limit:
-        # Nothing may be lost in silence: what attention returns is no number until a reset.
-        nothing = tl.full((DEPTH,), float("nan"), tl.float32)
-        last = (length + WINDOW - 1) % WINDOW
-        kind: tl.constexpr = k_window_ptr.dtype.element_ty
-        tl.store(k_window + last * DEPTH + depth, nothing.to(kind))
-        tl.store(v_window + last * DEPTH + depth, nothing.to(kind))
-        done += new
-    while done < new:
-        count = tl.minimum(tl.minimum(new - done, coded + WINDOW - length), TOKENS)
-        is_token = (tokens < count)[:, None]
-        position = length + tokens
-        source = (done + tokens)[:, None]
-        k = tl.load(
-            k_ptr
-            + batch * stride_k_batch
-            + head * stride_k_head
-            + source * stride_k_token
-            + depth[None, :] * stride_k_depth,
-            mask=is_token,
+        first += tl.load(places_ptr + tl.program_id(0).to(tl.int64) * KEPT)
+    if tl.program_id(1) == 0:
+        length, coded = _walk(
+            k_ptr,
+            stride_k_batch,
+            stride_k_head,
+            stride_k_token,
+            stride_k_depth,
+            k_codes_ptr,
+            k_scales_ptr,
+            k_window_ptr,
+            k_kept_ptr,
+            length,
+            coded,
+            first,
+            kv_heads,
+            groups,
+            new,
+            limit,
+            DEPTH,
+            BITS,
+            GROUP,
+            CHANNELS,
+            WINDOW,
+            KEPT,
+            TOKENS,
+            False,
+            IS_PER_HEAD,
         )
-        v = tl.load(
-            v_ptr
-            + batch * stride_v_batch
-            + head * stride_v_head
-            + source * stride_v_token
-            + depth[None, :] * stride_v_depth,
-            mask=is_token,
+    else:
+        length, coded = _walk(
+            v_ptr,
+            stride_v_batch,
+            stride_v_head,
+            stride_v_token,
+            stride_v_depth,
+            v_codes_ptr,
+            v_scales_ptr,
+            v_window_ptr,
+            v_kept_ptr,
+            length,
+            coded,
+            first,
+            kv_heads,
+            groups,
+            new,
+            limit,
+            DEPTH,
+            BITS,
+            GROUP,
+            CHANNELS,
+            WINDOW,
+            KEPT,
+            TOKENS,
+            True,
+            IS_PER_HEAD,
         )
-        place = (position % WINDOW)[:, None] * DEPTH + depth[None, :]
-        tl.store(k_window + place, k, mask=is_token)
-        tl.store(v_window + place, v, mask=is_token)
-        if KEPT > 0:
-            row = (position - first)[:, None]
-            place = pair * (KEPT * DEPTH) + row * DEPTH + depth[None, :]
-            is_kept = is_token & (row >= 0) & (row < KEPT)
-            tl.store(k_kept_ptr + place, k, mask=is_kept)
-            tl.store(v_kept_ptr + place, v, mask=is_kept)
-        done += count
-        length += count
-        if length - coded == WINDOW:
-            tl.debug_barrier()  # the tokens just written are read by other threads
-            group = tl.minimum(coded // GROUP, groups - 1)
-            oldest = coded + tl.arange(0, GROUP)
-            slot = oldest % WINDOW
-            block = pair * groups + group
-            is_left_out = oldest < first + KEPT
-            if IS_PER_HEAD:
-                _code_tokens(
-                    k_window,
-                    k_codes_ptr + block * BLOCK,
-                    k_scales_ptr + block * K_SCALES,
-                    slot,
-                    DEPTH,
-                    GROUP,
-                    BITS,
-                    CHANNELS,
-                    False,
-                    True,
-                )
-            else:
-                _code_keys(
-                    k_window,
-                    k_codes_ptr + block * BLOCK,
-                    k_scales_ptr + block * K_SCALES,
-                    slot,
-                    is_left_out,
-                    DEPTH,
-                    GROUP,
-                    BITS,
-                    CHANNELS,
-                )
-            _code_tokens(
-                v_window,
-                v_codes_ptr + block * BLOCK,
-                v_scales_ptr + block * V_SCALES,
-                slot,
-                DEPTH,
-                GROUP,
-                BITS,
-                CHANNELS,
-                True,
-                IS_PER_HEAD,
-            )
-            coded += GROUP
-            tl.debug_barrier()  # the slots are free for the next tokens
     tl.debug_barrier()  # every thread has read the counts
     arrived = tl.atomic_add(counts_ptr + 2, 1)
-    if arrived == tl.num_programs(0) - 1:
+    if arrived == tl.num_programs(0) * 2 - 1:
         tl.store(counts_ptr, length)
         tl.store(counts_ptr + 1, coded)
         tl.store(counts_ptr + 2, 0)

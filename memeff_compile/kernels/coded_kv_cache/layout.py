@@ -74,11 +74,11 @@ class Layout:
         front = (batch, heads)
         codes = (*front, groups, self.block_bytes)
         if self.scheme == "kivi":
-            k_scales: tuple[int, ...] = (*front, groups, 2, self.depth)
+            k_scales: tuple[int, ...] = (*front, groups, self.depth, 2)
             parts = self.depth // self.channel_group
-            v_scales: tuple[int, ...] = (*front, groups, parts, 2, self.group)
+            v_scales: tuple[int, ...] = (*front, groups, parts, self.group, 2)
         else:
-            k_scales = v_scales = (*front, groups, 1, 1, self.group)
+            k_scales = v_scales = (*front, groups, 1, self.group, 1)
         window = (*front, self.window, self.depth)
         kept = (*front, self.kept, self.depth)
         return {

@@ -116,11 +116,11 @@ def _unlike_scales(named: dict[str, Tensor], bits: int, depth: int) -> str | Non
     group = block * 8 // (depth * bits)
     if reference.is_per_head(named["k_scales"]):
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-            ("k_scales", "v_scales"), (groups, 1, 1, group)
+            ("k_scales", "v_scales"), (groups, 1, group, 1)
         )
     else:
         parts = depth // channel_group(depth, "kivi")
-        shapes = {"k_scales": (groups, 2, depth), "v_scales": (groups, parts, 2, group)}
+        shapes = {"k_scales": (groups, depth, 2), "v_scales": (groups, parts, group, 2)}
     for name, shape in shapes.items():
         found = tuple(named[name].shape[2:])
         if found != shape:

@@ -78,7 +78,7 @@ def encode(
         step = _stored(values.abs().amax(-1) / (top - 1), x.dtype)
         whole = (values / step.to(values.dtype).unsqueeze(-1) + 0.5).floor()
         codes = (whole.clamp(1 - top, top - 1) + top).to(torch.uint8)
-        scales = step[:, :, :, None, None, :]
+        scales = step[:, :, :, None, :, None]
     elif is_value:
         width = _channel_group(x.shape[-1])
         parts = values.unflatten(-1, (-1, width))  # (B, H, n, G, parts, width)
@@ -88,13 +88,13 @@ def encode(
             parts, step.to(parts.dtype)[..., None], zero.to(parts.dtype)[..., None], bits
         )
         codes = codes.flatten(-2)
-        scales = torch.stack([step, zero], -1).movedim(3, -1)  # (B, H, n, parts, 2, G)
+        scales = torch.stack([step, zero], -1).transpose(3, 4)  # (B, H, n, parts, G, 2)
     else:
         step, zero = _between(values, -2, hidden, bits)
         step, zero = _stored(step, x.dtype), zero.to(x.dtype)
         wide_step, wide_zero = (t.to(values.dtype).unsqueeze(-2) for t in (step, zero))
         codes = _codes(values, wide_step, wide_zero, bits)
-        scales = torch.stack([step, zero], -2)  # (B, H, n, 2, D)
+        scales = torch.stack([step, zero], -1)  # (B, H, n, D, 2)
     return block_of(codes, bits, is_value=is_value), scales
 
 
@@ -119,19 +119,20 @@ def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bo
     numbers: Tensor = codes_of(codes, bits, depth, is_value=is_value).to(kind)  # (B, H, n, G, D)
     scales = scales.to(kind)
     if is_per_head(scales):
-        found = (numbers - 2 ** (bits - 1)) * scales[:, :, :, 0, 0, :, None]
+        found = (numbers - 2 ** (bits - 1)) * scales[:, :, :, 0]
     elif is_value:
         parts = numbers.unflatten(-1, (scales.shape[3], -1))
-        step, zero = scales.movedim(-1, 3).unbind(-1)  # (B, H, n, G, parts)
+        step, zero = scales.transpose(3, 4).unbind(-1)  # (B, H, n, G, parts)
         found = (parts * step[..., None] + zero[..., None]).flatten(-2)
     else:
-        found = numbers * scales[:, :, :, :1] + scales[:, :, :, 1:]
+        step, zero = scales.unsqueeze(3).unbind(-1)  # (B, H, n, 1, D)
+        found = numbers * step + zero
     return found.flatten(2, 3)
 
 
 def is_per_head(k_or_v_scales: Tensor) -> bool:
     """Return whether scales are one per token and head."""
-    return k_or_v_scales.dim() == 6 and k_or_v_scales.shape[4] == 1
+    return k_or_v_scales.shape[-1] == 1
 
 
 # --- the cache ------------------------------------------------------------------------------------

@@ -20,23 +20,25 @@ class Shapes:
 
     Attributes:
         warps: warps per program.
-        stages: groups of codes in flight.
+        stages: turns in flight.
+        at_once: groups of codes per turn.
         programs: programs per multiprocessor that are aimed at.
     """
 
     warps: int
     stages: int
+    at_once: int
     programs: int
 
 
 def shapes_for(depth: int, bits: int) -> Shapes:
     """Return the launch for a head dimension and a number of bits.
 
-    Example: shapes_for(128, 4) == Shapes(warps=4, stages=3, programs=4).
+    Example: shapes_for(128, 4) == Shapes(warps=4, stages=3, at_once=2, programs=4).
     """
     if depth > 128 or bits == 8:
-        return Shapes(4, 2, 2)
-    return Shapes(4, 3, 4)
+        return Shapes(4, 2, 1, 2)
+    return Shapes(4, 3, 2, 4)
 
 
 def rows_for(repeat: int) -> int:

@@ -136,6 +136,7 @@ def attend(
             HAS_MASK=mask is not None,
             IS_ALONE=splits == 1,
             STAGES=plan.shapes.stages,
+            AT_ONCE=plan.shapes.at_once,
             PACKED=q.is_cuda and q.dtype == torch.bfloat16 and bits != 8,
             UPCAST=not q.is_cuda,
             num_warps=plan.shapes.warps,

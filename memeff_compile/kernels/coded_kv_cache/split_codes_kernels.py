@@ -71,6 +71,17 @@ _TAKE_3_6 = tl.constexpr(
     "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
 )
 
+# Two bf16 numbers at a time: x * 1 - 136, 132 or 130, exact.
+_LESS_136 = tl.constexpr(
+    "{ .reg .b32 a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC308C308; fma.rn.bf16x2 $0, $1, a, b; }"
+)
+_LESS_132 = tl.constexpr(
+    "{ .reg .b32 a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC304C304; fma.rn.bf16x2 $0, $1, a, b; }"
+)
+_LESS_130 = tl.constexpr(
+    "{ .reg .b32 a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC302C302; fma.rn.bf16x2 $0, $1, a, b; }"
+)
+
 
 @triton.jit
 def _take(raw, ASM: tl.constexpr):
@@ -109,6 +120,38 @@ def _numbers(
     else:
         numbers = ((raw >> (BITS * PART)) & ((1 << BITS) - 1)).to(kind)
     return numbers
+
+
+@triton.jit
+def _centred(numbers, BITS: tl.constexpr):
+    """Return codes less the middle one: sums over many tokens stay small and so exact."""
+    if BITS == 4:
+        numbers = tl.inline_asm_elementwise(
+            _LESS_136, "=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif BITS == 3:
+        numbers = tl.inline_asm_elementwise(
+            _LESS_132, "=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        numbers = tl.inline_asm_elementwise(
+            _LESS_130, "=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return numbers
+
+
+@triton.jit
+def _pair_of(base, place):
+    """Return the step and the zero at a place, in fp32: both in one load of 32 bits, or one each."""
+    kind: tl.constexpr = base.dtype.element_ty
+    if kind == tl.bfloat16:
+        both = tl.load(base.to(tl.pointer_type(tl.uint32)) + place)
+        step = (both << 16).to(tl.float32, bitcast=True)
+        zero = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        step = tl.load(base + 2 * place).to(tl.float32)
+        zero = tl.load(base + 2 * place + 1).to(tl.float32)
+    return step, zero
 
 
 @triton.jit
@@ -167,8 +210,8 @@ def _coded_kv_cache_attention_kernel(
     stride_q_depth,
     k_codes_ptr,  # (B, KV_HEADS, groups, GROUP * D * BITS / 8) bytes
     v_codes_ptr,
-    k_scales_ptr,  # (B, KV_HEADS, groups, 2, D), or (B, KV_HEADS, groups, 1, 1, GROUP)
-    v_scales_ptr,  # (B, KV_HEADS, groups, D / CHANNELS, 2, GROUP), or as of keys
+    k_scales_ptr,  # (B, KV_HEADS, groups, D, 2), or (B, KV_HEADS, groups, 1, GROUP, 1)
+    v_scales_ptr,  # (B, KV_HEADS, groups, D / CHANNELS, GROUP, 2), or as of keys
     k_window_ptr,  # (B, KV_HEADS, WINDOW, D)
     v_window_ptr,
     k_kept_ptr,  # (B, KV_HEADS, KEPT, D)
@@ -206,6 +249,7 @@ def _coded_kv_cache_attention_kernel(
     HAS_MASK: tl.constexpr,
     IS_ALONE: tl.constexpr,
     STAGES: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # groups per turn
     PACKED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -213,6 +257,7 @@ def _coded_kv_cache_attention_kernel(
     BLOCK: tl.constexpr = GROUP * DEPTH * BITS // 8
     HIGH: tl.constexpr = DEPTH // 8  # bytes of a row of the plane of high bits
     OFFSET: tl.constexpr = _OFFSET if PACKED else 0.0
+    MIDDLE: tl.constexpr = 1.0 * (1 << (BITS - 1))
     TOP: tl.constexpr = 1 << (BITS - 1)
     kind: tl.constexpr = q_ptr.dtype.element_ty
     pair = tl.program_id(0).to(tl.int64)
@@ -267,87 +312,107 @@ def _coded_kv_cache_attention_kernel(
     vs_base = v_scales_ptr + pair * groups * V_SCALES
     wide_zero = pair * 0  # makes addresses 64-bit numbers
 
-    for tile in tl.range(split, tiles, splits, num_stages=STAGES):
-        block = wide_zero + tile
-        k_raw = tl.load(k_base + block * BLOCK + k_bytes)
-        v_raw = tl.load(v_base + block * BLOCK + v_bytes)
-        k_more, v_more = k_raw, v_raw
-        if BITS == 3:
-            k_more = tl.load(k_base + block * BLOCK + k_high) >> nudge[None, :]
-            v_more = tl.load(v_base + block * BLOCK + v_high) >> nudge[:, None]
-        score = tl.zeros((GROUP, ROWS), dtype=tl.float32)
-        bias = tl.zeros((ROWS,), dtype=tl.float32)
-        for part in tl.static_range(PARTS):
-            if BITS == 8 and part > 0:
-                k_raw = tl.load(k_base + block * BLOCK + k_bytes + part * WIDTH)
+    for turn in tl.range(split, tl.cdiv(tiles, AT_ONCE), splits, num_stages=STAGES):
+        scores = ()
+        best = tl.full((GROUP, ROWS), float("-inf"), dtype=tl.float32)
+        for at in tl.static_range(AT_ONCE):
+            tile = turn * AT_ONCE + at
+            block = wide_zero + tl.minimum(tile, tiles - 1)
+            k_raw = tl.load(k_base + block * BLOCK + k_bytes)
+            k_more = k_raw
+            if BITS == 3:
+                k_more = tl.load(k_base + block * BLOCK + k_high) >> nudge[None, :]
+            score = tl.zeros((GROUP, ROWS), dtype=tl.float32)
+            bias = tl.zeros((WIDTH, ROWS), dtype=tl.float32)
+            for part in tl.static_range(PARTS):
+                if BITS == 8 and part > 0:
+                    k_raw = tl.load(k_base + block * BLOCK + k_bytes + part * WIDTH)
+                if IS_PER_HEAD:
+                    scaled = queries[part].to(kind)
+                    bias -= (OFFSET + TOP) * scaled.to(tl.float32)
+                else:
+                    step, zero = _pair_of(ks_base + block * K_SCALES, part * WIDTH + width)
+                    scaled = (queries[part] * step[:, None]).to(kind)
+                    bias += queries[part] * zero[:, None] - OFFSET * scaled.to(tl.float32)
+                numbers = _numbers(k_raw, k_more, part, BITS, PACKED, kind)
+                score = _dot(numbers, scaled, score, UPCAST)
+            score += tl.sum(bias, axis=0)[None, :]
             if IS_PER_HEAD:
-                scaled = queries[part].to(kind)
-                bias -= tl.sum((OFFSET + TOP) * scaled.to(tl.float32), axis=0)
-            else:
-                channel = ks_base + block * K_SCALES + part * WIDTH + width
-                step = tl.load(channel).to(tl.float32)
-                zero = tl.load(channel + DEPTH).to(tl.float32)
-                scaled = (queries[part] * step[:, None]).to(kind)
-                bias += tl.sum(
-                    queries[part] * zero[:, None] - OFFSET * scaled.to(tl.float32), axis=0
+                score *= tl.load(ks_base + block * K_SCALES + tokens).to(tl.float32)[:, None]
+            position = tile * GROUP + tokens
+            is_seen = position < tiles * GROUP
+            if HAS_NORMS:
+                k_norm = tl.load(
+                    k_norms_ptr + pair * norm_count + wide_zero + position, mask=is_seen, other=-1.0
+                ).to(tl.float32)
+                score *= k_norm[:, None]
+                is_seen = is_seen & (k_norm >= 0.0)  # the others are among the kept tokens
+            elif KEPT > 0:
+                is_seen = is_seen & ((position < first) | (position >= first + KEPT))
+            if HAS_MASK:
+                seen = tl.load(
+                    mask_ptr + batch * stride_mask_batch + (wide_zero + position) * stride_mask_key,
+                    mask=is_seen & (position < mask_count),
+                    other=0,
                 )
-            numbers = _numbers(k_raw, k_more, part, BITS, PACKED, kind)
-            score = _dot(numbers, scaled, score, UPCAST)
-        score += bias[None, :]
-        if IS_PER_HEAD:
-            score *= tl.load(ks_base + block * K_SCALES + tokens).to(tl.float32)[:, None]
-        position = tile * GROUP + tokens
-        is_seen = tl.full((GROUP,), True, dtype=tl.int1)
-        if HAS_NORMS:
-            norm_place = pair * norm_count + wide_zero + position
-            k_norm = tl.load(k_norms_ptr + norm_place).to(tl.float32)
-            v_norm = tl.load(v_norms_ptr + norm_place).to(tl.float32)
-            score *= k_norm[:, None]
-            is_seen = is_seen & (k_norm >= 0.0)  # the others are among the kept tokens
-        elif KEPT > 0:
-            is_seen = (position < first) | (position >= first + KEPT)
-        if HAS_MASK:
-            seen = tl.load(
-                mask_ptr + batch * stride_mask_batch + (wide_zero + position) * stride_mask_key,
-                mask=position < mask_count,
-                other=0,
-            )
-            is_seen = is_seen & (seen != 0)
-        score = tl.where(is_seen[:, None], score, float("-inf"))
-        higher = tl.maximum(largest, tl.max(score, axis=0))
+                is_seen = is_seen & (seen != 0)
+            score = tl.where(is_seen[:, None], score, float("-inf"))
+            best = tl.maximum(best, score)
+            scores = scores + (score,)  # noqa: RUF005
+        higher = tl.maximum(largest, tl.max(best, axis=0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(score - base[None, :])
         shrink = tl.exp2(largest - base)
         largest = higher
-        sums = sums * shrink[None, :] + weight
-        if HAS_NORMS:
-            weight *= v_norm[:, None]
+        sums = sums * shrink[None, :]
         new_accs = ()
         new_zeros = ()
         for part in tl.static_range(PARTS):
-            if BITS == 8 and part > 0:
-                v_raw = tl.load(v_base + block * BLOCK + v_bytes + part * WIDTH * GROUP)
-            if part * WIDTH % CHANNELS == 0:
-                share = part * WIDTH // CHANNELS
-                if IS_PER_HEAD:
-                    step = tl.load(vs_base + block * V_SCALES + tokens).to(tl.float32)
-                    scaled = (weight * step[:, None]).to(kind)
-                    taken = -(OFFSET + TOP) * scaled.to(tl.float32)
-                else:
-                    channel = vs_base + block * V_SCALES + share * 2 * GROUP + tokens
-                    step = tl.load(channel).to(tl.float32)
-                    zero = tl.load(channel + GROUP).to(tl.float32)
-                    scaled = (weight * step[:, None]).to(kind)
-                    taken = weight * zero[:, None] - OFFSET * scaled.to(tl.float32)
-                new_zeros = new_zeros + (  # noqa: RUF005
-                    zeros[part * WIDTH // CHANNELS] * shrink[None, :] + taken,
-                )
-            numbers = _numbers(v_raw, v_more, part, BITS, PACKED, kind)
-            new_accs = new_accs + (  # noqa: RUF005
-                _dot(numbers, scaled, accs[part] * shrink[None, :], UPCAST),
-            )
+            new_accs = new_accs + (accs[part] * shrink[None, :],)  # noqa: RUF005
+        for share in tl.static_range(DEPTH // CHANNELS):
+            new_zeros = new_zeros + (zeros[share] * shrink[None, :],)  # noqa: RUF005
         accs = new_accs
         zeros = new_zeros
+        for at in tl.static_range(AT_ONCE):
+            tile = turn * AT_ONCE + at
+            block = wide_zero + tl.minimum(tile, tiles - 1)
+            v_raw = tl.load(v_base + block * BLOCK + v_bytes)
+            v_more = v_raw
+            if BITS == 3:
+                v_more = tl.load(v_base + block * BLOCK + v_high) >> nudge[:, None]
+            weight = tl.exp2(scores[at] - base[None, :])
+            sums += weight
+            if HAS_NORMS:
+                position = tile * GROUP + tokens
+                v_norm = tl.load(
+                    v_norms_ptr + pair * norm_count + wide_zero + position,
+                    mask=position < tiles * GROUP,
+                    other=0.0,
+                )
+                weight *= v_norm.to(tl.float32)[:, None]
+            new_accs = ()
+            new_zeros = ()
+            for part in tl.static_range(PARTS):
+                if BITS == 8 and part > 0:
+                    v_raw = tl.load(v_base + block * BLOCK + v_bytes + part * WIDTH * GROUP)
+                if part * WIDTH % CHANNELS == 0:
+                    share = part * WIDTH // CHANNELS
+                    if IS_PER_HEAD:
+                        step = tl.load(vs_base + block * V_SCALES + tokens).to(tl.float32)
+                        scaled = (weight * step[:, None]).to(kind)
+                        taken = -TOP * scaled.to(tl.float32)
+                    else:
+                        step, zero = _pair_of(vs_base + block * V_SCALES, share * GROUP + tokens)
+                        scaled = (weight * step[:, None]).to(kind)
+                        taken = weight * zero[:, None]
+                    if PACKED:
+                        taken += MIDDLE * scaled.to(tl.float32)
+                    new_zeros = new_zeros + (zeros[part * WIDTH // CHANNELS] + taken,)  # noqa: RUF005
+                numbers = _numbers(v_raw, v_more, part, BITS, PACKED, kind)
+                if PACKED:
+                    numbers = _centred(numbers, BITS)
+                new_accs = new_accs + (_dot(numbers, scaled, accs[part], UPCAST),)  # noqa: RUF005
+            accs = new_accs
+            zeros = new_zeros
 
     total = tl.sum(sums, axis=0)
     whole = ()
