@@ -129,7 +129,7 @@ def error(found: Tensor, q: Tensor, pool: list[Tensor], bits: int, tokens: int) 
 
 def attention(options: argparse.Namespace) -> None:
     """Compare attention over codes with attention over bf16."""
-    heads, kv_heads, depth = options.heads
+    heads, _, depth = options.heads
     like: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": options.device}
     for batch, tokens in dict.fromkeys((b, n) for _, b, n in options.cases):
         timed: dict[str, kv_decode.Repeated] = {}
@@ -147,7 +147,7 @@ def attention(options: argparse.Namespace) -> None:
                 row["failed"] = f"off by {row['error']:.1e}; {ERROR_BUDGET} is allowed"
                 continue
             timed[row["method"]] = kv_decode.Repeated(
-                [lambda p=pool, b=bits: attend(q, p, b) for pool in pools]
+                [lambda p=pool, b=bits, q=q: attend(q, p, b) for pool in pools]
             )
         size = kv_decode.cache_bytes(batch, tokens, options)
         held = [
@@ -205,7 +205,7 @@ def append(options: argparse.Namespace) -> None:
         timed = {
             "counts alone": kv_decode.Repeated([lambda p=p: nothing(p) for p in pools]),
             "idle": kv_decode.Repeated([lambda p=p: one(p, 5) for p in pools]),
-            "due": kv_decode.Repeated([lambda p=p: one(p, layout.window - 1) for p in pools]),
+            "due": kv_decode.Repeated([lambda p=p, n=layout.window - 1: one(p, n) for p in pools]),
         }
         samples: dict[str, list[float]] = {name: [] for name in timed}
         for _ in range(options.repeats):
@@ -281,7 +281,7 @@ def sweep(options: argparse.Namespace) -> None:
         for plan in variants(bits, batch, tokens, options):
             try:
                 repeated = kv_decode.Repeated(
-                    [lambda p=pool, x=plan: attend(q, p, bits, x) for pool in pools]
+                    [lambda p=pool, x=plan, q=q, b=bits: attend(q, p, b, x) for pool in pools]
                 )
                 found.append((min(repeated.microseconds() for _ in range(3)), plan))
             except Exception as failure:

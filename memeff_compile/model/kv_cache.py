@@ -62,7 +62,7 @@ def _remaining(tokens_to_remove: int) -> int:
     return -tokens_to_remove
 
 
-class _InPlace(CacheLayerMixin):  # type: ignore[misc]
+class _InPlace(CacheLayerMixin):
     """What the layers of a KVCache share: tensors that are changed in place, never moved."""
 
     is_compileable = True
@@ -116,10 +116,12 @@ def _refuse_training(*tensors: Tensor) -> None:
         )
 
 
-class ExactLayer(_InPlace, StaticLayer):  # type: ignore[misc]
+class ExactLayer(_InPlace, StaticLayer):
     """A layer whose keys and values stay as they come, in the dtype they come in."""
 
     is_croppable = True
+    keys: Any
+    values: Any
 
     def __init__(self, max_cache_len: int) -> None:
         super().__init__(max_cache_len=max_cache_len)
@@ -135,8 +137,8 @@ class ExactLayer(_InPlace, StaticLayer):  # type: ignore[misc]
         self,
         key_states: Tensor,
         value_states: Tensor,
-        *args: Any,
-        **kwargs: Any,  # noqa: ANN401
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Write new tokens; return them where they are all there is, else the whole buffers."""
         _refuse_training(key_states, value_states)
@@ -178,18 +180,18 @@ class CodedLayer(_InPlace):
         layout: what it is made of, once it is known.
     """
 
+    is_croppable = False  # only tokens that are not yet in codes can be removed
+    counts: Tensor
+    k_window: Tensor
+    v_window: Tensor
+
     def __init__(self, max_cache_len: int, settings: dict[str, Any], starts: _Starts) -> None:
-        super().__init__()
+        CacheLayerMixin.__init__(self)
         self.max_cache_len = max_cache_len
         self.settings = settings
         self.starts = starts
         self.is_empty = True
         self.layout: Layout | None = None
-
-    @property
-    def is_croppable(self) -> bool:
-        """False: only tokens that are not yet in codes can be removed."""
-        return False
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors with an entry per sequence, once they are there."""
@@ -232,8 +234,8 @@ class CodedLayer(_InPlace):
         self,
         key_states: Tensor,
         value_states: Tensor,
-        *args: Any,
-        **kwargs: Any,  # noqa: ANN401
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Write new tokens; return them where they are all there is, else a dense view."""
         del args, kwargs
@@ -333,7 +335,7 @@ class _Starts:
             self.places, self._shape = changed, tuple(changed.shape)
 
 
-class KVCache(Cache):  # type: ignore[misc]
+class KVCache(Cache):
     """A KV cache of few bits, to pass as ``past_key_values``.
 
     Args:
@@ -391,7 +393,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the sequences into another order, in place."""
         self._starts.change(lambda t: t.index_select(0, beam_idx.to(t.device)), in_place=True)
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence; new tensors."""
@@ -410,8 +412,10 @@ class KVCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             if isinstance(layer, (CodedLayer, ExactLayer)):
                 found += layer.nbytes
-            elif getattr(layer, "keys", None) is not None:
-                found += layer.keys.nbytes + layer.values.nbytes
+            else:
+                held: Any = layer
+                parts = (getattr(held, "keys", None), getattr(held, "values", None))
+                found += sum(part.nbytes for part in parts if isinstance(part, Tensor))
         places = getattr(self._starts, "places", None)
         return found + (0 if places is None else places.nbytes)
 
@@ -512,7 +516,7 @@ def use_kv_cache_(
         model.generate(**inputs)
         undo()
     """
-    original = getattr(type(model), _HOOK, None)
+    original: Any = getattr(type(model), _HOOK, None)
     if original is None or not hasattr(model, "generate"):
         _refuse(
             f"{type(model).__name__} has no generate() of transformers; pass a KVCache to the "

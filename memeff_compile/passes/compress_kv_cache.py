@@ -55,7 +55,7 @@ class CompressKVCache:
         return info.options.kv_codes != "off"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
-        """Yield every attention over a dense view, and every view that nothing of the kind reads."""
+        """Yield every attention over a dense view, and every view that no attention reads."""
         views = [node for node in info.gm.graph.nodes if _is_view(node)]
         if not views:
             return
@@ -65,9 +65,10 @@ class CompressKVCache:
             if call is None or call.op is not aten.scaled_dot_product_attention.default:
                 continue
             found = {_behind(info, call.args[name])[0] for name in ("key", "value")}
-            for view in found & set(views):
-                served.add(view)
-                yield Site(node, view)
+            for view in views:
+                if view in found:
+                    served.add(view)
+                    yield Site(node, view)
         for view in views:
             if view not in served:
                 yield _unread(view)

@@ -1,10 +1,10 @@
 # ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Appending to a coded cache: the window, the kept tokens, and the groups that are due, in one launch.
+"""Appending to a coded cache: window, kept tokens and the groups that are due, in one launch.
 
-Two programs per sequence and key-value head, for keys and for values, walk through the new tokens.
-Whenever the window is full they code the oldest group. How many tokens there are is read on the device. The last program to
-finish writes the new counts: all have read the old ones by then.
+Two programs per sequence and key-value head, one for keys and one for values, walk through the new
+tokens. Whenever the window is full they code the oldest group. How many tokens there are is read on
+the device. The last program to finish writes the new counts: all have read the old ones by then.
 
 Codes equal the reference's: divisions are rounded to nearest, and halves go up.
 """

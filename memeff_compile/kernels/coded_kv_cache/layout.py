@@ -3,8 +3,8 @@
 Tokens are coded in groups. A group's codes are one contiguous block of bytes: keys token by token,
 values channel by channel, so that a tensor core takes either as it comes. Within a row of D
 channels, codes of 4 bits put channel j and channel j + D/2 into one byte, low and high; codes of 2
-bits put four channels there, D/4 apart. Codes of 3 bits are two planes, their low two bits packed as
-codes of 2 bits and their high bits eight to a byte, D/8 apart.
+bits put four channels there, D/4 apart. Codes of 3 bits are two planes, their low two bits packed
+as codes of 2 bits and their high bits eight to a byte, D/8 apart.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Layout:
         return max(1, (tokens - self.recent) // self.group)
 
     def shapes(self, batch: int, heads: int, tokens: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor of a cache for so many tokens, by its name in the ops."""
+        """Return the shape of every tensor of a cache for so many tokens, by name."""
         groups = self.groups(tokens)
         front = (batch, heads)
         codes = (*front, groups, self.block_bytes)

@@ -24,7 +24,7 @@ def bytes_per_token(
     Args:
         heads, depth: H, D as symbols or numbers.
         bits: of a code.
-        group: tokens that share the scales of a channel of keys; 0 for one scale per token and head.
+        group: tokens that share the scales of a channel of keys; 0 for one per token and head.
         shares: groups of channels of a value with scales of their own; not read with group 0.
         itemsize: bytes of a scale.
 

@@ -1,3 +1,4 @@
+# ruff: noqa: ANN401  (a pool of ten tensors and what follows it, as the dispatcher hands them over)
 """memeff::coded_kv_cache_append, _view and _attention: schemas, validation, engines, fakes.
 
 A cache is ten tensors, the *pool*, that every op takes in the same order; `layout.Layout.shapes`
@@ -193,7 +194,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64) -> str:
-    """Name the engine that serves a cache of this dtype and group on a device: a key of `ENGINES`."""
+    """Name the engine that serves a dtype and group of tokens on a device: a key of `ENGINES`."""
     is_served = dtype in (torch.bfloat16, torch.float16) and group in (32, 64, 128)
     return "codes" if is_served and kernels_serve(device, dtype) else "reference"
 

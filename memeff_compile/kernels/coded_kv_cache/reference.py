@@ -116,7 +116,7 @@ def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bo
         (B, H, n * G, D) float32, or float64 where the scales are.
     """
     kind = wide(scales.dtype)
-    numbers: Tensor = codes_of(codes, bits, depth, is_value=is_value).to(kind)  # (B, H, n, G, D)
+    numbers = codes_of(codes, bits, depth, is_value=is_value).to(kind)  # (B, H, n, G, D)
     scales = scales.to(kind)
     if is_per_head(scales):
         found = (numbers - 2 ** (bits - 1)) * scales[:, :, :, 0]
@@ -127,7 +127,8 @@ def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bo
     else:
         step, zero = scales.unsqueeze(3).unbind(-1)  # (B, H, n, 1, D)
         found = numbers * step + zero
-    return found.flatten(2, 3)
+    flat: Tensor = found.flatten(2, 3)
+    return flat
 
 
 def is_per_head(k_or_v_scales: Tensor) -> bool:

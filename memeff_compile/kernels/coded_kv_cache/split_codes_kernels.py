@@ -2,16 +2,18 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """The two passes of the engine `codes`: attention over a share of the cache, and the sum of shares.
 
-Program i of n takes the groups i, i + n, i + 2n ... of codes, then tiles of the window and of the
-kept tokens in the same manner. Scores stand with tokens down and query heads across: then keys and
-values are both the left operand of their product, read as bytes and unpacked in registers, and eight
-query heads fill a tile. Codes stay whole numbers: a key's scales multiply the query, a value's the
-weight, and zeros are added once per tile. Weights are summed token by token in registers and across
-tokens at the end, so a tile has one reduction, that of the largest score. Sums run in a fixed order.
+Program i of n takes the turns i, i + n, i + 2n ... of a few groups of codes each, then tiles of the
+window and of the kept tokens in the same manner. Scores stand with tokens down and query heads
+across: then keys and values are both the left operand of their product, read as bytes and unpacked
+in registers, and eight query heads fill a tile. Codes stay whole numbers: a key's scales multiply
+the query, a value's the weight, and zeros are added once per tile. Weights are summed token by
+token in registers and across tokens at the end, so a turn has two reductions: the zeros of keys,
+and the largest score. Sums run in a fixed order.
 
 PACKED unpacks four bytes at a time with 32-bit instructions into bf16 numbers 128 + code, which are
-exact; 128 is taken out with the zeros. The interpreter cannot run it, nor multiply bf16: there
-PACKED is off and UPCAST widens operands to fp32.
+exact. Of keys 128 is taken out with the zeros; of values it is taken off, with the middle code,
+before they are summed over many tokens, where a large sum would lose what is small. The interpreter
+cannot run it, nor multiply bf16: there PACKED is off and UPCAST widens operands to fp32.
 
 Axis letters: tokens run over one group, rows are the query heads of one key-value head, part is a
 share of the channels that one product covers.
@@ -142,7 +144,7 @@ def _centred(numbers, BITS: tl.constexpr):
 
 @triton.jit
 def _pair_of(base, place):
-    """Return the step and the zero at a place, in fp32: both in one load of 32 bits, or one each."""
+    """Return the step and the zero at a place, in fp32; two bf16 numbers are one load."""
     kind: tl.constexpr = base.dtype.element_ty
     if kind == tl.bfloat16:
         both = tl.load(base.to(tl.pointer_type(tl.uint32)) + place)
@@ -328,7 +330,7 @@ def _coded_kv_cache_attention_kernel(
                 if BITS == 8 and part > 0:
                     k_raw = tl.load(k_base + block * BLOCK + k_bytes + part * WIDTH)
                 if IS_PER_HEAD:
-                    scaled = queries[part].to(kind)
+                    scaled = queries[part].to(kind)  # type: ignore[var-annotated]
                     bias -= (OFFSET + TOP) * scaled.to(tl.float32)
                 else:
                     step, zero = _pair_of(ks_base + block * K_SCALES, part * WIDTH + width)
