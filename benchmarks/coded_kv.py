@@ -2,6 +2,8 @@
 
     python benchmarks/coded_kv.py --part attention
     python benchmarks/coded_kv.py --part append
+    python benchmarks/coded_kv.py --part step
+    python benchmarks/coded_kv.py --part longest
     python benchmarks/coded_kv.py --part sweep
 
 `attention`: one query per sequence over a full cache, 32 query and 8 key-value heads of 128, bf16.
@@ -10,6 +12,13 @@ say; PyTorch's cuDNN backend and memeff::kv_cache_attention read the same tokens
 in CUDA graphs over rotated caches, so that codes come from memory; the graphs take turns.
 
 `append`: one token per sequence, where no group of tokens is due and where one is.
+
+`step`: one decoding step of a model of Llama-3-8B's shape with random weights, batch 16, the cache
+filled with random tokens, under torch.compile(mode="reduce-overhead"): a StaticCache and a KVCache
+of each of --bits. Cases that the seconds of --budget do not reach are left out and said to be.
+
+`longest`: the longest cache of such a model at batch 16 for which 32 decoding steps run, for a
+StaticCache and for a KVCache; lengths are tried from the formula's upwards and downwards in 5 %.
 
 `sweep`: warps, stages and programs per multiprocessor, per shape; the fastest are printed. Nothing
 is written. Variants are compiled in `--workers` processes first.
@@ -36,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import kv_decode
 import rows
 
+import memeff_compile
 from memeff_compile.kernels.coded_kv_cache import (
     CODED,
     LENGTH,
@@ -61,6 +71,7 @@ CASES = {
     "tiny": [(4, 2, 300), (3, 1, 300)],
 }
 SWEPT = [(4, 16, 32768), (4, 16, 4096), (4, 1, 32768), (4, 1, 131072), (2, 16, 32768)]
+STEPS = {"h200": [(16, 32768)], "tiny": [(2, 300)]}
 HEADS = {"h200": (32, 8, 128), "tiny": (4, 2, 16)}
 ERROR_BUDGET = 1.5e-2
 """Largest difference from float64 over what the codes say, over the largest value."""
@@ -221,6 +232,170 @@ def append(options: argparse.Namespace) -> None:
         kv_decode.clean()
 
 
+# --- whole steps ----------------------------------------------------------------------------------
+
+
+def build(options: argparse.Namespace) -> Any:
+    """Return a causal language model with random weights, and heads as in `HEADS`."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    heads, _, depth = options.heads
+    config = LlamaConfig(**{**kv_decode.MODELS[options.size], "hidden_size": heads * depth})
+    with torch.device(options.device):
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).eval()
+
+
+def filled_cache(
+    model: Any, bits: int, batch: int, tokens: int, options: argparse.Namespace
+) -> Any:
+    """Return a cache with random contents and one place left: a StaticCache for 16 bits."""
+    if bits == 16:
+        from transformers import StaticCache
+
+        cache: Any = StaticCache(config=model.config, max_cache_len=tokens)
+        cache.early_initialization(
+            batch, options.heads[1], options.heads[2], model.dtype, torch.device(options.device)
+        )
+        for layer in cache.layers:
+            layer.keys.normal_()
+            layer.values.normal_()
+        kv_decode.set_filled(cache, tokens - 1)
+        return cache
+    cache = memeff_compile.KVCache(model.config, tokens, bits, scheme=options.scheme)
+    _, kv_heads, depth = options.heads
+    like = torch.empty(
+        batch, kv_heads, 0, depth, dtype=model.dtype, device=torch.device(options.device)
+    )
+    for layer in cache.layers:
+        layer.lazy_initialization(like, like)
+        for name, tensor in layer.tensors():
+            if name.endswith("codes"):
+                tensor.random_(0, 256)
+            elif name.endswith("scales"):
+                tensor.uniform_(0.01, 0.02)
+            else:
+                tensor.normal_(0.0, 0.1)
+        layer.is_empty = False
+    set_filled(cache, tokens - 1)
+    return cache
+
+
+def set_filled(cache: Any, tokens: int) -> None:
+    """Say that so many tokens are in the cache."""
+    if not isinstance(cache, memeff_compile.KVCache):
+        kv_decode.set_filled(cache, tokens)
+        return
+    for layer in cache.layers:
+        layout = layer.layout
+        due = max(0, tokens - layout.recent) // layout.group
+        layer.counts[LENGTH] = tokens
+        layer.counts[CODED] = due * layout.group
+
+
+@torch.no_grad()
+def step(options: argparse.Namespace) -> None:
+    """Time whole decoding steps with each cache."""
+    started = time.perf_counter()
+    model = build(options)
+    for batch, tokens in options.steps:
+        for bits in options.bits:
+            if time.perf_counter() - started > options.budget:
+                print(f"left out, no time: {bits} bits, batch {batch}, {tokens} tokens")
+                continue
+            row = {"bits": bits, "batch": batch, "tokens": tokens, "scheme": options.scheme}
+            row |= one_step(model, bits, batch, tokens, options)
+            kv_decode.clean()
+            rows.write(options.out, {"kind": "coded kv step", **row})
+
+
+def one_step(
+    model: Any, bits: int, batch: int, tokens: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Compile and time the step; the cache is set back each time."""
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    compiled = torch.compile(model, backend="memeff", mode=options.mode)
+    cache = filled_cache(model, bits, batch, tokens, options)
+    token = torch.randint(0, model.config.vocab_size, (batch, 1), device=options.device)
+    began = time.perf_counter()
+
+    def run() -> None:
+        set_filled(cache, tokens - 1)
+        if options.device == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        compiled(input_ids=token, past_key_values=cache)
+
+    for _ in range(4):
+        run()
+    first = time.perf_counter() - began
+    samples = []
+    for _ in range(options.repeats):
+        set_filled(cache, tokens - 1)
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            marks[0].record()
+            run()
+            marks[1].record()
+            marks[1].synchronize()
+            samples.append(marks[0].elapsed_time(marks[1]))
+        else:
+            began = time.perf_counter()
+            run()
+            samples.append((time.perf_counter() - began) * 1e3)
+    name = "rewrite_kv_update" if bits == 16 else "compress_kv_cache"
+    found: dict[str, Any] = {
+        "ms": rows.percentiles(samples),
+        "rewritten": memeff_compile.last_report().rewrites(name),
+        "seconds_to_first": round(first, 1),
+        "mode": options.mode,
+    }
+    if bits != 16:
+        found["cache_bytes"] = cache.nbytes
+    if options.device == "cuda":
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+@torch.no_grad()
+def longest(options: argparse.Namespace) -> None:
+    """Find the longest cache for which 32 steps run."""
+    started = time.perf_counter()
+    model = build(options)
+    config, (batch, _) = model.config, options.steps[0]
+    heads, depth = options.heads[1:]
+    for bits in options.bits:
+        layout = layout_of(bits if bits != 16 else 4, options)
+        free = torch.cuda.mem_get_info()[0] if options.device == "cuda" else 1 << 26
+        each = 4 * heads * depth if bits == 16 else layout.block_bytes * 2 * heads // layout.group
+        if bits != 16:
+            shapes = layout.shapes(1, heads, 1 << 20)
+            scales = sum(math.prod(shapes[f"{x}_scales"]) for x in "kv")
+            each += 2 * scales // (1 << 20)
+        tokens = int(free * 0.97 / (each * batch * config.num_hidden_layers)) // 256 * 256
+        best = None
+        for _ in range(6):
+            if time.perf_counter() - started > options.budget:
+                print("left out, no time: another length")
+                break
+            try:
+                found = one_step(model, bits, batch, tokens, options)
+                best = {"tokens": tokens, **found}
+                kv_decode.clean()
+                break
+            except torch.cuda.OutOfMemoryError:
+                kv_decode.clean()
+                tokens = int(tokens * 0.95) // 256 * 256
+        row = {
+            "bits": bits,
+            "batch": batch,
+            "scheme": options.scheme,
+            **(best or {"failed": "none"}),
+        }
+        rows.write(options.out, {"kind": "coded kv longest", **row})
+
+
 # --- sweep ----------------------------------------------------------------------------------------
 
 WARPS, STAGES, AT_ONCE, PROGRAMS = (2, 4), (2, 3, 4), (1, 2), (2, 3, 4, 5, 6, 8)
@@ -306,23 +481,37 @@ def sweep(options: argparse.Namespace) -> None:
         kv_decode.clean()
 
 
+PARTS = {
+    "attention": attention,
+    "append": append,
+    "step": step,
+    "longest": longest,
+    "sweep": sweep,
+}
+
+
 def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=["attention", "append", "sweep"], default="attention")
+    parser.add_argument("--part", choices=list(PARTS), default="attention")
     parser.add_argument("--size", choices=list(CASES), default="h200")
     parser.add_argument("--scheme", choices=["kivi", "per_head"], default="kivi")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--budget", type=float, default=60.0)
+    parser.add_argument("--bits", type=int, nargs="+", default=[16, 4])
+    parser.add_argument("--mode", default=None)
     parser.add_argument("--out", type=Path, default=Path("coded_kv.jsonl"))
     options = parser.parse_args()
     options.heads = HEADS[options.size]
     options.device = "cuda" if options.size == "h200" else "cpu"
+    options.steps = STEPS[options.size]
+    if options.mode is None and options.size == "h200":
+        options.mode = "reduce-overhead"
     options.dtype = "bfloat16" if options.size == "h200" else "float32"
     options.cases = SWEPT if options.part == "sweep" else CASES[options.size]
     torch.manual_seed(0)
-    {"attention": attention, "append": append, "sweep": sweep}[options.part](options)
+    PARTS[options.part](options)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,12 @@ class CompressKVCache:
         if op_folder.engine_for(query.device, query.dtype, group) == "reference":
             return Gain(before, sympy.Integer(0), sizes)
         plan = op_folder.plan_for(
-            batch * kv_heads, compat.size_hint(codes.shape[2]), depth, bits, query.device
+            batch * kv_heads,
+            compat.size_hint(codes.shape[2]),
+            depth,
+            bits,
+            query.device,
+            heads // kv_heads,
         )
         sizes |= {"H": heads, "S": plan.splits}
         return Gain(before, op_folder.share_bytes(b, h, d, splits=s), sizes)

@@ -90,13 +90,14 @@ def _attention(
     has_mask: bool = False,
     has_norms: bool = False,
     splits: int = 4,
+    repeat: int = 4,
 ) -> Any:
-    shapes = shapes_for(depth, bits)
+    shapes = shapes_for(depth, bits, rows_for(repeat))
     channels = channel_group(depth, scheme)
     constants = {
-        "REPEAT": 4,
+        "REPEAT": repeat,
         "DEPTH": depth,
-        "ROWS": rows_for(4),
+        "ROWS": rows_for(repeat),
         "BITS": bits,
         "GROUP": group,
         "CHANNELS": channels,
@@ -111,7 +112,7 @@ def _attention(
         "IS_ALONE": splits == 1,
         "STAGES": shapes.stages,
         "AT_ONCE": shapes.at_once,
-        "PACKED": dtype == "bf16" and bits != 8,
+        "PACKED": dtype == "bf16",
         "UPCAST": False,
     }
     return _compile(
@@ -161,6 +162,7 @@ CASES = [
     ("bf16", 256, 4, "kivi", {}),
     ("bf16", 128, 4, "kivi", {"has_norms": True, "has_mask": True}),
     ("bf16", 128, 4, "kivi", {"splits": 1, "kept": 0}),
+    ("bf16", 128, 4, "kivi", {"repeat": 12}),
     ("fp16", 128, 4, "kivi", {}),
 ]
 

@@ -40,7 +40,8 @@ def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
     low, high = low.amin(dim), high.amax(dim)
     is_empty = low > high
     low = low.masked_fill(is_empty, 0.0)
-    step = (high.masked_fill(is_empty, 0.0) - low) / (2**bits - 1)
+    # By a tensor, not a number: CUDA would multiply by the inverse, which rounds otherwise.
+    step = (high.masked_fill(is_empty, 0.0) - low) / x.new_full((1,), 2**bits - 1)
     return torch.stack([step, low])
 
 
@@ -75,7 +76,7 @@ def encode(
     hidden = None if left_out is None else left_out.unsqueeze(-1)
     if scheme == "per_head":
         top = 2 ** (bits - 1)
-        step = _stored(values.abs().amax(-1) / (top - 1), x.dtype)
+        step = _stored(values.abs().amax(-1) / values.new_full((1,), top - 1), x.dtype)
         whole = (values / step.to(values.dtype).unsqueeze(-1) + 0.5).floor()
         codes = (whole.clamp(1 - top, top - 1) + top).to(torch.uint8)
         scales = step[:, :, :, None, :, None]

@@ -31,14 +31,22 @@ class Shapes:
     programs: int
 
 
-def shapes_for(depth: int, bits: int) -> Shapes:
-    """Return the launch for a head dimension and a number of bits.
+def shapes_for(depth: int, bits: int, rows: int = MIN_ROWS) -> Shapes:
+    """Return the launch for a head dimension, a number of bits and the rows of a tile.
 
-    Example: shapes_for(128, 4) == Shapes(warps=4, stages=3, at_once=2, programs=4).
+    Two warps, or few rows, keep to the tensor core's instructions for single warps: those for four
+    warps, on 16 rows, came out wrong.
+    Chosen by `benchmarks/coded_kv.py --part sweep` on an H200.
+
+    Example: shapes_for(128, 4) == Shapes(warps=2, stages=3, at_once=2, programs=4).
     """
-    if depth > 128 or bits == 8:
+    if rows > MIN_ROWS:
+        return Shapes(2, 2, 1, 3)
+    if depth > 128:
         return Shapes(4, 2, 1, 2)
-    return Shapes(4, 3, 2, 4)
+    if bits == 8:
+        return Shapes(2, 3, 1, 4)
+    return Shapes(2, 3, 2, 4 if bits > 3 else 6)
 
 
 def rows_for(repeat: int) -> int:

@@ -39,7 +39,9 @@ class Plan:
     splits: int
 
 
-def plan_for(pairs: int, groups: int, depth: int, bits: int, device: torch.device) -> Plan:
+def plan_for(
+    pairs: int, groups: int, depth: int, bits: int, device: torch.device, repeat: int = 1
+) -> Plan:
     """Return the launch for so many sequences times key-value heads, from static sizes alone.
 
     Args:
@@ -48,8 +50,9 @@ def plan_for(pairs: int, groups: int, depth: int, bits: int, device: torch.devic
         depth: channels per head.
         bits: of a code.
         device: where it runs; an H200 is assumed off CUDA.
+        repeat: query heads per key-value head.
     """
-    shapes = shapes_for(depth, bits)
+    shapes = shapes_for(depth, bits, rows_for(repeat))
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 
 
@@ -88,7 +91,7 @@ def attend(
     channels = channel_group(depth, "per_head" if per_head else "kivi")
     kept = k_kept.shape[2]
     if plan is None:
-        plan = plan_for(pairs, groups, depth, bits, q.device)
+        plan = plan_for(pairs, groups, depth, bits, q.device, repeat)
     splits = plan.splits
     out = q.new_empty((batch, 1, heads, depth))
     share = stat = out
@@ -137,7 +140,7 @@ def attend(
             IS_ALONE=splits == 1,
             STAGES=plan.shapes.stages,
             AT_ONCE=plan.shapes.at_once,
-            PACKED=q.is_cuda and q.dtype == torch.bfloat16 and bits != 8,
+            PACKED=q.is_cuda and q.dtype == torch.bfloat16,
             UPCAST=not q.is_cuda,
             num_warps=plan.shapes.warps,
         )

@@ -24,8 +24,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_OFFSET = tl.constexpr(128.0)
-
 # Four bytes to four bf16 numbers: shift, keep the bits of the code, put 0x43 above each byte.
 _TAKE_4_0 = tl.constexpr(
     "{ .reg .b32 t; and.b32 t, $2, 0x0F0F0F0F; "
@@ -73,6 +71,16 @@ _TAKE_3_6 = tl.constexpr(
     "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
 )
 
+# A byte is two halves: (128 + high) * 16 - 2304 + (128 + low) = code - 128, exact throughout.
+_TAKE_8 = tl.constexpr(
+    "{ .reg .b32 t, u, a, b, c, d, one, many, less; mov.b32 one, 0x3F803F80; "
+    "mov.b32 many, 0x41804180; mov.b32 less, 0xC510C510; and.b32 t, $2, 0x0F0F0F0F; "
+    "prmt.b32 a, t, 0x43434343, 0x4140; prmt.b32 b, t, 0x43434343, 0x4342; "
+    "shr.b32 u, $2, 4; and.b32 u, u, 0x0F0F0F0F; "
+    "prmt.b32 c, u, 0x43434343, 0x4140; prmt.b32 d, u, 0x43434343, 0x4342; "
+    "fma.rn.bf16x2 c, c, many, less; fma.rn.bf16x2 d, d, many, less; "
+    "fma.rn.bf16x2 $0, a, one, c; fma.rn.bf16x2 $1, b, one, d; }"
+)
 # Two bf16 numbers at a time: x * 1 - 136, 132 or 130, exact.
 _LESS_136 = tl.constexpr(
     "{ .reg .b32 a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC308C308; fma.rn.bf16x2 $0, $1, a, b; }"
@@ -101,9 +109,13 @@ def _take_two(raw, high, ASM: tl.constexpr):
 def _numbers(
     raw, high, PART: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr, kind: tl.constexpr
 ):
-    """Return the codes of a part as numbers of a type; 128 more, and bf16, with PACKED."""
+    """Return the codes of a part as numbers of a type; with PACKED bf16 and 128 more, 128 less of
+    codes of 8 bits.
+    """
     if PACKED:
-        if BITS == 4:
+        if BITS == 8:
+            numbers = _take(raw, _TAKE_8)
+        elif BITS == 4:
             numbers = _take(raw, _TAKE_4_0 if PART == 0 else _TAKE_4_4)
         elif BITS == 2:
             if PART < 2:
@@ -258,7 +270,7 @@ def _coded_kv_cache_attention_kernel(
     PARTS: tl.constexpr = DEPTH // WIDTH
     BLOCK: tl.constexpr = GROUP * DEPTH * BITS // 8
     HIGH: tl.constexpr = DEPTH // 8  # bytes of a row of the plane of high bits
-    OFFSET: tl.constexpr = _OFFSET if PACKED else 0.0
+    OFFSET: tl.constexpr = (-128.0 if BITS == 8 else 128.0) if PACKED else 0.0
     MIDDLE: tl.constexpr = 1.0 * (1 << (BITS - 1))
     TOP: tl.constexpr = 1 << (BITS - 1)
     kind: tl.constexpr = q_ptr.dtype.element_ty
@@ -410,7 +422,7 @@ def _coded_kv_cache_attention_kernel(
                         taken += MIDDLE * scaled.to(tl.float32)
                     new_zeros = new_zeros + (zeros[part * WIDTH // CHANNELS] + taken,)  # noqa: RUF005
                 numbers = _numbers(v_raw, v_more, part, BITS, PACKED, kind)
-                if PACKED:
+                if PACKED and BITS != 8:
                     numbers = _centred(numbers, BITS)
                 new_accs = new_accs + (_dot(numbers, scaled, accs[part], UPCAST),)  # noqa: RUF005
             accs = new_accs
