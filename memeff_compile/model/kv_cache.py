@@ -31,6 +31,7 @@ from memeff_compile.kernels.coded_kv_cache import (
 )
 
 try:
+    from transformers import CompileConfig
     from transformers.cache_utils import (
         STATIC_LAYER_TYPE_MAPPING,
         Cache,
@@ -497,7 +498,9 @@ def use_kv_cache_(
 ) -> Callable[[], None]:
     """Let every later ``model.generate(...)`` use a `KVCache`, pipelines included.
 
-    A call that names a cache of its own, or ``use_cache=False``, gets what it asks for.
+    A call that names a cache of its own, or ``use_cache=False``, gets what it asks for. On a GPU
+    generate() compiles decoding by itself; where nothing else is asked for, that is with the
+    backend.
 
     Args:
         model: a model of transformers that generates.
@@ -553,6 +556,10 @@ def use_kv_cache_(
         model_kwargs["past_key_values"] = KVCache(
             model.config, tokens, bits, attention_mask=mask if is_padded else None, **settings
         )
+        compiles = model.device.type == "cuda" and generation_config.compile_config is None
+        if compiles and getattr(model, "_compiled_call_impl", None) is None:
+            # generate() compiles decoding by itself; Inductor alone would build the dense view.
+            generation_config.compile_config = CompileConfig(backend="memeff")
         return None
 
     use = _Use(model)

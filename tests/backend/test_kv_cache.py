@@ -232,6 +232,24 @@ def test_a_second_use_replaces_the_first_and_a_stale_undo_does_nothing(model: An
     assert "_prepare_cache_for_generation" not in vars(model)
 
 
+def test_on_a_gpu_generate_compiles_with_the_backend_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine = make(num_hidden_layers=1)
+    monkeypatch.setattr(type(mine), "device", torch.device("cuda"))
+    config = transformers.GenerationConfig()
+    with use_kv_cache_(mine):  # type: ignore[attr-defined]
+        for asked in (None, CompileConfig(backend="inductor")):
+            config.compile_config = asked
+            mine._prepare_cache_for_generation(config, {}, None, 1, 10)
+            wanted = "memeff" if asked is None else "inductor"
+            assert config.compile_config.backend == wanted
+        mine.compile(backend="eager")
+        config.compile_config = None
+        mine._prepare_cache_for_generation(config, {}, None, 1, 10)
+        assert config.compile_config is None
+
+
 def test_a_pipeline_gives_the_tokens_of_the_cache_itself(model: Any) -> None:
     """A stock text-generation pipeline, with a tokenizer of one token per letter."""
     tokenizers = pytest.importorskip("tokenizers")

@@ -5,8 +5,6 @@ The interpreter cannot multiply bf16 and has no inline assembly; bf16 is left to
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,12 +17,10 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty
 BUDGET = {torch.float32: 5e-6, torch.float16: 2**-8}
 
 SMALL = {"group": 16, "recent": 16, "kept": 2}
+FOUR = Layout(16, 4, **SMALL)  # type: ignore[arg-type]
 KINDS = [
     *[pytest.param(Layout(16, bits, **SMALL), id=f"{bits} bits") for bits in (8, 4, 3, 2)],  # type: ignore[arg-type]
-    *[
-        pytest.param(Layout(16, bits, "per_head", **SMALL), id=f"{bits} bits per head")  # type: ignore[arg-type]
-        for bits in (4, 3)
-    ],
+    pytest.param(Layout(16, 3, "per_head", **SMALL), id="3 bits per head"),  # type: ignore[arg-type]
     pytest.param(Layout(128, 4, group=16, recent=16, kept=0), id="two shares of channels"),
     pytest.param(Layout(128, 8, group=16, recent=16, kept=2), id="two shares, a byte each"),
 ]
@@ -44,22 +40,22 @@ def compare(pool: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("layout", KINDS)
 def test_appending_leaves_what_the_reference_leaves(layout: Layout) -> None:
-    k, v = draw(2, 2, 70, layout.depth, torch.float32)
-    pools = [allocate(layout, 2, 2, 80, torch.float32, first=(0, 3)) for _ in range(2)]
-    for start, end in ((0, 1), (1, 33), (33, 70)):
+    k, v = draw(2, 1, 50, layout.depth, torch.float32)
+    pools = [allocate(layout, 2, 1, 80, torch.float32, first=(0, 3)) for _ in range(2)]
+    for start, end in ((0, 1), (1, 33), (33, 50)):
         for pool, append in zip(pools, (append_codes.append, reference.append), strict=True):
             append(pool, k[:, :, start:end], v[:, :, start:end], layout.bits, layout.recent, 80)
         compare(*pools)
-    assert filled(pools[0]) == (70, 48)
+    assert filled(pools[0]) == (50, 32)
 
 
-@pytest.mark.parametrize("tokens", [31, 32, 33])
+@pytest.mark.parametrize("tokens", [31, 32])
 def test_a_group_is_coded_when_the_window_is_full(tokens: int) -> None:
     layout = Layout(16, 4, **SMALL)  # type: ignore[arg-type]
     k, v = draw(1, 1, tokens, 16, torch.float16)
     pool = allocate(layout, 1, 1, 80, torch.float16)
-    for token in range(tokens):
-        append_codes.append(pool, k[:, :, token : token + 1], v[:, :, token : token + 1], 4, 16, 80)
+    append_codes.append(pool, k[:, :, :-1], v[:, :, :-1], 4, 16, 80)
+    append_codes.append(pool, k[:, :, -1:], v[:, :, -1:], 4, 16, 80)
     assert filled(pool) == (tokens, 0 if tokens < 32 else 16)
 
 
@@ -74,10 +70,13 @@ def test_more_tokens_than_there_is_room_for_are_no_numbers() -> None:
     assert found.isnan().all()
 
 
-@pytest.mark.parametrize("dtype", list(BUDGET), ids=str)
 @pytest.mark.parametrize("layout", KINDS)
-def test_attention_equals_a_float64_softmax(layout: Layout, dtype: torch.dtype) -> None:
-    check(layout, dtype, tokens=70, splits=2)
+def test_attention_equals_a_float64_softmax(layout: Layout) -> None:
+    check(layout, tokens=50, splits=2)
+
+
+def test_attention_in_half_precision() -> None:
+    check(FOUR, torch.float16, tokens=50, splits=2)
 
 
 def check(
@@ -90,17 +89,17 @@ def check(
     mask: Tensor | None = None,
     has_norms: bool = False,
 ) -> Tensor:
-    k, v = draw(2, 2, tokens, layout.depth, dtype)
-    pool = allocate(layout, 2, 2, 96, dtype, first=(0, 3))
+    k, v = draw(2, 1, tokens, layout.depth, dtype)
+    pool = allocate(layout, 2, 1, 96, dtype, first=(0, 3))
     reference.append(pool, k, v, layout.bits, layout.recent, 96)
     norms: tuple[Tensor | None, Tensor | None] = (None, None)
     if has_norms:
-        norms = tuple(torch.rand(2, 2, 96, dtype=dtype) + 0.5 for _ in range(2))  # type: ignore[assignment]
+        norms = tuple(torch.rand(2, 1, 96, dtype=dtype) + 0.5 for _ in range(2))  # type: ignore[assignment]
         places = pool[POOL.index("places")]
         places.copy_(torch.tensor([5, -1], dtype=torch.int32))
         assert norms[0] is not None
         norms[0][:, :, 5] *= -1
-    q = draw(2, 2 * repeat, 1, layout.depth, dtype)[1]
+    q = draw(2, repeat, 1, layout.depth, dtype)[1]
     shapes = split_codes.shapes_for(layout.depth, layout.bits)
     plan = split_codes.Plan(shapes, splits)
     scale = layout.depth**-0.5
@@ -112,11 +111,9 @@ def check(
     return found
 
 
-FOUR = Layout(16, 4, **SMALL)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("tokens", [1, 15, 31, 32, 33, 47, 48, 96])
-@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize(
+    ("tokens", "splits"), [(1, 1), (1, 5), (32, 1), (33, 5), (48, 2), (96, 1), (96, 5)]
+)
 def test_every_length_is_right(tokens: int, splits: int) -> None:
     check(FOUR, tokens=tokens, splits=splits)
 
@@ -126,18 +123,17 @@ def test_a_mask_hides_tokens_of_every_segment() -> None:
     check(FOUR, tokens=70, splits=2, mask=mask)
     check(FOUR, tokens=70, splits=2, mask=mask[:1, ..., :64])
     mask[1] = False
-    found = check(FOUR, tokens=70, splits=2, mask=mask)
+    found = check(FOUR, tokens=40, splits=2, mask=mask)
     assert found[1].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("repeat", [1, 8, 12])
+@pytest.mark.parametrize("repeat", [1, 12])
 def test_any_number_of_query_heads_shares_a_key_value_head(repeat: int) -> None:
-    check(FOUR, tokens=50, splits=2, repeat=repeat)
+    check(FOUR, tokens=40, splits=2, repeat=repeat)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
-def test_norms_multiply_codes_and_kept_tokens_replace_them(bits: int) -> None:
-    check(dataclasses.replace(FOUR, bits=bits), tokens=70, splits=2, has_norms=True)
+def test_norms_multiply_codes_and_kept_tokens_replace_them() -> None:
+    check(FOUR, tokens=50, splits=2, has_norms=True)
 
 
 def test_the_plan_of_the_sizes_is_right_too() -> None:
