@@ -130,7 +130,9 @@ class CompressKVCache:
         _, keys = _behind(info, call.args["key"])
         _, values = _behind(info, call.args["value"])
         pool, (k_norms, v_norms, bits, _) = match.view.args[:_POOL], match.view.args[_POOL:]
-        scale = call.args["scale"]
+        for name in ("dropout_p", "scale"):
+            compat.hold_constant(call.args[name])  # symbols where everything is dynamic
+        scale = compat.known_number(call.args["scale"])
         with editor.at(match.node):
             out = editor.call(
                 op_folder.coded_kv_cache_attention,
@@ -144,7 +146,7 @@ class CompressKVCache:
             )
         editor.replace(match.node, out)
         match.owned = [match.node, *keys, *values, match.view]
-        return Done(match.node, _sentence(info, match))
+        return Done(match.node, _sentence(info, match), inductor=_advice(info, match))
 
     def dead(self, match: Site) -> Sequence[Node]:
         """Return the attention, the copies and the view."""
@@ -204,14 +206,14 @@ def _unserved_setting(info: GraphInfo, match: Site) -> Decline | None:
             "attention runs under autocast, which casts its operands",
             "cast the model instead",
         )
-    if args["dropout_p"] != 0 or args["is_causal"]:
+    if compat.known_number(args["dropout_p"]) != 0 or args["is_causal"]:
         name = "is_causal" if args["is_causal"] else "dropout_p"
         return Decline(
             f"attention_setting({name})",
             f"attention over the cache has {name}={args[name]!r}",
             "generate in eval mode" if name == "dropout_p" else "give a mask",
         )
-    if not isinstance(args["scale"], (int, float, type(None))):
+    if args["scale"] is not None and compat.known_number(args["scale"]) is None:
         return Decline(
             "attention_setting(scale)",
             "the scale of attention varies from call to call",
@@ -306,6 +308,15 @@ def _changed_meanwhile(info: GraphInfo, match: Site) -> Decline | None:
         f"`{node_name(found)}` writes to the cache or to its dense view before attention reads it",
         "write before reading",
     )
+
+
+def _advice(info: GraphInfo, match: Site) -> dict[str, Any]:
+    """Return how Inductor should compile the graph: tuned, where every product has one row."""
+    assert match.call is not None
+    query = info.tensor(match.call.args["query"])
+    assert query is not None
+    has_one_row = compat.statically_true(query.shape[0] == 1)
+    return {"coordinate_descent_tuning": True} if has_one_row and query.is_cuda else {}
 
 
 def _sentence(info: GraphInfo, match: Site) -> str:

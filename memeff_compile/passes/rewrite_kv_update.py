@@ -675,7 +675,7 @@ def _advice(info: GraphInfo, match: Site) -> dict[str, Any]:
     """
     query = info.tensor(match.call.args["query"])
     assert query is not None
-    has_one_row = _same((query.shape[0], query.shape[2]), (1, 1))
+    has_one_row = same_shape((query.shape[0], query.shape[2]), (1, 1))
     is_on_gpu = op_folder.engine_for(query.device, query.dtype) != "reference"
     return {"coordinate_descent_tuning": True} if has_one_row and is_on_gpu else {}
 
