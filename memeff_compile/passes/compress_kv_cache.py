@@ -267,8 +267,10 @@ def _unserved_mask(info: GraphInfo, match: Site) -> Decline | None:
     assert query is not None
     if any(tensor is None for tensor in pool):
         return Decline("unsupported", "a tensor of the cache is no plain tensor")
-    bits = match.view.args[_POOL + 2]
-    sentence = op_folder.supports(query, pool, bits, seen)  # type: ignore[arg-type]
+    bits: Any = match.view.args[_POOL + 2]
+    held: Any = pool
+    sentence = op_folder.supports(query, held, bits, seen)
+    sentence = sentence or op_folder.unproven(query, held, bits)
     return None if sentence is None else Decline("unsupported", sentence)
 
 

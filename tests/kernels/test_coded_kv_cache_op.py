@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,8 +20,10 @@ from memeff_compile.kernels.coded_kv_cache import (
     coded_kv_cache_attention,
     coded_kv_cache_view,
     engine_for,
+    op,
     supports,
     supports_append,
+    unproven,
 )
 from memeff_compile.kernels.coded_kv_cache.layout import (
     block_of,
@@ -243,6 +247,18 @@ def test_what_cannot_be_served_is_said_in_a_sentence(case: str) -> None:
         coded_kv_cache_attention(
             given["q"], *given["pool"], None, None, given["bits"], given["mask"], None
         )
+
+
+def test_what_no_gpu_has_shown_is_named_where_the_kernels_would_run() -> None:
+    pools = {d: allocate(Layout(d, 4), 1, 2, 300, torch.bfloat16) for d in (128, 256)}
+    given = [(128, 16), (128, 18), (256, 4)]
+    queries = [torch.ones(1, heads, 1, d).bfloat16() for d, heads in given]
+    assert not any(unproven(q, pools[q.shape[3]], 4) for q in queries)
+    with mock.patch.object(op, "engine_for", return_value="codes"):
+        said = [unproven(q, pools[q.shape[3]], 4) for q in queries]
+    assert said[0] is None
+    assert "9 query heads share" in str(said[1])
+    assert "head dimension is 256" in str(said[2])
 
 
 def test_an_append_of_something_else_is_refused() -> None:

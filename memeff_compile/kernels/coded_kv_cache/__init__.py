@@ -34,4 +34,5 @@ from memeff_compile.kernels.coded_kv_cache.op import coded_kv_cache_view as code
 from memeff_compile.kernels.coded_kv_cache.op import engine_for as engine_for
 from memeff_compile.kernels.coded_kv_cache.op import supports as supports
 from memeff_compile.kernels.coded_kv_cache.op import supports_append as supports_append
+from memeff_compile.kernels.coded_kv_cache.op import unproven as unproven
 from memeff_compile.kernels.coded_kv_cache.split_codes import plan_for as plan_for

@@ -199,6 +199,24 @@ def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64) -> str
     return "codes" if is_served and kernels_serve(device, dtype) else "reference"
 
 
+def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
+    """Say in a sentence why the engine `codes` has yet to show on a GPU that it is right here.
+
+    The op runs where it is called; whoever chooses for others should choose something else.
+    """
+    kv_heads, depth = pool[4].shape[1], pool[4].shape[3]
+    if engine_for(q.device, q.dtype, _group(pool, bits)) != "codes":
+        return None
+    if depth > 128:
+        return f"the head dimension is {depth}; up to 128 has been compared with float64 on a GPU."
+    if q.shape[1] > 8 * kv_heads:
+        return (
+            f"{q.shape[1] // kv_heads} query heads share a key-value head; up to 8 have been "
+            "compared with float64 on a GPU."
+        )
+    return None
+
+
 def _group(pool: Sequence[Tensor], bits: int) -> int:
     return pool[0].shape[3] * 8 // (pool[4].shape[3] * bits)
 
