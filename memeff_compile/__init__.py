@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from memeff_compile.model.compressed_file import load_compressed_ as load_compressed_
     from memeff_compile.model.compressed_file import save_compressed as save_compressed
     from memeff_compile.model.optim_in_backward import optim_in_backward as optim_in_backward
+    from memeff_compile.model.kv_cache import KVCache as KVCache
+    from memeff_compile.model.kv_cache import use_kv_cache_ as use_kv_cache_
     from memeff_compile.options import Options as Options
     from memeff_compile.report import graphs as graphs
     from memeff_compile.report import last_report as last_report
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 _HOME = {
     "CompressionReport": "model.compress",
     "Explanation": "explanation",
+    "KVCache": "model.kv_cache",
     "OptionError": "errors",
     "Options": "options",
     "calibrate_attention": "model.calibrate",
@@ -48,6 +51,7 @@ _HOME = {
     "optim_in_backward": "model.optim_in_backward",
     "reset": "api",
     "save_compressed": "model.compressed_file",
+    "use_kv_cache_": "model.kv_cache",
 }
 
 __all__ = [*sorted(_HOME), "__version__"]

@@ -457,6 +457,15 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
+def keep_address(tensor: torch.Tensor) -> None:
+    """Tell Dynamo that a tensor stays where it is, so that CUDA graphs need no copy of it.
+
+    While Dynamo traces it cannot be told; nothing is done then.
+    """
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)
+
+
 def inductor_graphs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphModule]:
     """Return the graphs Inductor would compile for ``gm``, the forward first.
 

@@ -29,6 +29,7 @@ PASS_NAMES = (
     "fuse_linear_cross_entropy",
     "defer_logits",
     "fuse_embedding_gradient",
+    "compress_kv_cache",
     "rewrite_kv_update",
     "expand_multihead",
     "recover_attention",
@@ -39,16 +40,14 @@ PASS_NAMES = (
 )
 """Names of the passes that exist, in the order in which they run."""
 
-RESERVED_PASS_NAMES = (
-    "ternarize_linear",
-    "merge_kv_cache",
-)
+RESERVED_PASS_NAMES = ("ternarize_linear",)
 """Names of passes that later releases bring; naming one is answered with 'not available yet'."""
 
 SWITCHES = {
     "fuse_linear_cross_entropy": ("memeff.linear_cross_entropy", "off"),
     "defer_logits": ("memeff.logits", "eager"),
     "fuse_embedding_gradient": ("memeff.embedding", "off"),
+    "compress_kv_cache": ("memeff.kv_codes", "off"),
     "rewrite_kv_update": ("memeff.kv_reads", "off"),
     "expand_multihead": ("memeff.attention", "off"),
     "recover_attention": ("memeff.attention", "off"),
@@ -63,6 +62,7 @@ ATTENTION_LEVELS = ("8b", "8b+f16", "4b")
 """The low-bit forms of attention, which `memeff.attention` and its tables name."""
 
 MAY_FIND_NOTHING = (
+    "compress_kv_cache",
     "rewrite_kv_update",
     "expand_multihead",
     "recover_attention",
@@ -503,6 +503,13 @@ class Options:
         "off",
         meaning="Whether attention reads static KV caches only where they are filled.",
     )
+    kv_codes: str = _choice(
+        "kv_codes",
+        "exact",
+        "off",
+        meaning="Whether attention reads the codes of a `KVCache` themselves, instead of keys and "
+        "values rebuilt from them.",
+    )
     ternary: str = _choice(
         "ternary",
         "exact",
@@ -645,6 +652,7 @@ class Options:
             "fuse_embedding_gradient": (
                 f"{PREFIX}embedding='off'" if self.embedding == "off" else ""
             ),
+            "compress_kv_cache": f"{PREFIX}kv_codes='off'" if self.kv_codes == "off" else "",
             "rewrite_kv_update": f"{PREFIX}kv_reads='off'" if self.kv_reads == "off" else "",
             "expand_multihead": f"{PREFIX}attention='off'" if self.attention == "off" else "",
             "recover_attention": f"{PREFIX}attention='off'" if self.attention == "off" else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memeff_compile.kernels.attention import op as _attention
+from memeff_compile.kernels.coded_kv_cache import op as _coded_kv_cache
 from memeff_compile.kernels.coded_weight import op as _coded_weight
 from memeff_compile.kernels.embedding import op as _embedding
 from memeff_compile.kernels.gated_linear import op as _gated_linear
@@ -14,6 +15,7 @@ __all__: list[str] = []
 
 del (
     _attention,
+    _coded_kv_cache,
     _coded_weight,
     _embedding,
     _gated_linear,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import GraphPass
+from .compress_kv_cache import CompressKVCache
 from .defer_logits import DeferLogits
 from .encode_weights import EncodeWeights
 from .expand_multihead import ExpandMultihead
@@ -20,6 +21,7 @@ PASSES: tuple[GraphPass, ...] = (
     EncodeWeights(),  # before what declines linears whose weight is no plain tensor
     FuseGatedLinear(),  # inside activation checkpoints only
     DeferLogits(),  # logits returned without a loss, for a loss outside the graph
+    CompressKVCache(),  # generation with a cache of few bits: its ops say so
     RewriteKVUpdate(),  # generation: no loss, no gradient
     ExpandMultihead(),  # what it leaves of masks is the next pass's
     RecoverAttention(),  # what attends to a static cache is the pass before's

@@ -33,6 +33,7 @@ from .base import Decline, Done, Gain
 from .canonical import Call, aten, read, read_one
 from .editor import Editor
 from .graph_info import GraphInfo, node_name
+from .repeated_heads import same_shape, without_repeat
 
 MAX_ROWS = 64
 """Queries times query heads per key-value head. More is a prefill, which SDPA's kernels serve."""
@@ -254,7 +255,7 @@ def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | Non
     chain: list[Node] = []
     repeat: Any = 1
     for _ in range(_MAX_CHAIN):
-        stripped = _without_repeat(info, node)
+        stripped = without_repeat(info, node)
         if stripped is not None:
             nodes, source, times = stripped
             chain += nodes
@@ -265,55 +266,6 @@ def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | Non
             return None
         return Cache(node, repeat, tuple(chain))
     return None
-
-
-def _without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] | None:
-    """Return the nodes that repeat heads and end in ``node``, what they repeat, how often."""
-    call = read_one(node)
-    if call is None:
-        return None
-    source = call.args.get("self")
-    before = info.tensor(source)
-    if before is None or not isinstance(source, Node):
-        return None
-    if call.op is aten.index_copy_.default:  # its result is the cache it wrote to
-        return [node], source, 1
-    if call.op in (aten.contiguous.default, aten.alias.default):
-        return [node], source, 1
-    if call.op is aten.repeat_interleave.self_int:
-        times, dim = call.args["repeats"], call.args["dim"]
-        is_heads = isinstance(dim, int) and before.dim() == 4 and dim % 4 == 1
-        return ([node], source, times) if is_heads and isinstance(times, int) else None
-    if call.op in (aten.reshape.default, aten.view.default, aten.flatten.using_ints):
-        return _without_expand(info, node, source)
-    return None
-
-
-def _without_expand(info: GraphInfo, node: Node, wide: Node) -> tuple[list[Node], Node, Any] | None:
-    """Read ``cache[:, :, None].expand(B, G, r, N, D).reshape(B, G * r, N, D)``."""
-    expand = read_one(wide)
-    if expand is None or expand.op is not aten.expand.default:
-        return None
-    narrow = expand.args["self"]
-    added = read_one(narrow)
-    if added is None or added.op is not aten.unsqueeze.default or added.args["dim"] not in (2, -3):
-        return None
-    source = added.args["self"]
-    cache, spread, whole = (info.tensor(n) for n in (source, wide, node))
-    if cache is None or spread is None or whole is None or cache.dim() != 4 or spread.dim() != 5:
-        return None
-    b, g, n, d = cache.shape
-    times = spread.shape[2]
-    is_repeat = _same(spread.shape, (b, g, times, n, d)) and _same(
-        whole.shape, (b, g * times, n, d)
-    )
-    return ([node, wide, narrow], source, times) if is_repeat else None
-
-
-def _same(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    return len(shape) == len(wanted) and all(
-        compat.statically_true(a == b) for a, b in zip(shape, wanted, strict=True)
-    )
 
 
 def _copies(info: GraphInfo, match: Site) -> bool:
@@ -345,7 +297,7 @@ def _visible(info: GraphInfo, match: Site) -> Visible | None:
         return by_position
     if value.dtype != torch.bool or value.dim() != 4:
         return None
-    if not (_same(value.shape[1:2], (1,)) and _same(value.shape[3:], cache.shape[2:3])):
+    if not (same_shape(value.shape[1:2], (1,)) and same_shape(value.shape[3:], cache.shape[2:3])):
         return None
     return Visible(mask)
 
@@ -379,12 +331,12 @@ def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
 def _counts_keys(info: GraphInfo, node: Node, keys: Any) -> bool:
     """Return whether ``node`` holds 0, 1 .. N - 1 along its last dimension."""
     value = info.tensor(node)
-    if value is None or not _same(value.shape, (*[1] * (value.dim() - 1), keys)):
+    if value is None or not same_shape(value.shape, (*[1] * (value.dim() - 1), keys)):
         return False
     for _ in range(_MAX_CHAIN):
         held = info.tensor(node)
         # Views keep the order; all the keys must be there at every step, in a type that holds them.
-        if held is None or held.dtype not in _INDICES or not _same(held.shape[-1:], (keys,)):
+        if held is None or held.dtype not in _INDICES or not same_shape(held.shape[-1:], (keys,)):
             return False
         calls = read(node)
         if not calls or any(c.op not in _KEEPS_COUNT for c in calls[1:]):
@@ -420,8 +372,8 @@ def _is_per_query(info: GraphInfo, node: Node) -> bool:
     if value is None or value.dtype not in _INDICES:
         return False
     if value.dim() == 4:
-        return _same((value.shape[1], value.shape[3]), (1, 1))
-    return value.dim() == 2 and _same(value.shape[1:], (1,))
+        return same_shape((value.shape[1], value.shape[3]), (1, 1))
+    return value.dim() == 2 and same_shape(value.shape[1:], (1,))
 
 
 def _bound(editor: Editor, visible: Visible) -> Node:
@@ -513,9 +465,9 @@ def _unserved_cache(info: GraphInfo, match: Site) -> Decline | None:
     taken = info.tensor(match.call.args["key"])
     if heads is None or taken is None or heads.dim() != 4 or key.repeat != value.repeat:
         return Decline("cache_form", "keys and values are not repeated alike, or not (B, H, N, D)")
-    if not _same(heads.shape[:1], taken.shape[:1]):
+    if not same_shape(heads.shape[:1], taken.shape[:1]):
         return Decline("cache_form", "queries and keys differ in their batch")
-    if not _same(heads.shape[1:2], taken.shape[1:2]) and not match.call.args["enable_gqa"]:
+    if not same_shape(heads.shape[1:2], taken.shape[1:2]) and not match.call.args["enable_gqa"]:
         return Decline("cache_form", "queries and keys differ in their heads")
     return None
 
@@ -723,7 +675,7 @@ def _advice(info: GraphInfo, match: Site) -> dict[str, Any]:
     """
     query = info.tensor(match.call.args["query"])
     assert query is not None
-    has_one_row = _same((query.shape[0], query.shape[2]), (1, 1))
+    has_one_row = same_shape((query.shape[0], query.shape[2]), (1, 1))
     is_on_gpu = op_folder.engine_for(query.device, query.dtype) != "reference"
     return {"coordinate_descent_tuning": True} if has_one_row and is_on_gpu else {}
 

@@ -573,6 +573,27 @@ def test_whether_a_cpu_multiplies_bf16_is_known() -> None:
         assert not has
 
 
+# --- addresses ------------------------------------------------------------------------------------
+
+
+@probes("keep_address")
+def test_a_tensor_that_stays_is_known_to_dynamo() -> None:
+    held, other = torch.zeros(3), torch.zeros(3)
+    compat.keep_address(held)
+    kinds: list[dict[str, Any]] = []
+
+    def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        kinds.extend(node.meta.get("tensor_dict", {}) for node in placeholders(gm))
+        return gm.forward
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        compat.keep_address(a)
+        return a + b
+
+    torch.compile(function, backend=keep, fullgraph=True)(held, other)
+    assert ["_dynamo_static_input_type" in kind for kind in kinds] == [True, False]
+
+
 # --- capturing without running --------------------------------------------------------------------
 
 

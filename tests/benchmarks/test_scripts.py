@@ -108,6 +108,19 @@ def test_decoding_is_compared_with_every_backend(tmp_path: Path) -> None:
     assert all("failed" in row for row in found if row["us"] is None)
 
 
+def test_attention_over_codes_is_compared_and_appends_are_timed(tmp_path: Path) -> None:
+    import rows
+
+    out = tmp_path / "coded-kv.jsonl"
+    for part in ("attention", "append"):
+        script("coded_kv", "--size", "tiny", "--part", part, "--repeats", "2", "--out", str(out))
+    found = rows.read(out)
+    mine = [row for row in found if row.get("method", "").endswith(" bits")]
+    assert [(row["bits"], row["batch"]) for row in mine] == [(4, 2), (3, 1)]
+    assert all(row["us"]["median"] > 0 and row["error"] < 1e-5 for row in mine)
+    assert [row["what"] for row in found if "what" in row] == ["idle", "due"] * 2
+
+
 def test_attention_is_compared_under_every_mask(tmp_path: Path) -> None:
     import rows
 

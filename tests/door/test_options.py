@@ -31,6 +31,7 @@ DOCUMENTED_KEYS = (
     "attention",
     "attention.length",
     "kv_reads",
+    "kv_codes",
     "ternary",
     "weights",
     "skip",
@@ -78,6 +79,7 @@ def test_docs_page_is_current() -> None:
         ("attention", "8b+f16"),
         ("attention", "4b"),
         ("kv_reads", "off"),
+        ("kv_codes", "off"),
         ("ternary", "off"),
         ("weights", "off"),
         ("verify", "off"),
@@ -100,7 +102,7 @@ def test_available_value_is_stored(key: str, value: str) -> None:
         ("weights", "tier"),
         ("weights", "rans"),
         ("strict", "encode_weights"),
-        ("skip", {"merge_kv_cache": "model"}),
+        ("skip", {"ternarize_linear": "model"}),
     ],
 )
 def test_announced_value_says_not_available_yet(key: str, value: object) -> None:

@@ -1,0 +1,55 @@
+"""The launcher that appends to a coded cache on CUDA, sm_80 or later: one kernel, no host sync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from memeff_compile.kernels._triton.device import on_device
+from memeff_compile.kernels.coded_kv_cache.layout import channel_group
+from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
+
+
+def append(
+    pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
+) -> None:
+    """Write tokens and code what is due; the shapes are as the op has checked them.
+
+    Beyond `limit` nothing is written, and attention returns not-a-number until a reset.
+
+    Args:
+        pool: the tensors of a cache.
+        k, v: (B, H, T, D), any strides.
+        bits: of a code.
+        recent: tokens at the end that are never in codes.
+        limit: tokens that the cache holds.
+    """
+    from memeff_compile.kernels.coded_kv_cache import append_codes_kernels as kernels
+
+    k_codes, _, k_scales, _, k_window, _, k_kept, _, _, _ = pool
+    batch, heads, window, depth = k_window.shape
+    group = window - recent
+    per_head = is_per_head(k_scales)
+    new = k.shape[2]
+    with on_device(k):
+        kernels._coded_kv_cache_append_kernel[(batch * heads, 2)](
+            k,
+            *k.stride(),
+            v,
+            *v.stride(),
+            *pool,
+            heads,
+            k_codes.shape[2],
+            new,
+            limit,
+            DEPTH=depth,
+            BITS=bits,
+            GROUP=group,
+            CHANNELS=channel_group(depth, "per_head" if per_head else "kivi"),
+            WINDOW=window,
+            KEPT=k_kept.shape[2],
+            TOKENS=min(group, 1 << (new - 1).bit_length()),
+            IS_PER_HEAD=per_head,
+            num_warps=8,
+        )

@@ -1,0 +1,402 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+"""Appending to a coded cache: window, kept tokens and the groups that are due, in one launch.
+
+Two programs per sequence and key-value head, one for keys and one for values, walk through the new
+tokens. Whenever the window is full they code the oldest group. How many tokens there are is read on
+the device. The last program to finish writes the new counts: all have read the old ones by then.
+
+Codes equal the reference's: divisions are rounded to nearest, and halves go up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _codes(x, step, zero, BITS: tl.constexpr, IS_PER_HEAD: tl.constexpr):
+    """Return the codes of x as int32; `zero` is not used with IS_PER_HEAD."""
+    if IS_PER_HEAD:
+        TOP: tl.constexpr = 1 << (BITS - 1)
+        number = tl.floor(tl.div_rn(x, tl.broadcast_to(step, x.shape)) + 0.5)
+        number = tl.clamp(number, 1.0 - TOP, TOP - 1.0) + TOP
+    else:
+        number = tl.floor(tl.div_rn(x - zero, tl.broadcast_to(step, x.shape)) + 0.5)
+        number = tl.clamp(number, 0.0, (1 << BITS) - 1.0)
+    return number.to(tl.int32)
+
+
+@triton.jit
+def _stored(step, ptr):
+    """Round a step to the type that `ptr` points to; 1 where it vanishes."""
+    step = step.to(ptr.dtype.element_ty)
+    return tl.where(step.to(tl.float32) == 0.0, 1.0, step.to(tl.float32))
+
+
+@triton.jit
+def _load_window(base, slot, column, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
+    """Return (tokens, columns) of the window, (columns, tokens) of values, in fp32."""
+    if IS_VALUE:
+        x = tl.load(base + slot[None, :] * DEPTH + column[:, None])
+    else:
+        x = tl.load(base + slot[:, None] * DEPTH + column[None, :])
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _pack(
+    window_base,
+    codes_base,
+    slot,
+    steps,  # (1 or parts): of columns for keys, of tokens otherwise
+    zeros,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+    IS_PER_HEAD: tl.constexpr,
+):
+    """Code one group of the window with steps that are known, and store its bytes.
+
+    `steps` and `zeros` are one tensor per share of columns: of CHANNELS each where tokens have
+    scales of their own, of SHARE each where columns have.
+    """
+    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (8 if BITS == 3 else 8 // BITS)
+    SHARE: tl.constexpr = DEPTH // COUNT
+    token = tl.arange(0, GROUP)
+    column = tl.arange(0, SHARE)
+    low = tl.zeros((SHARE, GROUP) if IS_VALUE else (GROUP, SHARE), dtype=tl.int32)
+    odd = low
+    high = low
+    for part in tl.static_range(COUNT):
+        x = _load_window(window_base, slot, part * SHARE + column, DEPTH, IS_VALUE)
+        if IS_VALUE:
+            step = steps[part * SHARE // CHANNELS][None, :]
+            code = _codes(x, step, zeros[part * SHARE // CHANNELS][None, :], BITS, IS_PER_HEAD)
+        elif IS_PER_HEAD:
+            code = _codes(x, steps[0][:, None], zeros[0][:, None], BITS, IS_PER_HEAD)
+        else:
+            code = _codes(x, steps[part][None, :], zeros[part][None, :], BITS, IS_PER_HEAD)
+        if BITS == 8:
+            if IS_VALUE:
+                offs = (part * SHARE + column)[:, None] * GROUP + token[None, :]
+            else:
+                offs = token[:, None] * DEPTH + (part * SHARE + column)[None, :]
+            tl.store(codes_base + offs, code.to(tl.uint8))
+        elif BITS == 3:
+            high |= (code >> 2) << part
+            if part % 2 == 0:
+                low |= (code & 3) << (part // 2 * 2)
+            else:
+                odd |= (code & 3) << (part // 2 * 2)
+        else:
+            low |= code << (part * BITS)
+    if BITS == 3:
+        BEHIND: tl.constexpr = GROUP * (DEPTH // 4)
+        if IS_VALUE:
+            offs = column[:, None] * GROUP + token[None, :]
+            tl.store(codes_base + offs, low.to(tl.uint8))
+            tl.store(codes_base + SHARE * GROUP + offs, odd.to(tl.uint8))
+            tl.store(codes_base + BEHIND + offs, high.to(tl.uint8))
+        else:
+            offs = token[:, None] * (2 * SHARE) + column[None, :]
+            tl.store(codes_base + offs, low.to(tl.uint8))
+            tl.store(codes_base + SHARE + offs, odd.to(tl.uint8))
+            offs = token[:, None] * SHARE + column[None, :]
+            tl.store(codes_base + BEHIND + offs, high.to(tl.uint8))
+    elif BITS != 8:
+        if IS_VALUE:
+            offs = column[:, None] * GROUP + token[None, :]
+        else:
+            offs = token[:, None] * SHARE + column[None, :]
+        tl.store(codes_base + offs, low.to(tl.uint8))
+
+
+@triton.jit
+def _code_keys(
+    window_base,
+    codes_base,
+    scales_base,
+    slot,
+    is_left_out,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Code a group of keys with a scale and a zero per channel."""
+    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (8 if BITS == 3 else 8 // BITS)
+    SHARE: tl.constexpr = DEPTH // COUNT
+    kind: tl.constexpr = scales_base.dtype.element_ty
+    most = tl.full((SHARE,), (1 << BITS) - 1.0, tl.float32)
+    column = tl.arange(0, SHARE)
+    steps = ()
+    zeros = ()
+    for part in tl.static_range(COUNT):
+        x = _load_window(window_base, slot, part * SHARE + column, DEPTH, False)
+        low = tl.min(tl.where(is_left_out[:, None], float("inf"), x), axis=0)
+        high = tl.max(tl.where(is_left_out[:, None], float("-inf"), x), axis=0)
+        is_empty = low > high
+        low = tl.where(is_empty, 0.0, low)
+        high = tl.where(is_empty, 0.0, high)
+        step = _stored(tl.div_rn(high - low, most), scales_base)
+        zero = low.to(kind).to(tl.float32)
+        tl.store(scales_base + 2 * (part * SHARE + column), step.to(kind))
+        tl.store(scales_base + 2 * (part * SHARE + column) + 1, zero.to(kind))
+        steps = steps + (step,)  # noqa: RUF005
+        zeros = zeros + (zero,)  # noqa: RUF005
+    _pack(window_base, codes_base, slot, steps, zeros, DEPTH, GROUP, BITS, CHANNELS, False, False)
+
+
+@triton.jit
+def _code_tokens(
+    window_base,
+    codes_base,
+    scales_base,
+    slot,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+    IS_PER_HEAD: tl.constexpr,
+):
+    """Code a group with scales of its tokens: per share of channels, or one per head."""
+    token = tl.arange(0, GROUP)
+    kind: tl.constexpr = scales_base.dtype.element_ty
+    TOP: tl.constexpr = ((1 << (BITS - 1)) if IS_PER_HEAD else (1 << BITS)) - 1.0
+    most = tl.full((GROUP,), TOP, tl.float32)
+    steps = ()
+    zeros = ()
+    for share in tl.static_range(DEPTH // CHANNELS):
+        column = share * CHANNELS + tl.arange(0, CHANNELS)
+        x = _load_window(window_base, slot, column, DEPTH, True)
+        if IS_PER_HEAD:
+            step = _stored(tl.div_rn(tl.max(tl.abs(x), axis=0), most), scales_base)
+            zero = step
+            tl.store(scales_base + token, step.to(kind))
+        else:
+            low = tl.min(x, axis=0)
+            step = _stored(tl.div_rn(tl.max(x, axis=0) - low, most), scales_base)
+            zero = low.to(kind).to(tl.float32)
+            tl.store(scales_base + 2 * (share * GROUP + token), step.to(kind))
+            tl.store(scales_base + 2 * (share * GROUP + token) + 1, zero.to(kind))
+        steps = steps + (step,)  # noqa: RUF005
+        zeros = zeros + (zero,)  # noqa: RUF005
+    _pack(
+        window_base,
+        codes_base,
+        slot,
+        steps,
+        zeros,
+        DEPTH,
+        GROUP,
+        BITS,
+        CHANNELS,
+        IS_VALUE,
+        IS_PER_HEAD,
+    )
+
+
+@triton.jit
+def _walk(
+    x_ptr,
+    stride_x_batch,
+    stride_x_head,
+    stride_x_token,
+    stride_x_depth,
+    codes_ptr,
+    scales_ptr,
+    window_ptr,
+    kept_ptr,
+    length,
+    coded,
+    first,
+    kv_heads,
+    groups,
+    new,
+    limit,
+    DEPTH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEPT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+    IS_PER_HEAD: tl.constexpr,
+):
+    """Write the new keys, or values, of one sequence and head; return the counts behind them."""
+    pair = tl.program_id(0).to(tl.int64)
+    SHARES: tl.constexpr = DEPTH // CHANNELS if IS_VALUE else 1
+    BLOCK: tl.constexpr = GROUP * DEPTH * BITS // 8
+    SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * (GROUP * SHARES if IS_VALUE else DEPTH)
+    window = window_ptr + pair * (WINDOW * DEPTH)
+    source_base = x_ptr + (pair // kv_heads) * stride_x_batch + (pair % kv_heads) * stride_x_head
+    depth = tl.arange(0, DEPTH)
+    tokens = tl.arange(0, TOKENS)
+    done = length * 0
+    if length + new > limit:
+        # Nothing may be lost in silence: what attention returns is no number until a reset.
+        nothing = tl.full((DEPTH,), float("nan"), tl.float32)
+        last = (length + WINDOW - 1) % WINDOW
+        tl.store(window + last * DEPTH + depth, nothing.to(window_ptr.dtype.element_ty))
+        done += new
+    while done < new:
+        count = tl.minimum(tl.minimum(new - done, coded + WINDOW - length), TOKENS)
+        is_token = (tokens < count)[:, None]
+        position = length + tokens
+        x = tl.load(
+            source_base
+            + (done + tokens)[:, None] * stride_x_token
+            + depth[None, :] * stride_x_depth,
+            mask=is_token,
+        )
+        tl.store(window + (position % WINDOW)[:, None] * DEPTH + depth[None, :], x, mask=is_token)
+        if KEPT > 0:
+            row = (position - first)[:, None]
+            place = pair * (KEPT * DEPTH) + row * DEPTH + depth[None, :]
+            tl.store(kept_ptr + place, x, mask=is_token & (row >= 0) & (row < KEPT))
+        done += count
+        length += count
+        if length - coded == WINDOW:
+            tl.debug_barrier()  # the tokens just written are read by other threads
+            block = pair * groups + tl.minimum(coded // GROUP, groups - 1)
+            oldest = coded + tl.arange(0, GROUP)
+            codes = codes_ptr + block * BLOCK
+            scales = scales_ptr + block * SCALES
+            if IS_VALUE or IS_PER_HEAD:
+                _code_tokens(
+                    window,
+                    codes,
+                    scales,
+                    oldest % WINDOW,
+                    DEPTH,
+                    GROUP,
+                    BITS,
+                    CHANNELS,
+                    IS_VALUE,
+                    IS_PER_HEAD,
+                )
+            else:
+                _code_keys(
+                    window,
+                    codes,
+                    scales,
+                    oldest % WINDOW,
+                    oldest < first + KEPT,
+                    DEPTH,
+                    GROUP,
+                    BITS,
+                    CHANNELS,
+                )
+            coded += GROUP
+            tl.debug_barrier()  # the slots are free for the next tokens
+    return length, coded
+
+
+@triton.jit
+def _coded_kv_cache_append_kernel(
+    k_ptr,  # (B, KV_HEADS, new, D)
+    stride_k_batch,
+    stride_k_head,
+    stride_k_token,
+    stride_k_depth,
+    v_ptr,  # (B, KV_HEADS, new, D)
+    stride_v_batch,
+    stride_v_head,
+    stride_v_token,
+    stride_v_depth,
+    k_codes_ptr,  # (B, KV_HEADS, groups, GROUP * D * BITS / 8) bytes
+    v_codes_ptr,
+    k_scales_ptr,  # (B, KV_HEADS, groups, D, 2), or (B, KV_HEADS, groups, 1, GROUP, 1)
+    v_scales_ptr,  # (B, KV_HEADS, groups, D / CHANNELS, GROUP, 2), or as of keys
+    k_window_ptr,  # (B, KV_HEADS, WINDOW, D)
+    v_window_ptr,
+    k_kept_ptr,  # (B, KV_HEADS, KEPT, D)
+    v_kept_ptr,
+    places_ptr,  # (B, KV_HEADS, KEPT) int32
+    counts_ptr,  # (3,) int64
+    kv_heads,
+    groups,
+    new,
+    limit,
+    DEPTH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEPT: tl.constexpr,
+    TOKENS: tl.constexpr,  # written at once, at most a group
+    IS_PER_HEAD: tl.constexpr,
+):
+    length = tl.load(counts_ptr)
+    coded = tl.load(counts_ptr + 1)
+    first = length * 0
+    if KEPT > 0:
+        first += tl.load(places_ptr + tl.program_id(0).to(tl.int64) * KEPT)
+    if tl.program_id(1) == 0:
+        length, coded = _walk(
+            k_ptr,
+            stride_k_batch,
+            stride_k_head,
+            stride_k_token,
+            stride_k_depth,
+            k_codes_ptr,
+            k_scales_ptr,
+            k_window_ptr,
+            k_kept_ptr,
+            length,
+            coded,
+            first,
+            kv_heads,
+            groups,
+            new,
+            limit,
+            DEPTH,
+            BITS,
+            GROUP,
+            CHANNELS,
+            WINDOW,
+            KEPT,
+            TOKENS,
+            False,
+            IS_PER_HEAD,
+        )
+    else:
+        length, coded = _walk(
+            v_ptr,
+            stride_v_batch,
+            stride_v_head,
+            stride_v_token,
+            stride_v_depth,
+            v_codes_ptr,
+            v_scales_ptr,
+            v_window_ptr,
+            v_kept_ptr,
+            length,
+            coded,
+            first,
+            kv_heads,
+            groups,
+            new,
+            limit,
+            DEPTH,
+            BITS,
+            GROUP,
+            CHANNELS,
+            WINDOW,
+            KEPT,
+            TOKENS,
+            True,
+            IS_PER_HEAD,
+        )
+    tl.debug_barrier()  # every thread has read the counts
+    arrived = tl.atomic_add(counts_ptr + 2, 1)
+    if arrived == tl.num_programs(0) * 2 - 1:
+        tl.store(counts_ptr, length)
+        tl.store(counts_ptr + 1, coded)
+        tl.store(counts_ptr + 2, 0)

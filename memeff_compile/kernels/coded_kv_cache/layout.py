@@ -1,0 +1,198 @@
+"""How a coded cache lies in memory: sizes of its tensors, and codes packed into bytes.
+
+Tokens are coded in groups. A group's codes are one contiguous block of bytes: keys token by token,
+values channel by channel, so that a tensor core takes either as it comes. Within a row of D
+channels, codes of 4 bits put channel j and channel j + D/2 into one byte, low and high; codes of 2
+bits put four channels there, D/4 apart. Codes of 3 bits are two planes, their low two bits packed
+as codes of 2 bits and their high bits eight to a byte, D/8 apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BITS = (8, 4, 3, 2)
+
+SCHEMES = ("kivi", "per_head")
+"""``kivi``: a scale and a zero per channel of keys in a group of tokens, and per token of values in
+a group of channels. ``per_head``: one scale per token and head, of keys as of values, codes around
+zero.
+"""
+
+LENGTH, CODED, ARRIVED = range(3)
+"""Places in `counts`: tokens in the cache, tokens in codes, programs of a launch that are done."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a coded cache is made of.
+
+    Attributes:
+        depth: channels per head.
+        bits: of a code.
+        scheme: one of `SCHEMES`.
+        group: tokens that are coded together.
+        recent: tokens at the end that are never in codes.
+        kept: tokens at the beginning that stay as they came.
+    """
+
+    depth: int
+    bits: int
+    scheme: str = "kivi"
+    group: int = 64
+    recent: int = 128
+    kept: int = 4
+
+    @property
+    def window(self) -> int:
+        """Tokens that are not yet in codes, at most."""
+        return self.recent + self.group
+
+    @property
+    def channel_group(self) -> int:
+        """Channels of a value that share a scale."""
+        return channel_group(self.depth, self.scheme)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the codes of one group of tokens, of keys or of values."""
+        return self.group * self.depth * self.bits // 8
+
+    def groups(self, tokens: int) -> int:
+        """Return the groups that a cache for so many tokens has room for, at least one.
+
+        Example: Layout(128, 4).groups(32768) == 510.
+        """
+        return max(1, (tokens - self.recent) // self.group)
+
+    def shapes(self, batch: int, heads: int, tokens: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor of a cache for so many tokens, by name."""
+        groups = self.groups(tokens)
+        front = (batch, heads)
+        codes = (*front, groups, self.block_bytes)
+        if self.scheme == "kivi":
+            k_scales: tuple[int, ...] = (*front, groups, self.depth, 2)
+            parts = self.depth // self.channel_group
+            v_scales: tuple[int, ...] = (*front, groups, parts, self.group, 2)
+        else:
+            k_scales = v_scales = (*front, groups, 1, self.group, 1)
+        window = (*front, self.window, self.depth)
+        kept = (*front, self.kept, self.depth)
+        return {
+            "k_codes": codes,
+            "v_codes": codes,
+            "k_scales": k_scales,
+            "v_scales": v_scales,
+            "k_window": window,
+            "v_window": window,
+            "k_kept": kept,
+            "v_kept": kept,
+            "places": (*front, self.kept),
+            "counts": (3,),
+        }
+
+
+def channel_group(depth: int, scheme: str) -> int:
+    """Return how many channels of a value share a scale.
+
+    Example: channel_group(128, "kivi") == 64 and channel_group(128, "per_head") == 128.
+    """
+    return depth // 2 if scheme == "kivi" and depth > 64 else depth
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes into bytes.
+
+    Args:
+        codes: (..., D) uint8, each below 2 ** bits.
+        bits: 8, 4, 3 or 2.
+
+    Returns:
+        (..., D * bits / 8) uint8.
+
+    Example: pack(torch.tensor([1, 2], dtype=torch.uint8), 4).tolist() == [33].
+    """
+    if bits == 3:
+        return torch.cat([pack(codes & 3, 2), _fold(codes >> 2, 1)], -1)
+    return _fold(codes, bits)
+
+
+def _fold(codes: Tensor, bits: int) -> Tensor:
+    count = 8 // bits
+    parts = torch.chunk(codes, count, -1)
+    packed = parts[0].clone()
+    for place, part in enumerate(parts[1:], 1):
+        packed |= part << (bits * place)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Undo `pack`.
+
+    Args:
+        packed: (..., D * bits / 8) uint8.
+        bits: 8, 4, 3 or 2.
+
+    Returns:
+        (..., D) uint8.
+    """
+    if bits == 3:
+        low, high = packed.split([packed.shape[-1] * 2 // 3, packed.shape[-1] // 3], -1)
+        return _unfold(low, 2) | (_unfold(high, 1) << 2)
+    return _unfold(packed, bits)
+
+
+def _unfold(packed: Tensor, bits: int) -> Tensor:
+    places = range(0, 8, bits)
+    return torch.cat([(packed >> place) & ((1 << bits) - 1) for place in places], -1)
+
+
+def planes(bits: int) -> tuple[int, ...]:
+    """Return the bits of each plane of codes.
+
+    Example: planes(3) == (2, 1) and planes(4) == (4,).
+    """
+    return (2, 1) if bits == 3 else (bits,)
+
+
+def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
+    """Return the bytes of groups of codes, as they lie in the cache.
+
+    Args:
+        codes: (..., group, D) uint8.
+        bits: 8, 4, 3 or 2.
+        is_value: whether channels come first.
+
+    Returns:
+        (..., group * D * bits / 8) uint8.
+    """
+    rows = pack(codes, bits)
+    widths = [codes.shape[-1] * plane // 8 for plane in planes(bits)]
+    parts = rows.split(widths, -1)
+    turned = [part.transpose(-1, -2) if is_value else part for part in parts]
+    return torch.cat([part.flatten(-2) for part in turned], -1)
+
+
+def codes_of(block: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
+    """Undo `block_of`.
+
+    Args:
+        block: (..., group * D * bits / 8) uint8.
+        bits: 8, 4, 3 or 2.
+        depth: D.
+        is_value: whether channels come first.
+
+    Returns:
+        (..., group, D) uint8.
+    """
+    group = block.shape[-1] * 8 // (depth * bits)
+    widths = [depth * plane // 8 for plane in planes(bits)]
+    parts = []
+    for part, width in zip(block.split([group * w for w in widths], -1), widths, strict=True):
+        shape = (width, group) if is_value else (group, width)
+        rows = part.unflatten(-1, shape)
+        parts.append(rows.transpose(-1, -2) if is_value else rows)
+    return unpack(torch.cat(parts, -1), bits)

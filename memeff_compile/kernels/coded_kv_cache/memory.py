@@ -1,0 +1,95 @@
+"""Bytes of a coded cache, as formulas in B (sequences), H (key-value heads), N (tokens) and D.
+
+`bytes_per_token` is what a token costs once it is in codes; `fixed_bytes` is what a layer holds
+however long the cache is: its window and its kept tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import sympy
+import torch
+
+from memeff_compile.kernels.coded_kv_cache.layout import Layout
+
+Size: TypeAlias = sympy.Expr | int
+
+
+def bytes_per_token(
+    heads: Size, depth: Size, bits: int, *, group: Size, shares: Size, itemsize: int = 2
+) -> sympy.Expr:
+    """Return the bytes of one token's keys and values in codes, in one layer and sequence.
+
+    Args:
+        heads, depth: H, D as symbols or numbers.
+        bits: of a code.
+        group: tokens that share the scales of a channel of keys; 0 for one per token and head.
+        shares: groups of channels of a value with scales of their own; not read with group 0.
+        itemsize: bytes of a scale.
+
+    Example: bytes_per_token(8, 128, 4, group=64, shares=2) == 1152.
+    """
+    codes = sympy.sympify(2) * heads * depth * bits / 8
+    if group == 0:
+        return codes + sympy.sympify(2) * heads * itemsize
+    scales = 2 * sympy.sympify(depth) / group + 2 * sympy.sympify(shares)
+    return codes + heads * scales * itemsize
+
+
+def fixed_bytes(
+    batch: Size, heads: Size, depth: Size, *, window: Size, kept: Size, itemsize: int = 2
+) -> sympy.Expr:
+    """Return the bytes of the window and the kept tokens of one layer.
+
+    Example: fixed_bytes(1, 8, 128, window=192, kept=4) == 802816 + 128.
+    """
+    tokens = sympy.sympify(window) + kept
+    return sympy.sympify(batch) * heads * (2 * tokens * depth * itemsize + 4 * kept)
+
+
+def bytes_before(heads: Size, depth: Size, *, dtype: torch.dtype) -> sympy.Expr:
+    """Return the bytes of one token's keys and values as they come, in one layer and sequence."""
+    return sympy.Integer(2 * dtype.itemsize) * heads * depth
+
+
+def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
+    """Return the bytes of one layer's cache for so many tokens: codes, scales, window, kept tokens.
+
+    Example: bytes_after(Layout(128, 4), 1, 8, 32768, 2) == 1152 * 510 * 64 + 802944.
+    """
+    group = layout.group if layout.scheme == "kivi" else 0
+    shares = layout.depth // layout.channel_group
+    each = bytes_per_token(
+        heads, layout.depth, layout.bits, group=group, shares=shares, itemsize=itemsize
+    )
+    fixed = fixed_bytes(
+        batch, heads, layout.depth, window=layout.window, kept=layout.kept, itemsize=itemsize
+    )
+    return int(each * batch * layout.groups(tokens) * layout.group + fixed)
+
+
+def view_bytes(
+    batch: Size, heads: Size, tokens: Size, depth: Size, *, dtype: torch.dtype
+) -> sympy.Expr:
+    """Return the bytes of the dense view: keys and values of so many heads, rebuilt in one step.
+
+    Args:
+        batch, heads, tokens, depth: B, H, N, D as symbols or numbers.
+        dtype: of the view.
+
+    Example: view_bytes(16, 8, 32768, 128, dtype=torch.bfloat16) == 1 << 31.
+    """
+    return sympy.Integer(2 * dtype.itemsize) * batch * heads * tokens * depth
+
+
+def share_bytes(batch: Size, heads: Size, depth: Size, *, splits: Size) -> sympy.Expr:
+    """Return the bytes of the shares that the programs of one query head leave, in fp32.
+
+    Args:
+        batch, heads, depth: B, query heads, D as symbols or numbers.
+        splits: programs per query head; one leaves nothing behind.
+    """
+    if splits == 1:
+        return sympy.Integer(0)
+    return 4 * sympy.sympify(splits) * batch * heads * (sympy.sympify(depth) + 2)

@@ -1,0 +1,314 @@
+# ruff: noqa: ANN401  (a pool of ten tensors and what follows it, as the dispatcher hands them over)
+"""memeff::coded_kv_cache_append, _view and _attention: schemas, validation, engines, fakes.
+
+A cache is ten tensors, the *pool*, that every op takes in the same order; `layout.Layout.shapes`
+gives their shapes. `coded_kv_cache_append` writes to all of them but `places` and returns nothing;
+the others read. There is no backward: the ops serve generation, and a gradient through one raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels._triton.device import kernels_serve
+from memeff_compile.kernels.coded_kv_cache import reference
+from memeff_compile.kernels.coded_kv_cache.layout import BITS, channel_group
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MAX_DEPTH = 256
+
+POOL = (
+    "k_codes",
+    "v_codes",
+    "k_scales",
+    "v_scales",
+    "k_window",
+    "v_window",
+    "k_kept",
+    "v_kept",
+    "places",
+    "counts",
+)
+"""Names of the tensors of a cache, in the order that the ops take them."""
+
+_COUNT = len(POOL)
+
+ENGINES = {
+    "codes": (
+        "groups of codes split over programs, unpacked in registers, scales folded into queries "
+        "and weights, two Triton kernels (CUDA, compute capability 8.0 or later; bf16, fp16)"
+    ),
+    "reference": "plain PyTorch, after decoding what is filled (any device and dtype)",
+}
+
+_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
+_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
+_READ = ", ".join(f"Tensor {name}" for name in POOL)
+_WRITTEN = ", ".join(
+    f"Tensor {name}" if name == "places" else f"Tensor({letter}!) {name}"
+    for letter, name in zip("abcdefghij", POOL, strict=True)
+)
+_LIBRARY.define(
+    f"coded_kv_cache_append({_WRITTEN}, Tensor k, Tensor v, int bits, int recent, int limit) -> ()",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
+    f"coded_kv_cache_view({_READ}, Tensor? k_norms, Tensor? v_norms, int bits, int tokens) "
+    "-> (Tensor, Tensor)",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
+    f"coded_kv_cache_attention(Tensor q, {_READ}, Tensor? k_norms, Tensor? v_norms, int bits, "
+    "Tensor? mask, float? scale) -> Tensor",
+    tags=_COMPLIANT,
+)
+
+
+# --- what is served -------------------------------------------------------------------------------
+
+
+def supports(
+    q: Tensor, pool: Sequence[Tensor], bits: int, mask: Tensor | None = None
+) -> str | None:
+    """Say in a sentence why attention cannot be served with these inputs, or return None.
+
+    Args:
+        q: (B, Hq, 1, D).
+        pool: the tensors of a cache, as `POOL` names them.
+        bits: of a code.
+        mask: bool (B or 1, 1, 1, N), or None.
+    """
+    return _unlike_pool(pool, bits) or _unlike_query(q, pool) or _unlike_mask(q, mask)
+
+
+def _unlike_pool(pool: Sequence[Tensor], bits: int) -> str | None:
+    if bits not in BITS:
+        return f"bits is {bits}; one of {', '.join(map(str, BITS))} is needed."
+    named = dict(zip(POOL, pool, strict=True))
+    window = named["k_window"]
+    if window.dim() != 4 or window.dtype not in FLOATING:
+        return (
+            f"k_window is {_short(window.dtype)} with {window.dim()} dimensions; a floating "
+            "(batch, heads, window, depth) is needed."
+        )
+    batch, heads, _, depth = window.shape
+    for name, tensor in named.items():
+        if tensor.device != window.device:
+            return f"{name} is on {tensor.device} and k_window on {window.device}; move one."
+        if not tensor.is_contiguous():
+            return f"{name} is not contiguous; the tensors of a cache are used as allocated."
+        wanted = _dtype_of(name, window.dtype)
+        if tensor.dtype != wanted:
+            return f"{name} is {_short(tensor.dtype)}; {_short(wanted)} is needed."
+        if name != "counts" and tuple(tensor.shape[:2]) != (batch, heads):
+            return f"{name} is {tuple(tensor.shape)}; it has to begin with {(batch, heads)}."
+    if not 16 <= depth <= MAX_DEPTH or depth & (depth - 1):
+        return f"the head dimension is {depth}; 16, 32, 64, 128 or 256 is served."
+    return _unlike_scales(named, bits, depth)
+
+
+def _unlike_scales(named: dict[str, Tensor], bits: int, depth: int) -> str | None:
+    groups, block = named["k_codes"].shape[2:]
+    group = block * 8 // (depth * bits)
+    if reference.is_per_head(named["k_scales"]):
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+            ("k_scales", "v_scales"), (groups, 1, group, 1)
+        )
+    else:
+        parts = depth // channel_group(depth, "kivi")
+        shapes = {"k_scales": (groups, depth, 2), "v_scales": (groups, parts, group, 2)}
+    for name, shape in shapes.items():
+        found = tuple(named[name].shape[2:])
+        if found != shape:
+            return f"{name} ends in {found}; {shape} is needed for codes of {bits} bits."
+    return None
+
+
+def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    known = {"codes": torch.uint8, "places": torch.int32, "counts": torch.int64}
+    return known.get(name.split("_")[-1], dtype)
+
+
+def _unlike_query(q: Tensor, pool: Sequence[Tensor]) -> str | None:
+    window = pool[POOL.index("k_window")]
+    if q.dim() != 4 or q.shape[2] != 1:
+        return (
+            f"q is {tuple(q.shape)}; one query per sequence, (batch, heads, 1, depth), is needed."
+        )
+    if q.dtype != window.dtype or q.device != window.device:
+        return (
+            f"q is {_short(q.dtype)} on {q.device} and the cache {_short(window.dtype)} on "
+            f"{window.device}; cast or move one."
+        )
+    batch, heads, _, depth = window.shape
+    if q.shape[0] != batch or q.shape[3] != depth:
+        return f"q is {tuple(q.shape)}; batch {batch} and depth {depth} are needed."
+    if heads == 0 or q.shape[1] % heads:
+        return f"q has {q.shape[1]} heads and the cache {heads}; a multiple of them is needed."
+    return None
+
+
+def _unlike_mask(q: Tensor, mask: Tensor | None) -> str | None:
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.device != q.device:
+        return (
+            f"mask is {_short(mask.dtype)} with {mask.dim()} dimensions on {mask.device}; bool of "
+            f"(batch or 1, 1, 1, keys) on {q.device} is needed."
+        )
+    if mask.shape[0] not in (1, q.shape[0]) or tuple(mask.shape[1:3]) != (1, 1):
+        return f"mask is {tuple(mask.shape)}; (1 or {q.shape[0]}, 1, 1, keys) is needed."
+    return None
+
+
+def supports_append(pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int) -> str | None:
+    """Say in a sentence why an append cannot be served with these inputs, or return None.
+
+    Args: as for `coded_kv_cache_append`.
+    """
+    sentence = _unlike_pool(pool, bits)
+    if sentence is not None:
+        return sentence
+    window = pool[POOL.index("k_window")]
+    batch, heads, _, depth = window.shape
+    for name, new in (("k", k), ("v", v)):
+        if new.dtype != window.dtype or new.device != window.device:
+            return (
+                f"{name} is {_short(new.dtype)} on {new.device} and the cache "
+                f"{_short(window.dtype)} on {window.device}; cast or move one."
+            )
+        if new.dim() != 4 or (new.shape[0], new.shape[1], new.shape[3]) != (batch, heads, depth):
+            return f"{name} is {tuple(new.shape)}; {(batch, heads, 'tokens', depth)} is needed."
+    if k.shape != v.shape:
+        return f"k is {tuple(k.shape)} and v {tuple(v.shape)}; they need the same shape."
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64) -> str:
+    """Name the engine that serves a dtype and group of tokens on a device: a key of `ENGINES`."""
+    is_served = dtype in (torch.bfloat16, torch.float16) and group in (32, 64, 128)
+    return "codes" if is_served and kernels_serve(device, dtype) else "reference"
+
+
+def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
+    """Say in a sentence why the engine `codes` has yet to show on a GPU that it is right here.
+
+    The op runs where it is called; whoever chooses for others should choose something else.
+    """
+    kv_heads, depth = pool[4].shape[1], pool[4].shape[3]
+    if engine_for(q.device, q.dtype, _group(pool, bits)) != "codes":
+        return None
+    if depth > 128:
+        return f"the head dimension is {depth}; up to 128 has been compared with float64 on a GPU."
+    if q.shape[1] > 8 * kv_heads:
+        return (
+            f"{q.shape[1] // kv_heads} query heads share a key-value head; up to 8 have been "
+            "compared with float64 on a GPU."
+        )
+    return None
+
+
+def _group(pool: Sequence[Tensor], bits: int) -> int:
+    return pool[0].shape[3] * 8 // (pool[4].shape[3] * bits)
+
+
+def _runs_on_codes(pool: Sequence[Tensor], bits: int) -> bool:
+    window = pool[4]
+    name = engine_for(window.device, window.dtype, _group(pool, bits))
+    return window.is_cuda and name == "codes" and window.numel() > 0
+
+
+def _require(op: str, sentence: str | None) -> None:
+    if sentence is not None:
+        raise UnsupportedInputError(f"coded_kv_cache_{op}: {sentence}")
+
+
+# --- append ---------------------------------------------------------------------------------------
+
+
+def _append(*args: Any) -> None:
+    pool, (k, v, bits, recent, limit) = args[:_COUNT], args[_COUNT:]
+    _require("append", supports_append(pool, k, v, bits))
+    if not k.numel():
+        return
+    if _runs_on_codes(pool, bits):
+        from memeff_compile.kernels.coded_kv_cache.append_codes import append
+
+        append(pool, k, v, bits, recent, limit)
+    else:
+        reference.append(pool, k, v, bits, recent, limit)
+
+
+def _fake_append(*args: Any) -> None:
+    pool, (k, v, bits, _, _) = args[:_COUNT], args[_COUNT:]
+    _require("append", supports_append(pool, k, v, bits))
+
+
+# --- view -----------------------------------------------------------------------------------------
+
+
+def _view(*args: Any) -> tuple[Tensor, Tensor]:
+    pool, (k_norms, v_norms, bits, tokens) = args[:_COUNT], args[_COUNT:]
+    _require("view", _unlike_pool(pool, bits))
+    return reference.view(pool, (k_norms, v_norms), bits, tokens)
+
+
+def _fake_view(*args: Any) -> tuple[Tensor, Tensor]:
+    pool, (_, _, bits, tokens) = args[:_COUNT], args[_COUNT:]
+    _require("view", _unlike_pool(pool, bits))
+    batch, heads, _, depth = pool[4].shape
+    keys, values = (pool[4].new_empty((batch, heads, tokens, depth)) for _ in range(2))
+    return keys, values
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def _attention(q: Tensor, *args: Any) -> Tensor:
+    pool, (k_norms, v_norms, bits, mask, scale) = args[:_COUNT], args[_COUNT:]
+    _require("attention", supports(q, pool, bits, mask))
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    attend = reference.attend
+    if _runs_on_codes(pool, bits):
+        from memeff_compile.kernels.coded_kv_cache.split_codes import attend
+    return attend(q, pool, (k_norms, v_norms), mask, factor, bits)
+
+
+def _fake_attention(q: Tensor, *args: Any) -> Tensor:
+    pool, (_, _, bits, mask, _) = args[:_COUNT], args[_COUNT:]
+    _require("attention", supports(q, pool, bits, mask))
+    batch, heads, queries, depth = q.shape
+    return q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+
+
+def _no_backward(ctx: object, *grads: Tensor) -> None:
+    raise UnsupportedInputError(
+        "a coded KV cache has no backward: it serves generation. Call the model under "
+        "torch.no_grad()."
+    )
+
+
+_LIBRARY.impl("coded_kv_cache_append", _append, "CompositeExplicitAutograd")
+_LIBRARY.impl("coded_kv_cache_view", _view, "CompositeExplicitAutograd")
+_LIBRARY.impl("coded_kv_cache_attention", _attention, "CompositeExplicitAutograd")
+for _name, _fake in (
+    ("append", _fake_append),
+    ("view", _fake_view),
+    ("attention", _fake_attention),
+):
+    torch.library.register_fake(f"memeff::coded_kv_cache_{_name}", _fake, lib=_LIBRARY)
+for _name in ("view", "attention"):
+    torch.library.register_autograd(f"memeff::coded_kv_cache_{_name}", _no_backward, lib=_LIBRARY)
+
+coded_kv_cache_append = torch.ops.memeff.coded_kv_cache_append.default
+coded_kv_cache_view = torch.ops.memeff.coded_kv_cache_view.default
+coded_kv_cache_attention = torch.ops.memeff.coded_kv_cache_attention.default

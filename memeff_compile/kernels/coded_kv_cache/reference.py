@@ -1,0 +1,289 @@
+"""Engine R: codes, appending, the dense view and attention in plain PyTorch.
+
+Right on any device and in any floating dtype. It reads the number of tokens on the host, which is
+free on a CPU and waits for the device elsewhere. Arithmetic runs in float32, in float64 for float64
+caches; scales are stored in the dtype of the cache, and codes are taken with the stored scales.
+
+Papers: KIVI (per-channel keys, per-token values), BitNet a4.8 (one scale per head).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memeff_compile.kernels.coded_kv_cache.layout import (
+    CODED,
+    LENGTH,
+    block_of,
+    codes_of,
+)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that codes of a cache of this dtype are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# --- codes ----------------------------------------------------------------------------------------
+
+
+def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
+    """Return (2, ...) step and zero that put the extremes of x along `dim` at the end codes."""
+    low = high = x
+    if left_out is not None:
+        low = x.masked_fill(left_out, torch.inf)
+        high = x.masked_fill(left_out, -torch.inf)
+    low, high = low.amin(dim), high.amax(dim)
+    is_empty = low > high
+    low = low.masked_fill(is_empty, 0.0)
+    # By a tensor, not a number: CUDA would multiply by the inverse, which rounds otherwise.
+    step = (high.masked_fill(is_empty, 0.0) - low) / x.new_full((1,), 2**bits - 1)
+    return torch.stack([step, low])
+
+
+def _codes(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor:
+    return ((x - zero) / step + 0.5).floor().clamp(0, 2**bits - 1).to(torch.uint8)
+
+
+def _stored(step: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round a step to the dtype it is stored in; one where it vanishes."""
+    rounded = step.to(dtype)
+    return rounded.masked_fill(rounded == 0, 1.0)
+
+
+def encode(
+    x: Tensor, bits: int, scheme: str, *, is_value: bool, left_out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Code groups of keys or of values.
+
+    Args:
+        x: (B, H, n, G, D), n groups of G tokens.
+        bits: of a code.
+        scheme: one of `SCHEMES`.
+        is_value: values rather than keys.
+        left_out: bool (B or 1, H or 1, n, G), tokens that have no say in the scales of keys, or
+            None; their codes mean nothing.
+
+    Returns:
+        codes: (B, H, n, G * D * bits / 8) uint8.
+        scales: as the cache holds them for n groups, in the dtype of x.
+    """
+    values = x.to(wide(x.dtype))
+    hidden = None if left_out is None else left_out.unsqueeze(-1)
+    if scheme == "per_head":
+        top = 2 ** (bits - 1)
+        step = _stored(values.abs().amax(-1) / values.new_full((1,), top - 1), x.dtype)
+        whole = (values / step.to(values.dtype).unsqueeze(-1) + 0.5).floor()
+        codes = (whole.clamp(1 - top, top - 1) + top).to(torch.uint8)
+        scales = step[:, :, :, None, :, None]
+    elif is_value:
+        width = _channel_group(x.shape[-1])
+        parts = values.unflatten(-1, (-1, width))  # (B, H, n, G, parts, width)
+        step, zero = _between(parts, -1, None, bits)
+        step, zero = _stored(step, x.dtype), zero.to(x.dtype)
+        codes = _codes(
+            parts, step.to(parts.dtype)[..., None], zero.to(parts.dtype)[..., None], bits
+        )
+        codes = codes.flatten(-2)
+        scales = torch.stack([step, zero], -1).transpose(3, 4)  # (B, H, n, parts, G, 2)
+    else:
+        step, zero = _between(values, -2, hidden, bits)
+        step, zero = _stored(step, x.dtype), zero.to(x.dtype)
+        wide_step, wide_zero = (t.to(values.dtype).unsqueeze(-2) for t in (step, zero))
+        codes = _codes(values, wide_step, wide_zero, bits)
+        scales = torch.stack([step, zero], -1)  # (B, H, n, D, 2)
+    return block_of(codes, bits, is_value=is_value), scales
+
+
+def _channel_group(depth: int) -> int:
+    return depth // 2 if depth > 64 else depth
+
+
+def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
+    """Return what codes stand for.
+
+    Args:
+        codes: (B, H, n, G * D * bits / 8) uint8.
+        scales: as `encode` returns them.
+        bits: of a code.
+        depth: D.
+        is_value: values rather than keys.
+
+    Returns:
+        (B, H, n * G, D) float32, or float64 where the scales are.
+    """
+    kind = wide(scales.dtype)
+    numbers = codes_of(codes, bits, depth, is_value=is_value).to(kind)  # (B, H, n, G, D)
+    scales = scales.to(kind)
+    if is_per_head(scales):
+        found = (numbers - 2 ** (bits - 1)) * scales[:, :, :, 0]
+    elif is_value:
+        parts = numbers.unflatten(-1, (scales.shape[3], -1))
+        step, zero = scales.transpose(3, 4).unbind(-1)  # (B, H, n, G, parts)
+        found = (parts * step[..., None] + zero[..., None]).flatten(-2)
+    else:
+        step, zero = scales.unsqueeze(3).unbind(-1)  # (B, H, n, 1, D)
+        found = numbers * step + zero
+    flat: Tensor = found.flatten(2, 3)
+    return flat
+
+
+def is_per_head(k_or_v_scales: Tensor) -> bool:
+    """Return whether scales are one per token and head."""
+    return k_or_v_scales.shape[-1] == 1
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def append(
+    pool: Sequence[Tensor],
+    k: Tensor,
+    v: Tensor,
+    bits: int,
+    recent: int,
+    limit: int,
+) -> None:
+    """Write tokens behind those that are there, and code the groups that are old enough.
+
+    Args:
+        pool: the tensors of a cache.
+        k, v: (B, H, T, D).
+        bits: of a code.
+        recent: tokens at the end that are never in codes.
+        limit: tokens that the cache holds.
+    """
+    k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
+    window, new = k_window.shape[2], k.shape[2]
+    group = window - recent
+    length, coded = int(counts[LENGTH]), int(counts[CODED])
+    end = length + new
+    if end > limit:
+        raise IndexError(
+            f"the cache holds {limit} tokens, has {length} and is given {new}; make it longer "
+            "(max_cache_len)"
+        )
+    due = max(0, (end - coded - window) // group + 1) if end - coded >= window else 0
+    scheme = "per_head" if is_per_head(k_scales) else "kivi"
+    slots = torch.arange(coded, length, device=k.device) % window
+    old_and_new = [
+        torch.cat([held[:, :, slots], fresh], 2) for held, fresh in ((k_window, k), (v_window, v))
+    ]
+    positions = torch.arange(coded, end, device=k.device)
+    is_kept = kept_until(places, positions)
+    if due:
+        first, count = coded // group, due * group
+        left_out = is_kept[:, :, :count].unflatten(-1, (due, group))
+        for x, codes, scales, is_value in (
+            (old_and_new[0], k_codes, k_scales, False),
+            (old_and_new[1], v_codes, v_scales, True),
+        ):
+            grouped = x[:, :, :count].unflatten(2, (due, group))
+            found = encode(grouped, bits, scheme, is_value=is_value, left_out=left_out)
+            codes[:, :, first : first + due], scales[:, :, first : first + due] = found
+    fresh = torch.arange(max(length, end - window), end, device=k.device)
+    for x, held, kept in ((k, k_window, k_kept), (v, v_window, v_kept)):
+        held[:, :, fresh % window] = x[:, :, fresh - length]
+        _keep(x, kept, places, length)
+    counts[LENGTH], counts[CODED] = end, coded + due * group
+
+
+def kept_until(places: Tensor, positions: Tensor) -> Tensor:
+    """Return (B, H or 1, n): which positions are kept tokens or lie before the first of them."""
+    if places.shape[2] == 0:
+        return torch.zeros(1, 1, positions.numel(), dtype=torch.bool, device=positions.device)
+    return positions < places[:, :, :1] + places.shape[2]
+
+
+def _keep(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
+    """Write the tokens that are kept to where they are kept."""
+    source = places.long() - length
+    is_here = (source >= 0) & (source < x.shape[2])
+    if x.shape[2] and places.shape[2]:
+        index = source.clamp(0, x.shape[2] - 1)[..., None].expand(kept.shape)
+        kept.copy_(torch.where(is_here[..., None], x.gather(2, index), kept))
+
+
+def view(
+    pool: Sequence[Tensor],
+    norms: Sequence[Tensor | None],
+    bits: int,
+    tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values as a static cache would hold them, zero where nothing is.
+
+    Args:
+        pool: the tensors of a cache.
+        norms: of keys and of values, (B, H, N), by which what codes say is multiplied; negative for
+            tokens that are kept. Or two None.
+        bits: of a code.
+        tokens: N, length of the result.
+
+    Returns:
+        keys, values: (B, H, N, D) in the dtype of the window.
+    """
+    k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
+    depth, dtype = k_window.shape[3], k_window.dtype
+    length, coded = counts[LENGTH], counts[CODED]
+    position = torch.arange(tokens, device=counts.device)
+    slots = position % k_window.shape[2]
+    is_coded = (position < coded)[:, None]
+    is_recent = ((position >= coded) & (position < length))[:, None]
+    place = places.long()
+    there = torch.where((place >= 0) & (place < coded), place, tokens)
+    results = []
+    for codes, scales, window, kept, norm, is_value in (
+        (k_codes, k_scales, k_window, k_kept, norms[0], False),
+        (v_codes, v_scales, v_window, v_kept, norms[1], True),
+    ):
+        decoded = decode(codes, scales, bits, depth, is_value=is_value)
+        if norm is not None:
+            decoded = decoded * norm[:, :, : decoded.shape[2]].to(decoded.dtype).unsqueeze(-1)
+        short = tokens - decoded.shape[2]
+        decoded = F.pad(decoded[:, :, :tokens], (0, 0, 0, max(0, short))).to(dtype)
+        whole = torch.where(is_recent, window[:, :, slots], decoded)
+        whole = torch.where(is_recent | is_coded, whole, 0.0)
+        room = F.pad(whole, (0, 0, 0, 1))  # the row behind the end takes what is not yet kept
+        room.scatter_(2, there[..., None].expand(kept.shape), kept)
+        results.append(room[:, :, :tokens].contiguous())
+    return results[0], results[1]
+
+
+def attend(
+    q: Tensor,
+    pool: Sequence[Tensor],
+    norms: Sequence[Tensor | None],
+    mask: Tensor | None,
+    scale: float,
+    bits: int,
+) -> Tensor:
+    """Attend with one query per sequence to everything in the cache that `mask` shows.
+
+    Args:
+        q: (B, Hq, 1, D).
+        pool, norms, bits: as for `view`.
+        mask: bool (B or 1, 1, 1, N), or None.
+        scale: factor of the scores.
+
+    Returns:
+        (B, Hq, 1, D). A query that sees nothing gets zeros.
+    """
+    batch, heads, queries, depth = q.shape
+    kv_heads, length = pool[0].shape[1], int(pool[-1][LENGTH])
+    if 0 in (length, q.numel()):
+        return q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)
+    keys, values = view(pool, norms, bits, length)
+    seen = None
+    if mask is not None:
+        seen = mask[..., :length]
+        seen = F.pad(seen, (0, length - seen.shape[3]), value=False)
+    rows = q.reshape(batch, kv_heads, heads // kv_heads, depth)
+    found = F.scaled_dot_product_attention(rows, keys, values, attn_mask=seen, scale=scale)
+    if seen is not None:
+        found = found.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    out = q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+    return out.copy_(found.reshape(batch, heads, queries, depth))

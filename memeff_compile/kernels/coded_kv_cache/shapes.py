@@ -1,0 +1,90 @@
+"""How the engine `codes` cuts the work: programs per sequence and head, warps and stages.
+
+Everything follows from static sizes, never from how much is filled, so a launch that was captured
+in a CUDA graph stays right as the cache fills up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_SPLITS = 64
+
+MIN_ROWS = 8
+"""Query heads across a tile; fewer would leave a tensor core's tile empty."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a launch of the attention kernel is compiled for.
+
+    Attributes:
+        warps: warps per program.
+        stages: turns in flight.
+        at_once: groups of codes per turn.
+        programs: programs per multiprocessor that are aimed at.
+    """
+
+    warps: int
+    stages: int
+    at_once: int
+    programs: int
+
+
+def shapes_for(depth: int, bits: int, rows: int = MIN_ROWS) -> Shapes:
+    """Return the launch for a head dimension, a number of bits and the rows of a tile.
+
+    Two warps, or few rows, keep to the tensor core's instructions for single warps: those for four
+    warps, on 16 rows, came out wrong.
+    Chosen by `benchmarks/coded_kv.py --part sweep` on an H200.
+
+    Example: shapes_for(128, 4) == Shapes(warps=2, stages=3, at_once=2, programs=4).
+    """
+    if rows > MIN_ROWS:
+        return Shapes(2, 2, 1, 3)
+    if depth > 128:
+        return Shapes(4, 2, 1, 2)
+    if bits == 8:
+        return Shapes(2, 3, 1, 4)
+    return Shapes(2, 3, 2, 4 if bits > 3 else 6)
+
+
+def rows_for(repeat: int) -> int:
+    """Return the rows of a tile for so many query heads per key-value head.
+
+    Example: rows_for(4) == 8 and rows_for(12) == 16.
+    """
+    return max(MIN_ROWS, 1 << (repeat - 1).bit_length())
+
+
+def part_width(depth: int, bits: int, channels: int) -> int:
+    """Return the channels that one product covers: those whose codes share bytes, or a scale.
+
+    Example: part_width(128, 4, 64) == 64 and part_width(128, 2, 64) == 32.
+    """
+    if bits == 8:
+        return channels
+    return depth // 4 if bits == 3 else depth * bits // 8
+
+
+def splits_for(pairs: int, groups: int, slots: int) -> int:
+    """Return the number of programs that share the groups of one sequence and key-value head.
+
+    Args:
+        pairs: sequences times key-value heads.
+        groups: groups of codes the cache has room for.
+        slots: programs that run at once.
+
+    Example: splits_for(8, 510, 528) == 64 and splits_for(1024, 510, 528) == 3.
+    """
+    most = max(1, min(MAX_SPLITS, groups))
+    return min(range(1, most + 1), key=lambda splits: _cost(pairs, groups, splits, slots))
+
+
+def _cost(pairs: int, groups: int, splits: int, slots: int) -> float:
+    """Return the time of a launch in groups; programs beyond the slots wait for others to end."""
+    waves = -(-pairs * splits // slots)
+    filling = pairs * splits / slots
+    rounds = waves if waves < 4 else filling + 0.5
+    combine = 2.0 + 0.05 * splits if splits > 1 else 0.0
+    return rounds * (-(-groups // splits) + 3.0) + combine

@@ -1,0 +1,158 @@
+"""The engine `codes`: attention over codes, split over programs. CUDA, sm_80 or later.
+
+Nothing waits for the GPU or reads a value on the host, and the grid follows from static sizes, so
+calls can be captured in CUDA graphs and replayed while the cache fills up. There are no atomics:
+the same inputs give the same bits.
+
+The floor is the time to read the codes and their scales once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels._triton.device import on_device, processors
+from memeff_compile.kernels.coded_kv_cache.layout import channel_group
+from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
+from memeff_compile.kernels.coded_kv_cache.shapes import (
+    Shapes,
+    part_width,
+    rows_for,
+    shapes_for,
+    splits_for,
+)
+
+_splits = lru_cache(maxsize=1024)(splits_for)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a launch is made of: warps and stages, and programs per sequence and key-value head."""
+
+    shapes: Shapes
+    splits: int
+
+
+def plan_for(
+    pairs: int, groups: int, depth: int, bits: int, device: torch.device, repeat: int = 1
+) -> Plan:
+    """Return the launch for so many sequences times key-value heads, from static sizes alone.
+
+    Args:
+        pairs: sequences times key-value heads.
+        groups: groups of codes the cache has room for.
+        depth: channels per head.
+        bits: of a code.
+        device: where it runs; an H200 is assumed off CUDA.
+        repeat: query heads per key-value head.
+    """
+    shapes = shapes_for(depth, bits, rows_for(repeat))
+    return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
+
+
+def attend(
+    q: Tensor,
+    pool: Sequence[Tensor],
+    norms: Sequence[Tensor | None],
+    mask: Tensor | None,
+    scale: float,
+    bits: int,
+    *,
+    plan: Plan | None = None,
+) -> Tensor:
+    """Attend with one query per sequence; the shapes are as the op has checked them.
+
+    Args:
+        q: (B, Hq, 1, D), any strides.
+        pool: the tensors of a cache.
+        norms: of keys and of values, (B, H, N), or two None.
+        mask: bool (B or 1, 1, 1, N), or None.
+        scale: factor of the scores.
+        bits: of a code.
+        plan: the launch, by default what `plan_for` gives.
+
+    Returns:
+        (B, Hq, 1, D) in the dtype of q.
+    """
+    from memeff_compile.kernels.coded_kv_cache import split_codes_kernels as kernels
+
+    k_codes, k_scales, k_window, k_kept, counts = (pool[i] for i in (0, 2, 4, 6, 9))
+    batch, kv_heads, groups, block = k_codes.shape
+    window, depth = k_window.shape[2:]
+    heads = q.shape[1]
+    repeat, pairs = heads // kv_heads, batch * kv_heads
+    per_head = is_per_head(k_scales)
+    channels = channel_group(depth, "per_head" if per_head else "kivi")
+    kept = k_kept.shape[2]
+    if plan is None:
+        plan = plan_for(pairs, groups, depth, bits, q.device, repeat)
+    splits = plan.splits
+    out = q.new_empty((batch, 1, heads, depth))
+    share = stat = out
+    stat_count = batch * heads * splits
+    if splits > 1:
+        share = q.new_empty((stat_count, depth), dtype=torch.float32)
+        stat = q.new_empty((2, stat_count), dtype=torch.float32)
+    seen = counts if mask is None else mask.view(torch.uint8)
+    k_norms, v_norms = (counts if norm is None else norm for norm in norms)
+    with on_device(q):
+        kernels._coded_kv_cache_attention_kernel[(pairs, splits)](
+            q,
+            q.stride(0),
+            q.stride(1),
+            q.stride(3),
+            *pool,
+            k_norms,
+            v_norms,
+            seen,
+            0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
+            0 if mask is None else mask.stride(3),
+            out,
+            share,
+            stat,
+            scale * math.log2(math.e),
+            kv_heads,
+            groups,
+            0 if norms[0] is None else norms[0].shape[2],
+            0 if mask is None else mask.shape[3],
+            splits,
+            stat_count,
+            REPEAT=repeat,
+            DEPTH=depth,
+            ROWS=rows_for(repeat),
+            BITS=bits,
+            GROUP=block * 8 // (depth * bits),
+            CHANNELS=channels,
+            WIDTH=part_width(depth, bits, channels),
+            WINDOW=window,
+            WINDOW_TILE=min(64, 1 << (window - 1).bit_length()),
+            KEPT=kept,
+            KEPT_TILE=max(16, min(64, 1 << max(0, kept - 1).bit_length())),
+            IS_PER_HEAD=per_head,
+            HAS_NORMS=norms[0] is not None,
+            HAS_MASK=mask is not None,
+            IS_ALONE=splits == 1,
+            STAGES=plan.shapes.stages,
+            AT_ONCE=plan.shapes.at_once,
+            PACKED=q.is_cuda and q.dtype == torch.bfloat16,
+            UPCAST=not q.is_cuda,
+            num_warps=plan.shapes.warps,
+        )
+        if splits > 1:
+            kernels._coded_kv_cache_combine_kernel[(batch * heads,)](
+                share,
+                stat,
+                out,
+                splits,
+                stat_count,
+                DEPTH=depth,
+                SPLIT_BLOCK=1 << (splits - 1).bit_length(),
+                num_warps=4,
+            )
+    return out.transpose(1, 2)

@@ -1,0 +1,543 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+"""The two passes of the engine `codes`: attention over a share of the cache, and the sum of shares.
+
+Program i of n takes the turns i, i + n, i + 2n ... of a few groups of codes each, then tiles of the
+window and of the kept tokens in the same manner. Scores stand with tokens down and query heads
+across: then keys and values are both the left operand of their product, read as bytes and unpacked
+in registers, and eight query heads fill a tile. Codes stay whole numbers: a key's scales multiply
+the query, a value's the weight, and zeros are added once per tile. Weights are summed token by
+token in registers and across tokens at the end, so a turn has two reductions: the zeros of keys,
+and the largest score. Sums run in a fixed order.
+
+PACKED unpacks four bytes at a time with 32-bit instructions into bf16 numbers 128 + code, which are
+exact. Of keys 128 is taken out with the zeros; of values it is taken off, with the middle code,
+before they are summed over many tokens, where a large sum would lose what is small. The interpreter
+cannot run it, nor multiply bf16: there PACKED is off and UPCAST widens operands to fp32.
+
+Axis letters: tokens run over one group, rows are the query heads of one key-value head, part is a
+share of the channels that one product covers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Four bytes to four bf16 numbers: shift, keep the bits of the code, put 0x43 above each byte.
+_TAKE_4_0 = tl.constexpr(
+    "{ .reg .b32 t; and.b32 t, $2, 0x0F0F0F0F; "
+    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
+)
+_TAKE_4_4 = tl.constexpr(
+    "{ .reg .b32 t; shr.b32 t, $2, 4; and.b32 t, t, 0x0F0F0F0F; "
+    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
+)
+_TAKE_2_0 = tl.constexpr(
+    "{ .reg .b32 t; and.b32 t, $2, 0x03030303; "
+    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
+)
+_TAKE_2_2 = tl.constexpr(
+    "{ .reg .b32 t; shr.b32 t, $2, 2; and.b32 t, t, 0x03030303; "
+    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
+)
+_TAKE_2_4 = tl.constexpr(
+    "{ .reg .b32 t; shr.b32 t, $2, 4; and.b32 t, t, 0x03030303; "
+    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
+)
+_TAKE_2_6 = tl.constexpr(
+    "{ .reg .b32 t; shr.b32 t, $2, 6; and.b32 t, t, 0x03030303; "
+    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
+)
+# Codes of 3 bits: two low bits from one byte, the high bit from another.
+_TAKE_3_0 = tl.constexpr(
+    "{ .reg .b32 t, u; and.b32 t, $2, 0x03030303; and.b32 u, $3, 0x01010101; "
+    "shl.b32 u, u, 2; or.b32 t, t, u; "
+    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
+)
+_TAKE_3_2 = tl.constexpr(
+    "{ .reg .b32 t, u; shr.b32 t, $2, 2; and.b32 t, t, 0x03030303; and.b32 u, $3, 0x04040404; "
+    "or.b32 t, t, u; "
+    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
+)
+_TAKE_3_4 = tl.constexpr(
+    "{ .reg .b32 t, u; shr.b32 t, $2, 4; and.b32 t, t, 0x03030303; shr.b32 u, $3, 2; "
+    "and.b32 u, u, 0x04040404; or.b32 t, t, u; "
+    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
+)
+_TAKE_3_6 = tl.constexpr(
+    "{ .reg .b32 t, u; shr.b32 t, $2, 6; and.b32 t, t, 0x03030303; shr.b32 u, $3, 4; "
+    "and.b32 u, u, 0x04040404; or.b32 t, t, u; "
+    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
+)
+
+# A byte is two halves: (128 + high) * 16 - 2304 + (128 + low) = code - 128, exact throughout.
+_TAKE_8 = tl.constexpr(
+    "{ .reg .b32 t, u, a, b, c, d, one, many, less; mov.b32 one, 0x3F803F80; "
+    "mov.b32 many, 0x41804180; mov.b32 less, 0xC510C510; and.b32 t, $2, 0x0F0F0F0F; "
+    "prmt.b32 a, t, 0x43434343, 0x4140; prmt.b32 b, t, 0x43434343, 0x4342; "
+    "shr.b32 u, $2, 4; and.b32 u, u, 0x0F0F0F0F; "
+    "prmt.b32 c, u, 0x43434343, 0x4140; prmt.b32 d, u, 0x43434343, 0x4342; "
+    "fma.rn.bf16x2 c, c, many, less; fma.rn.bf16x2 d, d, many, less; "
+    "fma.rn.bf16x2 $0, a, one, c; fma.rn.bf16x2 $1, b, one, d; }"
+)
+# Two bf16 numbers at a time: x * 1 - 136, 132 or 130, exact.
+_LESS_136 = tl.constexpr(
+    "{ .reg .b32 a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC308C308; fma.rn.bf16x2 $0, $1, a, b; }"
+)
+_LESS_132 = tl.constexpr(
+    "{ .reg .b32 a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC304C304; fma.rn.bf16x2 $0, $1, a, b; }"
+)
+_LESS_130 = tl.constexpr(
+    "{ .reg .b32 a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC302C302; fma.rn.bf16x2 $0, $1, a, b; }"
+)
+
+
+@triton.jit
+def _take(raw, ASM: tl.constexpr):
+    return tl.inline_asm_elementwise(ASM, "=r,=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def _take_two(raw, high, ASM: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        ASM, "=r,=r,r,r", [raw, high], dtype=tl.bfloat16, is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _numbers(
+    raw, high, PART: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr, kind: tl.constexpr
+):
+    """Return the codes of a part as numbers of a type; with PACKED bf16 and 128 more, 128 less of
+    codes of 8 bits.
+    """
+    if PACKED:
+        if BITS == 8:
+            numbers = _take(raw, _TAKE_8)
+        elif BITS == 4:
+            numbers = _take(raw, _TAKE_4_0 if PART == 0 else _TAKE_4_4)
+        elif BITS == 2:
+            if PART < 2:
+                numbers = _take(raw, _TAKE_2_0 if PART == 0 else _TAKE_2_2)
+            else:
+                numbers = _take(raw, _TAKE_2_4 if PART == 2 else _TAKE_2_6)
+        elif PART < 2:
+            numbers = _take_two(raw, high, _TAKE_3_0 if PART == 0 else _TAKE_3_2)
+        else:
+            numbers = _take_two(raw, high, _TAKE_3_4 if PART == 2 else _TAKE_3_6)
+    elif BITS == 8:
+        numbers = raw.to(kind)
+    elif BITS == 3:
+        low = (raw >> (2 * PART)) & 3
+        numbers = (low | (((high >> (2 * PART)) & 1) << 2)).to(kind)
+    else:
+        numbers = ((raw >> (BITS * PART)) & ((1 << BITS) - 1)).to(kind)
+    return numbers
+
+
+@triton.jit
+def _centred(numbers, BITS: tl.constexpr):
+    """Return codes less the middle one: sums over many tokens stay small and so exact."""
+    if BITS == 4:
+        numbers = tl.inline_asm_elementwise(
+            _LESS_136, "=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif BITS == 3:
+        numbers = tl.inline_asm_elementwise(
+            _LESS_132, "=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        numbers = tl.inline_asm_elementwise(
+            _LESS_130, "=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return numbers
+
+
+@triton.jit
+def _pair_of(base, place):
+    """Return the step and the zero at a place, in fp32; two bf16 numbers are one load."""
+    kind: tl.constexpr = base.dtype.element_ty
+    if kind == tl.bfloat16:
+        both = tl.load(base.to(tl.pointer_type(tl.uint32)) + place)
+        step = (both << 16).to(tl.float32, bitcast=True)
+        zero = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        step = tl.load(base + 2 * place).to(tl.float32)
+        zero = tl.load(base + 2 * place + 1).to(tl.float32)
+    return step, zero
+
+
+@triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _attend_exact(
+    k_base,
+    v_base,
+    place,  # (TILE,) rows of the tile
+    is_seen,  # (TILE,)
+    q,  # (D, ROWS)
+    scale,
+    largest,
+    total,
+    accs,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Add a tile of tokens that are stored as they came."""
+    depth = tl.arange(0, DEPTH)
+    width = tl.arange(0, WIDTH)
+    offs = place.to(tl.int64) * DEPTH
+    k = tl.load(k_base + offs[:, None] + depth[None, :], mask=is_seen[:, None], other=0.0)
+    score = tl.zeros((k.shape[0], q.shape[1]), dtype=tl.float32)
+    score = _dot(k, q, score, UPCAST) * scale
+    score = tl.where(is_seen[:, None], score, float("-inf"))
+    higher = tl.maximum(largest, tl.max(score, axis=0))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score - base[None, :])
+    shrink = tl.exp2(largest - base)
+    total = total * shrink + tl.sum(weight, axis=0)
+    weight = weight.to(q.dtype)
+    new = ()
+    for part in tl.static_range(PARTS):
+        v = tl.load(
+            v_base + offs[None, :] + (part * WIDTH + width)[:, None],
+            mask=is_seen[None, :],
+            other=0.0,
+        )
+        new = new + (_dot(v, weight, accs[part] * shrink[None, :], UPCAST),)  # noqa: RUF005
+    return higher, total, new
+
+
+@triton.jit
+def _coded_kv_cache_attention_kernel(
+    q_ptr,  # (B, KV_HEADS * REPEAT, 1, D)
+    stride_q_batch,
+    stride_q_head,
+    stride_q_depth,
+    k_codes_ptr,  # (B, KV_HEADS, groups, GROUP * D * BITS / 8) bytes
+    v_codes_ptr,
+    k_scales_ptr,  # (B, KV_HEADS, groups, D, 2), or (B, KV_HEADS, groups, 1, GROUP, 1)
+    v_scales_ptr,  # (B, KV_HEADS, groups, D / CHANNELS, GROUP, 2), or as of keys
+    k_window_ptr,  # (B, KV_HEADS, WINDOW, D)
+    v_window_ptr,
+    k_kept_ptr,  # (B, KV_HEADS, KEPT, D)
+    v_kept_ptr,
+    places_ptr,  # (B, KV_HEADS, KEPT) int32
+    counts_ptr,  # (3,) int64
+    k_norms_ptr,  # (B, KV_HEADS, norm_count), with HAS_NORMS
+    v_norms_ptr,
+    mask_ptr,  # (B, mask_count) bytes, with HAS_MASK
+    stride_mask_batch,
+    stride_mask_key,
+    out_ptr,  # (B, KV_HEADS * REPEAT, D), with IS_ALONE
+    share_ptr,  # (B, KV_HEADS, REPEAT, splits, D) fp32, otherwise
+    stat_ptr,  # (2, B, KV_HEADS, REPEAT, splits) fp32: largest score in base 2, sum of weights
+    scale,  # of the scores, in base 2
+    kv_heads,
+    groups,
+    norm_count,
+    mask_count,
+    splits,
+    stat_count,  # B * KV_HEADS * REPEAT * splits
+    REPEAT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHANNELS: tl.constexpr,  # of a value that share a scale
+    WIDTH: tl.constexpr,  # channels per part
+    WINDOW: tl.constexpr,
+    WINDOW_TILE: tl.constexpr,
+    KEPT: tl.constexpr,
+    KEPT_TILE: tl.constexpr,
+    IS_PER_HEAD: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    IS_ALONE: tl.constexpr,
+    STAGES: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # groups per turn
+    PACKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    PARTS: tl.constexpr = DEPTH // WIDTH
+    BLOCK: tl.constexpr = GROUP * DEPTH * BITS // 8
+    HIGH: tl.constexpr = DEPTH // 8  # bytes of a row of the plane of high bits
+    OFFSET: tl.constexpr = (-128.0 if BITS == 8 else 128.0) if PACKED else 0.0
+    MIDDLE: tl.constexpr = 1.0 * (1 << (BITS - 1))
+    TOP: tl.constexpr = 1 << (BITS - 1)
+    kind: tl.constexpr = q_ptr.dtype.element_ty
+    pair = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    batch = pair // kv_heads
+    kv_head = pair % kv_heads
+    length = tl.load(counts_ptr)
+    coded = tl.load(counts_ptr + 1)
+    tiles = tl.minimum(coded // GROUP, groups).to(tl.int32)
+    first = 0
+    if KEPT > 0:
+        first = tl.load(places_ptr + pair * KEPT)
+    rows = tl.arange(0, ROWS)
+    depth = tl.arange(0, DEPTH)
+    width = tl.arange(0, WIDTH)
+    tokens = tl.arange(0, GROUP)
+    is_row = rows < REPEAT
+    q_offs = (kv_head * REPEAT + rows) * stride_q_head + batch * stride_q_batch
+    largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    sums = tl.zeros((GROUP, ROWS), dtype=tl.float32)
+    queries = ()
+    accs = ()
+    zeros = ()
+    for part in tl.static_range(PARTS):
+        queries = queries + (  # noqa: RUF005
+            tl.load(
+                q_ptr + q_offs[None, :] + (part * WIDTH + width)[:, None] * stride_q_depth,
+                mask=is_row[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            * scale,
+        )
+        accs = accs + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
+    for _ in tl.static_range(DEPTH // CHANNELS):
+        zeros = zeros + (tl.zeros((GROUP, ROWS), dtype=tl.float32),)  # noqa: RUF005
+
+    # Offsets of bytes within a block: keys token by token, values channel by channel.
+    if BITS == 3:
+        k_bytes = tokens[:, None] * (DEPTH // 4) + width[None, :]
+        v_bytes = width[:, None] * GROUP + tokens[None, :]
+        k_high = GROUP * (DEPTH // 4) + tokens[:, None] * HIGH + (width % HIGH)[None, :]
+        v_high = GROUP * (DEPTH // 4) + (width % HIGH)[:, None] * GROUP + tokens[None, :]
+        nudge = (width // HIGH).to(tl.uint8)
+    else:
+        k_bytes = tokens[:, None] * (DEPTH * BITS // 8) + width[None, :]
+        v_bytes = width[:, None] * GROUP + tokens[None, :]
+    k_base = k_codes_ptr + pair * groups * BLOCK
+    v_base = v_codes_ptr + pair * groups * BLOCK
+    K_SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * DEPTH
+    V_SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * GROUP * (DEPTH // CHANNELS)
+    ks_base = k_scales_ptr + pair * groups * K_SCALES
+    vs_base = v_scales_ptr + pair * groups * V_SCALES
+    wide_zero = pair * 0  # makes addresses 64-bit numbers
+
+    for turn in tl.range(split, tl.cdiv(tiles, AT_ONCE), splits, num_stages=STAGES):
+        scores = ()
+        best = tl.full((GROUP, ROWS), float("-inf"), dtype=tl.float32)
+        for at in tl.static_range(AT_ONCE):
+            tile = turn * AT_ONCE + at
+            block = wide_zero + tl.minimum(tile, tiles - 1)
+            k_raw = tl.load(k_base + block * BLOCK + k_bytes)
+            k_more = k_raw
+            if BITS == 3:
+                k_more = tl.load(k_base + block * BLOCK + k_high) >> nudge[None, :]
+            score = tl.zeros((GROUP, ROWS), dtype=tl.float32)
+            bias = tl.zeros((WIDTH, ROWS), dtype=tl.float32)
+            for part in tl.static_range(PARTS):
+                if BITS == 8 and part > 0:
+                    k_raw = tl.load(k_base + block * BLOCK + k_bytes + part * WIDTH)
+                if IS_PER_HEAD:
+                    scaled = queries[part].to(kind)  # type: ignore[var-annotated]
+                    bias -= (OFFSET + TOP) * scaled.to(tl.float32)
+                else:
+                    step, zero = _pair_of(ks_base + block * K_SCALES, part * WIDTH + width)
+                    scaled = (queries[part] * step[:, None]).to(kind)
+                    bias += queries[part] * zero[:, None] - OFFSET * scaled.to(tl.float32)
+                numbers = _numbers(k_raw, k_more, part, BITS, PACKED, kind)
+                score = _dot(numbers, scaled, score, UPCAST)
+            score += tl.sum(bias, axis=0)[None, :]
+            if IS_PER_HEAD:
+                score *= tl.load(ks_base + block * K_SCALES + tokens).to(tl.float32)[:, None]
+            position = tile * GROUP + tokens
+            is_seen = position < tiles * GROUP
+            if HAS_NORMS:
+                k_norm = tl.load(
+                    k_norms_ptr + pair * norm_count + wide_zero + position, mask=is_seen, other=-1.0
+                ).to(tl.float32)
+                score *= k_norm[:, None]
+                is_seen = is_seen & (k_norm >= 0.0)  # the others are among the kept tokens
+            elif KEPT > 0:
+                is_seen = is_seen & ((position < first) | (position >= first + KEPT))
+            if HAS_MASK:
+                seen = tl.load(
+                    mask_ptr + batch * stride_mask_batch + (wide_zero + position) * stride_mask_key,
+                    mask=is_seen & (position < mask_count),
+                    other=0,
+                )
+                is_seen = is_seen & (seen != 0)
+            score = tl.where(is_seen[:, None], score, float("-inf"))
+            best = tl.maximum(best, score)
+            scores = scores + (score,)  # noqa: RUF005
+        higher = tl.maximum(largest, tl.max(best, axis=0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(largest - base)
+        largest = higher
+        sums = sums * shrink[None, :]
+        new_accs = ()
+        new_zeros = ()
+        for part in tl.static_range(PARTS):
+            new_accs = new_accs + (accs[part] * shrink[None, :],)  # noqa: RUF005
+        for share in tl.static_range(DEPTH // CHANNELS):
+            new_zeros = new_zeros + (zeros[share] * shrink[None, :],)  # noqa: RUF005
+        accs = new_accs
+        zeros = new_zeros
+        for at in tl.static_range(AT_ONCE):
+            tile = turn * AT_ONCE + at
+            block = wide_zero + tl.minimum(tile, tiles - 1)
+            v_raw = tl.load(v_base + block * BLOCK + v_bytes)
+            v_more = v_raw
+            if BITS == 3:
+                v_more = tl.load(v_base + block * BLOCK + v_high) >> nudge[:, None]
+            weight = tl.exp2(scores[at] - base[None, :])
+            sums += weight
+            if HAS_NORMS:
+                position = tile * GROUP + tokens
+                v_norm = tl.load(
+                    v_norms_ptr + pair * norm_count + wide_zero + position,
+                    mask=position < tiles * GROUP,
+                    other=0.0,
+                )
+                weight *= v_norm.to(tl.float32)[:, None]
+            new_accs = ()
+            new_zeros = ()
+            for part in tl.static_range(PARTS):
+                if BITS == 8 and part > 0:
+                    v_raw = tl.load(v_base + block * BLOCK + v_bytes + part * WIDTH * GROUP)
+                if part * WIDTH % CHANNELS == 0:
+                    share = part * WIDTH // CHANNELS
+                    if IS_PER_HEAD:
+                        step = tl.load(vs_base + block * V_SCALES + tokens).to(tl.float32)
+                        scaled = (weight * step[:, None]).to(kind)
+                        taken = -TOP * scaled.to(tl.float32)
+                    else:
+                        step, zero = _pair_of(vs_base + block * V_SCALES, share * GROUP + tokens)
+                        scaled = (weight * step[:, None]).to(kind)
+                        taken = weight * zero[:, None]
+                    if PACKED:
+                        taken += MIDDLE * scaled.to(tl.float32)
+                    new_zeros = new_zeros + (zeros[part * WIDTH // CHANNELS] + taken,)  # noqa: RUF005
+                numbers = _numbers(v_raw, v_more, part, BITS, PACKED, kind)
+                if PACKED and BITS != 8:
+                    numbers = _centred(numbers, BITS)
+                new_accs = new_accs + (_dot(numbers, scaled, accs[part], UPCAST),)  # noqa: RUF005
+            accs = new_accs
+            zeros = new_zeros
+
+    total = tl.sum(sums, axis=0)
+    whole = ()
+    for part in tl.static_range(PARTS):
+        whole = whole + (  # noqa: RUF005
+            accs[part] + tl.sum(zeros[part * WIDTH // CHANNELS], axis=0)[None, :],
+        )
+    accs = whole
+    whole_q = tl.load(
+        q_ptr + q_offs[None, :] + depth[:, None] * stride_q_depth, mask=is_row[None, :], other=0.0
+    )
+    TILES: tl.constexpr = (WINDOW + WINDOW_TILE - 1) // WINDOW_TILE
+    for tile in tl.range(split, TILES, splits, num_stages=1):
+        slot = tile * WINDOW_TILE + tl.arange(0, WINDOW_TILE)
+        position = coded + (slot + WINDOW - coded % WINDOW) % WINDOW
+        is_seen = (position < length) & (slot < WINDOW)
+        if HAS_MASK:
+            seen = tl.load(
+                mask_ptr + batch * stride_mask_batch + position * stride_mask_key,
+                mask=is_seen & (position < mask_count),
+                other=0,
+            )
+            is_seen = is_seen & (seen != 0)
+        largest, total, accs = _attend_exact(
+            k_window_ptr + pair * (WINDOW * DEPTH),
+            v_window_ptr + pair * (WINDOW * DEPTH),
+            slot,
+            is_seen,
+            whole_q,
+            scale,
+            largest,
+            total,
+            accs,
+            DEPTH,
+            WIDTH,
+            PARTS,
+            UPCAST,
+        )
+    if KEPT > 0:
+        turn = (split + splits - TILES % splits) % splits
+        for tile in tl.range(turn, (KEPT + KEPT_TILE - 1) // KEPT_TILE, splits, num_stages=1):
+            row = tile * KEPT_TILE + tl.arange(0, KEPT_TILE)
+            position = tl.load(places_ptr + pair * KEPT + row, mask=row < KEPT, other=-1)
+            is_seen = (position >= 0) & (position < coded)
+            if HAS_MASK:
+                seen = tl.load(
+                    mask_ptr + batch * stride_mask_batch + position.to(tl.int64) * stride_mask_key,
+                    mask=is_seen & (position < mask_count),
+                    other=0,
+                )
+                is_seen = is_seen & (seen != 0)
+            largest, total, accs = _attend_exact(
+                k_kept_ptr + pair * (KEPT * DEPTH),
+                v_kept_ptr + pair * (KEPT * DEPTH),
+                row,
+                is_seen,
+                whole_q,
+                scale,
+                largest,
+                total,
+                accs,
+                DEPTH,
+                WIDTH,
+                PARTS,
+                UPCAST,
+            )
+    row_of = pair * REPEAT + rows
+    for part in tl.static_range(PARTS):
+        channel = (part * WIDTH + width)[:, None]
+        if IS_ALONE:
+            tl.store(
+                out_ptr + row_of[None, :] * DEPTH + channel,
+                (accs[part] / tl.where(total == 0.0, 1.0, total)[None, :]).to(
+                    out_ptr.dtype.element_ty
+                ),
+                mask=is_row[None, :],
+            )
+        else:
+            tl.store(
+                share_ptr + (row_of * splits + split)[None, :] * DEPTH + channel,
+                accs[part],
+                mask=(is_row & (largest != float("-inf")))[None, :],
+            )
+    if not IS_ALONE:
+        tl.store(stat_ptr + row_of * splits + split, largest, mask=is_row)
+        tl.store(stat_ptr + stat_count + row_of * splits + split, total, mask=is_row)
+
+
+@triton.jit
+def _coded_kv_cache_combine_kernel(
+    share_ptr,  # (rows, splits, D) fp32
+    stat_ptr,  # (2, rows, splits) fp32
+    out_ptr,  # (rows, D)
+    splits,
+    stat_count,
+    DEPTH: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLIT_BLOCK)
+    depth = tl.arange(0, DEPTH)
+    place = row * splits + split
+    largest = tl.load(stat_ptr + place, mask=split < splits, other=float("-inf"))
+    total = tl.load(stat_ptr + stat_count + place, mask=split < splits, other=0.0)
+    is_there = largest != float("-inf")  # the other shares were never written
+    share = tl.load(
+        share_ptr + place[:, None] * DEPTH + depth[None, :], mask=is_there[:, None], other=0.0
+    )
+    base = tl.max(largest, axis=0)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    weight = tl.exp2(largest - base)
+    whole = tl.sum(weight * total, axis=0)
+    result = tl.sum(share * weight[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    tl.store(out_ptr + row * DEPTH + depth, result.to(out_ptr.dtype.element_ty))

@@ -1,0 +1,567 @@
+"""A KV cache of few bits for transformers' models: `KVCache`, and `use_kv_cache_` for generate().
+
+Old tokens are codes of 8, 4, 3 or 2 bits; the latest and the first few stay as they came. Layers
+that only see a window of tokens stay exact. Without the backend a step rebuilds keys and values and
+is right; with it, attention reads the codes themselves (passes/compress_kv_cache.py).
+
+Needs transformers, which nothing else of the package does; it is imported with this module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memeff_compile import compat
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels.coded_kv_cache import (
+    BITS,
+    CODED,
+    LENGTH,
+    POOL,
+    SCHEMES,
+    Layout,
+    coded_kv_cache_append,
+    coded_kv_cache_view,
+)
+
+try:
+    from transformers import CompileConfig
+    from transformers.cache_utils import (
+        STATIC_LAYER_TYPE_MAPPING,
+        Cache,
+        CacheLayerMixin,
+        StaticLayer,
+        get_layer_types_and_kwargs,
+    )
+except ImportError as missing:
+    raise ImportError(
+        "memeff_compile.KVCache is a cache of transformers, 5.17 or later, which cannot be "
+        f"imported ({missing}). Install it: pip install 'memeff_compile[transformers]'."
+    ) from missing
+
+_ROUNDED = 256
+"""Lengths of caches that `use_kv_cache_` makes are multiples of it, so that few are compiled."""
+
+
+def _refuse(sentence: str) -> None:
+    raise UnsupportedInputError(f"KVCache: {sentence}")
+
+
+def _remaining(tokens_to_remove: int) -> int:
+    """Return how many tokens `crop` is to remove."""
+    if tokens_to_remove > 0:
+        raise ValueError(
+            f"crop was given {tokens_to_remove}; a negative number is needed: how many tokens to "
+            "remove."
+        )
+    return -tokens_to_remove
+
+
+class _InPlace(CacheLayerMixin):
+    """What the layers of a KVCache share: tensors that are changed in place, never moved."""
+
+    is_compileable = True
+    is_sliding = False
+    max_cache_len: int
+    is_empty: bool
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and tensors that have an entry per sequence."""
+        raise NotImplementedError
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of the keys that the mask is about."""
+        return (query_length if self.is_empty else self.max_cache_len), 0
+
+    def get_max_length(self) -> int:
+        """Return the tokens there is room for."""
+        return self.max_cache_len
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put the sequences into another order, for beam search."""
+        for _, tensor in self.tensors():
+            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence."""
+        for name, tensor in self.tensors():
+            self._replace(name, tensor.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some sequences."""
+        for name, tensor in self.tensors():
+            self._replace(name, tensor[indices].contiguous())
+
+    def _replace(self, name: str, tensor: Tensor) -> None:
+        compat.keep_address(tensor)
+        setattr(self, name, tensor)
+
+    def offload(self) -> None:
+        """Refuse: the tensors stay where they are."""
+        _refuse("offloading is not supported; the cache is small because it is coded.")
+
+    prefetch = offload
+
+
+def _refuse_training(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        _refuse(
+            "keys and values require gradients, and a cache has no backward. Generate under "
+            "torch.no_grad(), or train with use_cache=False."
+        )
+
+
+class ExactLayer(_InPlace, StaticLayer):
+    """A layer whose keys and values stay as they come, in the dtype they come in."""
+
+    is_croppable = True
+    keys: Any
+    values: Any
+
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__(max_cache_len=max_cache_len)
+        self.is_empty = True
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield keys and values, once they are there."""
+        if self.is_initialized:
+            yield "keys", self.keys
+            yield "values", self.values
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Write new tokens; return them where they are all there is, else the whole buffers."""
+        _refuse_training(key_states, value_states)
+        was_empty, self.is_empty = self.is_empty, False
+        whole = super().update(key_states, value_states, *args, **kwargs)
+        return (key_states, value_states) if was_empty else whole
+
+    def get_seq_length(self) -> Any:  # noqa: ANN401 - a number, or a tensor once there are tokens
+        """Return the tokens in the cache."""
+        return 0 if self.is_empty else self.cumulative_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens; a negative number says how many."""
+        remove = _remaining(tokens_to_remove)
+        if remove == 0 or self.is_empty:
+            return
+        left = max(0, int(self.cumulative_length) - remove)
+        self.keys[:, :, left:].zero_()
+        self.values[:, :, left:].zero_()
+        self.cumulative_length.fill_(left)
+        self.is_empty = left == 0
+
+    def reset(self) -> None:
+        """Empty the layer; its tensors stay."""
+        super().reset()
+        self.is_empty = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for _, tensor in self.tensors())
+
+
+class CodedLayer(_InPlace):
+    """A layer whose older tokens are codes.
+
+    Attributes:
+        settings: of `Layout`, without the depth, which the first keys tell.
+        layout: what it is made of, once it is known.
+    """
+
+    is_croppable = False  # only tokens that are not yet in codes can be removed
+    counts: Tensor
+    k_window: Tensor
+    v_window: Tensor
+
+    def __init__(self, max_cache_len: int, settings: dict[str, Any], starts: _Starts) -> None:
+        CacheLayerMixin.__init__(self)
+        self.max_cache_len = max_cache_len
+        self.settings = settings
+        self.starts = starts
+        self.is_empty = True
+        self.layout: Layout | None = None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors with an entry per sequence, once they are there."""
+        if self.is_initialized:
+            for name in POOL[:8]:
+                yield name, getattr(self, name)
+
+    def pool(self) -> list[Tensor]:
+        """Return the tensors in the order in which the ops take them."""
+        mine = [getattr(self, name) for name in POOL[:8]]
+        return [*mine, self.starts.places, self.counts]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for keys and values like these."""
+        batch, heads, _, depth = key_states.shape
+        if key_states.shape != value_states.shape:
+            _refuse(
+                f"keys are {tuple(key_states.shape)} and values {tuple(value_states.shape)}; one "
+                "head dimension for both is needed. Use bits=16 for this model."
+            )
+        if not 16 <= depth <= 256 or depth & (depth - 1):
+            _refuse(
+                f"the head dimension is {depth}; 16, 32, 64, 128 or 256 is served. Use bits=16 for "
+                "this model."
+            )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size = batch
+        self.layout = Layout(depth, **self.settings)
+        kinds = {"codes": torch.uint8, "counts": torch.int64}
+        shapes = self.layout.shapes(batch, heads, self.max_cache_len)
+        self.starts.allocate(shapes.pop("places"), self.device)
+        for name, shape in shapes.items():
+            dtype = kinds.get(name.split("_")[-1], self.dtype)
+            tensor = torch.zeros(shape, dtype=dtype, device=self.device)
+            compat.keep_address(tensor)
+            setattr(self, name, tensor)
+        self.is_initialized = True
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Write new tokens; return them where they are all there is, else a dense view."""
+        del args, kwargs
+        _refuse_training(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.layout is not None
+        bits, recent = self.layout.bits, self.layout.recent
+        was_empty, self.is_empty = self.is_empty, False
+        pool = self.pool()
+        coded_kv_cache_append(*pool, key_states, value_states, bits, recent, self.max_cache_len)
+        if was_empty:
+            return key_states, value_states
+        keys, values = coded_kv_cache_view(*pool, None, None, bits, self.max_cache_len)
+        return keys, values
+
+    def get_seq_length(self) -> Any:  # noqa: ANN401 - a number, or a tensor once there are tokens
+        """Return the tokens in the cache."""
+        return 0 if self.is_empty else self.counts[LENGTH]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, of those that are not yet in codes."""
+        remove = _remaining(tokens_to_remove)
+        if remove == 0 or self.is_empty:
+            return
+        length, coded = int(self.counts[LENGTH]), int(self.counts[CODED])
+        if remove > length - coded:
+            _refuse(
+                f"crop was asked to remove {remove} tokens, and {length - coded} of {length} are "
+                "not yet in codes. Remove at most these, or make `recent` larger."
+            )
+        self.counts[LENGTH] = length - remove
+        self.is_empty = length == remove
+
+    def reset(self) -> None:
+        """Empty the layer; its tensors stay."""
+        self.is_empty = True
+        if self.is_initialized:
+            self.counts.zero_()
+            self.k_window.zero_()
+            self.v_window.zero_()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors, without what layers share."""
+        return sum(tensor.nbytes for _, tensor in self.tensors())
+
+
+class _Starts:
+    """Where each sequence starts, and the places of the tokens that are kept: shared by layers."""
+
+    def __init__(self, attention_mask: Tensor | None) -> None:
+        self.first: Tensor | None = None
+        self.places: Tensor
+        self._shape: tuple[int, ...] = ()
+        if attention_mask is not None:
+            if attention_mask.dim() != 2:
+                _refuse(
+                    f"attention_mask has {attention_mask.dim()} dimensions; (batch, tokens) with 1 "
+                    "for a token and 0 for padding is needed."
+                )
+            self.first = (attention_mask.cumsum(1) == 0).sum(1)
+
+    def allocate(self, shape: tuple[int, ...], device: torch.device) -> None:
+        """Make the places for layers of this shape, unless they are there."""
+        if self._shape == shape:
+            return
+        if self._shape:
+            _refuse(
+                f"layers keep tokens in {shape} and {self._shape}; the same number of key-value "
+                "heads in every coded layer is needed. Use bits=16 for this model."
+            )
+        self._shape = shape
+        order = torch.arange(shape[2], dtype=torch.int32, device=device)
+        places = order.expand(shape).contiguous()
+        if self.first is not None:
+            batch = self.first.shape[0]
+            if batch == 0 or shape[0] % batch:
+                _refuse(
+                    f"attention_mask has {batch} rows and the keys {shape[0]}; a row per sequence, "
+                    "or per sequence before beams, is needed."
+                )
+            first = self.first.to(device, torch.int32).repeat_interleave(shape[0] // batch)
+            places += first[:, None, None]
+        compat.keep_address(places)
+        self.places = places
+
+    def change(self, function: Callable[[Tensor], Tensor], *, in_place: bool) -> None:
+        """Reorder, repeat or select sequences."""
+        if not self._shape:
+            return
+        changed = function(self.places)
+        if in_place:
+            self.places.copy_(changed)
+        else:
+            compat.keep_address(changed)
+            self.places, self._shape = changed, tuple(changed.shape)
+
+
+class KVCache(Cache):
+    """A KV cache of few bits, to pass as ``past_key_values``.
+
+    Args:
+        config: the model's config.
+        max_cache_len: tokens there is room for. More raise on a CPU; on a GPU, where nothing may
+            wait for the host, logits are not-a-number from there on.
+        bits: 16 (exact), 8, 4, 3 or 2.
+        scheme: ``kivi``, a scale and zero per channel of keys and per token of values, or
+            ``per_head``, one scale per token and head.
+        group: tokens that are coded together: 32, 64 or 128.
+        recent: at least so many of the latest tokens stay exact; a multiple of 16.
+        keep_first: so many of a sequence's first tokens stay exact: most models attend to them
+            from everywhere.
+        attention_mask: (batch, tokens) with 0 for padding, where prompts are padded on the left, so
+            that `keep_first` counts from the first token and padding has no say in scales.
+
+    Raises:
+        UnsupportedInputError: A setting or a model that cannot be served; the sentence says why.
+
+    Example:
+        cache = memeff_compile.KVCache(model.config, max_cache_len=32768, bits=4)
+        model.generate(**inputs, past_key_values=cache)
+    """
+
+    def __init__(
+        self,
+        config: Any,  # noqa: ANN401 - transformers' config
+        max_cache_len: int,
+        bits: int = 4,
+        *,
+        scheme: str = "kivi",
+        group: int = 64,
+        recent: int = 128,
+        keep_first: int = 4,
+        attention_mask: Tensor | None = None,
+    ) -> None:
+        _check(max_cache_len, bits, scheme, group, recent, keep_first)
+        self.bits, self.scheme = bits, scheme
+        self._starts = _Starts(attention_mask)
+        settings = {
+            "bits": bits,
+            "scheme": scheme,
+            "group": group,
+            "recent": recent,
+            "kept": keep_first,
+        }
+
+        def full() -> Any:  # noqa: ANN401
+            if bits == 16:
+                return ExactLayer(max_cache_len)
+            return CodedLayer(max_cache_len, settings, self._starts)
+
+        super().__init__(layers=list(_layers(config, max_cache_len, full)))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put the sequences into another order, in place."""
+        self._starts.change(lambda t: t.index_select(0, beam_idx.to(t.device)), in_place=True)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence; new tensors."""
+        self._starts.change(lambda t: t.repeat_interleave(repeats, 0), in_place=False)
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some sequences; new tensors."""
+        self._starts.change(lambda t: t[indices].contiguous(), in_place=False)
+        super().batch_select_indices(indices)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that hold keys and values."""
+        found = 0
+        for layer in self.layers:
+            if isinstance(layer, (CodedLayer, ExactLayer)):
+                found += layer.nbytes
+            else:
+                held: Any = layer
+                parts = (getattr(held, "keys", None), getattr(held, "values", None))
+                found += sum(part.nbytes for part in parts if isinstance(part, Tensor))
+        places = getattr(self._starts, "places", None)
+        return found + (0 if places is None else places.nbytes)
+
+    def __repr__(self) -> str:
+        coded = sum(isinstance(layer, CodedLayer) for layer in self.layers)
+        length = self.get_max_length()
+        return (
+            f"KVCache(bits={self.bits}, scheme={self.scheme!r}, max_cache_len={length}, "
+            f"{coded} of {len(self.layers)} layers in codes)"
+        )
+
+
+def _layers(
+    config: Any,  # noqa: ANN401
+    max_cache_len: int,
+    full: Callable[[], Any],
+) -> Iterator[Any]:
+    """Yield a layer of its kind for each of the model's."""
+    types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    if isinstance(settings, dict):  # transformers before 5.20 has one for all
+        settings = [settings] * len(types)
+    for kind, given in zip(types, settings, strict=True):
+        if kind == "full_attention":
+            yield full()
+        elif kind in STATIC_LAYER_TYPE_MAPPING:
+            yield STATIC_LAYER_TYPE_MAPPING[kind](**{"max_cache_len": max_cache_len, **given})
+        else:
+            _refuse(f"layers of the kind {kind!r} are not known; use transformers' own cache.")
+
+
+def _check(
+    max_cache_len: int, bits: int, scheme: str, group: int, recent: int, keep_first: int
+) -> None:
+    if bits not in (16, *BITS):
+        _refuse(f"bits is {bits!r}; one of 16, {', '.join(map(str, BITS))} is needed.")
+    if scheme not in SCHEMES:
+        _refuse(f"scheme is {scheme!r}; one of {', '.join(map(repr, SCHEMES))} is needed.")
+    if group not in (32, 64, 128):
+        _refuse(f"group is {group!r}; 32, 64 or 128 is needed.")
+    if not isinstance(recent, int) or recent < 0 or recent % 16:
+        _refuse(f"recent is {recent!r}; a multiple of 16 is needed, 0 at least.")
+    if not isinstance(keep_first, int) or keep_first < 0:
+        _refuse(f"keep_first is {keep_first!r}; a number of tokens is needed, 0 at least.")
+    if not isinstance(max_cache_len, int) or max_cache_len < 1:
+        _refuse(f"max_cache_len is {max_cache_len!r}; a number of tokens is needed, 1 at least.")
+
+
+# --- every later generate() -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Use:
+    """What `use_kv_cache_` returns: call it, or leave its ``with`` block, to undo."""
+
+    model: Any
+
+    def __call__(self) -> None:
+        """Let the model make its own caches again."""
+        if self.model.__dict__.get(_HOOK_OWNER) is self:
+            del self.model.__dict__[_HOOK], self.model.__dict__[_HOOK_OWNER]
+
+    def __enter__(self) -> _Use:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self()
+
+
+_HOOK = "_prepare_cache_for_generation"
+_HOOK_OWNER = "_memeff_kv_cache"
+
+
+def use_kv_cache_(
+    model: Any,  # noqa: ANN401 - a model of transformers
+    bits: int = 4,
+    *,
+    max_cache_len: int | None = None,
+    **settings: Any,  # noqa: ANN401 - of KVCache
+) -> Callable[[], None]:
+    """Let every later ``model.generate(...)`` use a `KVCache`, pipelines included.
+
+    A call that names a cache of its own, or ``use_cache=False``, gets what it asks for. On a GPU
+    generate() compiles decoding by itself; where nothing else is asked for, that is with the
+    backend.
+
+    Args:
+        model: a model of transformers that generates.
+        bits: as for `KVCache`.
+        max_cache_len: tokens there is room for; by default what each call needs, rounded up.
+        settings: as for `KVCache`.
+
+    Returns:
+        What undoes it: call it, or use it in a ``with`` statement.
+
+    Raises:
+        UnsupportedInputError: The model does not generate, or a setting cannot be served.
+
+    Example:
+        undo = memeff_compile.use_kv_cache_(model, bits=4)
+        model.generate(**inputs)
+        undo()
+    """
+    original: Any = getattr(type(model), _HOOK, None)
+    if original is None or not hasattr(model, "generate"):
+        _refuse(
+            f"{type(model).__name__} has no generate() of transformers; pass a KVCache to the "
+            "model's forward instead."
+        )
+    KVCache(model.config, max_cache_len or 1, bits, **settings)  # refuses now what it would later
+
+    def prepare(
+        generation_config: Any,  # noqa: ANN401
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,  # noqa: ANN401
+        batch_size: int,
+        max_cache_length: int,
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        is_named = model_kwargs.get("past_key_values") is not None
+        asks = generation_config.use_cache is False or generation_config.cache_implementation
+        if is_named or asks or model.config.is_encoder_decoder:
+            if model.config.is_encoder_decoder:
+                warnings.warn(
+                    "use_kv_cache_: an encoder-decoder model keeps its own cache", stacklevel=3
+                )
+            return original(model, *given, *args, **kwargs)
+        tokens = max_cache_len or -(-max_cache_length // _ROUNDED) * _ROUNDED
+        if tokens < max_cache_length:
+            _refuse(
+                f"generate() needs room for {max_cache_length} tokens and max_cache_len is "
+                f"{tokens}; make it larger, or leave it out."
+            )
+        mask = model_kwargs.get("attention_mask")
+        is_padded = mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
+        model_kwargs["past_key_values"] = KVCache(
+            model.config, tokens, bits, attention_mask=mask if is_padded else None, **settings
+        )
+        compiles = model.device.type == "cuda" and generation_config.compile_config is None
+        if compiles and getattr(model, "_compiled_call_impl", None) is None:
+            # generate() compiles decoding by itself; Inductor alone would build the dense view.
+            generation_config.compile_config = CompileConfig(backend="memeff")
+        return None
+
+    use = _Use(model)
+    model.__dict__[_HOOK], model.__dict__[_HOOK_OWNER] = prepare, use
+    return use

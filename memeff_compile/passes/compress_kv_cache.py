@@ -1,0 +1,336 @@
+"""Attention over a coded KV cache -> memeff::coded_kv_cache_attention, which reads the codes.
+
+    before: memeff.coded_kv_cache_append(*cache, k, v, ...)
+            K, V = memeff.coded_kv_cache_view(*cache, ...)
+            y = scaled_dot_product_attention(q, repeat_kv(K), repeat_kv(V), attn_mask=m)
+    after:  memeff.coded_kv_cache_append(*cache, k, v, ...)
+            y = memeff.coded_kv_cache_attention(q, *cache, ..., m)
+
+The cache is the user's: `memeff_compile.KVCache`. Its appends stay where they are and in their
+order. A place that is declined is right and slow: the dense view is built in every step.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from .. import compat
+from ..kernels import coded_kv_cache as op_folder
+from .base import Decline, Done, Gain
+from .canonical import Call, aten, read_one
+from .editor import Editor
+from .graph_info import GraphInfo, node_name
+from .repeated_heads import without_repeat
+
+_MAX_CHAIN = 8
+_POOL = len(op_folder.POOL)
+
+
+@dataclass
+class Site:
+    """One attention over a dense view: its call, the view, and what stands between."""
+
+    node: Node
+    view: Node
+    call: Call | None = None
+    owned: list[Node] = field(default_factory=list)
+
+
+class CompressKVCache:
+    """The pass."""
+
+    name = "compress_kv_cache"
+    version = 1
+    tier = "exact"
+
+    def enabled(self, info: GraphInfo) -> bool:
+        """Return whether memeff.kv_codes is on."""
+        return info.options.kv_codes != "off"
+
+    def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
+        """Yield every attention over a dense view, and every view that no attention reads."""
+        views = [node for node in info.gm.graph.nodes if _is_view(node)]
+        if not views:
+            return
+        served = set()
+        for node in info.gm.graph.nodes:
+            call = read_one(node) if "scaled_dot_product" in node_name(node) else None
+            if call is None or call.op is not aten.scaled_dot_product_attention.default:
+                continue
+            found = {_behind(info, call.args[name])[0] for name in ("key", "value")}
+            for view in views:
+                if view in found:
+                    served.add(view)
+                    yield Site(node, view)
+        for view in views:
+            if view not in served:
+                yield _unread(view)
+
+    def check(self, info: GraphInfo, match: Site) -> Decline | None:
+        """Return why the attention must be left alone, or None."""
+        match.call = read_one(match.node)
+        return (
+            _unserved_setting(info, match)
+            or _unserved_operands(info, match)
+            or _unserved_mask(info, match)
+            or _used_otherwise(match)
+            or _changed_meanwhile(info, match)
+        )
+
+    def gain(self, info: GraphInfo, match: Site) -> Gain | None:
+        """Return the formula of the view, and of its copies per query head."""
+        assert match.call is not None
+        query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
+        pool = [info.tensor(node) for node in match.view.args[:_POOL]]
+        codes, window = pool[0], pool[op_folder.POOL.index("k_window")]
+        if query is None or taken is None or codes is None or window is None:
+            return None
+        b, h, g, n, d, s = sympy.symbols("B H G N D S", integer=True, positive=True)
+        batch, heads, _, depth = map(compat.size_hint, query.shape)
+        kv_heads, tokens = compat.size_hint(window.shape[1]), compat.size_hint(taken.shape[2])
+        sizes = {"B": batch, "G": kv_heads, "N": tokens, "D": depth}
+        before = op_folder.view_bytes(b, g, n, d, dtype=query.dtype)
+        if compat.size_hint(taken.shape[1]) != kv_heads:
+            before += op_folder.view_bytes(b, h, n, d, dtype=query.dtype)
+            sizes["H"] = heads
+        bits = int(match.view.args[_POOL + 2])  # type: ignore[arg-type]
+        group = codes.shape[3] * 8 // (depth * bits)
+        if op_folder.engine_for(query.device, query.dtype, group) == "reference":
+            return Gain(before, sympy.Integer(0), sizes)
+        plan = op_folder.plan_for(
+            batch * kv_heads,
+            compat.size_hint(codes.shape[2]),
+            depth,
+            bits,
+            query.device,
+            heads // kv_heads,
+        )
+        sizes |= {"H": heads, "S": plan.splits}
+        return Gain(before, op_folder.share_bytes(b, h, d, splits=s), sizes)
+
+    def anchor(self, match: Site) -> Node:
+        """Return the attention."""
+        return match.node
+
+    def places(self, match: Site) -> Iterable[Node]:
+        """Return the attention."""
+        return [match.node]
+
+    def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
+        """Let attention read the codes."""
+        call = match.call
+        assert call is not None
+        _, keys = _behind(info, call.args["key"])
+        _, values = _behind(info, call.args["value"])
+        pool, (k_norms, v_norms, bits, _) = match.view.args[:_POOL], match.view.args[_POOL:]
+        for name in ("dropout_p", "scale"):
+            compat.hold_constant(call.args[name])  # symbols where everything is dynamic
+        scale = compat.known_number(call.args["scale"])
+        with editor.at(match.node):
+            out = editor.call(
+                op_folder.coded_kv_cache_attention,
+                call.args["query"],
+                *pool,
+                k_norms,
+                v_norms,
+                bits,
+                call.args["attn_mask"],
+                None if scale is None else float(scale),
+            )
+        editor.replace(match.node, out)
+        match.owned = [match.node, *keys, *values, match.view]
+        return Done(match.node, _sentence(info, match), inductor=_advice(info, match))
+
+    def dead(self, match: Site) -> Sequence[Node]:
+        """Return the attention, the copies and the view."""
+        return match.owned
+
+
+def _is_view(node: Node) -> bool:
+    return node.op == "call_function" and node.target is op_folder.coded_kv_cache_view
+
+
+def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
+    """Strip what repeats the heads; return the view behind, if it is one, and the nodes between."""
+    chain: list[Node] = []
+    for _ in range(_MAX_CHAIN):
+        if not isinstance(node, Node):
+            break
+        if node.target is operator.getitem and _is_view(node.args[0]):  # type: ignore[arg-type]
+            return node.args[0], [*chain, node]  # type: ignore[return-value]
+        stripped = without_repeat(info, node)
+        if stripped is None:
+            break
+        nodes, node, _ = stripped
+        chain += nodes
+    return None, chain
+
+
+def _readers(view: Node) -> Iterator[Node]:
+    for part in view.users:
+        yield from part.users
+
+
+def _unread(view: Node) -> Decline:
+    names = sorted({node_name(node) for node in _readers(view)})
+    return Decline(
+        "no_attention",
+        "the dense view of a coded cache is read by "
+        f"{', '.join(f'`{name}`' for name in names) or 'nothing'}, not by "
+        "scaled_dot_product_attention with repeated heads at most",
+        "load the model with attn_implementation='sdpa'",
+        view,
+    )
+
+
+def _unserved_setting(info: GraphInfo, match: Site) -> Decline | None:
+    assert match.call is not None
+    args, value = match.call.args, info.tensor(match.node)
+    if value is None or value.requires_grad:
+        return Decline(
+            "needs_gradient",
+            "attention over the cache takes part in a backward pass, and the op has none",
+            "generate under torch.no_grad() or torch.inference_mode()",
+        )
+    device = value.device.type
+    if any(name == device and on for name, _, on in info.regions[match.node].autocast):
+        return Decline(
+            "autocast",
+            "attention runs under autocast, which casts its operands",
+            "cast the model instead",
+        )
+    if compat.known_number(args["dropout_p"]) != 0 or args["is_causal"]:
+        name = "is_causal" if args["is_causal"] else "dropout_p"
+        return Decline(
+            f"attention_setting({name})",
+            f"attention over the cache has {name}={args[name]!r}",
+            "generate in eval mode" if name == "dropout_p" else "give a mask",
+        )
+    if args["scale"] is not None and compat.known_number(args["scale"]) is None:
+        return Decline(
+            "attention_setting(scale)",
+            "the scale of attention varies from call to call",
+            "give a number",
+        )
+    return None
+
+
+def _unserved_operands(info: GraphInfo, match: Site) -> Decline | None:
+    assert match.call is not None
+    args = match.call.args
+    parts = []
+    for name in ("key", "value"):
+        view, chain = _behind(info, args[name])
+        parts.append((view, chain[-1].args[1] if view is not None else None))
+    if parts != [(match.view, 0), (match.view, 1)]:
+        return Decline(
+            "other_operands",
+            "keys and values of attention are not the two parts of one dense view",
+        )
+    query = info.tensor(args["query"])
+    if query is None or not compat.is_fake(query) or query.dim() != 4:
+        return Decline("unsupported", "the query is no plain tensor of four dimensions")
+    if not compat.statically_true(query.shape[2] == 1):
+        return Decline(
+            "many_queries",
+            f"there are {query.shape[2]} queries per sequence; the op serves one, which is "
+            "decoding. More, as in a prompt in pieces or in assisted decoding, read the dense view",
+        )
+    return None
+
+
+def _unserved_mask(info: GraphInfo, match: Site) -> Decline | None:
+    assert match.call is not None
+    mask = match.call.args["attn_mask"]
+    if mask is None:
+        return Decline(
+            "no_mask",
+            "attention over the dense view has no mask, so it sees the whole buffer, filled or not",
+            "give a boolean mask",
+        )
+    seen = info.tensor(mask)
+    if seen is None or not compat.is_fake(seen) or seen.dtype != torch.bool or seen.dim() != 4:
+        return Decline(
+            "mask_form",
+            "the mask is not boolean with four dimensions: what is added to scores is not served",
+            "give a boolean mask of (batch or 1, 1, 1, cache length)",
+        )
+    query = info.tensor(match.call.args["query"])
+    pool = [info.tensor(node) for node in match.view.args[:_POOL]]
+    assert query is not None
+    if any(tensor is None for tensor in pool):
+        return Decline("unsupported", "a tensor of the cache is no plain tensor")
+    bits: Any = match.view.args[_POOL + 2]
+    held: Any = pool
+    sentence = op_folder.supports(query, held, bits, seen)
+    sentence = sentence or op_folder.unproven(query, held, bits)
+    return None if sentence is None else Decline("unsupported", sentence)
+
+
+def _used_otherwise(match: Site) -> Decline | None:
+    assert match.call is not None
+    for part in match.view.users:
+        for user in part.users:
+            if not _leads_to(user, match.node):
+                return Decline(
+                    f"view_used({node_name(user)})",
+                    f"the dense view is also used by `{node_name(user)}`, so it has to be there",
+                    "do not ask for attention weights, nor read the cache inside the model",
+                )
+    return None
+
+
+def _leads_to(node: Node, end: Node) -> bool:
+    """Return whether all that uses `node` ends in `end`, a few steps away."""
+    for _ in range(_MAX_CHAIN):
+        if node is end:
+            return True
+        if len(node.users) != 1:
+            return False
+        (node,) = node.users
+    return False
+
+
+def _changed_meanwhile(info: GraphInfo, match: Site) -> Decline | None:
+    assert match.call is not None
+    parts = list(match.view.users)
+    pool = [node for node in match.view.args[:_POOL] if isinstance(node, Node)]
+    found = info.written_between([*pool, *parts], match.view, match.node)
+    if found is None:
+        return None
+    return Decline(
+        "mutated",
+        f"`{node_name(found)}` writes to the cache or to its dense view before attention reads it",
+        "write before reading",
+    )
+
+
+def _advice(info: GraphInfo, match: Site) -> dict[str, Any]:
+    """Return how Inductor should compile the graph: tuned, where every product has one row."""
+    assert match.call is not None
+    query = info.tensor(match.call.args["query"])
+    assert query is not None
+    has_one_row = compat.statically_true(query.shape[0] == 1)
+    return {"coordinate_descent_tuning": True} if has_one_row and query.is_cuda else {}
+
+
+def _sentence(info: GraphInfo, match: Site) -> str:
+    assert match.call is not None
+    query, codes = info.tensor(match.call.args["query"]), info.tensor(match.view.args[0])
+    assert query is not None
+    assert codes is not None
+    bits, tokens = match.view.args[_POOL + 2], match.view.args[_POOL + 3]
+    group = compat.size_hint(codes.shape[3]) * 8 // (compat.size_hint(query.shape[3]) * int(bits))  # type: ignore[arg-type]
+    name = op_folder.engine_for(query.device, query.dtype, group)
+    return (
+        f"attention over a cache of {tokens} tokens in codes of {bits} bits -> "
+        "memeff::coded_kv_cache_attention, which reads the codes; engine "
+        f"{name}: {op_folder.ENGINES[name]}"
+    )

@@ -1,0 +1,467 @@
+"""KVCache in models of transformers: eager's numbers, generate(), beams, crop, batches, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+import memeff_compile
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels.coded_kv_cache import bytes_after, op
+from memeff_compile.model.kv_cache import CodedLayer, ExactLayer, KVCache, use_kv_cache_
+
+NAME = "compress_kv_cache"
+LAYERS = 2
+LENGTH = 96
+SHORT = {"group": 32, "recent": 16}
+
+
+def make(family: str = "Llama", **settings: Any) -> Any:
+    config = getattr(transformers, f"{family}Config")(
+        **{
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 256,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            **settings,
+        }
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make()
+
+
+def prompt(batch: int = 2, tokens: int = 60) -> Tensor:
+    return torch.randint(2, 64, (batch, tokens), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: Any, step: Any, cache: Any, ids: Tensor, start: int) -> Tensor:
+    """Fill a cache eagerly with `start` tokens, then step token by token."""
+    model(input_ids=ids[:, :start], past_key_values=cache)
+    parts = [
+        step(input_ids=ids[:, t : t + 1], past_key_values=cache).logits
+        for t in range(start, ids.shape[1])
+    ]
+    return torch.cat(parts, 1)
+
+
+def fired() -> list[tuple[str, str]]:
+    found = memeff_compile.last_report().records
+    assert not [r for r in found if r.action in ("internal_error", "failed")], str(found)
+    return [(r.action, r.code) for r in found if r.pass_name == NAME]
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kept", [{"bits": 16}, {"bits": 4, "recent": 128}], ids=["16", "window"])
+def test_what_is_kept_exact_equals_a_static_cache(family: str, kept: dict[str, Any]) -> None:
+    model, ids = make(family), prompt(tokens=70)
+    expected = logits(model, model, StaticCache(model.config, LENGTH), ids, 60)
+    found = logits(model, model, KVCache(model.config, LENGTH, **kept), ids, 60)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("scheme", ["kivi", "per_head"])
+def test_fewer_bits_come_near_a_static_cache(model: Any, bits: int, scheme: str) -> None:
+    ids = prompt(tokens=75)
+    expected = logits(model, model, StaticCache(model.config, LENGTH), ids, 70)
+    cache = KVCache(model.config, LENGTH, bits, scheme=scheme, **SHORT)
+    found = logits(model, model, cache, ids, 70)
+    error = float((found - expected).norm() / expected.norm())
+    bound = {8: 1e-3, 4: 2e-2, 3: 4e-2, 2: 1.2e-1}[bits] * (2 if scheme == "per_head" else 1)
+    assert 0 < error < bound
+
+
+def test_compiled_decoding_reads_codes_and_equals_eager(model: Any) -> None:
+    """One graph for two caches and many steps, none of which builds the dense view."""
+    compiled = torch.compile(
+        model, backend="memeff", options={"memeff.inner": "eager"}, fullgraph=True
+    )
+    ids = prompt(tokens=70)
+    expected = logits(model, model, KVCache(model.config, LENGTH, 4, **SHORT), ids, 60)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            cache = KVCache(model.config, LENGTH, 4, **SHORT)
+            with torch.no_grad():
+                model(input_ids=ids[:, :60], past_key_values=cache)
+            layer = cache.layers[0]
+            before = [t.data_ptr() for t in layer.pool()]
+            with mock.patch.object(op.reference, "view", wraps=op.reference.view) as views:
+                parts = []
+                for t in range(60, 70):
+                    with torch.no_grad():
+                        out = compiled(input_ids=ids[:, t : t + 1], past_key_values=cache)
+                    parts.append(out.logits)
+            found = torch.cat(parts, 1)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            assert [t.data_ptr() for t in layer.pool()] == before
+            # The reference's attention decodes what is filled, never the whole length.
+            assert all(call.args[3] <= 70 for call in views.call_args_list)
+    assert fired() == [("rewrote", "rewrote")] * LAYERS
+    assert "coded_kv_cache_view(" not in memeff_compile.graphs()[-1].after
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_recompile_nothing(model: Any) -> None:
+    compiled = torch.compile(
+        model, backend="memeff", options={"memeff.inner": "aot_eager"}, fullgraph=True
+    )
+    ids = prompt(tokens=250)
+    expected = logits(model, model, KVCache(model.config, 256, 4, **SHORT), ids, 40)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = logits(model, compiled, KVCache(model.config, 256, 4, **SHORT), ids, 40)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_inductor_writes_to_the_cache_in_place(model: Any) -> None:
+    compiled = torch.compile(model, backend="memeff", fullgraph=True)
+    ids = prompt(tokens=66)
+    expected = logits(model, model, KVCache(model.config, LENGTH, 4, **SHORT), ids, 60)
+    cache = KVCache(model.config, LENGTH, 4, **SHORT)
+    seen: set[int] = set()
+    plain = op.reference.append
+
+    def note(pool: Any, *rest: Any) -> None:
+        seen.add(pool[0].data_ptr())
+        plain(pool, *rest)
+
+    with mock.patch.object(op.reference, "append", note):
+        found = logits(model, compiled, cache, ids, 60)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert seen == {layer.k_codes.data_ptr() for layer in cache.layers}
+
+
+def test_a_prompt_in_pieces_and_several_tokens_at_once(model: Any) -> None:
+    ids = prompt(tokens=80)
+    whole, pieces = (KVCache(model.config, LENGTH, 16) for _ in range(2))
+    coded = KVCache(model.config, LENGTH, 8, **SHORT)
+    with torch.no_grad():
+        expected = model(input_ids=ids, past_key_values=whole).logits[:, -10:]
+        for cache, tolerance in ((pieces, 1e-5), (coded, 1e-3)):
+            for start, end in ((0, 50), (50, 70), (70, 80)):
+                out = model(input_ids=ids[:, start:end], past_key_values=cache)
+            torch.testing.assert_close(out.logits, expected, rtol=0, atol=tolerance)
+            assert int(cache.get_seq_length()) == 80
+
+
+# --- generate() -----------------------------------------------------------------------------------
+
+
+def padded(batch: int = 2, tokens: int = 12) -> dict[str, Tensor]:
+    ids, seen = prompt(batch, tokens), torch.ones(batch, tokens, dtype=torch.long)
+    ids[0, :4], seen[0, :4] = 0, 0
+    return {"input_ids": ids, "attention_mask": seen}
+
+
+def test_generate_with_left_padding_gives_the_same_tokens(model: Any) -> None:
+    given = padded()
+    expected = model.generate(**given, max_new_tokens=20, do_sample=False)
+    cache = KVCache(model.config, 40, 8, attention_mask=given["attention_mask"], **SHORT)
+    settings = CompileConfig(
+        backend="memeff", options={"memeff.inner": "eager"}, mode=None, fullgraph=True
+    )
+    settings._compile_all_devices = True
+    found = model.generate(
+        **given, max_new_tokens=20, do_sample=False, past_key_values=cache, compile_config=settings
+    )
+    assert torch.equal(found, expected)
+    assert fired() == [("rewrote", "rewrote")] * LAYERS
+    places = cache.layers[0].pool()[8]
+    assert places[:, 0].tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_beams_equal_those_of_a_dynamic_cache(model: Any, bits: int) -> None:
+    given: dict[str, Any] = {**padded(), "max_new_tokens": 10, "num_beams": 3, "do_sample": False}
+    expected = model.generate(**given, past_key_values=DynamicCache(config=model.config))
+    found = model.generate(**given, past_key_values=KVCache(model.config, LENGTH, bits))
+    assert torch.equal(found, expected)
+
+
+def test_every_later_generate_uses_the_cache_until_undone(model: Any) -> None:
+    given: dict[str, Any] = {**padded(), "max_new_tokens": 8, "do_sample": False}
+    given["return_dict_in_generate"] = True
+    cache = KVCache(model.config, 256, 4, attention_mask=given["attention_mask"])
+    expected = model.generate(**given, past_key_values=cache)
+    undo = use_kv_cache_(model, bits=4)
+    try:
+        found = model.generate(**given)
+        assert isinstance(found.past_key_values, KVCache)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert found.past_key_values.nbytes == cache.nbytes
+        named = model.generate(**given, past_key_values=DynamicCache(config=model.config))
+        assert isinstance(named.past_key_values, DynamicCache)
+        assert model.generate(**given, use_cache=False).past_key_values is None
+    finally:
+        undo()
+    assert not isinstance(model.generate(**given).past_key_values, KVCache)
+    undo()  # twice is once
+
+
+def test_a_second_use_replaces_the_first_and_a_stale_undo_does_nothing(model: Any) -> None:
+    stale = use_kv_cache_(model, bits=4)
+    with use_kv_cache_(model, bits=2):  # type: ignore[attr-defined]
+        stale()
+        found = model.generate(prompt(1, 4), max_new_tokens=3, return_dict_in_generate=True)
+        assert found.past_key_values.bits == 2
+    assert "_prepare_cache_for_generation" not in vars(model)
+
+
+def test_on_a_gpu_generate_compiles_with_the_backend_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine = make(num_hidden_layers=1)
+    monkeypatch.setattr(type(mine), "device", torch.device("cuda"))
+    config = transformers.GenerationConfig()
+    with use_kv_cache_(mine):  # type: ignore[attr-defined]
+        for asked in (None, CompileConfig(backend="inductor")):
+            config.compile_config = asked
+            mine._prepare_cache_for_generation(config, {}, None, 1, 10)
+            wanted = "memeff" if asked is None else "inductor"
+            assert config.compile_config.backend == wanted
+        mine.compile(backend="eager")
+        config.compile_config = None
+        mine._prepare_cache_for_generation(config, {}, None, 1, 10)
+        assert config.compile_config is None
+
+
+def test_a_pipeline_gives_the_tokens_of_the_cache_itself(model: Any) -> None:
+    """A stock text-generation pipeline, with a tokenizer of one token per letter."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<pad>": 0, "<s>": 1, **{chr(97 + i): 2 + i for i in range(26)}}
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=split, pad_token="<pad>", bos_token="<s>"
+    )
+    given: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    ids = tokenizer("memory", return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, past_key_values=KVCache(model.config, 256, 4), **given)
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    with use_kv_cache_(model, bits=4):  # type: ignore[attr-defined]
+        found = pipe("memory", return_tensors=True, **given)
+    assert found[0]["generated_token_ids"] == expected[0].tolist()
+
+
+# --- what a cache does ----------------------------------------------------------------------------
+
+
+def fill(model: Any, cache: Any, tokens: int = 60, batch: int = 2) -> Any:
+    with torch.no_grad():
+        model(input_ids=prompt(batch, tokens), past_key_values=cache)
+    return cache
+
+
+def dense(cache: Any) -> list[Tensor]:
+    from memeff_compile.kernels.coded_kv_cache import coded_kv_cache_view
+
+    found: list[Tensor] = []
+    for layer in cache.layers:
+        if isinstance(layer, CodedLayer):
+            bits = layer.settings["bits"]
+            found += coded_kv_cache_view(*layer.pool(), None, None, bits, LENGTH)
+        else:
+            found += [layer.keys, layer.values]
+    return found
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_reordering_is_in_place_and_twice_is_the_product(model: Any, bits: int) -> None:
+    cache = fill(model, KVCache(model.config, LENGTH, bits, **SHORT), batch=3)
+    before = [t.clone() for t in dense(cache)]
+    held = [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()]
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    cache.reorder_cache(torch.tensor([1, 0, 1]))
+    assert held == [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()]
+    for found, old in zip(dense(cache), before, strict=True):
+        assert torch.equal(found, old[[0, 2, 0]])
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_sequences_are_repeated_and_selected(model: Any, bits: int) -> None:
+    mask = torch.ones(2, 60)
+    mask[0, :3] = 0
+    cache = KVCache(model.config, LENGTH, bits, attention_mask=mask, **SHORT)
+    fill(model, cache)
+    before = [t.clone() for t in dense(cache)]
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    for found, old in zip(dense(cache), before, strict=True):
+        assert torch.equal(found, old)
+    cache.batch_select_indices(torch.tensor([1]))
+    with torch.no_grad():
+        model(input_ids=prompt(1, 1), past_key_values=cache)
+    assert int(cache.get_seq_length()) == 61
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_cropped_tokens_are_written_anew(model: Any, bits: int) -> None:
+    ids = prompt(tokens=70)
+    expected = logits(model, model, KVCache(model.config, LENGTH, bits, **SHORT), ids, 60)
+    cache = KVCache(model.config, LENGTH, bits, **SHORT)
+    wrong = torch.cat([ids[:, :60], ids[:, :5] * 0 + 3], 1)
+    logits(model, model, cache, wrong, 60)
+    cache.crop(-5)
+    with torch.no_grad():
+        parts = [
+            model(input_ids=ids[:, t : t + 1], past_key_values=cache).logits for t in range(60, 70)
+        ]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_crop_into_the_codes_is_refused_with_the_number_that_goes(model: Any) -> None:
+    cache = fill(model, KVCache(model.config, LENGTH, 4, **SHORT))
+    with pytest.raises(UnsupportedInputError, match="remove 29 tokens, and 28 of 60 are not yet"):
+        cache.crop(-29)
+    with pytest.raises(ValueError, match="a negative number is needed"):
+        cache.crop(5)
+    cache.crop(0)
+    cache.crop(-28)
+    assert int(cache.get_seq_length()) == 32
+    assert not cache.is_croppable
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_reset_cache_is_as_good_as_new(model: Any, bits: int) -> None:
+    ids = prompt(tokens=70)
+    cache = KVCache(model.config, LENGTH, bits, **SHORT)
+    expected = logits(model, model, cache, ids, 60)
+    held = [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()]
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(logits(model, model, cache, ids, 60), expected)
+    assert held == [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()]
+
+
+def test_too_many_tokens_raise(model: Any) -> None:
+    cache = fill(model, KVCache(model.config, 60, 4, **SHORT))
+    with pytest.raises(IndexError, match="holds 60 tokens"), torch.no_grad():
+        model(input_ids=prompt(2, 1), past_key_values=cache)
+
+
+def test_bytes_are_those_of_the_formula(model: Any) -> None:
+    cache = fill(model, KVCache(model.config, 4096, 4))
+    layout = cache.layers[0].layout
+    places = cache.layers[0].pool()[8].nbytes
+    expected = LAYERS * (bytes_after(layout, 2, 2, 4096, 4) - places) + places
+    assert cache.nbytes == expected
+    assert "bits=4" in repr(cache)
+    assert "2 of 2 layers in codes" in repr(cache)
+
+
+def test_layers_that_see_a_window_stay_exact() -> None:
+    model = make(
+        "Qwen2",
+        sliding_window=8,
+        use_sliding_window=True,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    cache = KVCache(model.config, LENGTH, 8, **SHORT)
+    kinds = [type(layer).__name__ for layer in cache.layers]
+    assert kinds == ["StaticSlidingWindowLayer", "CodedLayer"]
+    ids = prompt(tokens=75)
+    expected = logits(model, model, StaticCache(model.config, LENGTH), ids, 70)
+    found = logits(model, model, cache, ids, 70)
+    assert float((found - expected).norm() / expected.norm()) < 2e-3
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"bits": 5}, "bits is 5; one of 16, 8, 4, 3, 2"),
+        ({"scheme": "awq"}, "scheme is 'awq'"),
+        ({"group": 48}, "group is 48"),
+        ({"recent": 10}, "recent is 10; a multiple of 16"),
+        ({"keep_first": -1}, "keep_first is -1"),
+        ({"max_cache_len": 0}, "max_cache_len is 0"),
+        ({"attention_mask": torch.ones(2, 1, 3)}, "attention_mask has 3 dimensions"),
+    ],
+)
+def test_a_setting_that_cannot_be_served_is_refused(
+    model: Any, given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedInputError, match=words):
+        KVCache(model.config, **{"max_cache_len": LENGTH, **given})
+
+
+def test_training_and_offloading_are_refused(model: Any) -> None:
+    cache = KVCache(model.config, LENGTH, 4)
+    with pytest.raises(UnsupportedInputError, match="require gradients"):
+        model(input_ids=prompt(), past_key_values=cache)
+    with pytest.raises(UnsupportedInputError, match="offloading"):
+        cache.layers[0].offload()
+
+
+def test_a_mask_of_other_sequences_is_refused(model: Any) -> None:
+    cache = KVCache(model.config, LENGTH, 4, attention_mask=torch.ones(3, 60))
+    with pytest.raises(UnsupportedInputError, match="attention_mask has 3 rows and the keys 2"):
+        fill(model, cache)
+
+
+def test_a_head_dimension_that_is_not_served_is_refused() -> None:
+    model = make(head_dim=24)
+    with pytest.raises(UnsupportedInputError, match="the head dimension is 24"):
+        fill(model, KVCache(model.config, LENGTH, 4))
+    fill(model, KVCache(model.config, LENGTH, 16))
+
+
+def test_a_model_that_does_not_generate_is_refused() -> None:
+    with pytest.raises(UnsupportedInputError, match="no generate"):
+        use_kv_cache_(torch.nn.Linear(2, 2))
+
+
+def test_a_cache_too_short_for_a_call_is_refused(model: Any) -> None:
+    with use_kv_cache_(model, max_cache_len=10):  # type: ignore[attr-defined] # noqa: SIM117
+        with pytest.raises(UnsupportedInputError, match="needs room for"):
+            model.generate(prompt(1, 8), max_new_tokens=10)
+
+
+def test_without_transformers_the_import_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import memeff_compile\n"
+        "try: memeff_compile.KVCache\n"
+        "except ImportError as error: print(error)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "pip install 'memeff_compile[transformers]'" in out.stdout
+
+
+@pytest.fixture(autouse=True)
+def _no_hook_left(model: Any) -> Iterator[None]:
+    yield
+    assert "_prepare_cache_for_generation" not in vars(model)
+
+
+def test_exact_layers_are_what_16_bits_are(model: Any) -> None:
+    cache = fill(model, KVCache(model.config, LENGTH, 16))
+    assert all(isinstance(layer, ExactLayer) for layer in cache.layers)
+    assert cache.is_croppable

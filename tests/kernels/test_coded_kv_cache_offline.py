@@ -1,0 +1,234 @@
+"""The kernels of coded_kv_cache compiled for GPUs that are not there: no spills, memory in bounds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memeff_compile.kernels.coded_kv_cache.layout import channel_group
+from memeff_compile.kernels.coded_kv_cache.shapes import (
+    MAX_SPLITS,
+    part_width,
+    rows_for,
+    shapes_for,
+)
+
+pytestmark = pytest.mark.offline
+
+# Shared memory a block may use, in bytes.
+SHARED_LIMITS = {80: 166912, 90: 232448, 100: 232448}
+STACK = 16
+"""Bytes of stack that a launch may use: a register or two at the end of a program."""
+
+POINTERS = {
+    "k_codes_ptr": "*u8",
+    "v_codes_ptr": "*u8",
+    "places_ptr": "*i32",
+    "counts_ptr": "*i64",
+    "mask_ptr": "*u8",
+    "share_ptr": "*fp32",
+    "stat_ptr": "*fp32",
+}
+UNIT_STRIDES = ("stride_q_depth", "stride_k_depth", "stride_v_depth", "stride_mask_key")
+
+
+def _compile(
+    module: str, name: str, capability: int, dtype: str, given: dict[str, Any], warps: int
+) -> Any:
+    from importlib import import_module
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernels = import_module(f"memeff_compile.kernels.coded_kv_cache.{module}")
+    kernel = getattr(kernels, name)
+    # A stride of one is what the launcher sees, and what Triton makes a constant of.
+    constants = {**given, **dict.fromkeys(UNIT_STRIDES, 1)}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    signature, hints = {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument.endswith("_ptr"):
+            signature[argument] = POINTERS.get(argument, f"*{dtype}")
+            hints[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[argument] = "fp32" if argument == "scale" else "i32"
+            if argument.startswith(("stride_q", "stride_k", "stride_v")):
+                hints[(place,)] = [["tt.divisibility", 16]]
+    return triton.compile(
+        ASTSource(kernel, signature, constants, hints),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps},
+    )
+
+
+def _stack_bytes(cubin: bytes, folder: Path) -> int:
+    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    listing = subprocess.run(
+        [tool, "-res-usage", file], capture_output=True, text=True, check=True
+    ).stdout
+    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
+
+
+def _attention(
+    capability: int,
+    dtype: str,
+    depth: int,
+    bits: int,
+    scheme: str = "kivi",
+    *,
+    group: int = 64,
+    kept: int = 4,
+    has_mask: bool = False,
+    has_norms: bool = False,
+    splits: int = 4,
+    repeat: int = 4,
+) -> Any:
+    shapes = shapes_for(depth, bits, rows_for(repeat))
+    channels = channel_group(depth, scheme)
+    constants = {
+        "REPEAT": repeat,
+        "DEPTH": depth,
+        "ROWS": rows_for(repeat),
+        "BITS": bits,
+        "GROUP": group,
+        "CHANNELS": channels,
+        "WIDTH": part_width(depth, bits, channels),
+        "WINDOW": 192,
+        "WINDOW_TILE": 64,
+        "KEPT": kept,
+        "KEPT_TILE": 16,
+        "IS_PER_HEAD": scheme == "per_head",
+        "HAS_NORMS": has_norms,
+        "HAS_MASK": has_mask,
+        "IS_ALONE": splits == 1,
+        "STAGES": shapes.stages,
+        "AT_ONCE": shapes.at_once,
+        "PACKED": dtype == "bf16",
+        "UPCAST": False,
+    }
+    return _compile(
+        "split_codes_kernels",
+        "_coded_kv_cache_attention_kernel",
+        capability,
+        dtype,
+        constants,
+        shapes.warps,
+    )
+
+
+def _append(
+    capability: int, dtype: str, depth: int, bits: int, scheme: str = "kivi", tokens: int = 1
+) -> Any:
+    constants = {
+        "DEPTH": depth,
+        "BITS": bits,
+        "GROUP": 64,
+        "CHANNELS": channel_group(depth, scheme),
+        "WINDOW": 192,
+        "KEPT": 4,
+        "TOKENS": tokens,
+        "IS_PER_HEAD": scheme == "per_head",
+    }
+    return _compile(
+        "append_codes_kernels",
+        "_coded_kv_cache_append_kernel",
+        capability,
+        dtype,
+        constants,
+        8,
+    )
+
+
+def _combine(capability: int, depth: int, splits: int) -> Any:
+    constants = {"DEPTH": depth, "SPLIT_BLOCK": 1 << (splits - 1).bit_length()}
+    return _compile(
+        "split_codes_kernels", "_coded_kv_cache_combine_kernel", capability, "bf16", constants, 4
+    )
+
+
+CASES = [
+    *[("bf16", 128, bits, "kivi", {}) for bits in (8, 4, 3, 2)],
+    *[("bf16", 128, bits, "per_head", {}) for bits in (4, 3)],
+    ("bf16", 64, 4, "kivi", {"has_mask": True}),
+    ("bf16", 256, 4, "kivi", {}),
+    ("bf16", 128, 4, "kivi", {"has_norms": True, "has_mask": True}),
+    ("bf16", 128, 4, "kivi", {"splits": 1, "kept": 0}),
+    ("bf16", 128, 4, "kivi", {"repeat": 12}),
+    ("fp16", 128, 4, "kivi", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "depth", "bits", "scheme", "more"),
+    [
+        *[(90, *case) for case in CASES],
+        *[(other, *CASES[place]) for other in (80, 100) for place in (1, 3, 7, 8)],
+    ],
+    ids=str,
+)
+def test_attention_compiles_within_the_limits(
+    capability: int,
+    dtype: str,
+    depth: int,
+    bits: int,
+    scheme: str,
+    more: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    kernel = _attention(capability, dtype, depth, bits, scheme, **more)
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
+    assert _stack_bytes(kernel.asm["cubin"], tmp_path) <= STACK
+    assert "atom." not in ptx
+    assert "cp.async.cg.shared.global" in ptx, "codes are not loaded ahead"
+    assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx), "no tensor cores"
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize(
+    ("depth", "bits", "scheme"),
+    [
+        (128, 8, "kivi"),
+        (128, 4, "kivi"),
+        (128, 3, "kivi"),
+        (128, 4, "per_head"),
+        (256, 2, "kivi"),
+    ],
+)
+@pytest.mark.parametrize("capability", [90])
+def test_append_compiles_within_the_limits(
+    capability: int, depth: int, bits: int, scheme: str, tokens: int, tmp_path: Path
+) -> None:
+    kernel = _append(capability, "bf16", depth, bits, scheme, tokens)
+    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
+    assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize(("depth", "splits"), [(64, 2), (128, MAX_SPLITS), (256, 5)])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_combine_compiles_within_the_limits(
+    capability: int, depth: int, splits: int, tmp_path: Path
+) -> None:
+    kernel = _combine(capability, depth, splits)
+    assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    assert "atom." not in kernel.asm["ptx"]
+
+
+@pytest.mark.usefixtures("sizes_of_one")
+def test_kernels_compile_for_sizes_of_one() -> None:
+    _attention(90, "bf16", 128, 4, has_mask=True, has_norms=True)
+    _append(90, "bf16", 128, 4)
+    _append(90, "bf16", 128, 4, tokens=64)
+    _combine(90, 128, 4)
