@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from memeff_compile.model.compress import decompress_ as decompress_
     from memeff_compile.model.compressed_file import load_compressed_ as load_compressed_
     from memeff_compile.model.compressed_file import save_compressed as save_compressed
-    from memeff_compile.model.optim_in_backward import optim_in_backward as optim_in_backward
     from memeff_compile.model.kv_cache import KVCache as KVCache
     from memeff_compile.model.kv_cache import use_kv_cache_ as use_kv_cache_
+    from memeff_compile.model.optim_in_backward import optim_in_backward as optim_in_backward
     from memeff_compile.options import Options as Options
     from memeff_compile.report import graphs as graphs
     from memeff_compile.report import last_report as last_report
