@@ -23,7 +23,9 @@ from memeff_compile.kernels.ternary_linear.op import engine_for as engine_for
 from memeff_compile.kernels.ternary_linear.op import supports as supports
 from memeff_compile.kernels.ternary_linear.op import ternary_linear as ternary_linear
 from memeff_compile.kernels.ternary_linear.op import ternary_linear_pack as ternary_linear_pack
-from memeff_compile.kernels.ternary_linear.op import ternary_linear_product as ternary_linear_product
+from memeff_compile.kernels.ternary_linear.op import (
+    ternary_linear_product as ternary_linear_product,
+)
 from memeff_compile.kernels.ternary_linear.op import (
     ternary_linear_product_backward as ternary_linear_product_backward,
 )

@@ -19,7 +19,6 @@ from memeff_compile.kernels._triton.device import kernels_serve
 from memeff_compile.kernels.ternary_linear import reference
 from memeff_compile.kernels.ternary_linear.quantizer import (
     KINDS,
-    PER_WORD,
     Quantizer,
     words_for,
 )
@@ -475,9 +474,7 @@ def _product_backward(
         of_x = (rows @ weights).view(*grad.shape[:-1], columns)
         del weights
     if wanted[1]:
-        tokens = engine.dequantized_tokens(
-            codes, scale, columns, is_step=is_step, dtype=grad.dtype
-        )
+        tokens = engine.dequantized_tokens(codes, scale, columns, is_step=is_step, dtype=grad.dtype)
         of_weight = rows.t() @ tokens
     if wanted[2]:
         of_bias = rows.sum(0)

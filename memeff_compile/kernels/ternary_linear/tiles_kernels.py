@@ -139,9 +139,7 @@ def _quantized_token(
     """
     offs = tl.arange(0, COLUMNS)
     x = _rounded(tl.load(x_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32), DTYPE)
-    scale = _scale_of_token(
-        x, columns, eps, eps_rounded, LEVELS, IS_MEAN, ADDS_EPS, IS_STEP, DTYPE
-    )
+    scale = _scale_of_token(x, columns, eps, eps_rounded, LEVELS, IS_MEAN, ADDS_EPS, IS_STEP, DTYPE)
     if KEEPS_HALF:
         x = _larger_half(x, kept, LOW_BIT)
     codes = _codes_of_token(x, scale, LOW, HIGH, IS_FLOAT, IS_STEP, DTYPE)
@@ -588,10 +586,10 @@ def _ternary_parts_kernel(
     place = token * rows + row
     acc = tl.zeros((ROWS,), dtype=tl.int32)
     for part in tl.static_range(SPLITS):
-        acc += tl.load(part_ptr + part * (tl.cast(tokens, tl.int64) * rows) + place, mask=mask, other=0)
-    factor = _factor(
-        tl.load(scale_ptr + token), tl.load(weight_scale_ptr), IS_STEP, WEIGHT_IS_STEP
-    )
+        acc += tl.load(
+            part_ptr + part * (tl.cast(tokens, tl.int64) * rows) + place, mask=mask, other=0
+        )
+    factor = _factor(tl.load(scale_ptr + token), tl.load(weight_scale_ptr), IS_STEP, WEIGHT_IS_STEP)
     found = (acc - tl.load(sums_ptr + token)).to(tl.float32) * factor
     if HAS_BIAS:
         found += tl.load(bias_ptr + row, mask=mask, other=0.0).to(tl.float32)

@@ -1,0 +1,295 @@
+"""Ternary linears: the kernels, and the tiles to choose from.
+
+    python benchmarks/ternary.py --part kernels
+    python benchmarks/ternary.py --part sweep
+
+`kernels`: one linear, K columns to N rows, bf16 tokens in and out, quantising them included, against
+the dense bf16 linear; PyTorch's int8 product is timed on codes that somebody else has quantised, and
+without scales. Every result is compared with float64 arithmetic on the codes first. Calls sit in
+CUDA graphs over rotated weights, so that these come from memory; the graphs take turns.
+
+`sweep`: every tile, number of warps and stages per shape; the fastest are printed.
+
+`--size tiny` runs everything on the CPU in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import rows as records
+from kv_decode import Repeated
+
+from memeff_compile.kernels.ternary_linear import (
+    Quantizer,
+    reference,
+    shapes,
+    ternary_linear,
+    ternary_linear_quantize,
+)
+
+Call = Callable[[], Any]
+
+SHAPES = {
+    "h200": [(4096, 14336), (14336, 4096), (8192, 28672), (2560, 6912)],
+    "tiny": [(64, 96)],
+}
+TOKENS = {"h200": [1, 4, 16, 64, 256, 4096], "tiny": [1, 8]}
+ROTATED_BYTES = 192 << 20
+
+
+def draw_packed(columns: int, rows: int, device: str) -> Tensor:
+    """Return random packed weights."""
+    codes = torch.randint(-1, 2, (rows, columns), device=device, dtype=torch.int8)
+    return reference.pack_codes(codes)
+
+
+def copies_of(tensor: Tensor) -> list[Tensor]:
+    """Return enough copies that each comes from memory when its turn is there."""
+    count = 2 if not tensor.is_cuda else ROTATED_BYTES // tensor.nbytes + 2
+    return [tensor, *(tensor.clone() for _ in range(min(count, 48) - 1))]
+
+
+def error_of(x: Tensor, packed: Tensor, scale: Tensor, quantizer: Quantizer) -> float:
+    """Return the largest difference from float64 arithmetic on the codes, over the largest value."""
+    columns = x.shape[1]
+    x = x[-64:]
+    codes, by_token, _ = ternary_linear_quantize(x, *quantizer.arguments())
+    whole = reference.from_planes(codes, columns).double()
+    wanted = whole @ reference.unpack_codes(packed, columns).double().t()
+    wanted = wanted / by_token.double()[:, None] / scale.double()
+    (found,) = ternary_linear(x, [packed], [scale], [None], x.dtype, False, *quantizer.arguments())
+    return float((found.double() - wanted).abs().max() / wanted.abs().max())
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def methods(x: Tensor, packed: Tensor, scale: Tensor) -> Iterator[tuple[str, list[Call]]]:
+    """Yield each method's calls over rotated weights."""
+    columns, rows = x.shape[1], packed.shape[0]
+    for kind in ("int8", "int4", "topk8") if x.shape[0] in (1, 256) else ("int8",):
+        yield (
+            f"memeff, {kind}",
+            [
+                lambda w=w, kind=kind: ternary_linear(
+                    x, [w], [scale], [None], x.dtype, False, kind
+                )[0]
+                for w in copies_of(packed)
+            ],
+        )
+    dense = copies_of(torch.randn(rows, columns, device=x.device, dtype=x.dtype))
+    yield "bf16 linear", [lambda w=w: F.linear(x, w) for w in dense]
+    if x.is_cuda and x.shape[0] > 16:
+        codes = torch.randint(-127, 128, x.shape, device=x.device, dtype=torch.int8)
+        wide = copies_of(reference.unpack_codes(packed, columns))
+        yield "int8 product alone", [lambda w=w: torch._int_mm(codes, w.t()) for w in wide]
+
+
+def measure_kernels(options: argparse.Namespace) -> None:
+    """Write a row per shape, number of tokens and method."""
+    for (columns, height), tokens in itertools.product(options.shapes, options.tokens):
+        x = torch.randn(tokens, columns, device=options.device, dtype=torch.bfloat16)
+        packed = draw_packed(columns, height, options.device)
+        scale = torch.full((), 40.0, device=options.device)
+        error = error_of(x, packed, scale, Quantizer())
+        graphs = {name: Repeated(calls) for name, calls in methods(x, packed, scale)}
+        samples: dict[str, list[float]] = {name: [] for name in graphs}
+        for _ in range(options.repeats):
+            for name, graph in graphs.items():
+                samples[name].append(graph.microseconds())
+        for name, found in samples.items():
+            row = {
+                "kind": "ternary linear",
+                "method": name,
+                "columns": columns,
+                "rows": height,
+                "tokens": tokens,
+                "us": records.percentiles(found),
+            }
+            if name == "memeff, int8":
+                row["error"] = error
+            records.write(options.out, row)
+        del graphs
+        clean()
+
+
+def clean() -> None:
+    """Give back what the last case held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# --- sweep ----------------------------------------------------------------------------------------
+
+Candidate = tuple[int, int, int, Any]
+"""Columns, rows, tokens and what to launch."""
+
+
+def candidates(options: argparse.Namespace) -> list[Candidate]:
+    """Return every launch to try."""
+    found: list[Candidate] = []
+    for (columns, height), tokens in itertools.product(options.shapes, options.tokens):
+        if tokens <= shapes.MAX_VECTORS:
+            launches: list[Any] = [
+                shapes.VectorShapes(r, w)
+                for r, w in itertools.product((2, 4, 8, 16, 32), (2, 4, 8))
+                if r * columns // 16 <= 16384
+            ]
+        else:
+            launches = list(tile_candidates(tokens))
+        found += [(columns, height, tokens, launch) for launch in launches]
+    return found
+
+
+def tile_candidates(tokens: int) -> Iterator[shapes.TileShapes]:
+    """Yield launches on tensor cores."""
+    if tokens <= 16:
+        for high, wide, warps, stages, splits in itertools.product(
+            (32, 64, 128), (64, 128), (4, 8), (3, 5), (1, 2)
+        ):
+            if high >= 8 * warps:
+                yield shapes.TileShapes(16, high, wide, warps, stages, splits)
+    elif tokens <= 64:
+        for high, wide, stages, splits in itertools.product((64, 128), (64, 128), (3, 4), (1, 2)):
+            yield shapes.TileShapes(min(tokens, 64), high, wide, 4, stages, splits)
+    else:
+        for block, high, warps in (
+            (64, 64, 4),
+            (64, 128, 4),
+            (64, 128, 8),
+            (128, 64, 4),
+            (128, 128, 4),
+            (128, 128, 8),
+            (256, 128, 8),
+            (128, 256, 8),
+        ):
+            if tokens > 512 and block * high < 128 * 128:
+                continue
+            for wide, stages in ((32, 4), (64, 3), (64, 4), (128, 3)):
+                if tokens <= 512 and stages == 4 and wide == 32:
+                    continue
+                yield shapes.TileShapes(block, high, wide, warps, stages)
+
+
+def launch(candidate: Candidate, x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """Run one linear with the given tiles, quantising included."""
+    from memeff_compile.kernels.ternary_linear import tiles
+
+    settings: dict[str, Any] = {"dtype": x.dtype, "weight_is_step": False, "shapes": candidate[3]}
+    if isinstance(candidate[3], shapes.VectorShapes):
+        return tiles.vectors(x, [packed], [scale], [None], Quantizer(), **settings)[0]
+    codes = tiles.quantize(x, Quantizer())
+    return tiles.product(*codes, packed, scale, None, is_step=False, **settings)
+
+
+def compile_share(share: list[Candidate]) -> None:
+    """Compile candidates in a process of its own; what fails here fails again where it is told."""
+    data: dict[tuple[int, int, int], Any] = {}
+    for candidate in share:
+        key = candidate[:3]
+        if key not in data:
+            data.clear()
+            data[key] = problem(*key, "cuda")
+        try:
+            launch(candidate, *data[key])
+        except Exception as error:
+            print("failed:", candidate, type(error).__name__, str(error)[:200], flush=True)
+
+
+def problem(columns: int, height: int, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, packed weights and their scale."""
+    torch.manual_seed(0)
+    x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
+    return x, draw_packed(columns, height, device), torch.full((), 40.0, device=device)
+
+
+def sweep(options: argparse.Namespace) -> None:
+    """Print the fastest launches per shape."""
+    todo = candidates(options)
+    started = time.perf_counter()
+    if options.device == "cuda":
+        count = min(14, os.cpu_count() or 1)
+        context = multiprocessing.get_context("spawn")
+        workers = [
+            context.Process(target=compile_share, args=(todo[i::count],)) for i in range(count)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    print(f"compiled {len(todo)} in {time.perf_counter() - started:.1f} s", flush=True)
+    for key, group in itertools.groupby(todo, key=lambda candidate: candidate[:3]):
+        x, packed, scale = problem(*key, options.device)
+        (wanted,) = ternary_linear(x, [packed], [scale], [None], x.dtype)
+        timed = []
+        for candidate in group:
+            if time.perf_counter() - started > options.seconds:
+                print("out of time at", candidate)
+                break
+            try:
+                is_right = torch.equal(launch(candidate, x, packed, scale), wanted)
+                calls = [lambda w=w, c=candidate: launch(c, x, w, scale) for w in copies_of(packed)]
+                repeated = Repeated(calls)
+                us = min(repeated.microseconds() for _ in range(3))
+            except Exception as error:
+                print("failed:", candidate, type(error).__name__, str(error)[:120])
+                continue
+            timed.append((us, is_right, candidate[3]))
+        timed.sort(key=lambda entry: entry[0])
+        for us, is_right, chosen in timed[: options.best]:
+            print(f"{key} {us:8.2f} us {'' if is_right else 'WRONG '}{chosen}")
+        wrong = [c for _, is_right, c in timed if not is_right]
+        if wrong:
+            print(f"{key} WRONG: {wrong[:4]} and {max(0, len(wrong) - 4)} more")
+        clean()
+
+
+# --- command --------------------------------------------------------------------------------------
+
+
+def parse() -> argparse.Namespace:
+    """Return the settings of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", default="kernels", choices=["kernels", "sweep"])
+    parser.add_argument("--size", default="h200", choices=list(SHAPES))
+    parser.add_argument("--shapes", default="", help="columns x rows, as 4096x14336,2560x6912")
+    parser.add_argument("--tokens", default="", help="numbers of tokens, as 1,16")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--best", type=int, default=4, help="launches that a sweep prints")
+    parser.add_argument("--seconds", type=float, default=600.0, help="after which a sweep stops")
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/nvidia-h200/ternary.jsonl")
+    )
+    options = parser.parse_args()
+    given = [tuple(map(int, pair.split("x"))) for pair in options.shapes.split(",") if pair]
+    options.shapes = given or SHAPES[options.size]
+    options.tokens = [int(n) for n in options.tokens.split(",") if n] or TOKENS[options.size]
+    options.device = "cuda" if options.size != "tiny" else "cpu"
+    return options
+
+
+def main() -> None:
+    """Run one part."""
+    options = parse()
+    torch.manual_seed(0)
+    {"kernels": measure_kernels, "sweep": sweep}[options.part](options)
+
+
+if __name__ == "__main__":
+    main()
