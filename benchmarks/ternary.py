@@ -3,8 +3,8 @@
     python benchmarks/ternary.py --part kernels
     python benchmarks/ternary.py --part sweep
 
-`kernels`: one linear, K columns to N rows, bf16 tokens in and out, quantising them included, against
-the dense bf16 linear; PyTorch's int8 product is timed on codes that somebody else has quantised, and
+`kernels`: one linear, K columns to N rows, bf16 tokens in and out, quantising them included, beside
+the dense bf16 linear; PyTorch's int8 product is timed on codes that were quantised before, and
 without scales. Every result is compared with float64 arithmetic on the codes first. Calls sit in
 CUDA graphs over rotated weights, so that these come from memory; the graphs take turns.
 
@@ -23,6 +23,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def copies_of(tensor: Tensor) -> list[Tensor]:
 
 
 def error_of(x: Tensor, packed: Tensor, scale: Tensor, quantizer: Quantizer) -> float:
-    """Return the largest difference from float64 arithmetic on the codes, over the largest value."""
+    """Return the largest difference from float64 on the codes, over the largest value."""
     columns = x.shape[1]
     x = x[-64:]
     codes, by_token, _ = ternary_linear_quantize(x, *quantizer.arguments())
@@ -244,7 +245,7 @@ def sweep(options: argparse.Namespace) -> None:
                 break
             try:
                 is_right = torch.equal(launch(candidate, x, packed, scale), wanted)
-                calls = [lambda w=w, c=candidate: launch(c, x, w, scale) for w in copies_of(packed)]
+                calls = [partial(launch, candidate, x, w, scale) for w in copies_of(packed)]
                 repeated = Repeated(calls)
                 us = min(repeated.microseconds() for _ in range(3))
             except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
     return "tiles" if kernels_serve(device, dtype) else "reference"
 
 
-def _engine(tensor: Tensor) -> Any:
+def _engine(tensor: Tensor) -> ModuleType:
     """Return the module that computes for a tensor."""
     if tensor.is_cuda and engine_for(tensor.device, torch.float32) == "tiles":
         from memeff_compile.kernels.ternary_linear import tiles
@@ -501,7 +502,7 @@ def _fake_product_backward(
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
     del output
     x, weight, codes, scale, _, packed, weight_scale, bias, _, is_step, weight_is_step = inputs
     ctx.save_for_backward(codes, scale, packed, weight_scale)
@@ -510,7 +511,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     needs = ctx.needs_input_grad
     wanted = [needs[0], needs[1], needs[7]]
     of_x, of_weight, of_bias = ternary_linear_product_backward(

@@ -51,13 +51,13 @@ def unpack_codes(packed: Tensor, columns: int) -> Tensor:
 
 
 def repack(packed: Tensor) -> Tensor:
-    """Bring the layout of transformers, (N / 4, K) uint8 with rows N / 4 apart in a byte, to ours."""
+    """Bring the layout of transformers, (N / 4, K) uint8, rows N / 4 apart in a byte, to ours."""
     codes = torch.cat([packed >> 2 * j & 3 for j in range(4)]).to(torch.int8) - 1
     return pack_codes(codes)
 
 
 def to_planes(codes: Tensor) -> Tensor:
-    """Order (M, K) int8 codes as the fields of packed weights: (M, 4, 4 * words), zeros behind K."""
+    """Order (M, K) int8 codes as packed weights are: (M, 4, 4 * words), zeros behind K."""
     rows, columns = codes.shape
     words = words_for(columns)
     wide = codes.new_zeros((rows, words * PER_WORD))

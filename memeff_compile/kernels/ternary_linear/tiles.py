@@ -33,7 +33,7 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _dtype(x: Tensor, *, is_native: bool) -> Any:
+def _dtype(x: Tensor, *, is_native: bool) -> Any:  # noqa: ANN401
     """Return Triton's name of the dtype in which a quantiser computes."""
     import triton.language as tl
 
