@@ -148,9 +148,9 @@ def candidates(options: argparse.Namespace) -> list[Candidate]:
     for (columns, height), tokens in itertools.product(options.shapes, options.tokens):
         if tokens <= shapes.MAX_VECTORS:
             launches: list[Any] = [
-                shapes.VectorShapes(r, w)
-                for r, w in itertools.product((2, 4, 8, 16, 32), (2, 4, 8))
-                if r * columns // 16 <= 16384
+                shapes.VectorShapes(r, w, t)
+                for r, w, t in itertools.product((4, 8, 16, 32, 64), (4, 8, 16), (1, 2, 4, 8))
+                if 2048 <= r * columns // 16 <= 1024 * min(16, 4 * w) and height // (r * t) >= 100
             ]
         else:
             launches = list(tile_candidates(tokens))
@@ -162,9 +162,9 @@ def tile_candidates(tokens: int) -> Iterator[shapes.TileShapes]:
     """Yield launches on tensor cores."""
     if tokens <= 16:
         for high, wide, warps, stages, splits in itertools.product(
-            (32, 64, 128), (64, 128), (4, 8), (3, 5), (1, 2)
+            (32, 64), (64, 128, 256), (2, 4), (2, 3, 5), (1, 2)
         ):
-            if high >= 8 * warps:
+            if stages * wide < 1000 and (splits == 1 or stages == 3):
                 yield shapes.TileShapes(16, high, wide, warps, stages, splits)
     elif tokens <= 64:
         for high, wide, stages, splits in itertools.product((64, 128), (64, 128), (3, 4), (1, 2)):
@@ -173,18 +173,14 @@ def tile_candidates(tokens: int) -> Iterator[shapes.TileShapes]:
         for block, high, warps in (
             (64, 64, 4),
             (64, 128, 4),
-            (64, 128, 8),
             (128, 64, 4),
             (128, 128, 4),
-            (128, 128, 8),
-            (256, 128, 8),
-            (128, 256, 8),
+            (256, 64, 4),
+            (64, 256, 4),
         ):
-            if tokens > 512 and block * high < 128 * 128:
+            if tokens > 512 and block * high < 128 * 96:
                 continue
-            for wide, stages in ((32, 4), (64, 3), (64, 4), (128, 3)):
-                if tokens <= 512 and stages == 4 and wide == 32:
-                    continue
+            for wide, stages in ((32, 3), (64, 2), (64, 3), (64, 4), (128, 2), (128, 3)):
                 yield shapes.TileShapes(block, high, wide, warps, stages)
 
 
@@ -195,7 +191,8 @@ def launch(candidate: Candidate, x: Tensor, packed: Tensor, scale: Tensor) -> Te
     settings: dict[str, Any] = {"dtype": x.dtype, "weight_is_step": False, "shapes": candidate[3]}
     if isinstance(candidate[3], shapes.VectorShapes):
         return tiles.vectors(x, [packed], [scale], [None], Quantizer(), **settings)[0]
-    codes = tiles.quantize(x, Quantizer())
+    settings["is_chained"] = tiles.chains(x.device)
+    codes = tiles.quantize(x, Quantizer(), is_chained=settings["is_chained"])
     return tiles.product(*codes, packed, scale, None, is_step=False, **settings)
 
 
@@ -209,8 +206,8 @@ def compile_share(share: list[Candidate]) -> None:
             data[key] = problem(*key, "cuda")
         try:
             launch(candidate, *data[key])
-        except Exception as error:
-            print("failed:", candidate, type(error).__name__, str(error)[:200], flush=True)
+        except Exception:
+            continue
 
 
 def problem(columns: int, height: int, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,7 +246,8 @@ def sweep(options: argparse.Namespace) -> None:
                 repeated = Repeated(calls)
                 us = min(repeated.microseconds() for _ in range(3))
             except Exception as error:
-                print("failed:", candidate, type(error).__name__, str(error)[:120])
+                if type(error).__name__ != "OutOfResources":
+                    print("failed:", candidate, type(error).__name__, str(error)[:120])
                 continue
             timed.append((us, is_right, candidate[3]))
         timed.sort(key=lambda entry: entry[0])

@@ -35,12 +35,12 @@ PASS_NAMES = (
     "quantize_attention",
     "fuse_gated_linear",
     "keep_rotary_tables",
+    "ternarize_linear",
 )
 """Names of the passes that exist, in the order in which they run."""
 
 RESERVED_PASS_NAMES = (
     "encode_weights",
-    "ternarize_linear",
     "merge_kv_cache",
 )
 """Names of passes that later releases bring; naming one is answered with 'not available yet'."""
@@ -55,6 +55,7 @@ SWITCHES = {
     "quantize_attention": ("memeff.attention", "exact"),
     "fuse_gated_linear": ("memeff.gated_linear", "off"),
     "keep_rotary_tables": ("memeff.rotary_tables", "off"),
+    "ternarize_linear": ("memeff.ternary", "off"),
 }
 """The option that switches each pass off."""
 
@@ -67,9 +68,11 @@ MAY_FIND_NOTHING = (
     "recover_attention",
     "keep_rotary_tables",
     "quantize_attention",
+    "ternarize_linear",
 )
 """Passes of which `memeff.strict` asks only that they decline nothing: a graph that trains has no
-cache to update, and attention that is already as it should be needs no change."""
+cache to update, attention that is already as it should be needs no change, and few models have
+ternary weights."""
 
 Check: TypeAlias = Callable[[str, object], object]
 
@@ -370,7 +373,6 @@ _NO_LOSSY = (
     "no lossy mode has shipped, because none has a fidelity run behind it. Use 'exact' meanwhile."
 )
 _NO_WEIGHTS = "entropy-coded weights have not shipped. Use 'off' meanwhile."
-_NO_PASS = "accepted; no pass of this release reads it"
 
 
 @dataclass(frozen=True)
@@ -501,8 +503,7 @@ class Options:
         "ternary",
         "exact",
         "off",
-        meaning="Whether linears of ternary-trained models run on packed weights.",
-        status=_NO_PASS,
+        meaning="Whether linears with ternary weights keep and multiply packed codes.",
     )
     weights: str = _choice(
         "weights",
@@ -649,6 +650,7 @@ class Options:
             "keep_rotary_tables": (
                 f"{PREFIX}rotary_tables='off'" if self.rotary_tables == "off" else ""
             ),
+            "ternarize_linear": f"{PREFIX}ternary='off'" if self.ternary == "off" else "",
         }
         off["defer_logits"] = off["defer_logits"] or off["fuse_linear_cross_entropy"]
         for name in self.strict:

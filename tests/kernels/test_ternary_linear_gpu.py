@@ -125,7 +125,7 @@ def test_integer_sums_are_exact_with_every_tile(shapes: TileShapes) -> None:
 
 
 @pytest.mark.parametrize(
-    "shapes", [VectorShapes(r, w) for r in (2, 8, 16) for w in (2, 4)], ids=str
+    "shapes", [VectorShapes(2, 2), VectorShapes(8, 4, 3), VectorShapes(16, 8, 2)], ids=str
 )
 def test_few_tokens_give_the_bits_of_many(shapes: VectorShapes) -> None:
     """Both scale exact sums in the same way, so a row does not depend on its neighbours."""

@@ -99,6 +99,7 @@ def _quantizer(kind: str, *, is_step: bool = False, is_native: bool = False) -> 
         "IS_STEP": is_step,
         "WEIGHT_IS_STEP": False,
         "DTYPE": tl.bfloat16 if is_native else tl.float32,
+        "IS_CHAINED": False,
     }
 
 
@@ -120,6 +121,7 @@ def _vectors(
         "GROUP": group,
         "TOKENS": tokens,
         "ROWS": shapes.rows,
+        "TILES": shapes.tiles,
         "WORDS": words,
         "BYTEWISE": False,
     }
@@ -139,6 +141,7 @@ def _tiles(
         "IS_EVEN": is_even,
         "IS_PART": is_part,
         "HAS_BIAS": not is_part,
+        "IS_CHAINED": capability >= 90,
         "BYTEWISE": False,
     }
     kinds = {"packed_ptr": "*u8"}
@@ -158,10 +161,11 @@ def _check(kernel: Any, capability: int, folder: Path) -> str:
     [
         (256, 14336, 1, 1, "int8"),
         (256, 14336, 4, 1, "int8"),
-        (1024, 4096, 1, 1, "topk8"),
+        (1024, 4096, 1, 1, "int8"),
         (512, 28672, 1, 1, "fp4"),
         (256, 6144, 1, 3, "int4"),
         (2048, 8192, 1, 1, "int8"),
+        (128, 2560, 2, 2, "topk8"),
     ],
     ids=str,
 )
@@ -183,7 +187,8 @@ def test_the_kernel_for_few_tokens_compiles_within_the_limits(
 def test_the_kernel_for_many_tokens_compiles_within_the_limits(
     capability: int, tokens: int, rows: int, tmp_path: Path
 ) -> None:
-    ptx = _check(_tiles(capability, tile_shapes(tokens, rows, 1024, 132)), capability, tmp_path)
+    shapes = tile_shapes(tokens, rows, 1024, 132, is_hopper=capability == 90)
+    ptx = _check(_tiles(capability, shapes), capability, tmp_path)
     assert re.search(r"mma\.sync.*s8|wgmma.*s8|tcgen05\.mma", ptx), "no integer tensor cores"
     assert "cp.async" in ptx, "operands are not loaded ahead"
 
@@ -198,7 +203,7 @@ def test_quantisers_compile_without_spills(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("sizes_of_one")
 def test_kernels_compile_for_sizes_of_one(tmp_path: Path) -> None:
-    _vectors(90, "topk8", VectorShapes(4, 4), 16, tokens=2, group=3)
+    _vectors(90, "topk8", VectorShapes(4, 4, 2), 16, tokens=2, group=3)
     small = TileShapes(16, 32, 32, 4, 2)
     _tiles(90, small, is_part=True, is_even=False)
     given = _quantizer("int4", is_step=True)

@@ -23,7 +23,7 @@ from memeff_compile.kernels.ternary_linear.quantizer import (
     Quantizer,
     words_for,
 )
-from memeff_compile.kernels.ternary_linear.shapes import MAX_COLUMNS, MAX_GROUP, MAX_VECTORS
+from memeff_compile.kernels.ternary_linear.shapes import MAX_COLUMNS, MAX_GROUP
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -311,7 +311,7 @@ def _linear(
     rows = x.reshape(-1, x.shape[-1])
     engine = _engine(x)
     found: list[Tensor] = []
-    if engine.serves_vectors and rows.shape[0] <= MAX_VECTORS:
+    if engine.serves_vectors(rows.shape[0], quantizer):
         for start in range(0, len(packed), MAX_GROUP):
             group = slice(start, start + MAX_GROUP)
             found += engine.vectors(
@@ -324,7 +324,8 @@ def _linear(
                 weight_is_step=weight_is_step,
             )
     else:
-        codes, scale, sums = engine.quantize(rows, quantizer)
+        is_chained = engine.chains(x.device)
+        codes, scale, sums = engine.quantize(rows, quantizer, is_chained=is_chained)
         for weight, by_weight, added in zip(packed, weight_scale, bias, strict=True):
             found.append(
                 engine.product(
@@ -337,8 +338,10 @@ def _linear(
                     dtype=dtype,
                     is_step=is_step,
                     weight_is_step=weight_is_step,
+                    is_chained=is_chained,
                 )
             )
+            is_chained = False  # the kernel before the next product is this one
     return [out.view(*x.shape[:-1], out.shape[1]) for out in found]
 
 

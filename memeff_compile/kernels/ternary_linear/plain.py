@@ -8,15 +8,28 @@ from torch import Tensor
 from memeff_compile.kernels.ternary_linear import reference
 from memeff_compile.kernels.ternary_linear.quantizer import Quantizer
 
-serves_vectors = False
-"""Few tokens are quantised as many are."""
+
+def serves_vectors(tokens: int, quantizer: Quantizer) -> bool:
+    """Return False: few tokens are quantised as many are."""
+    del tokens, quantizer
+    return False
+
+
+def chains(device: torch.device) -> bool:
+    """Return False: there are no kernels to overlap."""
+    del device
+    return False
+
 
 pack = reference.pack
 dequantized_weights = reference.dequantized_weights
 
 
-def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(
+    x: Tensor, quantizer: Quantizer, *, is_chained: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes in planes, scales, and the sum of the codes of each token."""
+    del is_chained
     codes, scale = reference.quantize(x, quantizer)
     return reference.to_planes(codes), scale, codes.sum(-1, dtype=torch.int32)
 
@@ -32,9 +45,10 @@ def product(
     dtype: torch.dtype,
     is_step: bool,
     weight_is_step: bool,
+    is_chained: bool = False,
 ) -> Tensor:
     """Return (M, N) from codes in planes; the sums are not needed."""
-    del sums
+    del sums, is_chained
     return reference.product(
         reference.from_planes(codes, 16 * packed.shape[1]),
         scale,

@@ -14,10 +14,11 @@ MAX_COLUMNS = 1 << 15
 
 @dataclass(frozen=True)
 class VectorShapes:
-    """A launch for few tokens: rows of weights per program, warps."""
+    """A launch for few tokens: rows of weights per tile, warps, tiles per program."""
 
     rows: int
     warps: int
+    tiles: int = 1
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class TileShapes:
 
 
 def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the launch for `tokens` <= 4.
+    """Return the launch for `tokens` <= 4: the fastest of a sweep, or what is near it.
 
     Args:
         words: of 32 bits per row of weights.
@@ -42,27 +43,34 @@ def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> Vector
         processors: multiprocessors of the GPU.
     """
     wide = 1 << (words - 1).bit_length()
-    held = max(1, 8192 // wide)  # words of a tile
-    held = min(16, held // (2 if tokens > 2 else 1)) or 1
-    while held > 4 and rows < held * 2 * processors:
-        held //= 2
-    return VectorShapes(max(2, held), 4 if wide <= 512 else 8)
+    held = 8192 if tokens == 1 else 4096  # words of a tile
+    high = max(2, min(32, held // wide))
+    while high > 4 and rows < high * 2 * processors:
+        high //= 2
+    tiles = 1
+    while tiles < 4 and rows >= 4 * high * (2 * tiles) * processors:
+        tiles *= 2
+    return VectorShapes(high, 8 if wide >= 256 or high == 32 else 4, tiles)
 
 
-def tile_shapes(tokens: int, rows: int, width: int, processors: int) -> TileShapes:
-    """Return the launch for more tokens.
+def tile_shapes(
+    tokens: int, rows: int, width: int, processors: int, *, is_hopper: bool = True
+) -> TileShapes:
+    """Return the launch for more tokens: the fastest of a sweep, or what is near it.
 
     Args:
         tokens, rows: of activations and of weights.
         width: bytes per row of weights.
         processors: multiprocessors of the GPU.
+        is_hopper: whether sums of 128 x 128 fit four warps, as they do in capability 9.0.
     """
+    if tokens > 512:
+        return TileShapes(128, 128, 64, 4 if is_hopper else 8, 3)
     if tokens > 64:
-        if tokens > 512:
-            return TileShapes(128, 128, 64, 8, 3)
-        return TileShapes(64, 128, 64, 4, 3)
+        is_small = -(-rows // 128) * -(-tokens // 64) < processors
+        return TileShapes(64, 64, 128, 4, 3) if is_small else TileShapes(64, 128, 64, 4, 3)
     block = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    tall = 64
-    while tall > 16 and -(-rows // tall) < 2 * processors:
-        tall //= 2
-    return TileShapes(block, max(tall, 32), 128 if width >= 512 else 64, 4, 4)
+    high = 64
+    while high > 32 and -(-rows // high) < processors:
+        high //= 2
+    return TileShapes(block, high, 128 if width >= 512 else 64, 4, 3)

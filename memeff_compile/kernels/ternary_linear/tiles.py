@@ -13,17 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import on_device, processors
+from memeff_compile.kernels._triton.device import capability, on_device, processors
 from memeff_compile.kernels.ternary_linear.quantizer import KINDS, Quantizer, kept, words_for
 from memeff_compile.kernels.ternary_linear.shapes import (
+    MAX_VECTORS,
     TileShapes,
     VectorShapes,
     tile_shapes,
     vector_shapes,
 )
 
-serves_vectors = True
-"""Up to four tokens are quantised by the programs that multiply them."""
+
+def serves_vectors(tokens: int, quantizer: Quantizer) -> bool:
+    """Return whether tokens are quantised by the programs that multiply them.
+
+    Up to four are; looking for the larger half of a token takes too long to do it in each program.
+    """
+    return tokens <= MAX_VECTORS and not KINDS[quantizer.kind].keeps_half
+
 
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Lowest bit that a number of this dtype has as float32."""
@@ -92,8 +99,14 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
     return packed
 
 
-def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums (M,) int32."""
+def quantize(
+    x: Tensor, quantizer: Quantizer, *, is_chained: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums (M,) int32.
+
+    With `is_chained` the next kernel of the stream, which has to be a chained `product`, may be
+    launched before this one has ended.
+    """
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
 
     x = _with_unit_stride(x)
@@ -113,6 +126,7 @@ def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
             columns,
             words,
             COLUMNS=block,
+            IS_CHAINED=is_chained,
             num_warps=_quantize_warps(block),
             **_settings(x, quantizer),
         )
@@ -120,7 +134,12 @@ def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _quantize_warps(columns: int) -> int:
-    return max(1, min(16, columns // 1024))
+    return max(1, min(16, columns // 512))
+
+
+def chains(device: torch.device) -> bool:
+    """Return whether a kernel may start while the one it waits for is still running."""
+    return device.type == "cuda" and capability(device) >= (9, 0)
 
 
 def vectors(
@@ -184,7 +203,7 @@ def _launch_vectors(
     if shapes is None:
         shapes = vector_shapes(words, sum(count), tokens, processors(x.device))
     outs = [x.new_empty((tokens, rows), dtype=dtype) for rows in count]
-    tiles = [-(-rows // shapes.rows) for rows in count]
+    tiles = [-(-rows // (shapes.rows * shapes.tiles)) for rows in count]
     anything = next((b for b in bias if b is not None), weight_scale[0])
     biases = [anything if b is None else b.contiguous() for b in bias]
 
@@ -207,6 +226,7 @@ def _launch_vectors(
             GROUP=len(packed),
             TOKENS=tokens,
             ROWS=shapes.rows,
+            TILES=shapes.tiles,
             WORDS=_power_of_two(words),
             WEIGHT_IS_STEP=weight_is_step,
             BYTEWISE=not x.is_cuda,
@@ -230,15 +250,21 @@ def product(
     dtype: torch.dtype,
     is_step: bool,
     weight_is_step: bool,
+    is_chained: bool = False,
     shapes: TileShapes | None = None,
 ) -> Tensor:
-    """Return (M, N) from quantised tokens."""
+    """Return (M, N) from quantised tokens.
+
+    With `is_chained` the kernel before this one in the stream is a chained `quantize`.
+    """
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
 
     codes, packed = codes.contiguous(), packed.contiguous()
     tokens, rows, width = codes.shape[0], packed.shape[0], 4 * packed.shape[1]
     if shapes is None:
-        shapes = tile_shapes(tokens, rows, width, processors(codes.device))
+        device = codes.device
+        is_hopper = capability(device)[0] == 9
+        shapes = tile_shapes(tokens, rows, width, processors(device), is_hopper=is_hopper)
     tiles = -(-width // shapes.bytes)
     share = -(-tiles // shapes.splits) * shapes.bytes
     splits = -(-width // share)
@@ -272,8 +298,10 @@ def product(
             STAGES=shapes.stages,
             IS_EVEN=width % shapes.bytes == 0,
             IS_PART=splits > 1,
+            IS_CHAINED=is_chained,
             BYTEWISE=not codes.is_cuda,
             num_warps=shapes.warps,
+            **({"launch_pdl": True} if is_chained else {}),
             **settings,
         )
         if splits > 1:

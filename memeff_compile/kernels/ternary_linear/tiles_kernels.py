@@ -172,7 +172,10 @@ def _ternary_quantize_kernel(
     ADDS_EPS: tl.constexpr,
     IS_STEP: tl.constexpr,
     DTYPE: tl.constexpr,
+    IS_CHAINED: tl.constexpr,  # the next kernel may start, and waits before it reads
 ):
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     held, scale, total = _quantized_token(
         x_ptr + token * stride_x,
@@ -309,6 +312,24 @@ def _dot4(code, x, acc, BYTEWISE: tl.constexpr):
 
 
 @triton.jit
+def _dot4_field(weight, plane, acc, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
+    """Add the products of one field of a tile of weights and its plane of the token."""
+    code, x = tl.broadcast((weight >> (2 * FIELD)) & 0x03030303, plane[None, :])
+    return _dot4(code, x, acc, BYTEWISE)
+
+
+@triton.jit
+def _weight_tile(packed_ptr, begin, rows, word, words, ROWS: tl.constexpr):
+    """Load rows of packed weights, whole; zeros behind the last."""
+    row = begin + tl.arange(0, ROWS)
+    return tl.load(
+        packed_ptr + row.to(tl.int64)[:, None] * words + word[None, :],
+        mask=(row < rows)[:, None] & (word < words)[None, :],
+        other=0,
+    )
+
+
+@triton.jit
 def _factor(scale, weight_scale, IS_STEP: tl.constexpr, WEIGHT_IS_STEP: tl.constexpr):
     """Return what an integer product is worth."""
     by_token = scale
@@ -339,7 +360,7 @@ def _ternary_vectors_kernel(
     rows_a,
     rows_b,
     rows_c,
-    tiles_a,  # of ROWS rows
+    tiles_a,  # of ROWS * TILES rows
     tiles_b,
     columns,
     words,
@@ -352,6 +373,7 @@ def _ternary_vectors_kernel(
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,  # of ROWS rows, one after the other: the token is quantised once
     WORDS: tl.constexpr,  # a power of two
     LEVELS: tl.constexpr,
     LOW: tl.constexpr,
@@ -394,16 +416,10 @@ def _ternary_vectors_kernel(
                     )
                     rows = tl.cast(rows_c, tl.int32)
                     has_bias = tl.full((), HAS_BIAS_C, tl.int1)
-    row = tile * ROWS + tl.arange(0, ROWS)
     word = tl.arange(0, WORDS)
     # Weights are asked for first: they come from far, the token is near.
-    weight = tl.load(
-        packed_ptr + row.to(tl.int64)[:, None] * words + word[None, :],
-        mask=(row < rows)[:, None] & (word < words)[None, :],
-        other=0,
-    )
+    weight = _weight_tile(packed_ptr, tile * (ROWS * TILES), rows, word, words, ROWS)
     weight_scale = tl.load(weight_scale_ptr)
-    bias = tl.load(bias_ptr + row, mask=(row < rows) & has_bias, other=0.0).to(tl.float32)
     for token in tl.static_range(TOKENS):
         held, scale, total = _quantized_token(
             x_ptr + token * stride_x,
@@ -426,25 +442,30 @@ def _ternary_vectors_kernel(
         even, odd = tl.split(tl.reshape(held, (WORDS, 2, 2)))  # (WORDS, 2): j = 0, 2 and 1, 3
         plane_0, plane_2 = tl.split(even)
         plane_1, plane_3 = tl.split(odd)
-        acc = tl.zeros((ROWS, WORDS), dtype=tl.int32)
-        for field in tl.static_range(4):
-            if field == 0:
-                plane = plane_0
-            elif field == 1:
-                plane = plane_1
-            elif field == 2:
-                plane = plane_2
-            else:
-                plane = plane_3
-            code, x = tl.broadcast((weight >> (2 * field)) & 0x03030303, plane[None, :])
-            acc = _dot4(code, x, acc, BYTEWISE)
-        product = tl.sum(acc, axis=1) - total
         factor = _factor(scale, weight_scale, IS_STEP, WEIGHT_IS_STEP)
-        tl.store(
-            out_ptr + token * rows + row,
-            (product.to(tl.float32) * factor + bias).to(out_ptr.dtype.element_ty),
-            mask=row < rows,
-        )
+        for step in tl.static_range(TILES):
+            begin = (tile * TILES + step) * ROWS
+            if TILES > 1:
+                # The next tile is on its way while this one is multiplied; the last of a token
+                # is followed by the first of the next.
+                after = (tile * TILES + (step + 1) % TILES) * ROWS
+                following = _weight_tile(packed_ptr, after, rows, word, words, ROWS)
+            acc = tl.zeros((ROWS, WORDS), dtype=tl.int32)
+            acc = _dot4_field(weight, plane_0, acc, 0, BYTEWISE)
+            acc = _dot4_field(weight, plane_1, acc, 1, BYTEWISE)
+            acc = _dot4_field(weight, plane_2, acc, 2, BYTEWISE)
+            acc = _dot4_field(weight, plane_3, acc, 3, BYTEWISE)
+            product = tl.sum(acc, axis=1) - total
+            row = begin + tl.arange(0, ROWS)
+            bias = tl.load(bias_ptr + row, mask=(row < rows) & has_bias, other=0.0)
+            found = product.to(tl.float32) * factor + bias.to(tl.float32)
+            tl.store(
+                out_ptr + token * rows + row,
+                found.to(out_ptr.dtype.element_ty),
+                mask=row < rows,
+            )
+            if TILES > 1:
+                weight = following
 
 
 # --- many tokens ----------------------------------------------------------------------------------
@@ -516,6 +537,7 @@ def _ternary_tiles_kernel(
     HAS_BIAS: tl.constexpr,
     IS_STEP: tl.constexpr,
     WEIGHT_IS_STEP: tl.constexpr,
+    IS_CHAINED: tl.constexpr,  # started while the tokens are still being quantised
     BYTEWISE: tl.constexpr,
 ):
     token_tiles = tl.cdiv(tokens, TOKENS)
@@ -537,6 +559,8 @@ def _ternary_tiles_kernel(
     packed_ptrs = packed_ptr + near_row[:, None] * width + byte[None, :]
     codes_ptrs = codes_ptr + near_token[None, :] * 4 * width + byte[:, None]
     acc = tl.zeros((ROWS, TOKENS), dtype=tl.int32)
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_wait()
     for start in tl.range(begin, end, BYTES, num_stages=STAGES):
         if IS_EVEN:
             packed = tl.load(packed_ptrs + start)
