@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from memeff_compile.explanation import explain as explain
     from memeff_compile.functional import linear_cross_entropy as linear_cross_entropy
     from memeff_compile.model.calibrate import calibrate_attention as calibrate_attention
+    from memeff_compile.model.ternary import pack_ternary_ as pack_ternary_
+    from memeff_compile.model.ternary import ternarize_ as ternarize_
     from memeff_compile.options import Options as Options
     from memeff_compile.report import graphs as graphs
     from memeff_compile.report import last_report as last_report
@@ -35,7 +37,9 @@ _HOME = {
     "graphs": "report",
     "last_report": "report",
     "linear_cross_entropy": "functional",
+    "pack_ternary_": "model.ternary",
     "reset": "api",
+    "ternarize_": "model.ternary",
 }
 
 __all__ = [
@@ -49,7 +53,9 @@ __all__ = [
     "graphs",
     "last_report",
     "linear_cross_entropy",
+    "pack_ternary_",
     "reset",
+    "ternarize_",
 ]
 
 
