@@ -188,7 +188,7 @@ def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
     """Put new modules in the place of old ones, wherever these stand."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if child in made:
+            if child is not None and child in made:
                 setattr(parent, name, made[child])
 
 

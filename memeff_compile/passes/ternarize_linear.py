@@ -52,6 +52,14 @@ class Group:
     owned: list[Node] = field(default_factory=list)
 
 
+@dataclass
+class Calls:
+    """Calls of `memeff::ternary_linear` with one input, as packed modules make them."""
+
+    nodes: list[Node]
+    owned: list[Node] = field(default_factory=list)
+
+
 class TernarizeLinear:
     """The pass."""
 
@@ -65,8 +73,11 @@ class TernarizeLinear:
 
     # --- find -------------------------------------------------------------------------------------
 
-    def find(self, info: GraphInfo) -> Iterable[Group]:
-        """Yield linears whose weight, or whose input as that of ternary models, is rounded."""
+    def find(self, info: GraphInfo) -> Iterable[Group | Calls]:
+        """Yield linears whose weight, or whose input as that of ternary models, is rounded.
+
+        Then calls on packed weights that have one input and can be one call.
+        """
         groups: dict[Any, Group] = {}
         for node in info.gm.graph.nodes:
             site = _site(node)
@@ -81,6 +92,22 @@ class TernarizeLinear:
             else:
                 groups[key if key not in groups else node] = Group([site])
         yield from groups.values()
+        yield from self._mergeable(info)
+
+    def _mergeable(self, info: GraphInfo) -> Iterable[Calls]:
+        """Yield calls on packed weights that differ in nothing but these."""
+        found: dict[Any, list[Node]] = {}
+        for node in info.gm.graph.nodes:
+            if node.target is op_folder.ternary_linear and not node.kwargs:
+                x, packed, scales, biases, *rest = node.args
+                operands = [n for n in (*packed, *scales, *biases) if isinstance(n, Node)]
+                path = info.module_path(node)
+                is_mine = not (path and info.options.skips(self.name, path))
+                if is_mine and all(n.op in ("placeholder", "get_attr") for n in operands):
+                    found.setdefault((x, tuple(rest)), []).append(node)
+        for nodes in found.values():
+            if len(nodes) > 1 and not any(map(info.may_be_written, _operands(nodes))):
+                yield Calls(nodes)
 
     def _is_skipped(self, info: GraphInfo, site: Site) -> bool:
         path = info.module_path(site.linear)
@@ -88,8 +115,10 @@ class TernarizeLinear:
 
     # --- check ------------------------------------------------------------------------------------
 
-    def check(self, info: GraphInfo, match: Group) -> Decline | None:
+    def check(self, info: GraphInfo, match: Group | Calls) -> Decline | None:
         """Return why the linears must be left alone, or None."""
+        if isinstance(match, Calls):
+            return None
         for site in match.sites:
             found = self._check_site(info, site)
             if found is not None:
@@ -108,8 +137,10 @@ class TernarizeLinear:
             or _without_gain(info, site)
         )
 
-    def gain(self, info: GraphInfo, match: Group) -> Gain | None:
+    def gain(self, info: GraphInfo, match: Group | Calls) -> Gain | None:
         """Return what is kept for the backward, before and after; None where nothing is."""
+        if isinstance(match, Calls):
+            return None
         if info.called_by is not None or self.check(info, match) is not None:
             return None
         if not _is_trained(info, match.sites[0]):
@@ -124,18 +155,22 @@ class TernarizeLinear:
         before = op_folder.saved_before(n, k, m, dtype=value.dtype)
         return Gain(before, op_folder.saved_after(n, k, m), sizes)
 
-    def anchor(self, match: Group) -> Node:
+    def anchor(self, match: Group | Calls) -> Node:
         """Return the first linear."""
-        return match.sites[0].linear
+        return match.nodes[0] if isinstance(match, Calls) else match.sites[0].linear
 
-    def places(self, match: Group) -> Iterable[Node]:
+    def places(self, match: Group | Calls) -> Iterable[Node]:
         """Return the linears."""
+        if isinstance(match, Calls):
+            return match.nodes
         return [site.linear for site in match.sites]
 
     # --- rewrite ----------------------------------------------------------------------------------
 
-    def rewrite(self, info: GraphInfo, match: Group, editor: Editor) -> Done:
+    def rewrite(self, info: GraphInfo, match: Group | Calls, editor: Editor) -> Done:
         """Replace the linears by ops on codes."""
+        if isinstance(match, Calls):
+            return _merge(match, editor)
         is_trained = _is_trained(info, match.sites[0])
         sentence = _sentence(info, match, is_trained=is_trained)
         (_train if is_trained else _infer)(info, match, editor)
@@ -145,7 +180,7 @@ class TernarizeLinear:
             match.owned += [site.linear, *site.tokens.chain, *site.weight.chain]
         return Done(match.sites[0].linear, sentence, sites=len(match.sites))
 
-    def dead(self, match: Group) -> Sequence[Node]:
+    def dead(self, match: Group | Calls) -> Sequence[Node]:
         """Return what nobody reads any more."""
         return _with_dead_items(match.owned)
 
@@ -382,6 +417,39 @@ def _infer(info: GraphInfo, match: Group, editor: Editor) -> None:
         outputs = [editor.item(found, place) for place in range(len(weights))]
     for site, out in zip(match.sites, outputs, strict=True):
         editor.replace(site.linear, out)
+
+
+def _merge(match: Calls, editor: Editor) -> Done:
+    """Emit one call for all, before the first of them."""
+    first = match.nodes[0]
+    lists: list[list[Any]] = [[], [], []]
+    for node in match.nodes:
+        for held, given in zip(lists, node.args[1:4], strict=True):
+            assert isinstance(given, (list, tuple))
+            held += given
+    with editor.at(first):
+        found = editor.call(op_folder.ternary_linear, first.args[0], *lists, *first.args[4:])
+        outputs = iter([editor.item(found, place) for place in range(len(lists[0]))])
+    for node in match.nodes:
+        packed = node.args[1]
+        assert isinstance(packed, (list, tuple))
+        news = [next(outputs) for _ in packed]
+        for item in list(node.users):
+            place = item.args[1]
+            assert isinstance(place, int)
+            editor.replace(item, news[place])
+            match.owned.append(item)
+        match.owned.append(node)
+    return Done(
+        first,
+        f"{len(match.nodes)} linears on packed weights with one input -> one call, which quantises "
+        "the input once",
+        sites=len(match.nodes),
+    )
+
+
+def _operands(nodes: Sequence[Node]) -> list[Node]:
+    return [operand for node in nodes for operand in node.all_input_nodes]
 
 
 def _packed(info: GraphInfo, editor: Editor, weight: Quantized) -> tuple[Node, Node]:

@@ -315,6 +315,17 @@ def test_twenty_steps_of_a_bitnet_model_track_eager() -> None:
     assert sorted(outcome()) == [("rewrote", n) for n in (2, 2, 4, 6)]
 
 
+def test_packed_linears_of_one_input_become_one_call() -> None:
+    model = memeff_compile.ternarize_(Block(nn.Linear))
+    memeff_compile.pack_ternary_(model)
+    x = torch.randn(3, 20)
+    with torch.no_grad():
+        wanted = model(x)
+        assert torch.equal(compiled(model)(x), wanted)
+    assert outcome() == [("rewrote", 2)]
+    assert memeff_compile.graphs()[-1].after.count("memeff.ternary_linear(") == 3  # of 4
+
+
 # --- what is declined -----------------------------------------------------------------------------
 
 

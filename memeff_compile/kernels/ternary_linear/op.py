@@ -463,12 +463,12 @@ def _product_backward(
     weight_is_step: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = grad.reshape(-1, grad.shape[-1])
-    if 0 in (rows.numel(), columns):
+    if 0 in (grad.numel(), columns):
         found = _fake_product_backward(
             grad, codes, scale, packed, weight_scale, columns, is_step, weight_is_step, wanted
         )
         return found[0].zero_(), found[1].zero_(), found[2].zero_()
+    rows = grad.reshape(-1, grad.shape[-1])
     engine = _engine(grad)
     of_x = of_weight = of_bias = grad.new_empty((0,))
     if wanted[0]:
