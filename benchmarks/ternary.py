@@ -1,12 +1,21 @@
-"""Ternary linears: the kernels, and the tiles to choose from.
+"""Ternary linears: the kernels, whole models, and the tiles to choose from.
 
     python benchmarks/ternary.py --part kernels
     python benchmarks/ternary.py --part sweep
+    python benchmarks/ternary.py --part step --backend memeff
+    python benchmarks/ternary.py --part decode --backend memeff
 
 `kernels`: one linear, K columns to N rows, bf16 tokens in and out, quantising them included, beside
 the dense bf16 linear; PyTorch's int8 product is timed on codes that were quantised before, and
 without scales. Every result is compared with float64 arithmetic on the codes first. Calls sit in
 CUDA graphs over rotated weights, so that these come from memory; the graphs take turns.
+
+`step`: forward and backward of a BitNet model of transformers whose linears are AutoBitLinear,
+quantising online, with random weights; one backend per process, so that the peak is its own.
+
+`decode`: one decoding step of a model of the widths of BitNet a4.8's 3B model with a StaticCache,
+under torch.compile(mode="reduce-overhead"): with --backend inductor dense in bf16, with memeff the
+same model ternarised and packed. Both are compiled by memeff, so that attention is the same.
 
 `sweep`: every tile, number of warps and stages per shape; the fastest are printed.
 
@@ -33,8 +42,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import rows as records
-from kv_decode import Repeated
+from kv_decode import Repeated, filled_cache, set_filled
 
+import memeff_compile
 from memeff_compile.kernels.ternary_linear import (
     Quantizer,
     reference,
@@ -134,6 +144,176 @@ def clean() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+# --- whole models ---------------------------------------------------------------------------------
+
+MODELS = {
+    "h200": {
+        "step": {"hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 24},
+        "decode": {"hidden_size": 3200, "intermediate_size": 8640, "num_attention_heads": 32},
+    },
+    "tiny": {
+        "step": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
+        "decode": {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
+    },
+}
+"""Table 6 of BitNet a4.8: the 700M and the 3B model; 24 and 26 layers."""
+LAYERS = {"h200": {"step": 24, "decode": 26}, "tiny": {"step": 1, "decode": 1}}
+BATCH = {"h200": (4, 2048), "tiny": (1, 16)}
+FILLED = {"h200": (2048, 512), "tiny": (32, 8)}
+BACKENDS = ("inductor", "memeff", "memeff, ternary alone", "memeff, no ternary")
+
+
+def model_of(options: argparse.Namespace, part: str) -> torch.nn.Module:
+    """Return a BitNet model of transformers with dense linears and random weights."""
+    from transformers import BitNetConfig, BitNetForCausalLM
+
+    layers = options.layers or LAYERS[options.size][part]
+    sizes = MODELS[options.size][part]
+    config = BitNetConfig(
+        vocab_size=32000 if options.size == "h200" else 128,
+        num_hidden_layers=layers,
+        num_key_value_heads=sizes["num_attention_heads"],
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        return BitNetForCausalLM(config).to(torch.bfloat16)
+
+
+def make_online(model: torch.nn.Module) -> torch.nn.Module:
+    """Replace every linear but the head by transformers' AutoBitLinear, quantising online."""
+    from transformers.integrations.bitnet import AutoBitLinear
+
+    for name, module in list(model.named_modules()):
+        if type(module) is torch.nn.Linear and name != "lm_head":
+            new = AutoBitLinear(
+                module.in_features, module.out_features, False, "meta", online_quant=True
+            )
+            new.weight = module.weight
+            model.set_submodule(name, new)
+    return model
+
+
+def settings_of(backend: str) -> dict[str, Any]:
+    """Return what torch.compile is called with."""
+    if backend == "inductor":
+        return {"backend": "inductor"}
+    chosen: dict[str, Any] = {}
+    if backend == "memeff, ternary alone":
+        chosen = {"memeff.linear_cross_entropy": "off", "memeff.logits": "eager"}
+        chosen |= {"memeff.attention": "off", "memeff.embedding": "off"}
+    if backend == "memeff, no ternary":
+        chosen = {"memeff.ternary": "off"}
+    return {"backend": "memeff", "options": chosen}
+
+
+def clock(call: Call, repeats: int) -> list[float]:
+    """Return milliseconds of each call."""
+    found = []
+    for _ in range(repeats):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        found.append((time.perf_counter() - started) * 1e3)
+    return found
+
+
+def back_to_back(call: Call, count: int = 5) -> float:
+    """Return milliseconds per call on the device, the host being ahead of it."""
+    if not torch.cuda.is_available():
+        return clock(call, 1)[0]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    torch.cuda._sleep(20_000_000)
+    marks[0].record()
+    for _ in range(count):
+        call()
+    marks[1].record()
+    marks[1].synchronize()
+    return marks[0].elapsed_time(marks[1]) / count
+
+
+def measure_step(options: argparse.Namespace) -> None:
+    """Write time and peak memory of forward and backward."""
+    model = make_online(model_of(options, "step"))
+    batch, length = BATCH[options.size]
+    vocabulary = 32000 if options.size == "h200" else 128
+    ids = torch.randint(3, vocabulary, (batch, length), device=options.device)
+    compiled = torch.compile(model, **settings_of(options.backend))
+
+    def step() -> None:
+        compiled(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    started = time.perf_counter()
+    step()
+    compiling = time.perf_counter() - started
+    clean()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    samples = clock(step, options.repeats)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    row = {
+        "kind": "ternary training step",
+        "method": options.backend,
+        "layers": options.layers or LAYERS[options.size]["step"],
+        "batch": batch,
+        "length": length,
+        "ms": records.percentiles(samples),
+        "peak_gib": round(peak / 2**30, 3),
+        "weights_gib": round(sum(p.nbytes for p in model.parameters()) / 2**30, 3),
+        "compile_s": round(compiling, 1),
+    }
+    records.write(options.out, row)
+
+
+@torch.no_grad()
+def measure_decode(options: argparse.Namespace) -> None:
+    """Write the time of one decoding step, and the bytes that the weights take."""
+    model = model_of(options, "decode").eval()
+    is_packed = options.backend == "memeff"
+    linears = [m for n, m in model.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"]
+    count = sum(m.weight.numel() for m in linears)
+    if is_packed:
+        memeff_compile.pack_ternary_(memeff_compile.ternarize_(model, options.recipe))
+    length, filled = FILLED[options.size]
+    cache = filled_cache(model, 1, length, options.device)
+    set_filled(cache, filled)
+    vocabulary = model.config.vocab_size
+    token = torch.randint(3, vocabulary, (1, 1), device=options.device)
+    mode = {"mode": "reduce-overhead"} if options.device == "cuda" else {}
+    compiled = torch.compile(model, backend="memeff", **mode)
+
+    def step() -> None:
+        compiled(input_ids=token, past_key_values=cache, use_cache=True)
+
+    for _ in range(4):
+        step()
+    samples = [back_to_back(step) for _ in range(options.repeats)]
+    waited = clock(step, options.repeats)
+    held = sum(t.nbytes for t in model.state_dict().values())
+    ends = 2 * vocabulary * model.config.hidden_size * 2
+    row = {
+        "kind": "ternary decoding step",
+        "method": f"packed, {options.recipe}" if is_packed else "dense bf16",
+        "layers": options.layers or LAYERS[options.size]["decode"],
+        "filled": filled,
+        "ms": records.percentiles(samples),
+        "ms_with_host": records.percentiles(waited),
+        "merged": memeff_compile.last_report().rewrites("ternarize_linear"),
+        "bytes_per_ternary_weight": round((held - ends) / count, 4),
+        "head_and_embedding_mib": round(ends / 2**20, 1),
+    }
+    records.write(options.out, row)
 
 
 # --- sweep ----------------------------------------------------------------------------------------
@@ -265,7 +445,10 @@ def sweep(options: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     """Return the settings of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", default="kernels", choices=["kernels", "sweep"])
+    parser.add_argument("--part", default="kernels", choices=list(PARTS))
+    parser.add_argument("--backend", default="memeff", choices=BACKENDS)
+    parser.add_argument("--recipe", default="b1.58", help="of the packed model that decodes")
+    parser.add_argument("--layers", type=int, default=0, help="other than the model's own number")
     parser.add_argument("--size", default="h200", choices=list(SHAPES))
     parser.add_argument("--shapes", default="", help="columns x rows, as 4096x14336,2560x6912")
     parser.add_argument("--tokens", default="", help="numbers of tokens, as 1,16")
@@ -283,11 +466,19 @@ def parse() -> argparse.Namespace:
     return options
 
 
+PARTS = {
+    "kernels": measure_kernels,
+    "sweep": sweep,
+    "step": measure_step,
+    "decode": measure_decode,
+}
+
+
 def main() -> None:
     """Run one part."""
     options = parse()
     torch.manual_seed(0)
-    {"kernels": measure_kernels, "sweep": sweep}[options.part](options)
+    PARTS[options.part](options)
 
 
 if __name__ == "__main__":
