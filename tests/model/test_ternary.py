@@ -177,7 +177,9 @@ def test_stages_switch_once_and_can_be_resumed() -> None:
     assert kinds_of(resumed.model)["o_proj"] == "topk8"
 
 
-@pytest.mark.parametrize("recipe", ["b1.58", "a4.8", "a4.8-fp4"])
+@pytest.mark.parametrize(
+    "recipe", ["a4.8", *(pytest.param(r, marks=pytest.mark.slow) for r in ("b1.58", "a4.8-fp4"))]
+)
 def test_a_ternarised_model_trains_compiled_as_it_does_eagerly(recipe: str) -> None:
     torch.manual_seed(0)
     eager = memeff_compile.ternarize_(Attention(), recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +40,20 @@ DTYPES = [torch.float32, torch.bfloat16]
 BUDGET = {torch.float32: 2e-6, torch.bfloat16: 6e-2}
 
 
-def by_name(layer: type) -> str:
-    return layer.__name__
+def case(layer: type, *others: Any, is_slow: bool) -> Any:
+    """Return a parameter set; the slow ones run with `make test-all`."""
+    name = "-".join([layer.__name__, *map(str, others)])
+    return pytest.param(layer, *others, id=name, marks=[pytest.mark.slow] if is_slow else [])
+
+
+TRAINED = [
+    case(layer, dtype, is_slow=dtype is torch.bfloat16 and layer.__name__ != "Online")
+    for layer, dtype in itertools.product(ALL_LAYERS, DTYPES)
+]
+INFERRED = [
+    case(layer, is_slow=layer.__name__ not in ("Plain", "Wide", "Online"))
+    for layer in [*ALL_LAYERS, Plain]
+]
 
 
 def records() -> list[Record]:
@@ -89,8 +102,7 @@ def assert_like_eager(model: nn.Module, x: Tensor, **options: Any) -> None:
 # --- what fires -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layer", ALL_LAYERS, ids=by_name)
+@pytest.mark.parametrize(("layer", "dtype"), TRAINED)
 def test_training_fires_in_every_spelling_and_equals_eager(
     layer: type[nn.Linear], dtype: torch.dtype
 ) -> None:
@@ -99,7 +111,7 @@ def test_training_fires_in_every_spelling_and_equals_eager(
     assert outcome() == [("rewrote", 2), ("rewrote", 1)]
 
 
-@pytest.mark.parametrize("layer", [*ALL_LAYERS, Plain], ids=by_name)
+@pytest.mark.parametrize("layer", INFERRED)
 def test_inference_fires_where_there_is_a_kernel_and_equals_eager(layer: type[nn.Linear]) -> None:
     model = Block(layer)
     x = torch.randn(2, 20)
@@ -291,6 +303,7 @@ def test_off_and_skip_leave_linears_alone() -> None:
     assert sorted(outcome()) == [("rewrote", 1), ("rewrote", 1), ("skipped", 1)]
 
 
+@pytest.mark.slow
 def test_twenty_steps_of_a_bitnet_model_track_eager() -> None:
     ids = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(0))
 
