@@ -224,7 +224,12 @@ def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
         return False
     if _weight_form(group.sites[0]) != _weight_form(site):
         return False
-    return all(info.positions[node] < first for node in needed)
+    if not all(info.positions[node] < first for node in needed):
+        return False
+    # The codes are those of the first linear; in between nobody may write to what they come from.
+    assert isinstance(site.tokens, Quantized)
+    begin, moved = group.sites[0].linear, [site.tokens.source, *needed]
+    return info.written_between(moved, begin, site.linear) is None
 
 
 def _weight_form(site: Site) -> tuple[bool, ...]:

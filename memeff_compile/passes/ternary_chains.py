@@ -300,7 +300,7 @@ def _fake_quantized(chain: _Chain, end: Node) -> tuple[Node, Quantizer, bool]:
 
 
 def _looks_clamped(node: Node) -> bool:
-    node = _without_casts(_Chain(), node)
+    node = _without_casts(_Chain(), node, (*_FLOATS, *_SIGNED))
     call = read_one(node)
     is_sign = node_name(node).rstrip("_") == "sign"
     return is_sign or (call is not None and _base(call) in ("clamp", "round"))
@@ -308,7 +308,7 @@ def _looks_clamped(node: Node) -> bool:
 
 def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
     """Read `clamp(round(v), low, high)` in either order; return the bounds and v."""
-    node = _without_casts(chain, node)
+    node = _without_casts(chain, node, (*_FLOATS, *_SIGNED))
     if node_name(node).rstrip("_") == "sign":
         raise _Misfit(
             "binary_weight",
@@ -376,13 +376,12 @@ def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
 
 def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
     """Read the reduction: whether it is a mean, whether of everything, and of what."""
-    reduced = node
-    if node.target is operator.getitem and node.args[1] == 0 and isinstance(node.args[0], Node):
-        chain.take(node)
-        reduced = node.args[0]
+    reduced = _behind_item(node)
+    chain.take(node)
     call = read_one(reduced)
     name = "" if call is None else _base(call)
-    if call is None or name not in ("max", "amax", "mean"):
+    gives_two = call is not None and call.op is aten.max.dim
+    if call is None or name not in ("max", "amax", "mean") or gives_two != (reduced is not node):
         raise _Misfit(
             "learned_scale",
             "its scale does not come from a maximum or mean",
@@ -478,10 +477,16 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _without_casts(chain: _Chain, node: Node) -> Node:
-    """Follow casts and aliases back."""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _without_casts(chain: _Chain, node: Node, dtypes: tuple[torch.dtype, ...] = _FLOATS) -> Node:
+    """Follow casts to given dtypes, and aliases, back."""
     call = read_one(node)
     while call is not None and call.op in (aten.to.dtype, aten.alias.default):
+        if compat.example_value(node).dtype not in dtypes:
+            raise _Misfit("chain_form", f"a cast to {compat.example_value(node).dtype} changes it")
         chain.take(node)
         node = call.args["self"]
         call = read_one(node)

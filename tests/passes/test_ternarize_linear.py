@@ -339,6 +339,31 @@ def test_packed_linears_of_one_input_become_one_call() -> None:
     assert memeff_compile.graphs()[-1].after.count("memeff.ternary_linear(") == 3  # of 4
 
 
+def test_a_write_between_two_linears_keeps_them_apart() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        x = x * 1
+        first = linear_of()(x, w)
+        x.add_(1)
+        return first + linear_of()(x, w)
+
+    x, w = torch.randn(4, 32), torch.randn(8, 32, requires_grad=True)
+    assert error(compiled(function)(x, w).detach(), function(x, w).detach()) < 2e-6
+    assert outcome() == [("rewrote", 2)] or outcome() == [("rewrote", 1), ("rewrote", 1)]
+
+
+def test_tokens_quantised_once_by_hand_serve_all_their_linears() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        q = x + (tokens_int8(x) - x).detach()
+        first, second = w[:4], w[4:]
+        out = F.linear(q, first + (weights(first) - first).detach())
+        return out + F.linear(q, second + (weights(second) - second).detach())
+
+    x, w = data()
+    assert error(compiled(function)(x, w).detach(), function(x, w).detach()) < 2e-6
+    assert outcome() == [("rewrote", 2)]
+    assert "round" not in memeff_compile.graphs()[-1].after
+
+
 # --- what is declined -----------------------------------------------------------------------------
 
 
@@ -403,7 +428,24 @@ def to_tenths(x: Tensor) -> Tensor:
     return (x * scale).round(decimals=1).clamp(-128, 127) / scale
 
 
+def first_row(x: Tensor) -> Tensor:
+    scale = 127.0 / x.abs().amax(-1, keepdim=True)[0].clamp(min=1e-5)
+    return (x * scale).round().clamp(-128, 127) / scale
+
+
+def wrapping(x: Tensor) -> Tensor:
+    scale = 255.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return (x * scale).round().to(torch.int8).clamp(-128, 127) / scale
+
+
+def truncated(x: Tensor) -> Tensor:
+    return tokens_int8(x).to(torch.int8).to(x.dtype)
+
+
 NEAR_MISSES = {
+    "learned_scale, of one row": linear_of(first_row),
+    "chain_form, wraps": linear_of(wrapping),
+    "chain_form, truncates": linear_of(truncated),
     "binary_weight": linear_of(weight=binary),
     "per_channel_scale": linear_of(weight=per_channel),
     "unknown_range": linear_of(weight=five_levels),
