@@ -31,7 +31,7 @@ from .base import Decline, Done, Gain
 from .canonical import aten, read_one
 from .editor import Editor
 from .graph_info import GraphInfo, node_name
-from .ternary_chains import Quantized, Unread, other_user, read_quantized, rounds
+from .ternary_chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,8 @@ def _site(node: Node) -> Site | None:
     if call is None or call.op is not aten.linear.default:
         return None
     tokens, weight = call.args["input"], call.args["weight"]
-    if not rounds(weight) and not (rounds(tokens) and _is_fake_quantized(tokens)):
+    is_quantized = rounds(tokens) and (are_codes(tokens) or _is_fake_quantized(tokens))
+    if not rounds(weight) and not is_quantized:
         return None
     read_weight = read_quantized(weight) if rounds(weight) else None
     return Site(node, call.args["bias"], read_quantized(tokens), read_weight)

@@ -299,6 +299,14 @@ def _fake_quantized(chain: _Chain, end: Node) -> tuple[Node, Quantizer, bool]:
     )
 
 
+def are_codes(node: Node) -> bool:
+    """Return whether a value is rounded and clamped, and not yet scaled back."""
+    try:
+        return _looks_clamped(node)
+    except _Misfit:
+        return False
+
+
 def _looks_clamped(node: Node) -> bool:
     node = _without_casts(_Chain(), node, (*_FLOATS, *_SIGNED))
     call = read_one(node)

@@ -585,6 +585,21 @@ def test_a_weight_of_unknown_values_is_declined_with_the_way_out() -> None:
     assert "pack_ternary_" in record.hint
 
 
+def test_codes_that_meet_an_unpacked_weight_are_declined_with_the_way_out() -> None:
+    """transformers' packed layer: integers times integers, scaled behind the linear."""
+
+    def function(x: Tensor, packed: Tensor) -> Tensor:
+        scale = 127 / x.abs().max(dim=-1, keepdim=True).values.clamp(min=1e-5)
+        codes = (x * scale).round().clamp(-128, 127).to(torch.int8)
+        w = torch.cat([packed >> 2 * i & 3 for i in range(4)]).to(x.dtype) - 1
+        return F.linear(codes.to(x.dtype), w) / scale
+
+    with torch.no_grad():
+        record = declined(function, data()[0], torch.randint(0, 86, (2, 32), dtype=torch.uint8))
+    assert record.code == "weight_values"
+    assert "pack_ternary_" in record.hint
+
+
 def test_a_weight_quantised_like_tokens_is_declined() -> None:
     assert declined(linear_of(weight=tokens_int8), *data()).code == "operands"
 
