@@ -341,11 +341,11 @@ def candidates(options: argparse.Namespace) -> list[Candidate]:
 def tile_candidates(tokens: int) -> Iterator[shapes.TileShapes]:
     """Yield launches on tensor cores."""
     if tokens <= 16:
-        for high, wide, warps, stages, splits in itertools.product(
-            (32, 64), (64, 128, 256), (2, 4), (2, 3, 5), (1, 2)
+        for high, wide, warps, stages, splits, ahead in itertools.product(
+            (32, 64), (64, 128, 256), (4,), (3, 4), (1, 2), (True, False)
         ):
             if stages * wide < 1000 and (splits == 1 or stages == 3):
-                yield shapes.TileShapes(16, high, wide, warps, stages, splits)
+                yield shapes.TileShapes(16, high, wide, warps, stages, splits, ahead)
     elif tokens <= 64:
         for high, wide, stages, splits in itertools.product((64, 128), (64, 128), (3, 4), (1, 2)):
             yield shapes.TileShapes(min(tokens, 64), high, wide, 4, stages, splits)
@@ -360,8 +360,10 @@ def tile_candidates(tokens: int) -> Iterator[shapes.TileShapes]:
         ):
             if tokens > 512 and block * high < 128 * 96:
                 continue
-            for wide, stages in ((32, 3), (64, 2), (64, 3), (64, 4), (128, 2), (128, 3)):
+            for wide, stages in ((32, 3), (64, 3), (64, 4), (128, 2), (128, 3)):
                 yield shapes.TileShapes(block, high, wide, warps, stages)
+                if tokens <= 512 and stages == 3:
+                    yield shapes.TileShapes(block, high, wide, warps, stages, 1, True)
 
 
 def launch(candidate: Candidate, x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:

@@ -142,6 +142,7 @@ def _tiles(
         "IS_PART": is_part,
         "HAS_BIAS": not is_part,
         "IS_CHAINED": capability >= 90,
+        "LINES": 8 if shapes.prefetches else 0,
         "BYTEWISE": False,
     }
     kinds = {"packed_ptr": "*u8"}
@@ -191,6 +192,7 @@ def test_the_kernel_for_many_tokens_compiles_within_the_limits(
     ptx = _check(_tiles(capability, shapes), capability, tmp_path)
     assert re.search(r"mma\.sync.*s8|wgmma.*s8|tcgen05\.mma", ptx), "no integer tensor cores"
     assert "cp.async" in ptx, "operands are not loaded ahead"
+    assert ("prefetch.global.L2" in ptx) == (shapes.prefetches and capability >= 90)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

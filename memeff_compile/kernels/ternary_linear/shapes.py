@@ -23,7 +23,10 @@ class VectorShapes:
 
 @dataclass(frozen=True)
 class TileShapes:
-    """A launch on tensor cores: tokens, rows and bytes of weights per tile, warps and stages."""
+    """A launch on tensor cores: tokens, rows and bytes of weights per tile, warps and stages.
+
+    With `prefetches`, a program asks for all its weights while the tokens are being quantised.
+    """
 
     tokens: int
     rows: int
@@ -31,6 +34,7 @@ class TileShapes:
     warps: int
     stages: int
     splits: int = 1
+    prefetches: bool = False
 
 
 def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
@@ -73,4 +77,4 @@ def tile_shapes(
     high = 64
     while high > 32 and -(-rows // high) < processors:
         high //= 2
-    return TileShapes(block, high, 128 if width >= 512 else 64, 4, 3)
+    return TileShapes(block, high, 128 if width >= 512 else 64, 4, 3, prefetches=True)

@@ -299,6 +299,7 @@ def product(
             IS_EVEN=width % shapes.bytes == 0,
             IS_PART=splits > 1,
             IS_CHAINED=is_chained,
+            LINES=_power_of_two(-(-share // 128)) if shapes.prefetches else 0,
             BYTEWISE=not codes.is_cuda,
             num_warps=shapes.warps,
             **({"launch_pdl": True} if is_chained else {}),
