@@ -89,6 +89,7 @@ def _quantizer(kind: str, *, is_step: bool = False, is_native: bool = False) -> 
     found = KINDS[kind]
     return {
         "LEVELS": found.levels,
+        "INVERSE": 1.0 / found.levels,
         "LOW": float(found.low),
         "HIGH": float(found.high),
         "IS_MEAN": found.is_mean,

@@ -47,14 +47,15 @@ def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> Vector
         processors: multiprocessors of the GPU.
     """
     wide = 1 << (words - 1).bit_length()
-    held = 8192 if tokens == 1 else 4096  # words of a tile
-    high = max(2, min(32, held // wide))
-    while high > 4 and rows < high * 2 * processors:
+    warps = 16 if wide >= 1024 else 8
+    high = max(2, min(32, 1024 * warps // wide) // (1 if tokens == 1 else 2))
+    while high > 4 and rows < high * processors:
         high //= 2
+    slots = processors * (1 if warps == 16 else 2)
     tiles = 1
-    while tiles < 4 and rows >= 4 * high * (2 * tiles) * processors:
+    while tiles < 8 and rows > high * tiles * slots:
         tiles *= 2
-    return VectorShapes(high, 8 if wide >= 256 or high == 32 else 4, tiles)
+    return VectorShapes(high, warps, tiles)
 
 
 def tile_shapes(
@@ -68,13 +69,17 @@ def tile_shapes(
         processors: multiprocessors of the GPU.
         is_hopper: whether sums of 128 x 128 fit four warps, as they do in capability 9.0.
     """
-    if tokens > 512:
-        return TileShapes(128, 128, 64, 4 if is_hopper else 8, 3)
+    large = TileShapes(128, 128, 64, 4 if is_hopper else 8, 3)
     if tokens > 64:
-        is_small = -(-rows // 128) * -(-tokens // 64) < processors
-        return TileShapes(64, 64, 128, 4, 3) if is_small else TileShapes(64, 128, 64, 4, 3)
+        if -(-rows // 128) * -(-tokens // 128) >= processors:
+            return large
+        if -(-rows // 128) * -(-tokens // 64) >= processors:
+            return TileShapes(64, 128, 64, 4, 4)
+        return TileShapes(64, 64, 128, 4, 3)
     block = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    high = 64
-    while high > 32 and -(-rows // high) < processors:
-        high //= 2
-    return TileShapes(block, high, 128 if width >= 512 else 64, 4, 3, prefetches=True)
+    warps = 2 if block == 16 else 4
+    if -(-rows // 64) >= processors:
+        return TileShapes(block, 64, 128, warps, 3, prefetches=True)
+    if width >= 2048:
+        return TileShapes(block, 64, 256 if block == 16 else 128, warps, 3, 2, prefetches=True)
+    return TileShapes(block, 32, 128 if width >= 512 else 64, warps, 3, prefetches=True)

@@ -57,6 +57,7 @@ def _settings(x: Tensor, quantizer: Quantizer) -> dict[str, Any]:
         "eps": quantizer.eps,
         "eps_rounded": float(rounded),
         "LEVELS": kind.levels,
+        "INVERSE": float(torch.tensor(kind.levels).reciprocal()) if x.is_cuda else 0.0,
         "LOW": float(kind.low),
         "HIGH": float(kind.high),
         "IS_MEAN": kind.is_mean,

@@ -40,6 +40,7 @@ def _scale_of_token(
     eps,
     eps_rounded,
     LEVELS: tl.constexpr,
+    INVERSE: tl.constexpr,
     IS_MEAN: tl.constexpr,
     ADDS_EPS: tl.constexpr,
     IS_STEP: tl.constexpr,
@@ -58,6 +59,8 @@ def _scale_of_token(
         statistic = tl.where(statistic < eps_rounded, eps_rounded, statistic)
     levels = tl.full((), LEVELS, tl.float32)
     if IS_STEP:
+        if INVERSE > 0.0:  # on a GPU PyTorch divides by a number so
+            return _rounded(statistic * tl.full((), INVERSE, tl.float32), DTYPE)
         return _rounded(tl.div_rn(statistic, levels), DTYPE)
     one = tl.full((), 1.0, tl.float32)
     return _rounded(_rounded(tl.div_rn(one, statistic), DTYPE) * levels, DTYPE)
@@ -123,6 +126,7 @@ def _quantized_token(
     eps_rounded,
     COLUMNS: tl.constexpr,  # a power of two
     LEVELS: tl.constexpr,
+    INVERSE: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     IS_MEAN: tl.constexpr,
@@ -139,7 +143,9 @@ def _quantized_token(
     """
     offs = tl.arange(0, COLUMNS)
     x = _rounded(tl.load(x_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32), DTYPE)
-    scale = _scale_of_token(x, columns, eps, eps_rounded, LEVELS, IS_MEAN, ADDS_EPS, IS_STEP, DTYPE)
+    scale = _scale_of_token(
+        x, columns, eps, eps_rounded, LEVELS, INVERSE, IS_MEAN, ADDS_EPS, IS_STEP, DTYPE
+    )
     if KEEPS_HALF:
         x = _larger_half(x, kept, LOW_BIT)
     codes = _codes_of_token(x, scale, LOW, HIGH, IS_FLOAT, IS_STEP, DTYPE)
@@ -163,6 +169,7 @@ def _ternary_quantize_kernel(
     eps_rounded,
     COLUMNS: tl.constexpr,
     LEVELS: tl.constexpr,
+    INVERSE: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     IS_MEAN: tl.constexpr,
@@ -185,6 +192,7 @@ def _ternary_quantize_kernel(
         eps_rounded,
         COLUMNS,
         LEVELS,
+        INVERSE,
         LOW,
         HIGH,
         IS_MEAN,
@@ -376,6 +384,7 @@ def _ternary_vectors_kernel(
     TILES: tl.constexpr,  # of ROWS rows, one after the other: the token is quantised once
     WORDS: tl.constexpr,  # a power of two
     LEVELS: tl.constexpr,
+    INVERSE: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     IS_MEAN: tl.constexpr,
@@ -429,6 +438,7 @@ def _ternary_vectors_kernel(
             eps_rounded,
             WORDS * 16,
             LEVELS,
+            INVERSE,
             LOW,
             HIGH,
             IS_MEAN,
