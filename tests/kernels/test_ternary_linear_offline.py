@@ -193,7 +193,15 @@ def test_the_kernel_for_many_tokens_compiles_within_the_limits(
     ptx = _check(_tiles(capability, shapes), capability, tmp_path)
     assert re.search(r"mma\.sync.*s8|wgmma.*s8|tcgen05\.mma", ptx), "no integer tensor cores"
     assert "cp.async" in ptx, "operands are not loaded ahead"
-    assert ("prefetch.global.L2" in ptx) == (shapes.prefetches and capability >= 90)
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_weights_can_be_asked_for_while_tokens_are_quantised(
+    capability: int, tmp_path: Path
+) -> None:
+    shapes = TileShapes(16, 64, 128, 4, 3, prefetches=True)
+    ptx = _check(_tiles(capability, shapes), capability, tmp_path)
+    assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait")
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -25,7 +25,8 @@ class VectorShapes:
 class TileShapes:
     """A launch on tensor cores: tokens, rows and bytes of weights per tile, warps and stages.
 
-    With `prefetches`, a program asks for all its weights while the tokens are being quantised.
+    With `prefetches`, a program asks for all its weights while the tokens are being quantised; what
+    that gains has not been measured, and `tile_shapes` does not choose it.
     """
 
     tokens: int
@@ -79,7 +80,7 @@ def tile_shapes(
     block = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     warps = 2 if block == 16 else 4
     if -(-rows // 64) >= processors:
-        return TileShapes(block, 64, 128, warps, 3, prefetches=True)
+        return TileShapes(block, 64, 256 if block == 16 and width <= 1024 else 128, warps, 3)
     if width >= 2048:
-        return TileShapes(block, 64, 256 if block == 16 else 128, warps, 3, 2, prefetches=True)
-    return TileShapes(block, 32, 128 if width >= 512 else 64, warps, 3, prefetches=True)
+        return TileShapes(block, 64, 256 if block == 16 else 128, warps, 3, 2)
+    return TileShapes(block, 32, 128 if width >= 512 else 64, warps, 3)
