@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from memeff_compile.model.kv_cache import KVCache as KVCache
     from memeff_compile.model.kv_cache import use_kv_cache_ as use_kv_cache_
     from memeff_compile.model.optim_in_backward import optim_in_backward as optim_in_backward
+    from memeff_compile.model.ternary import pack_ternary_ as pack_ternary_
+    from memeff_compile.model.ternary import ternarize_ as ternarize_
     from memeff_compile.options import Options as Options
     from memeff_compile.report import graphs as graphs
     from memeff_compile.report import last_report as last_report
@@ -49,8 +51,10 @@ _HOME = {
     "linear_cross_entropy": "functional",
     "load_compressed_": "model.compressed_file",
     "optim_in_backward": "model.optim_in_backward",
+    "pack_ternary_": "model.ternary",
     "reset": "api",
     "save_compressed": "model.compressed_file",
+    "ternarize_": "model.ternary",
     "use_kv_cache_": "model.kv_cache",
 }
 

@@ -37,10 +37,11 @@ PASS_NAMES = (
     "fuse_gated_linear",
     "keep_rotary_tables",
     "encode_weights",
+    "ternarize_linear",
 )
 """Names of the passes that exist, in the order in which they run."""
 
-RESERVED_PASS_NAMES = ("ternarize_linear",)
+RESERVED_PASS_NAMES: tuple[str, ...] = ()
 """Names of passes that later releases bring; naming one is answered with 'not available yet'."""
 
 SWITCHES = {
@@ -55,6 +56,7 @@ SWITCHES = {
     "fuse_gated_linear": ("memeff.gated_linear", "off"),
     "keep_rotary_tables": ("memeff.rotary_tables", "off"),
     "encode_weights": ("memeff.weights", "off"),
+    "ternarize_linear": ("memeff.ternary", "off"),
 }
 """The option that switches each pass off."""
 
@@ -69,10 +71,11 @@ MAY_FIND_NOTHING = (
     "keep_rotary_tables",
     "quantize_attention",
     "encode_weights",
+    "ternarize_linear",
 )
 """Passes of which `memeff.strict` asks only that they decline nothing: a graph that trains has no
-cache to update, attention that is already as it should be needs no change, and weights are
-compressed only where `compress_` was called."""
+cache to update, attention that is already as it should be needs no change, few models have ternary
+weights, and weights are compressed only where `compress_` was called."""
 
 Check: TypeAlias = Callable[[str, object], object]
 
@@ -376,7 +379,6 @@ _NO_WEIGHTS = (
     "the backend does not replace weights of yours by itself. Call "
     "memeff_compile.compress_(model, codec=...) before compiling, and leave this at 'exact'."
 )
-_NO_PASS = "accepted; no pass of this release reads it"
 
 
 @dataclass(frozen=True)
@@ -514,8 +516,7 @@ class Options:
         "ternary",
         "exact",
         "off",
-        meaning="Whether linears of ternary-trained models run on packed weights.",
-        status=_NO_PASS,
+        meaning="Whether linears with ternary weights keep and multiply packed codes.",
     )
     weights: str = _choice(
         "weights",
@@ -666,6 +667,7 @@ class Options:
                 f"{PREFIX}rotary_tables='off'" if self.rotary_tables == "off" else ""
             ),
             "encode_weights": f"{PREFIX}weights='off'" if self.weights == "off" else "",
+            "ternarize_linear": f"{PREFIX}ternary='off'" if self.ternary == "off" else "",
         }
         off["defer_logits"] = off["defer_logits"] or off["fuse_linear_cross_entropy"]
         for name in self.strict:

@@ -10,6 +10,7 @@ from memeff_compile.kernels.gated_linear import op as _gated_linear
 from memeff_compile.kernels.kv_cache import op as _kv_cache
 from memeff_compile.kernels.linear_cross_entropy import op as _linear_cross_entropy
 from memeff_compile.kernels.quantized_attention import op as _quantized_attention
+from memeff_compile.kernels.ternary_linear import op as _ternary_linear
 
 __all__: list[str] = []
 
@@ -22,4 +23,5 @@ del (
     _kv_cache,
     _linear_cross_entropy,
     _quantized_attention,
+    _ternary_linear,
 )

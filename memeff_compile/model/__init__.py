@@ -3,3 +3,11 @@
 A verb here changes a model, or makes an object for one, because the user called it by name. It may
 use kernels; it knows nothing of graphs and passes, and passes know nothing of it.
 """
+
+from __future__ import annotations
+
+from memeff_compile.model.ternary import TernaryStages as TernaryStages
+from memeff_compile.model.ternary import pack_ternary_ as pack_ternary_
+from memeff_compile.model.ternary import ternarize_ as ternarize_
+from memeff_compile.model.ternary_layers import PackedTernaryLinear as PackedTernaryLinear
+from memeff_compile.model.ternary_layers import TernaryLinear as TernaryLinear

@@ -14,6 +14,7 @@ from .keep_rotary_tables import KeepRotaryTables
 from .quantize_attention import QuantizeAttention
 from .recover_attention import RecoverAttention
 from .rewrite_kv_update import RewriteKVUpdate
+from .ternarize_linear import TernarizeLinear
 
 PASSES: tuple[GraphPass, ...] = (
     FuseLinearCrossEntropy(),  # logits returned beside a fused loss become deferred with it
@@ -27,4 +28,5 @@ PASSES: tuple[GraphPass, ...] = (
     RecoverAttention(),  # what attends to a static cache is the pass before's
     QuantizeAttention(),  # what the pass before left, where a lossy form is asked for
     KeepRotaryTables(),  # for Inductor alone, which would compute them in each layer
+    TernarizeLinear(),  # linears of models trained with ternary weights
 )

@@ -370,6 +370,16 @@ def _difference(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Read
     return (_bind_packet(aten.sub, args, kwargs),)
 
 
+def _quotient(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+    """Read ``127 / x`` as what PyTorch does, ``reciprocal(x) * 127``; others as ``div``."""
+    if len(args) == 2 and not kwargs and not _is_tensor(args[0]) and _is_tensor(args[1]):
+        inverse = bind(aten.reciprocal.default, (args[1],), {})
+        # bind() knows nodes alone as tensors, so the number is bound beside the operand.
+        scaled = bind(aten.mul.Scalar, (args[1], args[0]), {})
+        return (inverse, Call(aten.mul.Tensor, {"self": PREVIOUS, "other": scaled.args["other"]}))
+    return (_bind_packet(aten.div, args, kwargs),)
+
+
 def _softmax_like(packet: OpOverloadPacket) -> _Reader:
     """Read ``F.log_softmax(x, dim, _stacklevel, dtype)`` and the tensor method alike."""
 
@@ -518,7 +528,8 @@ _BY_NAME = (
     "ravel pad clamp roll square rsqrt sqrt argmax cos sin where triu tril ne eq lt le "
     "gt ge baddbmm max topk special_entr arange full new_full ones_like zeros_like full_like "
     "logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor "
-    "bitwise_not cumsum diff rsub broadcast_to abs"
+    "bitwise_not cumsum diff rsub broadcast_to abs amax round round_ clamp_ clamp_min clamp_min_ "
+    "reciprocal"
 ).split()
 
 _FUNCTIONS: dict[Any, _Reader] = {
@@ -539,7 +550,7 @@ _FUNCTIONS: dict[Any, _Reader] = {
     operator.add: _plain("add"),
     operator.sub: _difference,
     operator.mul: _plain("mul"),
-    operator.truediv: _plain("div"),
+    operator.truediv: _quotient,
     operator.matmul: _plain("matmul"),
     operator.neg: _plain("neg"),
     abs: _plain("abs"),

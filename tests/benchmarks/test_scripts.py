@@ -121,6 +121,35 @@ def test_attention_over_codes_is_compared_and_appends_are_timed(tmp_path: Path) 
     assert [row["what"] for row in found if "what" in row] == ["idle", "due"] * 2
 
 
+def test_ternary_linears_are_compared_with_dense_ones(tmp_path: Path) -> None:
+    import rows
+
+    out = tmp_path / "ternary.jsonl"
+    script("ternary", "--size", "tiny", "--repeats", "2", "--out", str(out))
+    found = rows.read(out)
+    assert {row["method"] for row in found} == {
+        "memeff, int8",
+        "memeff, int4",
+        "memeff, topk8",
+        "bf16 linear",
+    }
+    assert all(row["us"]["median"] > 0 for row in found)
+    errors = [row["error"] for row in found if "error" in row]
+    assert len(errors) == 2
+    assert max(errors) < 5e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["step", "decode"])
+def test_ternary_models_are_measured(part: str, tmp_path: Path) -> None:
+    import rows
+
+    out = tmp_path / "ternary.jsonl"
+    script("ternary", "--size", "tiny", "--part", part, "--repeats", "2", "--out", str(out))
+    (row,) = rows.read(out)
+    assert row["ms"]["median"] > 0
+
+
 def test_attention_is_compared_under_every_mask(tmp_path: Path) -> None:
     import rows
 

@@ -141,12 +141,14 @@ def decline_codes() -> set[str]:
 
 
 def codes_in(function: ast.FunctionDef) -> set[str]:
-    """Return the first arguments of the Declines in a function, through its variables."""
+    """Return the first arguments of the Declines, or what becomes one, through variables."""
     nodes = list(ast.walk(function))
     given: list[ast.expr] = [
         n.args[0]
         for n in nodes
-        if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "Decline" and n.args
+        if isinstance(n, ast.Call)
+        and getattr(n.func, "id", "") in ("Decline", "_Misfit")
+        and n.args
     ]
     names = {n.id for n in given if isinstance(n, ast.Name)}
     given += [

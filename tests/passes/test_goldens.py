@@ -346,7 +346,7 @@ graph(
     %1: f32[16, 64] = aten.view(%0, [-1, 64])
     %2: i64[16] = aten.view(labels, [-1])
     %3: f32[] = aten.cross_entropy_loss(%1, %2)
-    %4: f32[2, 8] = amax(%0, -1)
+    %4: f32[2, 8] = aten.amax(%0, [-1])
     %5: f32[] = aten.mean(%4)
     return (%3, %5)""",
     )

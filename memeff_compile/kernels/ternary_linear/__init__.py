@@ -1,0 +1,37 @@
+"""Linears with ternary weights in two bits, and activations in 8 or 4 (BitNet b1.58 and a4.8).
+
+A model trained with ternary weights multiplies -1, 0 and 1, one scale for the whole matrix; its
+activations are integers with one scale per token. A compiler sees dense matrices of bf16 there.
+
+    ternary_linear_pack              weights -> 2-bit codes, four to a byte
+    ternary_linear_repack            the layout of transformers' BitNet checkpoints -> ours
+    ternary_linear_quantize          tokens -> int8 codes and a scale each
+    ternary_linear                   tokens through one or more packed matrices, for inference
+    ternary_linear_product           the same from codes, with gradients straight through
+    ternary_linear_product_backward  of x, weight and bias
+
+The integers are summed exactly.
+"""
+
+from __future__ import annotations
+
+from memeff_compile.kernels.ternary_linear.memory import packed_bytes as packed_bytes
+from memeff_compile.kernels.ternary_linear.memory import saved_after as saved_after
+from memeff_compile.kernels.ternary_linear.memory import saved_before as saved_before
+from memeff_compile.kernels.ternary_linear.op import ENGINES as ENGINES
+from memeff_compile.kernels.ternary_linear.op import engine_for as engine_for
+from memeff_compile.kernels.ternary_linear.op import supports as supports
+from memeff_compile.kernels.ternary_linear.op import ternary_linear as ternary_linear
+from memeff_compile.kernels.ternary_linear.op import ternary_linear_pack as ternary_linear_pack
+from memeff_compile.kernels.ternary_linear.op import (
+    ternary_linear_product as ternary_linear_product,
+)
+from memeff_compile.kernels.ternary_linear.op import (
+    ternary_linear_product_backward as ternary_linear_product_backward,
+)
+from memeff_compile.kernels.ternary_linear.op import (
+    ternary_linear_quantize as ternary_linear_quantize,
+)
+from memeff_compile.kernels.ternary_linear.op import ternary_linear_repack as ternary_linear_repack
+from memeff_compile.kernels.ternary_linear.quantizer import KINDS as KINDS
+from memeff_compile.kernels.ternary_linear.quantizer import Quantizer as Quantizer

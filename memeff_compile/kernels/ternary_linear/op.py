@@ -1,0 +1,593 @@
+"""memeff::ternary_linear and its parts: schemas, validation, engines, fakes, gradients.
+
+Activations and weights are quantised by ops of their own, so that linears of one input share its
+codes. `ternary_linear_product` takes the input and the weight beside their codes: it reads neither,
+but its gradients are theirs, as a straight-through estimator has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels._triton.device import kernels_serve
+from memeff_compile.kernels.ternary_linear import reference
+from memeff_compile.kernels.ternary_linear.quantizer import (
+    KINDS,
+    Quantizer,
+    words_for,
+)
+from memeff_compile.kernels.ternary_linear.shapes import MAX_COLUMNS, MAX_GROUP
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32)
+
+ENGINES = {
+    "tiles": (
+        "2-bit weights unpacked in registers, int8 tensor cores, for up to four tokens integer dot "
+        "products, Triton (CUDA, compute capability 8.0 or later)"
+    ),
+    "reference": "plain PyTorch, piece by piece over the rows of the weight (any device)",
+}
+
+_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
+_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
+_QUANTIZER = (
+    'str kind="int8", float eps=1e-05, bool adds_eps=False, bool is_step=False, '
+    "bool is_native=False"
+)
+_LIBRARY.define(
+    "ternary_linear_pack(Tensor weight, Tensor scale, bool is_step=False, bool is_native=False) "
+    "-> Tensor",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define("ternary_linear_repack(Tensor packed) -> Tensor", tags=_COMPLIANT)
+_LIBRARY.define(
+    f"ternary_linear_quantize(Tensor x, {_QUANTIZER}) -> (Tensor, Tensor, Tensor)", tags=_COMPLIANT
+)
+_LIBRARY.define(
+    "ternary_linear(Tensor x, Tensor[] packed, Tensor[] weight_scale, Tensor?[] bias, "
+    f"ScalarType dtype, bool weight_is_step=False, {_QUANTIZER}) -> Tensor[]",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
+    "ternary_linear_product(Tensor x, Tensor weight, Tensor codes, Tensor scale, Tensor sums, "
+    "Tensor packed, Tensor weight_scale, Tensor? bias, ScalarType dtype, bool is_step=False, "
+    "bool weight_is_step=False) -> Tensor",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
+    "ternary_linear_product_backward(Tensor grad, Tensor codes, Tensor scale, Tensor packed, "
+    "Tensor weight_scale, SymInt columns, bool is_step, bool weight_is_step, bool[3] wanted) "
+    "-> (Tensor, Tensor, Tensor)",
+    tags=_COMPLIANT,
+)
+
+
+# --- validation -----------------------------------------------------------------------------------
+
+
+def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
+    """Say in a sentence why a linear cannot be served with these inputs, or return None.
+
+    Args:
+        x: (..., K).
+        weight: (N, K) before it is packed, or None where there is only the packed one.
+        bias: (N,) or None.
+
+    Example: supports(torch.ones(2, 32), torch.ones(8, 32)) is None.
+    """
+    given = [("x", x, 1), ("weight", weight, 2), ("bias", bias, 1)]
+    for name, tensor, rank in given:
+        if tensor is None:
+            continue
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            return f"{name} is no plain strided tensor; densify or dequantise it."
+        if tensor.dtype not in FLOATING:
+            short = str(tensor.dtype).removeprefix("torch.")
+            return f"{name} has dtype {short}; bfloat16, float16 or float32 is needed. Cast it."
+        if tensor.device != x.device:
+            return f"x is on {x.device} and {name} on {tensor.device}; move them to one device."
+        if tensor.dim() < rank or (rank != tensor.dim() and name != "x"):
+            return f"{name} has {tensor.dim()} dimensions; {rank} is needed."
+    if weight is not None and x.shape[-1] != weight.shape[1]:
+        return f"x has {x.shape[-1]} columns and the weight {weight.shape[1]}."
+    if bias is not None and weight is not None and bias.shape[0] != weight.shape[0]:
+        return f"the bias has {bias.shape[0]} elements and the weight {weight.shape[0]} rows."
+    columns = x.shape[-1]
+    if isinstance(columns, int) and not 0 < columns <= MAX_COLUMNS:
+        return f"x has {columns} columns; 1 to {MAX_COLUMNS} are served."
+    return None
+
+
+def _require(condition: bool, op: str, sentence: str) -> None:
+    if not condition:
+        raise UnsupportedInputError(f"{op}: {sentence}")
+
+
+def _require_kind(op: str, kind: str) -> None:
+    _require(kind in KINDS, op, f"the kind is {kind!r}; one of {', '.join(KINDS)} is needed.")
+
+
+def _require_tokens(op: str, x: Tensor) -> None:
+    sentence = supports(x, None)
+    _require(sentence is None, op, str(sentence))
+
+
+def _require_packed(op: str, packed: Tensor, scale: Tensor, columns: int, like: Tensor) -> None:
+    _require(
+        packed.dtype == torch.int32 and packed.dim() == 2,
+        op,
+        f"packed is {packed.dtype} with {packed.dim()} dimensions; int32 of (N, K / 16), as "
+        "ternary_linear_pack makes it, is needed.",
+    )
+    _require(
+        packed.shape[1] == words_for(columns),
+        op,
+        f"packed has {packed.shape[1]} words in a row; for {columns} columns {words_for(columns)} "
+        "are needed.",
+    )
+    _require(
+        scale.numel() == 1 and scale.dtype.is_floating_point,
+        op,
+        f"the scale of a weight has {scale.numel()} elements of {scale.dtype}; one floating "
+        "element is needed.",
+    )
+    for name, tensor in (("packed", packed), ("its scale", scale)):
+        _require(
+            tensor.device == like.device,
+            op,
+            f"x is on {like.device} and {name} on {tensor.device}; move them to one device.",
+        )
+
+
+def engine_for(device: torch.device, dtype: torch.dtype) -> str:
+    """Name the engine that serves this device and dtype: a key of `ENGINES`."""
+    return "tiles" if kernels_serve(device, dtype) else "reference"
+
+
+def _engine(tensor: Tensor) -> ModuleType:
+    """Return the module that computes for a tensor."""
+    if tensor.is_cuda and engine_for(tensor.device, torch.float32) == "tiles":
+        from memeff_compile.kernels.ternary_linear import tiles
+
+        return tiles
+    from memeff_compile.kernels.ternary_linear import plain
+
+    return plain
+
+
+# --- pack -----------------------------------------------------------------------------------------
+
+
+def _check_pack(weight: Tensor, scale: Tensor) -> None:
+    op = "ternary_linear_pack"
+    _require(
+        weight.dim() == 2 and weight.dtype in FLOATING,
+        op,
+        f"the weight is {weight.dtype} with {weight.dim()} dimensions; (N, K) in bfloat16, float16 "
+        "or float32 is needed.",
+    )
+    _require(
+        scale.numel() == 1 and scale.device == weight.device,
+        op,
+        f"the scale has {scale.numel()} elements on {scale.device}; one element on "
+        f"{weight.device} is needed: ternary weights have one scale for the whole matrix.",
+    )
+
+
+def _pack(weight: Tensor, scale: Tensor, is_step: bool = False, is_native: bool = False) -> Tensor:
+    _check_pack(weight, scale)
+    if weight.numel() == 0:
+        return _fake_pack(weight, scale, is_step, is_native)
+    found: Tensor = _engine(weight).pack(weight, scale, is_step=is_step, is_native=is_native)
+    return found
+
+
+def _fake_pack(
+    weight: Tensor, scale: Tensor, is_step: bool = False, is_native: bool = False
+) -> Tensor:
+    del is_step, is_native
+    _check_pack(weight, scale)
+    return weight.new_empty((weight.shape[0], words_for(weight.shape[1])), dtype=torch.int32)
+
+
+def _repack(packed: Tensor) -> Tensor:
+    _check_repack(packed)
+    return reference.repack(packed)
+
+
+def _fake_repack(packed: Tensor) -> Tensor:
+    _check_repack(packed)
+    rows, columns = packed.shape
+    return packed.new_empty((4 * rows, words_for(columns)), dtype=torch.int32)
+
+
+def _check_repack(packed: Tensor) -> None:
+    _require(
+        packed.dtype == torch.uint8 and packed.dim() == 2,
+        "ternary_linear_repack",
+        f"packed is {packed.dtype} with {packed.dim()} dimensions; uint8 of (N / 4, K), the layout "
+        "of transformers' BitNet checkpoints, is needed.",
+    )
+
+
+# --- quantize -------------------------------------------------------------------------------------
+
+
+def _quantize(
+    x: Tensor,
+    kind: str = "int8",
+    eps: float = 1e-5,
+    adds_eps: bool = False,
+    is_step: bool = False,
+    is_native: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if x.numel() == 0:
+        return _fake_quantize(x, kind, eps, adds_eps, is_step, is_native)
+    _require_kind("ternary_linear_quantize", kind)
+    _require_tokens("ternary_linear_quantize", x)
+    rows = x.reshape(-1, x.shape[-1])
+    found: tuple[Tensor, Tensor, Tensor] = _engine(x).quantize(
+        rows, Quantizer(kind, eps, adds_eps, is_step, is_native)
+    )
+    return found
+
+
+def _fake_quantize(
+    x: Tensor,
+    kind: str = "int8",
+    eps: float = 1e-5,
+    adds_eps: bool = False,
+    is_step: bool = False,
+    is_native: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    del eps, adds_eps, is_step, is_native
+    _require_kind("ternary_linear_quantize", kind)
+    _require_tokens("ternary_linear_quantize", x)
+    tokens = math.prod(x.shape[:-1])
+    return (
+        x.new_empty((tokens, 4, 4 * words_for(x.shape[-1])), dtype=torch.int8),
+        x.new_empty((tokens,), dtype=torch.float32),
+        x.new_empty((tokens,), dtype=torch.int32),
+    )
+
+
+# --- ternary_linear -------------------------------------------------------------------------------
+
+
+def _check_linear(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    bias: Sequence[Tensor | None],
+    kind: str,
+) -> None:
+    op = "ternary_linear"
+    _require_kind(op, kind)
+    _require_tokens(op, x)
+    _require(
+        len(packed) == len(weight_scale) == len(bias) > 0,
+        op,
+        f"there are {len(packed)} weights, {len(weight_scale)} scales and {len(bias)} biases; as "
+        "many of each are needed, and at least one.",
+    )
+    for weight, scale, added in zip(packed, weight_scale, bias, strict=True):
+        _require_packed(op, weight, scale, x.shape[-1], x)
+        _require_bias(op, added, weight)
+
+
+def _require_bias(op: str, bias: Tensor | None, packed: Tensor) -> None:
+    _require(
+        bias is None or tuple(bias.shape) == (packed.shape[0],),
+        op,
+        f"the bias is {None if bias is None else tuple(bias.shape)}; ({packed.shape[0]},) is "
+        "needed.",
+    )
+
+
+def _linear(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    bias: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    weight_is_step: bool = False,
+    kind: str = "int8",
+    eps: float = 1e-5,
+    adds_eps: bool = False,
+    is_step: bool = False,
+    is_native: bool = False,
+) -> list[Tensor]:
+    _check_linear(x, packed, weight_scale, bias, kind)
+    if x.numel() == 0 or not all(weight.numel() for weight in packed):
+        return [_empty_linear(x, weight, dtype).zero_() for weight in packed]
+    quantizer = Quantizer(kind, eps, adds_eps, is_step, is_native)
+    rows = x.reshape(-1, x.shape[-1])
+    engine = _engine(x)
+    found: list[Tensor] = []
+    if engine.serves_vectors(rows.shape[0], quantizer):
+        for start in range(0, len(packed), MAX_GROUP):
+            group = slice(start, start + MAX_GROUP)
+            found += engine.vectors(
+                rows,
+                packed[group],
+                weight_scale[group],
+                bias[group],
+                quantizer,
+                dtype=dtype,
+                weight_is_step=weight_is_step,
+            )
+    else:
+        is_chained = engine.chains(x.device)
+        codes, scale, sums = engine.quantize(rows, quantizer, is_chained=is_chained)
+        for weight, by_weight, added in zip(packed, weight_scale, bias, strict=True):
+            found.append(
+                engine.product(
+                    codes,
+                    scale,
+                    sums,
+                    weight,
+                    by_weight,
+                    added,
+                    dtype=dtype,
+                    is_step=is_step,
+                    weight_is_step=weight_is_step,
+                    is_chained=is_chained,
+                )
+            )
+            is_chained = False  # the kernel before the next product is this one
+    return [out.view(*x.shape[:-1], out.shape[1]) for out in found]
+
+
+def _fake_linear(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    bias: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    weight_is_step: bool = False,
+    kind: str = "int8",
+    eps: float = 1e-5,
+    adds_eps: bool = False,
+    is_step: bool = False,
+    is_native: bool = False,
+) -> list[Tensor]:
+    del weight_is_step, eps, adds_eps, is_step, is_native
+    _check_linear(x, packed, weight_scale, bias, kind)
+    return [_empty_linear(x, weight, dtype) for weight in packed]
+
+
+def _empty_linear(x: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((*x.shape[:-1], packed.shape[0]), dtype=dtype)
+
+
+def _no_backward(ctx: object, *grads: object) -> None:
+    raise UnsupportedInputError(
+        "ternary_linear has no backward: it serves inference, and packed weights cannot be "
+        "trained. Call it under torch.no_grad(); to train, keep the full-precision weights "
+        "(memeff_compile.ternarize_)."
+    )
+
+
+# --- ternary_linear_product -----------------------------------------------------------------------
+
+
+def _check_product(
+    x: Tensor,
+    weight: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+) -> None:
+    op = "ternary_linear_product"
+    sentence = supports(x, weight, bias)
+    _require(sentence is None, op, str(sentence))
+    _require_packed(op, packed, weight_scale, x.shape[-1], x)
+    _require(
+        codes.dtype == torch.int8 and codes.dim() == 3 and scale.dim() == 1,
+        op,
+        f"codes are {codes.dtype} with {codes.dim()} dimensions; int8 as ternary_linear_quantize "
+        "makes them is needed.",
+    )
+    _require(
+        packed.shape[0] == weight.shape[0],
+        op,
+        f"packed has {packed.shape[0]} rows and the weight {weight.shape[0]}.",
+    )
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    sums: Tensor,
+    packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    is_step: bool = False,
+    weight_is_step: bool = False,
+) -> Tensor:
+    _check_product(x, weight, codes, scale, packed, weight_scale, bias)
+    if x.numel() == 0 or packed.numel() == 0:
+        return _empty_linear(x, packed, dtype).zero_()
+    found: Tensor = _engine(x).product(
+        codes,
+        scale,
+        sums,
+        packed,
+        weight_scale,
+        bias,
+        dtype=dtype,
+        is_step=is_step,
+        weight_is_step=weight_is_step,
+    )
+    return found.view(*x.shape[:-1], packed.shape[0])
+
+
+def _fake_product(
+    x: Tensor,
+    weight: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    sums: Tensor,
+    packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    is_step: bool = False,
+    weight_is_step: bool = False,
+) -> Tensor:
+    del sums, is_step, weight_is_step
+    _check_product(x, weight, codes, scale, packed, weight_scale, bias)
+    return _empty_linear(x, packed, dtype)
+
+
+def _product_backward(
+    grad: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    packed: Tensor,
+    weight_scale: Tensor,
+    columns: int,
+    is_step: bool,
+    weight_is_step: bool,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    if 0 in (grad.numel(), columns):
+        found = _fake_product_backward(
+            grad, codes, scale, packed, weight_scale, columns, is_step, weight_is_step, wanted
+        )
+        return found[0].zero_(), found[1].zero_(), found[2].zero_()
+    rows = grad.reshape(-1, grad.shape[-1])
+    engine = _engine(grad)
+    of_x = of_weight = of_bias = grad.new_empty((0,))
+    if wanted[0]:
+        weights = engine.dequantized_weights(
+            packed, weight_scale, columns, is_step=weight_is_step, dtype=grad.dtype
+        )
+        of_x = (rows @ weights).view(*grad.shape[:-1], columns)
+        del weights
+    if wanted[1]:
+        tokens = engine.dequantized_tokens(codes, scale, columns, is_step=is_step, dtype=grad.dtype)
+        of_weight = rows.t() @ tokens
+    if wanted[2]:
+        of_bias = rows.sum(0)
+    return of_x, of_weight, of_bias
+
+
+def _fake_product_backward(
+    grad: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    packed: Tensor,
+    weight_scale: Tensor,
+    columns: int,
+    is_step: bool,
+    weight_is_step: bool,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    del codes, scale, weight_scale, is_step, weight_is_step
+    nothing = (0,)
+    return (
+        grad.new_empty((*grad.shape[:-1], columns) if wanted[0] else nothing),
+        grad.new_empty((packed.shape[0], columns) if wanted[1] else nothing),
+        grad.new_empty((packed.shape[0],) if wanted[2] else nothing),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+    del output
+    x, weight, codes, scale, _, packed, weight_scale, bias, _, is_step, weight_is_step = inputs
+    ctx.save_for_backward(codes, scale, packed, weight_scale)
+    ctx.columns = x.shape[-1]
+    ctx.steps = (is_step, weight_is_step)
+    ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    needs = ctx.needs_input_grad
+    wanted = [needs[0], needs[1], needs[7]]
+    of_x, of_weight, of_bias = ternary_linear_product_backward(
+        grad.contiguous(), *ctx.saved_tensors, ctx.columns, *ctx.steps, wanted
+    )
+    return (
+        of_x.to(ctx.dtypes[0]) if wanted[0] else None,
+        of_weight.to(ctx.dtypes[1]) if wanted[1] else None,
+        *(None,) * 5,
+        of_bias.to(ctx.dtypes[2]) if wanted[2] else None,
+        *(None,) * 3,
+    )
+
+
+def _no_second_derivative(ctx: object, *grads: object) -> None:
+    raise DoubleBackwardError(
+        "ternary_linear has a first derivative only: its gradients pass straight through the "
+        "rounding. Switch the rewrite off with options={'memeff.ternary': 'off'}."
+    )
+
+
+def _nothing_saved(ctx: object, inputs: object, output: object) -> None:
+    del ctx, inputs, output
+
+
+def _not_differentiable(ctx: object, *grads: object) -> tuple[None, ...]:
+    """Give no gradient: quantised values are constants, their inputs get it from the product."""
+    return (None,) * 6
+
+
+_LIBRARY.impl("ternary_linear_pack", _pack, "CompositeExplicitAutograd")
+_LIBRARY.impl("ternary_linear_repack", _repack, "CompositeExplicitAutograd")
+_LIBRARY.impl("ternary_linear_quantize", _quantize, "CompositeExplicitAutograd")
+_LIBRARY.impl("ternary_linear", _linear, "CompositeExplicitAutograd")
+_LIBRARY.impl("ternary_linear_product", _product, "CompositeExplicitAutograd")
+_LIBRARY.impl("ternary_linear_product_backward", _product_backward, "CompositeExplicitAutograd")
+for _name, _fake in (
+    ("pack", _fake_pack),
+    ("repack", _fake_repack),
+    ("quantize", _fake_quantize),
+    ("product", _fake_product),
+    ("product_backward", _fake_product_backward),
+):
+    torch.library.register_fake(f"memeff::ternary_linear_{_name}", _fake, lib=_LIBRARY)
+torch.library.register_fake("memeff::ternary_linear", _fake_linear, lib=_LIBRARY)
+torch.library.register_autograd(
+    "memeff::ternary_linear", _no_backward, setup_context=_nothing_saved, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "memeff::ternary_linear_quantize",
+    _not_differentiable,
+    setup_context=_nothing_saved,
+    lib=_LIBRARY,
+)
+torch.library.register_autograd(
+    "memeff::ternary_linear_pack",
+    lambda ctx, grad: (None,) * 4,
+    setup_context=_nothing_saved,
+    lib=_LIBRARY,
+)
+torch.library.register_autograd(
+    "memeff::ternary_linear_product", _backward, setup_context=_setup_context, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "memeff::ternary_linear_product_backward",
+    _no_second_derivative,
+    setup_context=_nothing_saved,
+    lib=_LIBRARY,
+)
+
+ternary_linear = torch.ops.memeff.ternary_linear.default
+ternary_linear_pack = torch.ops.memeff.ternary_linear_pack.default
+ternary_linear_repack = torch.ops.memeff.ternary_linear_repack.default
+ternary_linear_quantize = torch.ops.memeff.ternary_linear_quantize.default
+ternary_linear_product = torch.ops.memeff.ternary_linear_product.default
+ternary_linear_product_backward = torch.ops.memeff.ternary_linear_product_backward.default

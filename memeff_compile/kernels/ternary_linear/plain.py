@@ -1,0 +1,69 @@
+"""The engine `reference` under the calls of `op`: codes in the order of packed weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.ternary_linear import reference
+from memeff_compile.kernels.ternary_linear.quantizer import Quantizer
+
+
+def serves_vectors(tokens: int, quantizer: Quantizer) -> bool:
+    """Return False: few tokens are quantised as many are."""
+    del tokens, quantizer
+    return False
+
+
+def chains(device: torch.device) -> bool:
+    """Return False: there are no kernels to overlap."""
+    del device
+    return False
+
+
+pack = reference.pack
+dequantized_weights = reference.dequantized_weights
+
+
+def quantize(
+    x: Tensor, quantizer: Quantizer, *, is_chained: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes in planes, scales, and the sum of the codes of each token."""
+    del is_chained
+    codes, scale = reference.quantize(x, quantizer)
+    return reference.to_planes(codes), scale, codes.sum(-1, dtype=torch.int32)
+
+
+def product(
+    codes: Tensor,
+    scale: Tensor,
+    sums: Tensor,
+    packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    is_step: bool,
+    weight_is_step: bool,
+    is_chained: bool = False,
+) -> Tensor:
+    """Return (M, N) from codes in planes; the sums are not needed."""
+    del sums, is_chained
+    return reference.product(
+        reference.from_planes(codes, 16 * packed.shape[1]),
+        scale,
+        packed,
+        weight_scale,
+        bias,
+        dtype=dtype,
+        is_step=is_step,
+        weight_is_step=weight_is_step,
+    )
+
+
+def dequantized_tokens(
+    codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return (M, K) from codes in planes."""
+    rows = reference.from_planes(codes, columns)
+    return reference.dequantized_tokens(rows, scale, is_step=is_step, dtype=dtype)

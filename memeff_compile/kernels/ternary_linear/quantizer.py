@@ -1,0 +1,89 @@
+"""How activations become integers: one closed list, so that graphs and modules name the same thing.
+
+A quantiser takes a statistic of each token, makes a scale of it, and rounds. `scale` is codes per
+unit (a value is code / scale), or the size of a step where the model spells it so (code * scale).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+SQRT7 = math.sqrt(7.0)
+PER_WORD = 16
+"""Codes of two bits in a word of 32."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to quantise a token.
+
+    Attributes:
+        levels: What the statistic is mapped to, in codes.
+        low, high: The range of the codes.
+        is_mean: The statistic is the mean of the absolute values, else their maximum.
+        is_float: Codes are twice the eight magnitudes of E2M1, not every integer.
+        keeps_half: The smaller half of a token, by absolute value, becomes zero first.
+        text: What reports and error messages call it.
+    """
+
+    levels: float
+    low: int
+    high: int
+    is_mean: bool = False
+    is_float: bool = False
+    keeps_half: bool = False
+    text: str = ""
+
+
+KINDS = {
+    "int8": Kind(127.0, -128, 127, text="INT8 absmax"),
+    "int4": Kind(SQRT7, -8, 7, is_mean=True, text="INT4 absmean"),
+    "fp4": Kind(12.0, -12, 12, is_float=True, text="FP4 E2M1 absmax"),
+    "topk8": Kind(127.0, -128, 127, keeps_half=True, text="top 50 %, then INT8 absmax"),
+}
+
+FP4_THRESHOLDS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)
+"""Where the codes 0, 1, 2, 3, 4, 6, 8, 12 meet; a tie goes to the one with an even last bit."""
+FP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12)
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A kind and the details in which spellings of it differ.
+
+    Attributes:
+        kind: A key of `KINDS`.
+        eps: What keeps the statistic off zero.
+        adds_eps: eps is added to the statistic; otherwise it bounds it from below.
+        is_step: The scale is the size of a step, statistic / levels, and x is divided by it;
+            otherwise it is levels / statistic, and x is multiplied by it.
+        is_native: Computed in the dtype of x, each step rounded; otherwise in float32.
+    """
+
+    kind: str = "int8"
+    eps: float = 1e-5
+    adds_eps: bool = False
+    is_step: bool = False
+    is_native: bool = False
+
+    def arguments(self) -> tuple[str, float, bool, bool, bool]:
+        """Return the arguments of the ops, in their order."""
+        return self.kind, self.eps, self.adds_eps, self.is_step, self.is_native
+
+
+def words_for(columns: int) -> int:
+    """Return how many words hold a row of `columns` codes."""
+    return -(-columns // PER_WORD)
+
+
+def kept(columns: int) -> int:
+    """Return how many entries of a token stay, at the least, where half of it is dropped."""
+    return max(1, columns // 2)
+
+
+def compute_dtype(dtype: torch.dtype, *, is_native: bool) -> torch.dtype:
+    """Return the dtype in which a quantiser computes."""
+    return dtype if is_native else torch.float32

@@ -1,0 +1,199 @@
+"""Engine R: ternary linears in plain PyTorch, on any device, with exact integer accumulation.
+
+Weight codes are -1, 0, 1, stored as 0, 1, 2 in two bits. A 32-bit word t holds the codes of columns
+16 t .. 16 t + 15: byte b, field j is column 16 t + 4 j + b. Activations stand in the same order,
+four planes j of bytes c = 4 t + b, so that a word masked to one field lines up with a plane.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.ternary_linear.quantizer import (
+    FP4_CODES,
+    FP4_THRESHOLDS,
+    KINDS,
+    PER_WORD,
+    Quantizer,
+    compute_dtype,
+    kept,
+    words_for,
+)
+
+PIECE_ELEMENTS = 1 << 20
+EXACT_IN_FLOAT = 1 << 24
+"""Integers up to here are exact in float32, and so are sums of products that stay below."""
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Pack (N, K) codes of -1, 0, 1 into (N, ceil(K / 16)) int32.
+
+    Example: unpack_codes(pack_codes(codes), K) equals codes.
+    """
+    rows, columns = codes.shape
+    words = words_for(columns)
+    fields = codes.new_ones((rows, words * PER_WORD), dtype=torch.uint8)
+    fields[:, :columns] = (codes + 1).to(torch.uint8)
+    fields = fields.view(rows, words, 4, 4)
+    packed = fields[:, :, 0] | fields[:, :, 1] << 2 | fields[:, :, 2] << 4 | fields[:, :, 3] << 6
+    return packed.contiguous().view(torch.int32).view(rows, words)
+
+
+def unpack_codes(packed: Tensor, columns: int) -> Tensor:
+    """Return the (N, columns) int8 codes of packed weights."""
+    rows, words = packed.shape
+    held = packed.contiguous().view(torch.uint8).view(rows, words, 4)
+    fields = torch.stack([held >> 2 * j & 3 for j in range(4)], dim=2)
+    return fields.view(rows, words * PER_WORD)[:, :columns].to(torch.int8) - 1
+
+
+def repack(packed: Tensor) -> Tensor:
+    """Bring the layout of transformers, (N / 4, K) uint8, rows N / 4 apart in a byte, to ours."""
+    codes = torch.cat([packed >> 2 * j & 3 for j in range(4)]).to(torch.int8) - 1
+    return pack_codes(codes)
+
+
+def to_planes(codes: Tensor) -> Tensor:
+    """Order (M, K) int8 codes as packed weights are: (M, 4, 4 * words), zeros behind K."""
+    rows, columns = codes.shape
+    words = words_for(columns)
+    wide = codes.new_zeros((rows, words * PER_WORD))
+    wide[:, :columns] = codes
+    return wide.view(rows, words, 4, 4).transpose(1, 2).reshape(rows, 4, 4 * words)
+
+
+def from_planes(planes: Tensor, columns: int) -> Tensor:
+    """Return the (M, columns) codes of `to_planes`."""
+    rows, _, width = planes.shape
+    codes = planes.view(rows, 4, width // 4, 4).transpose(1, 2).reshape(rows, 4 * width)
+    return codes[:, :columns]
+
+
+# --- quantisers -----------------------------------------------------------------------------------
+
+
+def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Tensor:
+    """Round (N, K) weights, times or over one scale, to -1, 0, 1 and pack them."""
+    pieces = []
+    dtype = compute_dtype(weight.dtype, is_native=is_native)
+    factor = scale.reshape(()).to(dtype)
+    rows = max(1, PIECE_ELEMENTS // max(1, weight.shape[1]))
+    for piece in weight.split(rows):
+        values = piece.to(dtype)
+        values = values / factor if is_step else values * factor
+        pieces.append(pack_codes(values.round().clamp(-1, 1).nan_to_num(0.0).to(torch.int8)))
+    return torch.cat(pieces)
+
+
+def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Quantise each token (row) of x.
+
+    Args:
+        x: (M, K) floating.
+        quantizer: how.
+
+    Returns:
+        codes (M, K) int8 and scale (M,) float32. A token that holds what is no number, or from
+        which no scale can be made, has the scale nan.
+
+    Example: quantize(torch.tensor([[1.0, -2.0]]), Quantizer())[0] is [[64, -127]].
+    """
+    kind = KINDS[quantizer.kind]
+    values = x.to(compute_dtype(x.dtype, is_native=quantizer.is_native))
+    size = values.abs()
+    statistic = size.mean(-1, keepdim=True) if kind.is_mean else size.amax(-1, keepdim=True)
+    if quantizer.adds_eps:
+        statistic = statistic + quantizer.eps
+    else:
+        statistic = statistic.clamp(min=quantizer.eps)
+    if kind.keeps_half:
+        least = size.topk(kept(x.shape[1]), dim=-1).values[:, -1:]
+        values = torch.where(size >= least, values, 0.0)
+    if quantizer.is_step:
+        scale = statistic / kind.levels
+        scaled = values / scale
+    else:
+        scale = kind.levels / statistic
+        scaled = values * scale
+    codes = _nearest_fp4(scaled) if kind.is_float else scaled.round().clamp(kind.low, kind.high)
+    scale = scale.float().squeeze(-1)
+    is_scale = scale.isfinite() & (scale > 0)
+    return codes.nan_to_num(0.0).to(torch.int8), torch.where(is_scale, scale, torch.nan)
+
+
+def _nearest_fp4(scaled: Tensor) -> Tensor:
+    """Return twice the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 for values in units of a half."""
+    size = scaled.abs()
+    code = torch.zeros_like(size)
+    for place, threshold in enumerate(FP4_THRESHOLDS):
+        reached = size >= threshold if place % 2 else size > threshold
+        code = torch.where(reached, float(FP4_CODES[place + 1]), code)
+    return torch.where(scaled < 0, -code, code)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
+    """Return the exact products of (M, K) codes and packed weights, (M, N), as float32 or float64.
+
+    Sums of integers below 2 ** 24 are exact in float32 in any order.
+    """
+    columns = codes.shape[1]
+    dtype = torch.float32 if 128 * columns <= EXACT_IN_FLOAT else torch.float64
+    left = codes.to(dtype)
+    rows = max(1, PIECE_ELEMENTS // max(1, columns))
+    pieces = [left @ unpack_codes(piece, columns).to(dtype).t() for piece in packed.split(rows)]
+    return torch.cat(pieces, dim=1)
+
+
+def product(
+    codes: Tensor,
+    scale: Tensor,
+    packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    is_step: bool,
+    weight_is_step: bool,
+) -> Tensor:
+    """Return (M, N): the integer products, scaled in float32, plus the bias.
+
+    Args:
+        codes: (M, K) int8.
+        scale: (M,) float32.
+        packed: (N, ceil(K / 16)) int32.
+        weight_scale: one floating element.
+        bias: (N,) or None.
+        dtype: of the result.
+        is_step, weight_is_step: whether a scale is the size of a step.
+    """
+    by_token = scale if is_step else 1.0 / scale
+    by_weight = weight_scale.reshape(()).float()
+    by_weight = by_weight if weight_is_step else 1.0 / by_weight
+    found = accumulate(codes, packed).float() * (by_weight * by_token)[:, None]
+    if bias is not None:
+        found += bias.float()
+    return found.to(dtype)
+
+
+def dequantized_tokens(
+    codes: Tensor, scale: Tensor, *, is_step: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return the (M, K) activations that the model's own arithmetic multiplies."""
+    scale = scale[:, None]
+    values = codes.float() * scale if is_step else codes.float() / scale
+    return values.to(dtype)
+
+
+def dequantized_weights(
+    packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return the (N, K) weights that the model's own arithmetic multiplies."""
+    codes = unpack_codes(packed, columns).float()
+    scale = scale.reshape(()).float()
+    return (codes * scale if is_step else codes / scale).to(dtype)

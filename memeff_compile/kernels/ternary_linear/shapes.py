@@ -1,0 +1,86 @@
+"""Tiles of the Triton kernels: how many rows and tokens a program takes, with how many warps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_VECTORS = 4
+"""Tokens that the kernel without tensor cores takes at once."""
+MAX_GROUP = 3
+"""Matrices that one launch multiplies with the same tokens."""
+MAX_COLUMNS = 1 << 15
+"""Columns that a program holds of one token."""
+
+
+@dataclass(frozen=True)
+class VectorShapes:
+    """A launch for few tokens: rows of weights per tile, warps, tiles per program."""
+
+    rows: int
+    warps: int
+    tiles: int = 1
+
+
+@dataclass(frozen=True)
+class TileShapes:
+    """A launch on tensor cores: tokens, rows and bytes of weights per tile, warps and stages.
+
+    With `prefetches`, a program asks for all its weights while the tokens are being quantised; what
+    that gains has not been measured, and `tile_shapes` does not choose it.
+    """
+
+    tokens: int
+    rows: int
+    bytes: int
+    warps: int
+    stages: int
+    splits: int = 1
+    prefetches: bool = False
+
+
+def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
+    """Return the launch for `tokens` <= 4: the fastest of a sweep, or what is near it.
+
+    Args:
+        words: of 32 bits per row of weights.
+        rows: of weights, of all matrices of the launch.
+        tokens: how many.
+        processors: multiprocessors of the GPU.
+    """
+    wide = 1 << (words - 1).bit_length()
+    warps = 16 if wide >= 1024 else 8
+    high = max(2, min(32, 1024 * warps // wide) // (1 if tokens == 1 else 2))
+    while high > 4 and rows < high * processors:
+        high //= 2
+    slots = processors * (1 if warps == 16 else 2)
+    tiles = 1
+    while tiles < 8 and rows > high * tiles * slots:
+        tiles *= 2
+    return VectorShapes(high, warps, tiles)
+
+
+def tile_shapes(
+    tokens: int, rows: int, width: int, processors: int, *, is_hopper: bool = True
+) -> TileShapes:
+    """Return the launch for more tokens: the fastest of a sweep, or what is near it.
+
+    Args:
+        tokens, rows: of activations and of weights.
+        width: bytes per row of weights.
+        processors: multiprocessors of the GPU.
+        is_hopper: whether sums of 128 x 128 fit four warps, as they do in capability 9.0.
+    """
+    large = TileShapes(128, 128, 64, 4 if is_hopper else 8, 3)
+    if tokens > 64:
+        if -(-rows // 128) * -(-tokens // 128) >= processors:
+            return large
+        if -(-rows // 128) * -(-tokens // 64) >= processors:
+            return TileShapes(64, 128, 64, 4, 4)
+        return TileShapes(64, 64, 128, 4, 3)
+    block = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    warps = 2 if block == 16 else 4
+    if -(-rows // 64) >= processors:
+        return TileShapes(block, 64, 256 if block == 16 and width <= 1024 else 128, warps, 3)
+    if width >= 2048:
+        return TileShapes(block, 64, 256 if block == 16 else 128, warps, 3, 2)
+    return TileShapes(block, 32, 128 if width >= 512 else 64, warps, 3)

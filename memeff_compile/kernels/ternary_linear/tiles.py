@@ -1,0 +1,373 @@
+"""The engine `tiles`: launches of the Triton kernels. CUDA, sm_80 or later.
+
+Nothing waits for the GPU or reads a value on the host, so calls can be captured in CUDA graphs.
+Sums are of integers and so the same in any order: the same inputs give the same bits, whatever the
+tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels._triton.device import capability, on_device, processors
+from memeff_compile.kernels.ternary_linear.quantizer import KINDS, Quantizer, kept, words_for
+from memeff_compile.kernels.ternary_linear.shapes import (
+    MAX_VECTORS,
+    TileShapes,
+    VectorShapes,
+    tile_shapes,
+    vector_shapes,
+)
+
+
+def serves_vectors(tokens: int, quantizer: Quantizer) -> bool:
+    """Return whether tokens are quantised by the programs that multiply them.
+
+    Up to four are; looking for the larger half of a token takes too long to do it in each program.
+    """
+    return tokens <= MAX_VECTORS and not KINDS[quantizer.kind].keeps_half
+
+
+_LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+"""Lowest bit that a number of this dtype has as float32."""
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _dtype(x: Tensor, *, is_native: bool) -> Any:  # noqa: ANN401
+    """Return Triton's name of the dtype in which a quantiser computes."""
+    import triton.language as tl
+
+    names = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    return names.get(x.dtype, tl.float32) if is_native else tl.float32
+
+
+def _settings(x: Tensor, quantizer: Quantizer) -> dict[str, Any]:
+    """Return what a kernel has to know of a quantiser."""
+    kind = KINDS[quantizer.kind]
+    rounded = torch.tensor(quantizer.eps).to(x.dtype if quantizer.is_native else torch.float32)
+    return {
+        "kept": kept(x.shape[1]),
+        "eps": quantizer.eps,
+        "eps_rounded": float(rounded),
+        "LEVELS": kind.levels,
+        "INVERSE": float(torch.tensor(kind.levels).reciprocal()) if x.is_cuda else 0.0,
+        "LOW": float(kind.low),
+        "HIGH": float(kind.high),
+        "IS_MEAN": kind.is_mean,
+        "IS_FLOAT": kind.is_float,
+        "KEEPS_HALF": kind.keeps_half,
+        "LOW_BIT": _LOW_BITS[x.dtype],
+        "ADDS_EPS": quantizer.adds_eps,
+        "IS_STEP": quantizer.is_step,
+        "DTYPE": _dtype(x, is_native=quantizer.is_native),
+        "enable_fp_fusion": False,
+    }
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Tensor:
+    """Round (N, K) weights, times or over one scale, to -1, 0, 1 and pack them."""
+    from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
+
+    rows, columns = weight.shape
+    words = words_for(columns)
+    packed = weight.new_empty((rows, words), dtype=torch.int32)
+    block = min(_power_of_two(words), 128)
+    with on_device(weight):
+        kernels._ternary_pack_kernel[(rows, -(-words // block))](
+            weight,
+            *weight.stride(),
+            scale,
+            packed,
+            columns,
+            words,
+            WORDS=block,
+            IS_STEP=is_step,
+            DTYPE=_dtype(weight, is_native=is_native),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return packed
+
+
+def quantize(
+    x: Tensor, quantizer: Quantizer, *, is_chained: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums (M,) int32.
+
+    With `is_chained` the next kernel of the stream, which has to be a chained `product`, may be
+    launched before this one has ended.
+    """
+    from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
+
+    x = _with_unit_stride(x)
+    tokens, columns = x.shape
+    words = words_for(columns)
+    codes = x.new_empty((tokens, 4, 4 * words), dtype=torch.int8)
+    scale = x.new_empty((tokens,), dtype=torch.float32)
+    sums = x.new_empty((tokens,), dtype=torch.int32)
+    block = _power_of_two(words * 16)
+    with on_device(x):
+        kernels._ternary_quantize_kernel[(tokens,)](
+            x,
+            x.stride(0),
+            codes.view(torch.int32),
+            scale,
+            sums,
+            columns,
+            words,
+            COLUMNS=block,
+            IS_CHAINED=is_chained,
+            num_warps=_quantize_warps(block),
+            **_settings(x, quantizer),
+        )
+    return codes, scale, sums
+
+
+def _quantize_warps(columns: int) -> int:
+    return max(1, min(16, columns // 512))
+
+
+def chains(device: torch.device) -> bool:
+    """Return whether a kernel may start while the one it waits for is still running."""
+    return device.type == "cuda" and capability(device) >= (9, 0)
+
+
+def vectors(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    bias: Sequence[Tensor | None],
+    quantizer: Quantizer,
+    *,
+    dtype: torch.dtype,
+    weight_is_step: bool,
+    shapes: VectorShapes | None = None,
+) -> list[Tensor]:
+    """Multiply up to four tokens with up to three matrices, quantising on the way."""
+    kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
+    if any(len(kind) > 1 for kind in kinds):  # a launch knows one dtype of each
+        parts = [
+            vectors(
+                x,
+                packed[i : i + 1],
+                weight_scale[i : i + 1],
+                bias[i : i + 1],
+                quantizer,
+                dtype=dtype,
+                weight_is_step=weight_is_step,
+                shapes=shapes,
+            )
+            for i in range(len(packed))
+        ]
+        return [part[0] for part in parts]
+    return _launch_vectors(
+        x,
+        packed,
+        weight_scale,
+        bias,
+        quantizer,
+        dtype=dtype,
+        weight_is_step=weight_is_step,
+        shapes=shapes,
+    )
+
+
+def _launch_vectors(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    bias: Sequence[Tensor | None],
+    quantizer: Quantizer,
+    *,
+    dtype: torch.dtype,
+    weight_is_step: bool,
+    shapes: VectorShapes | None,
+) -> list[Tensor]:
+    from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
+
+    x = _with_unit_stride(x)
+    packed = [weight.contiguous() for weight in packed]
+    tokens, columns = x.shape
+    words = words_for(columns)
+    count = [weight.shape[0] for weight in packed]
+    if shapes is None:
+        shapes = vector_shapes(words, sum(count), tokens, processors(x.device))
+    outs = [x.new_empty((tokens, rows), dtype=dtype) for rows in count]
+    tiles = [-(-rows // (shapes.rows * shapes.tiles)) for rows in count]
+    anything = next((b for b in bias if b is not None), weight_scale[0])
+    biases = [anything if b is None else b.contiguous() for b in bias]
+
+    def three(given: Sequence[Any]) -> list[Any]:
+        return [*given, *[given[0]] * (3 - len(given))]
+
+    with on_device(x):
+        kernels._ternary_vectors_kernel[(sum(tiles),)](
+            x,
+            x.stride(0),
+            *three(packed),
+            *three(weight_scale),
+            *three(biases),
+            *three(outs),
+            *three(count),
+            *three(tiles)[:2],
+            columns,
+            words,
+            **dict(zip(_HAS_BIAS, three([b is not None for b in bias]), strict=True)),
+            GROUP=len(packed),
+            TOKENS=tokens,
+            ROWS=shapes.rows,
+            TILES=shapes.tiles,
+            WORDS=_power_of_two(words),
+            WEIGHT_IS_STEP=weight_is_step,
+            BYTEWISE=not x.is_cuda,
+            num_warps=shapes.warps,
+            **_settings(x, quantizer),
+        )
+    return outs
+
+
+_HAS_BIAS = ("HAS_BIAS_A", "HAS_BIAS_B", "HAS_BIAS_C")
+
+
+def product(
+    codes: Tensor,
+    scale: Tensor,
+    sums: Tensor,
+    packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    is_step: bool,
+    weight_is_step: bool,
+    is_chained: bool = False,
+    shapes: TileShapes | None = None,
+) -> Tensor:
+    """Return (M, N) from quantised tokens.
+
+    With `is_chained` the kernel before this one in the stream is a chained `quantize`.
+    """
+    from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
+
+    codes, packed = codes.contiguous(), packed.contiguous()
+    tokens, rows, width = codes.shape[0], packed.shape[0], 4 * packed.shape[1]
+    if shapes is None:
+        device = codes.device
+        is_hopper = capability(device)[0] == 9
+        shapes = tile_shapes(tokens, rows, width, processors(device), is_hopper=is_hopper)
+    tiles = -(-width // shapes.bytes)
+    share = -(-tiles // shapes.splits) * shapes.bytes
+    splits = -(-width // share)
+    out = codes.new_empty((tokens, rows), dtype=dtype)
+    part = codes.new_empty((splits, tokens, rows), dtype=torch.int32) if splits > 1 else sums
+    settings: dict[str, Any] = {
+        "HAS_BIAS": bias is not None,
+        "IS_STEP": is_step,
+        "WEIGHT_IS_STEP": weight_is_step,
+        "enable_fp_fusion": False,
+    }
+    grid = (-(-tokens // shapes.tokens) * -(-rows // shapes.rows), splits)
+    with on_device(codes):
+        kernels._ternary_tiles_kernel[grid](
+            codes,
+            packed.view(torch.uint8),
+            scale,
+            sums,
+            weight_scale,
+            weight_scale if bias is None else bias.contiguous(),
+            out,
+            part,
+            tokens,
+            rows,
+            width,
+            share,
+            ROWS=shapes.rows,
+            TOKENS=shapes.tokens,
+            BYTES=shapes.bytes,
+            GROUP=8,
+            STAGES=shapes.stages,
+            IS_EVEN=width % shapes.bytes == 0,
+            IS_PART=splits > 1,
+            IS_CHAINED=is_chained,
+            LINES=_power_of_two(-(-share // 128)) if shapes.prefetches else 0,
+            BYTEWISE=not codes.is_cuda,
+            num_warps=shapes.warps,
+            **({"launch_pdl": True} if is_chained else {}),
+            **settings,
+        )
+        if splits > 1:
+            block = min(1024, _power_of_two(rows))
+            kernels._ternary_parts_kernel[(tokens, -(-rows // block))](
+                part,
+                scale,
+                sums,
+                weight_scale,
+                weight_scale if bias is None else bias.contiguous(),
+                out,
+                tokens,
+                rows,
+                SPLITS=splits,
+                ROWS=block,
+                num_warps=4,
+                **settings,
+            )
+    return out
+
+
+_COLUMNS = 1024
+"""Of one program that dequantises."""
+
+
+def dequantized_weights(
+    packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return the (N, K) weights that the model's own arithmetic multiplies."""
+    from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
+
+    packed = packed.contiguous()
+    out = packed.new_empty((packed.shape[0], columns), dtype=dtype)
+    with on_device(packed):
+        kernels._ternary_weights_kernel[(packed.shape[0], -(-columns // _COLUMNS))](
+            packed,
+            scale,
+            out,
+            columns,
+            packed.shape[1],
+            COLUMNS=_COLUMNS,
+            IS_STEP=is_step,
+            num_warps=4,
+        )
+    return out
+
+
+def dequantized_tokens(
+    codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return the (M, K) activations that the model's own arithmetic multiplies."""
+    from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
+
+    codes = codes.contiguous()
+    out = codes.new_empty((codes.shape[0], columns), dtype=dtype)
+    with on_device(codes):
+        kernels._ternary_tokens_kernel[(codes.shape[0], -(-columns // _COLUMNS))](
+            codes,
+            scale,
+            out,
+            columns,
+            codes.shape[2] // 4,
+            COLUMNS=_COLUMNS,
+            IS_STEP=is_step,
+            num_warps=4,
+        )
+    return out

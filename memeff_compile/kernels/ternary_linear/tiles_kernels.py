@@ -1,0 +1,648 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Device code of the engine `tiles`.
+
+A word of packed weights holds the codes of 16 columns, four fields of two bits in each of four
+bytes. Masked to one field it is four codes 0, 1, 2, ready for an integer product with four bytes of
+the activations' plane of that field. Codes stand one too high: the sum of a token's own codes is
+taken off at the end.
+
+Launch with enable_fp_fusion=False: a product and the rounding that follows are two steps, as in
+PyTorch, and not one.
+
+BYTEWISE spells integer products out: the interpreter, which has no assembler, sets it.
+
+Axis letters: rows are those of the weights (N), tokens those of the activations (M), words and
+bytes run over the columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_ROUNDING: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: ulp 1, ties to even
+
+
+# --- quantisers -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rounded(value, DTYPE: tl.constexpr):
+    """Round to the dtype in which the model computes."""
+    return value.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _scale_of_token(
+    x,  # (COLUMNS,) fp32, zeros behind the last column
+    columns,
+    eps,
+    eps_rounded,
+    LEVELS: tl.constexpr,
+    INVERSE: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+    ADDS_EPS: tl.constexpr,
+    IS_STEP: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Return the scale of a token before it is known to be one."""
+    if IS_MEAN:
+        total = tl.sum(tl.abs(x), axis=0)
+        statistic = _rounded(tl.div_rn(total, tl.cast(columns, tl.float32)), DTYPE)
+    else:  # as integers, so that what is no number is the largest
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        statistic = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    if ADDS_EPS:
+        statistic = _rounded(statistic + eps, DTYPE)
+    else:
+        statistic = tl.where(statistic < eps_rounded, eps_rounded, statistic)
+    levels = tl.full((), LEVELS, tl.float32)
+    if IS_STEP:
+        if INVERSE > 0.0:  # on a GPU PyTorch divides by a number so
+            return _rounded(statistic * tl.full((), INVERSE, tl.float32), DTYPE)
+        return _rounded(tl.div_rn(statistic, levels), DTYPE)
+    one = tl.full((), 1.0, tl.float32)
+    return _rounded(_rounded(tl.div_rn(one, statistic), DTYPE) * levels, DTYPE)
+
+
+@triton.jit
+def _larger_half(x, kept, LOW_BIT: tl.constexpr):
+    """Set to zero what is smaller than the `kept` largest absolute values.
+
+    The bits of the least value that stays are found from the top down, by counting.
+    """
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    least = tl.full((), 0, tl.int32)
+    bit = tl.full((), 1 << 30, tl.int32)
+    for _ in range(31 - LOW_BIT):
+        higher = least | bit
+        count = tl.sum((bits >= higher).to(tl.int32), axis=0)
+        least = tl.where(count >= kept, higher, least)
+        bit = bit >> 1
+    return tl.where(bits >= least, x, 0.0)
+
+
+@triton.jit
+def _codes_of_token(
+    x,
+    scale,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    IS_STEP: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Return the codes of a token, as int32."""
+    if IS_STEP:
+        x, over = tl.broadcast(x, scale)
+        scaled = tl.div_rn(x, over)
+    else:
+        scaled = x * scale
+    scaled = _rounded(scaled, DTYPE)
+    if IS_FLOAT:
+        size = tl.abs(scaled)
+        code = (size > 0.5).to(tl.int32) + (size >= 1.5).to(tl.int32) + (size > 2.5).to(tl.int32)
+        code += (size >= 3.5).to(tl.int32) + 2 * (size > 5.0).to(tl.int32)
+        code += 2 * (size >= 7.0).to(tl.int32) + 4 * (size > 10.0).to(tl.int32)
+        return tl.where(scaled < 0.0, -code, code)
+    scaled = tl.where(scaled == scaled, scaled, 0.0)
+    scaled = tl.minimum(tl.maximum(scaled, LOW), HIGH)
+    return ((scaled + _ROUNDING) - _ROUNDING).to(tl.int32)
+
+
+@triton.jit
+def _checked(scale):
+    """Return the scale, nan where it is none."""
+    return tl.where((scale > 0.0) & (scale < float("inf")), scale, float("nan"))
+
+
+@triton.jit
+def _quantized_token(
+    x_ptr,  # the token
+    columns,
+    kept,
+    eps,
+    eps_rounded,
+    COLUMNS: tl.constexpr,  # a power of two
+    LEVELS: tl.constexpr,
+    INVERSE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    KEEPS_HALF: tl.constexpr,
+    LOW_BIT: tl.constexpr,
+    ADDS_EPS: tl.constexpr,
+    IS_STEP: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Return the codes of a token four to a word, in the order of the columns, its scale, its sum.
+
+    Word 4 t + j holds the columns 16 t + 4 j to 16 t + 4 j + 3.
+    """
+    offs = tl.arange(0, COLUMNS)
+    x = _rounded(tl.load(x_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32), DTYPE)
+    scale = _scale_of_token(
+        x, columns, eps, eps_rounded, LEVELS, INVERSE, IS_MEAN, ADDS_EPS, IS_STEP, DTYPE
+    )
+    if KEEPS_HALF:
+        x = _larger_half(x, kept, LOW_BIT)
+    codes = _codes_of_token(x, scale, LOW, HIGH, IS_FLOAT, IS_STEP, DTYPE)
+    codes = tl.where(offs < columns, codes, 0)
+    shift = 8 * tl.arange(0, 4)
+    words = tl.sum((tl.reshape(codes, (COLUMNS // 4, 4)) & 255) << shift[None, :], axis=1)
+    return words, _checked(scale), tl.sum(codes, axis=0)
+
+
+@triton.jit
+def _ternary_quantize_kernel(
+    x_ptr,  # (M, K)
+    stride_x,
+    codes_ptr,  # (M, 4, words) int32
+    scale_ptr,  # (M,) fp32
+    sums_ptr,  # (M,) int32
+    columns,
+    words,
+    kept,
+    eps,
+    eps_rounded,
+    COLUMNS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    INVERSE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    KEEPS_HALF: tl.constexpr,
+    LOW_BIT: tl.constexpr,
+    ADDS_EPS: tl.constexpr,
+    IS_STEP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IS_CHAINED: tl.constexpr,  # the next kernel may start, and waits before it reads
+):
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    held, scale, total = _quantized_token(
+        x_ptr + token * stride_x,
+        columns,
+        kept,
+        eps,
+        eps_rounded,
+        COLUMNS,
+        LEVELS,
+        INVERSE,
+        LOW,
+        HIGH,
+        IS_MEAN,
+        IS_FLOAT,
+        KEEPS_HALF,
+        LOW_BIT,
+        ADDS_EPS,
+        IS_STEP,
+        DTYPE,
+    )
+    place = tl.arange(0, COLUMNS // 4)
+    word = place // 4
+    tl.store(codes_ptr + (token * 4 + place % 4) * words + word, held, mask=word < words)
+    tl.store(scale_ptr + token, scale)
+    tl.store(sums_ptr + token, total)
+
+
+@triton.jit
+def _ternary_pack_kernel(
+    weight_ptr,  # (N, K)
+    stride_row,
+    stride_column,
+    scale_ptr,  # one element
+    packed_ptr,  # (N, words) int32
+    columns,
+    words,
+    WORDS: tl.constexpr,
+    IS_STEP: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * (WORDS * 16) + tl.arange(0, WORDS * 16)
+    value = tl.load(
+        weight_ptr + row * stride_row + offs.to(tl.int64) * stride_column,
+        mask=offs < columns,
+        other=0.0,
+    )
+    value = _rounded(value.to(tl.float32), DTYPE)
+    scale = _rounded(tl.load(scale_ptr).to(tl.float32), DTYPE)
+    if IS_STEP:
+        value, over = tl.broadcast(value, scale)
+        value = tl.div_rn(value, over)
+    else:
+        value = value * scale
+    value = _rounded(value, DTYPE)
+    # Half rounds to zero; what is no number is neither above nor below.
+    code = tl.where(value > 0.5, 2, tl.where(value < -0.5, 0, 1))
+    field = tl.arange(0, 16)
+    shift = (field // 4) * 2 + (field % 4) * 8
+    word = tl.sum(tl.reshape(code, (WORDS, 16)) << shift[None, :], axis=1)
+    place = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    tl.store(packed_ptr + row * words + place, word, mask=place < words)
+
+
+# --- dequantisers ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _ternary_weights_kernel(
+    packed_ptr,  # (N, words) int32
+    scale_ptr,  # one element
+    out_ptr,  # (N, K)
+    columns,
+    words,
+    COLUMNS: tl.constexpr,
+    IS_STEP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = offs < columns
+    word = tl.load(packed_ptr + row * words + offs // 16, mask=mask, other=0)
+    field = offs % 16
+    code = ((word >> ((field // 4) * 2 + (field % 4) * 8)) & 3) - 1
+    scale = tl.load(scale_ptr).to(tl.float32)
+    if not IS_STEP:
+        value, over = tl.broadcast(code.to(tl.float32), scale)
+        value = tl.div_rn(value, over)
+    else:
+        value = code.to(tl.float32) * scale
+    tl.store(out_ptr + row * columns + offs, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _ternary_tokens_kernel(
+    codes_ptr,  # (M, 4, 4 * words) int8
+    scale_ptr,  # (M,) fp32
+    out_ptr,  # (M, K)
+    columns,
+    words,
+    COLUMNS: tl.constexpr,
+    IS_STEP: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = offs < columns
+    place = (token * 4 + (offs // 4) % 4) * (words * 4) + (offs // 16) * 4 + offs % 4
+    code = tl.load(codes_ptr + place, mask=mask, other=0).to(tl.float32)
+    scale = tl.load(scale_ptr + token)
+    if not IS_STEP:
+        value, over = tl.broadcast(code, scale)
+        value = tl.div_rn(value, over)
+    else:
+        value = code * scale
+    tl.store(out_ptr + token * columns + offs, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# --- few tokens -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dot4(code, x, acc, BYTEWISE: tl.constexpr):
+    """Add the products of four unsigned and four signed bytes."""
+    if BYTEWISE:
+        for byte in tl.static_range(4):
+            acc += ((code >> (8 * byte)) & 255) * ((x << (24 - 8 * byte)) >> 24)
+        return acc
+    return tl.inline_asm_elementwise(
+        "dp4a.u32.s32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [code, x, acc],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _dot4_field(weight, plane, acc, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
+    """Add the products of one field of a tile of weights and its plane of the token."""
+    code, x = tl.broadcast((weight >> (2 * FIELD)) & 0x03030303, plane[None, :])
+    return _dot4(code, x, acc, BYTEWISE)
+
+
+@triton.jit
+def _weight_tile(packed_ptr, begin, rows, word, words, ROWS: tl.constexpr):
+    """Load rows of packed weights, whole; zeros behind the last."""
+    row = begin + tl.arange(0, ROWS)
+    return tl.load(
+        packed_ptr + row.to(tl.int64)[:, None] * words + word[None, :],
+        mask=(row < rows)[:, None] & (word < words)[None, :],
+        other=0,
+    )
+
+
+@triton.jit
+def _factor(scale, weight_scale, IS_STEP: tl.constexpr, WEIGHT_IS_STEP: tl.constexpr):
+    """Return what an integer product is worth."""
+    by_token = scale
+    by_weight = weight_scale.to(tl.float32)
+    if not IS_STEP:
+        by_token = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    if not WEIGHT_IS_STEP:
+        by_weight = tl.div_rn(tl.full((), 1.0, tl.float32), by_weight)
+    return by_weight * by_token
+
+
+@triton.jit
+def _ternary_vectors_kernel(
+    x_ptr,  # (TOKENS, K)
+    stride_x,
+    packed_a,  # (rows, words) int32, one matrix or up to three
+    packed_b,
+    packed_c,
+    weight_scale_a,  # one element
+    weight_scale_b,
+    weight_scale_c,
+    bias_a,
+    bias_b,
+    bias_c,
+    out_a,  # (TOKENS, rows)
+    out_b,
+    out_c,
+    rows_a,
+    rows_b,
+    rows_c,
+    tiles_a,  # of ROWS * TILES rows
+    tiles_b,
+    columns,
+    words,
+    kept,
+    eps,
+    eps_rounded,
+    HAS_BIAS_A: tl.constexpr,
+    HAS_BIAS_B: tl.constexpr,
+    HAS_BIAS_C: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,  # of ROWS rows, one after the other: the token is quantised once
+    WORDS: tl.constexpr,  # a power of two
+    LEVELS: tl.constexpr,
+    INVERSE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    KEEPS_HALF: tl.constexpr,
+    LOW_BIT: tl.constexpr,
+    ADDS_EPS: tl.constexpr,
+    IS_STEP: tl.constexpr,
+    WEIGHT_IS_STEP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BYTEWISE: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    packed_ptr, weight_scale_ptr, bias_ptr, out_ptr = packed_a, weight_scale_a, bias_a, out_a
+    rows = tl.cast(rows_a, tl.int32)
+    has_bias = tl.full((), HAS_BIAS_A, tl.int1)
+    if GROUP > 1:
+        first = tl.cast(tiles_a, tl.int32)
+        if tile >= first:
+            tile -= first
+            packed_ptr, weight_scale_ptr, bias_ptr, out_ptr = (
+                packed_b,
+                weight_scale_b,
+                bias_b,
+                out_b,
+            )
+            rows = tl.cast(rows_b, tl.int32)
+            has_bias = tl.full((), HAS_BIAS_B, tl.int1)
+            if GROUP > 2:
+                second = tl.cast(tiles_b, tl.int32)
+                if tile >= second:
+                    tile -= second
+                    packed_ptr, weight_scale_ptr, bias_ptr, out_ptr = (
+                        packed_c,
+                        weight_scale_c,
+                        bias_c,
+                        out_c,
+                    )
+                    rows = tl.cast(rows_c, tl.int32)
+                    has_bias = tl.full((), HAS_BIAS_C, tl.int1)
+    word = tl.arange(0, WORDS)
+    # Weights are asked for first: they come from far, the token is near.
+    weight = _weight_tile(packed_ptr, tile * (ROWS * TILES), rows, word, words, ROWS)
+    weight_scale = tl.load(weight_scale_ptr)
+    for token in tl.static_range(TOKENS):
+        held, scale, total = _quantized_token(
+            x_ptr + token * stride_x,
+            columns,
+            kept,
+            eps,
+            eps_rounded,
+            WORDS * 16,
+            LEVELS,
+            INVERSE,
+            LOW,
+            HIGH,
+            IS_MEAN,
+            IS_FLOAT,
+            KEEPS_HALF,
+            LOW_BIT,
+            ADDS_EPS,
+            IS_STEP,
+            DTYPE,
+        )
+        even, odd = tl.split(tl.reshape(held, (WORDS, 2, 2)))  # (WORDS, 2): j = 0, 2 and 1, 3
+        plane_0, plane_2 = tl.split(even)
+        plane_1, plane_3 = tl.split(odd)
+        factor = _factor(scale, weight_scale, IS_STEP, WEIGHT_IS_STEP)
+        for step in tl.static_range(TILES):
+            begin = (tile * TILES + step) * ROWS
+            if TILES > 1:
+                # The next tile is on its way while this one is multiplied; the last of a token
+                # is followed by the first of the next.
+                after = (tile * TILES + (step + 1) % TILES) * ROWS
+                following = _weight_tile(packed_ptr, after, rows, word, words, ROWS)
+            acc = tl.zeros((ROWS, WORDS), dtype=tl.int32)
+            acc = _dot4_field(weight, plane_0, acc, 0, BYTEWISE)
+            acc = _dot4_field(weight, plane_1, acc, 1, BYTEWISE)
+            acc = _dot4_field(weight, plane_2, acc, 2, BYTEWISE)
+            acc = _dot4_field(weight, plane_3, acc, 3, BYTEWISE)
+            product = tl.sum(acc, axis=1) - total
+            row = begin + tl.arange(0, ROWS)
+            bias = tl.load(bias_ptr + row, mask=(row < rows) & has_bias, other=0.0)
+            found = product.to(tl.float32) * factor + bias.to(tl.float32)
+            tl.store(
+                out_ptr + token * rows + row,
+                found.to(out_ptr.dtype.element_ty),
+                mask=row < rows,
+            )
+            if TILES > 1:
+                weight = following
+
+
+# --- many tokens ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _field(packed, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
+    """Return the codes of one field, 0 to 2, as int8; four bytes at once."""
+    if BYTEWISE:
+        return ((packed >> (2 * FIELD)) & 3).to(tl.int8)
+    if FIELD == 0:
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x03030303;",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    if FIELD == 1:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.b32 t, $1, 2; and.b32 $0, t, 0x03030303; }",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    if FIELD == 2:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x03030303; }",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; shr.b32 t, $1, 6; and.b32 $0, t, 0x03030303; }",
+        "=r,r",
+        [packed],
+        dtype=tl.int8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _ask_for(address):
+    """Bring the lines at these addresses into the cache of the GPU."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [address.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _ternary_tiles_kernel(
+    codes_ptr,  # (M, 4, width) int8
+    packed_ptr,  # (N, width) uint8
+    scale_ptr,  # (M,) fp32
+    sums_ptr,  # (M,) int32
+    weight_scale_ptr,  # one element
+    bias_ptr,  # (N,), with HAS_BIAS
+    out_ptr,  # (M, N)
+    part_ptr,  # (splits, M, N) int32, with IS_PART
+    tokens,
+    rows,
+    width,  # bytes per row of weights
+    share,  # of the bytes, per split
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BYTES: tl.constexpr,
+    GROUP: tl.constexpr,  # tiles of rows that share the tokens in cache
+    STAGES: tl.constexpr,
+    IS_EVEN: tl.constexpr,  # no tile reaches beyond a share
+    IS_PART: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_STEP: tl.constexpr,
+    WEIGHT_IS_STEP: tl.constexpr,
+    IS_CHAINED: tl.constexpr,  # started while the tokens are still being quantised
+    LINES: tl.constexpr,  # of 128 bytes of a row to bring near in the meantime, a power of two
+    BYTEWISE: tl.constexpr,
+):
+    token_tiles = tl.cdiv(tokens, TOKENS)
+    row_tiles = tl.cdiv(rows, ROWS)
+    tile = tl.program_id(0)
+    around = GROUP * token_tiles
+    first = (tile // around) * GROUP
+    tall = tl.minimum(row_tiles - first, GROUP)
+    row_tile = first + (tile % around) % tall
+    token_tile = (tile % around) // tall
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    token = token_tile * TOKENS + tl.arange(0, TOKENS)
+    byte = tl.arange(0, BYTES)
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, width)
+    # Rows and tokens beyond the last are read from the first ones, and not stored.
+    near_row = (row % rows).to(tl.int64)
+    near_token = (token % tokens).to(tl.int64)
+    packed_ptrs = packed_ptr + near_row[:, None] * width + byte[None, :]
+    codes_ptrs = codes_ptr + near_token[None, :] * 4 * width + byte[:, None]
+    acc = tl.zeros((ROWS, TOKENS), dtype=tl.int32)
+    if IS_CHAINED:
+        if LINES > 0:
+            line = tl.minimum(begin + tl.arange(0, LINES) * 128, end - 1)
+            address = packed_ptr + near_row[:, None] * width + line[None, :]
+            _ask_for(address)
+        tl.extra.cuda.gdc_wait()
+    for start in tl.range(begin, end, BYTES, num_stages=STAGES):
+        if IS_EVEN:
+            packed = tl.load(packed_ptrs + start)
+        else:
+            inside = byte < end - start
+            packed = tl.load(packed_ptrs + start, mask=inside[None, :], other=0)
+        for field in tl.static_range(4):
+            if IS_EVEN:
+                x = tl.load(codes_ptrs + field * width + start)
+            else:
+                x = tl.load(codes_ptrs + field * width + start, mask=inside[:, None], other=0)
+            acc = tl.dot(_field(packed, field, BYTEWISE), x, acc, out_dtype=tl.int32)
+    mask = (row < rows)[:, None] & (token < tokens)[None, :]
+    place = token.to(tl.int64)[None, :] * rows + row[:, None]
+    if IS_PART:
+        part = tl.program_id(1).to(tl.int64) * tokens * rows
+        tl.store(part_ptr + part + place, acc, mask=mask)
+    else:
+        scale = tl.load(scale_ptr + near_token)
+        sums = tl.load(sums_ptr + near_token)
+        factor = _factor(scale, tl.load(weight_scale_ptr), IS_STEP, WEIGHT_IS_STEP)
+        found = (acc - sums[None, :]).to(tl.float32) * factor[None, :]
+        if HAS_BIAS:
+            found += tl.load(bias_ptr + near_row).to(tl.float32)[:, None]
+        tl.store(out_ptr + place, found.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _ternary_parts_kernel(
+    part_ptr,  # (splits, M, N) int32
+    scale_ptr,  # (M,) fp32
+    sums_ptr,  # (M,) int32
+    weight_scale_ptr,  # one element
+    bias_ptr,  # (N,), with HAS_BIAS
+    out_ptr,  # (M, N)
+    tokens,
+    rows,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_STEP: tl.constexpr,
+    WEIGHT_IS_STEP: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    mask = row < rows
+    place = token * rows + row
+    acc = tl.zeros((ROWS,), dtype=tl.int32)
+    for part in tl.static_range(SPLITS):
+        acc += tl.load(
+            part_ptr + part * (tl.cast(tokens, tl.int64) * rows) + place, mask=mask, other=0
+        )
+    factor = _factor(tl.load(scale_ptr + token), tl.load(weight_scale_ptr), IS_STEP, WEIGHT_IS_STEP)
+    found = (acc - tl.load(sums_ptr + token)).to(tl.float32) * factor
+    if HAS_BIAS:
+        found += tl.load(bias_ptr + row, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, found.to(out_ptr.dtype.element_ty), mask=mask)

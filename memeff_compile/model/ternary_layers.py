@@ -1,0 +1,157 @@
+"""Linears with ternary weights as modules: one that trains, one that holds packed codes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels.ternary_linear import (
+    KINDS,
+    Quantizer,
+    ternary_linear,
+    ternary_linear_pack,
+    ternary_linear_product,
+    ternary_linear_quantize,
+)
+
+EPS = 1e-5
+
+
+def require_kind(kind: str) -> str:
+    """Return a known kind of quantiser, or raise."""
+    if kind not in KINDS:
+        raise UnsupportedInputError(
+            f"The kind is {kind!r}; one of {', '.join(map(repr, KINDS))} is needed."
+        )
+    return kind
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a dense linear of this input would answer."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def codes_per_unit(weight: Tensor) -> Tensor:
+    """Return the scale of a weight, 1 / mean(abs(weight)), in float32."""
+    scale: Tensor = weight.float().abs().mean().clamp(min=EPS).reciprocal()
+    return scale
+
+
+class TernaryLinear(nn.Linear):
+    """A linear that rounds its weight to -1, 0, 1 and its input to few bits, and trains.
+
+    The weight stays a parameter in full precision. In the forward it is divided by the mean of its
+    absolute values and rounded; tokens are quantised as `kind` says. Gradients pass straight
+    through both, and what is kept for the backward is two bits per weight and a byte per input.
+
+    Attributes:
+        kind: "int8", "int4", "fp4" or "topk8"; may be set at any time.
+
+    Example:
+        >>> TernaryLinear(64, 128, kind="int4")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        kind: str = "int8",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.kind = require_kind(kind)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (..., out_features)."""
+        weight, bias = self.weight, self.bias
+        quantizer = Quantizer(self.kind).arguments()
+        dtype = result_dtype(input)
+        scale = codes_per_unit(weight.detach())
+        packed = ternary_linear_pack(weight.detach(), scale)
+        trains = input.requires_grad or weight.requires_grad
+        if not (torch.is_grad_enabled() and trains):
+            found: Tensor = ternary_linear(
+                input, [packed], [scale], [bias], dtype, False, *quantizer
+            )[0]
+            return found
+        codes, by_token, sums = ternary_linear_quantize(input.detach(), *quantizer)
+        out: Tensor = ternary_linear_product(
+            input, weight, codes, by_token, sums, packed, scale, bias, dtype
+        )
+        return out
+
+    def extra_repr(self) -> str:
+        """Return the settings for print(model)."""
+        return f"{super().extra_repr()}, kind={self.kind!r}"
+
+
+class PackedTernaryLinear(nn.Module):
+    """A linear with ternary weights in two bits each; for inference.
+
+    Buffers, and so part of the state dict:
+        packed: (out_features, ceil(in_features / 16)) int32.
+        weight_scale: codes per unit, one float32 number: a weight is its code divided by it.
+        bias: (out_features,), if there is one.
+
+    Attributes:
+        kind: how tokens are quantised.
+        norm: a module applied to the input first, or None.
+    """
+
+    packed: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        packed: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        *,
+        in_features: int,
+        kind: str = "int8",
+        norm: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, packed.shape[0]
+        self.kind = require_kind(kind)
+        self.norm = norm
+        self.register_buffer("packed", packed)
+        self.register_buffer("weight_scale", weight_scale.detach().float().reshape(()))
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    def _apply(self, fn: object, recurse: bool = True) -> PackedTernaryLinear:
+        """Move with the model, but keep the scale in float32 when the model is cast."""
+        scale = self.weight_scale
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.weight_scale.dtype != torch.float32:
+            self.weight_scale = scale.to(self.weight_scale.device)
+        return self
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (..., out_features)."""
+        if self.norm is not None:
+            input = self.norm(input)
+        found: Tensor = ternary_linear(
+            input,
+            [self.packed],
+            [self.weight_scale],
+            [self.bias],
+            result_dtype(input),
+            False,
+            *Quantizer(self.kind).arguments(),
+        )[0]
+        return found
+
+    def extra_repr(self) -> str:
+        """Return the settings for print(model)."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, kind={self.kind!r}"
+        )

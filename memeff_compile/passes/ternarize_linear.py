@@ -1,0 +1,507 @@
+"""linear(quantised tokens, ternary weight) -> memeff::ternary_linear: packed codes, integer sums.
+
+    before: s = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+            a = 1 / w.abs().mean().clamp(min=1e-5)
+            y = linear(x + ((x * s).round().clamp(-128, 127) / s - x).detach(),
+                       w + ((w * a).round().clamp(-1, 1) / a - w).detach())
+    after:  codes, scale, sums = memeff.ternary_linear_quantize(x)
+            packed = memeff.ternary_linear_pack(w, a)
+            y = memeff.ternary_linear_product(x, w, codes, scale, sums, packed, a)
+
+The codes are those of the model's own chain; their products are summed exactly, where a dense
+linear rounds both operands first. In training the backward multiplies what the model's own would,
+made again from the codes: two bits per weight and eight per input are kept in the place of two
+tensors in full. Linears of one input share its codes. Without gradients one op does it all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from .. import compat
+from ..kernels import ternary_linear as op_folder
+from .base import Decline, Done, Gain
+from .canonical import aten, read_one
+from .editor import Editor
+from .graph_info import GraphInfo, node_name
+from .ternary_chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
+
+
+@dataclass(frozen=True)
+class Site:
+    """A linear with both operands read, or why one of them could not be."""
+
+    linear: Node
+    bias: Node | None
+    tokens: Quantized | Unread
+    weight: Quantized | Unread | None  # None: nothing rounds on its way
+
+
+@dataclass
+class Group:
+    """Linears of one input, quantised in one way."""
+
+    sites: list[Site]
+    owned: list[Node] = field(default_factory=list)
+
+
+@dataclass
+class Calls:
+    """Calls of `memeff::ternary_linear` with one input, as packed modules make them."""
+
+    nodes: list[Node]
+    owned: list[Node] = field(default_factory=list)
+
+
+class TernarizeLinear:
+    """The pass."""
+
+    name = "ternarize_linear"
+    version = 1
+    tier = "exact"
+
+    def enabled(self, info: GraphInfo) -> bool:
+        """Return whether memeff.ternary is on."""
+        return info.options.ternary != "off"
+
+    # --- find -------------------------------------------------------------------------------------
+
+    def find(self, info: GraphInfo) -> Iterable[Group | Calls]:
+        """Yield linears whose weight, or whose input as that of ternary models, is rounded.
+
+        Then calls on packed weights that have one input and can be one call.
+        """
+        groups: dict[Any, Group] = {}
+        for node in info.gm.graph.nodes:
+            site = _site(node)
+            if site is None:
+                continue
+            key: Any = node
+            if self._check_site(info, site) is None and not self._is_skipped(info, site):
+                assert isinstance(site.tokens, Quantized)
+                key = (site.tokens.source, site.tokens.quantizer, _is_trained(info, site))
+            if key in groups and _can_join(info, groups[key], site):
+                groups[key].sites.append(site)
+            else:
+                groups[key if key not in groups else node] = Group([site])
+        yield from groups.values()
+        yield from self._mergeable(info)
+
+    def _mergeable(self, info: GraphInfo) -> Iterable[Calls]:
+        """Yield calls on packed weights that differ in nothing but these."""
+        found: dict[Any, list[Node]] = {}
+        for node in info.gm.graph.nodes:
+            if node.target is op_folder.ternary_linear and not node.kwargs:
+                x, packed, scales, biases, *rest = node.args
+                operands = [n for n in (*packed, *scales, *biases) if isinstance(n, Node)]
+                path = info.module_path(node)
+                is_mine = not (path and info.options.skips(self.name, path))
+                if is_mine and all(n.op in ("placeholder", "get_attr") for n in operands):
+                    found.setdefault((x, tuple(rest)), []).append(node)
+        for nodes in found.values():
+            if len(nodes) > 1 and not any(map(info.may_be_written, _operands(nodes))):
+                yield Calls(nodes)
+
+    def _is_skipped(self, info: GraphInfo, site: Site) -> bool:
+        path = info.module_path(site.linear)
+        return bool(path) and info.options.skips(self.name, path)
+
+    # --- check ------------------------------------------------------------------------------------
+
+    def check(self, info: GraphInfo, match: Group | Calls) -> Decline | None:
+        """Return why the linears must be left alone, or None."""
+        if isinstance(match, Calls):
+            return None
+        for site in match.sites:
+            found = self._check_site(info, site)
+            if found is not None:
+                # Blocks are alike: equal answers are one record, with their count.
+                return replace(found, node=site.linear, sites=1)
+        return None
+
+    def _check_site(self, info: GraphInfo, site: Site) -> Decline | None:
+        return (
+            _unread(site)
+            or _without_estimator(info, site)
+            or _subclass(site)
+            or _reused(site)
+            or _unsupported(info, site)
+            or _mutated(info, site)
+            or _without_gain(info, site)
+        )
+
+    def gain(self, info: GraphInfo, match: Group | Calls) -> Gain | None:
+        """Return what is kept for the backward, before and after; None where nothing is."""
+        if isinstance(match, Calls):
+            return None
+        if info.called_by is not None or self.check(info, match) is not None:
+            return None
+        if not _is_trained(info, match.sites[0]):
+            return None
+        n, k, m = sympy.symbols("N K M", integer=True, positive=True)
+        sizes = {"N": 0, "K": 0, "M": 0}
+        for site in match.sites:
+            tokens, rows, columns = _sizes(info, site)
+            sizes = {"N": sizes["N"] + rows, "K": columns, "M": tokens}
+        value = info.tensor(match.sites[0].linear)
+        assert value is not None
+        before = op_folder.saved_before(n, k, m, dtype=value.dtype)
+        return Gain(before, op_folder.saved_after(n, k, m), sizes)
+
+    def anchor(self, match: Group | Calls) -> Node:
+        """Return the first linear."""
+        return match.nodes[0] if isinstance(match, Calls) else match.sites[0].linear
+
+    def places(self, match: Group | Calls) -> Iterable[Node]:
+        """Return the linears."""
+        if isinstance(match, Calls):
+            return match.nodes
+        return [site.linear for site in match.sites]
+
+    # --- rewrite ----------------------------------------------------------------------------------
+
+    def rewrite(self, info: GraphInfo, match: Group | Calls, editor: Editor) -> Done:
+        """Replace the linears by ops on codes."""
+        if isinstance(match, Calls):
+            return _merge(match, editor)
+        is_trained = _is_trained(info, match.sites[0])
+        sentence = _sentence(info, match, is_trained=is_trained)
+        (_train if is_trained else _infer)(info, match, editor)
+        for site in match.sites:
+            assert isinstance(site.tokens, Quantized)
+            assert isinstance(site.weight, Quantized)
+            match.owned += [site.linear, *site.tokens.chain, *site.weight.chain]
+        return Done(match.sites[0].linear, sentence, sites=len(match.sites))
+
+    def dead(self, match: Group | Calls) -> Sequence[Node]:
+        """Return what nobody reads any more."""
+        return _with_dead_items(match.owned)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _site(node: Node) -> Site | None:
+    """Read a linear of which an operand is quantised, or return None."""
+    call = read_one(node)
+    if call is None or call.op is not aten.linear.default:
+        return None
+    tokens, weight = call.args["input"], call.args["weight"]
+    is_quantized = rounds(tokens) and (are_codes(tokens) or _is_fake_quantized(tokens))
+    if not rounds(weight) and not is_quantized:
+        return None
+    read_weight = read_quantized(weight) if rounds(weight) else None
+    return Site(node, call.args["bias"], read_quantized(tokens), read_weight)
+
+
+def _is_fake_quantized(tokens: Node) -> bool:
+    """Return whether tokens are quantised as those of ternary models are, right before the linear.
+
+    Rounding somewhere in the layers before is nobody's concern here.
+    """
+    found = read_quantized(tokens)
+    return isinstance(found, Quantized) and not found.is_weight
+
+
+def _is_trained(info: GraphInfo, site: Site) -> bool:
+    value = info.tensor(site.linear)
+    return value is not None and value.requires_grad
+
+
+def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
+    """Return whether what this linear needs is there before the first one of the group."""
+    first = info.positions[group.sites[0].linear]
+    assert isinstance(site.weight, Quantized)
+    needed = [site.weight.source, *([site.bias] if site.bias is not None else [])]
+    same = info.tensor(site.linear), info.tensor(group.sites[0].linear)
+    if same[0] is None or same[1] is None or same[0].dtype != same[1].dtype:
+        return False
+    if _weight_form(group.sites[0]) != _weight_form(site):
+        return False
+    if not all(info.positions[node] < first for node in needed):
+        return False
+    # The codes are those of the first linear; in between nobody may write to what they come from.
+    assert isinstance(site.tokens, Quantized)
+    begin, moved = group.sites[0].linear, [site.tokens.source, *needed]
+    return info.written_between(moved, begin, site.linear) is None
+
+
+def _weight_form(site: Site) -> tuple[bool, ...]:
+    assert isinstance(site.weight, Quantized)
+    return (site.weight.quantizer.is_step,)
+
+
+def _sizes(info: GraphInfo, site: Site) -> tuple[int, int, int]:
+    """Return tokens, rows and columns, as first seen."""
+    value = info.tensor(site.linear)
+    assert isinstance(site.weight, Quantized)
+    weight = info.tensor(site.weight.source)
+    assert value is not None
+    assert weight is not None
+    tokens = math.prod(compat.size_hint(size) for size in value.shape[:-1])
+    return tokens, compat.size_hint(weight.shape[0]), compat.size_hint(weight.shape[1])
+
+
+# --- conditions -----------------------------------------------------------------------------------
+
+
+def _unread(site: Site) -> Decline | None:
+    if site.weight is None:
+        return Decline(
+            "weight_values",
+            "the tokens are quantised as for ternary weights, and the weight comes as it is: "
+            "whether its values are -1, 0 and 1 is not known when compiling",
+            "memeff_compile.pack_ternary_(model) looks at them and packs them",
+        )
+    for name, found in (("weight", site.weight), ("input", site.tokens)):
+        if isinstance(found, Unread):
+            return Decline(found.code, f"the {name} of the linear: {found.sentence}", found.hint)
+    assert isinstance(site.weight, Quantized)
+    assert isinstance(site.tokens, Quantized)
+    if not site.weight.is_weight or site.tokens.is_weight:
+        return Decline(
+            "operands",
+            "the weight is quantised like tokens, or the input like a weight",
+        )
+    return None
+
+
+def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
+    if not _is_trained(info, site):
+        return None
+    for name, found in (("weight", site.weight), ("input", site.tokens)):
+        assert isinstance(found, Quantized)
+        source = info.tensor(found.source)
+        if not found.is_straight and source is not None and source.requires_grad:
+            return Decline(
+                "no_straight_through",
+                f"the {name} of the linear is quantised without a straight-through estimator: its "
+                "gradient is that of the scale alone",
+                "write x + (quantised - x).detach()",
+            )
+    return None
+
+
+def _subclass(site: Site) -> Decline | None:
+    assert isinstance(site.weight, Quantized)
+    assert isinstance(site.tokens, Quantized)
+    for node in (site.weight.source, site.tokens.source, site.bias):
+        value = None if node is None else compat.example_value(node)
+        if value is not None and not compat.is_fake(value):
+            kind = type(value).__name__
+            return Decline(
+                f"subclass_weight({kind})",
+                f"an operand of the linear is a {kind}: the scale would be that of a part of it",
+                "gather the weight before the linear",
+            )
+    return None
+
+
+def _reused(site: Site) -> Decline | None:
+    for found in (site.weight, site.tokens):
+        assert isinstance(found, Quantized)
+        if not found.chain:
+            continue
+        user = other_user(found.chain, found.chain[0])
+        if user is not None:
+            return Decline(
+                f"chain_reused({node_name(user)})",
+                f"`{node_name(user)}` also uses a value on the way to the codes, so that it has to "
+                "be computed all the same",
+                "compute that from the input of the linear",
+            )
+    return None
+
+
+def _unsupported(info: GraphInfo, site: Site) -> Decline | None:
+    assert isinstance(site.weight, Quantized)
+    assert isinstance(site.tokens, Quantized)
+    x, weight = info.tensor(site.tokens.source), info.tensor(site.weight.source)
+    bias = None if site.bias is None else info.tensor(site.bias)
+    out = info.tensor(site.linear)
+    assert x is not None
+    assert out is not None
+    sentence = op_folder.supports(x, weight, bias) or op_folder.supports(out, None)
+    return Decline("unsupported", sentence) if sentence else None
+
+
+def _mutated(info: GraphInfo, site: Site) -> Decline | None:
+    assert isinstance(site.weight, Quantized)
+    assert isinstance(site.tokens, Quantized)
+    for found in (site.weight, site.tokens):
+        nodes = [found.source]
+        first = min((n for n in found.chain), key=lambda n: info.positions[n], default=None)
+        if first is None:
+            continue
+        writer = info.written_between(nodes, first, site.linear)
+        if writer is not None and writer not in found.chain:
+            return Decline(
+                "mutated",
+                f"`{node_name(writer)}` writes in place to an operand between its quantisation and "
+                "the linear",
+                "use the out-of-place form",
+            )
+    return None
+
+
+def _without_gain(info: GraphInfo, site: Site) -> Decline | None:
+    value = info.tensor(site.linear)
+    assert value is not None
+    if _is_trained(info, site) or op_folder.engine_for(value.device, value.dtype) != "reference":
+        return None
+    return Decline(
+        "no_gain",
+        "nothing is kept for a backward, and this device has no kernel for packed weights",
+        "memeff_compile.pack_ternary_(model) holds them in an eighth of the memory of bf16",
+    )
+
+
+# --- emitting -------------------------------------------------------------------------------------
+
+
+def _train(info: GraphInfo, match: Group, editor: Editor) -> None:
+    """Emit one quantisation, and per linear a packed weight and a product with gradients."""
+    first = match.sites[0]
+    assert isinstance(first.tokens, Quantized)
+    source = info.current(first.tokens.source)
+    with editor.at(first.linear):
+        detached = editor.call(aten.detach.default, source)
+        quantized = editor.call(
+            op_folder.ternary_linear_quantize, detached, *first.tokens.quantizer.arguments()
+        )
+        tokens = [editor.item(quantized, place) for place in range(3)]
+    for site in match.sites:
+        assert isinstance(site.weight, Quantized)
+        value = info.tensor(site.linear)
+        assert value is not None
+        with editor.at(site.linear):
+            packed, scale = _packed(info, editor, site.weight)
+            new = editor.call(
+                op_folder.ternary_linear_product,
+                source,
+                info.current(site.weight.source),
+                *tokens,
+                packed,
+                scale,
+                site.bias,
+                value.dtype,
+                first.tokens.quantizer.is_step,
+                site.weight.quantizer.is_step,
+            )
+        editor.replace(site.linear, new)
+
+
+def _infer(info: GraphInfo, match: Group, editor: Editor) -> None:
+    """Emit one op for all linears of the group, before the first of them."""
+    first = match.sites[0]
+    assert isinstance(first.tokens, Quantized)
+    value = info.tensor(first.linear)
+    assert value is not None
+    with editor.at(first.linear):
+        weights = []
+        for site in match.sites:
+            assert isinstance(site.weight, Quantized)
+            weights.append(_packed(info, editor, site.weight))
+        assert isinstance(first.weight, Quantized)
+        found = editor.call(
+            op_folder.ternary_linear,
+            info.current(first.tokens.source),
+            [packed for packed, _ in weights],
+            [scale for _, scale in weights],
+            [site.bias for site in match.sites],
+            value.dtype,
+            first.weight.quantizer.is_step,
+            *first.tokens.quantizer.arguments(),
+        )
+        outputs = [editor.item(found, place) for place in range(len(weights))]
+    for site, out in zip(match.sites, outputs, strict=True):
+        editor.replace(site.linear, out)
+
+
+def _merge(match: Calls, editor: Editor) -> Done:
+    """Emit one call for all, before the first of them."""
+    first = match.nodes[0]
+    lists: list[list[Any]] = [[], [], []]
+    for node in match.nodes:
+        for held, given in zip(lists, node.args[1:4], strict=True):
+            assert isinstance(given, (list, tuple))
+            held += given
+    with editor.at(first):
+        found = editor.call(op_folder.ternary_linear, first.args[0], *lists, *first.args[4:])
+        outputs = iter([editor.item(found, place) for place in range(len(lists[0]))])
+    for node in match.nodes:
+        packed = node.args[1]
+        assert isinstance(packed, (list, tuple))
+        news = [next(outputs) for _ in packed]
+        for item in list(node.users):
+            place = item.args[1]
+            assert isinstance(place, int)
+            editor.replace(item, news[place])
+            match.owned.append(item)
+        match.owned.append(node)
+    return Done(
+        first,
+        f"{len(match.nodes)} linears on packed weights with one input -> one call, which quantises "
+        "the input once",
+        sites=len(match.nodes),
+    )
+
+
+def _operands(nodes: Sequence[Node]) -> list[Node]:
+    return [operand for node in nodes for operand in node.all_input_nodes]
+
+
+def _packed(info: GraphInfo, editor: Editor, weight: Quantized) -> tuple[Node, Node]:
+    """Emit the scale of a weight as the model computes it, and its packed codes."""
+    how = weight.quantizer
+    detached = editor.call(aten.detach.default, info.current(weight.source))
+    value = compat.example_value(detached)
+    wide = detached
+    if not how.is_native and value.dtype != torch.float32:
+        wide = editor.call(aten.to.dtype, detached, torch.float32)
+    mean = editor.call(aten.mean.default, editor.call(aten.abs.default, wide))
+    if how.adds_eps:
+        bounded = editor.call(aten.add.Tensor, mean, how.eps)
+    else:
+        bounded = editor.call(aten.clamp.default, mean, how.eps)
+    scale = bounded if how.is_step else editor.call(aten.reciprocal.default, bounded)
+    packed = editor.call(op_folder.ternary_linear_pack, detached, scale, how.is_step, how.is_native)
+    return packed, scale
+
+
+def _with_dead_items(nodes: Sequence[Node]) -> list[Node]:
+    """Add the unused second results of reductions: they hold the first from being erased."""
+    items = [user for node in nodes for user in node.users if not user.users]
+    return [*nodes, *(user for user in items if user.op == "call_function")]
+
+
+# --- report ---------------------------------------------------------------------------------------
+
+
+def _sentence(info: GraphInfo, match: Group, *, is_trained: bool) -> str:
+    first = match.sites[0]
+    assert isinstance(first.tokens, Quantized)
+    value = info.tensor(first.linear)
+    assert value is not None
+    kind = op_folder.KINDS[first.tokens.quantizer.kind]
+    engine = op_folder.engine_for(value.device, value.dtype)
+    op = "memeff::ternary_linear_product" if is_trained else "memeff::ternary_linear"
+    held = "in float32" if not first.tokens.quantizer.is_native else "in the input's dtype"
+    shared = f", {len(match.sites)} linears share the codes" if len(match.sites) > 1 else ""
+    after = (
+        "two bits per weight and eight per input are kept for the backward"
+        if is_trained
+        else "packing reads the weights again in each call; memeff_compile.pack_ternary_(model) "
+        "does it once"
+    )
+    return (
+        f"linear with ternary weight and {kind.text} tokens (quantised {held}{shared}) -> {op}; "
+        f"engine {engine}: {op_folder.ENGINES[engine]}; {after}"
+    )

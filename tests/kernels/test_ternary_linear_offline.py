@@ -1,0 +1,229 @@
+"""The kernels of ternary_linear compiled for GPUs that are not there: no spills, memory in bounds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memeff_compile.kernels.ternary_linear.quantizer import KINDS
+from memeff_compile.kernels.ternary_linear.shapes import (
+    TileShapes,
+    VectorShapes,
+    tile_shapes,
+    vector_shapes,
+)
+
+pytestmark = pytest.mark.offline
+
+# Shared memory a block may use, in bytes.
+SHARED_LIMITS = {80: 166912, 90: 232448, 100: 232448}
+POINTERS = {
+    "codes_ptr": "*i8",
+    "sums_ptr": "*i32",
+    "part_ptr": "*i32",
+    "packed_a": "*i32",
+    "packed_b": "*i32",
+    "packed_c": "*i32",
+}
+DIVISIBLE = ("words", "width", "share", "columns", "rows", "stride_x")
+
+
+def _compile(
+    name: str,
+    capability: int,
+    dtype: str,
+    given: dict[str, Any],
+    warps: int,
+    kinds: dict[str, str] | None = None,
+) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from memeff_compile.kernels.ternary_linear import tiles_kernels
+
+    kernel = getattr(tiles_kernels, name)
+    constants = {key: value for key, value in given.items() if key in kernel.arg_names}
+    signature, hints = {}, {}
+    kinds = POINTERS | (kinds or {})
+    for place, argument in enumerate(kernel.arg_names):
+        is_pointer = argument.endswith(("_ptr", "_a", "_b", "_c"))
+        is_pointer = is_pointer and not argument.startswith(("rows_", "tiles_"))
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif is_pointer:
+            default = "*fp32" if "scale" in argument else f"*{dtype}"
+            signature[argument] = kinds.get(argument, default)
+            hints[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[argument] = "fp32" if argument.startswith("eps") else "i32"
+            if argument in DIVISIBLE:
+                hints[(place,)] = [["tt.divisibility", 16]]
+    return triton.compile(
+        ASTSource(kernel, signature, constants, hints),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps, "enable_fp_fusion": False},
+    )
+
+
+def _stack_bytes(cubin: bytes, folder: Path) -> int:
+    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    listing = subprocess.run(
+        [tool, "-res-usage", file], capture_output=True, text=True, check=True
+    ).stdout
+    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
+
+
+def _quantizer(kind: str, *, is_step: bool = False, is_native: bool = False) -> dict[str, Any]:
+    import triton.language as tl
+
+    found = KINDS[kind]
+    return {
+        "LEVELS": found.levels,
+        "INVERSE": 1.0 / found.levels,
+        "LOW": float(found.low),
+        "HIGH": float(found.high),
+        "IS_MEAN": found.is_mean,
+        "IS_FLOAT": found.is_float,
+        "KEEPS_HALF": found.keeps_half,
+        "LOW_BIT": 16,
+        "ADDS_EPS": False,
+        "IS_STEP": is_step,
+        "WEIGHT_IS_STEP": False,
+        "DTYPE": tl.bfloat16 if is_native else tl.float32,
+        "IS_CHAINED": False,
+    }
+
+
+def _vectors(
+    capability: int,
+    kind: str,
+    shapes: VectorShapes,
+    words: int,
+    *,
+    tokens: int = 1,
+    group: int = 1,
+    is_native: bool = False,
+) -> Any:
+    constants = {
+        **_quantizer(kind, is_native=is_native),
+        "HAS_BIAS_A": False,
+        "HAS_BIAS_B": True,
+        "HAS_BIAS_C": False,
+        "GROUP": group,
+        "TOKENS": tokens,
+        "ROWS": shapes.rows,
+        "TILES": shapes.tiles,
+        "WORDS": words,
+        "BYTEWISE": False,
+    }
+    return _compile("_ternary_vectors_kernel", capability, "bf16", constants, shapes.warps)
+
+
+def _tiles(
+    capability: int, shapes: TileShapes, *, is_part: bool = False, is_even: bool = True
+) -> Any:
+    constants = {
+        **_quantizer("int8"),
+        "ROWS": shapes.rows,
+        "TOKENS": shapes.tokens,
+        "BYTES": shapes.bytes,
+        "GROUP": 8,
+        "STAGES": shapes.stages,
+        "IS_EVEN": is_even,
+        "IS_PART": is_part,
+        "HAS_BIAS": not is_part,
+        "IS_CHAINED": capability >= 90,
+        "LINES": 8 if shapes.prefetches else 0,
+        "BYTEWISE": False,
+    }
+    kinds = {"packed_ptr": "*u8"}
+    return _compile("_ternary_tiles_kernel", capability, "bf16", constants, shapes.warps, kinds)
+
+
+def _check(kernel: Any, capability: int, folder: Path) -> str:
+    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
+    assert _stack_bytes(kernel.asm["cubin"], folder) == 0
+    ptx: str = kernel.asm["ptx"]
+    assert "atom." not in ptx
+    return ptx
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "tokens", "group", "kind"),
+    [
+        (256, 14336, 1, 1, "int8"),
+        (256, 14336, 4, 1, "int8"),
+        (1024, 4096, 1, 1, "int8"),
+        (512, 28672, 1, 1, "fp4"),
+        (256, 6144, 1, 3, "int4"),
+        (2048, 8192, 1, 1, "int8"),
+        (128, 2560, 2, 2, "topk8"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_the_kernel_for_few_tokens_compiles_within_the_limits(
+    capability: int, words: int, rows: int, tokens: int, group: int, kind: str, tmp_path: Path
+) -> None:
+    shapes = vector_shapes(words, rows, tokens, 132)
+    kernel = _vectors(capability, kind, shapes, words, tokens=tokens, group=group)
+    ptx = _check(kernel, capability, tmp_path)
+    assert "dp4a" in ptx
+    assert "ld.global.v4" in ptx, "weights are not loaded sixteen bytes at a time"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [(16, 14336), (16, 4096), (48, 14336), (256, 14336), (4096, 14336)]
+)
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_the_kernel_for_many_tokens_compiles_within_the_limits(
+    capability: int, tokens: int, rows: int, tmp_path: Path
+) -> None:
+    shapes = tile_shapes(tokens, rows, 1024, 132, is_hopper=capability == 90)
+    ptx = _check(_tiles(capability, shapes), capability, tmp_path)
+    assert re.search(r"mma\.sync.*s8|wgmma.*s8|tcgen05\.mma", ptx), "no integer tensor cores"
+    assert "cp.async" in ptx, "operands are not loaded ahead"
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_weights_can_be_asked_for_while_tokens_are_quantised(
+    capability: int, tmp_path: Path
+) -> None:
+    shapes = TileShapes(16, 64, 128, 4, 3, prefetches=True)
+    ptx = _check(_tiles(capability, shapes), capability, tmp_path)
+    assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait")
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_quantisers_compile_without_spills(kind: str, tmp_path: Path) -> None:
+    constants = {**_quantizer(kind, is_native=True), "COLUMNS": 16384}
+    kinds = {"codes_ptr": "*i32"}
+    kernel = _compile("_ternary_quantize_kernel", 90, "bf16", constants, 16, kinds)
+    _check(kernel, 90, tmp_path)
+
+
+@pytest.mark.usefixtures("sizes_of_one")
+def test_kernels_compile_for_sizes_of_one(tmp_path: Path) -> None:
+    _vectors(90, "topk8", VectorShapes(4, 4, 2), 16, tokens=2, group=3)
+    small = TileShapes(16, 32, 32, 4, 2)
+    _tiles(90, small, is_part=True, is_even=False)
+    given = _quantizer("int4", is_step=True)
+    kinds = {"codes_ptr": "*i32", "packed_ptr": "*i32"}
+    for name, constants in (
+        ("_ternary_quantize_kernel", {**given, "COLUMNS": 16}),
+        ("_ternary_pack_kernel", {**given, "WORDS": 1}),
+        ("_ternary_weights_kernel", {**given, "COLUMNS": 16}),
+        ("_ternary_parts_kernel", {**given, "SPLITS": 2, "ROWS": 16, "HAS_BIAS": True}),
+    ):
+        _compile(name, 90, "fp32", constants, 4, kinds)
+    _compile("_ternary_tokens_kernel", 90, "fp32", {**given, "COLUMNS": 16}, 4)

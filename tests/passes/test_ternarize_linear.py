@@ -1,0 +1,627 @@
+"""ternarize_linear: what fires, what is declined and why, eager's values and gradients."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memeff_compile
+from memeff_compile.kernels import ternary_linear as op_folder
+from memeff_compile.kernels._triton.device import planned_for
+from memeff_compile.options import Options
+from memeff_compile.passes import PASSES, pipeline
+from memeff_compile.report import Record
+from tests.support.ternary_layers import (
+    LAYERS,
+    Block,
+    Detached,
+    Plain,
+    online_layer,
+    tiny_bitnet,
+    tokens_int8,
+    weights,
+)
+
+from .captured_graphs import capture
+
+NAME = "ternarize_linear"
+OPTIONS = {"memeff.inner": "aot_eager"}
+ALL_LAYERS = [*LAYERS, online_layer()]
+DTYPES = [torch.float32, torch.bfloat16]
+BUDGET = {torch.float32: 2e-6, torch.bfloat16: 6e-2}
+
+
+def case(layer: type, *others: Any, is_slow: bool) -> Any:
+    """Return a parameter set; the slow ones run with `make test-all`."""
+    name = "-".join([layer.__name__, *map(str, others)])
+    return pytest.param(layer, *others, id=name, marks=[pytest.mark.slow] if is_slow else [])
+
+
+TRAINED = [
+    case(layer, dtype, is_slow=dtype is torch.bfloat16 and layer.__name__ != "Online")
+    for layer, dtype in itertools.product(ALL_LAYERS, DTYPES)
+]
+INFERRED = [
+    case(layer, is_slow=layer.__name__ not in ("Plain", "Wide", "Online"))
+    for layer in [*ALL_LAYERS, Plain]
+]
+
+
+def records() -> list[Record]:
+    report = memeff_compile.last_report()
+    return [r for r in report.records if r.pass_name == NAME]
+
+
+def outcome() -> list[tuple[str, int]]:
+    return [(r.code, r.sites) for r in records()]
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    given = {**OPTIONS, **{f"memeff.{key}": value for key, value in options.items()}}
+    return torch.compile(model, backend="memeff", options=given)
+
+
+def eagerly() -> Any:
+    """Run transformers' layers without the compiled functions inside them."""
+    return torch.compiler.set_stance("force_eager")
+
+
+def step(model: Callable[..., Tensor], x: Tensor) -> Tensor:
+    out = model(x)
+    (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    return out.detach()
+
+
+def assert_like_eager(model: nn.Module, x: Tensor, **options: Any) -> None:
+    """Compare values and gradients; codes are equal, so only rounding may differ."""
+    twin = copy.deepcopy(model)
+    budget = BUDGET[x.dtype]
+    with eagerly():
+        wanted = step(model, x)
+    found = step(compiled(twin, **options), x)
+    assert error(found, wanted) <= budget
+    for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert error(mine.grad, theirs.grad) <= 4 * budget
+
+
+# --- what fires -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layer", "dtype"), TRAINED)
+def test_training_fires_in_every_spelling_and_equals_eager(
+    layer: type[nn.Linear], dtype: torch.dtype
+) -> None:
+    model = Block(layer).to(dtype)
+    assert_like_eager(model, torch.randn(3, 5, 20).to(dtype))
+    assert outcome() == [("rewrote", 2), ("rewrote", 1)]
+
+
+@pytest.mark.parametrize("layer", INFERRED)
+def test_inference_fires_where_there_is_a_kernel_and_equals_eager(layer: type[nn.Linear]) -> None:
+    model = Block(layer)
+    x = torch.randn(2, 20)
+    with torch.no_grad(), planned_for(torch.device("cuda", 0)):
+        found = compiled(model)(x)
+        with eagerly():
+            assert error(found, model(x)) < 2e-6
+    assert outcome() == [("rewrote", 2), ("rewrote", 1)]
+    assert "pack_ternary_" in records()[0].sentence
+
+
+class Golden(expecttest.TestCase):
+    def test_linears_of_one_input_share_its_codes(self) -> None:
+        compiled(Block(Detached, 4, 8))(torch.randn(2, 20)).sum().backward()
+        self.assertExpectedInline(
+            memeff_compile.graphs()[-1].after,
+            """\
+graph(
+    enter.weight: param f32[4, 20],
+    enter.bias: param f32[4],
+    x: input f32[2, 20],
+    gate.weight: param f32[8, 4],
+    up.weight: param f32[8, 4],
+    up.bias: param f32[8],
+    down.weight: param f32[20, 8],
+):
+    %0: f32[2, 4] = aten.linear(x, enter.weight, enter.bias)
+    %1: f32[2, 4] = aten.tanh(%0)
+    %2: f32[2, 4] = aten.detach(%1)
+    %3: (i8[2, 4, 4], f32[2], i32[2]) = memeff.ternary_linear_quantize(%2)
+    %4: i8[2, 4, 4] = getitem(%3, 0)
+    %5: f32[2] = getitem(%3, 1)
+    %6: i32[2] = getitem(%3, 2)
+    %7: f32[8, 4] = aten.detach(gate.weight)
+    %8: f32[8, 4] = aten.abs(%7)
+    %9: f32[] = aten.mean(%8)
+    %10: f32[] = aten.clamp(%9, 1e-05)
+    %11: f32[] = aten.reciprocal(%10)
+    %12: i32[8, 1] = memeff.ternary_linear_pack(%7, %11)
+    %13: f32[2, 8] = memeff.ternary_linear_product(%1, gate.weight, %4, %5, %6, %12, %11, None, f32)
+    %14: f32[2, 8] = aten.relu(%13)
+    %15: f32[2, 8] = aten.square(%14)
+    %16: f32[8, 4] = aten.detach(up.weight)
+    %17: f32[8, 4] = aten.abs(%16)
+    %18: f32[] = aten.mean(%17)
+    %19: f32[] = aten.clamp(%18, 1e-05)
+    %20: f32[] = aten.reciprocal(%19)
+    %21: i32[8, 1] = memeff.ternary_linear_pack(%16, %20)
+    %22: f32[2, 8] = memeff.ternary_linear_product(%1, up.weight, %4, %5, %6, %21, %20, up.bias, f32)
+    %23: f32[2, 8] = aten.mul(%15, %22)
+    %24: f32[2, 8] = aten.detach(%23)
+    %25: (i8[2, 4, 4], f32[2], i32[2]) = memeff.ternary_linear_quantize(%24)
+    %26: i8[2, 4, 4] = getitem(%25, 0)
+    %27: f32[2] = getitem(%25, 1)
+    %28: i32[2] = getitem(%25, 2)
+    %29: f32[20, 8] = aten.detach(down.weight)
+    %30: f32[20, 8] = aten.abs(%29)
+    %31: f32[] = aten.mean(%30)
+    %32: f32[] = aten.clamp(%31, 1e-05)
+    %33: f32[] = aten.reciprocal(%32)
+    %34: i32[20, 1] = memeff.ternary_linear_pack(%29, %33)
+    %35: f32[2, 20] = memeff.ternary_linear_product(%23, down.weight, %26, %27, %28, %34, %33, None, f32)
+    return (%35)""",
+        )
+
+    def test_one_op_multiplies_without_gradients(self) -> None:
+        with torch.no_grad(), planned_for(torch.device("cuda", 0)):
+            compiled(Block(Plain, 4, 8))(torch.randn(2, 20))
+        self.assertExpectedInline(
+            memeff_compile.graphs()[-1].after,
+            """\
+graph(
+    enter.weight: param f32[4, 20],
+    enter.bias: param f32[4],
+    x: input f32[2, 20],
+    gate.weight: param f32[8, 4],
+    up.weight: param f32[8, 4],
+    up.bias: param f32[8],
+    down.weight: param f32[20, 8],
+):
+    %0: f32[2, 4] = aten.linear(x, enter.weight, enter.bias)
+    %1: f32[2, 4] = aten.tanh(%0)
+    %2: f32[8, 4] = aten.detach(gate.weight)
+    %3: f32[8, 4] = aten.abs(%2)
+    %4: f32[] = aten.mean(%3)
+    %5: f32[] = aten.clamp(%4, 1e-05)
+    %6: f32[] = aten.reciprocal(%5)
+    %7: i32[8, 1] = memeff.ternary_linear_pack(%2, %6)
+    %8: f32[8, 4] = aten.detach(up.weight)
+    %9: f32[8, 4] = aten.abs(%8)
+    %10: f32[] = aten.mean(%9)
+    %11: f32[] = aten.clamp(%10, 1e-05)
+    %12: f32[] = aten.reciprocal(%11)
+    %13: i32[8, 1] = memeff.ternary_linear_pack(%8, %12)
+    %14: (f32[2, 8], f32[2, 8]) = memeff.ternary_linear(%1, [%7, %13], [%6, %12], [None, up.bias], f32)
+    %15: f32[2, 8] = getitem(%14, 0)
+    %16: f32[2, 8] = getitem(%14, 1)
+    %17: f32[2, 8] = aten.relu(%15)
+    %18: f32[2, 8] = aten.square(%17)
+    %19: f32[2, 8] = aten.mul(%18, %16)
+    %20: f32[20, 8] = aten.detach(down.weight)
+    %21: f32[20, 8] = aten.abs(%20)
+    %22: f32[] = aten.mean(%21)
+    %23: f32[] = aten.clamp(%22, 1e-05)
+    %24: f32[] = aten.reciprocal(%23)
+    %25: i32[20, 1] = memeff.ternary_linear_pack(%20, %24)
+    %26: (f32[2, 20]) = memeff.ternary_linear(%19, [%25], [%24], [None], f32)
+    %27: f32[2, 20] = getitem(%26, 0)
+    return (%27)""",
+        )
+
+
+def test_codes_and_packed_weights_are_what_is_kept_for_the_backward() -> None:
+    """Two bits per weight and a byte per input; no dequantised copy of either."""
+    model, x = Detached(64, 128, bias=False), torch.randn(40, 64)
+    held: list[Tensor] = []
+    function = compiled(model)
+    function(x.requires_grad_()).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        function(x)
+    own = {x.data_ptr(), model.weight.data_ptr()}
+    kept = {t.data_ptr(): t.nbytes for t in held if t.data_ptr() not in own}
+    expected = int(op_folder.saved_after(128, 64, 40)) + 4  # and the scale of the weight
+    assert sum(kept.values()) == expected
+
+
+def test_the_gain_is_that_formula() -> None:
+    compiled(Block(Detached))(torch.randn(6, 20)).sum().backward()
+    both, down = records()
+    assert both.sizes == {"N": 80, "K": 32, "M": 6}
+    assert down.sizes == {"N": 20, "K": 40, "M": 6}
+    assert both.bytes_after is not None
+    numbers = {symbol: both.sizes[symbol.name] for symbol in both.bytes_after.free_symbols}
+    assert both.bytes_after.subs(numbers) == op_folder.saved_after(80, 32, 6)
+    assert "never allocated" in str(memeff_compile.last_report())
+
+
+def test_a_checkpointed_block_fires_and_equals_eager() -> None:
+    block = Block(Detached)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    assert_like_eager(Checkpointed(), torch.randn(3, 20))
+    assert outcome() == [("rewrote", 2), ("rewrote", 1)]
+
+
+def test_a_varying_number_of_tokens_compiles_once_and_equals_eager() -> None:
+    model = Block(Detached)
+    function = torch.compile(model, backend="memeff", options=OPTIONS, dynamic=True)
+    for tokens in (3, 7, 12):
+        x = torch.randn(tokens, 20)
+        assert error(function(x).detach(), model(x).detach()) < 2e-6
+    assert len(memeff_compile.last_report().graphs) == 1
+    assert outcome() == [("rewrote", 2), ("rewrote", 1)]
+
+
+def test_autocast_multiplies_in_its_dtype() -> None:
+    model = Block(Detached)
+    twin = copy.deepcopy(model)
+    x = torch.randn(4, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted, found = model(x), compiled(twin)(x)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    assert error(found.detach(), wanted.detach()) < 1e-2
+    found.sum().backward()
+    wanted.sum().backward()
+    assert twin.down.weight.grad is not None
+    assert error(twin.down.weight.grad, model.down.weight.grad) < 3e-2
+    assert outcome() == [("rewrote", 2), ("rewrote", 1)]
+
+
+def test_a_rewritten_graph_is_left_alone_by_a_second_run() -> None:
+    gm = capture(Block(Detached), torch.randn(2, 20))
+    assert pipeline.run(gm, PASSES, Options()).changed
+    assert not pipeline.run(gm, PASSES, Options()).changed
+
+
+def test_off_and_skip_leave_linears_alone() -> None:
+    x = torch.randn(2, 20)
+    compiled(Block(Detached), ternary="off")(x)
+    assert outcome() == []
+    compiled(Block(Detached), skip={NAME: ["up"]})(x)
+    assert sorted(outcome()) == [("rewrote", 1), ("rewrote", 1), ("skipped", 1)]
+
+
+@pytest.mark.slow
+def test_twenty_steps_of_a_bitnet_model_track_eager() -> None:
+    ids = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(0))
+
+    def losses(model: nn.Module, call: Callable[..., Any]) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.003)
+        found = []
+        for _ in range(20):
+            loss = call(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()))
+        return found
+
+    eager, ours = tiny_bitnet(), tiny_bitnet()
+    with eagerly():
+        wanted = losses(eager, eager)
+    found = losses(ours, compiled(ours))
+    assert wanted[-1] < wanted[0] - 0.1, "nothing was learned"
+    assert max(abs(a - b) for a, b in zip(wanted, found, strict=True)) < 1e-3
+    # In both layers: q, k and v share their codes; o; gate and up share theirs; down.
+    assert sorted(outcome()) == [("rewrote", n) for n in (2, 2, 4, 6)]
+
+
+def test_packed_linears_of_one_input_become_one_call() -> None:
+    model = memeff_compile.ternarize_(Block(nn.Linear))
+    memeff_compile.pack_ternary_(model)
+    x = torch.randn(3, 20)
+    with torch.no_grad():
+        wanted = model(x)
+        assert torch.equal(compiled(model)(x), wanted)
+    assert outcome() == [("rewrote", 2)]
+    assert memeff_compile.graphs()[-1].after.count("memeff.ternary_linear(") == 3  # of 4
+
+
+def test_a_write_between_two_linears_keeps_them_apart() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        x = x * 1
+        first = linear_of()(x, w)
+        x.add_(1)
+        return first + linear_of()(x, w)
+
+    x, w = torch.randn(4, 32), torch.randn(8, 32, requires_grad=True)
+    assert error(compiled(function)(x, w).detach(), function(x, w).detach()) < 2e-6
+    assert outcome() == [("rewrote", 2)] or outcome() == [("rewrote", 1), ("rewrote", 1)]
+
+
+def test_tokens_quantised_once_by_hand_serve_all_their_linears() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        q = x + (tokens_int8(x) - x).detach()
+        first, second = w[:4], w[4:]
+        out = F.linear(q, first + (weights(first) - first).detach())
+        return out + F.linear(q, second + (weights(second) - second).detach())
+
+    x, w = data()
+    assert error(compiled(function)(x, w).detach(), function(x, w).detach()) < 2e-6
+    assert outcome() == [("rewrote", 2)]
+    assert "round" not in memeff_compile.graphs()[-1].after
+
+
+# --- what is declined -----------------------------------------------------------------------------
+
+
+def linear_of(
+    tokens: Callable[[Tensor], Tensor] = tokens_int8,
+    weight: Callable[[Tensor], Tensor] = weights,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a linear with detached estimators around two quantisers."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(x + (tokens(x) - x).detach(), w + (weight(w) - w).detach())
+
+    return function
+
+
+def binary(w: Tensor) -> Tensor:
+    return (w - w.mean()).sign() * w.abs().mean()
+
+
+def per_channel(w: Tensor) -> Tensor:
+    scale = 1.0 / w.abs().mean(dim=-1, keepdim=True).clamp(min=1e-5)
+    return (w * scale).round().clamp(-1, 1) / scale
+
+
+def five_levels(w: Tensor) -> Tensor:
+    scale = 1.0 / w.abs().mean().clamp(min=1e-5)
+    return (w * scale).round().clamp(-2, 2) / scale
+
+
+def four_bits_by_maximum(x: Tensor) -> Tensor:
+    scale = 7.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return (x * scale).round().clamp(-8, 7) / scale
+
+
+def whole_tensor(x: Tensor) -> Tensor:
+    scale = 127.0 / x.abs().max().clamp(min=1e-5)
+    return (x * scale).round().clamp(-128, 127) / scale
+
+
+def other_axis(x: Tensor) -> Tensor:
+    scale = 127.0 / x.abs().amax(0, keepdim=True).clamp(min=1e-5)
+    return (x * scale).round().clamp(-128, 127) / scale
+
+
+def scale_of_a_sum(x: Tensor) -> Tensor:
+    scale = 127.0 / (x + 1).abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return (x * scale).round().clamp(-128, 127) / scale
+
+
+def unbounded(x: Tensor) -> Tensor:
+    scale = 127.0 / x.abs().amax(-1, keepdim=True)
+    return (x * scale).round().clamp(-128, 127) / scale
+
+
+def scaled_back_otherwise(x: Tensor) -> Tensor:
+    scale = 127.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return (x * scale).round().clamp(-128, 127) / (scale + 1)
+
+
+def to_tenths(x: Tensor) -> Tensor:
+    scale = 127.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return (x * scale).round(decimals=1).clamp(-128, 127) / scale
+
+
+def first_row(x: Tensor) -> Tensor:
+    scale = 127.0 / x.abs().amax(-1, keepdim=True)[0].clamp(min=1e-5)
+    return (x * scale).round().clamp(-128, 127) / scale
+
+
+def wrapping(x: Tensor) -> Tensor:
+    scale = 255.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return (x * scale).round().to(torch.int8).clamp(-128, 127) / scale
+
+
+def truncated(x: Tensor) -> Tensor:
+    return tokens_int8(x).to(torch.int8).to(x.dtype)
+
+
+NEAR_MISSES = {
+    "learned_scale, of one row": linear_of(first_row),
+    "chain_form, wraps": linear_of(wrapping),
+    "chain_form, truncates": linear_of(truncated),
+    "binary_weight": linear_of(weight=binary),
+    "per_channel_scale": linear_of(weight=per_channel),
+    "unknown_range": linear_of(weight=five_levels),
+    "unknown_range, tokens": linear_of(four_bits_by_maximum),
+    "other_axis, one scale": linear_of(whole_tensor),
+    "other_axis": linear_of(other_axis),
+    "other_source": linear_of(scale_of_a_sum),
+    "learned_scale": linear_of(unbounded),
+    "scale_form": linear_of(scaled_back_otherwise),
+    "chain_form": linear_of(to_tenths),
+}
+
+
+@pytest.mark.parametrize("case", list(NEAR_MISSES))
+def test_a_near_miss_is_left_alone_with_its_reason(case: str) -> None:
+    function = NEAR_MISSES[case]
+    x, w = torch.randn(4, 32), torch.randn(8, 32, requires_grad=True)
+    found = compiled(function)(x, w)
+    assert torch.equal(found, function(x, w))
+    assert outcome() == [(case.split(",")[0], 1)]
+    assert records()[0].sentence
+
+
+def declined(function: Callable[..., Any], *inputs: Tensor) -> Record:
+    """Run, compare with eager, and return the one record, a decline."""
+    found = compiled(function)(*inputs)
+    assert torch.equal(found, function(*inputs))
+    (record,) = records()
+    assert record.action == "declined"
+    return record
+
+
+def data() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 32, requires_grad=True), torch.randn(8, 32, requires_grad=True)
+
+
+def test_a_learned_scale_is_declined() -> None:
+    def function(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        q = (w * scale).round().clamp(-1, 1) / scale
+        return F.linear(x + (tokens_int8(x) - x).detach(), w + (q - w).detach())
+
+    record = declined(function, *data(), torch.tensor(3.0, requires_grad=True))
+    assert record.code == "learned_scale"
+
+
+def test_training_without_an_estimator_is_declined() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(tokens_int8(x), w + (weights(w) - w).detach())
+
+    assert declined(function, *data()).code == "no_straight_through"
+
+
+def test_an_estimator_that_adds_back_something_else_is_declined() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = x * 2
+        return F.linear(y + (tokens_int8(x) - y).detach(), w + (weights(w) - w).detach())
+
+    assert declined(function, *data()).code == "other_source"
+
+
+def test_a_backward_that_masks_is_declined() -> None:
+    class Masked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return tokens_int8(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 0.5
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(Masked.apply(x), w + (weights(w) - w).detach())
+
+    assert declined(function, *data()).code == "backward_form"
+
+
+def test_a_function_that_saves_tensors_is_declined() -> None:
+    class Saving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return tokens_int8(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return grad * (x.abs() < 1)
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(Saving.apply(x), w + (weights(w) - w).detach())
+
+    assert declined(function, *data()).code in ("autograd_function", "backward_form")
+
+
+def test_a_value_of_the_chain_that_is_used_elsewhere_is_declined() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        largest = x.abs().amax(-1, keepdim=True)
+        scale = 127.0 / largest.clamp(min=1e-5)
+        q = (x * scale).round().clamp(-128, 127) / scale
+        out = F.linear(x + (q - x).detach(), w + (weights(w) - w).detach())
+        return out + largest
+
+    assert declined(function, *data()).code == "chain_reused(add)"
+
+
+def test_a_write_to_an_operand_is_declined() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        x = x * 1
+        q = x + (tokens_int8(x) - x).detach()
+        x.add_(1)
+        return F.linear(q, w + (weights(w) - w).detach())
+
+    assert declined(function, *data()).code == "mutated"
+
+
+def test_float64_is_declined() -> None:
+    x, w = (t.detach().double().requires_grad_() for t in data())
+    assert declined(linear_of(), x, w).code == "unsupported"
+
+
+def test_inference_without_a_kernel_is_declined_with_the_way_out() -> None:
+    with torch.no_grad():
+        record = declined(linear_of(), *data())
+    assert record.code == "no_gain"
+    assert "pack_ternary_" in record.hint
+
+
+def test_a_weight_of_unknown_values_is_declined_with_the_way_out() -> None:
+    """transformers' offline mode: nobody knows when compiling that the weight is ternary."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(tokens_int8(x), w) * 0.5
+
+    with torch.no_grad():
+        record = declined(function, *data())
+    assert record.code == "weight_values"
+    assert "pack_ternary_" in record.hint
+
+
+def test_codes_that_meet_an_unpacked_weight_are_declined_with_the_way_out() -> None:
+    """transformers' packed layer: integers times integers, scaled behind the linear."""
+
+    def function(x: Tensor, packed: Tensor) -> Tensor:
+        scale = 127 / x.abs().max(dim=-1, keepdim=True).values.clamp(min=1e-5)
+        codes = (x * scale).round().clamp(-128, 127).to(torch.int8)
+        w = torch.cat([packed >> 2 * i & 3 for i in range(4)]).to(x.dtype) - 1
+        return F.linear(codes.to(x.dtype), w) / scale
+
+    with torch.no_grad():
+        record = declined(function, data()[0], torch.randint(0, 86, (2, 32), dtype=torch.uint8))
+    assert record.code == "weight_values"
+    assert "pack_ternary_" in record.hint
+
+
+def test_a_weight_quantised_like_tokens_is_declined() -> None:
+    assert declined(linear_of(weight=tokens_int8), *data()).code == "operands"
+
+
+def test_a_subclass_is_declined() -> None:
+    gm = capture(linear_of(), *data())
+    values = {n: n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"}
+    weight = next(n for n, value in values.items() if value.shape[0] == 8)
+
+    class Piece(Tensor):
+        pass
+
+    weight.meta["example_value"] = torch.randn(8, 32).as_subclass(Piece)
+    (record,) = [
+        r for r in pipeline.run(gm, PASSES, Options()).report.records if r.pass_name == NAME
+    ]
+    assert record.code == "subclass_weight(Piece)"
+
+
+def test_layers_that_round_for_other_reasons_are_no_concern() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear((x * 8).round() / 8, w)
+
+    compiled(function)(*data())
+    assert outcome() == []
