@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, cast, get_origin
 
 from memeff_compile.errors import OptionError
 
-__all__ = ["PASS_NAMES", "RESERVED_PASS_NAMES", "Options", "options_page"]
+__all__ = ["PASS_NAMES", "Options", "options_page"]
 
 PREFIX = "memeff."
 
@@ -40,9 +40,6 @@ PASS_NAMES = (
     "ternarize_linear",
 )
 """Names of the passes that exist, in the order in which they run."""
-
-RESERVED_PASS_NAMES: tuple[str, ...] = ()
-"""Names of passes that later releases bring; naming one is answered with 'not available yet'."""
 
 SWITCHES = {
     "fuse_linear_cross_entropy": ("memeff.linear_cross_entropy", "off"),
@@ -255,11 +252,6 @@ def _check_length(key: str, value: object) -> object:
 def _check_pass_name(key: str, value: object, *, wildcard: bool = False) -> str:
     if isinstance(value, str) and (value in PASS_NAMES or (wildcard and value == "*")):
         return value
-    if isinstance(value, str) and value in RESERVED_PASS_NAMES:
-        raise OptionError(
-            f"{key} names the pass {value!r}, which is not available yet; "
-            f"the passes of this release are {', '.join(map(repr, PASS_NAMES))}."
-        )
     star = " and '*' for all of them" if wildcard else ""
     raise OptionError(
         f"{key} names the pass {value!r}, which does not exist; the passes are "
@@ -814,7 +806,6 @@ further dot: `linear_cross_entropy_workspace="64MiB"`.
 ## Passes
 
 `memeff.skip` and `memeff.strict` take the names of passes: {passes}.
-Reserved for later releases, and answered with "not available yet": {reserved}.
 
 ```python
 options={{"memeff.skip": "draft_head"}}                                   # every pass, one module
@@ -830,8 +821,5 @@ def options_page() -> str:
         f"| `{info.key}` | {info.values} | {info.meaning} | {info.status} |\n"
         for info in _by_field().values()
     ]
-    tail = _PAGE_TAIL.format(
-        passes=", ".join(f"`{name}`" for name in PASS_NAMES),
-        reserved=", ".join(f"`{name}`" for name in RESERVED_PASS_NAMES),
-    )
+    tail = _PAGE_TAIL.format(passes=", ".join(f"`{name}`" for name in PASS_NAMES))
     return _PAGE_HEAD + "".join(rows) + tail
