@@ -27,16 +27,16 @@ PREFIX = "memeff."
 
 PASS_NAMES = (
     "fuse_linear_cross_entropy",
-    "defer_logits",
     "fuse_embedding_gradient",
+    "encode_weights",
+    "fuse_gated_linear",
+    "defer_logits",
     "compress_kv_cache",
     "rewrite_kv_update",
     "expand_multihead",
     "recover_attention",
     "quantize_attention",
-    "fuse_gated_linear",
     "keep_rotary_tables",
-    "encode_weights",
     "ternarize_linear",
 )
 """Names of the passes that exist, in the order in which they run."""

@@ -98,3 +98,9 @@ def test_every_paper_is_cited() -> None:
     citations = (ROOT / "CITATIONS.bib").read_text()
     for paper in ("2411.09009", "2410.20650", "2411.10958", "2411.04965", "2405.14366"):
         assert paper in citations
+
+
+def test_passes_are_named_in_the_order_in_which_they_run() -> None:
+    from memeff_compile.passes import PASSES
+
+    assert tuple(each.name for each in PASSES) == PASS_NAMES
