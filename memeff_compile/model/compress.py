@@ -132,8 +132,9 @@ def compress_(
 ) -> CompressionReport:
     """Compress the weights of a model's linears in place.
 
-    Compressed are bf16 weights that nothing but `nn.Linear` modules owns. Everything computed from
-    them stays the same, bit for bit, where `mantissa` is 7. Call it before an optimizer is made and
+    Compressed are bf16 weights that nothing but `nn.Linear` modules owns. Every bit of them comes
+    back where `mantissa` is 7; products with a few tokens, which decode on the way, sum in another
+    order. Call it before an optimizer is made and
     before the model is compiled.
 
     Args:
@@ -160,6 +161,7 @@ def compress_(
         12.0
     """
     name = _codec_name(codec, mantissa, block)
+    skip = (skip,) if isinstance(skip, str) else skip
     places = list(_places(model))
     memory = _memory_owners(model)
     found = []
@@ -184,6 +186,7 @@ def decompress_(model: nn.Module) -> int:
         coded = place.parameter
         if isinstance(coded, CodedWeight):
             dense = nn.Parameter(coded.decode().clone(), requires_grad=coded.requires_grad)
+            dense.grad = coded.grad
             _put(place, dense)
             count += 1
     return count
@@ -325,13 +328,13 @@ def _put(place: _Place, value: nn.Parameter) -> None:
         pass
     for _, module, attribute in place.owners:
         module._parameters[attribute] = value
-        _watch_state_dict(module)
+        watch_state_dict(module)
 
 
 # --- state dicts ----------------------------------------------------------------------------------
 
 
-def _watch_state_dict(module: nn.Module) -> None:
+def watch_state_dict(module: nn.Module) -> None:
     if _decode_in_state_dict not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_decode_in_state_dict)
 
@@ -375,8 +378,13 @@ def put_coded(
             f"a compressed weight has shape {tuple(coded.shape)} and the model's "
             f"{tuple(expected.shape)}; load it into the model it was saved from."
         )
+    if getattr(expected, "updated_in_backward", False):
+        raise CodedWeightError(
+            "optim_in_backward trains this model, and a loaded weight would take the place of the "
+            "one it updates. Call remove() on what it returned, load, and call it again."
+        )
     module._parameters[attribute] = nn.Parameter(coded, requires_grad=requires_grad)
-    _watch_state_dict(module)
+    watch_state_dict(module)
 
 
 __all__ = [
@@ -386,4 +394,5 @@ __all__ = [
     "compress_",
     "compressed_weights",
     "decompress_",
+    "watch_state_dict",
 ]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from memeff_compile.errors import CodedWeightError, MemeffError
 from memeff_compile.kernels.coded_weight import CodedWeight, parse
-from memeff_compile.model.compress import compressed_weights, put_coded
+from memeff_compile.model.compress import compressed_weights, put_coded, watch_state_dict
 
 VERSION = 1
 METADATA = "memeff_coded_weights"
@@ -125,9 +125,11 @@ def _everything(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _target(old: Tensor, device: object) -> torch.device:
+    if old.device.type != "meta":
+        return old.device
     if device is not None:
         return torch.device(cast("Any", device))
-    return torch.device("cpu") if old.device.type == "meta" else old.device
+    return torch.device("cpu")
 
 
 def _set_dense(modules: dict[str, nn.Module], name: str, value: Tensor, device: object) -> None:
@@ -157,6 +159,7 @@ def _alias(modules: dict[str, nn.Module], name: str, first: str) -> None:
     for store in ("_parameters", "_buffers"):
         if known in getattr(modules[source], store):
             getattr(modules[owner], store)[attribute] = getattr(modules[source], store)[known]
+    watch_state_dict(modules[owner])
 
 
 def _checksum(parts: Sequence[Tensor]) -> int:

@@ -244,10 +244,15 @@ class CodedLayer(_InPlace):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.layout is not None
+        if key_states.shape[2] > self.max_cache_len:
+            _refuse(
+                f"{key_states.shape[2]} tokens were given to a cache of max_cache_len="
+                f"{self.max_cache_len}. Make a longer one."
+            )
         bits, recent = self.layout.bits, self.layout.recent
-        was_empty, self.is_empty = self.is_empty, False
         pool = self.pool()
         coded_kv_cache_append(*pool, key_states, value_states, bits, recent, self.max_cache_len)
+        was_empty, self.is_empty = self.is_empty, False
         if was_empty:
             return key_states, value_states
         keys, values = coded_kv_cache_view(*pool, None, None, bits, self.max_cache_len)
@@ -289,16 +294,26 @@ class _Starts:
     """Where each sequence starts, and the places of the tokens that are kept: shared by layers."""
 
     def __init__(self, attention_mask: Tensor | None) -> None:
-        self.first: Tensor | None = None
         self.places: Tensor
         self._shape: tuple[int, ...] = ()
+        self.first = self._first(attention_mask)
+
+    @staticmethod
+    def _first(attention_mask: Tensor | None) -> Tensor | None:
         if attention_mask is not None:
             if attention_mask.dim() != 2:
                 _refuse(
                     f"attention_mask has {attention_mask.dim()} dimensions; (batch, tokens) with 1 "
                     "for a token and 0 for padding is needed."
                 )
-            self.first = (attention_mask.cumsum(1) == 0).sum(1)
+            return (attention_mask.cumsum(1) == 0).sum(1)
+        return None
+
+    def restart(self, attention_mask: Tensor | None) -> None:
+        """Start over with other sequences, in the tensors that are there."""
+        self.first = self._first(attention_mask)
+        if self._shape:
+            self.places.copy_(self._counted(self._shape, self.places.device))
 
     def allocate(self, shape: tuple[int, ...], device: torch.device) -> None:
         """Make the places for layers of this shape, unless they are there."""
@@ -309,7 +324,12 @@ class _Starts:
                 f"layers keep tokens in {shape} and {self._shape}; the same number of key-value "
                 "heads in every coded layer is needed. Use bits=16 for this model."
             )
-        self._shape = shape
+        places = self._counted(shape, device)
+        compat.keep_address(places)
+        self._shape, self.places = shape, places
+
+    def _counted(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return the places of the tokens that are kept."""
         order = torch.arange(shape[2], dtype=torch.int32, device=device)
         places = order.expand(shape).contiguous()
         if self.first is not None:
@@ -321,8 +341,7 @@ class _Starts:
                 )
             first = self.first.to(device, torch.int32).repeat_interleave(shape[0] // batch)
             places += first[:, None, None]
-        compat.keep_address(places)
-        self.places = places
+        return places
 
     def change(self, function: Callable[[Tensor], Tensor], *, in_place: bool) -> None:
         """Reorder, repeat or select sequences."""
@@ -391,6 +410,16 @@ class KVCache(Cache):
 
         super().__init__(layers=list(_layers(config, max_cache_len, full)))
 
+    def reset(self, attention_mask: Tensor | None = None) -> None:
+        """Empty the cache; its tensors stay.
+
+        Args:
+            attention_mask: of the next prompts, as when the cache is made; None: no padding.
+        """
+        self._starts.restart(attention_mask)
+        for layer in self.layers:
+            layer.reset()
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the sequences into another order, in place."""
         self._starts.change(lambda t: t.index_select(0, beam_idx.to(t.device)), in_place=True)
@@ -456,8 +485,8 @@ def _check(
         _refuse(f"scheme is {scheme!r}; one of {', '.join(map(repr, SCHEMES))} is needed.")
     if group not in (32, 64, 128):
         _refuse(f"group is {group!r}; 32, 64 or 128 is needed.")
-    if not isinstance(recent, int) or recent < 0 or recent % 16:
-        _refuse(f"recent is {recent!r}; a multiple of 16 is needed, 0 at least.")
+    if not isinstance(recent, int) or recent < 16 or recent % 16:
+        _refuse(f"recent is {recent!r}; a multiple of 16 is needed, 16 at least.")
     if not isinstance(keep_first, int) or keep_first < 0:
         _refuse(f"keep_first is {keep_first!r}; a number of tokens is needed, 0 at least.")
     if not isinstance(max_cache_len, int) or max_cache_len < 1:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
-from memeff_compile.kernels.coded_weight import CodedWeight, Room
+from memeff_compile.kernels.coded_weight import CodedWeight, Room, parse
 
 Factory = Callable[[nn.Parameter], Optimizer]
 
@@ -115,6 +115,8 @@ class BackwardOptimizer(Optimizer):
             update.parameter.register_post_accumulate_grad_hook(self._hook(update))
             for update in self._updates
         ]
+        for update in self._updates:
+            update.parameter.updated_in_backward = True  # type: ignore[attr-defined]
 
     def _hook(self, update: _Update) -> Callable[[Tensor], None]:
         def after_gradient(parameter: Tensor) -> None:
@@ -187,6 +189,7 @@ class BackwardOptimizer(Optimizer):
             hook.remove()
         for update in self._updates:
             compat.drop_empty_hooks(update.parameter)
+            update.parameter.updated_in_backward = False  # type: ignore[attr-defined]
 
 
 def optim_in_backward(
@@ -205,8 +208,9 @@ def optim_in_backward(
     Args:
         model: compressed or dense, or some of both; not sharded, and not under DDP.
         factory: makes the optimizer of one parameter.
-        accumulate: backwards per update. With more than one, gradients are kept dense in between,
-            which takes back the memory they would have saved.
+        accumulate: gradients per update, counted per parameter: one that a backward does not
+            reach is updated later than the others. With more than one, gradients are kept dense in
+            between, which takes back the memory they would have saved.
         max_norm: largest norm of each parameter's gradient; larger ones are scaled down.
 
     Returns:
@@ -237,6 +241,7 @@ def optim_in_backward(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        _refuse_what_cannot_be_updated(name, parameter)
         if isinstance(parameter, CodedWeight):
             _make_room(parameter)
         updates.append(_Update(name, parameter, factory))
@@ -246,6 +251,19 @@ def optim_in_backward(
             "on what is to be trained (lossy compressed weights cannot be)."
         )
     return BackwardOptimizer(updates, accumulate, max_norm)
+
+
+def _refuse_what_cannot_be_updated(name: str, parameter: nn.Parameter) -> None:
+    if getattr(parameter, "updated_in_backward", False):
+        raise OptionError(
+            f"optim_in_backward: {name} is updated by an earlier optim_in_backward. Call remove() "
+            "on what that returned, and then this again."
+        )
+    if isinstance(parameter, CodedWeight) and not parse(parameter.codec).is_lossless:
+        raise OptionError(
+            f"optim_in_backward: {name} is compressed with fewer mantissa bits, which is for "
+            "inference. Set its requires_grad to False, or compress with mantissa=7."
+        )
 
 
 def _make_room(weight: CodedWeight) -> None:

@@ -104,6 +104,12 @@ def ternarize_(
     modules = dict(model.named_modules())
     for path in chosen:
         _require_replaceable(path, modules[path])
+        _require_no_fast_path(path, modules[path.rpartition(".")[0]])
+    if type(model) is nn.Linear:
+        raise OptionError(
+            "The model is itself a linear, which cannot be replaced in place. Put it into a "
+            "module, as in nn.Sequential(linear)."
+        )
     made: dict[nn.Module, TernaryLinear] = {}
     for path, kind in chosen.items():
         module = modules[path]
@@ -172,6 +178,23 @@ def _require_replaceable(path: str, module: nn.Module) -> None:
         raise OptionError(
             f"{path} has parametrisations, which would be lost with the module. Remove them first "
             "(torch.nn.utils.parametrize.remove_parametrizations)."
+        )
+    known = {"weight", "bias", "rms_norm", "weight_scale"}
+    others = {*module._parameters, *module._buffers, *module._modules} - known
+    if others or "forward" in vars(module):
+        what = f"holds {', '.join(sorted(others))}" if others else "has a forward of its own"
+        raise OptionError(
+            f"{path} {what}, which would be lost with the module. Leave it out"
+            " (skip in ternarize_), or take it out of the linear."
+        )
+
+
+def _require_no_fast_path(path: str, parent: nn.Module) -> None:
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        raise OptionError(
+            f"{path} is part of an nn.TransformerEncoderLayer, which in eval mode reads its weight "
+            "and not the layer: it would be dense there. Name it in skip, or use a block of your "
+            "own."
         )
 
 

@@ -74,7 +74,7 @@ class TernaryLinear(nn.Linear):
         dtype = result_dtype(input)
         scale = codes_per_unit(weight.detach())
         packed = ternary_linear_pack(weight.detach(), scale)
-        trains = input.requires_grad or weight.requires_grad
+        trains = any(t is not None and t.requires_grad for t in (input, weight, bias))
         if not (torch.is_grad_enabled() and trains):
             found: Tensor = ternary_linear(
                 input, [packed], [scale], [bias], dtype, False, *quantizer

@@ -256,10 +256,17 @@ def _unserved_mask(info: GraphInfo, match: Site) -> Decline | None:
             "give a boolean mask",
         )
     seen = info.tensor(mask)
-    if seen is None or not compat.is_fake(seen) or seen.dtype != torch.bool or seen.dim() != 4:
+    limit = match.view.args[_POOL + 3]
+    if (
+        seen is None
+        or not compat.is_fake(seen)
+        or (seen.dtype, seen.dim()) != (torch.bool, 4)
+        or not compat.statically_true(seen.shape[3] == limit)
+    ):
         return Decline(
             "mask_form",
-            "the mask is not boolean with four dimensions: what is added to scores is not served",
+            "the mask is not boolean with four dimensions, the last as long as the cache: what is "
+            "added to scores is not served",
             "give a boolean mask of (batch or 1, 1, 1, cache length)",
         )
     query = info.tensor(match.call.args["query"])

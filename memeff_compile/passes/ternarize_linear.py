@@ -229,7 +229,7 @@ def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
         return False
     # The codes are those of the first linear; in between nobody may write to what they come from.
     assert isinstance(site.tokens, Quantized)
-    begin, moved = group.sites[0].linear, [site.tokens.source, *needed]
+    begin, moved = group.sites[0].linear, [site.tokens.source, *site.tokens.chain[:1], *needed]
     return info.written_between(moved, begin, site.linear) is None
 
 
@@ -250,6 +250,8 @@ def _sizes(info: GraphInfo, site: Site) -> tuple[int, int, int]:
 
 
 # --- conditions -----------------------------------------------------------------------------------
+
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _unread(site: Site) -> Decline | None:
@@ -279,6 +281,15 @@ def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
     for name, found in (("weight", site.weight), ("input", site.tokens)):
         assert isinstance(found, Quantized)
         source = info.tensor(found.source)
+        result = info.tensor(found.chain[0]) if found.chain else None
+        is_cut = result is not None and not result.requires_grad
+        if source is not None and source.requires_grad and is_cut:
+            return Decline(
+                "no_straight_through",
+                f"the {name} of the linear is cut off from its gradient, and the op would hand "
+                "one on",
+                "quantise under no_grad only what the estimator adds back",
+            )
         if not found.is_straight and source is not None and source.requires_grad:
             return Decline(
                 "no_straight_through",
@@ -328,7 +339,9 @@ def _unsupported(info: GraphInfo, site: Site) -> Decline | None:
     out = info.tensor(site.linear)
     assert x is not None
     assert out is not None
-    sentence = op_folder.supports(x, weight, bias) or op_folder.supports(out, None)
+    sentence = op_folder.supports(x, weight, bias)
+    if sentence is None and out.dtype not in _FLOATING:
+        sentence = f"the result is {out.dtype}; bfloat16, float16 or float32 is needed"
     return Decline("unsupported", sentence) if sentence else None
 
 
@@ -336,18 +349,23 @@ def _mutated(info: GraphInfo, site: Site) -> Decline | None:
     assert isinstance(site.weight, Quantized)
     assert isinstance(site.tokens, Quantized)
     for found in (site.weight, site.tokens):
-        nodes = [found.source]
-        first = min((n for n in found.chain), key=lambda n: info.positions[n], default=None)
-        if first is None:
+        if not found.chain:
             continue
-        writer = info.written_between(nodes, first, site.linear)
-        if writer is not None and writer not in found.chain:
-            return Decline(
-                "mutated",
-                f"`{node_name(writer)}` writes in place to an operand between its quantisation and "
-                "the linear",
-                "use the out-of-place form",
-            )
+        first = min(info.positions[node] for node in found.chain)
+        read = (found.source, found.chain[0])  # what is quantised, and what the linear gets
+        for write in info.writes:
+            is_between = first < write.position <= info.positions[site.linear]
+            if not is_between or write.node in found.chain:
+                continue
+            if any(
+                info.may_share_memory(target, node) for target in write.targets for node in read
+            ):
+                return Decline(
+                    "mutated",
+                    f"`{node_name(write.node)}` writes in place to an operand between its "
+                    "quantisation and the linear",
+                    "use the out-of-place form",
+                )
     return None
 
 

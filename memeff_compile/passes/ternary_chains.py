@@ -271,6 +271,7 @@ def _fake_quantized(chain: _Chain, end: Node) -> tuple[Node, Quantizer, bool]:
     eps, adds_eps, reduced = _bounded(chain, statistic)
     is_mean, is_whole, measured = _statistic(chain, reduced)
     source, is_native = _source(chain, value, measured)
+    _require_one_dtype(value, scaled, *([] if is_whole else [scale]))
     how = Quantizer("int8", eps, adds_eps, is_step, is_native)
     if is_whole:
         if not is_mean or (low, high) != (-1, 1) or levels != 1.0:
@@ -325,7 +326,9 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
         )
     first = _one(node, ("clamp", "round"), "rounded and clamped codes")
     chain.take(node)
-    inside = _without_casts(chain, first.args["self"])
+    inside = first.args["self"]
+    if _base(first) == "clamp":  # what is rounded already survives a cast, what is not does not
+        inside = _without_casts(chain, inside)
     second = _one(inside, ("clamp", "round"), "rounded and clamped codes")
     chain.take(inside)
     by_name = {_base(call): call for call in (first, second)}
@@ -343,6 +346,8 @@ def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
         call = read_one(scale)
         if call is None or _base(call) != "div":
             return scale, 1.0
+        if call.args.get("rounding_mode") is not None:
+            raise _Misfit("chain_form", "a division that rounds stands before it")
         chain.take(scale)
         return call.args["self"], _number(call.args["other"])
     reading = read(scale) or ()
@@ -428,6 +433,8 @@ def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
             call = read_one(node)
             if call is None or call.op not in (aten.to.dtype, aten.detach.default):
                 break
+            if _loses_bits(call.args["self"], node):
+                break
             chain.take(node)
             node = call.args["self"]
         ends.append(node)
@@ -441,6 +448,24 @@ def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
     if dtypes[0] != dtypes[1] or dtypes[0] not in (held, torch.float32):
         raise _Misfit("chain_form", f"it is quantised in {dtypes[0]}, its own dtype is {held}")
     return ends[0], dtypes[0] == held and held != torch.float32
+
+
+def _loses_bits(before: Node, after: Node) -> bool:
+    """Return whether a cast may change values: to anything but float32 or the dtype there was."""
+    held, cast = (compat.example_value(node).dtype for node in (before, after))
+    return cast not in (held, torch.float32) or held == torch.float64 != cast
+
+
+def _require_one_dtype(*nodes: Node) -> None:
+    """Require that a chain is computed in one dtype; autocast computes some steps in float32."""
+    dtypes = {compat.example_value(node).dtype for node in nodes}
+    if len(dtypes) != 1:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise _Misfit(
+            "chain_form",
+            f"it is computed in {names}, as autocast does",
+            "cast to float32 before quantising, as transformers' layers do",
+        )
 
 
 # --- small steps ----------------------------------------------------------------------------------

@@ -358,6 +358,29 @@ def test_a_reset_cache_is_as_good_as_new(model: Any, bits: int) -> None:
     assert held == [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()]
 
 
+def test_a_reset_forgets_the_padding_of_the_sequences_before(model: Any) -> None:
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[0, :50] = 0
+    settings: dict[str, Any] = {"recent": 16, "group": 32, "max_cache_len": LENGTH}
+    used = KVCache(model.config, attention_mask=mask, **settings)
+    fill(model, used)
+    used.reset()
+    fresh = KVCache(model.config, **settings)
+    for ours, theirs in zip(dense(fill(model, used)), dense(fill(model, fresh)), strict=True):
+        assert torch.equal(ours, theirs)
+    used.reset(mask)
+    padded = KVCache(model.config, attention_mask=mask, **settings)
+    for ours, theirs in zip(dense(fill(model, used)), dense(fill(model, padded)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_prompt_longer_than_the_cache_is_refused_on_every_device(model: Any) -> None:
+    cache = KVCache(model.config, max_cache_len=64, recent=16, group=32)
+    with pytest.raises(UnsupportedInputError, match="65 tokens were given"):
+        fill(model, cache, tokens=65)
+    assert cache.get_seq_length() == 0
+
+
 def test_too_many_tokens_raise(model: Any) -> None:
     cache = fill(model, KVCache(model.config, 60, 4, **SHORT))
     with pytest.raises(IndexError, match="holds 60 tokens"), torch.no_grad():

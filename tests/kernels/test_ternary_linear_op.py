@@ -306,3 +306,13 @@ def test_opcheck() -> None:
     torch.library.opcheck(ternary_linear_quantize, (X, "topk8"))
     torch.library.opcheck(ternary_linear_pack, (W, ONE))
     torch.library.opcheck(ternary_linear_repack, (torch.zeros(2, 8, dtype=torch.uint8),))
+
+
+def test_a_matrix_without_rows_leaves_the_others_as_they_are() -> None:
+    x, weight = torch.randn(3, 32), torch.randn(8, 32)
+    one = torch.ones(())
+    packed, none = ternary_linear_pack(weight, one), ternary_linear_pack(weight[:0], one)
+    alone = ternary_linear(x, [packed], [one], [None], torch.float32)[0]
+    both = ternary_linear(x, [packed, none], [one, one], [None, None], torch.float32)
+    assert torch.equal(both[0], alone)
+    assert both[1].shape == (3, 0)

@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import memeff_compile
-from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
+from memeff_compile.errors import (
+    CodedWeightError,
+    MemeffError,
+    OptionError,
+    UnsupportedInputError,
+)
 from memeff_compile.kernels.coded_weight import CodedWeight
 from memeff_compile.model.compress import compress_, compressed_weights, decompress_
 from memeff_compile.model.compressed_file import METADATA, load_compressed_, save_compressed
@@ -222,6 +227,43 @@ def test_decompressing_gives_the_dense_model_back() -> None:
     assert not compressed_weights(model)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert same_tensors(dict(llama().state_dict()), dict(model.state_dict()))
+
+
+def test_decompressing_keeps_gradients() -> None:
+    linear = compressed(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16))
+    linear(torch.ones(2, 256, dtype=torch.bfloat16)).sum().backward()
+    gradient = linear.weight.grad
+    decompress_(linear)
+    assert gradient is not None
+    assert linear.weight.grad is gradient
+
+
+@pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
+@pytest.mark.parametrize("through", ["data", "detach"])
+def test_a_whole_value_stored_through_an_alias_reaches_the_weight(through: str, codec: str) -> None:
+    """Where the new value needs longer lists, too."""
+    linear = compressed(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16), codec)
+    spread = torch.exp2(torch.randint(-30, 30, (256, 256)).float())
+    value = (torch.randn(256, 256) * spread).bfloat16()
+    weight = linear.weight
+    alias = weight.data if through == "data" else weight.detach()
+    with torch.no_grad():
+        alias.copy_(value)
+    assert torch.equal(weight.decode(), value)
+    assert torch.equal(linear.state_dict()["weight"], value)
+
+
+def test_lossy_weights_refuse_values_that_are_not_finite() -> None:
+    linear = compressed(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16), mantissa=3)
+    value = linear.weight.decode()
+    value[3, 5] = float("nan")
+    with pytest.raises(UnsupportedInputError, match="finite"), torch.no_grad():
+        linear.weight.copy_(value)
+
+
+def test_one_name_to_skip_is_a_name() -> None:
+    model = nn.Sequential(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16))
+    assert not compressed(model, skip="0")[0].weight.__class__.__name__.startswith("Coded")
 
 
 def test_moving_a_model_keeps_it_compressed() -> None:

@@ -323,6 +323,26 @@ def test_a_model_that_had_hooks_before_is_updated(first: str) -> None:
     assert not torch.equal(model.state_dict()["weight"], before)
 
 
+def test_a_second_call_is_refused_until_the_first_is_taken_off() -> None:
+    model = nn.Linear(4, 4)
+    first = optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=0.1))
+    with pytest.raises(OptionError, match="earlier optim_in_backward"):
+        optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=0.2))
+    first.remove()
+    optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=0.0))
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(model.weight, before)
+
+
+def test_lossy_weights_that_require_gradients_are_refused() -> None:
+    model = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+    compress_(model, mantissa=3, min_size=0, progress=False)
+    model.requires_grad_(True)
+    with pytest.raises(OptionError, match="fewer mantissa bits"):
+        optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=0.1))
+
+
 def test_a_model_moved_afterwards_is_noticed_at_the_step() -> None:
     model = compressed(nn.Linear(256, 256, bias=False).bfloat16())
     optimizer = optim_in_backward(model, FACTORIES["SGD"])

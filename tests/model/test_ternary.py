@@ -318,3 +318,33 @@ def test_tokens_and_weights_of_the_published_layer_are_the_oracle() -> None:
     x, w = torch.randn(2, 8), torch.randn(4, 8)
     assert torch.allclose(tokens_int8(x), x, atol=float(x.abs().max()) / 127)
     assert set((weights(w) / w.abs().mean()).round().unique().tolist()) <= {-1.0, 0.0, 1.0}
+
+
+def test_a_bias_alone_can_train() -> None:
+    linear = memeff_compile.ternarize_(nn.Sequential(nn.Linear(32, 16)))[0]
+    linear.weight.requires_grad_(False)
+    linear(torch.randn(4, 32)).sum().backward()
+    assert torch.equal(linear.bias.grad, torch.full((16,), 4.0))
+    assert linear.weight.grad is None
+
+
+class Normed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(32, 16)
+        self.norm = nn.LayerNorm(32)
+
+
+def test_what_a_linear_holds_besides_is_not_lost_in_packing() -> None:
+    with pytest.raises(OptionError, match="holds norm, which would be lost"):
+        memeff_compile.pack_ternary_(nn.Sequential(Normed()), layers={Normed: "int8"})
+
+
+def test_a_bare_linear_is_refused() -> None:
+    with pytest.raises(OptionError, match="is itself a linear"):
+        memeff_compile.ternarize_(nn.Linear(32, 16))
+
+
+def test_a_layer_with_a_fast_path_of_its_own_is_refused() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64)
+    with pytest.raises(OptionError, match="in eval mode reads its weight"):
+        memeff_compile.ternarize_(nn.Sequential(layer), skip=["*.self_attn"])

@@ -19,6 +19,8 @@ from memeff_compile.kernels import ternary_linear as op_folder
 from memeff_compile.kernels._triton.device import planned_for
 from memeff_compile.options import Options
 from memeff_compile.passes import PASSES, pipeline
+from memeff_compile.passes.canonical import read
+from memeff_compile.passes.ternary_chains import Quantized, Unread, read_quantized
 from memeff_compile.report import Record
 from tests.support.ternary_layers import (
     LAYERS,
@@ -442,7 +444,21 @@ def truncated(x: Tensor) -> Tensor:
     return tokens_int8(x).to(torch.int8).to(x.dtype)
 
 
+def narrowed_inside(x: Tensor) -> Tensor:
+    scale = 127.0 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return (x * scale).clamp(-128, 127).to(torch.bfloat16).round().float() / scale
+
+
+def rounded_step(x: Tensor) -> Tensor:
+    step = torch.div(
+        x.abs().amax(-1, keepdim=True).clamp(min=1e-5) * 500, 127, rounding_mode="trunc"
+    )
+    return (x / step).round().clamp(-128, 127) * step
+
+
 NEAR_MISSES = {
+    "chain_form, a cast before rounding": linear_of(narrowed_inside),
+    "chain_form, a division that rounds": linear_of(rounded_step),
     "learned_scale, of one row": linear_of(first_row),
     "chain_form, wraps": linear_of(wrapping),
     "chain_form, truncates": linear_of(truncated),
@@ -559,6 +575,64 @@ def test_a_write_to_an_operand_is_declined() -> None:
         return F.linear(q, w + (weights(w) - w).detach())
 
     assert declined(function, *data()).code == "mutated"
+
+
+def halved(q: Tensor, w: Tensor) -> None:
+    q.mul_(0.5)
+
+
+def halved_through_a_view(q: Tensor, w: Tensor) -> None:
+    q.view(-1).mul_(0.5)
+
+
+def pruned(q: Tensor, w: Tensor) -> None:
+    w[:, :8] = 0
+
+
+@pytest.mark.parametrize("write", [halved, halved_through_a_view, pruned])
+def test_a_write_to_what_was_quantised_is_declined(write: Callable[..., None]) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        q = x + (tokens_int8(x) - x).detach()
+        r = w + (weights(w) - w).detach()
+        write(q, r)
+        return F.linear(q, r)
+
+    assert declined(function, *data()).code == "mutated"
+
+
+def test_a_chain_in_two_dtypes_is_not_read() -> None:
+    """On a GPU autocast takes reciprocals in float32, so that a bf16 token gets such a scale."""
+    gm = capture(linear_of(), *(t.bfloat16() for t in data()))
+    (linear,) = (n for n in gm.graph.nodes if "linear" in str(n.target))
+    tokens = linear.args[0]
+    assert isinstance(read_quantized(tokens), Quantized)
+    for node in gm.graph.nodes:
+        call = read(node)
+        if call and call[0].op is torch.ops.aten.reciprocal.default:
+            node.meta["example_value"] = node.meta["example_value"].float()
+    found = read_quantized(tokens)
+    assert isinstance(found, Unread)
+    assert (found.code, "bfloat16 and float32" in found.sentence) == ("chain_form", True)
+
+
+def test_what_is_cut_off_from_its_gradient_stays_so() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            frozen = w + (weights(w) - w)
+        return F.linear(x + (tokens_int8(x) - x).detach(), frozen)
+
+    x, w = data()
+    assert declined(function, x, w).code == "no_straight_through"
+    compiled(function)(x, w).sum().backward()
+    assert w.grad is None
+
+
+def test_tokens_that_a_cast_rounds_first_are_quantised_after_it() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return F.linear(tokens_int8(x.bfloat16().float()), w + (weights(w) - w).detach())
+
+    x, w = torch.randn(4, 32), torch.randn(8, 32, requires_grad=True)
+    torch.testing.assert_close(compiled(function)(x, w), function(x, w), rtol=2e-6, atol=2e-6)
 
 
 def test_float64_is_declined() -> None:

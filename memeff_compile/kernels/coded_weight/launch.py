@@ -133,10 +133,10 @@ def _write_patches(
             for _ in range(2)
         )
     else:
+        if total > into[1].numel():
+            return None
         into[0].copy_(starts)
         starts, places, values = into
-        if total > places.numel():
-            return None
     if total:
         with on_device(patterns):
             pair_kernels.patches_kernel[(starts.numel() - 1,)](
@@ -383,6 +383,7 @@ def product(
     x = x.contiguous()
     if x.storage_offset() % 2 or x.data_ptr() % 4:
         x = x.clone()
+    bias = None if bias is None else bias.expand(shape[0]).contiguous()
     if setting is None and tokens == 1:
         setting = shapes.row_tile(shape[0], processors(x.device))
     elif setting is None:

@@ -122,8 +122,14 @@ def encode_into(parts: Sequence[Tensor], weight: Tensor, codec: str) -> bool:
     """Encode a weight of the same shape into existing parts, where there is room; say whether.
 
     Where it returns False, the parts hold no weight any more and have to be made anew.
+
+    Raises:
+        UnsupportedInputError: A lossy codec cannot hold the values: they are not all finite.
     """
     form = parse(codec)
+    sentence = None if form.is_lossless else supports_weight(weight, codec)
+    if sentence is not None:
+        raise UnsupportedInputError(f"coded_weight: the tensor cannot be coded: {sentence}.")
     if form.is_lossless and _uses_kernels(weight):
         return launch.encode_into(parts, weight, form)
     made = reference.encode(weight, form)

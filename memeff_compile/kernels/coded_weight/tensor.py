@@ -2,8 +2,8 @@
 
 Reading it gives the weight's values: every operation that knows nothing of it decodes first. A
 linear becomes `memeff::coded_weight_linear`, which keeps nothing decoded for the backward. Being
-written to in part raises, since there is nothing that could be written to; a whole new value
-(`copy_`) is encoded.
+written to raises, since there is nothing that could be written to; a whole new value (`copy_`) is
+encoded. A view is decoded memory of its own, and a write to it does not reach the weight.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ class CodedWeight(Tensor):
     Attributes:
         codec: name of the codec, as `encode` takes it.
         room: spare room that lists get when they have to be made anew.
+        shares_with: for what `.data` and `.detach()` give, the weight whose parts these are.
     """
 
     codec: str
     room: launch.Room
+    shares_with: CodedWeight | None = None
 
     @staticmethod
     def __new__(
@@ -118,8 +120,11 @@ class CodedWeight(Tensor):
     def encode_anew(self, dense: Tensor) -> None:
         """Encode a bf16 tensor of this shape into new parts, with room as `self.room` says."""
         parts = op.encode(dense, self.codec, self.room)
-        for name, part in zip(parse(self.codec).parts, parts, strict=True):
-            setattr(self, name, part)
+        owner: CodedWeight | None = self
+        while owner is not None:
+            for name, part in zip(parse(self.codec).parts, parts, strict=True):
+                setattr(owner, name, part)
+            owner = owner.shares_with
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         """Say which attributes are tensors; compilers take the weight apart with it."""
@@ -213,7 +218,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
 
 def _share(func: object, weight: CodedWeight, *args: object, **kwargs: object) -> CodedWeight:
     del func, args, kwargs
-    return weight.like(weight.parts)
+    found = weight.like(weight.parts)
+    found.shares_with = weight
+    return found
 
 
 def _clone(func: object, weight: CodedWeight, **kwargs: object) -> CodedWeight:

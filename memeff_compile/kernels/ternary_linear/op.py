@@ -305,8 +305,16 @@ def _linear(
     is_native: bool = False,
 ) -> list[Tensor]:
     _check_linear(x, packed, weight_scale, bias, kind)
-    if x.numel() == 0 or not all(weight.numel() for weight in packed):
+    if x.numel() == 0:
         return [_empty_linear(x, weight, dtype).zero_() for weight in packed]
+    if not all(weight.numel() for weight in packed):
+        rest = (weight_is_step, kind, eps, adds_eps, is_step, is_native)
+        return [
+            _linear(x, [weight], [scale], [added], dtype, *rest)[0]
+            if weight.numel()
+            else _empty_linear(x, weight, dtype).zero_()
+            for weight, scale, added in zip(packed, weight_scale, bias, strict=True)
+        ]
     quantizer = Quantizer(kind, eps, adds_eps, is_step, is_native)
     rows = x.reshape(-1, x.shape[-1])
     engine = _engine(x)

@@ -51,13 +51,17 @@ def _dtype(x: Tensor, *, is_native: bool) -> Any:  # noqa: ANN401
 def _settings(x: Tensor, quantizer: Quantizer) -> dict[str, Any]:
     """Return what a kernel has to know of a quantiser."""
     kind = KINDS[quantizer.kind]
-    rounded = torch.tensor(quantizer.eps).to(x.dtype if quantizer.is_native else torch.float32)
+    rounded = torch.tensor(quantizer.eps, dtype=torch.float32).to(
+        x.dtype if quantizer.is_native else torch.float32
+    )
     return {
         "kept": kept(x.shape[1]),
         "eps": quantizer.eps,
         "eps_rounded": float(rounded),
         "LEVELS": kind.levels,
-        "INVERSE": float(torch.tensor(kind.levels).reciprocal()) if x.is_cuda else 0.0,
+        "INVERSE": float(torch.tensor(kind.levels, dtype=torch.float32).reciprocal())
+        if x.is_cuda
+        else 0.0,
         "LOW": float(kind.low),
         "HIGH": float(kind.high),
         "IS_MEAN": kind.is_mean,
