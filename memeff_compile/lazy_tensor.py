@@ -48,20 +48,23 @@ def untraced(function: _Function) -> _Function:
     return cast("_Function", torch._dynamo.disable(function))
 
 
+_ABSTRACT = "a subclass of LazyTensor has to say where its values come from"
+
+
 class LazyTensor(torch.Tensor):
     """A tensor with values on demand; subclasses say where they come from."""
 
     def _values(self) -> Tensor:
         """Return the values as a plain tensor without autograd, to be read and not written."""
-        raise NotImplementedError
+        raise NotImplementedError(_ABSTRACT)
 
     def _memory(self) -> Tensor:
         """Return the values as a plain tensor that anyone may write to from now on."""
-        raise NotImplementedError
+        raise NotImplementedError(_ABSTRACT)
 
     def _peek(self) -> Tensor | None:
         """Return the plain values if there are any already."""
-        raise NotImplementedError
+        raise NotImplementedError(_ABSTRACT)
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
         """Return a plain tensor over the same values that is a leaf, or not, as `self` is.

@@ -73,7 +73,7 @@ class _InPlace(CacheLayerMixin):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors that have an entry per sequence."""
-        raise NotImplementedError
+        raise NotImplementedError("a layer of a KVCache has to name its tensors")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the keys that the mask is about."""

@@ -133,7 +133,7 @@ def _kept_dense(model: nn.Module) -> set[nn.Module]:
         if callable(head):
             try:
                 given = head()
-            except (AttributeError, NotImplementedError):
+            except (AttributeError, NotImplementedError):  # transformers' answers for: no head
                 given = None
             if isinstance(given, nn.Module):
                 found.add(given)

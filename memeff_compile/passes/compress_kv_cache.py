@@ -24,6 +24,7 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import coded_kv_cache as op_folder
 from .base import Decline, Done, Gain
+from .cached_attention import held_scale, unserved_setting
 from .canonical import Call, aten, read_one
 from .editor import Editor
 from .graph_info import GraphInfo, node_name
@@ -77,7 +78,7 @@ class CompressKVCache:
         """Return why the attention must be left alone, or None."""
         match.call = read_one(match.node)
         return (
-            _unserved_setting(info, match)
+            unserved_setting(info, match.node, match.call, "give a mask")
             or _unserved_operands(info, match)
             or _unserved_mask(info, match)
             or _used_otherwise(match)
@@ -130,9 +131,7 @@ class CompressKVCache:
         _, keys = _behind(info, call.args["key"])
         _, values = _behind(info, call.args["value"])
         pool, (k_norms, v_norms, bits, _) = match.view.args[:_POOL], match.view.args[_POOL:]
-        for name in ("dropout_p", "scale"):
-            compat.hold_constant(call.args[name])  # symbols where everything is dynamic
-        scale = compat.known_number(call.args["scale"])
+        scale = held_scale(call)
         with editor.at(match.node):
             out = editor.call(
                 op_folder.coded_kv_cache_attention,
@@ -142,7 +141,7 @@ class CompressKVCache:
                 v_norms,
                 bits,
                 call.args["attn_mask"],
-                None if scale is None else float(scale),
+                scale,
             )
         editor.replace(match.node, out)
         match.owned = [match.node, *keys, *values, match.view]
@@ -188,38 +187,6 @@ def _unread(view: Node) -> Decline:
         "load the model with attn_implementation='sdpa'",
         view,
     )
-
-
-def _unserved_setting(info: GraphInfo, match: Site) -> Decline | None:
-    assert match.call is not None
-    args, value = match.call.args, info.tensor(match.node)
-    if value is None or value.requires_grad:
-        return Decline(
-            "needs_gradient",
-            "attention over the cache takes part in a backward pass, and the op has none",
-            "generate under torch.no_grad() or torch.inference_mode()",
-        )
-    device = value.device.type
-    if any(name == device and on for name, _, on in info.regions[match.node].autocast):
-        return Decline(
-            "autocast",
-            "attention runs under autocast, which casts its operands",
-            "cast the model instead",
-        )
-    if compat.known_number(args["dropout_p"]) != 0 or args["is_causal"]:
-        name = "is_causal" if args["is_causal"] else "dropout_p"
-        return Decline(
-            f"attention_setting({name})",
-            f"attention over the cache has {name}={args[name]!r}",
-            "generate in eval mode" if name == "dropout_p" else "give a mask",
-        )
-    if args["scale"] is not None and compat.known_number(args["scale"]) is None:
-        return Decline(
-            "attention_setting(scale)",
-            "the scale of attention varies from call to call",
-            "give a number",
-        )
-    return None
 
 
 def _unserved_operands(info: GraphInfo, match: Site) -> Decline | None:

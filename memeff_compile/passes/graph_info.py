@@ -6,7 +6,6 @@ a number, since that would add a guard and with it a recompile.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import re
 from collections.abc import Hashable, Iterator, Sequence
@@ -233,10 +232,8 @@ class GraphInfo:
         left, right = self.tensor(a), self.tensor(b)
         if left is None or right is None:
             return False
-        try:
-            if compat.storage_key(left) == compat.storage_key(right):
-                return True
-        except (RuntimeError, NotImplementedError):
+        keys = _storage(left), _storage(right)
+        if None in keys or keys[0] == keys[1]:
             return True
         return self._is_user_memory(left) and self._is_user_memory(right)
 
@@ -246,10 +243,8 @@ class GraphInfo:
         if value is None or not self.writes:
             return False
         keys, is_everything, is_user_memory = self._written_memory
-        try:
-            if is_everything or compat.storage_key(value) in keys:
-                return True
-        except (RuntimeError, NotImplementedError):
+        key = _storage(value)
+        if is_everything or key is None or key in keys:
             return True
         return is_user_memory and self._is_user_memory(value)
 
@@ -262,10 +257,10 @@ class GraphInfo:
             value = self.tensor(target)
             if value is None:
                 continue  # not a tensor: as in may_share_memory
-            try:
-                keys.add(compat.storage_key(value))
-            except (RuntimeError, NotImplementedError):
+            key = _storage(value)
+            if key is None:
                 return keys, True, True
+            keys.add(key)
             is_user_memory = is_user_memory or self._is_user_memory(value)
         return keys, False, is_user_memory
 
@@ -283,8 +278,9 @@ class GraphInfo:
                 continue
             real = compat.example_input(placeholder)
             is_ours = isinstance(real, torch.nn.Parameter) or _is_module_state(placeholder)
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # no storage of its own
-                found.setdefault(compat.storage_key(held), not is_ours)
+            key = _storage(held)
+            if key is not None:
+                found.setdefault(key, not is_ours)
         return found
 
 
@@ -444,3 +440,11 @@ def node_name(node: Node) -> str:
     if isinstance(node.target, OpOverload):
         return node.target._schema.name.split("::")[-1]
     return getattr(node.target, "__name__", str(node.target))
+
+
+def _storage(value: torch.Tensor) -> int | None:
+    """Return a key of the memory of a tensor, or None where it has none of its own to ask for."""
+    try:
+        return compat.storage_key(value)
+    except (RuntimeError, NotImplementedError):  # what torch raises for sparse and wrapped tensors
+        return None

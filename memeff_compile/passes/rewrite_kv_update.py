@@ -30,6 +30,7 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import kv_cache as op_folder
 from .base import Decline, Done, Gain
+from .cached_attention import held_scale, unserved_setting
 from .canonical import Call, aten, read, read_one
 from .editor import Editor
 from .graph_info import GraphInfo, node_name
@@ -42,6 +43,8 @@ MIN_COPIED_BYTES = 4 << 20
 """Without a kernel of ours the gain is the copies per query head; smaller ones do not pay."""
 
 _MAX_CHAIN = 8
+
+_NO_CAUSAL = "is_causal compares places in the buffer; give a mask of positions"
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class RewriteKVUpdate:
         """
         _read_site(info, match)
         return (
-            _unserved_setting(info, match)
+            unserved_setting(info, match.node, match.call, _NO_CAUSAL)
             or _unserved_cache(info, match)
             or _unserved_mask(match)
             or _unserved_shape(info, match)
@@ -185,7 +188,7 @@ class RewriteKVUpdate:
                 match.value.node,
                 last,
                 mask,
-                _scale(match.call),
+                held_scale(match.call),
             )
             if _is_laid_out_by_head(info, match.node):
                 out = editor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
@@ -419,39 +422,6 @@ def _writes_to(info: GraphInfo, node: Node, first: Node, last: Node) -> Node | N
 # --- conditions -----------------------------------------------------------------------------------
 
 
-def _unserved_setting(info: GraphInfo, match: Site) -> Decline | None:
-    args, value = match.call.args, info.tensor(match.node)
-    if value is None or value.requires_grad:
-        return Decline(
-            "needs_gradient",
-            "attention over the cache takes part in a backward pass, and the op has none",
-            "generate under torch.no_grad() or torch.inference_mode()",
-        )
-    device = value.device.type
-    if any(name == device and on for name, _, on in info.regions[match.node].autocast):
-        return Decline(
-            "autocast",
-            "attention runs under autocast, which casts its operands",
-            "cast the model instead",
-        )
-    if compat.known_number(args["dropout_p"]) != 0 or args["is_causal"]:
-        name = "is_causal" if args["is_causal"] else "dropout_p"
-        return Decline(
-            f"attention_setting({name})",
-            f"attention over the cache has {name}={args[name]!r}",
-            "generate in eval mode"
-            if name == "dropout_p"
-            else "is_causal compares places in the buffer; give a mask of positions",
-        )
-    if args["scale"] is not None and compat.known_number(args["scale"]) is None:
-        return Decline(
-            "attention_setting(scale)",
-            "the scale of attention varies from call to call",
-            "give a number",
-        )
-    return None
-
-
 def _unserved_cache(info: GraphInfo, match: Site) -> Decline | None:
     key, value = match.key, match.value
     if key is None or value is None:
@@ -647,14 +617,6 @@ def _nothing_between(
 
 
 # --- small things ---------------------------------------------------------------------------------
-
-
-def _scale(call: Call) -> float | None:
-    """Return the scale as a number, and hold it and the dropout to what they are."""
-    for name in ("dropout_p", "scale"):
-        compat.hold_constant(call.args[name])  # symbols where everything is dynamic
-    scale = compat.known_number(call.args["scale"])
-    return None if scale is None else float(scale)
 
 
 def _is_laid_out_by_head(info: GraphInfo, node: Node) -> bool:

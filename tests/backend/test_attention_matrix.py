@@ -326,7 +326,7 @@ class DiTBlock(nn.Module):
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError("each block below attends in its own way")
 
     def split(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], -1, self.heads, x.shape[-1] // self.heads).transpose(1, 2)

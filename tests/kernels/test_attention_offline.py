@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from memeff_compile.kernels.attention.shapes import (
     depth_block,
     shape_for,
 )
+from tests.support.cubins import stack_bytes
 
 pytestmark = pytest.mark.offline
 
@@ -91,19 +91,6 @@ def _compile(
     )
 
 
-def _stack_bytes(cubin: bytes, folder: Path) -> int:
-    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    listing = subprocess.run(
-        [tool, "-res-usage", file], capture_output=True, text=True, check=True
-    ).stdout
-    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
-
-
 def _constants(depth: int, shape: Shape, flags: dict[str, Any]) -> dict[str, Any]:
     return {
         "DEPTH": depth,
@@ -136,7 +123,7 @@ def _check(
         compiled = _compile(NAMES[kernel], capability, dtype, constants, shape.warps)
         ptx = compiled.asm["ptx"]
         assert compiled.metadata.shared <= SHARED_LIMITS[capability]
-        spilled = _stack_bytes(compiled.asm["cubin"], folder)
+        spilled = stack_bytes(compiled.asm["cubin"], folder)
         assert spilled <= SPILLED.get((kernel, capability, depth_block(depth)), 0)
         assert "atom." not in ptx
         assert re.search(PRODUCTS[capability], ptx), "no tensor cores"
@@ -182,7 +169,7 @@ def test_bounds_compile_within_the_limits(
         **EVERY,
     }
     kernel = _compile("_attention_bounds_kernel", 90, "bf16", constants, BOUNDS_WARPS)
-    assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
     assert "atom." not in kernel.asm["ptx"]
 
 

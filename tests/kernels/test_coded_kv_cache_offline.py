@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from memeff_compile.kernels.coded_kv_cache.shapes import (
     rows_for,
     shapes_for,
 )
+from tests.support.cubins import stack_bytes
 
 pytestmark = pytest.mark.offline
 
@@ -66,19 +66,6 @@ def _compile(
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps},
     )
-
-
-def _stack_bytes(cubin: bytes, folder: Path) -> int:
-    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    listing = subprocess.run(
-        [tool, "-res-usage", file], capture_output=True, text=True, check=True
-    ).stdout
-    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
 
 
 def _attention(
@@ -190,7 +177,7 @@ def test_attention_compiles_within_the_limits(
     kernel = _attention(capability, dtype, depth, bits, scheme, **more)
     ptx = kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert _stack_bytes(kernel.asm["cubin"], tmp_path) <= STACK
+    assert stack_bytes(kernel.asm["cubin"], tmp_path) <= STACK
     assert "atom." not in ptx
     assert "cp.async.cg.shared.global" in ptx, "codes are not loaded ahead"
     assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx), "no tensor cores"
@@ -213,7 +200,7 @@ def test_append_compiles_within_the_limits(
 ) -> None:
     kernel = _append(capability, "bf16", depth, bits, scheme, tokens)
     assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
 
 
 @pytest.mark.parametrize(("depth", "splits"), [(64, 2), (128, MAX_SPLITS), (256, 5)])
@@ -222,7 +209,7 @@ def test_combine_compiles_within_the_limits(
     capability: int, depth: int, splits: int, tmp_path: Path
 ) -> None:
     kernel = _combine(capability, depth, splits)
-    assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
     assert "atom." not in kernel.asm["ptx"]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memeff_compile.kernels.coded_weight import shapes
+from tests.support.cubins import stack_bytes
 
 pytestmark = pytest.mark.offline
 
@@ -50,19 +50,6 @@ def _compile(
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps},
     )
-
-
-def _stack_bytes(cubin: bytes, folder: Path) -> int:
-    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    listing = subprocess.run(
-        [tool, "-res-usage", file], capture_output=True, text=True, check=True
-    ).stdout
-    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
 
 
 def _row(capability: int, rows: int = 14336) -> Any:
@@ -135,7 +122,7 @@ def _encode(capability: int, name: str) -> Any:
 
 def _check(kernel: Any, capability: int, folder: Path) -> None:
     assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert _stack_bytes(kernel.asm["cubin"], folder) == 0
+    assert stack_bytes(kernel.asm["cubin"], folder) == 0
 
 
 @pytest.mark.parametrize("field", [8, 4, 2, 1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from memeff_compile.kernels.kv_cache.shapes import (
     depth_block,
     shapes_for,
 )
+from tests.support.cubins import stack_bytes
 
 pytestmark = pytest.mark.offline
 
@@ -52,19 +52,6 @@ def _compile(name: str, capability: int, dtype: str, given: dict[str, Any], warp
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps},
     )
-
-
-def _stack_bytes(cubin: bytes, folder: Path) -> int:
-    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    listing = subprocess.run(
-        [tool, "-res-usage", file], capture_output=True, text=True, check=True
-    ).stdout
-    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
 
 
 def _attention(
@@ -125,7 +112,7 @@ def test_attention_compiles_within_the_limits(
     kernel = _attention(capability, dtype, depth, rows, has_mask=has_mask, splits=splits)
     ptx = kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
     assert "atom." not in ptx
     assert "cp.async.cg.shared.global" in ptx, "keys and values are not loaded ahead"
     if dtype != "fp32":
@@ -139,7 +126,7 @@ def test_combine_compiles_within_the_limits(
     capability: int, depth: int, splits: int, tmp_path: Path
 ) -> None:
     kernel = _combine(capability, depth, splits)
-    assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
     assert "atom." not in kernel.asm["ptx"]
 
 

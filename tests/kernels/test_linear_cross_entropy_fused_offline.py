@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.cubins import stack_bytes
 
 pytestmark = pytest.mark.offline
 
@@ -123,22 +123,9 @@ def _shapes(capability: int) -> Any:
     return shapes_for_programs(132)
 
 
-def _stack_bytes(cubin: bytes, folder: Path) -> int:
-    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    listing = subprocess.run(
-        [tool, "-res-usage", file], capture_output=True, text=True, check=True
-    ).stdout
-    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
-
-
 def _check(kernel: Any, capability: int, folder: Path, *, multiplies: bool) -> None:
     assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert _stack_bytes(kernel.asm["cubin"], folder) == 0
+    assert stack_bytes(kernel.asm["cubin"], folder) == 0
     if multiplies:
         assert TENSOR_CORES[capability] in kernel.asm["ptx"]
         assert "cp.async.bulk.tensor" in kernel.asm["ptx"]

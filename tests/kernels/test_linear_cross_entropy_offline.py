@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.cubins import stack_bytes
 
 pytestmark = pytest.mark.offline
 
@@ -98,19 +98,6 @@ def _compile(
     )
 
 
-def _stack_bytes(cubin: bytes, folder: Path) -> int:
-    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    listing = subprocess.run(
-        [tool, "-res-usage", file], capture_output=True, text=True, check=True
-    ).stdout
-    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
-
-
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "ragged"])
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
 @pytest.mark.parametrize(("dtype", "block"), [("bf16", 2048), ("fp16", 1024), ("fp32", 2048)])
@@ -127,7 +114,7 @@ def test_kernel_compiles_within_the_limits(
 ) -> None:
     kernel = _compile(name, capability, dtype, block, everything=everything, aligned=aligned)
     assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert _stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
     if aligned:
         assert "ld.global.v4.b32" in kernel.asm["ptx"]
 

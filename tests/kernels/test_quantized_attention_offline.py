@@ -29,6 +29,7 @@ from memeff_compile.kernels.quantized_attention.shapes import (
     shape_for,
 )
 from memeff_compile.kernels.quantized_attention.tiles import FIRST_DESCRIBED
+from tests.support.cubins import stack_bytes
 
 pytestmark = pytest.mark.offline
 
@@ -147,19 +148,11 @@ def _tool(name: str, *arguments: object) -> str:
     return ran.stdout
 
 
-def _stack_bytes(compiled: Any, folder: Path) -> int:
-    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
-    file = folder / "kernel.cubin"
-    file.write_bytes(compiled.asm["cubin"])
-    listing = _tool("cuobjdump", "-res-usage", file)
-    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
-
-
 def _check(capability: int, depth: int, flags: dict[str, Any], folder: Path) -> None:
     value = "fp16" if capability < 89 else "fp8e4nv"
     compiled, shape = _attention(capability, depth, flags, value)
     assert compiled.metadata.shared <= SHARED_LIMITS[capability]
-    assert _stack_bytes(compiled, folder) == 0
+    assert stack_bytes(compiled.asm["cubin"], folder) == 0
     ptx = compiled.asm["ptx"]
     assert "atom." not in ptx
     assert re.search(r"s32\.s8\.s8(\.s32)?", ptx), "scores are no products of int8"
@@ -273,7 +266,7 @@ def _prepared(capability: int, depth: int, **changes: Any) -> list[Any]:
 
 def _check_preparation(capability: int, depth: int, folder: Path, **changes: Any) -> None:
     for place, compiled in enumerate(_prepared(capability, depth, **changes)):
-        assert _stack_bytes(compiled, folder) == 0
+        assert stack_bytes(compiled.asm["cubin"], folder) == 0
         assert compiled.metadata.shared <= SHARED_LIMITS[capability]
         ptx = compiled.asm["ptx"]
         assert place == 1 or "ld.global.v4" in ptx or "cp.async" in ptx

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from memeff_compile.kernels.ternary_linear.shapes import (
     tile_shapes,
     vector_shapes,
 )
+from tests.support.cubins import stack_bytes
 
 pytestmark = pytest.mark.offline
 
@@ -68,19 +68,6 @@ def _compile(
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, "enable_fp_fusion": False},
     )
-
-
-def _stack_bytes(cubin: bytes, folder: Path) -> int:
-    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    listing = subprocess.run(
-        [tool, "-res-usage", file], capture_output=True, text=True, check=True
-    ).stdout
-    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
 
 
 def _quantizer(kind: str, *, is_step: bool = False, is_native: bool = False) -> dict[str, Any]:
@@ -152,7 +139,7 @@ def _tiles(
 
 def _check(kernel: Any, capability: int, folder: Path, stack: int = 0) -> str:
     assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert _stack_bytes(kernel.asm["cubin"], folder) <= stack
+    assert stack_bytes(kernel.asm["cubin"], folder) <= stack
     ptx: str = kernel.asm["ptx"]
     assert "atom." not in ptx
     return ptx

@@ -1,4 +1,4 @@
-"""Facts about the GPU that launchers decide by."""
+"""Facts about the GPU that launchers decide by, and the setting that ops run in."""
 
 from __future__ import annotations
 
@@ -84,6 +84,13 @@ def capability(device: torch.device) -> tuple[int, int]:
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the tensor's GPU current, which is where Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Keep autocast, which reaches into opaque ops, away from the products."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def is_hopper(index: int) -> bool:

@@ -6,14 +6,13 @@ backward computes the scores again. `lse` is for the backward and not differenti
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
-from memeff_compile.kernels._triton.device import kernels_serve, where_it_runs
+from memeff_compile.kernels._triton.device import kernels_serve, where_it_runs, without_autocast
 from memeff_compile.kernels.attention import reference
 from memeff_compile.kernels.attention.conditions import Conditions
 
@@ -221,13 +220,6 @@ def _engine(q: Tensor, k: Tensor) -> Any:  # noqa: ANN401 - a module
     return reference
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Keep autocast, which reaches into opaque ops, away from the products."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
-
-
 # --- forward and backward -------------------------------------------------------------------------
 
 
@@ -248,7 +240,7 @@ def _forward(
     tables = (key_mask, query_ids, key_ids)
     _require_support("attention", (q, k, v), tables, softcap, empty_rows)
     given = _conditions(q, tables, ahead, behind, scale, softcap, empty_rows)
-    with _without_autocast(q.device.type):
+    with without_autocast(q.device.type):
         found: tuple[Tensor, Tensor] = _engine(q, k).attend(q, k, v, given)
     return found
 
@@ -292,7 +284,7 @@ def _backward(
     tables = (key_mask, query_ids, key_ids)
     _require_support("attention_backward", (q, k, v), tables, softcap, empty_rows)
     given = _conditions(q, tables, ahead, behind, scale, softcap, empty_rows)
-    with _without_autocast(q.device.type):
+    with without_autocast(q.device.type):
         found: tuple[Tensor, Tensor, Tensor] = _engine(q, k).gradients(
             grad_out, q, k, v, out, lse, given
         )

@@ -10,7 +10,6 @@ and the library multiplies, which gives the bits of the dense layer.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
-from memeff_compile.kernels._triton.device import kernels_serve
+from memeff_compile.kernels._triton.device import kernels_serve, without_autocast
 from memeff_compile.kernels.coded_weight import launch, reference
 from memeff_compile.kernels.coded_weight.layout import LISTS, Format, parse
 
@@ -189,12 +188,6 @@ def _require_fit(
         )
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
-
-
 def _product(
     x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, codec: str, size: Sequence[int]
 ) -> Tensor:
@@ -205,7 +198,7 @@ def _product(
         rows = launch.product(x.reshape(tokens, size[1]), parts, bias, size)
         return rows.view(*x.shape[:-1], size[0])
     weight = _decode(parts, codec, size)
-    with _without_autocast(x.device.type):
+    with without_autocast(x.device.type):
         return F.linear(x, weight, bias)
 
 
@@ -221,7 +214,7 @@ def _product_backward(
     grad: Tensor, parts: Sequence[Tensor], codec: str, size: Sequence[int]
 ) -> Tensor:
     weight = _decode(parts, codec, size)
-    with _without_autocast(grad.device.type):
+    with without_autocast(grad.device.type):
         rows = torch.mm(grad.reshape(-1, size[0]), weight)
     return rows.view(*grad.shape[:-1], size[1])
 

@@ -9,10 +9,10 @@ the table's gradient read and written, 0.05 ms at 4.28 TB/s, beside a sort of 16
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import Tensor
+
+from memeff_compile.kernels._triton.device import on_device
 
 
 def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
@@ -35,7 +35,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
     partial = grad_rows.new_empty((2 * chunks, depth), dtype=torch.float32)
     block = kernels.block_for(depth, kernels.MAX_BLOCK)
     border = kernels.block_for(depth, kernels.BORDER_BLOCK)
-    with _on_device(grad_weight):
+    with on_device(grad_weight):
         kernels._embedding_runs_kernel[(chunks, -(-depth // block))](
             sorted_ids,
             order,
@@ -67,8 +67,3 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
                 BLOCK=border,
                 num_warps=kernels.WARPS,
             )
-
-
-def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make the tensor's GPU current, which is where Triton launches."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

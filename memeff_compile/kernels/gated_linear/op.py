@@ -7,7 +7,6 @@ the matrix products; an engine computes what lies between them.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
-from memeff_compile.kernels._triton.device import kernels_serve
+from memeff_compile.kernels._triton.device import kernels_serve, without_autocast
 from memeff_compile.kernels.gated_linear import reference
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -128,13 +127,6 @@ def _engine(tensor: Tensor) -> Any:  # noqa: ANN401 - a module
     return reference
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Keep autocast, which reaches into opaque ops, away from the products."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
-
-
 # --- forward --------------------------------------------------------------------------------------
 
 
@@ -142,7 +134,7 @@ def _forward(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> Tensor:
     _require_support(gate, up, weight, bias, activation)
-    with _without_autocast(gate.device.type):
+    with without_autocast(gate.device.type):
         return F.linear(_product(gate, up, activation), weight, bias)
 
 
@@ -175,7 +167,7 @@ def _backward(
     needs_weight: bool,
 ) -> Tensor:
     _require_support(gate, up, weight, None, activation)
-    with _without_autocast(gate.device.type):
+    with without_autocast(gate.device.type):
         rows = grad_out.reshape(-1, weight.shape[0])
         if needs_inputs:
             product = torch.mm(rows, weight)

@@ -7,7 +7,6 @@ that recomputes products piece by piece.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -19,6 +18,7 @@ from memeff_compile.kernels._triton.device import (
     is_hopper,
     kernels_serve,
     where_it_runs,
+    without_autocast,
 )
 from memeff_compile.kernels.linear_cross_entropy import (
     filters,
@@ -330,13 +330,6 @@ def _found_shapes(hidden: Tensor, vocab: int, rows: int, knobs: Knobs) -> tuple[
     return filters.found_shapes(rows, vocab, knobs.gradient_filter if has_filter else "exact")
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Keep autocast, which reaches into opaque ops, away from the engines' products."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
-
-
 def _check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
     """Refuse targets that are no column: at once on a CPU, by a device assertion on CUDA."""
     is_valid = (target >= 0) & (target < vocab)
@@ -371,7 +364,7 @@ def _forward(
     if rows == 0:
         return _fake_forward(hidden, weight, bias, target, column_weight, **settings)
     flat_target = target.reshape(rows)
-    with _without_autocast(hidden.device.type):
+    with without_autocast(hidden.device.type):
         _check_range(flat_target, weight.shape[0], knobs.ignore_index)
         flat_hidden = hidden.reshape(rows, hidden.shape[-1])
         name = _engine(flat_hidden, weight, knobs)
@@ -417,7 +410,7 @@ def _backward(
             for tensor, wanted in zip(zeros, mask, strict=True)
         ]
     else:
-        with _without_autocast(hidden.device.type):
+        with without_autocast(hidden.device.type):
             grads = RowGradients(
                 grad_nll.reshape(rows),
                 grad_lse.reshape(rows),

@@ -6,13 +6,16 @@ needed and has no backward; asking for one raises instead of leaving a hole in t
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels._triton.device import capability, kernels_serve, where_it_runs
+from memeff_compile.kernels._triton.device import (
+    capability,
+    kernels_serve,
+    where_it_runs,
+    without_autocast,
+)
 from memeff_compile.kernels.attention.conditions import Conditions
 from memeff_compile.kernels.attention.op import supports as supports_attention
 from memeff_compile.kernels.attention.reference import attend as exact_attend
@@ -106,13 +109,6 @@ def has_fp8(device: torch.device) -> bool:
     return where_it_runs(device).type != "cuda" or capability(device) >= FIRST_FP8
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Keep autocast, which reaches into opaque ops, away from the products."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
-
-
 def _settings(
     q: Tensor, level: str, granularity: str, smooth: str | None, with_lse: bool
 ) -> Settings:
@@ -146,7 +142,7 @@ def _attend(
     attend = reference.attend
     if q.is_cuda and q.numel() and k.numel() and engine_for(q.device, q.dtype) == "tiles":
         from memeff_compile.kernels.quantized_attention.tiles import attend
-    with _without_autocast(q.device.type):
+    with without_autocast(q.device.type):
         return attend(q, k, v, given, settings)
 
 
