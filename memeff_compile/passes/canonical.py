@@ -600,6 +600,8 @@ _METHODS.update(
         "__or__": _plain("bitwise_or"),
         "__xor__": _plain("bitwise_xor"),
         "__invert__": _plain("bitwise_not"),
+        "__neg__": _plain("neg"),
+        "__abs__": _plain("abs"),
     }
 )
 for _name in _BY_NAME:
