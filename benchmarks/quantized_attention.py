@@ -136,6 +136,7 @@ def flex(is_causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return FlexAttention, compiled, its block mask made beforehand for each length."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.config.recompile_limit = 64  # each length and mask is compiled for itself
     compiled = torch.compile(flex_attention, dynamic=False)
     masks: dict[int, Any] = {}
 
