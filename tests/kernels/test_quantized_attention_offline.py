@@ -237,7 +237,6 @@ def _preparation(depth: int = 128, **changes: Any) -> dict[str, Any]:
         "CHUNKS": MOST_CHUNKS,
         "SMOOTH_Q": False,
         "ALIGN": not changes.get("SMOOTH_Q"),
-        "HAS_REST": True,
         "COLUMNS": TOTAL_COLUMNS,
         "SMOOTH_K": True,
         "SMOOTH_V": True,
@@ -255,7 +254,7 @@ def _prepared(capability: int, depth: int, **changes: Any) -> list[Any]:
     from memeff_compile.kernels.quantized_attention import prepare_kernels as kernels
 
     value = "*fp16" if capability < 89 else "*fp8e4nv"
-    constants = _preparation(depth, **changes)
+    constants = _preparation(depth, HAS_REST=value == "*fp8e4nv", **changes)
     width = max(1, depth_block(depth) // 128)
     launches = (
         (kernels._look_kernel, LOOK_KEYS, LOOK_WARPS * width),

@@ -273,40 +273,17 @@ def _chunk_values(
 
 
 @triton.jit
-def _direction(samples_ptr, samples, queries, DEPTH_BLOCK: tl.constexpr):
-    """Return the sum of sampled queries, zeros where little of their energy is in their mean."""
-    depth = tl.arange(0, DEPTH_BLOCK)
-    total = tl.zeros((SAMPLES_TOGETHER, DEPTH_BLOCK), dtype=tl.float32)
-    squares = tl.zeros((SAMPLES_TOGETHER, DEPTH_BLOCK), dtype=tl.float32)
-    for start in tl.range(0, samples, SAMPLES_TOGETHER):
-        place = (start + tl.arange(0, SAMPLES_TOGETHER))[:, None]
-        ptrs = samples_ptr + place * 2 * DEPTH_BLOCK + depth[None, :]
-        total += tl.load(ptrs, mask=place < samples, other=0.0)
-        squares += tl.load(ptrs + DEPTH_BLOCK, mask=place < samples, other=0.0)
-    found = tl.sum(total, axis=0)
-    energy = tl.sum(tl.sum(squares, axis=0), axis=0)
-    shared = tl.sum(found * found, axis=0)
-    return tl.where(shared > energy * (queries * LEAST_SHARE), found, 0.0)
-
-
-@triton.jit
-def _settle_kernel(
-    sums_ptr,  # what _look_kernel left
-    samples_ptr,  # the same of queries, with ALIGN
-    k_mean_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: the keys' mean, and the direction of queries
-    v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
+def _settle_means(
+    sums_ptr,
+    k_mean_ptr,
+    v_scale_ptr,
     chunks,
-    samples,  # blocks of queries that were sampled for each of the rows
-    sampled_queries,  # in all of these
     DEPTH_BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     SMOOTH_K: tl.constexpr,
     SMOOTH_V: tl.constexpr,
-    ALIGN: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     depth = tl.arange(0, DEPTH_BLOCK)
-    sums_ptr += row * chunks * 5 * DEPTH_BLOCK
     k_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 0, CHUNKS, DEPTH_BLOCK), axis=0)
     v_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 1, CHUNKS, DEPTH_BLOCK), axis=0)
     low = tl.min(_chunk_values(sums_ptr, chunks, HUGE, 2, CHUNKS, DEPTH_BLOCK), axis=0)
@@ -323,45 +300,102 @@ def _settle_kernel(
         v_mean = tl.zeros((DEPTH_BLOCK,), dtype=tl.float32)
     size = tl.maximum(tl.maximum(high - v_mean, v_mean - low), LEAST_VALUE)
     v_scale = (size + (true_mean - true_mean)) * (1.0 / LARGEST_E4M3)
-    k_mean_ptr += row * 2 * DEPTH_BLOCK
     tl.store(k_mean_ptr + depth, k_mean)
-    if ALIGN:
-        samples_ptr += row * samples * 2 * DEPTH_BLOCK
-        direction = _direction(samples_ptr, samples, sampled_queries, DEPTH_BLOCK)
-        tl.store(k_mean_ptr + DEPTH_BLOCK + depth, direction)
-    tl.store(v_scale_ptr + row * 2 * DEPTH_BLOCK + depth, v_scale)
-    tl.store(v_scale_ptr + (row * 2 + 1) * DEPTH_BLOCK + depth, v_mean)
+    tl.store(v_scale_ptr + depth, v_scale)
+    tl.store(v_scale_ptr + DEPTH_BLOCK + depth, v_mean)
+
+
+@triton.jit
+def _settle_direction(samples_ptr, found_ptr, samples, queries, DEPTH_BLOCK: tl.constexpr):
+    """Write the sum of sampled queries, its numbers in two channels, and which these are.
+
+    Zeros where little of the queries' energy is in their mean. The first channel is that in which
+    the sum is largest, the second one where it is a third of that.
+    """
+    depth = tl.arange(0, DEPTH_BLOCK)
+    total = tl.zeros((SAMPLES_TOGETHER, DEPTH_BLOCK), dtype=tl.float32)
+    squares = tl.zeros((SAMPLES_TOGETHER, DEPTH_BLOCK), dtype=tl.float32)
+    for start in tl.range(0, samples, SAMPLES_TOGETHER):
+        place = (start + tl.arange(0, SAMPLES_TOGETHER))[:, None]
+        ptrs = samples_ptr + place * 2 * DEPTH_BLOCK + depth[None, :]
+        total += tl.load(ptrs, mask=place < samples, other=0.0)
+        squares += tl.load(ptrs + DEPTH_BLOCK, mask=place < samples, other=0.0)
+    found = tl.sum(total, axis=0)
+    energy = tl.sum(tl.sum(squares, axis=0), axis=0)
+    shared = tl.sum(found * found, axis=0)
+    found = tl.where(shared > energy * (queries * LEAST_SHARE), found, 0.0)
+    size = tl.abs(found)
+    largest = tl.max(size, axis=0)
+    first_place = tl.argmax(size, axis=0)
+    first = depth == first_place
+    ratio = tl.maximum(size, largest * 1.0e-6) * (FINER / tl.maximum(largest, 1.0e-30))
+    away = tl.where(first, INFINITE, tl.abs(tl.log2(tl.maximum(ratio, 1.0e-30))))
+    second_place = tl.argmin(away, axis=0)
+    second = depth == second_place
+    tl.store(found_ptr + depth, found)
+    found_ptr += DEPTH_BLOCK
+    tl.store(found_ptr, tl.sum(tl.where(first, found, 0.0), axis=0))
+    tl.store(found_ptr + 1, tl.sum(tl.where(second, found, 0.0), axis=0))
+    tl.store(found_ptr + 2, first_place.to(tl.float32))
+    tl.store(found_ptr + 3, second_place.to(tl.float32))
+
+
+@triton.jit
+def _settle_kernel(
+    sums_ptr,  # what _look_kernel left
+    samples_ptr,  # the same of queries, with ALIGN
+    k_mean_ptr,  # (B * G, 3, DEPTH_BLOCK) fp32: the keys' mean, queries' direction, its channels
+    v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
+    chunks,
+    samples,  # blocks of queries that were sampled for each of the rows
+    sampled_queries,  # in all of these
+    DEPTH_BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SMOOTH_K: tl.constexpr,
+    SMOOTH_V: tl.constexpr,
+):
+    """Settle the means of a row of heads; with ALIGN, programs beside settle the direction."""
+    row = tl.program_id(0).to(tl.int64)
+    k_mean_ptr += row * 3 * DEPTH_BLOCK
+    if tl.program_id(1) == 0:
+        _settle_means(
+            sums_ptr + row * chunks * 5 * DEPTH_BLOCK,
+            k_mean_ptr,
+            v_scale_ptr + row * 2 * DEPTH_BLOCK,
+            chunks,
+            DEPTH_BLOCK,
+            CHUNKS,
+            SMOOTH_K,
+            SMOOTH_V,
+        )
+    else:
+        _settle_direction(
+            samples_ptr + row * samples * 2 * DEPTH_BLOCK,
+            k_mean_ptr + DEPTH_BLOCK,
+            samples,
+            sampled_queries,
+            DEPTH_BLOCK,
+        )
 
 
 # --- write ----------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _aligned(x, codes, direction, depth, LIMIT: tl.constexpr, DEPTH_BLOCK: tl.constexpr):
-    """Move codes of two channels so that their distance from `x` is all but across `direction`.
+def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constexpr):
+    """Move `x` in two channels so that what rounding takes from it is all but across `direction`.
 
-    The first channel is that in which the direction is largest, the second one where it is a third
-    of that: what whole steps of the one leave, steps of the other make finer.
+    What whole steps in the first channel leave, those in the second make smaller.
     """
-    size = tl.abs(direction)
-    largest = tl.max(size, axis=0)
-    first = depth == tl.argmax(size, axis=0)
-    ratio = tl.maximum(size, largest * 1.0e-6) * (FINER / tl.maximum(largest, 1.0e-30))
-    away = tl.where(first, INFINITE, tl.abs(tl.log2(tl.maximum(ratio, 1.0e-30))))
-    second = depth == tl.argmin(away, axis=0)
-    at_first = tl.sum(tl.where(first, direction, 0.0), axis=0)
-    at_second = tl.sum(tl.where(second, direction, 0.0), axis=0)
-    left = tl.sum((x - codes) * direction[None, :], axis=1)
-    is_shared = largest > 0.0
-    steps = tl.where(is_shared, _whole(left / tl.where(is_shared, at_first, 1.0)), 0.0)
-    left = left - steps * at_first
-    is_shared = is_shared & (at_second != 0.0)
-    finer = tl.where(is_shared, _whole(left / tl.where(is_shared, at_second, 1.0)), 0.0)
+    left = tl.sum((x - _whole(x)) * direction[None, :], axis=1)
+    steps = _whole(left / at_first)
+    left -= steps * at_first
+    finer = tl.where(at_second != 0.0, _whole(left / at_second), 0.0)
     steps = tl.where(tl.abs(steps) <= MOST_STEPS, steps, 0.0)
     finer = tl.where(tl.abs(finer) <= MOST_STEPS, finer, 0.0)
-    codes += tl.where(first[None, :], steps[:, None], 0.0)
-    codes += tl.where(second[None, :], finer[:, None], 0.0)
-    return tl.minimum(tl.maximum(codes, -LIMIT), LIMIT)
+    moved = tl.where(first[None, :], steps[:, None], 0.0)
+    x += tl.where(second[None, :], finer[:, None], moved)
+    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
 
 
 @triton.jit
@@ -388,17 +422,24 @@ def _write_keys(
     place = block * BLOCK + tl.arange(0, BLOCK)
     is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
     k = _load_tile(k_ptr, stride, place, is_place, depth, DEPTH, DEPTH_BLOCK)
+    mean_ptr += row * 3 * DEPTH_BLOCK
+    if ALIGN:
+        direction = tl.load(mean_ptr + DEPTH_BLOCK + depth)
+        at_first = tl.load(mean_ptr + 2 * DEPTH_BLOCK)
+        at_second = tl.load(mean_ptr + 2 * DEPTH_BLOCK + 1)
+        first = depth == tl.load(mean_ptr + 2 * DEPTH_BLOCK + 2).to(tl.int32)
+        second = depth == tl.load(mean_ptr + 2 * DEPTH_BLOCK + 3).to(tl.int32)
     if SMOOTH_K:
-        k_mean = tl.load(mean_ptr + row * 2 * DEPTH_BLOCK + depth)
+        k_mean = tl.load(mean_ptr + depth)
         k = tl.where(is_place[:, None], k - k_mean[None, :], 0.0)
     size = tl.max(tl.max(_sizes(k), axis=1), axis=0)
     k_scale = _scale_of(size, LEAST, LIMIT)
     tl.store(scale_ptr + row * blocks + block, k_scale)
     found = (row * blocks * BLOCK + place)[:, None] * DEPTH_BLOCK + depth[None, :]
     k = k * (1.0 / k_scale)
-    if ALIGN:
-        direction = tl.load(mean_ptr + (row * 2 + 1) * DEPTH_BLOCK + depth)
-        k = _aligned(k, _whole(k), direction, depth, LIMIT, DEPTH_BLOCK)
+    if ALIGN:  # noqa: SIM102
+        if at_first != 0.0:
+            k = _aligned(k, direction, at_first, at_second, first, second, LIMIT)
     tl.store(codes_ptr + found, _nearest(k))
 
 
@@ -469,7 +510,7 @@ def _write_shift(
     place = block * ROWS + tl.arange(0, ROWS)
     is_row = place < queries
     q = _load_tile(q_ptr, stride, place, is_row, depth, DEPTH, DEPTH_BLOCK) * scale
-    k_mean = tl.load(mean_ptr + group * 2 * DEPTH_BLOCK + depth)
+    k_mean = tl.load(mean_ptr + group * 3 * DEPTH_BLOCK + depth)
     tl.store(shift_ptr + row * queries + place, tl.sum(q * k_mean[None, :], axis=1), mask=is_row)
 
 
@@ -489,7 +530,7 @@ def _write_kernel(
     stride_v_key,
     key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
     stride_mask_batch,
-    k_mean_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: the keys' mean, and the direction of queries
+    k_mean_ptr,  # (B * G, 3, DEPTH_BLOCK) fp32: the keys' mean, queries' direction, its channels
     v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
     k_codes_ptr,  # (B * G, key blocks * BLOCK, DEPTH_BLOCK) int8
     v_codes_ptr,  # (B * G, DEPTH_BLOCK, key blocks * BLOCK) E4M3 or fp16

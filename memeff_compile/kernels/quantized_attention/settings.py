@@ -14,7 +14,7 @@ BLOCK = 128
 QUERY_ROWS = 64
 """Queries that are coded together, where no mean is taken away."""
 
-MOST_SAMPLES = 16
+MOST_SAMPLES = 8
 """Blocks of `QUERY_ROWS` queries of a head that are looked at for their mean."""
 
 LEVELS = {
@@ -126,7 +126,7 @@ def settings_for(
 def sampled_queries(queries: int) -> tuple[int, int, int]:
     """Return every how many blocks of `QUERY_ROWS` one is sampled, how many are, and their queries.
 
-    Example: sampled_queries(16384) == (16, 16, 1024) and sampled_queries(100) == (1, 2, 100).
+    Example: sampled_queries(16384) == (32, 8, 512) and sampled_queries(100) == (1, 2, 100).
     """
     blocks = -(-queries // QUERY_ROWS)
     stride = max(1, -(-blocks // MOST_SAMPLES))

@@ -138,7 +138,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     chunk, chunks = _chunks(batch * groups, keys, q.device)
     found = _empty(q, (batch, heads, groups, queries, keys, wide), given, settings)
     sums = found.q_scale.new_empty((batch * groups, chunks, 5, wide))
-    k_mean = sums.new_empty((batch * groups, 2, wide))
+    k_mean = sums.new_empty((batch * groups, 3, wide))
     means = k_mean
     if is_smooth:
         means = sums.new_empty((batch, heads, query_blocks, wide))
@@ -175,7 +175,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             num_warps=LOOK_WARPS * width,
             **sizes,
         )
-        kernels._settle_kernel[(batch * groups,)](
+        kernels._settle_kernel[(batch * groups, 2 if settings.aligns else 1)](
             sums,
             means,
             k_mean,
@@ -187,7 +187,6 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             CHUNKS=max(2, 1 << (chunks - 1).bit_length()),
             SMOOTH_K="k" in settings.smooth,
             SMOOTH_V="v" in settings.smooth,
-            ALIGN=settings.aligns,
             num_warps=SETTLE_WARPS,
         )
         kernels._write_kernel[(2 * programs + shifts,)](
