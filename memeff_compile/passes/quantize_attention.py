@@ -39,6 +39,9 @@ kind of mask and head; below, making the codes costs more than they save."""
 SHORTEST_GROUPED = 4096
 """The same where at least four query heads share a key head: there are fewer codes to make."""
 
+NARROW = 64
+"""Heads up to this gain nothing from sharing keys at that length; tiles hold this many or twice."""
+
 FEWEST_PAIRS = 32 * 4096 * 4096
 """Pairs of a query and a key, over all heads, that fill the GPU as the measurements did."""
 
@@ -380,8 +383,11 @@ def _without_gain(
     if depth > WIDEST:
         why = f"heads of {depth} were measured to be slower in 8 bits"
         return Decline("not_faster", f"{why}: kept exact", hint, node)
+    if 4 * depth < 3 * (NARROW if depth <= NARROW else WIDEST):
+        why = f"heads of {depth} leave much of a tile empty, and were not measured to be faster"
+        return Decline("not_faster", f"{why}: kept exact", hint, node)
     is_grouped = compat.size_hint(query.shape[1]) >= 4 * compat.size_hint(key.shape[1])
-    least = SHORTEST_GROUPED if is_grouped else SHORTEST
+    least = SHORTEST_GROUPED if is_grouped and depth > NARROW else SHORTEST
     length = min(queries, _reached(asked, keys))
     if length < least:
         return _not_faster(node, length, least, "what was measured")

@@ -259,10 +259,13 @@ def test_by_default_nothing_fires_where_it_is_not_faster() -> None:
         (4, 4, 32, 256, 64, "32 queries or keys are fewer than 64"),
         (4, 4, 256, 32, 64, "32 queries or keys are fewer than 64"),
         (4, 4, 48, 256, 64, "48 queries or keys are fewer than 64"),
-        (4, 1, 48, 256, 64, ""),
+        (4, 1, 48, 256, 96, ""),
+        (4, 1, 48, 256, 64, "fewer than 64"),
         (1, 1, 64, 64, 64, "too few heads"),
         (4, 4, 256, 256, 160, "eads of 160"),
-        (4, 4, 64, 64, 40, ""),
+        (4, 4, 64, 64, 48, ""),
+        (4, 4, 64, 64, 40, "eads of 40 leave"),
+        (4, 4, 64, 64, 80, "eads of 80 leave"),
     ],
 )
 def test_on_a_gpu_the_length_decides(
