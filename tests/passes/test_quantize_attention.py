@@ -295,6 +295,7 @@ def test_on_a_gpu_the_length_decides(
 
 def test_a_window_counts_as_short_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_attention, "SHORTEST", 32)
+    monkeypatch.setattr(quantize_attention, "NARROW", D)
     monkeypatch.setattr(quantize_attention, "FEWEST_PAIRS", 1)
 
     def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
