@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.quantized_attention import reference, tiles
+from memeff_compile.kernels.quantized_attention import settings as settings_module
 from memeff_compile.kernels.quantized_attention.settings import Settings, settings_for
 from memeff_compile.kernels.quantized_attention.shapes import Shape
 from tests.support.coded_attention import biased, conditions, exact, relative_l1
@@ -80,6 +81,29 @@ def test_scales_of_single_keys(granularity: str) -> None:
 
 def test_integers_become_floats_by_the_start_of_the_sum() -> None:
     check(float32(64, 200, 64, ahead=100), settings_for("8b"), MAGIC)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "key mask"])
+def test_keys_are_rounded_with_the_queries_in_view_and_values_restored(
+    masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings_module, "MOST_SAMPLES", 2)  # of four blocks of queries
+    case = biased(draw(1, 1, 1, 200, 150, 16, torch.float32), "bias")
+    assert bool(reference.direction_of(case.q, 1).any())
+    if masked:
+        case = Case(case.q, case.k, case.v, (torch.arange(150)[None] % 3 > 0, None, None))
+    settings = settings_for("8b")
+    check(case, settings)
+    made = tiles.pack(case.q, case.k, case.v, conditions(case), settings)
+    wanted = reference.codes(case.q, case.k, case.v, conditions(case), settings)
+    assert made.rest is not None
+    assert wanted.rest is not None
+    torch.testing.assert_close(made.rest[..., :16], wanted.rest.flatten(0, 1), rtol=1e-3, atol=0.05)
+    assert (made.counts is not None) == masked
+    if made.counts is not None:
+        torch.testing.assert_close(made.counts, wanted.counts.expand_as(made.counts))
+    ours = made.k.view(1, -1, 64)[:, :150, :16].float()
+    assert float((ours != wanted.k[0]).float().mean()) <= 2e-3
 
 
 def test_smaller_tiles_are_as_close() -> None:

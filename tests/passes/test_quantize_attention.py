@@ -259,10 +259,13 @@ def test_by_default_nothing_fires_where_it_is_not_faster() -> None:
         (4, 4, 32, 256, 64, "32 queries or keys are fewer than 64"),
         (4, 4, 256, 32, 64, "32 queries or keys are fewer than 64"),
         (4, 4, 48, 256, 64, "48 queries or keys are fewer than 64"),
-        (4, 1, 48, 256, 64, ""),
+        (4, 1, 48, 256, 96, ""),
+        (4, 1, 48, 256, 64, "fewer than 64"),
         (1, 1, 64, 64, 64, "too few heads"),
         (4, 4, 256, 256, 160, "eads of 160"),
-        (4, 4, 64, 64, 40, ""),
+        (4, 4, 64, 64, 48, ""),
+        (4, 4, 64, 64, 40, "eads of 40 leave"),
+        (4, 4, 64, 64, 80, "eads of 80 leave"),
     ],
 )
 def test_on_a_gpu_the_length_decides(
@@ -292,6 +295,7 @@ def test_on_a_gpu_the_length_decides(
 
 def test_a_window_counts_as_short_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_attention, "SHORTEST", 32)
+    monkeypatch.setattr(quantize_attention, "NARROW", D)
     monkeypatch.setattr(quantize_attention, "FEWEST_PAIRS", 1)
 
     def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -342,6 +346,8 @@ def levels_of(table: dict[str, Any]) -> tuple[list[str], list[str]]:
     for line in lines:
         if "scaled_dot_product_attention(" in line:
             found.append("exact")
+        elif "quantized_attention_by_call(" in line:
+            found.append("by call")
         elif "quantized_attention(" in line:
             found.append((re.search(r"level='?([\w+]+)", line) or ["", "8b"])[1])
     return found, [r.code for r in records if r.action == "declined"]
@@ -356,7 +362,7 @@ def test_a_table_names_levels_by_module_and_call() -> None:
         "layers.2#1": "4b",
     }
     found, codes = levels_of(table)
-    assert found == ["8b", "8b+f16", "exact", "exact", "8b", "4b"]
+    assert found == ["8b", "8b+f16", "exact", "exact", "by call", "4b"]
     assert codes == ["exact_in_table", "not_in_table"]
     assert levels_of({"levels": table, "scores": {}})[0] == found
 
