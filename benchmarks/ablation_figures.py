@@ -43,6 +43,8 @@ def weights(rows: list[Row]) -> Any:
     if not found:
         return None
     found = latest(found, "method", "codec", "mantissa", "block")
+    timed = [row for row in rows if row["part"] == "times"]
+    timed = latest(timed, "method", "codec", "mantissa", "block")
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.8))
     for kept, shade in KEPT_COLOURS.items():
         mine = [r for r in found if r.get("mantissa") == kept and r["codec"] == "rans"]
@@ -50,14 +52,14 @@ def weights(rows: list[Row]) -> Any:
         label = f"memeff, {kept} mantissa bits" + (" (lossless)" if kept == 7 else "")
         across = [row["bits"] for row in mine]
         left.plot(across, [row["perplexity"] for row in mine], "o-", color=shade, label=label)
-        timed = [r for r in found if r.get("mantissa") == kept and r.get("block", 512) == 512]
-        for row in timed:
+        for row in [row for row in timed if row.get("mantissa") == kept]:
             right.plot(row["bits"], row["ms"]["median"], "o", color=shade)
             right.annotate(row["codec"], (row["bits"], row["ms"]["median"]), **_BESIDE)
     for row in found:
         if row.get("emulated") or row["method"] == "dense":
             left.plot(row["bits"], row["perplexity"], "x", color="black")
             left.annotate(row["method"], (row["bits"], row["perplexity"]), **_BESIDE)
+    for row in timed:
         if row["method"] == "dense":
             right.plot(row["bits"], row["ms"]["median"], "x", color="black")
             right.annotate("dense", (row["bits"], row["ms"]["median"]), **_BESIDE)

@@ -145,7 +145,9 @@ def attention(rows: list[Row]) -> list[str]:
 def weights(rows: list[Row]) -> list[str]:
     """Return the tables of compressed weights."""
     measured = [row for row in rows if row["part"] == "perplexity"]
-    found = latest(measured, "method", "codec", "mantissa", "block", "seed")
+    keys = ("method", "codec", "mantissa", "block")
+    found = latest(measured, *keys)
+    timed = {tuple(row.get(key) for key in keys): row for row in rows if row["part"] == "times"}
     body = []
     for row in found:
         name = row["method"]
@@ -153,8 +155,9 @@ def weights(rows: list[Row]) -> list[str]:
             name = f"`{row['codec']}`, {row['mantissa']} bits kept"
             name += f", blocks of {row['block']}" if "block" in row else ""
         cells = [name, f"{row['bits']:.2f}", f"{row['linears_mib']:.1f}", f"{row['model_mib']:.1f}"]
+        time = timed.get(tuple(row.get(key) for key in keys))
         cells += [f"{row['perplexity']:.4f}", f"{100 * (row['against_dense'] - 1):+.3f} %"]
-        body.append([*cells, f"{row['ms']['median']:.1f}" if "ms" in row else "-"])
+        body.append([*cells, "-" if time is None else f"{time['ms']['median']:.1f}"])
     head = ["linears", "bits", "linears, MiB", "model, MiB", "perplexity", "change", "forward, ms"]
     shown = lines(head, body)
     blocks = [row for row in found if row.get("codec") == "rans" and "block" in row]

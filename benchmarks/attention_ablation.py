@@ -384,7 +384,6 @@ def sums_of(weights: Tensor, values: Tensor) -> dict[str, dict[str, float]]:
     size = values.abs().amax(2, keepdim=True).clamp_min(1e-30)
     right = F.pad(values / size * top, (0, 0, 0, missing))
     left, right = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
-    count = left.shape[0] * left.shape[1]
     parts: dict[str, list[Tensor]] = {}
     for mine, theirs in zip(left.flatten(0, 1), right.flatten(0, 1), strict=True):
         parts.setdefault("exact", []).append(mine.double() @ theirs.double())
@@ -395,9 +394,8 @@ def sums_of(weights: Tensor, values: Tensor) -> dict[str, dict[str, float]]:
                 mine, columns, one, one, out_dtype=torch.float32, use_fast_accum=fast
             )
             parts.setdefault(name, []).append(found)
-    exact = torch.stack(parts.pop("exact"))
-    assert len(exact) == count
-    return {name: distance(torch.stack(found), exact) for name, found in parts.items()}
+    exact = torch.stack(parts.pop("exact")) / top**2
+    return {name: distance(torch.stack(found) / top**2, exact) for name, found in parts.items()}
 
 
 def kernel_against_reference(layer: Layer) -> dict[str, float]:

@@ -253,11 +253,24 @@ def loss_of(
     return F.mse_loss(found.float(), noise - pictures)
 
 
-def train(kind: str, sizes: Sizes, glyphs: Path, device: str, seed: int = 0) -> tuple[Any, Any]:
-    """Return a trained model and the row that says how it went."""
+def train(
+    kind: str, sizes: Sizes, glyphs: Path, device: str, seed: int = 0, backend: str = ""
+) -> tuple[Any, Any]:
+    """Return a trained model and the row that says how it went.
+
+    Args:
+        kind: a key of `SIZES`.
+        sizes: of the model and its training.
+        glyphs: the file that `glyphs.py` writes.
+        device: where it is trained.
+        seed: of the weights and of everything drawn.
+        backend: what compiles the model; none for eager.
+    """
     torch.manual_seed(seed)
     built = vision_transformer(sizes) if kind == "vit" else DiffusionTransformer(sizes)
     model = built.to(device).train()
+    if backend:
+        model.compile(backend=backend)
     drawn, generator = Glyphs(glyphs, sizes, device), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), weight_decay=sizes.weight_decay, fused=device == "cuda"
@@ -275,11 +288,13 @@ def train(kind: str, sizes: Sizes, glyphs: Path, device: str, seed: int = 0) -> 
         optimizer.zero_grad()
         if step % max(1, sizes.steps // 20) == 0 or step + 1 == sizes.steps:
             curve.append([step, round(loss.item(), 4)])
+            print(f"step {step}: {curve[-1][1]}", flush=True)
     seconds = time.perf_counter() - started
     row = {
         "what": f"small {kind}",
         "sizes": asdict(sizes),
         "seed": seed,
+        "backend": backend or "eager",
         "loss": curve,
         "seconds": round(seconds, 1),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -327,12 +342,13 @@ def main() -> int:
     parser.add_argument("--size", choices=["full", "tiny"], default="full")
     parser.add_argument("--steps", type=int, help="instead of the recipe's")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", default="", help="of torch.compile; none: eager")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ablations.jsonl"))
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = sizes_of(given.kind, given.size)
     sizes = replace(sizes, steps=given.steps or sizes.steps)
-    model, row = train(given.kind, sizes, given.glyphs, device, given.seed)
+    model, row = train(given.kind, sizes, given.glyphs, device, given.seed, given.backend)
     save(model, given.kind, sizes, given.to)
     rows.write(given.out, row)
     return 0

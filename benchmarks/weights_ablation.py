@@ -5,8 +5,9 @@
 
 Part `perplexity` (Figure 3, Table 4 of arXiv 2410.20650) replaces the weights of all linears but
 the head: dense, 8 and 4 bits as published elsewhere, and this package's codes with 7, 3, 1 and 0
-mantissa bits and blocks of 32 to 512. Part `errors` compares decoded with given weights: of a
-normal distribution, trained-like random ones, and the model's own.
+mantissa bits and blocks of 32 to 512. Part `times` takes the time of a forward. Part `errors`
+compares decoded with given weights: of a normal distribution, trained-like random ones, and the
+model's own.
 
 The other formats are plain PyTorch written from their papers, not the libraries that provide them;
 they say what a format costs in bits and accuracy, and nothing about time:
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -160,32 +160,37 @@ def methods() -> Iterator[dict[str, Any]]:
         yield {"method": name, "emulated": True}
     for codec in CODECS:
         yield {"method": "memeff", "codec": codec, "mantissa": 7}
-    for kept in KEPT:
-        for block in BLOCKS:
+    for block in reversed(BLOCKS):
+        for kept in KEPT:
             codecs = CODECS if block == max(BLOCKS) else ("rans",)
             for codec in codecs:
                 yield {"method": "memeff", "codec": codec, "mantissa": kept, "block": block}
 
 
-def perplexities(subject: Any, repeats: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each method."""
-    dense = subject.model
-    weights = sum(linear.weight.numel() for _, _, linear in linears(dense))
-    others = sum(p.numel() for p in dense.parameters()) - weights
+def coded(dense: nn.Module, row: dict[str, Any]) -> tuple[nn.Module, float]:
+    """Return a copy of a model with its linears as a row says, and bits per weight."""
+    model, bits = copy.deepcopy(dense), 16.0
+    if row.get("emulated"):
+        return model, emulate_(model, row["method"])
+    if row["method"] == "memeff":
+        lossy = {"block": row["block"]} if row["mantissa"] < 7 else {}
+        report = memeff_compile.compress_(
+            model, row["codec"], mantissa=row["mantissa"], min_size=1, progress=False, **lossy
+        )
+        wanted = sum(linear.weight.numel() for _, _, linear in linears(dense))
+        if sum(each.bytes_before for each in report.compressed) != 2 * wanted:
+            raise RuntimeError(f"some weights were left dense:\n{report}")
+        bits = report.bits
+    return model, bits
+
+
+def perplexities(subject: Any) -> Iterator[dict[str, Any]]:
+    """Yield a row for each method: bits, memory and perplexity."""
+    weights = sum(linear.weight.numel() for _, _, linear in linears(subject.model))
+    others = sum(p.numel() for p in subject.model.parameters()) - weights
     base: dict[str, float] = {}
     for row in methods():
-        model = copy.deepcopy(dense)
-        bits = 16.0
-        if row.get("emulated"):
-            bits = emulate_(model, row["method"])
-        elif row["method"] == "memeff":
-            lossy = {"block": row["block"]} if row["mantissa"] < 7 else {}
-            report = memeff_compile.compress_(
-                model, row["codec"], mantissa=row["mantissa"], min_size=1, progress=False, **lossy
-            )
-            if sum(each.bytes_before for each in report.compressed) != 2 * weights:
-                raise RuntimeError(f"some weights were left dense:\n{report}")
-            bits = report.bits
+        model, bits = coded(subject.model, row)
         found = subject.quality(model)
         base = base or found
         size = (weights * bits / 8 + 2 * others) / 2**20
@@ -193,15 +198,23 @@ def perplexities(subject: Any, repeats: int) -> Iterator[dict[str, Any]]:
         row |= {"model_mib": size, **found}
         row["against_dense"] = found["perplexity"] / base["perplexity"]
         row["is_same_loss"] = found["loss"] == base["loss"]
-        if not row.get("emulated"):
-            row["ms"] = forward_ms(subject, model, repeats)
         yield row
-        del model
+
+
+def times(subject: Any, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each method that is no emulation: the time of a forward, blocks of 512."""
+    for row in methods():
+        if row.get("emulated") or row.get("block", max(BLOCKS)) < max(BLOCKS):
+            continue
+        model, bits = coded(subject.model, row)
+        tokens = subject.batch * subject.tokens.shape[1]
+        row |= {"part": "times", "bits": bits, "tokens": tokens}
+        yield {**row, "ms": forward_ms(subject, model, repeats)}
 
 
 def forward_ms(subject: Any, model: nn.Module, repeats: int) -> dict[str, float]:
     """Return the time of a forward over one batch of text, eager."""
-    times = []
+    found = []
     warm_up = min(2, repeats)
     for number in range(repeats + warm_up):
         coded_weights.synchronize(subject.tokens.device.type)
@@ -210,8 +223,8 @@ def forward_ms(subject: Any, model: nn.Module, repeats: int) -> dict[str, float]
             subject.run(model, 0)
         coded_weights.synchronize(subject.tokens.device.type)
         if number >= warm_up:
-            times.append(1e3 * (time.perf_counter() - started))
-    return {**rows.percentiles(times), "mean": round(statistics.mean(times), 3)}
+            found.append(1e3 * (time.perf_counter() - started))
+    return rows.percentiles(found)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -305,9 +318,10 @@ def show(row: dict[str, Any]) -> str:
     if name == "memeff":
         name = f"{row['codec']} k={row['mantissa']}"
         name += f" B={row['block']}" if "block" in row else ""
+    if row["part"] == "times":
+        return f"| {name} | {row['bits']:.3f} | {row['ms']['median']:.2f} ms |"
     cells = [name, f"{row['bits']:.3f}", f"{row['model_mib']:.1f}", f"{row['perplexity']:.4f}"]
     cells += [f"{100 * (row['against_dense'] - 1):+.3f} %"]
-    cells += [f"{row['ms']['median']:.2f}" if "ms" in row else "-"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -319,7 +333,8 @@ def main() -> int:
     data = Path("benchmarks/data")
     parser.add_argument("--model", type=Path, default=data / "small_model")
     parser.add_argument("--folder", type=Path, default=data, help="of the text")
-    parser.add_argument("--part", nargs="+", choices=["perplexity", "errors"], default=None)
+    parts = ["perplexity", "times", "errors"]
+    parser.add_argument("--part", nargs="+", choices=parts, default=parts)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rows-of-text", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
@@ -343,13 +358,13 @@ def main() -> int:
         "length": given.length,
         **rows.environment(),
     }
-    for part in given.part or ("perplexity", "errors"):
-        made = (
-            perplexities(subject, given.repeats)
-            if part == "perplexity"
-            else errors(subject, given.side)
-        )
-        for row in made:
+    made = {
+        "perplexity": lambda: perplexities(subject),
+        "times": lambda: times(subject, given.repeats),
+        "errors": lambda: errors(subject, given.side),
+    }
+    for part in given.part:
+        for row in made[part]():
             rows.append(given.out, {**row, **facts})
             print(show(row), flush=True)
     return 0

@@ -47,14 +47,12 @@ def op_row(method: str, factor: float, **others: Any) -> dict[str, Any]:
 
 def rows_of_weights() -> list[dict[str, Any]]:
     shared = {"part": "perplexity", "parameters": 9, "perplexity": 2.0, **STATED}
-    timed = {"ms": {"median": 1.0}, **shared}
-    lossless = {"method": "memeff", "codec": "rans", "mantissa": 7, "bits": 11.0, **timed}
-    return [
-        {"method": "dense", "bits": 16.0, **timed},
-        {"method": "nf4", "bits": 4.5, "emulated": True, **shared},
-        lossless,
-        {**lossless, "mantissa": 3, "block": 512, "bits": 7.0},
-    ]
+    lossless = {"method": "memeff", "codec": "rans", "mantissa": 7, "bits": 11.0, **shared}
+    dense = {"method": "dense", "bits": 16.0, **shared}
+    emulated = {"method": "nf4", "bits": 4.5, "emulated": True, **shared}
+    lossy = {**lossless, "mantissa": 3, "block": 512, "bits": 7.0}
+    timed = [{**row, "part": "times", "ms": {"median": 1.0}} for row in (dense, lossless, lossy)]
+    return [dense, emulated, lossless, lossy, *timed]
 
 
 def rows_of_attention() -> list[dict[str, Any]]:

@@ -41,7 +41,8 @@ def found() -> list[dict[str, Any]]:
         patch.setattr(weights_ablation, "CODECS", ("win4", "tier"))
         patch.setattr(weights_ablation, "KEPT", (0, 3))
         patch.setattr(weights_ablation, "methods", without_rans(weights_ablation.methods))
-        return list(weights_ablation.perplexities(tiny(), 1))
+        timed = weights_ablation.times(tiny(), 1)
+        return [*weights_ablation.perplexities(tiny()), *timed]
 
 
 def without_rans(methods: Any) -> Any:
@@ -49,8 +50,13 @@ def without_rans(methods: Any) -> Any:
     return lambda: (row for row in methods() if row.get("codec") != "rans")
 
 
+def measured(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with a perplexity."""
+    return [row for row in found if row["part"] == "perplexity"]
+
+
 def test_lossless_codes_change_nothing_and_are_smaller(found: list[dict[str, Any]]) -> None:
-    exact = [row for row in found if row.get("mantissa") == 7]
+    exact = [row for row in measured(found) if row.get("mantissa") == 7]
     assert len(exact) == 2
     for row in exact:
         assert row["is_same_loss"]
@@ -60,20 +66,23 @@ def test_lossless_codes_change_nothing_and_are_smaller(found: list[dict[str, Any
 
 
 def test_fewer_bits_cost_more_accuracy(found: list[dict[str, Any]]) -> None:
-    by_name = {row["method"]: row for row in found if row.get("emulated")}
+    by_name = {row["method"]: row for row in measured(found) if row.get("emulated")}
     assert list(by_name) == ["int8", "fp4", "fp4 double", "nf4", "nf4 double"]
     damage = {name: abs(row["against_dense"] - 1.0) for name, row in by_name.items()}
     assert 0.0 < damage["int8"] < damage["nf4"]
     assert by_name["nf4"]["bits"] == 4.5
     assert 4.1 < by_name["nf4 double"]["bits"] < 4.14
-    kept = {row["mantissa"]: row for row in found if row.get("block") == 512}
+    kept = {row["mantissa"]: row for row in measured(found) if row.get("block") == 512}
     assert abs(kept[3]["against_dense"] - 1.0) < abs(kept[0]["against_dense"] - 1.0)
     assert kept[0]["bits"] < kept[3]["bits"]
 
 
 def test_times_are_given_only_for_what_runs_as_it_would(found: list[dict[str, Any]]) -> None:
-    for row in found:
-        assert ("ms" in row) != bool(row.get("emulated"))
+    timed = [row for row in found if row["part"] == "times"]
+    assert not [row for row in timed if row.get("emulated")]
+    assert {row.get("block", 512) for row in timed} == {512}
+    assert len(timed) == 1 + 2 + 4
+    assert all(row["ms"]["median"] > 0 for row in timed)
 
 
 def test_tables_hold_every_method_and_block(found: list[dict[str, Any]]) -> None:
