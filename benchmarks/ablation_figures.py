@@ -47,9 +47,9 @@ def weights(rows: list[Row]) -> Any:
     timed = latest(timed, "method", "codec", "mantissa", "block")
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.8))
     for kept, shade in KEPT_COLOURS.items():
-        mine = [r for r in found if r.get("mantissa") == kept and r["codec"] == "rans"]
+        mine = [r for r in found if r.get("mantissa") == kept and r["codec"] == "tier"]
         mine.sort(key=lambda row: row["bits"])
-        label = f"memeff, {kept} mantissa bits" + (" (lossless)" if kept == 7 else "")
+        label = f"tier, {kept} mantissa bits" + (" (lossless)" if kept == 7 else "")
         across = [row["bits"] for row in mine]
         left.plot(across, [row["perplexity"] for row in mine], "o-", color=shade, label=label)
         for row in [row for row in timed if row.get("mantissa") == kept]:

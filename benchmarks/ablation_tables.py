@@ -160,7 +160,7 @@ def weights(rows: list[Row]) -> list[str]:
         body.append([*cells, "-" if time is None else f"{time['ms']['median']:.1f}"])
     head = ["linears", "bits", "linears, MiB", "model, MiB", "perplexity", "change", "forward, ms"]
     shown = lines(head, body)
-    blocks = [row for row in found if row.get("codec") == "rans" and "block" in row]
+    blocks = [row for row in found if row.get("codec") == "tier" and "block" in row]
     sizes = sorted({row["block"] for row in blocks})
     by_key = {(row["mantissa"], row["block"]): row for row in blocks}
     body = [

@@ -47,7 +47,7 @@ def op_row(method: str, factor: float, **others: Any) -> dict[str, Any]:
 
 def rows_of_weights() -> list[dict[str, Any]]:
     shared = {"part": "perplexity", "parameters": 9, "perplexity": 2.0, **STATED}
-    lossless = {"method": "memeff", "codec": "rans", "mantissa": 7, "bits": 11.0, **shared}
+    lossless = {"method": "memeff", "codec": "tier", "mantissa": 7, "bits": 11.0, **shared}
     dense = {"method": "dense", "bits": 16.0, **shared}
     emulated = {"method": "nf4", "bits": 4.5, "emulated": True, **shared}
     lossy = {**lossless, "mantissa": 3, "block": 512, "bits": 7.0}
