@@ -29,7 +29,6 @@ LAYERS = {
     "2, 3": "scale of 4-bit scores per",
     "4, 5": "weights and values in",
     "6": "values",
-    "7": "sums",
 }
 
 
@@ -109,15 +108,19 @@ def _measures(found: dict[str, float]) -> str:
 
 
 def adaptive(rows: list[Row]) -> list[str]:
-    """Return what adaptive choices recover, by share of 4b."""
-    found = latest([row for row in rows if "recovered" in row], "model", "seed", "variant")
-    body = []
-    for row in sorted(found, key=lambda row: (*_place((row["model"], row["seed"])),)):
-        way = row["variant"].removeprefix("adaptive ").split(",")[0]
+    """Return what adaptive choices recover, a column for each share of 4b that was asked for."""
+    found: dict[tuple[str, int, str], dict[str, str]] = {}
+    for row in (row for row in rows if "recovered" in row):
+        way, asked = row["variant"].removeprefix("adaptive ").split(", ")
+        share = asked.removesuffix(" of them 4b")
         undone = "-" if math.isnan(row["recovered"]) else f"{100 * row['recovered']:.0f} %"
-        name = row["model"] if not row["seed"] else f"{row['model']}, seed {row['seed']}"
-        body.append([name, way, f"{100 * row['share_of_4b']:.0f} %", quality(row), undone])
-    return lines(["model", "chosen", "share of 4b", "result", "recovered"], body)
+        found.setdefault((row["model"], row["seed"], way), {})[share] = undone
+    shares = list(dict.fromkeys(share for cells in found.values() for share in cells))
+    body = [
+        [f"{model}{f', seed {seed}' if seed else ''}", way, *(cells.get(s, "-") for s in shares)]
+        for (model, seed, way), cells in sorted(found.items(), key=lambda each: _place(each[0][:2]))
+    ]
+    return lines(["recovered, by share of 4b", "chosen", *shares], body)
 
 
 def attention(rows: list[Row]) -> list[str]:
@@ -134,9 +137,23 @@ def attention(rows: list[Row]) -> list[str]:
             found += [f"{row['model']} {row['seed']}: table of {chosen}; {row['sites']} sites", ""]
     for table in LAYERS:
         found += [f"Table {table}", "", *layer_table(rows, table)]
-    random = latest([row for row in rows if row["table"] == "7, random"], "variant")
-    body = [[row["variant"], _measures(row["average"])] for row in random]
-    return [*found, *lines(["sums", "cosine / relative L1 / RMSE"], body)]
+    return [*found, "Table 7", "", *sums(rows)]
+
+
+def sums(rows: list[Row]) -> list[str]:
+    """Return the relative L1 error of sums: on layers, average / worst, and over random numbers."""
+    found: dict[str, dict[str, str]] = {}
+    for row in (row for row in rows if row["table"] == "7"):
+        name = row["model"] + (f", seed {row['seed']}" if row["seed"] else "")
+        average, worst = (row[which]["relative_l1"] for which in ("average", "worst"))
+        found.setdefault(name, {})[row["variant"]] = f"{average:.4f} / {worst:.4f}"
+    for row in (row for row in rows if row["table"] == "7, random"):
+        way, numbers = row["variant"].split("; ")
+        error = row["average"]["relative_l1"]
+        found.setdefault(f"random, {numbers}", {})[way] = f"{error:.4f}"
+    ways = list(dict.fromkeys(way for cells in found.values() for way in cells))
+    body = [[name, *(cells.get(way, "-") for way in ways)] for name, cells in found.items()]
+    return lines(["E4M3 products of", *ways], body)
 
 
 # --- weights --------------------------------------------------------------------------------------

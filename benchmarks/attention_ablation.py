@@ -357,7 +357,7 @@ def random_sums(device: str) -> Iterator[dict[str, Any]]:
             values = torch.randn(1, 1, length, 64, device=device, generator=generator)
             values += mean * torch.randn(1, 1, 1, 64, device=device, generator=generator)
             for name, row in sums_of(weights, values).items():
-                variant = f"{name}; {length} keys, values around {mean:g} deviations"
+                variant = f"{name}; {length} keys, means of values {mean:g} deviations"
                 yield {"table": "7, random", "variant": variant, "average": row}
 
 
