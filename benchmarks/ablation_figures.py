@@ -63,7 +63,6 @@ def weights(rows: list[Row]) -> Any:
         if row["method"] == "dense":
             right.plot(row["bits"], row["ms"]["median"], "x", color="black")
             right.annotate("dense", (row["bits"], row["ms"]["median"]), **_BESIDE)
-    left.set_yscale("log")
     _tidy(left, "bits per weight of the linears", "perplexity")
     _tidy(right, "bits per weight of the linears", "ms of a forward, eager")
     right.set_ylim(bottom=0)

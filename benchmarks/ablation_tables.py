@@ -191,29 +191,22 @@ def weights(rows: list[Row]) -> list[str]:
         for kept in sorted({row["mantissa"] for row in blocks})
     ]
     shown += lines(["bits kept: perplexity, bits a weight", *map(str, sizes)], body)
-    wrong = latest([r for r in rows if r["part"] == "errors"], "weights", "mantissa", "block")
-    body = [
-        [
-            row["weights"],
-            str(row["mantissa"]),
-            str(row["block"]),
-            f"{row['formula']['relative_l2']:.4f}",
-            f"{row['memeff']['relative_l2']:.4f}" if "memeff" in row else "-",
-            f"{row['formula']['largest']:.3f}",
-            f"{row['entropy_bits']:.2f}",
-        ]
-        for row in wrong
-    ]
-    head = [
-        "weights",
-        "bits kept",
-        "block",
-        "L2, formula",
-        "L2, memeff",
-        "largest",
-        "entropy, bits",
-    ]
-    return [*shown, *lines(head, body)]
+    return [*shown, *errors(rows)]
+
+
+def errors(rows: list[Row]) -> list[str]:
+    """Return L2 errors by block, and for blocks of 512 the largest error and the entropy."""
+    found = latest([r for r in rows if r["part"] == "errors"], "weights", "mantissa", "block")
+    by_key = {(row["weights"], row["mantissa"], row["block"]): row for row in found}
+    blocks = sorted({row["block"] for row in found})
+    body = []
+    for kind, kept in dict.fromkeys((row["weights"], row["mantissa"]) for row in found):
+        mine = [by_key[kind, kept, block] for block in blocks]
+        cells = [f"{row.get('memeff', row['formula'])['relative_l2']:.4f}" for row in mine]
+        last = mine[-1]
+        cells += [f"{last['formula']['largest']:.3f}", f"{last['entropy_bits']:.2f}"]
+        body.append([f"{kind}, {kept} bits kept", *cells])
+    return lines(["L2 error by block", *map(str, blocks), "largest", "entropy, bits"], body)
 
 
 def main() -> int:
