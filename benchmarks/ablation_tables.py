@@ -25,6 +25,7 @@ MEASURES = {
     "vision transformer": "accuracy / as exact",
     "diffusion transformer": "PSNR, worst / read rightly",
 }
+BLOCKS = (32, 64, 128, 256, 512)
 LAYERS = {
     "2, 3": "scale of 4-bit scores per",
     "4, 5": "weights and values in",
@@ -167,6 +168,8 @@ def weights(rows: list[Row]) -> list[str]:
     timed = {tuple(row.get(key) for key in keys): row for row in rows if row["part"] == "times"}
     body = []
     for row in found:
+        if row.get("block", max(BLOCKS)) < max(BLOCKS):
+            continue  # these have a table of their own
         name = row["method"]
         if name == "memeff":
             name = f"`{row['codec']}`, {row['mantissa']} bits kept"

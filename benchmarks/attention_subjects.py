@@ -143,7 +143,7 @@ class Classifier(Subject):
 
     def pictures(self, model: Any, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of pictures, in the dtype of a model, and classes."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(self.glyphs.device).manual_seed(seed)
         dtype = next(model.parameters()).dtype
         for _ in range(0, count, self.batch):
             pictures, label = self.glyphs.draw(min(self.batch, count), generator)

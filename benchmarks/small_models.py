@@ -82,27 +82,26 @@ class Glyphs:
 
         Args:
             count: how many.
-            generator: of the CPU; the same state gives the same pictures.
+            generator: of the device; the same state gives the same pictures there.
         """
-        side = self.sizes.side
-        label = torch.randint(self.classes, (count,), generator=generator)
-        font = torch.randint(self.fonts, (count,), generator=generator)
-        chance = torch.rand(6, count, generator=generator)
+        side, where = self.sizes.side, {"generator": generator, "device": self.device}
+        label = torch.randint(self.classes, (count,), **where)
+        font = torch.randint(self.fonts, (count,), **where)
+        chance = torch.rand(6, count, **where)
         angle = (2 * chance[0] - 1) * TURN
         size = 0.75 + 0.55 * chance[1]
         moved = 0.25 * (2 * chance[2:4] - 1)
         cosine, sine = angle.cos() / size, angle.sin() / size
-        where = torch.stack([cosine, -sine, moved[0], sine, cosine, moved[1]], 1).view(-1, 2, 3)
-        grid = F.affine_grid(where.to(self.device), [count, 1, side, side], align_corners=False)
-        masters = self.masters[font.to(self.device), label.to(self.device)][:, None]
+        turned = torch.stack([cosine, -sine, moved[0], sine, cosine, moved[1]], 1).view(-1, 2, 3)
+        grid = F.affine_grid(turned, [count, 1, side, side], align_corners=False)
+        masters = self.masters[font, label][:, None]
         shape = F.grid_sample(masters, grid, align_corners=False)
         dark, light = (-0.2 - 0.8 * chance[4], 0.2 + 0.8 * chance[5])
-        dark, light = (each.to(self.device)[:, None, None, None] for each in (dark, light))
+        dark, light = (each[:, None, None, None] for each in (dark, light))
         picture = dark + (light - dark) * shape
         if self.sizes.noise:
-            noise = torch.randn(picture.shape, generator=generator).to(self.device)
-            picture = picture + self.sizes.noise * noise
-        return picture, label.to(self.device)
+            picture = picture + self.sizes.noise * torch.randn(picture.shape, **where)
+        return picture, label
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -242,12 +241,11 @@ def loss_of(
     """Return the loss of a batch."""
     if kind == "vit":
         return F.cross_entropy(model(pixel_values=pictures).logits.float(), label)
-    count, device = len(label), label.device
-    chance = torch.randn(count, generator=generator)
-    is_free = torch.rand(count, generator=generator) < model.sizes.left_out
-    label = torch.where(is_free.to(device), model.sizes.classes, label)
-    noise = torch.randn(pictures.shape, generator=generator).to(device)
-    time_of_each = torch.sigmoid(chance).to(device)
+    where = {"generator": generator, "device": label.device}
+    is_free = torch.rand(label.shape, **where) < model.sizes.left_out
+    label = torch.where(is_free, model.sizes.classes, label)
+    noise = torch.randn(pictures.shape, **where)
+    time_of_each = torch.sigmoid(torch.randn(label.shape, **where))
     share = time_of_each[:, None, None, None]
     found = model(pictures + share * (noise - pictures), time_of_each, label)
     return F.mse_loss(found.float(), noise - pictures)
@@ -271,7 +269,7 @@ def train(
     model = built.to(device).train()
     if backend:
         model.compile(backend=backend)
-    drawn, generator = Glyphs(glyphs, sizes, device), torch.Generator().manual_seed(seed)
+    drawn, generator = Glyphs(glyphs, sizes, device), torch.Generator(device).manual_seed(seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), weight_decay=sizes.weight_decay, fused=device == "cuda"
     )
