@@ -57,7 +57,7 @@ class Plan:
         piece: tokens that go through the cache at once.
         counted_from: the first position whose loss counts.
         sequences: of text, and of passkeys twice as many.
-        groups, recents: settings of the cache.
+        group, recents, keeps: settings of the cache.
     """
 
     cell: int = 32
@@ -71,6 +71,7 @@ class Plan:
     sequences: int = 64
     group: int = 64
     recents: tuple[int, ...] = (128, 16)
+    keeps: tuple[int, ...] = (4, 0)
 
 
 RECIPES = {
@@ -95,11 +96,12 @@ PLANS = {
         repeating=1,
         telling=1,
         questions=2,
-        piece=16,
+        piece=32,
         counted_from=64,
-        sequences=3,
+        sequences=2,
         group=32,
         recents=(16,),
+        keeps=(4,),
     ),
 }
 
@@ -247,7 +249,7 @@ def settings(plan: Plan) -> Iterator[Setting]:
     """Yield what is measured, 16 bits first."""
     yield 16, "kivi", plan.recents[0], 4
     for (recent, keep), scheme, bits in itertools.product(
-        [(recent, keep) for keep in (4, 0) for recent in plan.recents],
+        [(recent, keep) for keep in plan.keeps for recent in plan.recents],
         ("kivi", "per_head"),
         (8, 4, 3, 2),
     ):
@@ -412,7 +414,7 @@ def main() -> int:
     parser.add_argument("--size", choices=RECIPES, default="full")
     parser.add_argument("--steps", type=int, help="if not the recipe's own")
     parser.add_argument("--budget-seconds", type=float, help="start no setting after that")
-    parser.add_argument("--inner", default="inductor", help="aot_eager where no compiler is")
+    parser.add_argument("--inner", default="inductor", help="aot_eager, or none")
     parser.add_argument("--folder", type=Path, default=Path("benchmarks/data-8192"), help="of text")
     parser.add_argument("--corpus", nargs="+", help="arguments of corpus.py, for other text")
     parser.add_argument("--model", type=Path, default=Path("benchmarks/data-8192/kv_model"))

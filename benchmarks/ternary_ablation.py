@@ -74,7 +74,7 @@ class Variant:
         stages: `kinds` are those of the second stage; the first has INT8.
         heads: bits of queries, of keys and values, and how many first tokens keep 4; second stage.
         linears: "memeff": made by `ternarize_`; "spelled": written as published.
-        backend: "memeff", "inductor" or "eager".
+        backend: "memeff" or "inductor".
     """
 
     kinds: Kinds | None
@@ -123,7 +123,14 @@ RECIPES = {
         final_batches=60,
     ),
     "tiny": dataclasses.replace(
-        training.RECIPES["tiny"], steps=12, validate_every=6, train_every=3, width=64, inner=96
+        training.RECIPES["tiny"],
+        steps=8,
+        validate_every=4,
+        train_every=2,
+        validation_batches=1,
+        final_batches=1,
+        width=64,
+        inner=96,
     ),
 }
 CORPUS = ["--megabytes", "72", "--other-megabytes", "24", "--vocabulary", "8192"]
@@ -529,7 +536,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="if not the recipe's own")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: this one")
     parser.add_argument("--budget-seconds", type=float, help="no step after that")
-    parser.add_argument("--inner", default="inductor", help="aot_eager where no compiler is")
+    parser.add_argument("--inner", default="inductor", help="aot_eager, or none")
     parser.add_argument("--folder", type=Path, default=Path("benchmarks/data-8192"), help="of text")
     parser.add_argument("--corpus", nargs="+", help="arguments of corpus.py, for other text")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ternary-qat.jsonl"))
