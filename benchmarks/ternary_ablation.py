@@ -344,6 +344,7 @@ def two_stages(
         query, key_value, first = variant.heads
         use_low_bit_heads_(model, query=query, key_value=key_value, first=first)
     loop.report({"step": job.switch, "validation": round(loop.validate(), 5), "stage": 2})
+    loop.recipe = dataclasses.replace(recipe, validate_every=recipe.train_every)
     loop.run(job.switch, recipe.steps)
 
 
