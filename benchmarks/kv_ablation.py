@@ -6,11 +6,12 @@
     python benchmarks/kv_ablation.py table
 
 `train`: a Llama of 8 layers of width 512 on the text of corpus.py, sequences of 2048. Few models
-of this size and training can copy from far away, so four rows of eight teach it: two repeat a
-random piece; two hold a pass key, eight random tokens behind a phrase, which is asked for later.
+of this size and training can copy from far away, so five rows of eight teach it: three repeat a
+random piece; two hold a pass key, eight random bytes behind a phrase, which is asked for later.
 
-`measure`: held-out text goes through the cache in pieces of 64 tokens. Each piece attends to what
-the cache then says of the tokens before it, as in decoding, except that the piece itself is exact.
+`measure`: held-out text goes through the cache in pieces of 64 tokens, of 256 for pass keys. Each
+piece attends to what the cache then says of the tokens before it, as in decoding, except that the
+piece itself is exact.
 Losses count from position 512 on. A pass key is retrieved if each of its eight tokens is the
 likeliest one; it lies in the first three quarters of the sequence, among validation text.
 """
@@ -51,10 +52,11 @@ class Plan:
     Attributes:
         cell: tokens of a place where a key is told or asked for.
         key: tokens of a pass key.
+        alphabet: how many tokens keys and repeated pieces are made of: those of single bytes.
         phrase: tokens of what stands before it, at most.
         repeating, telling: rows of a batch that repeat, and that hold a key.
         questions: how often a key is asked for.
-        piece: tokens that go through the cache at once.
+        piece, asked_piece: tokens that go through the cache at once, of text and of passkeys.
         counted_from: the first position whose loss counts.
         sequences: of text, and of passkeys twice as many.
         group, recents, keeps: settings of the cache.
@@ -62,11 +64,13 @@ class Plan:
 
     cell: int = 32
     key: int = 8
+    alphabet: int = 256
     phrase: int = 8
-    repeating: int = 2
+    repeating: int = 3
     telling: int = 2
     questions: int = 8
     piece: int = 64
+    asked_piece: int = 256
     counted_from: int = 512
     sequences: int = 64
     group: int = 64
@@ -81,7 +85,7 @@ RECIPES = {
         layers=8,
         batch=8,
         length=2048,
-        steps=1500,
+        steps=4000,
         warm_up=100,
         validation_batches=8,
     ),
@@ -97,6 +101,7 @@ PLANS = {
         telling=1,
         questions=2,
         piece=32,
+        asked_piece=32,
         counted_from=64,
         sequences=2,
         group=32,
@@ -118,14 +123,15 @@ class Copying:
         self.plan, self.recipe, self.device = plan, recipe, device
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return random tokens."""
-        vocabulary = self.recipe.vocabulary
-        return torch.randint(1, vocabulary, (count,), generator=generator).to(self.device)
+        """Return random tokens of the alphabet; token 0 ends a text."""
+        highest = self.plan.alphabet
+        return torch.randint(1, highest + 1, (count,), generator=generator).to(self.device)
 
     def repeat(self, row: Tensor, generator: torch.Generator) -> None:
-        """Make a row of one random piece, again and again."""
+        """Make a row of one random piece, again and again; short and long ones equally often."""
         length = len(row)
-        period = int(torch.randint(length // 16, length // 2 + 1, (1,), generator=generator))
+        octaves = math.log2(length / 2 / 8)
+        period = int(8 * 2 ** (octaves * float(torch.rand(1, generator=generator))))
         row.copy_(self.draw(period, generator).repeat(-(-length // period))[:length])
 
     def tell(self, row: Tensor, generator: torch.Generator, questions: int) -> None:
@@ -248,10 +254,9 @@ Setting = tuple[int, str, int, int]
 def settings(plan: Plan) -> Iterator[Setting]:
     """Yield what is measured, 16 bits first."""
     yield 16, "kivi", plan.recents[0], 4
-    for (recent, keep), scheme, bits in itertools.product(
-        [(recent, keep) for keep in plan.keeps for recent in plan.recents],
-        ("kivi", "per_head"),
-        (8, 4, 3, 2),
+    schemes = ("kivi", "per_head")
+    for keep, recent, scheme, bits in itertools.product(
+        plan.keeps, plan.recents, schemes, (8, 4, 3, 2)
     ):
         yield bits, scheme, recent, keep
 
@@ -299,15 +304,18 @@ class Measured:
         }
 
     def passkeys(self, setting: Setting) -> dict[str, float]:
-        """Return the share of keys retrieved, and of their tokens."""
-        key, found = self.plan.key, []
+        """Return the share of keys retrieved, and of their tokens, and the loss of these."""
+        key = self.plan.key
+        found, lost = [], []
         for ids in self.asked.split(self.plan.sequences):
-            hidden = hidden_states(self.model, ids, self.cache(setting), self.plan.piece)
-            _, likeliest = answers(self.model, hidden[:, -key - 1 : -1], ids[:, -key:])
+            hidden = hidden_states(self.model, ids, self.cache(setting), self.plan.asked_piece)
+            losses, likeliest = answers(self.model, hidden[:, -key - 1 : -1], ids[:, -key:])
             found.append(likeliest == ids[:, -key:])
+            lost.append(losses)
         right = torch.cat(found)
         whole, single = right.all(1).float().mean(), right.float().mean()
-        return {"keys": float(whole), "tokens": float(single), "asked": len(right)}
+        loss = float(torch.cat(lost).double().mean())
+        return {"keys": float(whole), "tokens": float(single), "loss": loss, "asked": len(right)}
 
 
 SETTING = ("bits", "scheme", "recent", "keep_first")
