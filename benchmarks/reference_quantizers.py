@@ -103,8 +103,8 @@ class ReferenceLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., out_features)."""
-        x, w = input.float(), self.weight
-        x = x + (QUANTIZERS[self.kind](x) - x).detach()
+        x, w = input, self.weight
+        x = x + (QUANTIZERS[self.kind](x.float()).to(x.dtype) - x).detach()
         return F.linear(x, w + (ternary(w) - w).detach(), self.bias)
 
 

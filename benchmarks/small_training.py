@@ -85,7 +85,7 @@ class Loop:
         batch_of: returns the (batch, length) token ids of a step.
         held_out: text to validate on.
         report: called with {"step", "loss": [...], "validation"} as the run goes.
-        after_step: called after each step of the optimizer with the number of steps done.
+        after_step: called with the number of steps done after each, and after its validation.
         deadline: time.monotonic() at which to stop with `training.OutOfTime`.
     """
 
@@ -128,13 +128,13 @@ class Loop:
             if step == first:
                 losses[step].item()
                 self.first_step_s = time.perf_counter() - started
-            self.after_step(step + 1)
             if (step + 1) % recipe.validate_every == 0 or step + 1 == last:
                 curve = losses[reported : step + 1].cpu().split(recipe.train_every)
                 thin = [round(float(part.mean()), 5) for part in curve]
                 held = round(self.validate(), 5)
                 self.report({"step": step + 1, "loss": thin, "validation": held})
                 reported = step + 1
+            self.after_step(step + 1)
         self.seconds = time.perf_counter() - started
 
     def state(self) -> dict[str, Any]:
