@@ -1,7 +1,7 @@
 """One training loop for the ablations that train small models: batches in, a curve out.
 
-The recipe (model, text, optimizer, schedule, validation) is that of `training.py`; here the model may
-be changed between steps, and a run may start from another run's weights and optimizer state.
+The recipe (model, text, optimizer, schedule, validation) is that of `training.py`; here the model
+may be changed between steps, and a run may start from another run's weights and optimizer state.
 """
 
 from __future__ import annotations
