@@ -280,6 +280,8 @@ def perform(job: Job) -> str:
         report({"stopped": str(stop)})
         return f"{job.name}: {stop}"
     except Exception as problem:
+        if job.variant == FAMILY:
+            job.start.with_suffix(".failed").touch()
         text = f"{type(problem).__name__}: {problem}"[:300]
         report({"error": text})
         traceback.print_exc()
@@ -350,6 +352,8 @@ def wait_for(job: Job) -> Any:
     while not job.start.exists():
         if time.monotonic() > job.deadline:
             raise training.OutOfTime("the first stage was not there in time")
+        if job.start.with_suffix(".failed").exists():
+            raise RuntimeError(f"the first stage, {FAMILY}/{job.seed}, failed")
         time.sleep(2)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.load(job.start, map_location=device, weights_only=True)
