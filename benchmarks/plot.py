@@ -270,11 +270,20 @@ def probabilities(rows: list[Row]) -> Any:
 
 
 def ternary_training(rows: list[Row]) -> Any:
-    """Draw validation loss of ternary models over steps, a panel per figure of BitNet a4.8."""
+    """Draw validation loss of ternary models over the second half of their steps.
+
+    A panel per figure of BitNet a4.8.
+    """
     found: dict[str, list[dict[int, float]]] = {}
-    for name, lines in convergence.latest(rows).items():
+    runs = convergence.latest(rows)
+    for name, lines in runs.items():
         if lines[-1].get("done"):
-            found.setdefault(name.rsplit("/", 1)[0], []).append(_validation(lines))
+            variant, seed = name.rsplit("/", 1)
+            before = {}
+            if lines[0].get("stages"):  # it starts where the first stage of this run ended
+                first = _validation(runs.get(f"a4.8/{seed}", []))
+                before = {s: v for s, v in first.items() if s < min(_validation(lines))}
+            found.setdefault(variant, []).append({**before, **_validation(lines)})
     panels = {title: [n for n in names if n in found] for title, names in TERNARY_PANELS.items()}
     panels = {title: names for title, names in panels.items() if names}
     if not panels:
@@ -283,7 +292,7 @@ def ternary_training(rows: list[Row]) -> Any:
     for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
         for number, name in enumerate(names):
             last = max(found[name][0])
-            late = [{s: v for s, v in c.items() if s >= last / 4} for c in found[name]]
+            late = [{s: v for s, v in c.items() if s >= last / 2} for c in found[name]]
             _band(axis, late, name, f"C{number}")
         axis.set_title(title, fontsize=9)
         axis.legend(frameon=False, fontsize=7)
