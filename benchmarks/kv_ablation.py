@@ -6,8 +6,8 @@
     python benchmarks/kv_ablation.py table
 
 `train`: a Llama of 8 layers of width 512 on the text of corpus.py, sequences of 2048. Few models
-of this size and training can copy from far away, so five rows of eight teach it: three repeat a
-random piece; two hold a pass key, eight random bytes behind a phrase, which is asked for later.
+of this size and training can copy from far away, so five rows of eight teach it: three repeat
+random pieces; two hold a pass key, eight random bytes behind a phrase, which is asked for later.
 
 `measure`: held-out text goes through the cache in pieces of 64 tokens, of 256 for pass keys. Each
 piece attends to what the cache then says of the tokens before it, as in decoding, except that the
@@ -128,11 +128,15 @@ class Copying:
         return torch.randint(1, highest + 1, (count,), generator=generator).to(self.device)
 
     def repeat(self, row: Tensor, generator: torch.Generator) -> None:
-        """Make a row of one random piece, again and again; short and long ones equally often."""
-        length = len(row)
-        octaves = math.log2(length / 2 / 8)
-        period = int(8 * 2 ** (octaves * float(torch.rand(1, generator=generator))))
-        row.copy_(self.draw(period, generator).repeat(-(-length // period))[:length])
+        """Fill a row with random pieces, each two to four times; of any length equally often."""
+        length, place = len(row), 0
+        octaves = math.log2(length / 4 / 8)
+        while place < length:
+            period = int(8 * 2 ** (octaves * float(torch.rand(1, generator=generator))))
+            times = int(torch.randint(2, 5, (1,), generator=generator))
+            piece = self.draw(period, generator).repeat(times)[: length - place]
+            row[place : place + len(piece)] = piece
+            place += len(piece)
 
     def tell(self, row: Tensor, generator: torch.Generator, questions: int) -> None:
         """Write a key somewhere into a row, ask for it later, and at the very end."""

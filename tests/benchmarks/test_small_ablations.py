@@ -192,7 +192,8 @@ def test_pass_keys_stand_where_they_are_asked_for(text: Path) -> None:
     copying = kv_ablation.Copying(plan, recipe, text, "cpu")
     rows = copying.batch(torch.zeros(3, 128, dtype=torch.int64), seed=0)
     repeated, told, plain = rows
-    assert any(torch.equal(repeated[period:], repeated[:-period]) for period in range(8, 65))
+    assert any(torch.equal(repeated[p : 2 * p], repeated[:p]) for p in range(8, 33))
+    assert 0 < repeated.min() <= repeated.max() <= plan.alphabet
     pattern = told[-len(copying.phrase) - plan.key :]
     assert torch.equal(pattern[: len(copying.phrase)], copying.phrase)
     windows = told.unfold(0, len(pattern), 1)
