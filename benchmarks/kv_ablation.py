@@ -6,8 +6,9 @@
     python benchmarks/kv_ablation.py table
 
 `train`: a Llama of 8 layers of width 512 on the text of corpus.py, sequences of 2048. Few models
-of this size and training can copy from far away, so five rows of eight teach it: three repeat
-random pieces; two hold a pass key, eight random bytes behind a phrase, which is asked for later.
+of this size and training can copy from far away, so half of the rows teach it: two of eight repeat
+random pieces; two hold a pass key, eight random bytes behind a phrase, which is asked for later. In
+the first third of the steps there is no other text.
 
 `measure`: held-out text goes through the cache in pieces of 64 tokens, of 256 for pass keys. Each
 piece attends to what the cache then says of the tokens before it, as in decoding, except that the
@@ -54,7 +55,8 @@ class Plan:
         key: tokens of a pass key.
         alphabet: how many tokens keys and repeated pieces are made of: those of single bytes.
         phrase: tokens of what stands before it, at most.
-        repeating, telling: rows of a batch that repeat, and that hold a key.
+        repeating, telling: rows of a batch that repeat, and that hold a key; the others are text.
+        without_text: so many steps come first in which all other rows repeat.
         questions: how often a key is asked for.
         piece, asked_piece: tokens that go through the cache at once, of text and of passkeys.
         counted_from: the first position whose loss counts.
@@ -66,8 +68,9 @@ class Plan:
     key: int = 8
     alphabet: int = 256
     phrase: int = 8
-    repeating: int = 3
+    repeating: int = 2
     telling: int = 2
+    without_text: int = 1500
     questions: int = 8
     piece: int = 64
     asked_piece: int = 256
@@ -85,7 +88,7 @@ RECIPES = {
         layers=8,
         batch=8,
         length=2048,
-        steps=4000,
+        steps=4500,
         warm_up=100,
         validation_batches=8,
     ),
@@ -99,6 +102,7 @@ PLANS = {
         phrase=3,
         repeating=1,
         telling=1,
+        without_text=2,
         questions=2,
         piece=32,
         asked_piece=32,
@@ -123,39 +127,38 @@ class Copying:
         self.plan, self.recipe, self.device = plan, recipe, device
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return random tokens of the alphabet; token 0 ends a text."""
-        highest = self.plan.alphabet
-        return torch.randint(1, highest + 1, (count,), generator=generator).to(self.device)
+        """Return random tokens of the alphabet, on the CPU; token 0 ends a text."""
+        return torch.randint(1, self.plan.alphabet + 1, (count,), generator=generator)
 
     def repeat(self, row: Tensor, generator: torch.Generator) -> None:
         """Fill a row with random pieces, each two to four times; of any length equally often."""
-        length, place = len(row), 0
-        octaves = math.log2(length / 4 / 8)
-        while place < length:
+        octaves = math.log2(len(row) / 4 / 8)
+        pieces: list[Tensor] = []
+        while sum(map(len, pieces)) < len(row):
             period = int(8 * 2 ** (octaves * float(torch.rand(1, generator=generator))))
             times = int(torch.randint(2, 5, (1,), generator=generator))
-            piece = self.draw(period, generator).repeat(times)[: length - place]
-            row[place : place + len(piece)] = piece
-            place += len(piece)
+            pieces.append(self.draw(period, generator).repeat(times))
+        row.copy_(torch.cat(pieces)[: len(row)])
 
     def tell(self, row: Tensor, generator: torch.Generator, questions: int) -> None:
         """Write a key somewhere into a row, ask for it later, and at the very end."""
         plan, cells = self.plan, len(row) // self.plan.cell
         told = int(torch.randint(1, 3 * cells // 4, (1,), generator=generator))
         later = torch.randperm(cells - told - 2, generator=generator)[: questions - 1] + told + 1
-        text = torch.cat([self.phrase, self.draw(plan.key, generator)])
+        text = torch.cat([self.phrase, self.draw(plan.key, generator).to(self.device)])
         for cell in [told, *later.tolist()]:
             row[cell * plan.cell : cell * plan.cell + len(text)] = text
         row[-len(text) :] = text
 
-    def batch(self, ids: Tensor, seed: int) -> Tensor:
-        """Return rows of text of which the first ones teach copying."""
-        generator = torch.Generator().manual_seed(seed)
+    def batch(self, ids: Tensor, step: int) -> Tensor:
+        """Return rows of text of which the first ones, or all in the first steps, teach copying."""
+        generator = torch.Generator().manual_seed(step)
         ids, plan = ids.clone(), self.plan
-        for row in ids[: plan.repeating]:
-            self.repeat(row, generator)
-        for row in ids[plan.repeating : plan.repeating + plan.telling]:
+        for row in ids[: plan.telling]:
             self.tell(row, generator, plan.questions)
+        repeating = len(ids) if step < plan.without_text else plan.telling + plan.repeating
+        for row in ids[plan.telling : repeating]:
+            self.repeat(row, generator)
         return ids
 
 

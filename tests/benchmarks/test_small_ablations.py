@@ -190,8 +190,9 @@ def test_pass_keys_stand_where_they_are_asked_for(text: Path) -> None:
 
     recipe, plan = kv_ablation.RECIPES["tiny"], kv_ablation.PLANS["tiny"]
     copying = kv_ablation.Copying(plan, recipe, text, "cpu")
-    rows = copying.batch(torch.zeros(3, 128, dtype=torch.int64), seed=0)
-    repeated, told, plain = rows
+    zeros = torch.zeros(3, 128, dtype=torch.int64)
+    assert copying.batch(zeros, step=0)[2].all(), "no text in the first steps"
+    told, repeated, plain = copying.batch(zeros, step=plan.without_text)
     assert any(torch.equal(repeated[p : 2 * p], repeated[:p]) for p in range(8, 33))
     assert 0 < repeated.min() <= repeated.max() <= plan.alphabet
     pattern = told[-len(copying.phrase) - plan.key :]
