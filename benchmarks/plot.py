@@ -270,6 +270,59 @@ def probabilities(rows: list[Row]) -> Any:
     return figure
 
 
+def ternary_training(rows: list[Row]) -> Any:
+    """Draw validation loss of ternary models over the second half of their steps.
+
+    A panel per figure of BitNet a4.8.
+    """
+    found: dict[str, list[dict[int, float]]] = {}
+    runs = convergence.latest(rows)
+    for name, lines in runs.items():
+        if lines[-1].get("done"):
+            variant, seed = name.rsplit("/", 1)
+            before = {}
+            if lines[0].get("stages"):  # it starts where the first stage of this run ended
+                first = _validation(runs.get(f"a4.8/{seed}", []))
+                before = {s: v for s, v in first.items() if s < min(_validation(lines))}
+            found.setdefault(variant, []).append({**before, **_validation(lines)})
+    panels = {title: [n for n in names if n in found] for title, names in TERNARY_PANELS.items()}
+    panels = {title: names for title, names in panels.items() if names}
+    if not panels:
+        return None
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.8), squeeze=False)
+    for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
+        for number, name in enumerate(names):
+            last = max(found[name][0])
+            late = [{s: v for s, v in c.items() if s >= last / 2} for c in found[name]]
+            _band(axis, late, name, f"C{number}")
+        axis.set_title(title, fontsize=9)
+        axis.legend(frameon=False, fontsize=7)
+        tidy(axis, "step", "validation loss")
+    recipe = next(row for row in rows if "recipe" in row)
+    figure.suptitle(f"Ternary weights, small Llama\n{caption([recipe])}", fontsize=9)
+    return figure
+
+
+TERNARY_PANELS = {
+    "hybrid and four bits everywhere (figure 4)": ["b1.58 relu2", "hybrid", "all int4", "all fp4"],
+    "input of the down projection (figure 5)": [
+        "b1.58 relu2",
+        "down int4 relu2",
+        "down fp4 relu2",
+        "b1.58",
+        "down int4 silu",
+        "down fp4 silu",
+    ],
+    "input of attention, gate and up (figure 6)": [
+        "b1.58 relu2",
+        "inputs int4 absmean",
+        "inputs int4 absmax",
+        "inputs fp4 e2m1",
+    ],
+    "full precision and ternary": ["full precision", "full precision relu2", "b1.58", "a4.8"],
+}
+"""Title of a panel -> its runs."""
+
 _POINTS = {"textcoords": "offset points", "fontsize": 7}
 
 PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
@@ -282,6 +335,7 @@ PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
     "probabilities.jsonl": (probabilities, "probabilities"),
     "weights-ablation.jsonl": (ablation_figures.weights, "weights-ablation"),
     "attention-ablation.jsonl": (ablation_figures.attention, "attention-ablation"),
+    "ternary-qat.jsonl": (ternary_training, "ternary-qat"),
 }
 """File of rows -> what draws it, and the name of the figure."""
 

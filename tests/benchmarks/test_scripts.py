@@ -88,6 +88,9 @@ def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
     write(folder / "probabilities.jsonl", [{**ranked, **facts, **STATED}])
     write(folder / "weights-ablation.jsonl", rows_of_weights())
     write(folder / "attention-ablation.jsonl", rows_of_attention())
+    trained = [{"run": "hybrid/0", "recipe": {}, **STATED}, {"run": "hybrid/0", "done": True}]
+    trained[1:1] = [{"run": "hybrid/0", "step": s, "validation": 3.0 - s / 9} for s in (1, 2)]
+    write(folder / "ternary-qat.jsonl", trained)
     script("plot", "--results", str(tmp_path / "rows"), "--figures", str(tmp_path / "figures"))
     drawn = {path.name.removesuffix("-box.png") for path in (tmp_path / "figures").iterdir()}
     missing = {name for _, name in plot.PAINTERS.values()} - drawn

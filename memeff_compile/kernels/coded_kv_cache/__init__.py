@@ -13,6 +13,8 @@ Papers: KIVI, arXiv 2402.02750 (keys per channel, values per token); BitNet a4.8
 
 from __future__ import annotations
 
+from memeff_compile.kernels.coded_kv_cache.heads import quantized_heads as quantized_heads
+from memeff_compile.kernels.coded_kv_cache.heads import require_bits as require_bits
 from memeff_compile.kernels.coded_kv_cache.layout import BITS as BITS
 from memeff_compile.kernels.coded_kv_cache.layout import CODED as CODED
 from memeff_compile.kernels.coded_kv_cache.layout import LENGTH as LENGTH

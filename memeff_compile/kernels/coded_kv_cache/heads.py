@@ -1,0 +1,58 @@
+"""Heads of queries, keys and values in few bits, as a model that trains with them computes.
+
+One scale per token and head, codes around zero: what `KVCache(scheme="per_head")` stores. The
+gradient passes straight through. BitNet a4.8, table 3: 4-bit keys and values; 4-bit queries too; or
+4-bit queries with 3-bit keys and values, whose first token keeps 4 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels.coded_kv_cache.layout import BITS
+from memeff_compile.kernels.coded_kv_cache.reference import wide
+
+
+def require_bits(name: str, bits: int) -> int:
+    """Return a known number of bits, or raise."""
+    if bits not in BITS:
+        raise UnsupportedInputError(
+            f"{name} is {bits!r}; one of {', '.join(map(str, BITS))} is needed."
+        )
+    return bits
+
+
+def quantized_heads(x: Tensor, bits: int, *, first: int = 0, first_bits: int = 4) -> Tensor:
+    """Round each token's head to codes and back; the gradient is that of the identity.
+
+    Args:
+        x: (B, H, N, D) floating.
+        bits: of a code: 8, 4, 3 or 2.
+        first: so many tokens, counted from position 0, get `first_bits` instead.
+        first_bits: as bits.
+
+    Returns:
+        (B, H, N, D) in the dtype of x.
+
+    Example: quantized_heads(torch.tensor([[[[7.0, 1.4]]]]), 4) is [[[[7.0, 1.0]]]].
+    """
+    require_bits("bits", bits)
+    values = x.to(wide(x.dtype))
+    found = _rounded(values.detach(), bits, x.dtype)
+    if first:
+        require_bits("first_bits", first_bits)
+        others = _rounded(values[:, :, :first].detach(), first_bits, x.dtype)
+        found = torch.cat([others, found[:, :, first:]], 2)
+    if torch.is_grad_enabled() and x.requires_grad:
+        found = values + (found - values).detach()
+    return found.to(x.dtype)
+
+
+def _rounded(values: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """Return code * step, with the step as a cache of this dtype stores it."""
+    top = 2 ** (bits - 1) - 1
+    step = (values.abs().amax(-1, keepdim=True) / values.new_full((1,), top)).to(dtype)
+    step = step.masked_fill(step == 0, 1.0).to(values.dtype)
+    return (values / step + 0.5).floor().clamp(-top, top) * step

@@ -1,0 +1,126 @@
+"""use_low_bit_heads_: train, or run, a model whose attention sees queries, keys and values in few
+bits, so that it is used to a cache that stores them so (`KVCache(scheme="per_head")`).
+
+BitNet a4.8, table 3. Needs transformers, which is imported when the verb is called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from memeff_compile.errors import OptionError, UnsupportedInputError
+from memeff_compile.kernels.coded_kv_cache import quantized_heads, require_bits
+
+_FULL = 16
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """An attention function of transformers over quantised heads.
+
+    Attributes:
+        inner: the function that attends.
+        query, key_value: bits; 16: as they are.
+        first, first_bits: so many keys and values from position 0, and their bits.
+    """
+
+    inner: Any
+    query: int
+    key_value: int
+    first: int
+    first_bits: int
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> Any:  # noqa: ANN401 - what the attention of transformers returns
+        if self.query != _FULL:
+            query = quantized_heads(query, self.query)
+        if self.key_value != _FULL:
+            key, value = (
+                quantized_heads(x, self.key_value, first=self.first, first_bits=self.first_bits)
+                for x in (key, value)
+            )
+        return self.inner(module, query, key, value, *args, **kwargs)
+
+
+class _Use:
+    """What `use_low_bit_heads_` returns: call it, or leave its ``with`` block, to undo."""
+
+    def __init__(self, model: Any, before: str) -> None:  # noqa: ANN401 - a transformers model
+        self.model, self.before = model, before
+
+    def __call__(self) -> None:
+        """Give the model its former attention back."""
+        self.model.set_attn_implementation(self.before)
+
+    def __enter__(self) -> _Use:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self()
+
+
+def use_low_bit_heads_(
+    model: Any,  # noqa: ANN401 - a transformers model
+    *,
+    query: int = 16,
+    key_value: int = 4,
+    first: int = 0,
+    first_bits: int = 4,
+) -> _Use:
+    """Let a model's attention see its heads in few bits; gradients pass straight through.
+
+    Queries, keys and values are rounded after their rotary embedding, one scale per token and head.
+    The paper's settings are ``key_value=4``; ``query=4, key_value=4``; and
+    ``query=4, key_value=3, first=1``.
+
+    Args:
+        model: of transformers, with an attention function chosen by name: any but "eager".
+        query: bits of queries: 16 (as they are), 8, 4, 3 or 2.
+        key_value: of keys and values.
+        first: so many tokens keep `first_bits`: those at position 0 and on, so pad on the right.
+        first_bits: their bits.
+
+    Returns:
+        Undo: call it, or use it as a context manager.
+
+    Raises:
+        OptionError: The model's attention cannot be wrapped.
+        UnsupportedInputError: A number of bits is not known.
+
+    Example:
+        >>> undo = use_low_bit_heads_(model, query=4, key_value=3, first=1)  # doctest: +SKIP
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name, bits in (("query", query), ("key_value", key_value), ("first_bits", first_bits)):
+        if bits != _FULL or name == "first_bits":
+            require_bits(name, bits)
+    if not isinstance(first, int) or first < 0:
+        raise UnsupportedInputError(f"first is {first!r}; a number of tokens is needed.")
+    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if before is None or before not in ALL_ATTENTION_FUNCTIONS:
+        raise OptionError(
+            f"The model's attention is {before!r}, which is not one that transformers finds by "
+            "name. Choose one first: model.set_attn_implementation('sdpa')."
+        )
+    inner = ALL_ATTENTION_FUNCTIONS[before]
+    if isinstance(inner, _Heads):
+        raise OptionError("The model's heads are in few bits already. Undo that first.")
+    name = f"memeff_{before}_q{query}_kv{key_value}_first{first}at{first_bits}"
+    heads = _Heads(inner, query, key_value, first, first_bits)
+    AttentionInterface.register(name, heads)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
+    model.set_attn_implementation(name)
+    return _Use(model, before)
