@@ -249,11 +249,15 @@ def test_what_cannot_be_served_is_said_in_a_sentence(case: str) -> None:
 
 def test_what_a_gpu_should_not_be_given_is_named() -> None:
     pool = allocate(Layout(128, 4), 1, 2, 300, torch.bfloat16)
-    queries = [torch.ones(1, heads, 1, 128).bfloat16() for heads in (32, 34)]
+    queries = [torch.ones(1, heads, 1, 128).bfloat16() for heads in (16, 18)]
     assert not any(unproven(q, pool, 4) for q in queries)
     with planned_for(torch.device("cuda", 0)):
         assert unproven(queries[0], pool, 4) is None
-        assert "17 query heads share" in str(unproven(queries[1], pool, 4))
+        assert "9 query heads share" in str(unproven(queries[1], pool, 4))
+        for depth in (32, 256):
+            other = allocate(Layout(depth, 4), 1, 2, 300, torch.bfloat16)
+            q = torch.ones(1, 4, 1, depth).bfloat16()
+            assert f"head dimension is {depth}" in str(unproven(q, other, 4))
         double = allocate(Layout(128, 4), 1, 2, 300, torch.float64)
         assert "do not serve float64" in str(unproven(queries[0].double(), double, 4))
 

@@ -211,10 +211,14 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
             f"the kernels do not serve {_short(q.dtype)} in groups of {_group(pool, bits)} here, "
             "and without them the number of tokens would have to be read from the GPU"
         )
-    kv_heads = pool[4].shape[1]
-    if q.shape[1] > 16 * kv_heads:
+    kv_heads, depth = pool[4].shape[1], pool[4].shape[3]
+    if depth not in (64, 128):
         return (
-            f"{q.shape[1] // kv_heads} query heads share a key-value head; up to 16 have been "
+            f"the head dimension is {depth}; 64 and 128 have been compared with float64 on a GPU."
+        )
+    if q.shape[1] > 8 * kv_heads:
+        return (
+            f"{q.shape[1] // kv_heads} query heads share a key-value head; up to 8 have been "
             "compared with float64 on a GPU."
         )
     return None
