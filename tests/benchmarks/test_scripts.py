@@ -136,13 +136,31 @@ def test_attention_over_codes_is_compared_and_appends_are_timed(tmp_path: Path) 
     import rows
 
     out = tmp_path / "coded-kv.jsonl"
-    for part in ("attention", "append"):
-        script("coded_kv", "--size", "tiny", "--part", part, "--repeats", "2", "--out", str(out))
+    parts = ("attention", "append", "size")
+    script("coded_kv", "--size", "tiny", "--part", *parts, "--repeats", "2", "--out", str(out))
     found = rows.read(out)
     mine = [row for row in found if row.get("method", "").endswith(" bits")]
     assert [(row["bits"], row["batch"]) for row in mine] == [(4, 2), (3, 1)]
     assert all(row["us"]["median"] > 0 and row["error"] < 1e-5 for row in mine)
     assert [row["what"] for row in found if "what" in row] == ["idle", "due"] * 2
+    sizes = [row for row in found if row["kind"] == "coded kv bytes"]
+    assert [row["bits"] for row in sizes] == [16, 8, 4, 3, 2]
+    assert all(row["bytes_per_token"] == row["formula"] for row in sizes)
+
+
+@pytest.mark.slow
+def test_steps_with_a_coded_cache_are_timed_and_the_longest_one_found(tmp_path: Path) -> None:
+    import rows
+
+    out = tmp_path / "coded-kv.jsonl"
+    parts = ("step", "longest", "batch")
+    given = ["--repeats", "2", "--budget", "600", "--out", str(out)]
+    script("coded_kv", "--size", "tiny", "--part", *parts, *given)
+    found = rows.read(out)
+    assert all(row["rewritten"] == 1 for row in found if row.get("bits") == 4)
+    lengths = {row["bits"]: row["tokens"] for row in found if row["kind"] == "coded kv longest"}
+    assert lengths[4] > 2 * lengths[16]
+    assert len([row for row in found if row["kind"] == "coded kv batch"]) == 2 * 2 * 4
 
 
 def test_ternary_linears_are_compared_with_dense_ones(tmp_path: Path) -> None:

@@ -46,7 +46,9 @@ def shapes_for(depth: int, bits: int, rows: int = MIN_ROWS) -> Shapes:
         return Shapes(4, 2, 1, 2)
     if bits == 8:
         return Shapes(2, 3, 1, 4)
-    return Shapes(2, 3, 2, 4 if bits > 3 else 6)
+    if bits == 3:
+        return Shapes(2, 3, 1, 6)
+    return Shapes(2, 3, 2, 4 if bits == 4 else 6)
 
 
 def rows_for(repeat: int) -> int:

@@ -24,52 +24,52 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Four bytes to four bf16 numbers: shift, keep the bits of the code, put 0x43 above each byte.
-_TAKE_4_0 = tl.constexpr(
-    "{ .reg .b32 t; and.b32 t, $2, 0x0F0F0F0F; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_4_4 = tl.constexpr(
-    "{ .reg .b32 t; shr.b32 t, $2, 4; and.b32 t, t, 0x0F0F0F0F; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_2_0 = tl.constexpr(
-    "{ .reg .b32 t; and.b32 t, $2, 0x03030303; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_2_2 = tl.constexpr(
-    "{ .reg .b32 t; shr.b32 t, $2, 2; and.b32 t, t, 0x03030303; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_2_4 = tl.constexpr(
-    "{ .reg .b32 t; shr.b32 t, $2, 4; and.b32 t, t, 0x03030303; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_2_6 = tl.constexpr(
-    "{ .reg .b32 t; shr.b32 t, $2, 6; and.b32 t, t, 0x03030303; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-# Codes of 3 bits: two low bits from one byte, the high bit from another.
-_TAKE_3_0 = tl.constexpr(
-    "{ .reg .b32 t, u; and.b32 t, $2, 0x03030303; and.b32 u, $3, 0x01010101; "
-    "shl.b32 u, u, 2; or.b32 t, t, u; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_3_2 = tl.constexpr(
-    "{ .reg .b32 t, u; shr.b32 t, $2, 2; and.b32 t, t, 0x03030303; and.b32 u, $3, 0x04040404; "
-    "or.b32 t, t, u; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_3_4 = tl.constexpr(
-    "{ .reg .b32 t, u; shr.b32 t, $2, 4; and.b32 t, t, 0x03030303; shr.b32 u, $3, 2; "
-    "and.b32 u, u, 0x04040404; or.b32 t, t, u; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_3_6 = tl.constexpr(
-    "{ .reg .b32 t, u; shr.b32 t, $2, 6; and.b32 t, t, 0x03030303; shr.b32 u, $3, 4; "
-    "and.b32 u, u, 0x04040404; or.b32 t, t, u; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
+# Codes are loaded as numbers of 16 bits, two bytes each, and two of these become two bf16 numbers
+# in as few as one instruction: the bits of one code of each stay where they are, and the exponent
+# of 128 is put above them. A code that lies n bits up from the last counts 2 ** n times.
+_KEEP = "0x{0:04x}{0:04x}"
+
+
+def _moved(name: str, source: int, right: int) -> str:
+    """Return the instruction that puts an operand, so many bits to the right, into a register."""
+    return f"{'shr' if right >= 0 else 'shl'}.b32 {name}, ${source}, {abs(right)}; "
+
+
+def _take_two(right: int, mask: int) -> tl.constexpr:
+    """Return code that makes numbers of the codes at a place in two times 16 bits."""
+    keep = _KEEP.format(mask)
+    return tl.constexpr(
+        "{ .reg .b32 t; " + _moved("t", 1, right) + f"lop3.b32 $0, t, {keep}, 0x43004300, 0xEA; }}"
+    )
+
+
+def _take_two_high(right: int, mask: int, high_right: int, high_mask: int) -> tl.constexpr:
+    """Return code as `_take_two`, with a bit from a second operand."""
+    keep, more = _KEEP.format(mask), _KEEP.format(high_mask)
+    return tl.constexpr(
+        "{ .reg .b32 t, u; "
+        + _moved("t", 1, right)
+        + _moved("u", 2, high_right)
+        + f"lop3.b32 t, t, {keep}, 0x43004300, 0xEA; lop3.b32 $0, u, {more}, t, 0xEA; }}"
+    )
+
+
+# Keys take codes where they lie; of values all count 16 times, so that 128 is less against them.
+# Names end in bits, part and byte.
+_K_4_0_0, _K_4_0_1 = _take_two(0, 0x0F), _take_two(8, 0x0F)
+_K_4_1_0, _K_4_1_1 = _take_two(4, 0x0F), _take_two(12, 0x0F)
+_K_2_0_0, _K_2_0_1 = _take_two(0, 0x03), _take_two(8, 0x03)
+_K_2_1_0, _K_2_1_1 = _take_two(0, 0x0C), _take_two(8, 0x0C)
+_K_2_2_0, _K_2_2_1 = _take_two(0, 0x30), _take_two(8, 0x30)
+_K_2_3_0, _K_2_3_1 = _take_two(2, 0x30), _take_two(10, 0x30)
+_V_2_0_0, _V_2_0_1 = _take_two(-4, 0x30), _take_two(4, 0x30)
+_V_2_1_0, _V_2_1_1 = _take_two(-2, 0x30), _take_two(6, 0x30)
+_K_3_0_0, _K_3_0_1 = _take_two_high(0, 0x03, -2, 0x04), _take_two_high(8, 0x03, 6, 0x04)
+_K_3_1_0, _K_3_1_1 = _take_two_high(0, 0x0C, -2, 0x10), _take_two_high(8, 0x0C, 6, 0x10)
+_K_3_2_0, _K_3_2_1 = _take_two_high(0, 0x30, -2, 0x40), _take_two_high(8, 0x30, 6, 0x40)
+_K_3_3_0, _K_3_3_1 = _take_two_high(2, 0x30, 0, 0x40), _take_two_high(10, 0x30, 8, 0x40)
+_V_3_0_0, _V_3_0_1 = _take_two_high(-4, 0x30, -6, 0x40), _take_two_high(4, 0x30, 2, 0x40)
+_V_3_1_0, _V_3_1_1 = _take_two_high(-2, 0x30, -4, 0x40), _take_two_high(6, 0x30, 4, 0x40)
 
 # A byte is two halves: (128 + high) * 16 - 2304 + (128 + low) = code - 128, exact throughout.
 _TAKE_8 = tl.constexpr(
@@ -81,16 +81,6 @@ _TAKE_8 = tl.constexpr(
     "fma.rn.bf16x2 c, c, many, less; fma.rn.bf16x2 d, d, many, less; "
     "fma.rn.bf16x2 $0, a, one, c; fma.rn.bf16x2 $1, b, one, d; }"
 )
-# Two bf16 numbers at a time: x * 1 - 136, 132 or 130, exact.
-_LESS_136 = tl.constexpr(
-    "{ .reg .b32 a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC308C308; fma.rn.bf16x2 $0, $1, a, b; }"
-)
-_LESS_132 = tl.constexpr(
-    "{ .reg .b32 a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC304C304; fma.rn.bf16x2 $0, $1, a, b; }"
-)
-_LESS_130 = tl.constexpr(
-    "{ .reg .b32 a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC302C302; fma.rn.bf16x2 $0, $1, a, b; }"
-)
 
 
 @triton.jit
@@ -99,59 +89,112 @@ def _take(raw, ASM: tl.constexpr):
 
 
 @triton.jit
-def _take_two(raw, high, ASM: tl.constexpr):
+def _two(raw, ASM: tl.constexpr):
+    return tl.inline_asm_elementwise(ASM, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _two_high(raw, high, ASM: tl.constexpr):
     return tl.inline_asm_elementwise(
-        ASM, "=r,=r,r,r", [raw, high], dtype=tl.bfloat16, is_pure=True, pack=4
+        ASM, "=r,r,r", [raw, high], dtype=tl.bfloat16, is_pure=True, pack=2
     )
 
 
 @triton.jit
-def _numbers(
-    raw, high, PART: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr, kind: tl.constexpr
-):
-    """Return the codes of a part as numbers of a type; with PACKED bf16 and 128 more, 128 less of
-    codes of 8 bits.
-    """
-    if PACKED:
-        if BITS == 8:
-            numbers = _take(raw, _TAKE_8)
-        elif BITS == 4:
-            numbers = _take(raw, _TAKE_4_0 if PART == 0 else _TAKE_4_4)
-        elif BITS == 2:
-            if PART < 2:
-                numbers = _take(raw, _TAKE_2_0 if PART == 0 else _TAKE_2_2)
-            else:
-                numbers = _take(raw, _TAKE_2_4 if PART == 2 else _TAKE_2_6)
-        elif PART < 2:
-            numbers = _take_two(raw, high, _TAKE_3_0 if PART == 0 else _TAKE_3_2)
-        else:
-            numbers = _take_two(raw, high, _TAKE_3_4 if PART == 2 else _TAKE_3_6)
-    elif BITS == 8:
-        numbers = raw.to(kind)
-    elif BITS == 3:
-        low = (raw >> (2 * PART)) & 3
-        numbers = (low | (((high >> (2 * PART)) & 1) << 2)).to(kind)
+def _code_of(raw, high, PLACE: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr):
+    """Return codes at a place of 16 bits as numbers of a type."""
+    if BITS == 3:
+        code = ((raw >> PLACE) & 3) | (((high >> PLACE) & 1) << 2)
     else:
-        numbers = ((raw >> (BITS * PART)) & ((1 << BITS) - 1)).to(kind)
-    return numbers
+        code = (raw >> PLACE) & ((1 << BITS) - 1)
+    return code.to(kind)
 
 
 @triton.jit
-def _centred(numbers, BITS: tl.constexpr):
-    """Return codes less the middle one: sums over many tokens stay small and so exact."""
-    if BITS == 4:
-        numbers = tl.inline_asm_elementwise(
-            _LESS_136, "=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    elif BITS == 3:
-        numbers = tl.inline_asm_elementwise(
-            _LESS_132, "=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
+def _numbers(
+    raw,
+    high,
+    PART: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+    PACKED: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """Return (ROWS, COLUMNS): codes of a part as numbers, first of even bytes, then of odd ones.
+
+    With PACKED 128 is added, and codes count as often as `_take_two` says.
+    """
+    if not PACKED:
+        even = _code_of(raw, high, PART * (2 if BITS == 3 else BITS), BITS, kind)
+        odd = _code_of(raw, high, PART * (2 if BITS == 3 else BITS) + 8, BITS, kind)
+    elif BITS == 4:
+        even = _two(raw, _K_4_0_0 if PART == 0 else _K_4_1_0)
+        odd = _two(raw, _K_4_0_1 if PART == 0 else _K_4_1_1)
+    elif BITS == 2:
+        if PART == 0:
+            even = _two(raw, _V_2_0_0 if IS_VALUE else _K_2_0_0)
+            odd = _two(raw, _V_2_0_1 if IS_VALUE else _K_2_0_1)
+        elif PART == 1:
+            even = _two(raw, _V_2_1_0 if IS_VALUE else _K_2_1_0)
+            odd = _two(raw, _V_2_1_1 if IS_VALUE else _K_2_1_1)
+        else:
+            even = _two(raw, _K_2_2_0 if PART == 2 else _K_2_3_0)
+            odd = _two(raw, _K_2_2_1 if PART == 2 else _K_2_3_1)
+    elif PART == 0:
+        even = _two_high(raw, high, _V_3_0_0 if IS_VALUE else _K_3_0_0)
+        odd = _two_high(raw, high, _V_3_0_1 if IS_VALUE else _K_3_0_1)
+    elif PART == 1:
+        even = _two_high(raw, high, _V_3_1_0 if IS_VALUE else _K_3_1_0)
+        odd = _two_high(raw, high, _V_3_1_1 if IS_VALUE else _K_3_1_1)
     else:
-        numbers = tl.inline_asm_elementwise(
-            _LESS_130, "=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=2
+        even = _two_high(raw, high, _K_3_2_0 if PART == 2 else _K_3_3_0)
+        odd = _two_high(raw, high, _K_3_2_1 if PART == 2 else _K_3_3_1)
+    return tl.permute(tl.join(even, odd), (0, 2, 1)).reshape((ROWS, COLUMNS))
+
+
+@triton.jit
+def _all_numbers(
+    raw,
+    high,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PACKED: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """Return (ROWS, COLUMNS): the codes of all parts of keys, part after part."""
+    PARTS: tl.constexpr = 8 // BITS if BITS != 3 else 4
+    WIDTH: tl.constexpr = COLUMNS // PARTS
+    first = _numbers(raw, high, 0, BITS, ROWS, WIDTH, False, PACKED, kind)
+    second = _numbers(raw, high, 1, BITS, ROWS, WIDTH, False, PACKED, kind)
+    if PARTS == 2:
+        both = tl.join(first, second)  # (ROWS, WIDTH, 2)
+        found = tl.permute(both, (0, 2, 1)).reshape((ROWS, COLUMNS))
+    else:
+        third = _numbers(raw, high, 2, BITS, ROWS, WIDTH, False, PACKED, kind)
+        fourth = _numbers(raw, high, 3, BITS, ROWS, WIDTH, False, PACKED, kind)
+        four = tl.join(tl.join(first, third), tl.join(second, fourth))  # (ROWS, WIDTH, 2, 2)
+        found = tl.permute(four, (0, 2, 3, 1)).reshape((ROWS, COLUMNS))
+    return found
+
+
+@triton.jit
+def _as_codes_come(x, DEPTH: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Put the channels of x into the order of `_all_numbers`: a part's even ones, then its odd."""
+    parts = x.reshape((DEPTH // WIDTH, WIDTH // 2, 2, COLUMNS))
+    return tl.permute(parts, (0, 2, 1, 3)).reshape((DEPTH, COLUMNS))
+
+
+@triton.jit
+def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
+    """Return x in a type; with PACKED bf16, two numbers at a time."""
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
         )
-    return numbers
+    return x.to(kind)
 
 
 @triton.jit
@@ -271,8 +314,8 @@ def _coded_kv_cache_attention_kernel(
     BLOCK: tl.constexpr = GROUP * DEPTH * BITS // 8
     HIGH: tl.constexpr = DEPTH // 8  # bytes of a row of the plane of high bits
     OFFSET: tl.constexpr = (-128.0 if BITS == 8 else 128.0) if PACKED else 0.0
-    MIDDLE: tl.constexpr = 1.0 * (1 << (BITS - 1))
     TOP: tl.constexpr = 1 << (BITS - 1)
+    V_GAIN: tl.constexpr = 16.0 if PACKED and BITS < 4 else 1.0
     kind: tl.constexpr = q_ptr.dtype.element_ty
     pair = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -287,39 +330,51 @@ def _coded_kv_cache_attention_kernel(
     rows = tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)
     width = tl.arange(0, WIDTH)
-    tokens = tl.arange(0, GROUP)
+    tokens = tl.arange(0, GROUP)  # in the order in which their codes come, as channels of keys
+    if BITS != 8:
+        tokens = tokens % (GROUP // 2) * 2 + tokens // (GROUP // 2)
     is_row = rows < REPEAT
     q_offs = (kv_head * REPEAT + rows) * stride_q_head + batch * stride_q_batch
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     sums = tl.zeros((GROUP, ROWS), dtype=tl.float32)
-    queries = ()
     accs = ()
     zeros = ()
-    for part in tl.static_range(PARTS):
-        queries = queries + (  # noqa: RUF005
-            tl.load(
-                q_ptr + q_offs[None, :] + (part * WIDTH + width)[:, None] * stride_q_depth,
-                mask=is_row[None, :],
-                other=0.0,
-            ).to(tl.float32)
-            * scale,
-        )
+    # A key's code of a part counts as often as `_take_two` says; its query is that much smaller.
+    gains = tl.full((DEPTH,), 1.0, dtype=tl.float32)
+    if PACKED and BITS < 4:
+        gains = tl.where(depth < WIDTH, 1.0, tl.where(depth < 2 * WIDTH, 4.0, 16.0))
+    whole_query = tl.load(
+        q_ptr + q_offs[None, :] + depth[:, None] * stride_q_depth, mask=is_row[None, :], other=0.0
+    ).to(tl.float32)
+    query = whole_query / gains[:, None]
+    for _ in tl.static_range(PARTS):
         accs = accs + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
     for _ in tl.static_range(DEPTH // CHANNELS):
         zeros = zeros + (tl.zeros((GROUP, ROWS), dtype=tl.float32),)  # noqa: RUF005
 
     # Offsets of bytes within a block: keys token by token, values channel by channel.
-    if BITS == 3:
-        k_bytes = tokens[:, None] * (DEPTH // 4) + width[None, :]
-        v_bytes = width[:, None] * GROUP + tokens[None, :]
-        k_high = GROUP * (DEPTH // 4) + tokens[:, None] * HIGH + (width % HIGH)[None, :]
-        v_high = GROUP * (DEPTH // 4) + (width % HIGH)[:, None] * GROUP + tokens[None, :]
-        nudge = (width // HIGH).to(tl.uint8)
+    if BITS == 8:
+        k_place = tokens[:, None] * DEPTH + depth[None, :]
+        v_place = width[:, None] * GROUP + tokens[None, :]
+        k_base = k_codes_ptr
+        v_base = v_codes_ptr
     else:
-        k_bytes = tokens[:, None] * (DEPTH * BITS // 8) + width[None, :]
-        v_bytes = width[:, None] * GROUP + tokens[None, :]
-    k_base = k_codes_ptr + pair * groups * BLOCK
-    v_base = v_codes_ptr + pair * groups * BLOCK
+        k_half = tl.arange(0, WIDTH // 2)
+        v_half = tl.arange(0, GROUP // 2)
+        k_place = tokens[:, None] * (WIDTH // 2) + k_half[None, :]
+        v_place = width[:, None] * (GROUP // 2) + v_half[None, :]
+        k_base = k_codes_ptr.to(tl.pointer_type(tl.uint16))
+        v_base = v_codes_ptr.to(tl.pointer_type(tl.uint16))
+        if BITS == 3:
+            # A high bit's byte serves two channels, HIGH apart, the second a bit up.
+            BEHIND: tl.constexpr = GROUP * WIDTH // 2
+            k_high = BEHIND + tokens[:, None] * (HIGH // 2) + (k_half % (HIGH // 2))[None, :]
+            v_high = BEHIND + (width % HIGH)[:, None] * (GROUP // 2) + v_half[None, :]
+            k_nudge = (k_half // (HIGH // 2)).to(tl.uint16)
+            v_nudge = (width // HIGH).to(tl.uint16)
+    PLACES: tl.constexpr = BLOCK if BITS == 8 else BLOCK // 2
+    k_base += pair * groups * PLACES
+    v_base += pair * groups * PLACES
     K_SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * DEPTH
     V_SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * GROUP * (DEPTH // CHANNELS)
     ks_base = k_scales_ptr + pair * groups * K_SCALES
@@ -332,25 +387,31 @@ def _coded_kv_cache_attention_kernel(
         for at in tl.static_range(AT_ONCE):
             tile = turn * AT_ONCE + at
             block = wide_zero + tl.minimum(tile, tiles - 1)
-            k_raw = tl.load(k_base + block * BLOCK + k_bytes)
+            k_raw = tl.load(k_base + block * PLACES + k_place)
             k_more = k_raw
             if BITS == 3:
-                k_more = tl.load(k_base + block * BLOCK + k_high) >> nudge[None, :]
+                k_more = tl.load(k_base + block * PLACES + k_high) >> k_nudge[None, :]
             score = tl.zeros((GROUP, ROWS), dtype=tl.float32)
-            bias = tl.zeros((WIDTH, ROWS), dtype=tl.float32)
-            for part in tl.static_range(PARTS):
-                if BITS == 8 and part > 0:
-                    k_raw = tl.load(k_base + block * BLOCK + k_bytes + part * WIDTH)
-                if IS_PER_HEAD:
-                    scaled = queries[part].to(kind)  # type: ignore[var-annotated]
-                    bias -= (OFFSET + TOP) * scaled.to(tl.float32)
-                else:
-                    step, zero = _pair_of(ks_base + block * K_SCALES, part * WIDTH + width)
-                    scaled = (queries[part] * step[:, None]).to(kind)
-                    bias += queries[part] * zero[:, None] - OFFSET * scaled.to(tl.float32)
-                numbers = _numbers(k_raw, k_more, part, BITS, PACKED, kind)
-                score = _dot(numbers, scaled, score, UPCAST)
-            score += tl.sum(bias, axis=0)[None, :]
+            if IS_PER_HEAD:
+                scaled = _narrow(query, PACKED, kind)
+                bias = -(OFFSET / gains[:, None] + TOP) * (scaled.to(tl.float32) * gains[:, None])
+            else:
+                step, zero = _pair_of(ks_base + block * K_SCALES, depth)
+                scaled = _narrow(query * step[:, None], PACKED, kind)
+                bias = whole_query * zero[:, None] - OFFSET * scaled.to(tl.float32)
+            if BITS != 8:
+                scaled = _as_codes_come(scaled, DEPTH, WIDTH, ROWS)
+            if BITS == 8:
+                numbers = _take(k_raw, _TAKE_8) if PACKED else k_raw.to(kind)
+            else:
+                numbers = _all_numbers(k_raw, k_more, BITS, GROUP, DEPTH, PACKED, kind)
+            score = _dot(numbers, scaled, score, UPCAST)
+            # By fma, not a sum: Triton would let the product wait for what zeros add.
+            score = tl.fma(
+                score,
+                tl.full((GROUP, ROWS), 1.0, tl.float32) * scale,
+                tl.broadcast_to((tl.sum(bias, axis=0) * scale)[None, :], (GROUP, ROWS)),
+            )
             if IS_PER_HEAD:
                 score *= tl.load(ks_base + block * K_SCALES + tokens).to(tl.float32)[:, None]
             position = tile * GROUP + tokens
@@ -378,21 +439,20 @@ def _coded_kv_cache_attention_kernel(
         shrink = tl.exp2(largest - base)
         largest = higher
         sums = sums * shrink[None, :]
-        new_accs = ()
+        fresh = ()  # of this turn alone: the 128 must not add up over many
         new_zeros = ()
-        for part in tl.static_range(PARTS):
-            new_accs = new_accs + (accs[part] * shrink[None, :],)  # noqa: RUF005
+        for _ in tl.static_range(PARTS):
+            fresh = fresh + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
         for share in tl.static_range(DEPTH // CHANNELS):
             new_zeros = new_zeros + (zeros[share] * shrink[None, :],)  # noqa: RUF005
-        accs = new_accs
         zeros = new_zeros
         for at in tl.static_range(AT_ONCE):
             tile = turn * AT_ONCE + at
             block = wide_zero + tl.minimum(tile, tiles - 1)
-            v_raw = tl.load(v_base + block * BLOCK + v_bytes)
+            v_raw = tl.load(v_base + block * PLACES + v_place)
             v_more = v_raw
             if BITS == 3:
-                v_more = tl.load(v_base + block * BLOCK + v_high) >> nudge[:, None]
+                v_more = tl.load(v_base + block * PLACES + v_high) >> v_nudge[:, None]
             weight = tl.exp2(scores[at] - base[None, :])
             sums += weight
             if HAS_NORMS:
@@ -403,36 +463,44 @@ def _coded_kv_cache_attention_kernel(
                     other=0.0,
                 )
                 weight *= v_norm.to(tl.float32)[:, None]
-            new_accs = ()
+            new_fresh = ()
             new_zeros = ()
             for part in tl.static_range(PARTS):
                 if BITS == 8 and part > 0:
-                    v_raw = tl.load(v_base + block * BLOCK + v_bytes + part * WIDTH * GROUP)
+                    v_raw = tl.load(v_base + block * PLACES + v_place + part * WIDTH * GROUP)
                 if part * WIDTH % CHANNELS == 0:
                     share = part * WIDTH // CHANNELS
                     if IS_PER_HEAD:
                         step = tl.load(vs_base + block * V_SCALES + tokens).to(tl.float32)
-                        scaled = (weight * step[:, None]).to(kind)
+                        scaled = _narrow(weight * step[:, None], PACKED, kind)
                         taken = -TOP * scaled.to(tl.float32)
                     else:
                         step, zero = _pair_of(vs_base + block * V_SCALES, share * GROUP + tokens)
-                        scaled = (weight * step[:, None]).to(kind)
+                        scaled = _narrow(weight * step[:, None], PACKED, kind)
                         taken = weight * zero[:, None]
                     if PACKED:
-                        taken += MIDDLE * scaled.to(tl.float32)
+                        taken -= OFFSET / V_GAIN * scaled.to(tl.float32)
                     new_zeros = new_zeros + (zeros[part * WIDTH // CHANNELS] + taken,)  # noqa: RUF005
-                numbers = _numbers(v_raw, v_more, part, BITS, PACKED, kind)
-                if PACKED and BITS != 8:
-                    numbers = _centred(numbers, BITS)
-                new_accs = new_accs + (_dot(numbers, scaled, accs[part], UPCAST),)  # noqa: RUF005
-            accs = new_accs
+                if BITS == 8:
+                    numbers = _take(v_raw, _TAKE_8) if PACKED else v_raw.to(kind)
+                else:
+                    numbers = _numbers(v_raw, v_more, part, BITS, WIDTH, GROUP, True, PACKED, kind)
+                new_fresh = new_fresh + (_dot(numbers, scaled, fresh[part], UPCAST),)  # noqa: RUF005
+            fresh = new_fresh
             zeros = new_zeros
+        new_accs = ()
+        for part in tl.static_range(PARTS):
+            # By fma, not a sum: Triton would start the product at what is summed.
+            new_accs = new_accs + (  # noqa: RUF005
+                tl.fma(accs[part], tl.broadcast_to(shrink[None, :], (WIDTH, ROWS)), fresh[part]),
+            )
+        accs = new_accs
 
     total = tl.sum(sums, axis=0)
     whole = ()
     for part in tl.static_range(PARTS):
         whole = whole + (  # noqa: RUF005
-            accs[part] + tl.sum(zeros[part * WIDTH // CHANNELS], axis=0)[None, :],
+            accs[part] * (1.0 / V_GAIN) + tl.sum(zeros[part * WIDTH // CHANNELS], axis=0)[None, :],
         )
     accs = whole
     whole_q = tl.load(
