@@ -419,3 +419,22 @@ def test_training_is_refused(model: Any) -> None:
     cache = KVCache(model.config, LENGTH, 4, merge=ALL_KEPT)
     with pytest.raises(UnsupportedInputError, match="require gradients"):
         model(input_ids=prompt(), past_key_values=cache)
+
+
+@pytest.mark.slow
+def test_a_compiled_prompt_fills_the_cache_as_an_eager_one(model: Any) -> None:
+    """The lower layer's keys wait inside the graph, and nothing waits behind it."""
+    compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
+    caches = [KVCache(model.config, LENGTH, 4, merge=LOSSY, **SHORT) for _ in range(2)]
+    ids = prompt(tokens=66)
+    expected = logits(model, model, caches[0], ids, 60)
+    with torch.no_grad():
+        compiled(input_ids=ids[:, :60], past_key_values=caches[1])
+    assert caches[1].layers[1].pair.parked is None
+    assert [line["merged"] for line in caches[1].merged()] == [32]
+    parts = []
+    with torch.no_grad():
+        for t in range(60, 66):
+            out = compiled(input_ids=ids[:, t : t + 1], past_key_values=caches[1])
+            parts.append(out.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-5)
