@@ -254,10 +254,14 @@ def test_what_a_gpu_should_not_be_given_is_named() -> None:
     with planned_for(torch.device("cuda", 0)):
         assert unproven(queries[0], pool, 4) is None
         assert "9 query heads share" in str(unproven(queries[1], pool, 4))
-        for depth in (32, 256):
+        for depth in (64, 256):
             other = allocate(Layout(depth, 4), 1, 2, 300, torch.bfloat16)
             q = torch.ones(1, 4, 1, depth).bfloat16()
             assert f"head dimension is {depth}" in str(unproven(q, other, 4))
+        by_head = allocate(Layout(128, 4, scheme="per_head"), 1, 2, 300, torch.bfloat16)
+        assert "per_head" in str(unproven(queries[0], by_head, 4))
+        half = allocate(Layout(128, 2), 1, 2, 300, torch.float16)
+        assert "2 bits serve float16" in str(unproven(queries[0].half(), half, 2))
         double = allocate(Layout(128, 4), 1, 2, 300, torch.float64)
         assert "do not serve float64" in str(unproven(queries[0].double(), double, 4))
 

@@ -222,9 +222,14 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
             "and without them the number of tokens would have to be read from the GPU"
         )
     kv_heads, depth = pool[4].shape[1], pool[4].shape[3]
-    if depth not in (64, 128):
+    if depth != 128:
+        return f"the head dimension is {depth}; 128 has been compared with float64 on a GPU."
+    if reference.is_per_head(pool[POOL.index("k_scales")]):
+        return "the scheme is per_head; kivi has been compared with float64 on a GPU."
+    if q.dtype != torch.bfloat16 and bits != 4:
         return (
-            f"the head dimension is {depth}; 64 and 128 have been compared with float64 on a GPU."
+            f"{bits} bits serve {_short(q.dtype)}; there 4 bits have been compared with float64 "
+            "on a GPU, and all in bfloat16."
         )
     if q.shape[1] > 8 * kv_heads:
         return (
