@@ -33,6 +33,7 @@ from .editor import Editor
 from .graph_info import GraphInfo, node_name
 from .ternary_chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
 from .ternary_neighbours import Entering, is_computed, read_added, read_entering
+from .ternary_products import Product, read_product
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Group:
 
     sites: list[Site]
     owned: list[Node] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)  # where they are calls already
 
 
 @dataclass
@@ -104,7 +106,26 @@ class TernarizeLinear:
             else:
                 groups[key if key not in groups else node] = Group([site])
         yield from groups.values()
+        yield from self._products(info)
         yield from self._mergeable(info)
+
+    def _products(self, info: GraphInfo) -> Iterable[Group]:
+        """Yield products of single weights that have one input and can be one product."""
+        groups: dict[Any, Group] = {}
+        for node in info.gm.graph.nodes:
+            product = read_product(info, node)
+            if product is None:
+                continue
+            site = Site(product.result, product.bias, product.tokens, product.weight)
+            if self._is_skipped(info, site):
+                continue
+            key = (product.tokens.source, product.tokens.quantizer)
+            if key in groups and _can_join(info, groups[key], site):
+                groups[key].sites.append(site)
+                groups[key].products.append(product)
+            elif key not in groups:
+                groups[key] = Group([site], products=[product])
+        yield from (group for group in groups.values() if len(group.sites) > 1)
 
     def _mergeable(self, info: GraphInfo) -> Iterable[Calls]:
         """Yield calls on packed weights that differ in nothing but these, or have neighbours."""
@@ -158,7 +179,7 @@ class TernarizeLinear:
 
     def gain(self, info: GraphInfo, match: Group | Calls) -> Gain | None:
         """Return what is kept for the backward, before and after; None where nothing is."""
-        if isinstance(match, Calls):
+        if isinstance(match, Calls) or match.products:
             return None
         if info.called_by is not None or self.check(info, match) is not None:
             return None
@@ -190,6 +211,12 @@ class TernarizeLinear:
         """Replace the linears by ops on codes."""
         if isinstance(match, Calls):
             return _merge(info, match, editor)
+        if match.products:
+            _train(info, match, editor)
+            match.owned += [node for product in match.products for node in product.owned]
+            count = len(match.sites)
+            sentence = f"{count} ternary products of one input -> one, which quantises it once"
+            return Done(match.sites[0].linear, sentence, sites=count)
         is_trained = _is_trained(info, match.sites[0])
         sentence = _sentence(info, match, is_trained=is_trained)
         _hold_numbers(match)

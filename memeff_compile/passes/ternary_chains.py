@@ -138,6 +138,24 @@ def _read(node: Node) -> Quantized:
     return Quantized(source, quantizer, is_weight, False, tuple(chain.nodes), tuple(chain.numbers))
 
 
+def read_weight_scale(scale: Node) -> Quantized | Unread:
+    """Read the scale of a whole weight, codes per unit or the size of a step; the source is it."""
+    chain = _Chain()
+    try:
+        reading = read(scale)
+        is_step = not reading or _base(reading[0]) != "reciprocal"
+        statistic, levels = _scale(chain, scale, is_step=is_step)
+        eps, adds_eps, reduced = _bounded(chain, statistic)
+        is_mean, is_whole, measured = _statistic(chain, reduced)
+        source, is_native = _source(chain, measured, measured)
+    except _Misfit as misfit:
+        return misfit.found
+    if not is_mean or not is_whole or levels != 1.0 or chain.numbers:
+        return Unread("unknown_range", "the scale is not one over the mean of the whole weight")
+    how = Quantizer("int8", eps, adds_eps, is_step, is_native)
+    return Quantized(source, how, True, True, tuple(chain.nodes))
+
+
 # --- straight-through estimators ------------------------------------------------------------------
 
 

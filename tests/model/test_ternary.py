@@ -199,6 +199,30 @@ def test_a_ternarised_model_trains_compiled_as_it_does_eagerly(recipe: str) -> N
             losses[-1].append(float(loss.detach()))
     assert losses[0][-1] < losses[0][0]
     assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-3
+    found = memeff_compile.last_report().records
+    merged = sorted(r.sites for r in found if r.pass_name == "ternarize_linear")
+    assert merged == [2, 3], "q, k and v are one product, gate and up another"
+    after = memeff_compile.graphs()[-1].after
+    assert after.count("memeff.ternary_linear_quantize(") == 4
+
+
+def test_a_write_between_two_ternary_linears_keeps_them_apart() -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 8), nn.Linear(32, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 2
+            out = self.first(x).sin()
+            x.mul_(3)
+            return out + self.second(x)
+
+    model = memeff_compile.ternarize_(Written())
+    x = torch.randn(4, 32)
+    compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "aot_eager"})
+    torch.testing.assert_close(compiled(x), model(x))
+    assert memeff_compile.last_report().rewrites("ternarize_linear") == 0
 
 
 # --- pack_ternary_ --------------------------------------------------------------------------------
