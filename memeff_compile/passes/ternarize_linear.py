@@ -277,7 +277,20 @@ def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
     # The codes are those of the first linear; in between nobody may write to what they come from.
     assert isinstance(site.tokens, Quantized)
     begin, moved = group.sites[0].linear, [site.tokens.source, *site.tokens.chain[:1], *needed]
-    return info.written_between(moved, begin, site.linear) is None
+    ours = {
+        node
+        for each in (*group.sites, site)
+        for found in (each.tokens, each.weight)
+        if isinstance(found, Quantized)
+        for node in found.chain  # which write to nothing but what they made
+    }
+    first_place, last_place = info.positions[begin], info.positions[site.linear]
+    return not any(
+        first_place < write.position <= last_place
+        and write.node not in ours
+        and any(info.may_share_memory(target, node) for target in write.targets for node in moved)
+        for write in info.writes
+    )
 
 
 def _weight_form(site: Site) -> tuple[bool, ...]:

@@ -388,7 +388,7 @@ def _linear(
     if engine.serves_vectors(rows.shape[0]):
         overlaps, coded = engine.chains(x.device), None
         is_early = is_early and overlaps
-        if engine.codes_first(packed[0].shape[1], quantizer):
+        if engine.codes_first(packed[0].shape[1], sum(w.shape[0] for w in packed), quantizer):
             coded = engine.quantize(rows, quantizer, entry, is_chained=overlaps, is_early=is_early)
             is_early, entry = overlaps, NO_ENTRY
         for start in range(0, len(packed), MAX_GROUP):

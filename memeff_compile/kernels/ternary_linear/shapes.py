@@ -53,7 +53,7 @@ def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> Vector
     wide = 1 << (words - 1).bit_length()
     warps = 16 if wide >= 1024 else 8
     high = max(2, min(32, 1024 * warps // wide) // (1 if tokens == 1 else 2))
-    while high > 4 and rows < high * processors:
+    while high > 4 and 2 * rows < high * processors:
         high //= 2
     slots = processors * (1 if warps == 16 else 2)
     tiles = 1
@@ -62,27 +62,30 @@ def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> Vector
     return VectorShapes(high, warps, tiles)
 
 
-CODES_FIRST = True
+WORDS_OF_ONE_LAUNCH = 1_250_000
+"""Words of packed weights up to which a launch saved is worth more than tokens quantised once."""
 
 
-def quantizes_first(words: int) -> bool:
-    """Return whether up to four tokens of so many words are quantised by a kernel of their own."""
-    del words
-    return CODES_FIRST
+def quantizes_first(words: int, rows: int) -> bool:
+    """Return whether up to four tokens are quantised by a kernel of their own, before the product.
+
+    Args:
+        words, rows: as in `vector_shapes`.
+    """
+    return words * rows > WORDS_OF_ONE_LAUNCH
 
 
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the launch for up to four tokens that are quantised already.
+    """Return the launch for up to four tokens that are quantised already: the best of a sweep.
 
     Args:
         words, rows, tokens, processors: as in `vector_shapes`.
     """
+    del tokens
     wide = 1 << (words - 1).bit_length()
-    warps = 8 if wide >= 256 else 4
-    high = max(2, min(32, 1024 * warps // wide) // (1 if tokens == 1 else 2))
-    while high > 4 and rows < 2 * high * processors:
-        high //= 2
-    return VectorShapes(high, warps)
+    if wide <= 256 and rows <= 96 * processors:
+        return VectorShapes(16, 4)
+    return VectorShapes(8, 4 if wide <= 512 else 8, 2)
 
 
 def tile_shapes(

@@ -39,12 +39,12 @@ def serves_vectors(tokens: int) -> bool:
     return tokens <= MAX_VECTORS
 
 
-def codes_first(words: int, quantizer: Quantizer) -> bool:
+def codes_first(words: int, rows: int, quantizer: Quantizer) -> bool:
     """Return whether up to four tokens are quantised by a kernel before the one that multiplies.
 
     Else each program of the latter does it for itself, which saves a launch.
     """
-    return KINDS[quantizer.kind].keeps_half or quantizes_first(words)
+    return KINDS[quantizer.kind].keeps_half or quantizes_first(words, rows)
 
 
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
