@@ -6,7 +6,7 @@
                        w + ((w * a).round().clamp(-1, 1) / a - w).detach())
     after:  codes, scale, sums = memeff.ternary_linear_quantize(x)
             packed = memeff.ternary_linear_pack(w, a)
-            y = memeff.ternary_linear_product(x, w, codes, scale, sums, packed, a)
+            (y,) = memeff.ternary_linear_product(x, [w], codes, scale, sums, [packed], [a], ...)
 
 The codes are those of the model's own chain; their products are summed exactly, where a dense
 linear rounds both operands first. In training the backward multiplies what the model's own would,
@@ -32,6 +32,8 @@ from .canonical import aten, read_one
 from .editor import Editor
 from .graph_info import GraphInfo, node_name
 from .ternary_chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
+from .ternary_neighbours import Entering, is_computed, read_added, read_entering
+from .ternary_products import Product, read_product
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,25 @@ class Group:
 
     sites: list[Site]
     owned: list[Node] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)  # where they are calls already
 
 
 @dataclass
 class Calls:
-    """Calls of `memeff::ternary_linear` with one input, as packed modules make them."""
+    """Calls of `memeff::ternary_linear` with one input, as packed modules make them.
+
+    Attributes:
+        nodes: The calls.
+        entering: What stands before them and can be part of one call.
+        added: The sum behind the only result, and what is added; or None.
+        is_early: A kernel of this graph runs before, and nobody writes to the weights.
+        owned: What is erased in the end.
+    """
 
     nodes: list[Node]
+    entering: Entering
+    added: tuple[Node, Node] | None = None
+    is_early: bool = False
     owned: list[Node] = field(default_factory=list)
 
 
@@ -92,10 +106,29 @@ class TernarizeLinear:
             else:
                 groups[key if key not in groups else node] = Group([site])
         yield from groups.values()
+        yield from self._products(info)
         yield from self._mergeable(info)
 
+    def _products(self, info: GraphInfo) -> Iterable[Group]:
+        """Yield products of single weights that have one input and can be one product."""
+        groups: dict[Any, Group] = {}
+        for node in info.gm.graph.nodes:
+            product = read_product(info, node)
+            if product is None:
+                continue
+            site = Site(product.result, product.bias, product.tokens, product.weight)
+            if self._is_skipped(info, site):
+                continue
+            key = (product.tokens.source, product.tokens.quantizer)
+            if key in groups and _can_join(info, groups[key], site):
+                groups[key].sites.append(site)
+                groups[key].products.append(product)
+            elif key not in groups:
+                groups[key] = Group([site], products=[product])
+        yield from (group for group in groups.values() if len(group.sites) > 1)
+
     def _mergeable(self, info: GraphInfo) -> Iterable[Calls]:
-        """Yield calls on packed weights that differ in nothing but these."""
+        """Yield calls on packed weights that differ in nothing but these, or have neighbours."""
         found: dict[Any, list[Node]] = {}
         for node in info.gm.graph.nodes:
             if node.target is op_folder.ternary_linear and not node.kwargs:
@@ -106,8 +139,15 @@ class TernarizeLinear:
                 if is_mine and all(n.op in ("placeholder", "get_attr") for n in operands):
                     found.setdefault((x, tuple(rest)), []).append(node)
         for nodes in found.values():
-            if len(nodes) > 1 and not any(map(info.may_be_written, _operands(nodes))):
-                yield Calls(nodes)
+            if any(map(info.may_be_written, _weights(nodes))):
+                continue
+            x = nodes[0].args[0]
+            assert isinstance(x, Node)
+            is_written = info.written_between([x], nodes[0], nodes[-1]) is not None
+            for together in [[node] for node in nodes] if is_written else [nodes]:
+                calls = _with_neighbours(info, together)
+                if len(together) > 1 or calls.entering.chain or calls.added is not None:
+                    yield calls
 
     def _is_skipped(self, info: GraphInfo, site: Site) -> bool:
         path = info.module_path(site.linear)
@@ -139,7 +179,7 @@ class TernarizeLinear:
 
     def gain(self, info: GraphInfo, match: Group | Calls) -> Gain | None:
         """Return what is kept for the backward, before and after; None where nothing is."""
-        if isinstance(match, Calls):
+        if isinstance(match, Calls) or match.products:
             return None
         if info.called_by is not None or self.check(info, match) is not None:
             return None
@@ -170,9 +210,16 @@ class TernarizeLinear:
     def rewrite(self, info: GraphInfo, match: Group | Calls, editor: Editor) -> Done:
         """Replace the linears by ops on codes."""
         if isinstance(match, Calls):
-            return _merge(match, editor)
+            return _merge(info, match, editor)
+        if match.products:
+            _train(info, match, editor)
+            match.owned += [node for product in match.products for node in product.owned]
+            count = len(match.sites)
+            sentence = f"{count} ternary products of one input -> one, which quantises it once"
+            return Done(match.sites[0].linear, sentence, sites=count)
         is_trained = _is_trained(info, match.sites[0])
         sentence = _sentence(info, match, is_trained=is_trained)
+        _hold_numbers(match)
         (_train if is_trained else _infer)(info, match, editor)
         for site in match.sites:
             assert isinstance(site.tokens, Quantized)
@@ -230,7 +277,20 @@ def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
     # The codes are those of the first linear; in between nobody may write to what they come from.
     assert isinstance(site.tokens, Quantized)
     begin, moved = group.sites[0].linear, [site.tokens.source, *site.tokens.chain[:1], *needed]
-    return info.written_between(moved, begin, site.linear) is None
+    ours = {
+        node
+        for each in (*group.sites, site)
+        for found in (each.tokens, each.weight)
+        if isinstance(found, Quantized)
+        for node in found.chain  # which write to nothing but what they made
+    }
+    first_place, last_place = info.positions[begin], info.positions[site.linear]
+    return not any(
+        first_place < write.position <= last_place
+        and write.node not in ours
+        and any(info.may_share_memory(target, node) for target in write.targets for node in moved)
+        for write in info.writes
+    )
 
 
 def _weight_form(site: Site) -> tuple[bool, ...]:
@@ -384,36 +444,50 @@ def _without_gain(info: GraphInfo, site: Site) -> Decline | None:
 # --- emitting -------------------------------------------------------------------------------------
 
 
+def _hold_numbers(match: Group) -> None:
+    """Compile anew where a number that was read, a symbol where everything is dynamic, changes."""
+    for site in match.sites:
+        for found in (site.tokens, site.weight):
+            assert isinstance(found, Quantized)
+            for number in found.numbers:
+                compat.hold_constant(number)
+
+
 def _train(info: GraphInfo, match: Group, editor: Editor) -> None:
-    """Emit one quantisation, and per linear a packed weight and a product with gradients."""
+    """Emit one quantisation, a packed weight per linear, and one product with gradients."""
     first = match.sites[0]
     assert isinstance(first.tokens, Quantized)
+    assert isinstance(first.weight, Quantized)
+    value = info.tensor(first.linear)
+    assert value is not None
     source = info.current(first.tokens.source)
+    biases = [(place, site.bias) for place, site in enumerate(match.sites) if site.bias is not None]
     with editor.at(first.linear):
         detached = editor.call(aten.detach.default, source)
         quantized = editor.call(
             op_folder.ternary_linear_quantize, detached, *first.tokens.quantizer.arguments()
         )
-        tokens = [editor.item(quantized, place) for place in range(3)]
-    for site in match.sites:
-        assert isinstance(site.weight, Quantized)
-        value = info.tensor(site.linear)
-        assert value is not None
-        with editor.at(site.linear):
-            packed, scale = _packed(info, editor, site.weight)
-            new = editor.call(
-                op_folder.ternary_linear_product,
-                source,
-                info.current(site.weight.source),
-                *tokens,
-                packed,
-                scale,
-                site.bias,
-                value.dtype,
-                first.tokens.quantizer.is_step,
-                site.weight.quantizer.is_step,
-            )
-        editor.replace(site.linear, new)
+        weights, packed = [], []
+        for site in match.sites:
+            assert isinstance(site.weight, Quantized)
+            weights.append(info.current(site.weight.source))
+            packed.append(_packed(info, editor, site.weight))
+        product = editor.call(
+            op_folder.ternary_linear_product,
+            source,
+            weights,
+            *[editor.item(quantized, place) for place in range(3)],
+            [codes for codes, _ in packed],
+            [scale for _, scale in packed],
+            [bias for _, bias in biases],
+            [place for place, _ in biases],
+            value.dtype,
+            first.tokens.quantizer.is_step,
+            first.weight.quantizer.is_step,
+        )
+        outputs = [editor.item(product, place) for place in range(len(weights))]
+    for site, out in zip(match.sites, outputs, strict=True):
+        editor.replace(site.linear, out)
 
 
 def _infer(info: GraphInfo, match: Group, editor: Editor) -> None:
@@ -443,7 +517,45 @@ def _infer(info: GraphInfo, match: Group, editor: Editor) -> None:
         editor.replace(site.linear, out)
 
 
-def _merge(match: Calls, editor: Editor) -> Done:
+def _with_neighbours(info: GraphInfo, nodes: list[Node]) -> Calls:
+    """Read what can be part of calls that have a kernel; without one it would gain nothing."""
+    x = nodes[0].args[0]
+    assert isinstance(x, Node)
+    alone = Calls(nodes, Entering(x))
+    value = info.tensor(x)
+    has_more = len(nodes[0].args) > FIRST_NEIGHBOUR or (value is not None and value.requires_grad)
+    if value is None or has_more or op_folder.engine_for(value.device, value.dtype) == "reference":
+        return alone
+    entering = read_entering(x, nodes)
+    if entering.chain:
+        read = [n for n in (entering.source, entering.up, entering.norm) if n is not None]
+        first = min(entering.chain, key=info.positions.__getitem__)
+        if info.written_between(read, first, nodes[0]) is not None:
+            entering = Entering(x)
+    return Calls(nodes, entering, _added(info, nodes), is_computed(entering.source))
+
+
+FIRST_NEIGHBOUR = 6 + len(op_folder.Quantizer().arguments())
+"""Place of the first argument of `ternary_linear` that is about neighbours."""
+
+
+def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
+    """Return the sum behind the one result of one call, if what is added is there in time."""
+    items = list(nodes[0].users)
+    packed: Any = nodes[0].args[1]
+    if len(nodes) > 1 or len(items) != 1 or len(packed) != 1:
+        return None
+    found = read_added(items[0])
+    if found is None or info.positions[found[1]] > info.positions[nodes[0]]:
+        return None
+    value = info.tensor(found[0])
+    if value is None or value.requires_grad:
+        return None
+    is_written = info.written_between([found[1]], nodes[0], found[0]) is not None
+    return None if is_written else found
+
+
+def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:
     """Emit one call for all, before the first of them."""
     first = match.nodes[0]
     lists: list[list[Any]] = [[], [], []]
@@ -451,8 +563,18 @@ def _merge(match: Calls, editor: Editor) -> Done:
         for held, given in zip(lists, node.args[1:4], strict=True):
             assert isinstance(given, (list, tuple))
             held += given
+    entering, added = match.entering, match.added
+    settings = list(first.args[4:])
+    if entering.chain or added is not None:
+        whole = (torch.float32, False, *op_folder.Quantizer().arguments())
+        settings += whole[len(settings) :]
+        around = (entering.up, entering.norm, None if added is None else added[1])
+        up, norm, sum_ = (None if n is None else info.current(n) for n in around)
+        compat.hold_constant(entering.eps)
+        settings += [up, norm, compat.known_number(entering.eps), sum_, match.is_early]
     with editor.at(first):
-        found = editor.call(op_folder.ternary_linear, first.args[0], *lists, *first.args[4:])
+        source = info.current(entering.source)
+        found = editor.call(op_folder.ternary_linear, source, *lists, *settings)
         outputs = iter([editor.item(found, place) for place in range(len(lists[0]))])
     for node in match.nodes:
         packed = node.args[1]
@@ -461,19 +583,35 @@ def _merge(match: Calls, editor: Editor) -> Done:
         for item in list(node.users):
             place = item.args[1]
             assert isinstance(place, int)
-            editor.replace(item, news[place])
-            match.owned.append(item)
+            editor.replace(item if added is None else added[0], news[place])
+            match.owned += [item] if added is None else [added[0], item]
         match.owned.append(node)
-    return Done(
-        first,
-        f"{len(match.nodes)} linears on packed weights with one input -> one call, which quantises "
-        "the input once",
-        sites=len(match.nodes),
+    match.owned += entering.chain
+    return Done(first, _sentence_of_calls(match), sites=len(match.nodes))
+
+
+def _sentence_of_calls(match: Calls) -> str:
+    count = len(match.nodes)
+    subject = (
+        f"{count} linears on packed weights with one input"
+        if count > 1
+        else ("a linear on packed weights")
     )
+    parts = [
+        *(["gates"] if match.entering.up is not None else []),
+        *(["normalises"] if match.entering.norm is not None else []),
+        "quantises the input" + (" once" if count > 1 else ""),
+        *(["adds the residual"] if match.added is not None else []),
+    ]
+    listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"{subject} -> one call, which {listed}"
 
 
-def _operands(nodes: Sequence[Node]) -> list[Node]:
-    return [operand for node in nodes for operand in node.all_input_nodes]
+def _weights(nodes: Sequence[Node]) -> list[Node]:
+    """Return packed weights, scales and biases of calls."""
+    lists: list[Any] = [held for node in nodes for held in node.args[1:4]]
+    given = [operand for held in lists for operand in held]
+    return [operand for operand in given if isinstance(operand, Node)]
 
 
 def _packed(info: GraphInfo, editor: Editor, weight: Quantized) -> tuple[Node, Node]:

@@ -23,6 +23,7 @@ from .. import compat
 from ..kernels.ternary_linear import KINDS, Quantizer
 from .canonical import PREVIOUS, Call, aten, read, read_one
 from .graph_info import node_name
+from .ternary_masks import read_larger_half
 
 _STEPS = 16
 """Nodes looked back over when asking whether something rounds on the way."""
@@ -47,6 +48,7 @@ class Quantized:
         is_weight: The scale is one for the whole tensor and the codes are -1, 0, 1.
         is_straight: The gradient passes through as if nothing had happened.
         chain: Nodes between the source and the value, the value included.
+        numbers: Nodes of numbers that were read: the answer holds as long as they stay.
     """
 
     source: Node
@@ -54,18 +56,29 @@ class Quantized:
     is_weight: bool
     is_straight: bool
     chain: tuple[Node, ...]
+    numbers: tuple[Node, ...] = ()
 
 
 @dataclass
 class _Chain:
-    """Nodes of a chain as they are read, from its end."""
+    """Nodes of a chain as they are read, from its end, and of the numbers in it."""
 
     nodes: list[Node] = field(default_factory=list)
+    numbers: list[Node] = field(default_factory=list)
 
     def take(self, node: Node) -> Node:
         if node not in self.nodes:
             self.nodes.append(node)
         return node
+
+    def number(self, value: Any) -> float:
+        """Return the number that a value is, or that a symbol is at present."""
+        found = compat.known_number(value)
+        if found is None:
+            raise _Misfit("learned_scale", "one of its constants is computed")
+        if isinstance(value, Node):
+            self.numbers.append(value)
+        return float(found)
 
 
 class _Misfit(Exception):
@@ -122,7 +135,25 @@ def _read(node: Node) -> Quantized:
         if found is not None:
             return found
     source, quantizer, is_weight = _fake_quantized(chain, value)
-    return Quantized(source, quantizer, is_weight, False, tuple(chain.nodes))
+    return Quantized(source, quantizer, is_weight, False, tuple(chain.nodes), tuple(chain.numbers))
+
+
+def read_weight_scale(scale: Node) -> Quantized | Unread:
+    """Read the scale of a whole weight, codes per unit or the size of a step; the source is it."""
+    chain = _Chain()
+    try:
+        reading = read(scale)
+        is_step = not reading or _base(reading[0]) != "reciprocal"
+        statistic, levels = _scale(chain, scale, is_step=is_step)
+        eps, adds_eps, reduced = _bounded(chain, statistic)
+        is_mean, is_whole, measured = _statistic(chain, reduced)
+        source, is_native = _source(chain, measured, measured)
+    except _Misfit as misfit:
+        return misfit.found
+    if not is_mean or not is_whole or levels != 1.0 or chain.numbers:
+        return Unread("unknown_range", "the scale is not one over the mean of the whole weight")
+    how = Quantizer("int8", eps, adds_eps, is_step, is_native)
+    return Quantized(source, how, True, True, tuple(chain.nodes))
 
 
 # --- straight-through estimators ------------------------------------------------------------------
@@ -165,13 +196,13 @@ def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None
 def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
     """Read the chain inside an estimator: it has to start from what the estimator adds back."""
     end = _without_casts(chain, quantized)
-    found, quantizer, is_weight = _fake_quantized(chain, end)
+    found, quantizer, is_weight = _fake_quantized(chain, end, source)
     if not _is_same(found, source):
         raise _Misfit(
             "other_source",
             "what is quantised is not what the straight-through estimator adds back",
         )
-    return Quantized(source, quantizer, is_weight, True, tuple(chain.nodes))
+    return Quantized(source, quantizer, is_weight, True, tuple(chain.nodes), tuple(chain.numbers))
 
 
 def _is_function(node: Any) -> bool:
@@ -229,7 +260,7 @@ def _through_function(chain: _Chain, item: Node) -> Quantized:
     chain.take(call)
     given = operands[0]
     assert isinstance(given, Node)
-    return Quantized(given, quantizer, is_weight, True, tuple(chain.nodes))
+    return Quantized(given, quantizer, is_weight, True, tuple(chain.nodes), tuple(inner.numbers))
 
 
 def _hands_gradient_on(graph: Any) -> bool:
@@ -249,8 +280,47 @@ def _hands_gradient_on(graph: Any) -> bool:
 # --- the chain itself -----------------------------------------------------------------------------
 
 
-def _fake_quantized(chain: _Chain, end: Node) -> tuple[Node, Quantizer, bool]:
-    """Read `clamp(round(x * s)) / s`; return x, how, and whether it is a weight."""
+def _fake_quantized(
+    chain: _Chain, end: Node, wanted: Node | None = None
+) -> tuple[Node, Quantizer, bool]:
+    """Read `clamp(round(x * s)) / s`; return x, how, and whether it is a weight.
+
+    The larger half may be kept alone, before or after; not before, where x as masked is `wanted`.
+    """
+    kept, end = _without_mask(chain, end)
+    source, how, is_weight = _rounded_and_scaled_back(chain, end)
+    if kept is None and (wanted is None or not _is_same(source, wanted)):
+        kept, source = _without_mask(chain, source)
+    if kept is None:
+        return source, how, is_weight
+    if is_weight or how.kind != "int8":
+        raise _Misfit("unknown_range", "the larger half is kept of something else than INT8 tokens")
+    if not _is_same(_without_casts(chain, source), _without_casts(chain, kept)):
+        raise _Misfit("other_source", "the half that is kept is that of another tensor")
+    return source, replace(how, kind="topk8"), False
+
+
+def _without_mask(chain: _Chain, node: Node) -> tuple[Node | None, Node]:
+    """Read `x * mask` or `where(mask, x, 0)`: return what the mask of its half is of, and x."""
+    call = read_one(node)
+    pairs: list[tuple[Any, Any]] = []
+    if call is not None and call.op is aten.where.ScalarOther and call.args["other"] == 0:
+        pairs = [(call.args["condition"], call.args["self"])]
+    elif call is not None and _base(call) == "mul":
+        operands = (call.args["self"], call.args["other"])
+        pairs = [operands, operands[::-1]]
+    for mask, value in pairs:
+        if not isinstance(mask, Node) or not isinstance(value, Node):
+            continue
+        found = read_larger_half(mask)
+        if found is not None:
+            for part in (node, *found[1]):
+                chain.take(part)
+            return found[0], value
+    return None, node
+
+
+def _rounded_and_scaled_back(chain: _Chain, end: Node) -> tuple[Node, Quantizer, bool]:
     outer = _one(end, ("div", "mul"), "codes that are scaled back")
     chain.take(end)
     is_step = _base(outer) == "mul"
@@ -334,7 +404,7 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
     by_name = {_base(call): call for call in (first, second)}
     if set(by_name) != {"clamp", "round"} or by_name["round"].args.get("decimals", 0):
         raise _Misfit("chain_form", "rounding and clamping of another form stand before it")
-    low, high = (_number(by_name["clamp"].args[name]) for name in ("min", "max"))
+    low, high = (chain.number(by_name["clamp"].args[name]) for name in ("min", "max"))
     if not low.is_integer() or not high.is_integer():
         raise _Misfit("unknown_range", f"codes are clamped to {low:g} .. {high:g}, no integers")
     return low, high, second.args["self"]
@@ -349,7 +419,7 @@ def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
         if call.args.get("rounding_mode") is not None:
             raise _Misfit("chain_form", "a division that rounds stands before it")
         chain.take(scale)
-        return call.args["self"], _number(call.args["other"])
+        return call.args["self"], chain.number(call.args["other"])
     reading = read(scale) or ()
     names = [_base(call) for call in reading]
     if names[:1] != ["reciprocal"] or names[1:] not in ([], ["mul"]):
@@ -363,7 +433,7 @@ def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
     if len(reading) == 2:
         if reading[1].args["self"] is not PREVIOUS:
             raise _Misfit("chain_form", "a scale of another form stands before it")
-        levels = _number(reading[1].args["other"])
+        levels = chain.number(reading[1].args["other"])
     return reading[0].args["self"], levels
 
 
@@ -381,10 +451,10 @@ def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
     if name == "add":
         if call.args.get("alpha", 1) != 1:
             raise _Misfit("chain_form", "a scale of another form stands before it")
-        return _number(call.args["other"]), True, call.args["self"]
+        return chain.number(call.args["other"]), True, call.args["self"]
     if name == "clamp" and call.args["max"] is not None:
         raise _Misfit("chain_form", "the scale is bounded above as well")
-    return _number(call.args["min"]), False, call.args["self"]
+    return chain.number(call.args["min"]), False, call.args["self"]
 
 
 def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
@@ -504,12 +574,6 @@ def _both(call: Call) -> Iterator[tuple[Node, Node]]:
         yield right, left
 
 
-def _number(value: Any) -> float:
-    if not isinstance(value, (int, float)):
-        raise _Misfit("learned_scale", "one of its constants is computed")
-    return float(value)
-
-
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -554,9 +618,18 @@ def _requires_grad(node: Node) -> bool:
 
 
 def _require_no_other_users(chain: list[Node], end: Node) -> None:
-    user = other_user(chain, end)
-    if user is not None:
-        raise _Misfit("chain_reused", f"`{node_name(user)}` also uses a value of the chain")
+    """Require that nobody inside a body uses a value of its chain; results do not count.
+
+    Dynamo returns every value of a forward beside the first, and nobody reads them: the call has
+    one user.
+    """
+    inside = set(chain) | {end}
+    for node in chain:
+        for user in node.users if node is not end else ():
+            is_item = user.target is operator.getitem
+            is_result = is_item and all(after.op == "output" for after in user.users)
+            if user not in inside and user.op != "output" and not is_result:
+                raise _Misfit("chain_reused", f"`{node_name(user)}` also uses a value of the chain")
 
 
 def other_user(chain: list[Node] | tuple[Node, ...], end: Node) -> Node | None:

@@ -17,7 +17,9 @@ from memeff_compile.kernels.ternary_linear import (
     ternary_linear_quantize,
     tiles,
 )
-from memeff_compile.kernels.ternary_linear.shapes import TileShapes, VectorShapes
+from memeff_compile.kernels.ternary_linear import shapes as shapes_of
+from memeff_compile.kernels.ternary_linear.quantizer import Entry
+from memeff_compile.kernels.ternary_linear.shapes import TileShapes, VectorShapes, tile_shapes
 
 pytestmark = pytest.mark.gpu
 
@@ -110,9 +112,16 @@ CONFIGURATIONS = [
     TileShapes(128, 256, 64, 8, 3),
     TileShapes(64, 64, 32, 4, 3, 2),
 ]
+CHOSEN = {
+    tile_shapes(tokens, rows, width, 132)
+    for tokens in (5, 32, 64, 100, 256, 4096)
+    for rows in (64, 4096, 14336)
+    for width in (160, 1024, 3584)
+}
+"""Every launch that `tile_shapes` names on an H200."""
 
 
-@pytest.mark.parametrize("shapes", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("shapes", sorted({*CONFIGURATIONS, *CHOSEN}, key=str), ids=str)
 def test_integer_sums_are_exact_with_every_tile(shapes: TileShapes) -> None:
     one = torch.ones((), device="cuda")
     for tokens, rows, columns in ((1, 17, 16), (5, 100, 1365), (257, 391, 2064), (17, 64, 14336)):
@@ -138,12 +147,66 @@ def test_few_tokens_give_the_bits_of_many(shapes: VectorShapes) -> None:
         settings = {"dtype": torch.bfloat16, "weight_is_step": False}
         found = tiles.vectors(x, weights, [scale] * 3, bias, quantizer, shapes=shapes, **settings)
         codes = tiles.quantize(x, quantizer)
+        coded = tiles.vectors(
+            x, weights, [scale] * 3, bias, quantizer, coded=codes, shapes=shapes, **settings
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, coded, strict=True))
         for got, weight, added in zip(found, weights, bias, strict=True):
             many = tiles.product(*codes, weight, scale, added, is_step=False, **settings)
             assert torch.equal(got, many)
             assert torch.equal(
                 many, plain.product(*codes, weight, scale, added, is_step=False, **settings)
             )
+
+
+@pytest.mark.parametrize("kind", ["int8", "topk8"])
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("has_up", [False, True], ids=["norm", "gate and norm"])
+def test_gates_norms_and_sums_have_the_bits_of_pytorch(
+    has_up: bool, tokens: int, kind: str
+) -> None:
+    """Sums of squares are exact in any order here: small multiples of a quarter."""
+    x = draw(tokens, 4096).mul(4).round().clamp(-8, 8).div(4)
+    up = torch.ones_like(x) if has_up else None
+    norm, added = draw(4096, seed=3), draw(tokens, 200, seed=4)
+    weights, scale = packed(200, 4096), torch.full((), 33.3, device="cuda")
+    around = (up, norm, 1e-6, added)
+    details = (False, kind, 1e-5, False, False, False)
+    arguments = (x, [weights], [scale], [None], torch.bfloat16, *details, *around)
+    (found,) = ternary_linear(*arguments)
+    (early,) = ternary_linear(*arguments, True)
+    entering = reference.enter(x, Entry(up, norm, 1e-6))
+    (apart,) = ternary_linear(entering, [weights], [scale], [None], torch.bfloat16, *details)
+    assert torch.equal(found, added + apart)
+    assert torch.equal(found, early)
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["in each program", "first"])
+def test_kernels_that_start_early_wait_for_what_they_read(
+    is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chain of calls, each of which reads what the one before writes, in a CUDA graph."""
+    monkeypatch.setattr(shapes_of, "WORDS_OF_ONE_LAUNCH", 0 if is_first else 1 << 40)
+    norm = torch.ones(2048, device="cuda", dtype=torch.bfloat16)
+    weights, scale = [packed(2048, 2048, n) for n in range(8)], torch.full((), 9.0, device="cuda")
+
+    def run(x: Tensor, *, is_early: bool) -> Tensor:
+        x = x + 1
+        for weight in weights * 4:
+            details = (False, "int8", 1e-5, False, False, False, None, norm, 1e-6, x, is_early)
+            (x,) = ternary_linear(x, [weight], [scale], [None], torch.bfloat16, *details)
+        return x
+
+    x = draw(1, 2048)
+    wanted = run(x, is_early=False)
+    assert torch.equal(run(x, is_early=True), wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(x, is_early=True)
+    for _ in range(20):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 300])
@@ -162,7 +225,9 @@ def test_gradients_are_those_of_the_eager_chain() -> None:
     scale = 1.0 / weight.detach().float().abs().mean()
     weights = ternary_linear_pack(weight.detach(), scale)
     tokens = ternary_linear_quantize(x.detach())
-    found = ternary_linear_product(x, weight, *tokens, weights, scale, None, torch.bfloat16)
+    found = ternary_linear_product(
+        x, [weight], *tokens, [weights], [scale], [], [], torch.bfloat16
+    )[0]
     got = torch.autograd.grad(found, (x, weight), grad)
     wide = weight.float()
     codes = (wide * scale).round().clamp(-1, 1) / scale

@@ -12,6 +12,7 @@ from memeff_compile.kernels.ternary_linear.quantizer import KINDS
 from memeff_compile.kernels.ternary_linear.shapes import (
     TileShapes,
     VectorShapes,
+    coded_shapes,
     tile_shapes,
     vector_shapes,
 )
@@ -60,7 +61,7 @@ def _compile(
             signature[argument] = kinds.get(argument, default)
             hints[(place,)] = [["tt.divisibility", 16]]
         else:
-            signature[argument] = "fp32" if argument.startswith("eps") else "i32"
+            signature[argument] = "fp32" if "eps" in argument else "i32"
             if argument in DIVISIBLE:
                 hints[(place,)] = [["tt.divisibility", 16]]
     return triton.compile(
@@ -88,7 +89,13 @@ def _quantizer(kind: str, *, is_step: bool = False, is_native: bool = False) -> 
         "WEIGHT_IS_STEP": False,
         "DTYPE": tl.bfloat16 if is_native else tl.float32,
         "IS_CHAINED": False,
+        "IS_CODED": False,
+        **_neighbours(is_on=False),
     }
+
+
+def _neighbours(*, is_on: bool) -> dict[str, bool]:
+    return dict.fromkeys(("HAS_UP", "HAS_NORM", "HAS_ADDED", "IS_EARLY"), is_on)
 
 
 def _vectors(
@@ -100,9 +107,13 @@ def _vectors(
     tokens: int = 1,
     group: int = 1,
     is_native: bool = False,
+    has_neighbours: bool = False,
+    is_coded: bool = False,
 ) -> Any:
     constants = {
         **_quantizer(kind, is_native=is_native),
+        **_neighbours(is_on=has_neighbours),
+        "IS_CODED": is_coded,
         "HAS_BIAS_A": False,
         "HAS_BIAS_B": True,
         "HAS_BIAS_C": False,
@@ -113,7 +124,8 @@ def _vectors(
         "WORDS": words,
         "BYTEWISE": False,
     }
-    return _compile("_ternary_vectors_kernel", capability, "bf16", constants, shapes.warps)
+    kinds = {"codes_ptr": "*i32"}
+    return _compile("_ternary_vectors_kernel", capability, "bf16", constants, shapes.warps, kinds)
 
 
 def _tiles(
@@ -171,6 +183,42 @@ def test_the_kernel_for_few_tokens_compiles_within_the_limits(
 
 
 @pytest.mark.parametrize(
+    ("words", "rows", "tokens"), [(1024, 3200, 1), (256, 3200, 1), (256, 8640, 2)], ids=str
+)
+def test_a_gate_a_norm_and_a_sum_fit_into_the_kernel_for_few_tokens(
+    words: int, rows: int, tokens: int, tmp_path: Path
+) -> None:
+    shapes = vector_shapes(words, rows, tokens, 132)
+    kernel = _vectors(90, "int8", shapes, words, tokens=tokens, has_neighbours=True)
+    ptx = _check(kernel, 90, tmp_path)
+    assert ptx.index("ld.global.v4") < ptx.index("griddepcontrol.wait"), "weights wait for tokens"
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "tokens", "group"),
+    [
+        (256, 9600, 1, 3),
+        (1024, 3200, 1, 1),
+        (256, 14336, 4, 1),
+        (512, 28672, 1, 1),
+        (256, 3200, 1, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_weights_come_before_tokens_that_were_quantised_already(
+    capability: int, words: int, rows: int, tokens: int, group: int, tmp_path: Path
+) -> None:
+    shapes = coded_shapes(words, rows, tokens, 132)
+    options = {"tokens": tokens, "group": group, "is_coded": True}
+    is_early = capability == 90
+    kernel = _vectors(capability, "int8", shapes, words, has_neighbours=is_early, **options)
+    ptx = _check(kernel, capability, tmp_path)
+    if is_early:
+        assert ptx.index("ld.global.v4") < ptx.index("griddepcontrol.wait"), "weights wait"
+
+
+@pytest.mark.parametrize(
     ("tokens", "rows"), [(16, 14336), (16, 4096), (48, 14336), (256, 14336), (4096, 14336)]
 )
 @pytest.mark.parametrize("capability", list(SHARED_LIMITS))
@@ -196,8 +244,10 @@ def test_weights_can_be_asked_for_while_tokens_are_quantised(
 def test_quantisers_compile_without_spills(kind: str, tmp_path: Path) -> None:
     constants = {**_quantizer(kind, is_native=True), "COLUMNS": 16384}
     kinds = {"codes_ptr": "*i32"}
-    kernel = _compile("_ternary_quantize_kernel", 90, "bf16", constants, 16, kinds)
-    _check(kernel, 90, tmp_path)
+    for is_on in (False, True):
+        given = {**constants, **_neighbours(is_on=is_on)}
+        kernel = _compile("_ternary_quantize_kernel", 90, "bf16", given, 16, kinds)
+        _check(kernel, 90, tmp_path)
 
 
 @pytest.mark.usefixtures("sizes_of_one")
@@ -210,8 +260,8 @@ def test_kernels_compile_for_sizes_of_one(tmp_path: Path) -> None:
     for name, constants in (
         ("_ternary_quantize_kernel", {**given, "COLUMNS": 16}),
         ("_ternary_pack_kernel", {**given, "WORDS": 1}),
-        ("_ternary_weights_kernel", {**given, "COLUMNS": 16}),
+        ("_ternary_weights_kernel", {**given, "WORDS": 1}),
         ("_ternary_parts_kernel", {**given, "SPLITS": 2, "ROWS": 16, "HAS_BIAS": True}),
     ):
         _compile(name, 90, "fp32", constants, 4, kinds)
-    _compile("_ternary_tokens_kernel", 90, "fp32", {**given, "COLUMNS": 16}, 4)
+    _compile("_ternary_tokens_kernel", 90, "fp32", {**given, "WORDS": 1}, 4, {"codes_ptr": "*i32"})

@@ -25,8 +25,10 @@ from memeff_compile.report import Record
 from tests.support.ternary_layers import (
     LAYERS,
     Block,
+    ByFunction,
     Detached,
     Plain,
+    WithoutGrad,
     online_layer,
     tiny_bitnet,
     tokens_int8,
@@ -144,39 +146,41 @@ graph(
     %1: f32[2, 4] = aten.tanh(%0)
     %2: f32[2, 4] = aten.detach(%1)
     %3: (i8[2, 4, 4], f32[2], i32[2]) = memeff.ternary_linear_quantize(%2)
-    %4: i8[2, 4, 4] = getitem(%3, 0)
-    %5: f32[2] = getitem(%3, 1)
-    %6: i32[2] = getitem(%3, 2)
-    %7: f32[8, 4] = aten.detach(gate.weight)
-    %8: f32[8, 4] = aten.abs(%7)
-    %9: f32[] = aten.mean(%8)
-    %10: f32[] = aten.clamp(%9, 1e-05)
-    %11: f32[] = aten.reciprocal(%10)
-    %12: i32[8, 1] = memeff.ternary_linear_pack(%7, %11)
-    %13: f32[2, 8] = memeff.ternary_linear_product(%1, gate.weight, %4, %5, %6, %12, %11, None, f32)
-    %14: f32[2, 8] = aten.relu(%13)
-    %15: f32[2, 8] = aten.square(%14)
-    %16: f32[8, 4] = aten.detach(up.weight)
-    %17: f32[8, 4] = aten.abs(%16)
-    %18: f32[] = aten.mean(%17)
-    %19: f32[] = aten.clamp(%18, 1e-05)
-    %20: f32[] = aten.reciprocal(%19)
-    %21: i32[8, 1] = memeff.ternary_linear_pack(%16, %20)
-    %22: f32[2, 8] = memeff.ternary_linear_product(%1, up.weight, %4, %5, %6, %21, %20, up.bias, f32)
-    %23: f32[2, 8] = aten.mul(%15, %22)
-    %24: f32[2, 8] = aten.detach(%23)
-    %25: (i8[2, 4, 4], f32[2], i32[2]) = memeff.ternary_linear_quantize(%24)
-    %26: i8[2, 4, 4] = getitem(%25, 0)
-    %27: f32[2] = getitem(%25, 1)
-    %28: i32[2] = getitem(%25, 2)
-    %29: f32[20, 8] = aten.detach(down.weight)
-    %30: f32[20, 8] = aten.abs(%29)
-    %31: f32[] = aten.mean(%30)
-    %32: f32[] = aten.clamp(%31, 1e-05)
-    %33: f32[] = aten.reciprocal(%32)
-    %34: i32[20, 1] = memeff.ternary_linear_pack(%29, %33)
-    %35: f32[2, 20] = memeff.ternary_linear_product(%23, down.weight, %26, %27, %28, %34, %33, None, f32)
-    return (%35)""",
+    %4: f32[8, 4] = aten.detach(gate.weight)
+    %5: f32[8, 4] = aten.abs(%4)
+    %6: f32[] = aten.mean(%5)
+    %7: f32[] = aten.clamp(%6, 1e-05)
+    %8: f32[] = aten.reciprocal(%7)
+    %9: i32[8, 1] = memeff.ternary_linear_pack(%4, %8)
+    %10: f32[8, 4] = aten.detach(up.weight)
+    %11: f32[8, 4] = aten.abs(%10)
+    %12: f32[] = aten.mean(%11)
+    %13: f32[] = aten.clamp(%12, 1e-05)
+    %14: f32[] = aten.reciprocal(%13)
+    %15: i32[8, 1] = memeff.ternary_linear_pack(%10, %14)
+    %16: i8[2, 4, 4] = getitem(%3, 0)
+    %17: f32[2] = getitem(%3, 1)
+    %18: i32[2] = getitem(%3, 2)
+    %19: (f32[2, 8], f32[2, 8]) = memeff.ternary_linear_product(%1, [gate.weight, up.weight], %16, %17, %18, [%9, %15], [%8, %14], [up.bias], [1], f32)
+    %20: f32[2, 8] = getitem(%19, 0)
+    %21: f32[2, 8] = getitem(%19, 1)
+    %22: f32[2, 8] = aten.relu(%20)
+    %23: f32[2, 8] = aten.square(%22)
+    %24: f32[2, 8] = aten.mul(%23, %21)
+    %25: f32[2, 8] = aten.detach(%24)
+    %26: (i8[2, 4, 4], f32[2], i32[2]) = memeff.ternary_linear_quantize(%25)
+    %27: f32[20, 8] = aten.detach(down.weight)
+    %28: f32[20, 8] = aten.abs(%27)
+    %29: f32[] = aten.mean(%28)
+    %30: f32[] = aten.clamp(%29, 1e-05)
+    %31: f32[] = aten.reciprocal(%30)
+    %32: i32[20, 1] = memeff.ternary_linear_pack(%27, %31)
+    %33: i8[2, 4, 4] = getitem(%26, 0)
+    %34: f32[2] = getitem(%26, 1)
+    %35: i32[2] = getitem(%26, 2)
+    %36: (f32[2, 20]) = memeff.ternary_linear_product(%24, [down.weight], %33, %34, %35, [%32], [%31], [], [], f32)
+    %37: f32[2, 20] = getitem(%36, 0)
+    return (%37)""",
         )
 
     def test_one_op_multiplies_without_gradients(self) -> None:
@@ -305,6 +309,29 @@ def test_off_and_skip_leave_linears_alone() -> None:
     assert sorted(outcome()) == [("rewrote", 1), ("rewrote", 1), ("skipped", 1)]
 
 
+@pytest.mark.parametrize("layer", [Detached, WithoutGrad, ByFunction])
+def test_twenty_steps_of_each_way_to_train_track_eager(layer: type[nn.Linear]) -> None:
+    """Detached differences, rounding under no_grad, an autograd Function; clipped codes included."""
+    x, target = torch.randn(24, 20), torch.randn(24, 20)
+    eager = Block(layer)
+    with torch.no_grad():
+        eager.gate.weight[0] *= 30  # far beyond the last code
+    ours = copy.deepcopy(eager)
+    losses: list[list[float]] = []
+    for model, call in ((eager, eager), (ours, compiled(ours))):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses.append([])
+        for _ in range(20):
+            loss = (call(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(loss.detach()))
+    assert losses[0][-1] < losses[0][0] - 0.1, "nothing was learned"
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-3
+    assert outcome() == [("rewrote", 2), ("rewrote", 1)]
+
+
 @pytest.mark.slow
 def test_twenty_steps_of_a_bitnet_model_track_eager() -> None:
     ids = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -339,6 +366,202 @@ def test_packed_linears_of_one_input_become_one_call() -> None:
         assert torch.equal(compiled(model)(x), wanted)
     assert outcome() == [("rewrote", 2)]
     assert memeff_compile.graphs()[-1].after.count("memeff.ternary_linear(") == 3  # of 4
+
+
+def half(x: Tensor, share: int = 2) -> Tensor:
+    size = x.abs()
+    return size >= size.topk(x.shape[-1] // share, dim=-1).values[..., -1:]
+
+
+def halved_after(x: Tensor) -> Tensor:
+    return tokens_int8(x) * half(x).to(x.dtype)
+
+
+def halved_before(x: Tensor) -> Tensor:
+    return tokens_int8(torch.where(half(x), x, 0.0))
+
+
+def halved_wide(x: Tensor) -> Tensor:
+    wide = x.float()
+    return (tokens_int8(wide) * half(wide)).to(x.dtype)
+
+
+HALVES = [halved_after, halved_before, halved_wide]
+
+
+@pytest.mark.parametrize("tokens", HALVES)
+def test_tokens_of_which_the_larger_half_is_kept_are_read(tokens: Callable[..., Any]) -> None:
+    layer = type("Halved", (Detached,), {"tokens": staticmethod(tokens)})
+    assert_like_eager(Block(layer), torch.randn(3, 5, 20))
+    assert outcome() == [("rewrote", 2), ("rewrote", 1)]
+    assert "top 50 %" in records()[0].sentence
+
+
+def test_a_mask_with_a_gradient_of_its_own_stays_in_the_graph() -> None:
+    class Masked(Detached):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.where(half(x), x, 0.0))
+
+    assert_like_eager(Block(Masked), torch.randn(3, 20))
+    assert sum(sites for code, sites in outcome() if code == "rewrote") == 3
+    assert "INT8 absmax" in records()[0].sentence
+
+
+@pytest.mark.parametrize("share", [4, 1])
+def test_another_share_than_half_is_left_alone(share: int) -> None:
+    def tokens(x: Tensor) -> Tensor:
+        return tokens_int8(x) * half(x, share)
+
+    compiled(Block(type("Less", (Detached,), {"tokens": staticmethod(tokens)})))(torch.randn(3, 20))
+    assert not [code for code, _ in outcome() if code == "rewrote"]
+
+
+class Normed(nn.Module):
+    """A norm, a squared-ReLU gate with a norm inside, and the residual, around packed linears."""
+
+    def __init__(
+        self, width: int = 32, inner: int = 48, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.enter = nn.Linear(20, width)
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+        self.before, self.inside = (nn.Parameter(torch.rand(n) + 0.5) for n in (width, inner))
+        self.eps = 1e-5
+        self.to(dtype)
+        memeff_compile.ternarize_(self, skip=["enter"])
+        memeff_compile.pack_ternary_(self)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return weight * wide.to(x.dtype)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.square(F.relu(self.gate(x))) * self.up(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x)) + 1
+        inner = self.middle(self.norm(x, self.before))
+        return x + self.down(self.norm(inner, self.inside))
+
+
+def neighbours_of(model: nn.Module, x: Tensor, **settings: Any) -> list[set[str]]:
+    """Compile for a GPU, compare with eager, and name what each call has taken in."""
+    function = torch.compile(model, backend="memeff", options=OPTIONS, **settings)
+    with torch.no_grad(), planned_for(torch.device("cuda", 0)):
+        found = function(x)
+        with eagerly():
+            torch.testing.assert_close(found, model(x), rtol=1e-6, atol=1e-6)
+    calls = [
+        line
+        for line in memeff_compile.graphs()[-1].after.splitlines()
+        if ".ternary_linear(" in line
+    ]
+    return [{name for name in ("up", "norm", "added") if f"{name}=" in call} for call in calls]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_norms_and_sums_join_the_calls_on_packed_weights(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 20).to(dtype)
+    assert neighbours_of(Normed(dtype=dtype), x) == [{"norm"}, {"up", "norm", "added"}]
+    assert outcome() == [("rewrote", 2), ("rewrote", 1)]
+    assert "gates, normalises, quantises the input and adds" in records()[1].sentence
+
+
+def test_an_epsilon_that_is_a_symbol_joins_and_may_change() -> None:
+    model, x = Normed(), torch.randn(3, 20)
+    for eps in (1e-5, 0.5):
+        model.eps = eps
+        found = neighbours_of(model, x, dynamic=True)
+        assert found == [{"norm"}, {"up", "norm", "added"}]
+
+
+class Shown(Normed):
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.enter(x)) + 1
+        normed = self.norm(x, self.before)
+        out = self.down(self.norm(self.middle(normed), self.inside))
+        return x + out, normed, out * 2
+
+
+class Written(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x)) + 1
+        normed = self.norm(x, self.before)
+        x.mul_(2)
+        inner = self.norm(self.middle(normed), self.inside)
+        out = self.down(inner)
+        x.add_(1)
+        return x + out
+
+
+class Otherwise(Normed):
+    """Another norm, another gate, and something added twice or not in full."""
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return weight * (x * torch.rsqrt(x.abs().mean(-1, keepdim=True) + self.eps))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return F.relu(self.gate(x)) ** 3 * self.up(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x)) + 1
+        inner = self.middle(self.norm(x, self.before))
+        return torch.add(x, self.down(self.norm(inner, self.inside)), alpha=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Shown, [set(), {"up", "norm"}]),  # also read elsewhere
+        (Written, [set(), {"up", "norm"}]),
+        (Otherwise, [set(), set()]),
+    ],
+)
+def test_neighbours_that_do_not_fit_stay_where_they_are(
+    kind: type[Normed], expected: list[set[str]]
+) -> None:
+    assert neighbours_of(kind(), torch.randn(3, 20)) == expected
+
+
+class Between(Normed):
+    def middle(self, x: Tensor) -> Tensor:
+        x = x + 1
+        gate = F.relu(self.gate(x))
+        x.mul_(2)
+        return gate * self.up(x)
+
+
+def test_a_write_between_two_packed_linears_keeps_them_apart() -> None:
+    assert neighbours_of(Between(), torch.randn(3, 20)) == [set(), set(), {"norm", "added"}]
+
+
+def test_without_a_kernel_neighbours_stay_with_the_compiler() -> None:
+    with torch.no_grad():
+        compiled(Normed())(torch.randn(3, 20))
+    assert "norm=" not in memeff_compile.graphs()[-1].after
+
+
+class Adjustable(Detached):
+    """An epsilon that is an attribute: a symbol where everything is dynamic."""
+
+    eps = 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 127.0 / x.abs().amax(-1, keepdim=True).clamp(min=self.eps)
+        quantized = (x * scale).round().clamp(-128, 127) / scale
+        w = self.weight
+        return F.linear(x + (quantized - x).detach(), w + (self.weights(w) - w).detach(), self.bias)
+
+
+def test_an_epsilon_that_is_a_symbol_is_read_and_compiled_anew_when_it_changes() -> None:
+    layer, x = Adjustable(20, 8), torch.randn(3, 20)
+    function = torch.compile(layer, backend="memeff", options=OPTIONS, dynamic=True)
+    for eps in (1e-5, 4.0):
+        layer.eps = eps
+        assert error(function(x).detach(), layer(x).detach()) < 2e-6
+        assert outcome()[-1] == ("rewrote", 1)
 
 
 def test_a_write_between_two_linears_keeps_them_apart() -> None:

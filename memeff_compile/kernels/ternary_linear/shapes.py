@@ -25,6 +25,8 @@ class VectorShapes:
 class TileShapes:
     """A launch on tensor cores: tokens, rows and bytes of weights per tile, warps and stages.
 
+    `group` tiles of rows, one after the other, share a tile of tokens in cache.
+
     With `prefetches`, a program asks for all its weights while the tokens are being quantised; what
     that gains has not been measured, and `tile_shapes` does not choose it.
     """
@@ -36,6 +38,7 @@ class TileShapes:
     stages: int
     splits: int = 1
     prefetches: bool = False
+    group: int = 8
 
 
 def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
@@ -50,13 +53,39 @@ def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> Vector
     wide = 1 << (words - 1).bit_length()
     warps = 16 if wide >= 1024 else 8
     high = max(2, min(32, 1024 * warps // wide) // (1 if tokens == 1 else 2))
-    while high > 4 and rows < high * processors:
+    while high > 4 and 2 * rows < high * processors:
         high //= 2
     slots = processors * (1 if warps == 16 else 2)
     tiles = 1
     while tiles < 8 and rows > high * tiles * slots:
         tiles *= 2
     return VectorShapes(high, warps, tiles)
+
+
+WORDS_OF_ONE_LAUNCH = 1_250_000
+"""Words of packed weights up to which a launch saved is worth more than tokens quantised once."""
+
+
+def quantizes_first(words: int, rows: int) -> bool:
+    """Return whether up to four tokens are quantised by a kernel of their own, before the product.
+
+    Args:
+        words, rows: as in `vector_shapes`.
+    """
+    return words * rows > WORDS_OF_ONE_LAUNCH
+
+
+def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
+    """Return the launch for up to four tokens that are quantised already: the best of a sweep.
+
+    Args:
+        words, rows, tokens, processors: as in `vector_shapes`.
+    """
+    del tokens
+    wide = 1 << (words - 1).bit_length()
+    if wide <= 256 and rows <= 96 * processors:
+        return VectorShapes(16, 4)
+    return VectorShapes(8, 4 if wide <= 512 else 8, 2)
 
 
 def tile_shapes(

@@ -8,69 +8,95 @@ tiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.device import capability, on_device, processors
-from memeff_compile.kernels.ternary_linear.quantizer import KINDS, Quantizer, kept, words_for
+from memeff_compile.kernels.ternary_linear.quantizer import (
+    KINDS,
+    NO_ENTRY,
+    Entry,
+    Quantizer,
+    kept,
+    words_for,
+)
 from memeff_compile.kernels.ternary_linear.shapes import (
     MAX_VECTORS,
     TileShapes,
     VectorShapes,
+    coded_shapes,
+    quantizes_first,
     tile_shapes,
     vector_shapes,
 )
 
 
-def serves_vectors(tokens: int, quantizer: Quantizer) -> bool:
-    """Return whether tokens are quantised by the programs that multiply them.
+def serves_vectors(tokens: int) -> bool:
+    """Return whether these many tokens are multiplied without tensor cores."""
+    return tokens <= MAX_VECTORS
 
-    Up to four are; looking for the larger half of a token takes too long to do it in each program.
+
+def codes_first(words: int, rows: int, quantizer: Quantizer) -> bool:
+    """Return whether up to four tokens are quantised by a kernel before the one that multiplies.
+
+    Else each program of the latter does it for itself, which saves a launch.
     """
-    return tokens <= MAX_VECTORS and not KINDS[quantizer.kind].keeps_half
+    return KINDS[quantizer.kind].keeps_half or quantizes_first(words, rows)
 
 
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Lowest bit that a number of this dtype has as float32."""
 
 
+Coded: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Codes, scales and sums, as `quantize` returns them."""
+
+
 def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _dtype(x: Tensor, *, is_native: bool) -> Any:  # noqa: ANN401
+def _dtype(dtype: torch.dtype, *, is_native: bool) -> Any:  # noqa: ANN401
     """Return Triton's name of the dtype in which a quantiser computes."""
     import triton.language as tl
 
     names = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    return names.get(x.dtype, tl.float32) if is_native else tl.float32
+    return names.get(dtype, tl.float32) if is_native else tl.float32
 
 
 def _settings(x: Tensor, quantizer: Quantizer) -> dict[str, Any]:
     """Return what a kernel has to know of a quantiser."""
+    return _settings_of(quantizer, x.dtype, x.shape[1], x.is_cuda)
+
+
+@lru_cache(maxsize=256)
+def _settings_of(
+    quantizer: Quantizer, dtype: torch.dtype, columns: int, is_cuda: bool
+) -> dict[str, Any]:
     kind = KINDS[quantizer.kind]
     rounded = torch.tensor(quantizer.eps, dtype=torch.float32).to(
-        x.dtype if quantizer.is_native else torch.float32
+        dtype if quantizer.is_native else torch.float32
     )
     return {
-        "kept": kept(x.shape[1]),
+        "kept": kept(columns),
         "eps": quantizer.eps,
         "eps_rounded": float(rounded),
         "LEVELS": kind.levels,
         "INVERSE": float(torch.tensor(kind.levels, dtype=torch.float32).reciprocal())
-        if x.is_cuda
+        if is_cuda
         else 0.0,
         "LOW": float(kind.low),
         "HIGH": float(kind.high),
         "IS_MEAN": kind.is_mean,
         "IS_FLOAT": kind.is_float,
         "KEEPS_HALF": kind.keeps_half,
-        "LOW_BIT": _LOW_BITS[x.dtype],
+        "LOW_BIT": _LOW_BITS[dtype],
         "ADDS_EPS": quantizer.adds_eps,
         "IS_STEP": quantizer.is_step,
-        "DTYPE": _dtype(x, is_native=quantizer.is_native),
+        "DTYPE": _dtype(dtype, is_native=quantizer.is_native),
         "enable_fp_fusion": False,
     }
 
@@ -97,20 +123,38 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
             words,
             WORDS=block,
             IS_STEP=is_step,
-            DTYPE=_dtype(weight, is_native=is_native),
+            DTYPE=_dtype(weight.dtype, is_native=is_native),
             num_warps=4,
             enable_fp_fusion=False,
         )
     return packed
 
 
+def _entering(x: Tensor, entry: Entry) -> dict[str, Any]:
+    """Return the arguments of a kernel that say what x goes through."""
+    up = x if entry.up is None else _with_unit_stride(entry.up)
+    return {
+        "up_ptr": up,
+        "stride_up": up.stride(0),
+        "norm_ptr": x if entry.norm is None else entry.norm.contiguous(),
+        "norm_eps": entry.norm_eps,
+        "HAS_UP": entry.up is not None,
+        "HAS_NORM": entry.norm is not None,
+    }
+
+
 def quantize(
-    x: Tensor, quantizer: Quantizer, *, is_chained: bool = False
+    x: Tensor,
+    quantizer: Quantizer,
+    entry: Entry = NO_ENTRY,
+    *,
+    is_chained: bool = False,
+    is_early: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums (M,) int32.
 
-    With `is_chained` the next kernel of the stream, which has to be a chained `product`, may be
-    launched before this one has ended.
+    With `is_chained` the next kernel of the stream, which has to be a chained `product` or
+    `vectors`, may be launched before this one has ended; with `is_early` so may this one.
     """
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
 
@@ -125,21 +169,27 @@ def quantize(
         kernels._ternary_quantize_kernel[(tokens,)](
             x,
             x.stride(0),
-            codes.view(torch.int32),
-            scale,
-            sums,
-            columns,
-            words,
+            codes_ptr=codes.view(torch.int32),
+            scale_ptr=scale,
+            sums_ptr=sums,
+            columns=columns,
+            words=words,
             COLUMNS=block,
+            **_entering(x, entry),
             IS_CHAINED=is_chained,
-            num_warps=_quantize_warps(block),
+            IS_EARLY=is_early,
+            num_warps=_quantize_warps(block, tokens),
+            **({"launch_pdl": True} if is_early else {}),
             **_settings(x, quantizer),
         )
     return codes, scale, sums
 
 
-def _quantize_warps(columns: int) -> int:
-    return max(1, min(16, columns // 512))
+def _quantize_warps(columns: int, tokens: int) -> int:
+    """Return warps per token: many where the next kernel waits for few tokens."""
+    if tokens <= MAX_VECTORS:
+        return max(1, min(16, columns // 512))
+    return max(1, min(16, max(4, columns // 1024), columns // 32))
 
 
 def chains(device: torch.device) -> bool:
@@ -153,12 +203,20 @@ def vectors(
     weight_scale: Sequence[Tensor],
     bias: Sequence[Tensor | None],
     quantizer: Quantizer,
+    entry: Entry = NO_ENTRY,
     *,
     dtype: torch.dtype,
     weight_is_step: bool,
+    added: Tensor | None = None,
+    is_early: bool = False,
+    coded: Coded | None = None,
     shapes: VectorShapes | None = None,
 ) -> list[Tensor]:
-    """Multiply up to four tokens with up to three matrices, quantising on the way."""
+    """Multiply up to four tokens with up to three matrices, quantising on the way.
+
+    With `coded` the tokens are quantised already. With `is_early` the kernel may start, and read
+    weights, while the one before it in the stream is still running.
+    """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
     if any(len(kind) > 1 for kind in kinds):  # a launch knows one dtype of each
         parts = [
@@ -168,8 +226,11 @@ def vectors(
                 weight_scale[i : i + 1],
                 bias[i : i + 1],
                 quantizer,
+                entry,
                 dtype=dtype,
                 weight_is_step=weight_is_step,
+                is_early=is_early and i == 0,
+                coded=coded,
                 shapes=shapes,
             )
             for i in range(len(packed))
@@ -181,8 +242,12 @@ def vectors(
         weight_scale,
         bias,
         quantizer,
+        entry,
         dtype=dtype,
         weight_is_step=weight_is_step,
+        added=added,
+        is_early=is_early,
+        coded=coded,
         shapes=shapes,
     )
 
@@ -193,9 +258,13 @@ def _launch_vectors(
     weight_scale: Sequence[Tensor],
     bias: Sequence[Tensor | None],
     quantizer: Quantizer,
+    entry: Entry,
     *,
     dtype: torch.dtype,
     weight_is_step: bool,
+    added: Tensor | None,
+    is_early: bool,
+    coded: Coded | None,
     shapes: VectorShapes | None,
 ) -> list[Tensor]:
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
@@ -206,7 +275,8 @@ def _launch_vectors(
     words = words_for(columns)
     count = [weight.shape[0] for weight in packed]
     if shapes is None:
-        shapes = vector_shapes(words, sum(count), tokens, processors(x.device))
+        choose = vector_shapes if coded is None else coded_shapes
+        shapes = choose(words, sum(count), tokens, processors(x.device))
     outs = [x.new_empty((tokens, rows), dtype=dtype) for rows in count]
     tiles = [-(-rows // (shapes.rows * shapes.tiles)) for rows in count]
     anything = next((b for b in bias if b is not None), weight_scale[0])
@@ -219,14 +289,22 @@ def _launch_vectors(
         kernels._ternary_vectors_kernel[(sum(tiles),)](
             x,
             x.stride(0),
-            *three(packed),
-            *three(weight_scale),
-            *three(biases),
-            *three(outs),
-            *three(count),
-            *three(tiles)[:2],
-            columns,
-            words,
+            added_ptr=outs[0] if added is None else added.contiguous(),
+            codes_ptr=packed[0] if coded is None else coded[0].view(torch.int32),
+            scale_ptr=weight_scale[0] if coded is None else coded[1],
+            sums_ptr=packed[0] if coded is None else coded[2],
+            **_lettered("packed", three(packed)),
+            **_lettered("weight_scale", three(weight_scale)),
+            **_lettered("bias", three(biases)),
+            **_lettered("out", three(outs)),
+            **_lettered("rows", three(count)),
+            **_lettered("tiles", three(tiles)[:2]),
+            columns=columns,
+            words=words,
+            **_entering(x, entry),
+            HAS_ADDED=added is not None,
+            IS_CODED=coded is not None,
+            IS_EARLY=is_early,
             **dict(zip(_HAS_BIAS, three([b is not None for b in bias]), strict=True)),
             GROUP=len(packed),
             TOKENS=tokens,
@@ -236,9 +314,15 @@ def _launch_vectors(
             WEIGHT_IS_STEP=weight_is_step,
             BYTEWISE=not x.is_cuda,
             num_warps=shapes.warps,
+            **({"launch_pdl": True} if is_early else {}),
             **_settings(x, quantizer),
         )
     return outs
+
+
+def _lettered(name: str, values: Sequence[Any]) -> dict[str, Any]:
+    """Return arguments of a kernel for its matrices a, b and c."""
+    return {f"{name}_{letter}": value for letter, value in zip("abc", values, strict=False)}
 
 
 _HAS_BIAS = ("HAS_BIAS_A", "HAS_BIAS_B", "HAS_BIAS_C")
@@ -255,6 +339,7 @@ def product(
     dtype: torch.dtype,
     is_step: bool,
     weight_is_step: bool,
+    added: Tensor | None = None,
     is_chained: bool = False,
     shapes: TileShapes | None = None,
 ) -> Tensor:
@@ -277,6 +362,7 @@ def product(
     part = codes.new_empty((splits, tokens, rows), dtype=torch.int32) if splits > 1 else sums
     settings: dict[str, Any] = {
         "HAS_BIAS": bias is not None,
+        "HAS_ADDED": added is not None,
         "IS_STEP": is_step,
         "WEIGHT_IS_STEP": weight_is_step,
         "enable_fp_fusion": False,
@@ -290,6 +376,7 @@ def product(
             sums,
             weight_scale,
             weight_scale if bias is None else bias.contiguous(),
+            out if added is None else added.contiguous(),
             out,
             part,
             tokens,
@@ -299,7 +386,7 @@ def product(
             ROWS=shapes.rows,
             TOKENS=shapes.tokens,
             BYTES=shapes.bytes,
-            GROUP=8,
+            GROUP=shapes.group,
             STAGES=shapes.stages,
             IS_EVEN=width % shapes.bytes == 0,
             IS_PART=splits > 1,
@@ -318,6 +405,7 @@ def product(
                 sums,
                 weight_scale,
                 weight_scale if bias is None else bias.contiguous(),
+                out if added is None else added.contiguous(),
                 out,
                 tokens,
                 rows,
@@ -329,8 +417,8 @@ def product(
     return out
 
 
-_COLUMNS = 1024
-"""Of one program that dequantises."""
+_WORDS = 128
+"""Words of 16 columns, at the most, of one program that dequantises."""
 
 
 def dequantized_weights(
@@ -340,17 +428,20 @@ def dequantized_weights(
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
 
     packed = packed.contiguous()
-    out = packed.new_empty((packed.shape[0], columns), dtype=dtype)
+    rows, words = packed.shape
+    out = packed.new_empty((rows, columns), dtype=dtype)
+    block = min(_power_of_two(words), _WORDS)
     with on_device(packed):
-        kernels._ternary_weights_kernel[(packed.shape[0], -(-columns // _COLUMNS))](
+        kernels._ternary_weights_kernel[(rows, -(-words // block))](
             packed,
             scale,
             out,
             columns,
-            packed.shape[1],
-            COLUMNS=_COLUMNS,
+            words,
+            WORDS=block,
             IS_STEP=is_step,
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return out
 
@@ -362,16 +453,19 @@ def dequantized_tokens(
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
 
     codes = codes.contiguous()
-    out = codes.new_empty((codes.shape[0], columns), dtype=dtype)
+    tokens, words = codes.shape[0], codes.shape[2] // 4
+    out = codes.new_empty((tokens, columns), dtype=dtype)
+    block = min(_power_of_two(words), _WORDS)
     with on_device(codes):
-        kernels._ternary_tokens_kernel[(codes.shape[0], -(-columns // _COLUMNS))](
-            codes,
+        kernels._ternary_tokens_kernel[(tokens, -(-words // block))](
+            codes.view(torch.int32),
             scale,
             out,
             columns,
-            codes.shape[2] // 4,
-            COLUMNS=_COLUMNS,
+            words,
+            WORDS=block,
             IS_STEP=is_step,
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return out

@@ -70,16 +70,23 @@ def _scale_of_token(
 def _larger_half(x, kept, LOW_BIT: tl.constexpr):
     """Set to zero what is smaller than the `kept` largest absolute values.
 
-    The bits of the least value that stays are found from the top down, by counting.
+    The bits of the least value that stays are found from the top down, two at a time: one sum has
+    the counts for all three of their values.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.full((), 0, tl.int32)
-    bit = tl.full((), 1 << 30, tl.int32)
-    for _ in range(31 - LOW_BIT):
-        higher = least | bit
-        count = tl.sum((bits >= higher).to(tl.int32), axis=0)
-        least = tl.where(count >= kept, higher, least)
-        bit = bit >> 1
+    for step in tl.static_range((31 - LOW_BIT) // 2):
+        one = least | (1 << (29 - 2 * step))
+        two = least | (2 << (29 - 2 * step))
+        three = one | two
+        counts = (bits >= one).to(tl.int64) + ((bits >= two).to(tl.int64) << 21)
+        total = tl.sum(counts + ((bits >= three).to(tl.int64) << 42), axis=0)
+        least = tl.where((total & 0x1FFFFF) >= kept, one, least)
+        least = tl.where(((total >> 21) & 0x1FFFFF) >= kept, two, least)
+        least = tl.where((total >> 42) >= kept, three, least)
+    if (31 - LOW_BIT) % 2 == 1:
+        one = least | (1 << LOW_BIT)
+        least = tl.where(tl.sum((bits >= one).to(tl.int32), axis=0) >= kept, one, least)
     return tl.where(bits >= least, x, 0.0)
 
 
@@ -118,9 +125,39 @@ def _checked(scale):
 
 
 @triton.jit
+def _entering_token(
+    x_ptr,  # the token
+    up_ptr,  # with HAS_UP: x becomes relu(x) ** 2 * up
+    norm_ptr,  # with HAS_NORM: the weight of an RMS norm that follows
+    columns,
+    norm_eps,
+    COLUMNS: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Return a token in float32, rounded wherever PyTorch rounds to its dtype on the way."""
+    KIND: tl.constexpr = x_ptr.dtype.element_ty
+    offs = tl.arange(0, COLUMNS)
+    mask = offs < columns
+    x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_UP:
+        up = tl.load(up_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        x = tl.where(x <= 0.0, 0.0, x)
+        x = _rounded(_rounded(x * x, KIND) * up, KIND)
+    if HAS_NORM:
+        weight = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.div_rn(tl.sum(x * x, axis=0), tl.cast(columns, tl.float32))
+        x = _rounded(_rounded(x * tl.rsqrt(mean + norm_eps), KIND) * weight, KIND)
+    return x
+
+
+@triton.jit
 def _quantized_token(
     x_ptr,  # the token
+    up_ptr,
+    norm_ptr,
     columns,
+    norm_eps,
     kept,
     eps,
     eps_rounded,
@@ -136,13 +173,16 @@ def _quantized_token(
     ADDS_EPS: tl.constexpr,
     IS_STEP: tl.constexpr,
     DTYPE: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):
     """Return the codes of a token four to a word, in the order of the columns, its scale, its sum.
 
     Word 4 t + j holds the columns 16 t + 4 j to 16 t + 4 j + 3.
     """
     offs = tl.arange(0, COLUMNS)
-    x = _rounded(tl.load(x_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32), DTYPE)
+    x = _entering_token(x_ptr, up_ptr, norm_ptr, columns, norm_eps, COLUMNS, HAS_UP, HAS_NORM)
+    x = _rounded(x, DTYPE)
     scale = _scale_of_token(
         x, columns, eps, eps_rounded, LEVELS, INVERSE, IS_MEAN, ADDS_EPS, IS_STEP, DTYPE
     )
@@ -159,11 +199,15 @@ def _quantized_token(
 def _ternary_quantize_kernel(
     x_ptr,  # (M, K)
     stride_x,
+    up_ptr,  # (M, K), with HAS_UP
+    stride_up,
+    norm_ptr,  # (K,), with HAS_NORM
     codes_ptr,  # (M, 4, words) int32
     scale_ptr,  # (M,) fp32
     sums_ptr,  # (M,) int32
     columns,
     words,
+    norm_eps,
     kept,
     eps,
     eps_rounded,
@@ -179,14 +223,22 @@ def _ternary_quantize_kernel(
     ADDS_EPS: tl.constexpr,
     IS_STEP: tl.constexpr,
     DTYPE: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     IS_CHAINED: tl.constexpr,  # the next kernel may start, and waits before it reads
+    IS_EARLY: tl.constexpr,  # started while the kernel before may still be running
 ):
     if IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     held, scale, total = _quantized_token(
         x_ptr + token * stride_x,
+        up_ptr + token * stride_up,
+        norm_ptr,
         columns,
+        norm_eps,
         kept,
         eps,
         eps_rounded,
@@ -202,6 +254,8 @@ def _ternary_quantize_kernel(
         ADDS_EPS,
         IS_STEP,
         DTYPE,
+        HAS_UP,
+        HAS_NORM,
     )
     place = tl.arange(0, COLUMNS // 4)
     word = place // 4
@@ -257,46 +311,52 @@ def _ternary_weights_kernel(
     out_ptr,  # (N, K)
     columns,
     words,
-    COLUMNS: tl.constexpr,
+    WORDS: tl.constexpr,
     IS_STEP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = offs < columns
-    word = tl.load(packed_ptr + row * words + offs // 16, mask=mask, other=0)
-    field = offs % 16
-    code = ((word >> ((field // 4) * 2 + (field % 4) * 8)) & 3) - 1
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    packed = tl.load(packed_ptr + row * words + word, mask=word < words, other=0)
+    field = tl.arange(0, 16)
+    shift = (field // 4) * 2 + (field % 4) * 8
+    code = tl.reshape(((packed[:, None] >> shift[None, :]) & 3) - 1, (WORDS * 16,))
     scale = tl.load(scale_ptr).to(tl.float32)
-    if not IS_STEP:
-        value, over = tl.broadcast(code.to(tl.float32), scale)
-        value = tl.div_rn(value, over)
-    else:
-        value = code.to(tl.float32) * scale
-    tl.store(out_ptr + row * columns + offs, value.to(out_ptr.dtype.element_ty), mask=mask)
+    if not IS_STEP:  # a code over the scale is plus or minus one over the scale, or zero
+        scale = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
+    value = code.to(tl.float32) * scale
+    offs = tl.program_id(1) * (WORDS * 16) + tl.arange(0, WORDS * 16)
+    out_ptrs = out_ptr + row * columns + offs
+    tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=offs < columns)
 
 
 @triton.jit
 def _ternary_tokens_kernel(
-    codes_ptr,  # (M, 4, 4 * words) int8
+    codes_ptr,  # (M, 4, words) int32
     scale_ptr,  # (M,) fp32
     out_ptr,  # (M, K)
     columns,
     words,
-    COLUMNS: tl.constexpr,
+    WORDS: tl.constexpr,
     IS_STEP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = offs < columns
-    place = (token * 4 + (offs // 4) % 4) * (words * 4) + (offs // 16) * 4 + offs % 4
-    code = tl.load(codes_ptr + place, mask=mask, other=0).to(tl.float32)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    plane = tl.arange(0, 4)
+    # Word t of plane j holds the columns 16 t + 4 j to 16 t + 4 j + 3.
+    codes_ptrs = codes_ptr + (token * 4 + plane[None, :]) * words + word[:, None]
+    held = tl.load(codes_ptrs, mask=(word < words)[:, None], other=0)
+    shift = 24 - 8 * tl.arange(0, 4)
+    code = tl.reshape((held[:, :, None] << shift[None, None, :]) >> 24, (WORDS * 16,))
     scale = tl.load(scale_ptr + token)
-    if not IS_STEP:
-        value, over = tl.broadcast(code, scale)
-        value = tl.div_rn(value, over)
+    value = code.to(tl.float32)
+    if IS_STEP:
+        value = value * scale
     else:
-        value = code * scale
-    tl.store(out_ptr + token * columns + offs, value.to(out_ptr.dtype.element_ty), mask=mask)
+        value, over = tl.broadcast(value, scale)
+        value = tl.div_rn(value, over)
+    offs = tl.program_id(1) * (WORDS * 16) + tl.arange(0, WORDS * 16)
+    out_ptrs = out_ptr + token * columns + offs
+    tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=offs < columns)
 
 
 # --- few tokens -----------------------------------------------------------------------------------
@@ -350,9 +410,29 @@ def _factor(scale, weight_scale, IS_STEP: tl.constexpr, WEIGHT_IS_STEP: tl.const
 
 
 @triton.jit
+def _plane(codes_ptr, place, word, words):
+    """Load a plane of the codes of a token."""
+    return tl.load(codes_ptr + place * words + word, mask=word < words, other=0)
+
+
+@triton.jit
+def _sum_with(found, added_ptrs, mask):
+    """Add what is there, after the rounding of the product."""
+    added = tl.load(added_ptrs, mask=mask, other=0.0)
+    return found.to(added.dtype).to(tl.float32) + added.to(tl.float32)
+
+
+@triton.jit
 def _ternary_vectors_kernel(
     x_ptr,  # (TOKENS, K)
     stride_x,
+    up_ptr,  # (TOKENS, K), with HAS_UP
+    stride_up,
+    norm_ptr,  # (K,), with HAS_NORM
+    added_ptr,  # (TOKENS, rows), with HAS_ADDED, which needs a group of one
+    codes_ptr,  # (TOKENS, 4, words) int32, with IS_CODED, and scales and sums of the codes
+    scale_ptr,
+    sums_ptr,
     packed_a,  # (rows, words) int32, one matrix or up to three
     packed_b,
     packed_c,
@@ -372,6 +452,7 @@ def _ternary_vectors_kernel(
     tiles_b,
     columns,
     words,
+    norm_eps,
     kept,
     eps,
     eps_rounded,
@@ -395,8 +476,15 @@ def _ternary_vectors_kernel(
     IS_STEP: tl.constexpr,
     WEIGHT_IS_STEP: tl.constexpr,
     DTYPE: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    IS_CODED: tl.constexpr,  # tokens were quantised before
+    IS_EARLY: tl.constexpr,  # started while the kernel before may still be running
     BYTEWISE: tl.constexpr,
 ):
+    if IS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     packed_ptr, weight_scale_ptr, bias_ptr, out_ptr = packed_a, weight_scale_a, bias_a, out_a
     rows = tl.cast(rows_a, tl.int32)
@@ -429,29 +517,43 @@ def _ternary_vectors_kernel(
     # Weights are asked for first: they come from far, the token is near.
     weight = _weight_tile(packed_ptr, tile * (ROWS * TILES), rows, word, words, ROWS)
     weight_scale = tl.load(weight_scale_ptr)
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
     for token in tl.static_range(TOKENS):
-        held, scale, total = _quantized_token(
-            x_ptr + token * stride_x,
-            columns,
-            kept,
-            eps,
-            eps_rounded,
-            WORDS * 16,
-            LEVELS,
-            INVERSE,
-            LOW,
-            HIGH,
-            IS_MEAN,
-            IS_FLOAT,
-            KEEPS_HALF,
-            LOW_BIT,
-            ADDS_EPS,
-            IS_STEP,
-            DTYPE,
-        )
-        even, odd = tl.split(tl.reshape(held, (WORDS, 2, 2)))  # (WORDS, 2): j = 0, 2 and 1, 3
-        plane_0, plane_2 = tl.split(even)
-        plane_1, plane_3 = tl.split(odd)
+        if IS_CODED:
+            plane_0 = _plane(codes_ptr, token * 4, word, words)
+            plane_1 = _plane(codes_ptr, token * 4 + 1, word, words)
+            plane_2 = _plane(codes_ptr, token * 4 + 2, word, words)
+            plane_3 = _plane(codes_ptr, token * 4 + 3, word, words)
+            scale, total = tl.load(scale_ptr + token), tl.load(sums_ptr + token)
+        else:
+            held, scale, total = _quantized_token(
+                x_ptr + token * stride_x,
+                up_ptr + token * stride_up,
+                norm_ptr,
+                columns,
+                norm_eps,
+                kept,
+                eps,
+                eps_rounded,
+                WORDS * 16,
+                LEVELS,
+                INVERSE,
+                LOW,
+                HIGH,
+                IS_MEAN,
+                IS_FLOAT,
+                KEEPS_HALF,
+                LOW_BIT,
+                ADDS_EPS,
+                IS_STEP,
+                DTYPE,
+                HAS_UP,
+                HAS_NORM,
+            )
+            even, odd = tl.split(tl.reshape(held, (WORDS, 2, 2)))  # (WORDS, 2): j = 0, 2 and 1, 3
+            plane_0, plane_2 = tl.split(even)
+            plane_1, plane_3 = tl.split(odd)
         factor = _factor(scale, weight_scale, IS_STEP, WEIGHT_IS_STEP)
         for step in tl.static_range(TILES):
             begin = (tile * TILES + step) * ROWS
@@ -469,6 +571,8 @@ def _ternary_vectors_kernel(
             row = begin + tl.arange(0, ROWS)
             bias = tl.load(bias_ptr + row, mask=(row < rows) & has_bias, other=0.0)
             found = product.to(tl.float32) * factor + bias.to(tl.float32)
+            if HAS_ADDED:
+                found = _sum_with(found, added_ptr + token * rows + row, row < rows)
             tl.store(
                 out_ptr + token * rows + row,
                 found.to(out_ptr.dtype.element_ty),
@@ -544,6 +648,7 @@ def _ternary_tiles_kernel(
     sums_ptr,  # (M,) int32
     weight_scale_ptr,  # one element
     bias_ptr,  # (N,), with HAS_BIAS
+    added_ptr,  # (M, N), with HAS_ADDED
     out_ptr,  # (M, N)
     part_ptr,  # (splits, M, N) int32, with IS_PART
     tokens,
@@ -558,6 +663,7 @@ def _ternary_tiles_kernel(
     IS_EVEN: tl.constexpr,  # no tile reaches beyond a share
     IS_PART: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
     IS_STEP: tl.constexpr,
     WEIGHT_IS_STEP: tl.constexpr,
     IS_CHAINED: tl.constexpr,  # started while the tokens are still being quantised
@@ -613,6 +719,8 @@ def _ternary_tiles_kernel(
         found = (acc - sums[None, :]).to(tl.float32) * factor[None, :]
         if HAS_BIAS:
             found += tl.load(bias_ptr + near_row).to(tl.float32)[:, None]
+        if HAS_ADDED:
+            found = _sum_with(found, added_ptr + place, mask)
         tl.store(out_ptr + place, found.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -623,12 +731,14 @@ def _ternary_parts_kernel(
     sums_ptr,  # (M,) int32
     weight_scale_ptr,  # one element
     bias_ptr,  # (N,), with HAS_BIAS
+    added_ptr,  # (M, N), with HAS_ADDED
     out_ptr,  # (M, N)
     tokens,
     rows,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
     IS_STEP: tl.constexpr,
     WEIGHT_IS_STEP: tl.constexpr,
 ):
@@ -645,4 +755,6 @@ def _ternary_parts_kernel(
     found = (acc - tl.load(sums_ptr + token)).to(tl.float32) * factor
     if HAS_BIAS:
         found += tl.load(bias_ptr + row, mask=mask, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        found = _sum_with(found, added_ptr + place, mask)
     tl.store(out_ptr + place, found.to(out_ptr.dtype.element_ty), mask=mask)
