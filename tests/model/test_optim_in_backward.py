@@ -22,9 +22,14 @@ from transformers import (
 )
 
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
-from memeff_compile.kernels.coded_weight import CODECS, CodedWeight
+from memeff_compile.kernels.coded_weight import CODECS, CodedWeight, Step
 from memeff_compile.model.compress import compress_, compressed_weights, decompress_
-from memeff_compile.model.optim_in_backward import TRAINING_ROOM, _Queue, optim_in_backward
+from memeff_compile.model.optim_in_backward import (
+    TRAINING_ROOM,
+    _Queue,
+    optim_in_backward,
+    plain_step,
+)
 
 Factory = Callable[[nn.Parameter], Optimizer]
 FACTORIES: dict[str, Factory] = {
@@ -160,6 +165,34 @@ def test_weights_that_outgrow_their_room_are_coded_anew() -> None:
         optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=1e30))
         model(x).float().sum().backward()
     assert torch.equal(models[0].weight, models[1].weight.decode())
+
+
+SGD = torch.optim.SGD
+NOT_PLAIN: dict[str, Callable[[nn.Parameter], Optimizer]] = {
+    "momentum": lambda p: SGD([p], lr=0.1, momentum=0.9),
+    "maximize": lambda p: SGD([p], lr=0.1, maximize=True),
+    "fused": lambda p: SGD([p], lr=0.1, fused=True),
+    "a tensor": lambda p: SGD([p], lr=torch.tensor(0.1)),
+    "another class": lambda p: type("Mine", (SGD,), {})([p], lr=0.1),
+    "AdamW": lambda p: torch.optim.AdamW([p], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("case", NOT_PLAIN)
+def test_only_sgd_and_nothing_else_is_done_by_a_kernel(case: str) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert plain_step(NOT_PLAIN[case](weight)) is None
+    for settings in ({}, {"foreach": False}, {"dampening": 0.5}):
+        plain = SGD([weight], lr=0.1, weight_decay=0.2, **settings)
+        assert plain_step(plain) == Step(0.1, 0.2)
+    plain.register_step_pre_hook(lambda *_: None)
+    assert plain_step(plain) is None
+
+
+def test_an_optimizer_whose_step_was_wrapped_keeps_its_wrapper() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    assert plain_step(optimizer) is None
 
 
 # --- memory ---------------------------------------------------------------------------------------
