@@ -60,11 +60,11 @@ def test_a_weight_is_encoded_into_parts_with_room(codec: str) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5], ids=["plain", "decay"])
-@pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
+@pytest.mark.parametrize("codec", ["win4", "tier", pytest.param("rans", marks=pytest.mark.slow)])
 def test_a_gradient_becomes_the_weight_after_a_step(codec: str, decay: float) -> None:
     """Rates are powers of two, with which nothing is rounded twice, with or without an FMA."""
-    form, weight = parse(codec), hostile(64, 512)
-    gradient = hostile(64, 512, seed=1)
+    form, weight = parse(codec), hostile(32, 512)
+    gradient = hostile(32, 512, seed=1)
     held = torch.nn.Parameter(weight.clone())
     held.grad = gradient.clone()
     torch.optim.SGD([held], lr=0.25, weight_decay=decay).step()
