@@ -33,8 +33,8 @@ class Tile:
     splits: int = 1
 
 
-WIN4_DECODE_WORDS = 128
-WIN4_DECODE_WARPS = 1
+WIN4_DECODE_WORDS = 512
+WIN4_DECODE_WARPS = 4
 WIN4_ENCODE_WORDS = 1024
 WIN4_ENCODE_WARPS = 4
 TIER_DECODE_WARPS = 8
@@ -56,7 +56,7 @@ ROW_TILES = (
 WARPS_PER_PROCESSOR = 8
 
 
-PROGRAMS_PER_PROCESSOR = 6
+PROGRAMS_PER_PROCESSOR = 12
 """With several tokens: what hides the time until the codes are there."""
 
 
@@ -81,12 +81,12 @@ def tile(tokens: int, rows: int, columns: int, processors: int) -> Tile:
         processors: multiprocessors of the GPU.
     """
     width = max(16, 1 << (tokens - 1).bit_length())
-    height = 64
+    height = 32
     programs = -(-rows // height)
     splits = 1
     while programs * splits < PROGRAMS_PER_PROCESSOR * processors and splits < 8:
         splits *= 2
-    return Tile(height, min(width, 128), 32, 4, 1, splits)
+    return Tile(height, min(width, 128), 32, 2, 3, splits)
 
 
 def chunks_touched(rows: int, columns: int) -> int:
