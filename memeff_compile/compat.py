@@ -520,15 +520,22 @@ def forget_hooks(tensor: torch.Tensor) -> None:
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether something runs around each step: hooks of this optimizer or of all."""
+    """Return whether hooks run around the steps of an optimizer, but for those after every step."""
     from torch.optim import optimizer as module
 
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or module._global_optimizer_pre_hooks
-        or module._global_optimizer_post_hooks
     )
+
+
+def run_hooks_after_every_step(optimizer: torch.optim.Optimizer) -> None:
+    """Run the hooks that were registered to run after a step of any optimizer."""
+    from torch.optim import optimizer as module
+
+    for hook in list(module._global_optimizer_post_hooks.values()):
+        hook(optimizer, (), {})
 
 
 def after_backward(function: Callable[[], None]) -> bool:

@@ -136,6 +136,7 @@ class _Update:
             if isinstance(coded, CodedWeight):
                 if by is not None and coded.steps(gradient):
                     self._store(coded, coded.step(gradient, by))
+                    compat.run_hooks_after_every_step(self.optimizer)
                     return
                 self.held.data = coded.decode()
             self.held.grad = gradient

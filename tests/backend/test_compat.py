@@ -669,20 +669,23 @@ def test_hooks_of_a_swapped_tensor_are_forgotten_and_new_ones_run() -> None:
     assert seen == ["new"]
 
 
-@probes("optimizer_hooks")
+@probes("optimizer_hooks", "run_hooks_after_every_step")
 @pytest.mark.parametrize("when", ["pre", "post"])
 @pytest.mark.parametrize("whose", ["its own", "everyone's"])
-def test_hooks_of_an_optimizer_are_seen(whose: str, when: str) -> None:
+def test_hooks_of_an_optimizer_are_seen_and_those_after_every_step_can_be_run(
+    whose: str, when: str
+) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     assert not compat.optimizer_hooks(optimizer)
-    owner: Any = optimizer if whose == "its own" else import_module("torch.optim.optimizer")
-    name = (
-        f"register_step_{when}_hook"
-        if whose == "its own"
-        else f"register_optimizer_step_{when}_hook"
-    )
-    hook = getattr(owner, name)(lambda *_: None)
-    assert compat.optimizer_hooks(optimizer)
+    is_own = whose == "its own"
+    owner: Any = optimizer if is_own else import_module("torch.optim.optimizer")
+    seen: list[Any] = []
+    name = f"register_step_{when}_hook" if is_own else f"register_optimizer_step_{when}_hook"
+    hook = getattr(owner, name)(lambda optimizer, *_: seen.append(optimizer))
+    is_after_every = not is_own and when == "post"
+    assert compat.optimizer_hooks(optimizer) is not is_after_every
+    compat.run_hooks_after_every_step(optimizer)
+    assert seen == ([optimizer] if is_after_every else [])
     hook.remove()
     assert not compat.optimizer_hooks(optimizer)
 
