@@ -511,3 +511,41 @@ def drop_empty_hooks(tensor: torch.Tensor) -> None:
         tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     if not tensor._backward_hooks:
         tensor._backward_hooks = None
+
+
+def forget_hooks(tensor: torch.Tensor) -> None:
+    """Forget hooks of a tensor whose insides were swapped: they are named and do not run."""
+    tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    tensor._backward_hooks = None
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether hooks run around the steps of an optimizer, but for those after every step."""
+    from torch.optim import optimizer as module
+
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or module._global_optimizer_pre_hooks
+    )
+
+
+def run_hooks_after_every_step(optimizer: torch.optim.Optimizer) -> None:
+    """Run the hooks that were registered to run after a step of any optimizer."""
+    from torch.optim import optimizer as module
+
+    for hook in list(module._global_optimizer_post_hooks.values()):
+        hook(optimizer, (), {})
+
+
+def after_backward(function: Callable[[], None]) -> bool:
+    """Have a function called when the backward that is running has come to its end.
+
+    Returns:
+        False where no backward is running; the function is not called then.
+    """
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(function)
+    except RuntimeError:
+        return False
+    return True

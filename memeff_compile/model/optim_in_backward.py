@@ -2,33 +2,107 @@
 
 One gradient and one dense weight are alive at a time. A compressed weight is decoded, updated and
 encoded again on the spot, so that its code is the only copy there is. The update is that of the
-optimizer that the factory makes, on the same bits as with dense weights.
+optimizer that the factory makes, on the same bits as with dense weights. Plain SGD on a GPU decodes
+and updates in the gradient's memory, in one kernel.
+
+The host does not wait for the GPU in between. Whether a new value fitted into the room that its
+lists have is looked at later; one that did not is copied to memory of the host by the GPU itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
-from memeff_compile.kernels.coded_weight import CodedWeight, Room, parse
+from memeff_compile.kernels.coded_weight import (
+    CodedWeight,
+    Room,
+    Step,
+    Unsettled,
+    make_refuge,
+    parse,
+)
 
 Factory = Callable[[nn.Parameter], Optimizer]
 
 TRAINING_ROOM = Room(share=0.02, least=1024)
 """Spare room in lists: weights move, and lists that grow are new memory and a new compilation."""
 
+UNSETTLED = 2
+"""Weights whose dense values are kept where the host has no memory that the GPU can write to."""
+REFUGES = 4
+"""Times the largest weight: memory of the host that values can go to."""
+
+
+class _Queue:
+    """New values of which is not known yet whether they fitted, oldest first.
+
+    One that does not fit is copied, by the GPU, to a ring of host memory, and encoded anew from
+    there. The host is ahead of the GPU by as many weights as that ring has room for.
+    """
+
+    def __init__(self, weights: Sequence[CodedWeight]) -> None:
+        self._waiting: list[tuple[Unsettled, int]] = []
+        self._head = 0
+        self._ring: Tensor | None = None
+        if weights:
+            sizes = [weight.numel() for weight in weights]
+            size = min(sum(sizes), REFUGES * max(sizes))
+            self._ring = make_refuge(size + 64, weights[0].device)
+
+    def place_for(self, count: int) -> Tensor | None:
+        """Return a place in the ring for so many weights; wait until there is one."""
+        if self._ring is None:
+            while len(self._waiting) >= UNSETTLED:
+                self._settle_oldest()
+            return None
+        while (start := self._free(count, self._ring.numel())) is None:
+            self._settle_oldest()
+        self._head = start
+        return self._ring[start : start + count]
+
+    def _free(self, count: int, size: int) -> int | None:
+        """Return where `count` elements are free: what is taken reaches from tail to head."""
+        if not self._waiting:
+            return 0
+        tail = self._waiting[0][1]
+        if self._head >= tail:
+            if self._head + count <= size:
+                return self._head
+            return 0 if count < tail else None
+        return self._head if self._head + count < tail else None
+
+    def add(self, value: Unsettled, count: int) -> None:
+        """Add a value; it is settled at the end of the backward at the latest."""
+        if value.is_settled:
+            return
+        self._waiting.append((value, self._head))
+        self._head += count
+        if not compat.after_backward(self.settle):
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for all of them."""
+        while self._waiting:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        self._waiting.pop(0)[0].settle()
+
 
 class _Update:
     """The optimizer of one parameter, and how to run it."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, factory: Factory) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, factory: Factory, queue: _Queue) -> None:
         self.name = name
+        self.queue = queue
         self.parameter = parameter
         self.seen = 0
         self.is_coded = isinstance(parameter, CodedWeight)
@@ -56,20 +130,43 @@ class _Update:
         if max_norm is not None:
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
             gradient.mul_((max_norm / (norm + 1e-6)).clamp_max(1.0))
-        coded = self.parameter
-        if isinstance(coded, CodedWeight):
-            self.held.data = coded.decode()
-            self.held.grad = gradient
-        self.parameter.grad = None if self.is_coded else gradient
-        del gradient
+        self.parameter.grad = None
+        coded, by = self.parameter, plain_step(self.optimizer)
         try:
+            if isinstance(coded, CodedWeight):
+                if by is not None and coded.steps(gradient):
+                    self._store(coded, coded.step(gradient, by))
+                    compat.run_hooks_after_every_step(self.optimizer)
+                    return
+                self.held.data = coded.decode()
+            self.held.grad = gradient
+            del gradient
             with torch.enable_grad():
                 self.optimizer.step()
+            self.held.grad = None
             if isinstance(coded, CodedWeight):
-                coded.store(self.held.data)
+                self._store(coded, self.held.data)
         finally:
             self.parameter.grad = None
             self._empty()
+
+    def _store(self, coded: CodedWeight, value: Tensor) -> None:
+        place = self.queue.place_for(value.numel())
+        self.queue.add(coded.store_soon(value, place), value.numel())
+
+
+def plain_step(optimizer: Optimizer) -> Step | None:
+    """Return the step of an optimizer that is SGD and nothing else; None for any other."""
+    if type(optimizer) is not torch.optim.SGD or "step" in vars(optimizer):
+        return None
+    (group,) = optimizer.param_groups
+    rate, decay = group["lr"], group["weight_decay"]
+    others = ("momentum", "nesterov", "maximize", "differentiable", "fused")
+    if any(group.get(name) for name in others) or compat.optimizer_hooks(optimizer):
+        return None
+    if not all(isinstance(number, (int, float)) for number in (rate, decay)):
+        return None  # a tensor, whose value would have to be read
+    return Step(float(rate), float(decay))
 
 
 def _check_optimizer(optimizer: object, held: nn.Parameter, name: str) -> None:
@@ -100,9 +197,16 @@ class BackwardOptimizer(Optimizer):
         max_norm: largest norm of each parameter's gradient, or None.
     """
 
-    def __init__(self, updates: Iterable[_Update], accumulate: int, max_norm: float | None) -> None:
+    def __init__(
+        self,
+        updates: Iterable[_Update],
+        accumulate: int,
+        max_norm: float | None,
+        queue: _Queue,
+    ) -> None:
         """Hook the updates; `optim_in_backward` makes them."""
         self._updates = list(updates)
+        self._queue = queue
         self.accumulate = accumulate
         self.max_norm = max_norm
         held = [update.held for update in self._updates]
@@ -111,12 +215,21 @@ class BackwardOptimizer(Optimizer):
         self.param_groups = [g for u in self._updates for g in u.optimizer.param_groups]
         for update in self._updates:
             compat.drop_empty_hooks(update.parameter)
-        self._hooks = [
-            update.parameter.register_post_accumulate_grad_hook(self._hook(update))
-            for update in self._updates
-        ]
+        self._hooks = {update.name: self._hooked(update) for update in self._updates}
+
+    def _hooked(self, update: _Update) -> RemovableHandle:
+        # A weight that is moved gets other attributes, and its hooks do not run any more.
+        update.parameter.updated_in_backward = True  # type: ignore[attr-defined]
+        hook = update.parameter.register_post_accumulate_grad_hook(self._hook(update))
+        return cast("RemovableHandle", hook)
+
+    def train(self) -> None:
+        """Put hooks back that moving the model has taken off; the Trainer calls it at each step."""
         for update in self._updates:
-            update.parameter.updated_in_backward = True  # type: ignore[attr-defined]
+            if self._hooks and not getattr(update.parameter, "updated_in_backward", False):
+                self._hooks[update.name].remove()
+                compat.forget_hooks(update.parameter)
+                self._hooks[update.name] = self._hooked(update)
 
     def _hook(self, update: _Update) -> Callable[[Tensor], None]:
         def after_gradient(parameter: Tensor) -> None:
@@ -145,12 +258,14 @@ class BackwardOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        self._queue.settle()
         for update in self._updates:
             if update.seen == 0 and update.parameter.grad is not None:
                 raise MemeffError(
                     f"optim_in_backward: {update.name} has a gradient and was not updated with it. "
-                    "Its hook is gone, as when the model is moved or cast afterwards: call "
-                    "optim_in_backward when the model is where it will train."
+                    "Its hook is gone, as when the model is moved or cast afterwards: call train() "
+                    "of the optimizer before the backward, or optim_in_backward when the model is "
+                    "where it will train."
                 )
         return result
 
@@ -185,8 +300,10 @@ class BackwardOptimizer(Optimizer):
 
     def remove(self) -> None:
         """Take the hooks off: the model's backward leaves gradients again."""
-        for hook in self._hooks:
+        self._queue.settle()
+        for hook in self._hooks.values():
             hook.remove()
+        self._hooks = {}
         for update in self._updates:
             compat.drop_empty_hooks(update.parameter)
             update.parameter.updated_in_backward = False  # type: ignore[attr-defined]
@@ -238,19 +355,21 @@ def optim_in_backward(
         )
     _refuse_several_processes()
     updates = []
+    trained = [p for p in model.parameters() if isinstance(p, CodedWeight) and p.requires_grad]
+    queue = _Queue(trained)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         _refuse_what_cannot_be_updated(name, parameter)
         if isinstance(parameter, CodedWeight):
             _make_room(parameter)
-        updates.append(_Update(name, parameter, factory))
+        updates.append(_Update(name, parameter, factory, queue))
     if not updates:
         raise OptionError(
             "optim_in_backward: no parameter of the model requires gradients; set requires_grad "
             "on what is to be trained (lossy compressed weights cannot be)."
         )
-    return BackwardOptimizer(updates, accumulate, max_norm)
+    return BackwardOptimizer(updates, accumulate, max_norm, queue)
 
 
 def _refuse_what_cannot_be_updated(name: str, parameter: nn.Parameter) -> None:

@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -653,3 +654,49 @@ def test_hooks_that_were_removed_leave_nothing_that_swallows_new_ones() -> None:
     assert len(seen) == 1
     assert weight.grad is not None
     assert float(weight.grad.sum()) == 4.0
+
+
+@probes("forget_hooks")
+def test_hooks_of_a_swapped_tensor_are_forgotten_and_new_ones_run() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    seen: list[str] = []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append("old"))
+    other = nn.Parameter(torch.zeros(2))
+    torch.utils.swap_tensors(weight, other)
+    compat.forget_hooks(weight)
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append("new"))
+    weight.sum().backward()
+    assert seen == ["new"]
+
+
+@probes("optimizer_hooks", "run_hooks_after_every_step")
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize("whose", ["its own", "everyone's"])
+def test_hooks_of_an_optimizer_are_seen_and_those_after_every_step_can_be_run(
+    whose: str, when: str
+) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert not compat.optimizer_hooks(optimizer)
+    is_own = whose == "its own"
+    owner: Any = optimizer if is_own else import_module("torch.optim.optimizer")
+    seen: list[Any] = []
+    name = f"register_step_{when}_hook" if is_own else f"register_optimizer_step_{when}_hook"
+    hook = getattr(owner, name)(lambda optimizer, *_: seen.append(optimizer))
+    is_after_every = not is_own and when == "post"
+    assert compat.optimizer_hooks(optimizer) is not is_after_every
+    compat.run_hooks_after_every_step(optimizer)
+    assert seen == ([optimizer] if is_after_every else [])
+    hook.remove()
+    assert not compat.optimizer_hooks(optimizer)
+
+
+@probes("after_backward")
+def test_a_function_is_called_at_the_end_of_a_backward_and_only_there() -> None:
+    seen: list[str] = []
+    assert not compat.after_backward(lambda: seen.append("never"))
+    x = torch.ones(2, requires_grad=True)
+    middle = x * 2
+    middle.register_hook(lambda grad: compat.after_backward(lambda: seen.append("end")) and None)
+    x.register_post_accumulate_grad_hook(lambda p: seen.append("leaf"))
+    middle.sum().backward()
+    assert seen == ["leaf", "end"]

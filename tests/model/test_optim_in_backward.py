@@ -5,18 +5,31 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
-from memeff_compile.kernels.coded_weight import CODECS, CodedWeight
+from memeff_compile.kernels.coded_weight import CODECS, CodedWeight, Step
 from memeff_compile.model.compress import compress_, compressed_weights, decompress_
-from memeff_compile.model.optim_in_backward import TRAINING_ROOM, optim_in_backward
+from memeff_compile.model.optim_in_backward import (
+    TRAINING_ROOM,
+    _Queue,
+    optim_in_backward,
+    plain_step,
+)
 
 Factory = Callable[[nn.Parameter], Optimizer]
 FACTORIES: dict[str, Factory] = {
@@ -154,6 +167,34 @@ def test_weights_that_outgrow_their_room_are_coded_anew() -> None:
     assert torch.equal(models[0].weight, models[1].weight.decode())
 
 
+SGD = torch.optim.SGD
+NOT_PLAIN: dict[str, Callable[[nn.Parameter], Optimizer]] = {
+    "momentum": lambda p: SGD([p], lr=0.1, momentum=0.9),
+    "maximize": lambda p: SGD([p], lr=0.1, maximize=True),
+    "fused": lambda p: SGD([p], lr=0.1, fused=True),
+    "a tensor": lambda p: SGD([p], lr=torch.tensor(0.1)),
+    "another class": lambda p: type("Mine", (SGD,), {})([p], lr=0.1),
+    "AdamW": lambda p: torch.optim.AdamW([p], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("case", NOT_PLAIN)
+def test_only_sgd_and_nothing_else_is_done_by_a_kernel(case: str) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert plain_step(NOT_PLAIN[case](weight)) is None
+    for settings in ({}, {"foreach": False}, {"dampening": 0.5}):
+        plain = SGD([weight], lr=0.1, weight_decay=0.2, **settings)
+        assert plain_step(plain) == Step(0.1, 0.2)
+    plain.register_step_pre_hook(lambda *_: None)
+    assert plain_step(plain) is None
+
+
+def test_an_optimizer_whose_step_was_wrapped_keeps_its_wrapper() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    assert plain_step(optimizer) is None
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
@@ -184,12 +225,55 @@ def test_one_gradient_is_alive_at_a_time_and_nothing_dense_stays() -> None:
     assert all(p.grad is None for p in (*model.parameters(), *held))
 
 
+def test_a_model_that_was_moved_first_is_coded_anew_where_it_has_to() -> None:
+    """Moving a module to where it is leaves weights that show their own parts."""
+    model = compressed(nn.Linear(256, 256, bias=False).bfloat16()).to("cpu")
+    before = model.weight.decode()
+    optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=1e30))
+    model(torch.ones(1, 256, dtype=torch.bfloat16)).float().sum().backward()
+    assert torch.equal(model.weight.decode(), before.add(-1e30))
+
+
 def test_compressed_weights_get_room_to_grow() -> None:
     model = compressed(nn.Linear(256, 256, bias=False).bfloat16())
     before = model.weight.decode()
     optim_in_backward(model, FACTORIES["SGD"])
     assert model.weight.room == TRAINING_ROOM
     assert torch.equal(model.weight.decode(), before)
+
+
+class Waits:
+    """A value that is not settled, and where it waits."""
+
+    is_settled = False
+
+    def __init__(self, place: slice, waiting: list[slice]) -> None:
+        self.place, self.waiting = place, waiting
+
+    def settle(self) -> None:
+        assert self.waiting.pop(0) == self.place, "the oldest comes first"
+
+
+def test_values_that_wait_never_share_host_memory() -> None:
+    queue = _Queue([])
+    queue._ring = torch.zeros(100, dtype=torch.int16)
+    waiting: list[slice] = []
+    generator = torch.Generator().manual_seed(0)
+    most = 0
+    for _ in range(300):
+        count = int(torch.randint(1, 60, (), generator=generator))
+        ring = queue.place_for(count)
+        assert ring is not None
+        assert ring.numel() == count
+        place = slice(ring.storage_offset(), ring.storage_offset() + count)
+        assert all(place.stop <= other.start or other.stop <= place.start for other in waiting)
+        waiting.append(place)
+        queue._waiting.append((Waits(place, waiting), queue._head))  # as add() in a backward
+        queue._head += count
+        most = max(most, len(waiting))
+    assert most >= 4
+    queue.settle()
+    assert not waiting
 
 
 # --- what loops do --------------------------------------------------------------------------------
@@ -220,6 +304,54 @@ def test_saved_and_resumed_training_goes_on_bit_for_bit(name: str) -> None:
     ids = (IDS * 2) % 64
     resumed(input_ids=ids, labels=ids).loss.backward()
     assert same_weights(straight, resumed)
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Ten rows of tokens."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        ids = (torch.arange(8) * (place + 1)) % 64
+        return {"input_ids": ids, "labels": ids}
+
+
+def trainer(model: nn.Module, folder: Path, name: str, **settings: Any) -> Trainer:
+    optimizer = optim_in_backward(model, FACTORIES[name])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=2,
+        num_train_epochs=1,
+        max_grad_norm=0.0,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        logging_steps=1,
+        **settings,
+    )
+    return Trainer(model, arguments, train_dataset=Rows(), optimizers=(optimizer, scheduler))
+
+
+@pytest.mark.slow
+def test_the_trainer_takes_optimizer_and_scheduler_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    dense, model = llama(), compressed(llama())
+    runs = [
+        trainer(each, tmp_path / str(number), "AdamW", save_steps=3, save_strategy="steps")
+        for number, each in enumerate((dense, model))
+    ]
+    losses = []
+    for run in runs:
+        run.train()
+        losses.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 5
+    assert same_weights(dense, model)
+    resumed = compressed(llama())
+    again = trainer(resumed, tmp_path / "1", "AdamW")
+    again.train(resume_from_checkpoint=str(tmp_path / "1" / "checkpoint-3"))
+    assert same_weights(model, resumed)
 
 
 def test_a_state_of_something_else_is_refused() -> None:
@@ -350,6 +482,12 @@ def test_a_model_moved_afterwards_is_noticed_at_the_step() -> None:
     model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
     with pytest.raises(MemeffError, match="was not updated"):
         optimizer.step()
+    optimizer.zero_grad()
+    optimizer.train()
+    before = model.weight.decode()
+    model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight.decode(), before)
 
 
 def test_a_model_is_not_decompressed_under_its_optimizer() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from memeff_compile.kernels.coded_weight.launch import EXACT_FIT as EXACT_FIT
 from memeff_compile.kernels.coded_weight.launch import Room as Room
+from memeff_compile.kernels.coded_weight.launch import Step as Step
 from memeff_compile.kernels.coded_weight.layout import CODECS as CODECS
 from memeff_compile.kernels.coded_weight.layout import Format as Format
 from memeff_compile.kernels.coded_weight.layout import parse as parse
@@ -28,5 +29,8 @@ from memeff_compile.kernels.coded_weight.op import coded_weight_linear as coded_
 from memeff_compile.kernels.coded_weight.op import encode as encode
 from memeff_compile.kernels.coded_weight.op import encode_into as encode_into
 from memeff_compile.kernels.coded_weight.op import engine_for as engine_for
+from memeff_compile.kernels.coded_weight.op import make_refuge as make_refuge
 from memeff_compile.kernels.coded_weight.op import supports_weight as supports_weight
+from memeff_compile.kernels.coded_weight.tensor import OWN_ATTRIBUTES as OWN_ATTRIBUTES
 from memeff_compile.kernels.coded_weight.tensor import CodedWeight as CodedWeight
+from memeff_compile.kernels.coded_weight.tensor import Unsettled as Unsettled

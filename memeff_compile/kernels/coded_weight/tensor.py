@@ -17,12 +17,62 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from memeff_compile.errors import CodedWeightError
 from memeff_compile.kernels.coded_weight import launch, op
-from memeff_compile.kernels.coded_weight.layout import parse
+from memeff_compile.kernels.coded_weight.layout import CODECS, parse
 
 _aten = torch.ops.aten
 _LINEAR = torch.nn.functional.linear
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_ITEM = Tensor.__setitem__
+
+
+OWN_ATTRIBUTES = frozenset(
+    ["codec", "room", "shares_with", "unsettled", "_is_param"]
+    + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
+)
+"""Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""
+
+
+class Unsettled:
+    """A new value of a weight, encoded, of which is not known yet whether it fitted.
+
+    Where it did not, it is taken from the refuge, or from the value, which is kept until then.
+    """
+
+    def __init__(
+        self,
+        weight: CodedWeight,
+        value: Tensor,
+        outcome: launch.Outcome | bool,
+        refuge: Tensor | None = None,
+    ) -> None:
+        """Mark the weight: whoever reads it settles first."""
+        self._weight, self._outcome = weight, outcome
+        self._kept: Tensor | None = value
+        if refuge is not None and isinstance(outcome, launch.Outcome):
+            self._kept = refuge[: value.numel()]
+            outcome.shelter(value, refuge)
+        weight.unsettled = self
+        if isinstance(outcome, launch.Outcome):
+            outcome.fetch()
+        else:
+            self.settle()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known."""
+        return self._kept is None
+
+    def settle(self) -> None:
+        """Wait for the GPU; encode the value anew where there was no room."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        outcome, weight = self._outcome, self._weight
+        fits = outcome if isinstance(outcome, bool) else outcome.fits()
+        weight.unsettled = None
+        if not fits:
+            value = kept.to(weight.device).view(torch.bfloat16).view(weight.shape)
+            weight.encode_anew(value)
 
 
 class CodedWeight(Tensor):
@@ -32,11 +82,13 @@ class CodedWeight(Tensor):
         codec: name of the codec, as `encode` takes it.
         room: spare room that lists get when they have to be made anew.
         shares_with: for what `.data` and `.detach()` give, the weight whose parts these are.
+        unsettled: a new value that may still turn out not to have fitted.
     """
 
     codec: str
     room: launch.Room
     shares_with: CodedWeight | None = None
+    unsettled: Unsettled | None = None
 
     @staticmethod
     def __new__(
@@ -81,12 +133,28 @@ class CodedWeight(Tensor):
     @property
     def parts(self) -> list[Tensor]:
         """The tensors that hold the weight, in the order of the codec's parts."""
+        self.settle()
         return [getattr(self, name) for name in parse(self.codec).parts]
 
     @property
     def coded_bytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
+
+    def settle(self) -> None:
+        """Wait for what `store_soon` left open, if anything."""
+        for owner in self._owners():
+            if owner.unsettled is not None:
+                owner.unsettled.settle()
+
+    def _owners(self) -> list[CodedWeight]:
+        """Return this weight and those whose parts it shows; a moved model's may show its own."""
+        found: list[CodedWeight] = []
+        owner: object = self
+        while isinstance(owner, CodedWeight) and not any(owner is each for each in found):
+            found.append(owner)
+            owner = owner.shares_with
+        return found
 
     def decode(self) -> Tensor:
         """Return the weight as a plain tensor."""
@@ -111,23 +179,57 @@ class CodedWeight(Tensor):
                 f"{tuple(self.shape)}; the shapes have to be equal."
             )
         dense = value.decode() if isinstance(value, CodedWeight) else value.detach()
-        dense = dense.to(device=self.device, dtype=self.dtype)
-        if not op.encode_into(self.parts, dense, self.codec):
-            self.encode_anew(dense)
+        self.store_soon(dense.to(device=self.device, dtype=self.dtype)).settle()
+
+    @torch.no_grad()
+    def store_soon(self, value: Tensor, refuge: Tensor | None = None) -> Unsettled:
+        """Encode a new value in place, without waiting for the GPU to say whether it fitted.
+
+        Args:
+            value: bf16, same shape and device; without a refuge, nobody may write to it until it
+                is settled.
+            refuge: memory of the host, as `make_refuge` gives, that nothing else is put into until
+                it is settled.
+
+        Returns:
+            What has to be settled; reading the weight does so too.
+        """
+        value = value.contiguous()
+        outcome = op.encode_soon(self.parts, value, self.codec)
+        found = Unsettled(self, value, outcome, refuge)
         torch.autograd.graph.increment_version(self)
+        return found
+
+    def steps(self, gradient: Tensor) -> bool:
+        """Say whether `step` can work on this gradient."""
+        return gradient.shape == self.shape and op.steps(gradient, self.codec)
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, by: launch.Step) -> Tensor:
+        """Turn a gradient into the weight after a step of SGD, in the gradient's memory.
+
+        The weight holds no value afterwards, until the new one is stored.
+
+        Args:
+            gradient: one that `steps` allows; it is written to.
+            by: the step.
+
+        Returns:
+            The new value: `gradient`.
+        """
+        return op.step(self.parts, self.codec, gradient, by)
 
     @torch.no_grad()
     def encode_anew(self, dense: Tensor) -> None:
         """Encode a bf16 tensor of this shape into new parts, with room as `self.room` says."""
         parts = op.encode(dense, self.codec, self.room)
-        owner: CodedWeight | None = self
-        while owner is not None:
+        for owner in self._owners():
             for name, part in zip(parse(self.codec).parts, parts, strict=True):
                 setattr(owner, name, part)
-            owner = owner.shares_with
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         """Say which attributes are tensors; compilers take the weight apart with it."""
+        self.settle()
         return list(parse(self.codec).parts), self.codec
 
     @staticmethod
