@@ -20,6 +20,7 @@ import memeff_compile
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import bytes_after, op
 from memeff_compile.model.kv_cache import CodedLayer, ExactLayer, KVCache, use_kv_cache_
+from tests.support.cached_models import logits, make, prompt
 
 NAME = "compress_kv_cache"
 LAYERS = 2
@@ -27,45 +28,9 @@ LENGTH = 96
 SHORT = {"group": 32, "recent": 16}
 
 
-def make(family: str = "Llama", **settings: Any) -> Any:
-    config = getattr(transformers, f"{family}Config")(
-        **{
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 256,
-            "bos_token_id": 1,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-            **settings,
-        }
-    )
-    torch.manual_seed(0)
-    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
     return make()
-
-
-def prompt(batch: int = 2, tokens: int = 60) -> Tensor:
-    return torch.randint(2, 64, (batch, tokens), generator=torch.Generator().manual_seed(1))
-
-
-@torch.no_grad()
-def logits(model: Any, step: Any, cache: Any, ids: Tensor, start: int) -> Tensor:
-    """Fill a cache eagerly with `start` tokens, then step token by token."""
-    model(input_ids=ids[:, :start], past_key_values=cache)
-    parts = [
-        step(input_ids=ids[:, t : t + 1], past_key_values=cache).logits
-        for t in range(start, ids.shape[1])
-    ]
-    return torch.cat(parts, 1)
 
 
 def fired() -> list[tuple[str, str]]:
