@@ -300,7 +300,19 @@ def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
         return reason
     call = node.args[0] if found.kind == "told" else node
     assert isinstance(call, Node)
-    return Site(node, call, found, levels, op_folder.counter_for(place.counter))
+    if len(levels) == 1:
+        return Site(node, call, found, levels)
+    counter = op_folder.counter_for(place.counter, levels, _parameter(info))
+    return Site(node, call, found, levels, counter)
+
+
+def _parameter(info: GraphInfo) -> torch.nn.Parameter | None:
+    """Return a parameter of the graph, which lives as long as the model that is compiled."""
+    for node in info.placeholders:
+        real = compat.example_input(node)
+        if isinstance(real, torch.nn.Parameter):
+            return real
+    return None
 
 
 def _reason_against(info: GraphInfo, node: Node, asked: Asked) -> Decline | None:

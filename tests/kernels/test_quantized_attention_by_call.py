@@ -68,6 +68,15 @@ def test_sites_count_apart() -> None:
     assert counter_for("a") == counter_for("a")
 
 
+def test_other_levels_and_another_owner_begin_anew() -> None:
+    assert counter_for("c", ["8b", "4b"]) != counter_for("c", ["8b", "exact"])
+    owner = torch.nn.Parameter(torch.ones(1))
+    first = counter_for("c", LEVELS, owner)
+    assert counter_for("c", LEVELS, owner) == first
+    del owner
+    assert counter_for("c", LEVELS) != first
+
+
 def test_exact_calls_take_conditions_too() -> None:
     case = small()
     mask = torch.arange(40)[None] < 25

@@ -10,6 +10,8 @@ In float64, where nothing is coded, nothing is counted either: so a comparison m
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +24,8 @@ from memeff_compile.kernels.quantized_attention.op import quantized_attention
 from memeff_compile.kernels.quantized_attention.settings import LEVELS, PRECISION
 
 _counts: dict[int, int] = {}
-_numbers: dict[str, int] = {}
+_numbers: dict[tuple[str, tuple[str, ...]], int] = {}
+_fresh = itertools.count()
 
 _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
 _TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded]
@@ -39,13 +42,24 @@ _LIBRARY.define(
 # --- counters -------------------------------------------------------------------------------------
 
 
-def counter_for(site: str) -> int:
+def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> int:
     """Return the number of a site's counter, the same whenever it is asked.
 
     Args:
-        site: what tells sites apart in this process.
+        site: what tells sites apart in this process, while they live.
+        levels: what is taken in turn; other levels begin with their first.
+        owner: when it dies the counter is forgotten, so that who takes its place begins anew.
     """
-    return _numbers.setdefault(site, len(_numbers))
+    key = site, tuple(levels)
+    if key not in _numbers:
+        _numbers[key] = next(_fresh)
+        if owner is not None:
+            weakref.finalize(owner, _forget, key)
+    return _numbers[key]
+
+
+def _forget(key: tuple[str, tuple[str, ...]]) -> None:
+    _counts.pop(_numbers.pop(key, -1), None)
 
 
 def restart() -> None:
