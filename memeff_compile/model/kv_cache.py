@@ -170,9 +170,8 @@ class ExactLayer(_InPlace, StaticLayer):
         """Return the tokens in the cache."""
         return 0 if self.is_empty else self.cumulative_length
 
-    def keeps(self, remove: int) -> str | None:
-        """Return None: every token can be removed."""
-        del remove
+    def keeps(self, remove: int) -> None:
+        """Say nothing against it: every token can be removed."""
 
     def remove_last(self, remove: int) -> None:
         """Remove the last tokens."""
