@@ -216,7 +216,7 @@ def _depth_of(text: Any, query_heads: int) -> int:  # noqa: ANN401
             "sizes of their own, and one head dimension for all is needed. Fill a "
             "KVCache(bits=16) with a short prompt and read its nbytes instead."
         )
-    return getattr(text, "head_dim", None) or text.hidden_size // query_heads
+    return int(getattr(text, "head_dim", None) or text.hidden_size // query_heads)
 
 
 def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
