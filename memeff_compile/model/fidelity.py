@@ -109,20 +109,21 @@ def fidelity_report(
     """Compare a model's answers from a `KVCache` with those from an exact cache.
 
     Args:
-        model: a causal language model of transformers; it runs eagerly, without gradients.
+        model: a causal language model of transformers; it runs eagerly, without gradients, in eval
+            mode, and is left in the mode it was in.
         inputs: token ids (batch, tokens), or a mapping with ``input_ids`` and, where prompts are
             padded on the left, ``attention_mask``; or a list of these. Long ones: what lies in the
             last `recent` tokens is exact in every cache.
         bits: as for `KVCache`.
         merge: as for `KVCache`.
-        steps: tokens at the end of an input whose predictions are compared.
+        steps: tokens at the end of an input whose predictions are compared, 2 at least.
         settings: of `KVCache`, `max_cache_len` aside.
 
     Returns:
         Cosines of layers, of attention's results, divergence of probabilities, memory.
 
     Raises:
-        CalibrationError: There are no inputs, or an input is too short.
+        CalibrationError: There are no inputs, an input is too short, or `steps` is.
 
     Example:
         >>> report = fidelity_report(model, ids, bits=4, merge="minicache")  # doctest: +SKIP
@@ -130,31 +131,49 @@ def fidelity_report(
     """
     from memeff_compile.model.kv_cache import KVCache
 
+    if steps < 2:
+        raise CalibrationError(
+            f"steps is {steps}; 2 at least is needed: the loss is of tokens that come after others "
+            "that are compared."
+        )
     gathered = _Gathered()
     cache: Any = None
-    for given in _each(inputs):
-        ids, mask = _tokens(given, steps)
-        tokens = ids.shape[1]
-        exact = _exact(model, ids, mask, steps)
-        gathered.alike(exact.cache, mask)
-        is_padded = mask is not None and bool((mask[:, 0] == 0).any())
-        cache = KVCache(
-            model.config,
-            tokens,
-            bits,
-            merge=merge,
-            attention_mask=mask if is_padded else None,
-            **settings,
-        )
-        found = _answers(model, cache, ids, mask, steps)
-        gathered.answers(exact, found, ids[:, -steps:])
-        gathered.bytes += cache.nbytes
+    with _evaluating(model):
+        for given in _each(inputs):
+            ids, mask = _tokens(given, steps)
+            tokens = ids.shape[1]
+            exact = _exact(model, ids, mask, steps)
+            gathered.alike(exact.cache, mask)
+            is_padded = mask is not None and bool((mask[:, 0] == 0).any())
+            cache = KVCache(
+                model.config,
+                tokens,
+                bits,
+                merge=merge,
+                attention_mask=mask if is_padded else None,
+                **settings,
+            )
+            found = _answers(model, cache, ids, mask, steps)
+            gathered.answers(exact, found, ids[:, -steps:])
+            gathered.bytes += cache.nbytes
     if cache is None:
         raise CalibrationError("no inputs were given to compare on; give at least one.")
     if isinstance(merge, str):
         merge = cache.merge
     shown = {"bits": bits, "merge": merge, **settings}
     return gathered.report(shown, cache.merged())
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode, without dropout, and each of its modules back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _each(inputs: Any) -> Iterable[Any]:  # noqa: ANN401
@@ -165,7 +184,7 @@ def _tokens(given: Any, steps: int) -> tuple[Tensor, Tensor | None]:  # noqa: AN
     """Return ids and mask of an input."""
     is_named = isinstance(given, Mapping)
     ids, mask = (given["input_ids"], given.get("attention_mask")) if is_named else (given, None)
-    if ids.dim() != 2 or steps < 1 or ids.shape[1] <= steps:
+    if ids.dim() != 2 or ids.shape[1] <= steps:
         raise CalibrationError(
             f"an input has the shape {tuple(ids.shape)}; (batch, tokens) with more than "
             f"steps={steps} tokens is needed."

@@ -77,6 +77,22 @@ class _InPlace(CacheLayerMixin):
         """Yield the names and tensors that have an entry per sequence."""
         raise NotImplementedError("a layer of a KVCache has to name its tensors")
 
+    def keeps(self, remove: int) -> str | None:
+        """Return why the last `remove` tokens cannot be removed, or None."""
+        raise NotImplementedError("a layer of a KVCache has to say what it cannot remove")
+
+    def remove_last(self, remove: int) -> None:
+        """Remove the last tokens, which `keeps` has nothing against."""
+        raise NotImplementedError("a layer of a KVCache has to remove tokens")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens; a negative number says how many."""
+        remove = _remaining(tokens_to_remove)
+        why = self.keeps(remove)
+        if why is not None:
+            refuse(why)
+        self.remove_last(remove)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return length and offset of the keys that the mask is about."""
         return (query_length if self.is_empty else self.max_cache_len), 0
@@ -154,9 +170,11 @@ class ExactLayer(_InPlace, StaticLayer):
         """Return the tokens in the cache."""
         return 0 if self.is_empty else self.cumulative_length
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; a negative number says how many."""
-        remove = _remaining(tokens_to_remove)
+    def keeps(self, remove: int) -> None:
+        """Say nothing against it: every token can be removed."""
+
+    def remove_last(self, remove: int) -> None:
+        """Remove the last tokens."""
         if remove == 0 or self.is_empty:
             return
         left = max(0, int(self.cumulative_length) - remove)
@@ -185,6 +203,7 @@ class CodedLayer(_InPlace):
     """
 
     is_croppable = False  # only tokens that are not yet in codes can be removed
+    settled = "in codes"
     counts: Tensor
     k_window: Tensor
     v_window: Tensor
@@ -275,25 +294,30 @@ class CodedLayer(_InPlace):
         """Return the tokens in the cache."""
         return 0 if self.is_empty else self.counts[LENGTH]
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, of those that are not yet in codes."""
-        remove = _remaining(tokens_to_remove)
+    def keeps(self, remove: int) -> str | None:
+        """Return why the last `remove` tokens cannot be removed: they are in codes already."""
         if remove == 0 or self.is_empty:
-            return
+            return None
         length, coded = int(self.counts[LENGTH]), int(self.counts[CODED])
         if bool(self.k_window.isnan().any()):
-            refuse(
+            return (
                 "crop found keys that are not numbers: the cache was given more tokens than "
                 f"max_cache_len={self.max_cache_len}, and which are missing is not known. reset() "
                 "it, and make it longer."
             )
         if remove > length - coded:
-            refuse(
+            return (
                 f"crop was asked to remove {remove} tokens, and {length - coded} of {length} are "
-                "not yet in codes. Remove at most these, or make `recent` larger."
+                f"not yet {self.settled}. Remove at most these, or make `recent` larger."
             )
-        self.counts[LENGTH] = length - remove
-        self.is_empty = length == remove
+        return None
+
+    def remove_last(self, remove: int) -> None:
+        """Remove the last tokens, of those that are not yet in codes."""
+        if remove == 0 or self.is_empty:
+            return
+        self.counts[LENGTH] -= remove
+        self.is_empty = int(self.counts[LENGTH]) == 0
 
     def reset(self) -> None:
         """Empty the layer; its tensors stay."""
@@ -328,9 +352,17 @@ class Starts:
             return (attention_mask.cumsum(1) == 0).sum(1)
         return None
 
-    def restart(self, attention_mask: Tensor | None) -> None:
-        """Start over with other sequences, in the tensors that are there."""
-        self.first = self._first(attention_mask)
+    def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
+        """Start over with other sequences, in the tensors that are there; refused, or all of it.
+
+        Args:
+            attention_mask: of the sequences.
+            held: how many sequences the layers have tensors for.
+        """
+        first = self._first(attention_mask)
+        for sequences in held:
+            self._spread(first, sequences, torch.device("cpu"))
+        self.first = first
         if self._shape:
             self.places.copy_(self._counted(self._shape, self.places.device))
 
@@ -354,15 +386,19 @@ class Starts:
 
     def first_tokens(self, sequences: int, device: torch.device) -> Tensor:
         """Return the position of each sequence's first token, int32."""
-        if self.first is None:
+        return self._spread(self.first, sequences, device)
+
+    @staticmethod
+    def _spread(first: Tensor | None, sequences: int, device: torch.device) -> Tensor:
+        if first is None:
             return torch.zeros(sequences, dtype=torch.int32, device=device)
-        batch = self.first.shape[0]
+        batch = first.shape[0]
         if batch == 0 or sequences % batch:
             refuse(
                 f"attention_mask has {batch} rows and the keys {sequences}; a row per sequence, "
                 "or per sequence before beams, is needed."
             )
-        return self.first.to(device, torch.int32).repeat_interleave(sequences // batch)
+        return first.to(device, torch.int32).repeat_interleave(sequences // batch)
 
     def change(self, function: Callable[[Tensor], Tensor], *, in_place: bool) -> None:
         """Reorder, repeat or select sequences."""
@@ -470,9 +506,38 @@ class KVCache(Cache):
         Args:
             attention_mask: of the next prompts, as when the cache is made; None: no padding.
         """
-        self._starts.restart(attention_mask)
+        held = {
+            tensor.shape[0]
+            for layer in self.layers
+            if isinstance(layer, _InPlace)
+            for _, tensor in layer.tensors()
+        }
+        self._starts.restart(attention_mask, held)
         for layer in self.layers:
             layer.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens of every layer, or refuse and remove none.
+
+        Args:
+            tokens_to_remove: a negative number: how many tokens to remove.
+
+        Raises:
+            UnsupportedInputError: A layer cannot remove as many, or sees a window of tokens.
+        """
+        remove = _remaining(tokens_to_remove)
+        if remove == 0:
+            return
+        layer: Any
+        for number, layer in enumerate(self.layers):
+            why = _keeps(layer, remove)
+            if why is not None:
+                refuse(f"{why} Layer {number} says so, and no layer was changed.")
+        for layer in self.layers:
+            if isinstance(layer, _InPlace):
+                layer.remove_last(remove)
+            else:
+                layer.crop(-remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the sequences into another order, in place."""
@@ -512,6 +577,19 @@ class KVCache(Cache):
             f"KVCache(bits={self.bits}, scheme={self.scheme!r}, max_cache_len={length}, "
             f"{coded} of {len(self.layers)} layers in codes{share})"
         )
+
+
+def _keeps(layer: Any, remove: int) -> str | None:  # noqa: ANN401
+    """Return why a layer of any kind cannot remove its last tokens, or None."""
+    if isinstance(layer, _InPlace):
+        return layer.keeps(remove)
+    if getattr(layer, "is_croppable", False) and hasattr(layer, "crop"):
+        return None
+    return (
+        f"crop was asked to remove {remove} tokens, and {type(layer).__name__} of transformers "
+        "cannot give back those that its window or state has left behind. reset() the cache and "
+        "give it the tokens that stay."
+    )
 
 
 def _layers(

@@ -17,6 +17,7 @@ from memeff_compile import compat
 from memeff_compile.kernels.coded_kv_cache import (
     LENGTH,
     OWN,
+    PLAIN,
     SHARED,
     Layout,
     coded_kv_cache_append_lower,
@@ -51,6 +52,15 @@ class Pair:
             for name in SHARED:
                 yield name, getattr(self, name)
 
+    def torn(self) -> str:
+        """Return what to say where tokens still wait that a pass left behind."""
+        lower, upper = self.numbers
+        return (
+            f"a forward pass ended between layers {lower} and {upper}, which are merged: layer "
+            f"{lower} has tokens that layer {upper} never got. reset() the cache and give it all "
+            "tokens again."
+        )
+
     def clear(self, starts: Tensor) -> None:
         """Forget all tokens; `starts` is each sequence's first, (B, H)."""
         self.parked = None
@@ -83,6 +93,7 @@ class MergedLayer(CodedLayer):
         super().__init__(max_cache_len, settings, starts)
         self.pair, self.lower = pair, lower
         self.is_upper = lower is not None
+        self.settled = "merged" if settings["bits"] == PLAIN else "in codes"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors with an entry per sequence; what is shared comes with the lower."""
@@ -150,6 +161,8 @@ class MergedLayer(CodedLayer):
         """Write new tokens; return them where they are all there is, else a dense view."""
         del args, kwargs
         refuse_training(key_states, value_states)
+        if not self.is_upper and self.pair.parked is not None:
+            refuse(self.pair.torn())
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._require_tokens(key_states.shape[2])
@@ -210,6 +223,10 @@ class MergedLayer(CodedLayer):
             for whole, part in zip(self._view(), (k, v), strict=True)
         )
         return keys, values
+
+    def keeps(self, remove: int) -> str | None:
+        """Return why the last `remove` tokens cannot be removed, or None."""
+        return super().keeps(remove) if self.pair.parked is None else self.pair.torn()
 
     def reset(self) -> None:
         """Empty the layer; its tensors stay."""

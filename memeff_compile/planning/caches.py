@@ -30,7 +30,8 @@ class CacheMode:
             are taken as filled.
         bytes_per_token: of one more token of one sequence, all layers together.
         total: bytes at the batch and length that were asked for.
-        longest: tokens per sequence that fit at that batch, 0 where none does.
+        longest: tokens per sequence that fit at that batch, 0 where none does; None where any
+            number does, because the cache does not grow with the context.
         largest_batch: sequences that fit at that length, 0 where none does.
     """
 
@@ -38,7 +39,7 @@ class CacheMode:
     formula: sympy.Expr
     bytes_per_token: float
     total: int
-    longest: int
+    longest: int | None
     largest_batch: int
 
 
@@ -51,7 +52,9 @@ class CachePlan:
         weights: bytes of its parameters.
         memory: bytes of the device.
         batch, length: what was asked for.
-        modes: one per number of bits, 16 first.
+        modes: one per number of bits, 16 first; 16 alone where `KVCache` has no codes for the
+            model.
+        notes: sentences on what the numbers leave out.
     """
 
     name: str
@@ -60,6 +63,7 @@ class CachePlan:
     batch: int
     length: int
     modes: tuple[CacheMode, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -75,6 +79,8 @@ class CachePlan:
                 f"{_fits(mode.longest):>22}{_fits(mode.largest_batch):>24}"
             )
         lines += ["", *(f"  {mode.bits} bits: {mode.formula} bytes" for mode in self.modes)]
+        if self.notes:
+            lines += ["", *(f"  {note}" for note in self.notes)]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,10 +92,13 @@ class CachePlan:
             "batch": self.batch,
             "length": self.length,
             "modes": [{**vars(mode), "formula": str(mode.formula)} for mode in self.modes],
+            "notes": list(self.notes),
         }
 
 
-def _fits(count: int) -> str:
+def _fits(count: int | None) -> str:
+    if count is None:
+        return "any"
     return f"{count:,}" if count else "none fits"
 
 
@@ -116,7 +125,8 @@ def explain_cache(
         scheme, group, recent, keep_first: as for `KVCache`.
 
     Raises:
-        ExplainError: the memory is no size, or the model's config does not tell its layers.
+        ExplainError: the memory is no size, or the model's config does not tell its layers, the
+            heads of keys and values, or one head dimension for both.
         UnsupportedInputError: a setting that `KVCache` refuses.
 
     Example:
@@ -129,16 +139,21 @@ def explain_cache(
     shape = _shape_of(model, settings)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     room = total - weights - STEP_ROOM
-    modes = tuple(_mode(bits, shape, settings, room, batch, length) for bits in MODES)
-    return CachePlan(type(model).__name__, weights, total, batch, length, modes)
+    coded, notes = _served(shape)
+    modes = tuple(_mode(bits, shape, settings, room, batch, length) for bits in (16, *coded))
+    return CachePlan(type(model).__name__, weights, total, batch, length, modes, notes)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Layers that see all tokens, windows of the others, heads, channels, bytes of a number."""
+    """Layers that see all tokens, windows of the others, heads, channels, bytes of a number.
+
+    `states` counts layers that keep no keys and values but a state of one size.
+    """
 
     layers: int
     windows: tuple[int, ...]
+    states: int
     heads: int
     depth: int
     itemsize: int
@@ -157,14 +172,68 @@ def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:  # noqa: ANN401
     query_heads = getattr(text, "num_attention_heads", None)
     if query_heads is None:
         raise ExplainError(f"{type(text).__name__} does not tell num_attention_heads.")
-    heads = getattr(text, "num_key_value_heads", None) or query_heads
-    depth = getattr(text, "head_dim", None) or text.hidden_size // query_heads
+    heads = _heads_of(text, query_heads)
+    depth = _depth_of(text, query_heads)
     most = 1 << 40
     layers = KVCache(config, most, 4, **settings).layers
     others = [layer.get_max_length() for layer in layers if not isinstance(layer, CodedLayer)]
     dtype = next((p.dtype for p in model.parameters()), torch.bfloat16)
-    windows = tuple(window for window in others if window < most)
-    return _Shape(len(layers) - len(others), windows, heads, depth, dtype.itemsize)
+    if any(window >= most for window in others):
+        raise ExplainError(
+            f"{type(text).__name__} has layers that keep both keys of all tokens and a state; what "
+            "these take is not known. Fill a KVCache with a short prompt and read its nbytes "
+            "instead."
+        )
+    # Without a length: a state, or, where another layer's keys are read, nothing at all.
+    windows = tuple(window for window in others if 0 <= window < most)
+    states = sum(hasattr(layer, "update_recurrent_state") for layer in layers)
+    coded = len(layers) - len(others)
+    return _Shape(coded, windows, states, heads, depth, dtype.itemsize)
+
+
+def _heads_of(text: Any, query_heads: int) -> int:  # noqa: ANN401
+    """Return the heads of keys and values that a cache keeps."""
+    if hasattr(text, "num_key_value_heads"):
+        return int(text.num_key_value_heads or query_heads)
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        return 1
+    raise ExplainError(
+        f"{type(text).__name__} does not tell num_key_value_heads, so the size of its cache is not "
+        "known. Fill a KVCache with a short prompt and read its nbytes instead."
+    )
+
+
+_OWN_SIZES = ("qk_rope_head_dim", "v_head_dim", "global_head_dim", "num_global_key_value_heads")
+"""Where a config has one of them, keys and values, or layers, differ in size."""
+
+
+def _depth_of(text: Any, query_heads: int) -> int:  # noqa: ANN401
+    """Return the head dimension of keys and values, which has to be one."""
+    found = [name for name in _OWN_SIZES if getattr(text, name, None) is not None]
+    if found:
+        raise ExplainError(
+            f"{type(text).__name__} has {' and '.join(found)}: keys and values, or layers, have "
+            "sizes of their own, and one head dimension for all is needed. Fill a "
+            "KVCache(bits=16) with a short prompt and read its nbytes instead."
+        )
+    return int(getattr(text, "head_dim", None) or text.hidden_size // query_heads)
+
+
+def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the numbers of bits that `KVCache` has codes of for this model, and what to say."""
+    notes = []
+    coded = tuple(bits for bits in MODES if bits != 16)
+    if shape.layers and (not 16 <= shape.depth <= 256 or shape.depth & (shape.depth - 1)):
+        coded = ()
+        notes.append(
+            f"16 bits only: the head dimension is {shape.depth}, and codes are for 16, 32, 64, 128 "
+            "or 256."
+        )
+    if not shape.layers and not shape.states:
+        notes.append("Every layer sees a window of tokens: the cache does not grow beyond it.")
+    if shape.states:
+        notes.append(f"The states of {shape.states} layers without keys and values are left out.")
+    return coded, tuple(notes)
 
 
 def _mode(
@@ -198,7 +267,7 @@ def _mode(
         formula=b * (shape.layers * each * n + shape.layers * fixed + windows),
         bytes_per_token=float(shape.layers * each),
         total=size(batch, length),
-        longest=_most(lambda tokens: size(batch, tokens) <= room),
+        longest=_longest(shape, lambda tokens: size(batch, tokens) <= room),
         largest_batch=_most(lambda sequences: size(sequences, length) <= room),
     )
 
@@ -219,6 +288,13 @@ def _per_layer(shape: _Shape, layout: op_folder.Layout | None) -> tuple[sympy.Ex
         1, shape.heads, shape.depth, window=layout.window, kept=layout.kept, itemsize=shape.itemsize
     )
     return each, beside - each * layout.recent
+
+
+def _longest(shape: _Shape, fits: Any) -> int | None:  # noqa: ANN401 - of a number
+    """Return the longest context that fits, None where the cache stops growing and any does."""
+    if not shape.layers and fits(max(shape.windows, default=1)):
+        return None
+    return _most(fits)
 
 
 def _most(fits: Any) -> int:  # noqa: ANN401 - of a number

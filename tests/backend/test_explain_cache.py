@@ -29,7 +29,7 @@ TINY: dict[str, Any] = {
 
 
 def build(family: str = "Llama", device: str = "meta", **settings: Any) -> Any:
-    config = getattr(transformers, f"{family}Config")(**TINY, **settings)
+    config = getattr(transformers, f"{family}Config")(**{**TINY, **settings})
     with torch.device(device):
         return getattr(transformers, f"{family}ForCausalLM")(config)
 
@@ -62,14 +62,15 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not() -> None:
     room = plan.memory - plan.weights - STEP_ROOM
     for place, mode in enumerate(plan.modes):
         for batch, length, fits in (
-            (2, mode.longest, True),
-            (2, mode.longest + 1, False),
+            (2, mode.longest or 0, True),
+            (2, (mode.longest or 0) + 1, False),
             (mode.largest_batch, 1000, True),
             (mode.largest_batch + 1, 1000, False),
         ):
             again = memeff_compile.explain_cache(model, batch=batch, length=length, **asked)  # type: ignore[arg-type]
             assert (again.modes[place].total <= room) == fits, (mode.bits, batch, length)
-    assert [m.longest for m in plan.modes] == sorted(m.longest for m in plan.modes)
+    longest = [mode.longest or 0 for mode in plan.modes]
+    assert longest == sorted(longest)
 
 
 def test_a_formula_is_exact_where_groups_are_full() -> None:
@@ -77,6 +78,60 @@ def test_a_formula_is_exact_where_groups_are_full() -> None:
     for mode in plan.modes:
         names = {str(symbol): symbol for symbol in mode.formula.free_symbols}
         assert mode.formula.subs({names["B"]: 2, names["N"]: 448}) == mode.total
+
+
+@pytest.mark.parametrize("depth", [96, 80, 512])
+def test_a_head_dimension_without_codes_has_the_exact_row_alone(depth: int) -> None:
+    plan = memeff_compile.explain_cache(build(head_dim=depth), memory="2GiB")
+    assert [mode.bits for mode in plan.modes] == [16]
+    assert f"the head dimension is {depth}, and codes are for 16, 32" in str(plan)
+    assert plan.to_dict()["notes"] == list(plan.notes)
+
+
+def test_falcon_keeps_one_head_and_what_is_not_told_is_refused() -> None:
+    def falcon(**settings: Any) -> Any:
+        config = transformers.FalconConfig(
+            vocab_size=64, hidden_size=64, num_attention_heads=4, num_hidden_layers=2, **settings
+        )
+        return transformers.FalconForCausalLM(config).eval()
+
+    model = falcon(multi_query=True)
+    cache = KVCache(model.config, 300, 16)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(3, 8, dtype=torch.int64), past_key_values=cache)
+    plan = memeff_compile.explain_cache(model, memory="2GiB", batch=3, length=300)
+    assert plan.modes[0].total == cache.nbytes
+    for settings in ({"multi_query": False}, {"new_decoder_architecture": True}):
+        with pytest.raises(ExplainError, match="does not tell num_key_value_heads"):
+            memeff_compile.explain_cache(falcon(**settings), memory="2GiB")
+
+
+def test_keys_and_values_of_sizes_of_their_own_are_refused() -> None:
+    model = build()
+    model.config.qk_rope_head_dim, model.config.v_head_dim = 64, 128
+    with pytest.raises(ExplainError, match="has qk_rope_head_dim and v_head_dim"):
+        memeff_compile.explain_cache(model, memory="2GiB")
+
+
+def test_where_every_layer_sees_a_window_any_context_fits() -> None:
+    model = build("Gemma2", layer_types=["sliding_attention"] * 2, sliding_window=64)
+    plan = memeff_compile.explain_cache(model, memory="2GiB", length=1 << 30)
+    assert {mode.longest for mode in plan.modes} == {None}
+    assert "any" in str(plan)
+    assert "does not grow" in str(plan)
+    window = 2 * 2 * 2 * 32 * 64 * 4  # keys and values, layers, heads, channels, tokens, float32
+    assert {mode.total for mode in plan.modes} == {window}
+    tight = plan.weights + STEP_ROOM + window - 1
+    assert memeff_compile.explain_cache(model, memory=tight).modes[0].longest == 63
+
+
+def test_layers_with_a_state_are_said_to_be_left_out() -> None:
+    model = build()
+    before = memeff_compile.explain_cache(model, memory="2GiB")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    plan = memeff_compile.explain_cache(model, memory="2GiB")
+    assert [2 * mode.total for mode in plan.modes] == [mode.total for mode in before.modes]
+    assert "The states of 1 layers" in str(plan)
 
 
 def test_where_nothing_fits_it_says_so() -> None:

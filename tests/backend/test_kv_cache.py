@@ -420,6 +420,21 @@ def test_layers_that_see_a_window_stay_exact() -> None:
     assert float((found - expected).norm() / expected.norm()) < 2e-3
 
 
+def test_a_crop_of_a_model_with_a_window_is_refused_before_any_layer_changes() -> None:
+    model = make(
+        "Qwen2",
+        sliding_window=8,
+        use_sliding_window=True,
+        layer_types=["full_attention", "sliding_attention"],
+    )
+    cache = fill(model, KVCache(model.config, LENGTH, 4, **SHORT))
+    cache.crop(0)
+    words = "StaticSlidingWindowLayer .* reset.* Layer 1 .* no layer was changed"
+    with pytest.raises(UnsupportedInputError, match=words):
+        cache.crop(-5)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [60, 60]
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 

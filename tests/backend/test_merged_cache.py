@@ -157,7 +157,9 @@ def test_compiled_decoding_reads_the_shared_store_and_equals_eager(model: Any, b
     records = memeff_compile.last_report().records
     fired = [r for r in records if r.pass_name == "compress_kv_cache"]
     assert [r.action for r in fired] == ["rewrote"] * (2 if bits == 16 else LAYERS)
-    assert "directions two layers share" in str(memeff_compile.last_report())
+    said = " ".join(str(memeff_compile.last_report()).split())
+    assert "directions two layers share" in said
+    assert "Merging layers saves memory; with 16 sequences" in said
     assert "coded_kv_cache_view(" not in memeff_compile.graphs()[-1].after
 
 
@@ -289,6 +291,67 @@ def test_a_pass_that_ended_between_two_layers_is_noticed(model: Any) -> None:
     cache.layers[1].update(one, one)
     with pytest.raises(RuntimeError, match="ended between the two"), torch.no_grad():
         model(input_ids=prompt(2, 1), past_key_values=cache)
+
+
+def lengths(cache: Any) -> list[int]:
+    return [int(layer.get_seq_length()) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("start", [0, 60])
+@pytest.mark.parametrize("next_tokens", [10, 1])
+def test_a_chunk_that_ended_between_two_layers_is_noticed(
+    model: Any, start: int, next_tokens: int
+) -> None:
+    cache = KVCache(model.config, LENGTH, 4, merge=LOSSY, **SHORT)
+    ids = prompt(2, 70)
+    if start:
+        fill(model, cache, start)
+    stop = mock.Mock(side_effect=RuntimeError("stop"))
+    with (
+        mock.patch.object(model.model.layers[2], "forward", stop),
+        pytest.raises(RuntimeError, match="stop"),
+        torch.no_grad(),
+    ):
+        model(input_ids=ids[:, start : start + 10], past_key_values=cache)
+    words = r"ended between layers 1 and 2.* reset\(\)"
+    again = ids[:, start : start + next_tokens]
+    with pytest.raises(UnsupportedInputError, match=words), torch.no_grad():
+        model(input_ids=again, past_key_values=cache)
+    with pytest.raises(UnsupportedInputError, match=words):
+        cache.crop(-1)
+    cache.reset()
+    assert lengths(fill(model, cache)) == [60, 60, 60]
+
+
+def test_a_crop_that_one_layer_refuses_changes_none(model: Any) -> None:
+    cache = fill(model, KVCache(model.config, LENGTH, 16, merge=LOSSY, **SHORT))
+    words = "remove 40 tokens, and 28 of 60 are not yet merged.* Layer 1 .* no layer was changed"
+    with pytest.raises(UnsupportedInputError, match=words):
+        cache.crop(-40)
+    assert lengths(cache) == [60, 60, 60]
+    cache.crop(-28)
+    assert lengths(cache) == [32, 32, 32]
+
+
+@pytest.mark.parametrize("start_layer", [0, 1])
+@pytest.mark.parametrize("mask", [torch.ones(3, 10), torch.ones(2)], ids=["rows", "dimensions"])
+def test_a_reset_that_is_refused_changes_nothing(start_layer: int, mask: Tensor) -> None:
+    model = make(num_hidden_layers=2 + start_layer)
+    merge = MiniCache(start_layer=start_layer)
+    settings: dict[str, Any] = {"merge": merge, **SHORT}
+    padding = torch.ones(2, 60, dtype=torch.long)
+    padding[0, :9] = 0
+    cache, other = (
+        fill(model, KVCache(model.config, LENGTH, 4, attention_mask=padding, **settings))
+        for _ in range(2)
+    )
+    with pytest.raises(UnsupportedInputError, match="attention_mask has"):
+        cache.reset(attention_mask=mask)
+    assert set(lengths(cache)) == {60}
+    assert all(map(torch.equal, dense(cache), dense(other)))
+    assert cache._starts.first.tolist() == [9, 0]
+    cache.reset(attention_mask=padding)
+    assert set(lengths(cache)) == {0}
 
 
 def test_too_many_tokens_raise(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -97,3 +98,30 @@ def test_padding_is_left_out(model: Any) -> None:
 def test_what_cannot_be_compared_is_refused(model: Any, inputs: Any, words: str) -> None:
     with pytest.raises(CalibrationError, match=words):
         fidelity_report(model, inputs, **SHORT)
+
+
+@pytest.mark.parametrize("inputs", [ids(), torch.ones(1, 8, dtype=torch.long)], ids=["", "raises"])
+def test_a_model_in_training_is_measured_without_dropout_and_left_as_it_was(
+    model: Any, inputs: Tensor
+) -> None:
+    expected = fidelity_report(model, ids(), bits=16, merge=None, **SHORT)
+    trained = copy.deepcopy(model)
+    for layer in trained.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    trained.train()
+    trained.model.layers[1].eval()
+    before = {name: module.training for name, module in trained.named_modules()}
+    if inputs.shape[1] > SHORT["steps"]:
+        found = fidelity_report(trained, inputs, bits=16, merge=None, **SHORT)
+        assert found.logits == expected.logits
+    else:
+        with pytest.raises(CalibrationError):
+            fidelity_report(trained, inputs, **SHORT)
+    assert {name: module.training for name, module in trained.named_modules()} == before
+
+
+@pytest.mark.parametrize("steps", [1, 0])
+def test_too_few_steps_are_refused(model: Any, steps: int) -> None:
+    with pytest.raises(CalibrationError, match=f"steps is {steps}; 2 at least"):
+        fidelity_report(model, ids(), **{**SHORT, "steps": steps})
+    assert fidelity_report(model, ids(), **{**SHORT, "steps": 2}).logits["loss"] > 0
