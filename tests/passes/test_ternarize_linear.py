@@ -103,6 +103,45 @@ def assert_like_eager(model: nn.Module, x: Tensor, **options: Any) -> None:
         assert error(mine.grad, theirs.grad) <= 4 * budget
 
 
+class Scored(nn.Module):
+    """Two ternary linears of one input; what is done with the second is the case's."""
+
+    def __init__(self, second: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(32, 16), nn.Linear(32, 16)
+        self.second = second
+        memeff_compile.ternarize_(self)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = self.q(x), self.second(self.k(x))
+        return (q * k.detach()).sum(), k
+
+
+@pytest.mark.parametrize("second", [torch.detach, torch.sign, torch.clone])
+def test_weights_get_a_gradient_where_aot_eager_gives_one_and_none_elsewhere(
+    second: Callable[[Tensor], Tensor],
+) -> None:
+    """Detached, with a gradient of zeros, and returned to a caller who drops it."""
+    model, x = Scored(second), torch.randn(4, 32)
+    twin = copy.deepcopy(model)
+    torch.compile(model, backend="aot_eager")(x)[0].backward()
+    compiled(twin)(x)[0].backward()
+    assert outcome() == [("rewrote", 2)]
+    wanted, found = (
+        {name: p.grad for name, p in each.named_parameters()} for each in (model, twin)
+    )
+    assert {name for name, grad in found.items() if grad is None} == {
+        name for name, grad in wanted.items() if grad is None
+    }
+    for name, grad in found.items():
+        if grad is not None:
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-5, atol=1e-5)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.1, weight_decay=0.5)
+    before = twin.k.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(before, twin.k.weight) == (wanted["k.weight"] is None)
+
+
 # --- what fires -----------------------------------------------------------------------------------
 
 
