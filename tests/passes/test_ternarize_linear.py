@@ -425,6 +425,19 @@ def halved_wide(x: Tensor) -> Tensor:
     return (tokens_int8(wide) * half(wide)).to(x.dtype)
 
 
+def half_in_any_order(x: Tensor) -> Tensor:
+    return x.abs() >= x.abs().topk(x.shape[-1] // 2, sorted=False).values[..., -1:]
+
+
+def halved_in_any_order(x: Tensor) -> Tensor:
+    return tokens_int8(x) * half_in_any_order(x)
+
+
+def halved_by_rounded(x: Tensor) -> Tensor:
+    """Entries that are equal once rounded are kept together: another half."""
+    return tokens_int8(x) * half(x.to(torch.bfloat16)).to(x.dtype)
+
+
 HALVES = [halved_after, halved_before, halved_wide]
 
 
@@ -452,6 +465,15 @@ def test_another_share_than_half_is_left_alone(share: int) -> None:
         return tokens_int8(x) * half(x, share)
 
     compiled(Block(type("Less", (Detached,), {"tokens": staticmethod(tokens)})))(torch.randn(3, 20))
+    assert not [code for code, _ in outcome() if code == "rewrote"]
+
+
+@pytest.mark.parametrize("tokens", [halved_in_any_order, halved_by_rounded])
+def test_a_half_of_another_order_or_of_rounded_values_is_left_alone(
+    tokens: Callable[..., Any],
+) -> None:
+    layer = type("Other", (Detached,), {"tokens": staticmethod(tokens)})
+    assert_like_eager(Block(layer), torch.randn(3, 5, 20))
     assert not [code for code, _ in outcome() if code == "rewrote"]
 
 
@@ -562,6 +584,28 @@ def test_neighbours_that_do_not_fit_stay_where_they_are(
     kind: type[Normed], expected: list[set[str]]
 ) -> None:
     assert neighbours_of(kind(), torch.randn(3, 20)) == expected
+
+
+class Rounded(Normed):
+    """The norm's result is rounded further than what goes in, before its weight multiplies it."""
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return weight * wide.to(torch.bfloat16)
+
+
+class RoundedBefore(Normed):
+    """What the factor multiplies is rounded, and what the factor is of is not."""
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return weight * (x.to(torch.bfloat16) * root)
+
+
+@pytest.mark.parametrize("kind", [Rounded, RoundedBefore])
+def test_a_norm_that_rounds_on_its_way_stays_where_it_is(kind: type[Normed]) -> None:
+    found = neighbours_of(kind(), torch.randn(3, 20))
+    assert not any("norm" in names for names in found)
 
 
 class Between(Normed):
