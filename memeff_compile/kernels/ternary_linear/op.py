@@ -426,7 +426,7 @@ def _linear(
                 )
             )
             is_chained = False  # the kernel before the next product is this one
-    return [out.view(*x.shape[:-1], out.shape[1]) for out in found]
+    return [_shaped(out, x) for out in found]
 
 
 def _fake_linear(
@@ -455,6 +455,13 @@ def _fake_linear(
 
 def _empty_linear(x: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((*x.shape[:-1], packed.shape[0]), dtype=dtype)
+
+
+def _shaped(out: Tensor, x: Tensor) -> Tensor:
+    """Return (M, N) in the shape of the tokens, and not as a view: an op in place may follow."""
+    shape = (*x.shape[:-1], out.shape[1])
+    shaped: Tensor = torch.ops.aten._unsafe_view.default(out, shape)
+    return shaped
 
 
 def _no_backward(ctx: object, *grads: object) -> None:
@@ -542,7 +549,7 @@ def _product(
             is_step=is_step,
             weight_is_step=weight_is_step,
         )
-        found.append(out.view(*x.shape[:-1], held.shape[0]))
+        found.append(_shaped(out, x))
     return found
 
 
