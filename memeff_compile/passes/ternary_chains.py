@@ -295,7 +295,7 @@ def _fake_quantized(
         return source, how, is_weight
     if is_weight or how.kind != "int8":
         raise _Misfit("unknown_range", "the larger half is kept of something else than INT8 tokens")
-    if not _is_same(_without_casts(chain, source), _without_casts(chain, kept)):
+    if not _is_same(_behind_exact_casts(chain, source), _behind_exact_casts(chain, kept)):
         raise _Misfit("other_source", "the half that is kept is that of another tensor")
     return source, replace(how, kind="topk8"), False
 
@@ -496,18 +496,7 @@ def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
 
 def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
     """Return what is quantised, and whether in its own dtype rather than in float32."""
-    ends = []
-    for start in (value, measured):
-        node = start
-        while True:
-            call = read_one(node)
-            if call is None or call.op not in (aten.to.dtype, aten.detach.default):
-                break
-            if _loses_bits(call.args["self"], node):
-                break
-            chain.take(node)
-            node = call.args["self"]
-        ends.append(node)
+    ends = [_behind_exact_casts(chain, node) for node in (value, measured)]
     if ends[0] is not ends[1]:
         raise _Misfit(
             "other_source",
@@ -518,6 +507,18 @@ def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
     if dtypes[0] != dtypes[1] or dtypes[0] not in (held, torch.float32):
         raise _Misfit("chain_form", f"it is quantised in {dtypes[0]}, its own dtype is {held}")
     return ends[0], dtypes[0] == held and held != torch.float32
+
+
+def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
+    """Follow casts that keep every bit, and detaches, back."""
+    call = read_one(node)
+    while call is not None and call.op in (aten.to.dtype, aten.detach.default):
+        if _loses_bits(call.args["self"], node):
+            break
+        chain.take(node)
+        node = call.args["self"]
+        call = read_one(node)
+    return node
 
 
 def _loses_bits(before: Node, after: Node) -> bool:

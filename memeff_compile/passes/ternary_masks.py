@@ -25,9 +25,10 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
     size, least = call.args["self"], call.args["other"]
     chain.append(node)
     source = _absolute(size, chain)
-    values = _least(least, chain)
-    if source is None or values is None:
+    least_of = _least(least, chain)
+    if source is None or least_of is None:
         return None
+    values, is_by_place = least_of
     top = _behind_first_item(values, chain)
     ranked = read_one(top)
     if ranked is None or ranked.op is not aten.topk.default:
@@ -37,13 +38,19 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
     count = compat.known_number(ranked.args["k"])
     is_half = isinstance(columns, int) and count == max(1, columns // 2)
     is_whole = _is_last(ranked.args["dim"], source) and ranked.args["largest"]
+    if is_by_place and not ranked.args["sorted"]:  # any of them may stand last
+        return None
     if not is_half or not is_whole or _absolute(ranked.args["self"], chain) is not source:
         return None
     return source, chain
 
 
-def _least(node: Node, chain: list[Node]) -> Node | None:
-    """Read the last, or the smallest, of the values along the last axis, the axis kept."""
+def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
+    """Read the last, or the smallest, of the values along the last axis, the axis kept.
+
+    Returns:
+        The values, and whether the least is known by its place: they have to be sorted.
+    """
     call = read_one(node)
     if call is None:
         return None
@@ -53,10 +60,10 @@ def _least(node: Node, chain: list[Node]) -> Node | None:
         count = compat.example_value(values).shape[-1]
         is_end = call.args["end"] is None or call.args["end"] >= (1 << 31)
         is_last = call.args["start"] in (-1, count - 1) and is_end and call.args["step"] == 1
-        return values if is_last and _is_last(call.args["dim"], values) else None
+        return (values, True) if is_last and _is_last(call.args["dim"], values) else None
     if call.op is aten.amin.default and call.args["keepdim"]:
         axes = call.args["dim"]
-        return values if len(axes) == 1 and _is_last(axes[0], values) else None
+        return (values, False) if len(axes) == 1 and _is_last(axes[0], values) else None
     return None
 
 

@@ -73,8 +73,9 @@ def _norm(node: Node) -> tuple[Node, Node, Any, list[Node]] | None:
         for wide, factor in _factors(scaled):
             source = _without_cast(wide, branch := [scaled])
             eps = _inverse_root(factor, source, branch)
-            kinds = {value.dtype, held.dtype, compat.example_value(source).dtype}
-            is_wide = compat.example_value(scaled).dtype == torch.float32
+            ends = (node, weight, normed, source)  # a cast of `normed` may round further than these
+            kinds = {compat.example_value(end).dtype for end in ends}
+            is_wide = all(map(_is_float32, (scaled, wide, factor)))
             if eps is not None and len(kinds) == 1 and is_wide:
                 return source, weight, eps, [*chain, *branch]
     return None
@@ -99,7 +100,7 @@ def _inverse_root(node: Node, source: Node, chain: list[Node]) -> Any:
     if not is_last or not reduced.args.get("keepdim") or reduced.args.get("dtype") is not None:
         return None
     base = _squared(squared)
-    if base is None or compat.example_value(squared).dtype != torch.float32:
+    if base is None or not all(map(_is_float32, (base, squared, mean, total))):
         return None
     chain += [node, total, mean, squared]
     return eps if _without_cast(base, chain) is source else None
@@ -147,6 +148,11 @@ def _are_alike(values: Sequence[torch.Tensor]) -> bool:
     """Return whether tensors have one shape and dtype, for certain."""
     first, *others = values
     return all(v.dtype == first.dtype and same_shape(v.shape, first.shape) for v in others)
+
+
+def _is_float32(node: Node) -> bool:
+    is_it: bool = compat.example_value(node).dtype == torch.float32
+    return is_it
 
 
 def _name(call: Call) -> str:

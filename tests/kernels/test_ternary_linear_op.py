@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -259,6 +260,60 @@ def test_one_product_of_several_weights_has_the_gradients_of_products_of_each() 
     got = torch.autograd.grad(found, leaves, grad)
     for mine, theirs in zip(got, torch.autograd.grad(wanted, leaves, grad), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("used", [[0], [1], [2], [0, 2]])
+def test_a_result_without_a_gradient_gives_its_weight_and_bias_none(used: list[int]) -> None:
+    """None, as products of each give, and no zeros: an optimizer moves what has zeros."""
+    x = torch.randn(5, 36, requires_grad=True)
+    weight = [torch.randn(rows, 36, requires_grad=True) for rows in (20, 8, 4)]
+    bias = {1: torch.randn(8, requires_grad=True), 2: torch.randn(4, requires_grad=True)}
+    scale = [w.detach().abs().mean().reciprocal() for w in weight]
+    packed = [ternary_linear_pack(w.detach(), s) for w, s in zip(weight, scale, strict=True)]
+    tokens = ternary_linear_quantize(x.detach())
+
+    def product(places: list[int]) -> list[Tensor]:
+        return ternary_linear_product(
+            x, [weight[n] for n in places], *tokens, [packed[n] for n in places],
+            [scale[n] for n in places], [bias[n] for n in places if n in bias],
+            [places.index(n) for n in places if n in bias], torch.float32,
+        )  # fmt: skip
+
+    leaves = [x, *weight, *bias.values()]
+    together, (apart,) = product([0, 1, 2]), zip(*map(product, [[0], [1], [2]]), strict=True)
+    start = torch.zeros((), requires_grad=True)
+    found, wanted = (
+        torch.autograd.grad(
+            sum((outs[n].sin().sum() for n in used), start), leaves, allow_unused=True
+        )
+        for outs in (together, apart)
+    )
+    assert [each is None for each in found] == [each is None for each in wanted]
+    for mine, theirs in zip(found, wanted, strict=True):
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_graph_that_hands_on_an_undefined_gradient_gives_none() -> None:
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return None
+
+    x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(4, 16, requires_grad=True)
+    scale = torch.ones(())
+    packed, tokens = (
+        ternary_linear_pack(weight.detach(), scale),
+        ternary_linear_quantize(x.detach()),
+    )
+    out = ternary_linear_product(x, [weight], *tokens, [packed], [scale], [], [], x.dtype)[0]
+    Cut.apply(out).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is None
+    assert weight.grad is None
 
 
 def test_only_codes_are_saved() -> None:

@@ -225,6 +225,22 @@ def test_a_write_between_two_ternary_linears_keeps_them_apart() -> None:
     assert memeff_compile.last_report().rewrites("ternarize_linear") == 0
 
 
+@pytest.mark.parametrize("shape", [(5, 32), (2, 5, 32)])
+def test_an_op_in_place_may_follow_a_ternary_linear(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, grads = torch.randn(shape), []
+    for in_place in (True, False):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(32, 16), nn.ReLU(inplace=in_place), nn.Linear(16, 8))
+        model = memeff_compile.ternarize_(layers)
+        model(x).sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for mine, theirs in zip(*grads, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert torch.equal(mine, theirs)
+
+
 # --- pack_ternary_ --------------------------------------------------------------------------------
 
 

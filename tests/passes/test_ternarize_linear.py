@@ -103,6 +103,45 @@ def assert_like_eager(model: nn.Module, x: Tensor, **options: Any) -> None:
         assert error(mine.grad, theirs.grad) <= 4 * budget
 
 
+class Scored(nn.Module):
+    """Two ternary linears of one input; what is done with the second is the case's."""
+
+    def __init__(self, second: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(32, 16), nn.Linear(32, 16)
+        self.second = second
+        memeff_compile.ternarize_(self)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = self.q(x), self.second(self.k(x))
+        return (q * k.detach()).sum(), k
+
+
+@pytest.mark.parametrize("second", [torch.detach, torch.sign, torch.clone])
+def test_weights_get_a_gradient_where_aot_eager_gives_one_and_none_elsewhere(
+    second: Callable[[Tensor], Tensor],
+) -> None:
+    """Detached, with a gradient of zeros, and returned to a caller who drops it."""
+    model, x = Scored(second), torch.randn(4, 32)
+    twin = copy.deepcopy(model)
+    torch.compile(model, backend="aot_eager")(x)[0].backward()
+    compiled(twin)(x)[0].backward()
+    assert outcome() == [("rewrote", 2)]
+    wanted, found = (
+        {name: p.grad for name, p in each.named_parameters()} for each in (model, twin)
+    )
+    assert {name for name, grad in found.items() if grad is None} == {
+        name for name, grad in wanted.items() if grad is None
+    }
+    for name, grad in found.items():
+        if grad is not None:
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-5, atol=1e-5)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.1, weight_decay=0.5)
+    before = twin.k.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(before, twin.k.weight) == (wanted["k.weight"] is None)
+
+
 # --- what fires -----------------------------------------------------------------------------------
 
 
@@ -386,6 +425,19 @@ def halved_wide(x: Tensor) -> Tensor:
     return (tokens_int8(wide) * half(wide)).to(x.dtype)
 
 
+def half_in_any_order(x: Tensor) -> Tensor:
+    return x.abs() >= x.abs().topk(x.shape[-1] // 2, sorted=False).values[..., -1:]
+
+
+def halved_in_any_order(x: Tensor) -> Tensor:
+    return tokens_int8(x) * half_in_any_order(x)
+
+
+def halved_by_rounded(x: Tensor) -> Tensor:
+    """Entries that are equal once rounded are kept together: another half."""
+    return tokens_int8(x) * half(x.to(torch.bfloat16)).to(x.dtype)
+
+
 HALVES = [halved_after, halved_before, halved_wide]
 
 
@@ -413,6 +465,15 @@ def test_another_share_than_half_is_left_alone(share: int) -> None:
         return tokens_int8(x) * half(x, share)
 
     compiled(Block(type("Less", (Detached,), {"tokens": staticmethod(tokens)})))(torch.randn(3, 20))
+    assert not [code for code, _ in outcome() if code == "rewrote"]
+
+
+@pytest.mark.parametrize("tokens", [halved_in_any_order, halved_by_rounded])
+def test_a_half_of_another_order_or_of_rounded_values_is_left_alone(
+    tokens: Callable[..., Any],
+) -> None:
+    layer = type("Other", (Detached,), {"tokens": staticmethod(tokens)})
+    assert_like_eager(Block(layer), torch.randn(3, 5, 20))
     assert not [code for code, _ in outcome() if code == "rewrote"]
 
 
@@ -523,6 +584,28 @@ def test_neighbours_that_do_not_fit_stay_where_they_are(
     kind: type[Normed], expected: list[set[str]]
 ) -> None:
     assert neighbours_of(kind(), torch.randn(3, 20)) == expected
+
+
+class Rounded(Normed):
+    """The norm's result is rounded further than what goes in, before its weight multiplies it."""
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return weight * wide.to(torch.bfloat16)
+
+
+class RoundedBefore(Normed):
+    """What the factor multiplies is rounded, and what the factor is of is not."""
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return weight * (x.to(torch.bfloat16) * root)
+
+
+@pytest.mark.parametrize("kind", [Rounded, RoundedBefore])
+def test_a_norm_that_rounds_on_its_way_stays_where_it_is(kind: type[Normed]) -> None:
+    found = neighbours_of(kind(), torch.randn(3, 20))
+    assert not any("norm" in names for names in found)
 
 
 class Between(Normed):

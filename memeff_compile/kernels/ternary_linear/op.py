@@ -426,7 +426,7 @@ def _linear(
                 )
             )
             is_chained = False  # the kernel before the next product is this one
-    return [out.view(*x.shape[:-1], out.shape[1]) for out in found]
+    return [_shaped(out, x) for out in found]
 
 
 def _fake_linear(
@@ -455,6 +455,13 @@ def _fake_linear(
 
 def _empty_linear(x: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((*x.shape[:-1], packed.shape[0]), dtype=dtype)
+
+
+def _shaped(out: Tensor, x: Tensor) -> Tensor:
+    """Return (M, N) in the shape of the tokens, and not as a view: an op in place may follow."""
+    shape = (*x.shape[:-1], out.shape[1])
+    shaped: Tensor = torch.ops.aten._unsafe_view.default(out, shape)
+    return shaped
 
 
 def _no_backward(ctx: object, *grads: object) -> None:
@@ -542,7 +549,7 @@ def _product(
             is_step=is_step,
             weight_is_step=weight_is_step,
         )
-        found.append(out.view(*x.shape[:-1], held.shape[0]))
+        found.append(_shaped(out, x))
     return found
 
 
@@ -634,41 +641,43 @@ def _fake_product_backward(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:  # noqa: ANN401
     del output
     x, weight, codes, scale, _, packed, weight_scale, bias, biased, _, *steps = inputs
+    ctx.set_materialize_grads(False)  # a result nobody differentiates gives its weight no gradient
     ctx.save_for_backward(codes, scale, *packed, *weight_scale)
     ctx.columns, ctx.steps, ctx.biased = x.shape[-1], steps, list(biased)
     ctx.dtypes = (x.dtype, [w.dtype for w in weight], [b.dtype for b in bias])
 
 
-def _backward(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:  # noqa: ANN401
-    needs = ctx.needs_input_grad
-    of_x, of_weight = needs[:2]
-    count = len(grad)
-    of_bias = [False] * count
-    for place, is_on in zip(ctx.biased, needs[7], strict=True):
-        of_bias[place] = is_on
+def _backward(ctx: Any, grad: list[Tensor | None]) -> tuple[Any, ...]:  # noqa: ANN401
+    """Return the gradients; none at all for the weight and bias of a result that has none."""
+    needs, count = ctx.needs_input_grad, len(grad)
+    given = {place: each.contiguous() for place, each in enumerate(grad) if each is not None}
+    of_x = needs[0] and bool(given)
+    of_weight = [place for place in given if needs[1][place]]
+    biased = {place for place, is_on in zip(ctx.biased, needs[7], strict=True) if is_on}
+    of_bias = [place for place in given if place in biased]
     codes, scale, *rest = ctx.saved_tensors
-    found = iter(
-        ternary_linear_product_backward(
-            [given.contiguous() for given in grad],
+    found: list[Tensor] = []
+    if of_x or of_weight or of_bias:
+        found = ternary_linear_product_backward(
+            list(given.values()),
             codes,
             scale,
-            rest[:count],
-            rest[count:],
+            [rest[place] for place in given],
+            [rest[count + place] for place in given],
             ctx.columns,
             *ctx.steps,
             of_x,
-            list(of_weight),
-            of_bias,
+            [place in of_weight for place in given],
+            [place in of_bias for place in given],
         )
-    )
     kind, kinds, added_kinds = ctx.dtypes
-    grad_x = next(found).to(kind) if of_x else None
-    grad_weight = [
-        next(found).to(its) if is_on else None for its, is_on in zip(kinds, of_weight, strict=True)
-    ]
-    by_place = {place: next(found) for place in range(count) if of_bias[place]}
+    results = iter(found)
+    grad_x = next(results).to(kind) if of_x else None
+    by_weight = {place: next(results).to(kinds[place]) for place in of_weight}
+    by_bias = {place: next(results) for place in of_bias}
+    grad_weight = [by_weight.get(place) for place in range(count)]
     of_added = [
-        by_place[place].to(its) if place in by_place else None
+        by_bias[place].to(its) if place in by_bias else None
         for place, its in zip(ctx.biased, added_kinds, strict=True)
     ]
     nothing = [None] * count
