@@ -669,6 +669,73 @@ def test_hooks_of_a_swapped_tensor_are_forgotten_and_new_ones_run() -> None:
     assert seen == ["new"]
 
 
+def _after(keep: Callable[[Tensor], Any]) -> Callable[[nn.Parameter, list[Any]], None]:
+    """Have a hook keep something of the gradient when it has been accumulated."""
+
+    def register(weight: nn.Parameter, kept: list[Any]) -> None:
+        def hook(p: Tensor) -> None:
+            assert p.grad is not None
+            kept.append(keep(p.grad))
+
+        weight.register_post_accumulate_grad_hook(hook)
+
+    return register
+
+
+def _before(keep: Callable[[Tensor], Any]) -> Callable[[nn.Parameter, list[Any]], None]:
+    """Have a hook keep something of the gradient before it is accumulated."""
+    return lambda weight, kept: weight.register_hook(lambda g: kept.append(keep(g))) and None
+
+
+OWNERS: dict[str, tuple[Callable[[nn.Parameter, list[Any]], Any], tuple[int, int, int, int]]] = {
+    "nobody": (lambda weight, kept: None, (2, 1, 2, 2)),
+    "looked at": (_after(lambda g: float(g.sum())), (2, 1, 2, 2)),
+    "copied by autograd": (_before(lambda g: g), (2, 1, 2, 2)),
+    "the tensor": (_after(lambda g: g), (2, 1, 3, 2)),
+    "detached": (_before(lambda g: g.detach()), (3, 1, 2, 2)),
+    "a view": (_after(lambda g: g.view(-1)), (3, 2, 3, 2)),
+    "an array": (_after(lambda g: g.numpy()), (3, 1, 2, 2)),
+    "the storage": (_after(lambda g: g.untyped_storage()), (2, 1, 2, 3)),
+}
+
+
+@probes("references", "is_sole_owner")
+@pytest.mark.parametrize("case", OWNERS)
+def test_whoever_else_holds_a_gradient_is_counted(case: str) -> None:
+    keep, expected = OWNERS[case]
+    weight, kept, seen = nn.Parameter(torch.ones(4, 4)), [], []  # type: ignore[var-annotated]
+    keep(weight, kept)
+
+    def hook(p: Tensor) -> None:
+        held = [p.grad]
+        p.grad = None
+        seen.append((compat.references(held), compat.is_sole_owner(held)))  # type: ignore[arg-type]
+
+    weight.register_post_accumulate_grad_hook(hook)
+    nn.functional.linear(torch.ones(3, 4), weight).sum().backward()
+    assert seen == [(expected, expected == compat.SOLE_OWNER)]
+
+
+@probes("references", "is_sole_owner")
+@pytest.mark.parametrize("whose", ["another gradient", "the caller", "autograd"])
+def test_a_gradient_in_memory_of_others_has_other_owners(whose: str) -> None:
+    weight, other = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    given, saved = torch.ones(16), []
+    if whose == "another gradient":
+        ((weight.view(-1) + other.view(-1)) * given).sum().backward()
+    elif whose == "the caller":
+        weight.view(-1).backward(given)
+    else:
+        nn.functional.linear(torch.ones(3, 4), weight).sum().backward()
+        assert weight.grad is not None
+        saved.append(other * weight.grad)
+    held = [weight.grad]
+    weight.grad = None
+    assert not compat.is_sole_owner(held)  # type: ignore[arg-type]
+    if whose != "autograd":
+        assert compat.references(held) == (3, 1, 2, 2)  # type: ignore[arg-type]
+
+
 @probes("optimizer_hooks", "run_hooks_after_every_step")
 @pytest.mark.parametrize("when", ["pre", "post"])
 @pytest.mark.parametrize("whose", ["its own", "everyone's"])
