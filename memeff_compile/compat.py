@@ -544,10 +544,13 @@ def is_sole_owner(held: list[torch.Tensor]) -> bool:
     return not torch.compiler.is_compiling() and references(held) == SOLE_OWNER
 
 
-def forget_hooks(tensor: torch.Tensor) -> None:
-    """Forget hooks of a tensor whose insides were swapped: they are named and do not run."""
-    tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    tensor._backward_hooks = None
+def revive_hooks(tensor: torch.Tensor) -> None:
+    """Have the hooks of a tensor run whose insides were swapped: they are named and do not run.
+
+    Handles that take them off stay good. Hooks that run go on as before.
+    """
+    tensor._post_accumulate_grad_hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)  # type: ignore[assignment]
+    tensor._backward_hooks = tensor._backward_hooks
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:

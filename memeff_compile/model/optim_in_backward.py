@@ -11,6 +11,7 @@ lists have is looked at later; one that did not is copied to memory of the host 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -46,9 +47,13 @@ class _Queue:
 
     One that does not fit is copied, by the GPU, to a ring of host memory, and encoded anew from
     there. The host is ahead of the GPU by as many weights as that ring has room for.
+
+    Attributes:
+        lock: held from `place_for` to `add`; autograd has a thread for each device.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
+        self.lock = threading.RLock()
         self._waiting: list[tuple[Unsettled, int]] = []
         self._head = 0
         self._ring: Tensor | None = None
@@ -90,11 +95,13 @@ class _Queue:
 
     def settle(self) -> None:
         """Wait for all of them."""
-        while self._waiting:
-            self._settle_oldest()
+        with self.lock:
+            while self._waiting:
+                self._settle_oldest()
 
     def _settle_oldest(self) -> None:
-        self._waiting.pop(0)[0].settle()
+        self._waiting[0][0].settle()  # where that fails, its value is still in the ring
+        del self._waiting[0]
 
 
 class _Update:
@@ -134,7 +141,7 @@ class _Update:
         try:
             if isinstance(coded, CodedWeight):
                 if by is not None and coded.steps(held[0]) and compat.is_sole_owner(held):
-                    self._store(coded, coded.step(held.pop(), by))
+                    self._store(coded, lambda: coded.step(held.pop(), by))
                     compat.run_hooks_after_every_step(self.optimizer)
                     return
                 self.held.data = coded.decode()
@@ -143,14 +150,16 @@ class _Update:
                 self.optimizer.step()
             self.held.grad = None
             if isinstance(coded, CodedWeight):
-                self._store(coded, self.held.data)
+                self._store(coded, lambda: self.held.data)
         finally:
             self.parameter.grad = None
             self._empty()
 
-    def _store(self, coded: CodedWeight, value: Tensor) -> None:
-        place = self.queue.place_for(value.numel())
-        self.queue.add(coded.store_soon(value, place), value.numel())
+    def _store(self, coded: CodedWeight, make: Callable[[], Tensor]) -> None:
+        """Make a new value and encode it; what fails while room is made leaves the old one."""
+        with self.queue.lock:
+            place = self.queue.place_for(coded.numel())
+            self.queue.add(coded.store_soon(make(), place), coded.numel())
 
 
 def _clip(held: list[Tensor], max_norm: float) -> None:
@@ -235,8 +244,9 @@ class BackwardOptimizer(Optimizer):
         """Put hooks back that moving the model has taken off; the Trainer calls it at each step."""
         for update in self._updates:
             if self._hooks and not getattr(update.parameter, "updated_in_backward", False):
-                self._hooks[update.name].remove()
-                compat.forget_hooks(update.parameter)
+                self._hooks[update.name].remove()  # others' stay, and run again
+                compat.drop_empty_hooks(update.parameter)
+                compat.revive_hooks(update.parameter)
                 self._hooks[update.name] = self._hooked(update)
 
     def _hook(self, update: _Update) -> Callable[[Tensor], None]:

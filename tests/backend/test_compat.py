@@ -656,17 +656,24 @@ def test_hooks_that_were_removed_leave_nothing_that_swallows_new_ones() -> None:
     assert float(weight.grad.sum()) == 4.0
 
 
-@probes("forget_hooks")
-def test_hooks_of_a_swapped_tensor_are_forgotten_and_new_ones_run() -> None:
+@probes("revive_hooks")
+def test_hooks_of_a_swapped_tensor_run_again_once_and_can_be_taken_off() -> None:
     weight = nn.Parameter(torch.ones(2))
     seen: list[str] = []
-    weight.register_post_accumulate_grad_hook(lambda p: seen.append("old"))
-    other = nn.Parameter(torch.zeros(2))
-    torch.utils.swap_tensors(weight, other)
-    compat.forget_hooks(weight)
+    hooks = [
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append("after")),
+        weight.register_hook(lambda g: seen.append("before")),
+    ]
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(2)))
+    for _ in range(2):
+        compat.revive_hooks(weight)
     weight.register_post_accumulate_grad_hook(lambda p: seen.append("new"))
     weight.sum().backward()
-    assert seen == ["new"]
+    assert seen == ["before", "after", "new"]
+    for hook in hooks:
+        hook.remove()
+    weight.sum().backward()
+    assert seen[3:] == ["new"]
 
 
 def _after(keep: Callable[[Tensor], Any]) -> Callable[[nn.Parameter, list[Any]], None]:
