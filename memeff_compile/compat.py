@@ -513,10 +513,44 @@ def drop_empty_hooks(tensor: torch.Tensor) -> None:
         tensor._backward_hooks = None
 
 
-def forget_hooks(tensor: torch.Tensor) -> None:
-    """Forget hooks of a tensor whose insides were swapped: they are named and do not run."""
-    tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    tensor._backward_hooks = None
+def references(held: list[torch.Tensor]) -> tuple[int, int, int, int]:
+    """Count who refers to the one tensor in a list, and to its memory.
+
+    Args:
+        held: a list of one tensor. No variable of the caller may hold the tensor beside it.
+
+    Returns:
+        How many hold the memory, the tensor, the tensor's Python object and the memory's Python
+        object. See `SOLE_OWNER`.
+    """
+    return (
+        torch._C._storage_Use_Count(held[0].untyped_storage()._cdata),
+        held[0]._use_count(),  # type: ignore[attr-defined]
+        sys.getrefcount(held[0]),
+        sys.getrefcount(held[0].untyped_storage()),
+    )
+
+
+SOLE_OWNER = (2, 1, 2, 2)
+"""What `references` counts where nobody but the list holds the tensor or its memory."""
+
+
+def is_sole_owner(held: list[torch.Tensor]) -> bool:
+    """Return whether nobody but a list of one tensor holds that tensor or its memory.
+
+    Views, detached tensors, arrays of NumPy and tensors that autograd saved hold it too. Not known,
+    hence False, where Dynamo traces.
+    """
+    return not torch.compiler.is_compiling() and references(held) == SOLE_OWNER
+
+
+def revive_hooks(tensor: torch.Tensor) -> None:
+    """Have the hooks of a tensor run whose insides were swapped: they are named and do not run.
+
+    Handles that take them off stay good. Hooks that run go on as before.
+    """
+    tensor._post_accumulate_grad_hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)  # type: ignore[assignment]
+    tensor._backward_hooks = tensor._backward_hooks
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -3,7 +3,7 @@
 One gradient and one dense weight are alive at a time. A compressed weight is decoded, updated and
 encoded again on the spot, so that its code is the only copy there is. The update is that of the
 optimizer that the factory makes, on the same bits as with dense weights. Plain SGD on a GPU decodes
-and updates in the gradient's memory, in one kernel.
+and updates in the gradient's memory, in one kernel, where nobody else holds that memory.
 
 The host does not wait for the GPU in between. Whether a new value fitted into the room that its
 lists have is looked at later; one that did not is copied to memory of the host by the GPU itself.
@@ -11,6 +11,7 @@ lists have is looked at later; one that did not is copied to memory of the host 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -46,9 +47,13 @@ class _Queue:
 
     One that does not fit is copied, by the GPU, to a ring of host memory, and encoded anew from
     there. The host is ahead of the GPU by as many weights as that ring has room for.
+
+    Attributes:
+        lock: held from `place_for` to `add`; autograd has a thread for each device.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
+        self.lock = threading.RLock()
         self._waiting: list[tuple[Unsettled, int]] = []
         self._head = 0
         self._ring: Tensor | None = None
@@ -90,11 +95,13 @@ class _Queue:
 
     def settle(self) -> None:
         """Wait for all of them."""
-        while self._waiting:
-            self._settle_oldest()
+        with self.lock:
+            while self._waiting:
+                self._settle_oldest()
 
     def _settle_oldest(self) -> None:
-        self._waiting.pop(0)[0].settle()
+        self._waiting[0][0].settle()  # where that fails, its value is still in the ring
+        del self._waiting[0]
 
 
 class _Update:
@@ -123,36 +130,46 @@ class _Update:
     @torch.no_grad()
     def run(self, max_norm: float | None) -> None:
         """Update the weight with the gradient it has, and give the gradient up."""
-        gradient = self.parameter.grad
         self.seen = 0
-        if gradient is None:
+        if self.parameter.grad is None:
             return
-        if max_norm is not None:
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-            gradient.mul_((max_norm / (norm + 1e-6)).clamp_max(1.0))
+        held = [self.parameter.grad]  # the list alone holds it, so that others can be counted
         self.parameter.grad = None
+        if max_norm is not None:
+            _clip(held, max_norm)
         coded, by = self.parameter, plain_step(self.optimizer)
         try:
             if isinstance(coded, CodedWeight):
-                if by is not None and coded.steps(gradient):
-                    self._store(coded, coded.step(gradient, by))
+                if by is not None and coded.steps(held[0]) and compat.is_sole_owner(held):
+                    self._store(coded, lambda: coded.step(held.pop(), by))
                     compat.run_hooks_after_every_step(self.optimizer)
                     return
                 self.held.data = coded.decode()
-            self.held.grad = gradient
-            del gradient
+            self.held.grad = held.pop()
             with torch.enable_grad():
                 self.optimizer.step()
             self.held.grad = None
             if isinstance(coded, CodedWeight):
-                self._store(coded, self.held.data)
+                self._store(coded, lambda: self.held.data)
         finally:
             self.parameter.grad = None
             self._empty()
 
-    def _store(self, coded: CodedWeight, value: Tensor) -> None:
-        place = self.queue.place_for(value.numel())
-        self.queue.add(coded.store_soon(value, place), value.numel())
+    def _store(self, coded: CodedWeight, make: Callable[[], Tensor]) -> None:
+        """Make a new value and encode it; what fails while room is made leaves the old one."""
+        with self.queue.lock:
+            place = self.queue.place_for(coded.numel())
+            self.queue.add(coded.store_soon(make(), place), coded.numel())
+
+
+def _clip(held: list[Tensor], max_norm: float) -> None:
+    """Scale the gradient in a list down to a norm, in its memory if nobody else holds that."""
+    norm = torch.linalg.vector_norm(held[0], dtype=torch.float32)
+    factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)
+    if compat.is_sole_owner(held):
+        held[0].mul_(factor)
+    else:
+        held[0] = held[0] * factor
 
 
 def plain_step(optimizer: Optimizer) -> Step | None:
@@ -227,8 +244,9 @@ class BackwardOptimizer(Optimizer):
         """Put hooks back that moving the model has taken off; the Trainer calls it at each step."""
         for update in self._updates:
             if self._hooks and not getattr(update.parameter, "updated_in_backward", False):
-                self._hooks[update.name].remove()
-                compat.forget_hooks(update.parameter)
+                self._hooks[update.name].remove()  # others' stay, and run again
+                compat.drop_empty_hooks(update.parameter)
+                compat.revive_hooks(update.parameter)
                 self._hooks[update.name] = self._hooked(update)
 
     def _hook(self, update: _Update) -> Callable[[Tensor], None]:

@@ -656,17 +656,91 @@ def test_hooks_that_were_removed_leave_nothing_that_swallows_new_ones() -> None:
     assert float(weight.grad.sum()) == 4.0
 
 
-@probes("forget_hooks")
-def test_hooks_of_a_swapped_tensor_are_forgotten_and_new_ones_run() -> None:
+@probes("revive_hooks")
+def test_hooks_of_a_swapped_tensor_run_again_once_and_can_be_taken_off() -> None:
     weight = nn.Parameter(torch.ones(2))
     seen: list[str] = []
-    weight.register_post_accumulate_grad_hook(lambda p: seen.append("old"))
-    other = nn.Parameter(torch.zeros(2))
-    torch.utils.swap_tensors(weight, other)
-    compat.forget_hooks(weight)
+    hooks = [
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append("after")),
+        weight.register_hook(lambda g: seen.append("before")),
+    ]
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(2)))
+    for _ in range(2):
+        compat.revive_hooks(weight)
     weight.register_post_accumulate_grad_hook(lambda p: seen.append("new"))
     weight.sum().backward()
-    assert seen == ["new"]
+    assert seen == ["before", "after", "new"]
+    for hook in hooks:
+        hook.remove()
+    weight.sum().backward()
+    assert seen[3:] == ["new"]
+
+
+def _after(keep: Callable[[Tensor], Any]) -> Callable[[nn.Parameter, list[Any]], None]:
+    """Have a hook keep something of the gradient when it has been accumulated."""
+
+    def register(weight: nn.Parameter, kept: list[Any]) -> None:
+        def hook(p: Tensor) -> None:
+            assert p.grad is not None
+            kept.append(keep(p.grad))
+
+        weight.register_post_accumulate_grad_hook(hook)
+
+    return register
+
+
+def _before(keep: Callable[[Tensor], Any]) -> Callable[[nn.Parameter, list[Any]], None]:
+    """Have a hook keep something of the gradient before it is accumulated."""
+    return lambda weight, kept: weight.register_hook(lambda g: kept.append(keep(g))) and None
+
+
+OWNERS: dict[str, tuple[Callable[[nn.Parameter, list[Any]], Any], tuple[int, int, int, int]]] = {
+    "nobody": (lambda weight, kept: None, (2, 1, 2, 2)),
+    "looked at": (_after(lambda g: float(g.sum())), (2, 1, 2, 2)),
+    "copied by autograd": (_before(lambda g: g), (2, 1, 2, 2)),
+    "the tensor": (_after(lambda g: g), (2, 1, 3, 2)),
+    "detached": (_before(lambda g: g.detach()), (3, 1, 2, 2)),
+    "a view": (_after(lambda g: g.view(-1)), (3, 2, 3, 2)),
+    "an array": (_after(lambda g: g.numpy()), (3, 1, 2, 2)),
+    "the storage": (_after(lambda g: g.untyped_storage()), (2, 1, 2, 3)),
+}
+
+
+@probes("references", "is_sole_owner")
+@pytest.mark.parametrize("case", OWNERS)
+def test_whoever_else_holds_a_gradient_is_counted(case: str) -> None:
+    keep, expected = OWNERS[case]
+    weight, kept, seen = nn.Parameter(torch.ones(4, 4)), [], []  # type: ignore[var-annotated]
+    keep(weight, kept)
+
+    def hook(p: Tensor) -> None:
+        held = [p.grad]
+        p.grad = None
+        seen.append((compat.references(held), compat.is_sole_owner(held)))  # type: ignore[arg-type]
+
+    weight.register_post_accumulate_grad_hook(hook)
+    nn.functional.linear(torch.ones(3, 4), weight).sum().backward()
+    assert seen == [(expected, expected == compat.SOLE_OWNER)]
+
+
+@probes("references", "is_sole_owner")
+@pytest.mark.parametrize("whose", ["another gradient", "the caller", "autograd"])
+def test_a_gradient_in_memory_of_others_has_other_owners(whose: str) -> None:
+    weight, other = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    given, saved = torch.ones(16), []
+    if whose == "another gradient":
+        ((weight.view(-1) + other.view(-1)) * given).sum().backward()
+    elif whose == "the caller":
+        weight.view(-1).backward(given)
+    else:
+        nn.functional.linear(torch.ones(3, 4), weight).sum().backward()
+        assert weight.grad is not None
+        saved.append(other * weight.grad)
+    held = [weight.grad]
+    weight.grad = None
+    assert not compat.is_sole_owner(held)  # type: ignore[arg-type]
+    if whose != "autograd":
+        assert compat.references(held) == (3, 1, 2, 2)  # type: ignore[arg-type]
 
 
 @probes("optimizer_hooks", "run_hooks_after_every_step")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -276,6 +277,56 @@ def test_values_that_wait_never_share_host_memory() -> None:
     assert not waiting
 
 
+class FailsOnce:
+    """A value for which there is no memory the first time that it is settled."""
+
+    is_settled = False
+    failures = 1
+
+    def settle(self) -> None:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise torch.OutOfMemoryError("no room")
+
+
+def test_a_weight_stays_and_an_older_value_waits_on_where_no_room_can_be_made() -> None:
+    model = compressed(nn.Linear(256, 256, bias=False).bfloat16())
+    optimizer = optim_in_backward(model, FACTORIES["SGD"])
+    before = model.weight.decode()
+    x = torch.ones(1, 256, dtype=torch.bfloat16)
+    oldest: Any = FailsOnce()
+    optimizer._queue._waiting = [(oldest, 0), (oldest, 0)]
+    with pytest.raises(torch.OutOfMemoryError):
+        model(x).float().sum().backward()
+    assert torch.equal(model.weight.decode(), before)
+    assert len(optimizer._queue._waiting) == 2
+    model(x).float().sum().backward()
+    optimizer._queue.settle()
+    assert not torch.equal(model.weight.decode(), before)
+    assert oldest.failures < 0
+
+
+def test_a_value_that_could_not_be_coded_anew_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = compressed(nn.Linear(256, 256, bias=False).bfloat16()).weight
+    assert isinstance(weight, CodedWeight)
+    value = torch.randn(256, 256).bfloat16() * 1e30
+    with monkeypatch.context() as patch:
+        patch.setattr(CodedWeight, "encode_anew", lambda *_: FailsOnce().settle())
+        with pytest.raises(torch.OutOfMemoryError):
+            weight.store_soon(value)
+    assert torch.equal(weight.decode(), value)
+
+
+def test_another_thread_waits_until_a_place_is_taken() -> None:
+    queue, settled = _Queue([]), threading.Event()
+    thread = threading.Thread(target=lambda: (queue.settle(), settled.set()))
+    with queue.lock:
+        thread.start()
+        assert not settled.wait(0.1)
+    thread.join(10)
+    assert settled.is_set()
+
+
 # --- what loops do --------------------------------------------------------------------------------
 
 
@@ -488,6 +539,23 @@ def test_a_model_moved_afterwards_is_noticed_at_the_step() -> None:
     model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     assert not torch.equal(model.weight.decode(), before)
+
+
+def test_hooks_of_others_run_again_after_a_move() -> None:
+    model = compressed(nn.Linear(256, 256, bias=False).bfloat16())
+    seen: list[str] = []
+    model.weight.register_hook(lambda g: seen.append("before"))
+    after = model.weight.register_post_accumulate_grad_hook(lambda p: seen.append("after"))
+    optimizer = optim_in_backward(model, FACTORIES["SGD"])
+    model._apply(lambda t: t.clone())
+    optimizer.train()
+    x = torch.ones(1, 256, dtype=torch.bfloat16)
+    model(x).float().sum().backward()
+    assert seen == ["before", "after"]
+    assert model.weight.grad is None
+    after.remove()
+    model(x).float().sum().backward()
+    assert seen[2:] == ["before"]
 
 
 def test_a_model_is_not_decompressed_under_its_optimizer() -> None:

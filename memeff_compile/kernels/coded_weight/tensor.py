@@ -8,6 +8,7 @@ encoded. A view is decoded memory of its own, and a write to it does not reach t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -47,6 +48,7 @@ class Unsettled:
     ) -> None:
         """Mark the weight: whoever reads it settles first."""
         self._weight, self._outcome = weight, outcome
+        self._lock = threading.RLock()
         self._kept: Tensor | None = value
         if refuge is not None and isinstance(outcome, launch.Outcome):
             self._kept = refuge[: value.numel()]
@@ -64,15 +66,18 @@ class Unsettled:
 
     def settle(self) -> None:
         """Wait for the GPU; encode the value anew where there was no room."""
-        kept, self._kept = self._kept, None
-        if kept is None:
-            return
-        outcome, weight = self._outcome, self._weight
-        fits = outcome if isinstance(outcome, bool) else outcome.fits()
-        weight.unsettled = None
-        if not fits:
-            value = kept.to(weight.device).view(torch.bfloat16).view(weight.shape)
-            weight.encode_anew(value)
+        with self._lock:
+            kept = self._kept
+            if kept is None:
+                return
+            outcome, weight = self._outcome, self._weight
+            fits = outcome if isinstance(outcome, bool) else outcome.fits()
+            if not fits:
+                value = kept.to(weight.device).view(torch.bfloat16).view(weight.shape)
+                weight.encode_anew(value)
+            self._kept = None  # only now: where encoding fails, nothing else holds the value
+            if weight.unsettled is self:
+                weight.unsettled = None
 
 
 class CodedWeight(Tensor):
