@@ -82,8 +82,11 @@ def test_module_has_a_docstring_and_prints_nothing(module: Path) -> None:
     assert not any(isinstance(call, ast.Name) and call.id == "print" for call in calls)
 
 
-def test_the_package_door_is_small() -> None:
-    assert len((PACKAGE / "__init__.py").read_text().splitlines()) < 80
+def test_the_package_door_holds_names_and_nothing_else() -> None:
+    import memeff_compile
+
+    names = len(memeff_compile.__all__) - 1  # an import and a home each, beside the version
+    assert len((PACKAGE / "__init__.py").read_text().splitlines()) <= 33 + 2 * names
 
 
 def test_version_is_the_same_everywhere() -> None:

@@ -91,6 +91,13 @@ def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
     trained = [{"run": "hybrid/0", "recipe": {}, **STATED}, {"run": "hybrid/0", "done": True}]
     trained[1:1] = [{"run": "hybrid/0", "step": s, "validation": 3.0 - s / 9} for s in (1, 2)]
     write(folder / "ternary-qat.jsonl", trained)
+    bits = {"sign": 1.0, "exponent": 2.6, "mantissa": 7.0}
+    counted = {"weights": 3, "exponents": [0, 2, 1], "entropy": bits, **STATED}
+    times = [{"when": when, **counted} for when in ("initial", "trained")]
+    write(folder / "coded-weight-exponents.jsonl", times)
+    speed = {"way": "win4", "in_gb_per_s": 1.0, "out_gb_per_s": 2.0, **STATED}
+    sizes = [{**speed, "side": 2**power, "mib": 2.0**power} for power in (1, 2)]
+    write(folder / "coded-weight-throughput.jsonl", sizes)
     script("plot", "--results", str(tmp_path / "rows"), "--figures", str(tmp_path / "figures"))
     drawn = {path.name.removesuffix("-box.png") for path in (tmp_path / "figures").iterdir()}
     missing = {name for _, name in plot.PAINTERS.values()} - drawn
