@@ -505,3 +505,28 @@ def drop_empty_hooks(tensor: torch.Tensor) -> None:
         tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     if not tensor._backward_hooks:
         tensor._backward_hooks = None
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether something runs around each step: hooks of this optimizer or of all."""
+    from torch.optim import optimizer as module
+
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or module._global_optimizer_pre_hooks
+        or module._global_optimizer_post_hooks
+    )
+
+
+def after_backward(function: Callable[[], None]) -> bool:
+    """Have a function called when the backward that is running has come to its end.
+
+    Returns:
+        False where no backward is running; the function is not called then.
+    """
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(function)
+    except RuntimeError:
+        return False
+    return True

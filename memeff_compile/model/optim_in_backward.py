@@ -2,7 +2,11 @@
 
 One gradient and one dense weight are alive at a time. A compressed weight is decoded, updated and
 encoded again on the spot, so that its code is the only copy there is. The update is that of the
-optimizer that the factory makes, on the same bits as with dense weights.
+optimizer that the factory makes, on the same bits as with dense weights. Plain SGD on a GPU decodes
+and updates in the gradient's memory, in one kernel.
+
+The host does not wait for the GPU in between. Whether a new value fitted into the room that its
+lists have is looked at later, and the dense value of the last `UNSETTLED` weights is kept for it.
 """
 
 from __future__ import annotations
@@ -16,19 +20,48 @@ from torch.optim import Optimizer
 
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
-from memeff_compile.kernels.coded_weight import CodedWeight, Room, parse
+from memeff_compile.kernels.coded_weight import CodedWeight, Room, Step, Unsettled, parse
 
 Factory = Callable[[nn.Parameter], Optimizer]
 
 TRAINING_ROOM = Room(share=0.02, least=1024)
 """Spare room in lists: weights move, and lists that grow are new memory and a new compilation."""
 
+UNSETTLED = 2
+"""Weights that the host may be ahead of the GPU."""
+
+
+class _Queue:
+    """New values of which is not known yet whether they fitted, oldest first."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Unsettled] = []
+
+    def make_room(self) -> None:
+        """Settle all but the newest, so that one more can be added."""
+        while len(self._waiting) >= UNSETTLED:
+            self._waiting.pop(0).settle()
+
+    def add(self, value: Unsettled) -> None:
+        """Add a value; it is settled at the end of the backward at the latest."""
+        self._waiting.append(value)
+        if not compat.after_backward(self.settle):
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for all of them."""
+        while self._waiting:
+            self._waiting.pop(0).settle()
+
 
 class _Update:
     """The optimizer of one parameter, and how to run it."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, factory: Factory) -> None:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, factory: Factory, queue: _Queue
+    ) -> None:
         self.name = name
+        self.queue = queue
         self.parameter = parameter
         self.seen = 0
         self.is_coded = isinstance(parameter, CodedWeight)
@@ -56,20 +89,40 @@ class _Update:
         if max_norm is not None:
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
             gradient.mul_((max_norm / (norm + 1e-6)).clamp_max(1.0))
-        coded = self.parameter
-        if isinstance(coded, CodedWeight):
-            self.held.data = coded.decode()
-            self.held.grad = gradient
-        self.parameter.grad = None if self.is_coded else gradient
-        del gradient
+        self.parameter.grad = None
+        coded, by = self.parameter, plain_step(self.optimizer)
         try:
+            if isinstance(coded, CodedWeight):
+                self.queue.make_room()
+                if by is not None and coded.steps(gradient):
+                    value = coded.step(gradient, by)
+                    self.queue.add(coded.store_soon(value))
+                    return
+                self.held.data = coded.decode()
+            self.held.grad = gradient
+            del gradient
             with torch.enable_grad():
                 self.optimizer.step()
+            self.held.grad = None
             if isinstance(coded, CodedWeight):
-                coded.store(self.held.data)
+                self.queue.add(coded.store_soon(self.held.data))
         finally:
             self.parameter.grad = None
             self._empty()
+
+
+def plain_step(optimizer: Optimizer) -> Step | None:
+    """Return the step of an optimizer that is SGD and nothing else; None for any other."""
+    if type(optimizer) is not torch.optim.SGD or "step" in vars(optimizer):
+        return None
+    (group,) = optimizer.param_groups
+    rate, decay = group["lr"], group["weight_decay"]
+    others = ("momentum", "nesterov", "maximize", "differentiable", "fused")
+    if any(group.get(name) for name in others) or compat.optimizer_hooks(optimizer):
+        return None
+    if not all(isinstance(number, (int, float)) for number in (rate, decay)):
+        return None  # a tensor, whose value would have to be read
+    return Step(float(rate), float(decay))
 
 
 def _check_optimizer(optimizer: object, held: nn.Parameter, name: str) -> None:
@@ -100,9 +153,16 @@ class BackwardOptimizer(Optimizer):
         max_norm: largest norm of each parameter's gradient, or None.
     """
 
-    def __init__(self, updates: Iterable[_Update], accumulate: int, max_norm: float | None) -> None:
+    def __init__(
+        self,
+        updates: Iterable[_Update],
+        accumulate: int,
+        max_norm: float | None,
+        queue: _Queue | None = None,
+    ) -> None:
         """Hook the updates; `optim_in_backward` makes them."""
         self._updates = list(updates)
+        self._queue = queue or _Queue()
         self.accumulate = accumulate
         self.max_norm = max_norm
         held = [update.held for update in self._updates]
@@ -145,6 +205,7 @@ class BackwardOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        self._queue.settle()
         for update in self._updates:
             if update.seen == 0 and update.parameter.grad is not None:
                 raise MemeffError(
@@ -185,6 +246,7 @@ class BackwardOptimizer(Optimizer):
 
     def remove(self) -> None:
         """Take the hooks off: the model's backward leaves gradients again."""
+        self._queue.settle()
         for hook in self._hooks:
             hook.remove()
         for update in self._updates:
@@ -238,19 +300,20 @@ def optim_in_backward(
         )
     _refuse_several_processes()
     updates = []
+    queue = _Queue()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         _refuse_what_cannot_be_updated(name, parameter)
         if isinstance(parameter, CodedWeight):
             _make_room(parameter)
-        updates.append(_Update(name, parameter, factory))
+        updates.append(_Update(name, parameter, factory, queue))
     if not updates:
         raise OptionError(
             "optim_in_backward: no parameter of the model requires gradients; set requires_grad "
             "on what is to be trained (lossy compressed weights cannot be)."
         )
-    return BackwardOptimizer(updates, accumulate, max_norm)
+    return BackwardOptimizer(updates, accumulate, max_norm, queue)
 
 
 def _refuse_what_cannot_be_updated(name: str, parameter: nn.Parameter) -> None:

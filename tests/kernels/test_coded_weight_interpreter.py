@@ -54,6 +54,41 @@ def test_a_weight_is_encoded_into_parts_with_room(codec: str) -> None:
     assert not launch.encode_into(tight, value, form)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5], ids=["plain", "decay"])
+@pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
+def test_a_gradient_becomes_the_weight_after_a_step(codec: str, decay: float) -> None:
+    """Rates are powers of two, with which nothing is rounded twice, with or without an FMA."""
+    form, weight = parse(codec), hostile(64, 512)
+    gradient = hostile(64, 512, seed=1)
+    held = torch.nn.Parameter(weight.clone())
+    held.grad = gradient.clone()
+    torch.optim.SGD([held], lr=0.25, weight_decay=decay).step()
+    parts = launch.encode(weight, form)
+    assert launch.steps(form, gradient)
+    found = launch.step(parts, form, gradient, launch.Step(0.25, decay))
+    assert found is gradient
+    is_nan = held.detach().isnan()
+    assert torch.equal(found.isnan(), is_nan)
+    assert torch.equal(bits(found)[~is_nan], bits(held.detach())[~is_nan])
+
+
+@pytest.mark.parametrize("codec", ["win4", "tier"])
+def test_what_does_not_fit_is_noticed_and_written_nowhere(codec: str) -> None:
+    form = parse(codec)
+    parts = launch.encode(torch.zeros(64, 256, dtype=torch.bfloat16), form, launch.Room(0, 3))
+    names = [name for name in ("second", "third", "patch_places", "patch_values") if name in form.parts]
+    whole = {}
+    for name in names:  # a list inside a larger piece of memory
+        part = parts[form.parts.index(name)]
+        whole[name] = torch.cat([part, torch.full_like(part, 77)])
+        parts[form.parts.index(name)] = whole[name][: part.numel()]
+    outcome = launch.encode_soon(parts, hostile(64, 256, seed=4), form)
+    assert isinstance(outcome, launch.Outcome)
+    assert not outcome.fits()
+    for name, memory in whole.items():
+        assert (memory[memory.numel() // 2 :] == 77).all(), name
+
+
 def product(
     weight: Tensor, tokens: int, setting: shapes.RowTile | shapes.Tile | None, *, has_bias: bool
 ) -> None:

@@ -41,9 +41,11 @@ def _compile(
         if argument in constants:
             signature[argument] = "constexpr"
             continue
-        hints[(place,)] = [["tt.divisibility", 16]]
         is_pointer = argument.endswith("_ptr")
-        plain = POINTERS.get(argument, "*i32") if is_pointer else "i32"
+        if argument not in ("rate", "decay"):
+            hints[(place,)] = [["tt.divisibility", 16]]
+        number = "fp32" if argument in ("rate", "decay") else "i32"
+        plain = POINTERS.get(argument, "*i32") if is_pointer else number
         signature[argument] = types.get(argument, plain)
     return triton.compile(
         ASTSource(kernel, signature, constants, hints),
@@ -83,8 +85,9 @@ def _tile(capability: int, tokens: int) -> Any:
     return _compile("win4", "tile", capability, constants, tile.warps, out_ptr=out)
 
 
-def _decode(capability: int, codec: str, field: int, block: int) -> Any:
-    constants: dict[str, Any] = {"FIELD": field, "BLOCK": block, "PATCHES": shapes.PATCHES}
+def _decode(capability: int, codec: str, field: int, block: int, *, steps: bool = False) -> Any:
+    step = {"STEP": steps, "HAS_DECAY": steps}
+    constants: dict[str, Any] = {"FIELD": field, "BLOCK": block, "PATCHES": shapes.PATCHES, **step}
     signs = {8: "*i32", 4: "*i32", 2: "*i16", 1: "*u8"}[field]
     if codec == "win4":
         constants["WORDS"] = shapes.WIN4_DECODE_WORDS
@@ -92,7 +95,7 @@ def _decode(capability: int, codec: str, field: int, block: int) -> Any:
     elif codec == "tier":
         warps = shapes.TIER_DECODE_WARPS
     else:
-        constants = {"FIELD": field, "BLOCK": block, "WARPS": shapes.RANS_WARPS}
+        constants = {"FIELD": field, "BLOCK": block, "WARPS": shapes.RANS_WARPS, **step}
         warps = shapes.RANS_WARPS
     types = {"signs_ptr": signs, "out_ptr": "*i16"}
     if codec == "rans":
@@ -139,6 +142,16 @@ def test_decoding_compiles_within_the_limits(
     if field == 8 and codec != "rans":
         assert re.search(r"ld\.global\.\S*v[24]\.b32", kernel.asm["ptx"]), "narrow loads"
         assert re.search(r"st\.global\.\S*v[24]\.b32", kernel.asm["ptx"]), "narrow stores"
+
+
+@pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_decoding_with_a_step_compiles_within_the_limits(
+    capability: int, codec: str, tmp_path: Path
+) -> None:
+    kernel = _decode(capability, codec, 8, 0, steps=True)
+    _check(kernel, capability, tmp_path)
+    assert "fma.rn.f32" in kernel.asm["ptx"], "rounded twice"
 
 
 @pytest.mark.parametrize("name", ["win4", "tier", "count", "rans", "patches", "histogram", "signs"])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from memeff_compile.kernels.coded_weight.launch import EXACT_FIT as EXACT_FIT
 from memeff_compile.kernels.coded_weight.launch import Room as Room
+from memeff_compile.kernels.coded_weight.launch import Step as Step
 from memeff_compile.kernels.coded_weight.layout import CODECS as CODECS
 from memeff_compile.kernels.coded_weight.layout import Format as Format
 from memeff_compile.kernels.coded_weight.layout import parse as parse
@@ -30,3 +31,4 @@ from memeff_compile.kernels.coded_weight.op import encode_into as encode_into
 from memeff_compile.kernels.coded_weight.op import engine_for as engine_for
 from memeff_compile.kernels.coded_weight.op import supports_weight as supports_weight
 from memeff_compile.kernels.coded_weight.tensor import CodedWeight as CodedWeight
+from memeff_compile.kernels.coded_weight.tensor import Unsettled as Unsettled

@@ -1,8 +1,9 @@
 """The engine `triton`: launches of the codecs' kernels. CUDA, sm_80 or later.
 
-Encoding reads one number back: how many patches there are, which is how long a list has to be.
-Decoding and products read nothing, so that they can be captured in CUDA graphs. No kernel sums with
-atomics: the same inputs give the same bits.
+Encoding reads a few numbers back: how long its lists have to be. Where the lists are there already,
+they are read after the fact (`Outcome`), so that nothing waits for the GPU. Decoding and products
+read nothing, so that they can be captured in CUDA graphs. No kernel sums with atomics: the same
+inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -54,6 +55,46 @@ class Room:
 EXACT_FIT = Room()
 
 
+@dataclass(frozen=True)
+class Step:
+    """One step of `torch.optim.SGD` without momentum.
+
+    Attributes:
+        rate: learning rate.
+        decay: weight decay.
+    """
+
+    rate: float
+    decay: float = 0.0
+
+
+class Outcome:
+    """Whether a weight fitted into the lists that were there, known when the GPU has got so far."""
+
+    def __init__(self, needed: Tensor, rooms: Sequence[int]) -> None:
+        """Fetch what is needed, without waiting for it.
+
+        Args:
+            needed: lengths that the lists have to have, integers.
+            rooms: lengths that they have.
+        """
+        self._rooms = list(rooms)
+        self._needed = needed.to("cpu", non_blocking=True)
+        self._event: torch.cuda.Event | None = None
+        if needed.is_cuda:
+            with on_device(needed):
+                self._event = torch.cuda.Event()
+                self._event.record()
+
+    def fits(self) -> bool:
+        """Wait for the GPU and say whether all lists were long enough."""
+        if self._event is not None:
+            self._event.synchronize()
+        return all(
+            need <= room for need, room in zip(self._needed.tolist(), self._rooms, strict=True)
+        )
+
+
 def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.empty(count, dtype=dtype, device=like.device)
 
@@ -89,9 +130,7 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
     choose = win4_header if form.codec == "win4" else tier_header
     header = torch.tensor(choose(counts), dtype=torch.int32, device=weight.device)
     code = _encode_win4 if form.codec == "win4" else _encode_tier
-    parts = code(patterns, header, room, None)
-    assert parts is not None
-    return parts
+    return code(patterns, header, room)
 
 
 def encode_into(parts: Sequence[Tensor], weight: Tensor, form: Format) -> bool:
@@ -100,70 +139,64 @@ def encode_into(parts: Sequence[Tensor], weight: Tensor, form: Format) -> bool:
     Returns:
         Whether it fitted. Where it did not, the parts hold no weight any more.
     """
+    outcome = encode_soon(parts, weight, form)
+    return outcome if isinstance(outcome, bool) else outcome.fits()
+
+
+def encode_soon(parts: Sequence[Tensor], weight: Tensor, form: Format) -> Outcome | bool:
+    """Encode as `encode_into` does, without waiting for the GPU where the codec allows it."""
     patterns = as_patterns(weight)
     if form.codec == "rans":
         made = _encode_rans(patterns, histogram(patterns).tolist(), EXACT_FIT)
         return _move_rans(parts, made)
-    code = _encode_win4 if form.codec == "win4" else _encode_tier
-    return code(patterns, parts[0], EXACT_FIT, parts) is not None
+    again = _encode_win4_again if form.codec == "win4" else _encode_tier_again
+    return again(patterns, parts)
 
 
-def _starts(counts: Tensor) -> Tensor:
+def _starts(counts: Tensor, out: Tensor | None = None) -> Tensor:
     """Return running sums that start with 0, along the first dimension."""
-    starts = counts.new_zeros((counts.shape[0] + 1, *counts.shape[1:]))
-    torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
-    return starts
+    if out is None:
+        out = counts.new_zeros((counts.shape[0] + 1, *counts.shape[1:]))
+    torch.cumsum(counts, 0, dtype=torch.int32, out=out[1:])
+    return out
+
+
+def _list(like: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(length, dtype=dtype, device=like.device)
 
 
 def _write_patches(
-    patterns: Tensor,
-    header: Tensor,
-    starts: Tensor,
-    total: int,
-    room: Room,
-    into: Sequence[Tensor] | None,
-    *,
-    is_tier: bool,
-) -> tuple[Tensor, Tensor, Tensor] | None:
+    patterns: Tensor, header: Tensor, lists: Sequence[Tensor], *, is_tier: bool
+) -> None:
+    """Fill a list of patches: (starts, places, values); starts are there already."""
     from memeff_compile.kernels.coded_weight import pair_kernels
 
-    if into is None:
-        places, values = (
-            torch.zeros(room.length(total), dtype=torch.int16, device=starts.device)
-            for _ in range(2)
+    starts, places, values = lists
+    with on_device(patterns):
+        pair_kernels.patches_kernel[(starts.numel() - 1,)](
+            patterns,
+            header,
+            starts,
+            places,
+            values,
+            places.numel(),
+            IS_TIER=is_tier,
+            BLOCK=1024,
+            num_warps=4,
         )
-    else:
-        if total > into[1].numel():
-            return None
-        into[0].copy_(starts)
-        starts, places, values = into
-    if total:
-        with on_device(patterns):
-            pair_kernels.patches_kernel[(starts.numel() - 1,)](
-                patterns,
-                header,
-                starts,
-                places,
-                values,
-                IS_TIER=is_tier,
-                BLOCK=1024,
-                num_warps=4,
-            )
-    return starts, places, values
 
 
-def _encode_win4(
-    patterns: Tensor, header: Tensor, room: Room, into: Sequence[Tensor] | None
-) -> list[Tensor] | None:
+def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
+    return [starts, *(_list(starts, room.length(total), torch.int16) for _ in range(2))]
+
+
+def _write_win4(patterns: Tensor, header: Tensor, codes: Tensor, signs: Tensor) -> Tensor:
+    """Write codes and signs; return how many patches each chunk has."""
     from memeff_compile.kernels.coded_weight import win4_kernels
 
-    size = patterns.numel()
-    chunks = size // CHUNK
-    codes = _empty(patterns, size // 8) if into is None else into[1]
-    signs = _empty(patterns, size // 4) if into is None else into[5]
-    counts = _empty(patterns, chunks)
+    counts = _empty(patterns, patterns.numel() // CHUNK)
     with on_device(patterns):
-        win4_kernels.encode_kernel[(chunks,)](
+        win4_kernels.encode_kernel[(counts.numel(),)](
             patterns.view(torch.int32),
             header,
             codes,
@@ -172,51 +205,45 @@ def _encode_win4(
             WORDS=shapes.WIN4_ENCODE_WORDS,
             num_warps=shapes.WIN4_ENCODE_WARPS,
         )
-    starts = _starts(counts)
-    lists = _write_patches(
-        patterns,
-        header,
-        starts,
-        int(starts[-1]),
-        room,
-        None if into is None else into[2:5],
-        is_tier=False,
-    )
-    return None if lists is None else [header, codes, *lists, signs]
+    return counts
 
 
-def _encode_tier(
-    patterns: Tensor, header: Tensor, room: Room, into: Sequence[Tensor] | None
-) -> list[Tensor] | None:
+def _encode_win4(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
+    size = patterns.numel()
+    codes, signs = _empty(patterns, size // 8), _empty(patterns, size // 4)
+    starts = _starts(_write_win4(patterns, header, codes, signs))
+    lists = _patch_lists(starts, int(starts[-1]), room)
+    if lists[1].numel():
+        _write_patches(patterns, header, lists, is_tier=False)
+    return [header, codes, *lists, signs]
+
+
+def _encode_win4_again(patterns: Tensor, parts: Sequence[Tensor]) -> Outcome:
+    header, codes, *lists, signs = parts
+    starts = _starts(_write_win4(patterns, header, codes, signs), lists[0])
+    if lists[1].numel():
+        _write_patches(patterns, header, lists, is_tier=False)
+    return Outcome(starts[-1:], [lists[1].numel()])
+
+
+def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
+    """Return where each chunk starts in the streams and the list of patches."""
     from memeff_compile.kernels.coded_weight import tier_kernels
 
-    size = patterns.numel()
-    chunks = size // CHUNK
+    chunks = patterns.numel() // CHUNK
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
     with on_device(patterns):
         tier_kernels.count_kernel[(chunks,)](patterns, header, counts, BLOCK=1024, num_warps=4)
-    starts = _starts(counts)
-    stream_starts = starts[:, :2].contiguous()
-    in_second, in_third, patched = starts[-1].tolist()
-    if into is None:
-        first, signs = _empty(patterns, size // 16), _empty(patterns, size // 4)
-        second, third = (
-            torch.zeros(room.length(n) + _STREAM_TAIL, dtype=torch.int32, device=patterns.device)
-            for n in (in_second, in_third)
-        )
-    else:
-        _, first, second, third, kept, *_, signs = into
-        if any(
-            n + _STREAM_TAIL > stream.numel()
-            for n, stream in ((in_second, second), (in_third, third))
-        ):
-            return None
-        kept.copy_(stream_starts)
-        stream_starts = kept
-        second.zero_()
-        third.zero_()
+    return _starts(counts)
+
+
+def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write codes and signs; the streams are zeros, and where they start stands already."""
+    from memeff_compile.kernels.coded_weight import tier_kernels
+
+    header, first, second, third, stream_starts, *_, signs = parts
     with on_device(patterns):
-        tier_kernels.encode_kernel[(chunks,)](
+        tier_kernels.encode_kernel[(patterns.numel() // CHUNK,)](
             patterns.view(torch.int32),
             header,
             first,
@@ -224,18 +251,43 @@ def _encode_tier(
             third,
             stream_starts,
             signs,
+            second.numel(),
+            third.numel(),
             num_warps=shapes.TIER_ENCODE_WARPS,
         )
-    lists = _write_patches(
-        patterns,
+
+
+def _encode_tier(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
+    size = patterns.numel()
+    starts = _count_tier(patterns, header)
+    *in_streams, patched = starts[-1].tolist()
+    streams = (_list(starts, room.length(n) + _STREAM_TAIL, torch.int32) for n in in_streams)
+    parts = [
         header,
-        starts[:, 2].contiguous(),
-        patched,
-        room,
-        None if into is None else into[5:8],
-        is_tier=True,
-    )
-    return None if lists is None else [header, first, second, third, stream_starts, *lists, signs]
+        _empty(patterns, size // 16),
+        *streams,
+        starts[:, :2].contiguous(),
+        *_patch_lists(starts[:, 2].contiguous(), patched, room),
+        _empty(patterns, size // 4),
+    ]
+    _write_tier(patterns, parts)
+    if patched:
+        _write_patches(patterns, header, parts[5:8], is_tier=True)
+    return parts
+
+
+def _encode_tier_again(patterns: Tensor, parts: Sequence[Tensor]) -> Outcome:
+    header, _, second, third, stream_starts, *lists, _ = parts
+    starts = _count_tier(patterns, header)
+    stream_starts.copy_(starts[:, :2])
+    lists[0].copy_(starts[:, 2])
+    second.zero_()
+    third.zero_()
+    _write_tier(patterns, parts)
+    if lists[1].numel():
+        _write_patches(patterns, header, lists, is_tier=True)
+    rooms = [second.numel() - _STREAM_TAIL, third.numel() - _STREAM_TAIL, lists[1].numel()]
+    return Outcome(starts[-1], rooms)
 
 
 def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list[Tensor]:
@@ -298,25 +350,67 @@ def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tenso
     return out[:count].view(torch.bfloat16).view(*shape)
 
 
-def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor) -> None:
-    """Write the patterns of a weight, zeros behind the last, to an int16 buffer of whole chunks."""
+def steps(form: Format, gradient: Tensor) -> bool:
+    """Say whether `step` can write to the memory of this gradient."""
+    return (
+        form.is_lossless
+        and gradient.dtype == torch.bfloat16
+        and gradient.is_contiguous()
+        and gradient.numel() == padded(gradient.numel())
+        and gradient.data_ptr() % 16 == 0
+    )
+
+
+def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> Tensor:
+    """Turn a gradient into the weight after a step along it, in the gradient's memory.
+
+    The bits are those of `torch.optim.SGD` on the decoded weight, on the same GPU. The parts hold
+    no weight afterwards: the new one has to be encoded into them.
+
+    Args:
+        parts: parts of the weight.
+        form: a lossless format.
+        gradient: one that `steps` allows; it is written to.
+        by: the step.
+
+    Returns:
+        The new weight: `gradient`.
+    """
+    decode_flat(parts, form, gradient.view(-1).view(torch.int16), by)
+    return gradient
+
+
+def decode_flat(
+    parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None
+) -> None:
+    """Write the patterns of a weight, zeros behind the last, to an int16 buffer of whole chunks.
+
+    With a step, the buffer holds a gradient, and gets the weight moved along it.
+    """
     from memeff_compile.kernels.coded_weight import rans_kernels, tier_kernels, win4_kernels
 
     exponents = len(form.parts) - (1 if form.is_lossless else 2)
     coded, signs = parts[:exponents], parts[exponents]
     norms = signs if form.is_lossless else parts[-1]
     words = out.view(torch.int32)
-    fields = {"FIELD": form.mantissa + 1, "BLOCK": form.block}
+    fields = {
+        "FIELD": form.mantissa + 1,
+        "BLOCK": form.block,
+        "STEP": by is not None,
+        "HAS_DECAY": by is not None and by.decay != 0,
+    }
+    moves = (0.0, 0.0) if by is None else (-float(by.rate), float(by.decay))
     with on_device(out):
         if form.codec == "win4":
-            step = shapes.WIN4_DECODE_WORDS
-            win4_kernels.decode_kernel[(out.numel() // (8 * step),)](
+            width = shapes.WIN4_DECODE_WORDS
+            win4_kernels.decode_kernel[(out.numel() // (8 * width),)](
                 *coded,
                 signs,
                 norms,
                 out,
                 words,
-                WORDS=step,
+                *moves,
+                WORDS=width,
                 **fields,
                 PATCHES=shapes.PATCHES,
                 num_warps=shapes.WIN4_DECODE_WARPS,
@@ -328,6 +422,7 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor) -> None:
                 norms,
                 out,
                 words,
+                *moves,
                 **fields,
                 PATCHES=shapes.PATCHES,
                 num_warps=shapes.TIER_DECODE_WARPS,
@@ -339,6 +434,7 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor) -> None:
                 signs,
                 norms,
                 words,
+                *moves,
                 chunks,
                 **fields,
                 WARPS=warps,

@@ -125,18 +125,41 @@ def encode_into(parts: Sequence[Tensor], weight: Tensor, codec: str) -> bool:
     Raises:
         UnsupportedInputError: A lossy codec cannot hold the values: they are not all finite.
     """
+    outcome = encode_soon(parts, weight, codec)
+    return outcome if isinstance(outcome, bool) else outcome.fits()
+
+
+def encode_soon(parts: Sequence[Tensor], weight: Tensor, codec: str) -> launch.Outcome | bool:
+    """Encode as `encode_into` does, and say later whether there was room.
+
+    On a GPU, with win4 and tier, nothing waits: the answer comes when the GPU has got so far. Until
+    then nobody may read the parts or give up the weight.
+    """
     form = parse(codec)
     sentence = None if form.is_lossless else supports_weight(weight, codec)
     if sentence is not None:
         raise UnsupportedInputError(f"coded_weight: the tensor cannot be coded: {sentence}.")
     if form.is_lossless and _uses_kernels(weight):
-        return launch.encode_into(parts, weight, form)
+        return launch.encode_soon(parts, weight, form)
     made = reference.encode(weight, form)
     if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
         return False
     for new, kept in zip(made, parts, strict=True):
         kept.view(-1)[: new.numel()].copy_(new.view(-1))
     return True
+
+
+def steps(gradient: Tensor, codec: str) -> bool:
+    """Say whether `step` can work on this gradient of a weight of this codec."""
+    return _uses_kernels(gradient) and launch.steps(parse(codec), gradient)
+
+
+def step(parts: Sequence[Tensor], codec: str, gradient: Tensor, by: launch.Step) -> Tensor:
+    """Turn a gradient into the weight after a step of SGD, in the gradient's memory.
+
+    The parts hold no weight afterwards: the new one has to be encoded into them.
+    """
+    return launch.step(parts, parse(codec), gradient, by)
 
 
 # --- decode ---------------------------------------------------------------------------------------

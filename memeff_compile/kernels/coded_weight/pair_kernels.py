@@ -56,6 +56,61 @@ def _rounded_bits(value):
 
 
 @triton.jit
+def _stepped(weight, gradient, rate, decay, HAS_DECAY: tl.constexpr):
+    """Return bf16 bits of weight - lr * gradient, as torch.optim.SGD rounds; rate is -lr."""
+    if HAS_DECAY:
+        gradient = (_bits_or_nan(tl.fma(weight, decay, gradient)) << 16).to(
+            tl.float32, bitcast=True
+        )
+    return _bits_or_nan(tl.fma(gradient, rate, weight))
+
+
+@triton.jit
+def _bits_or_nan(value):
+    """Return the bits of an fp32 value rounded to bf16, in the low half; NaN as a GPU casts it."""
+    return tl.where(value == value, _rounded_bits(value), 0x7FFF)
+
+
+@triton.jit
+def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
+    """Return a pair word of weights moved along the gradients of another pair word."""
+    low = _stepped(low_float(pair), low_float(gradients), rate, decay, HAS_DECAY)
+    high = _stepped(high_float(pair), high_float(gradients), rate, decay, HAS_DECAY)
+    return low | (high << 16)
+
+
+@triton.jit
+def step_patches(
+    begin,
+    end,
+    places_ptr,
+    values_ptr,
+    gradient_ptr,
+    first,
+    rate,
+    decay,
+    WEIGHTS: tl.constexpr,
+    PATCHES: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
+):
+    """Move the patches of a program along their gradients, in the list.
+
+    Afterwards the gradients may be written over: all threads have read them.
+    """
+    inside = (first % CHUNK).to(tl.int32)
+    if end > begin:
+        for start in range(begin, end, PATCHES):
+            each = start + tl.arange(0, PATCHES)
+            place = tl.load(places_ptr + each, mask=each < end, other=-1).to(tl.int32) - inside
+            is_ours = (place >= 0) & (place < WEIGHTS)
+            weight = tl.load(values_ptr + each, mask=is_ours, other=0).to(tl.int32)
+            gradient = tl.load(gradient_ptr + first + place, mask=is_ours, other=0).to(tl.int32)
+            moved = _stepped(low_float(weight), low_float(gradient), rate, decay, HAS_DECAY)
+            tl.store(values_ptr + each, moved.to(tl.int16), mask=is_ours)
+        tl.debug_barrier()
+
+
+@triton.jit
 def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
     """Multiply both halves by the normaliser of the block that holds the weight at `place`."""
     if BLOCK == 0:
@@ -111,10 +166,11 @@ def patches_kernel(
     starts_ptr,  # (chunks + 1,) int32
     places_ptr,
     values_ptr,
+    room,  # elements of the list
     IS_TIER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the patches of one chunk, in order."""
+    """Write the patches of one chunk, in order; those beyond the list are dropped."""
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
     if tl.load(starts_ptr + chunk + 1) > at:
@@ -129,6 +185,7 @@ def patches_kernel(
             found = tl.sum(count, 0)
             if found > 0:  # seldom: a prefix sum costs more than reading the weights
                 rank = at + tl.cumsum(count, 0) - count
+                is_patch &= rank < room
                 tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
                 tl.store(values_ptr + rank, pattern, mask=is_patch)
             at += found

@@ -16,6 +16,7 @@ from memeff_compile.kernels.coded_weight.pair_kernels import (
     narrow_fields,
     odd_bytes,
     scaled,
+    stepped_pair,
 )
 
 RANS_CHUNK: tl.constexpr = tl.constexpr(16384)
@@ -51,10 +52,14 @@ def decode_kernel(
     signs_ptr,
     norms_ptr,
     out_words_ptr,  # two weights a word
+    rate,
+    decay,
     chunks,
     FIELD: tl.constexpr,
     BLOCK: tl.constexpr,
     WARPS: tl.constexpr,
+    STEP: tl.constexpr,  # out holds gradients, and gets the weights moved along them
+    HAS_DECAY: tl.constexpr,
 ):
     """Write WARPS chunks of weights."""
     chunk = tl.program_id(0) * WARPS + tl.arange(0, WARPS)
@@ -80,6 +85,11 @@ def decode_kernel(
                 even = scaled(even, norms_ptr, first, BLOCK)
                 odd = scaled(odd, norms_ptr, first + 64, BLOCK)
             out = out_words_ptr + group * 128 + 64 * half + lane
+            if STEP:
+                gradient = tl.load(out, mask=is_chunk[:, None], other=0)
+                even = stepped_pair(even, gradient, rate, decay, HAS_DECAY)
+                gradient = tl.load(out + 32, mask=is_chunk[:, None], other=0)
+                odd = stepped_pair(odd, gradient, rate, decay, HAS_DECAY)
             tl.store(out, even, mask=is_chunk[:, None])
             tl.store(out + 32, odd, mask=is_chunk[:, None])
         group += 1

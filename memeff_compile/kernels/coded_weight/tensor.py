@@ -25,6 +25,30 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_ITEM = Tensor.__setitem__
 
 
+class Unsettled:
+    """A new value of a weight, encoded, of which is not known yet whether it fitted.
+
+    It keeps the value until then.
+    """
+
+    def __init__(self, weight: CodedWeight, value: Tensor, outcome: launch.Outcome | bool) -> None:
+        """Mark the weight: whoever reads it settles first."""
+        self._weight, self._outcome = weight, outcome
+        self._value: Tensor | None = value
+        weight.unsettled = self
+
+    def settle(self) -> None:
+        """Wait for the GPU; encode the value anew where there was no room."""
+        value, self._value = self._value, None
+        if value is None:
+            return
+        outcome = self._outcome
+        fits = outcome if isinstance(outcome, bool) else outcome.fits()
+        self._weight.unsettled = None
+        if not fits:
+            self._weight.encode_anew(value)
+
+
 class CodedWeight(Tensor):
     """A bf16 weight in coded form.
 
@@ -32,11 +56,13 @@ class CodedWeight(Tensor):
         codec: name of the codec, as `encode` takes it.
         room: spare room that lists get when they have to be made anew.
         shares_with: for what `.data` and `.detach()` give, the weight whose parts these are.
+        unsettled: a new value that may still turn out not to have fitted.
     """
 
     codec: str
     room: launch.Room
     shares_with: CodedWeight | None = None
+    unsettled: Unsettled | None = None
 
     @staticmethod
     def __new__(
@@ -81,12 +107,21 @@ class CodedWeight(Tensor):
     @property
     def parts(self) -> list[Tensor]:
         """The tensors that hold the weight, in the order of the codec's parts."""
+        self.settle()
         return [getattr(self, name) for name in parse(self.codec).parts]
 
     @property
     def coded_bytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
+
+    def settle(self) -> None:
+        """Wait for what `store_soon` left open, if anything."""
+        owner: object = self
+        while isinstance(owner, CodedWeight):
+            if owner.unsettled is not None:
+                owner.unsettled.settle()
+            owner = owner.shares_with
 
     def decode(self) -> Tensor:
         """Return the weight as a plain tensor."""
@@ -111,23 +146,54 @@ class CodedWeight(Tensor):
                 f"{tuple(self.shape)}; the shapes have to be equal."
             )
         dense = value.decode() if isinstance(value, CodedWeight) else value.detach()
-        dense = dense.to(device=self.device, dtype=self.dtype)
-        if not op.encode_into(self.parts, dense, self.codec):
-            self.encode_anew(dense)
+        self.store_soon(dense.to(device=self.device, dtype=self.dtype)).settle()
+
+    @torch.no_grad()
+    def store_soon(self, value: Tensor) -> Unsettled:
+        """Encode a new value in place, without waiting for the GPU to say whether it fitted.
+
+        Args:
+            value: bf16, same shape and device; nobody may write to it until it is settled.
+
+        Returns:
+            What has to be settled; reading the weight does so too.
+        """
+        found = Unsettled(self, value, op.encode_soon(self.parts, value, self.codec))
         torch.autograd.graph.increment_version(self)
+        return found
+
+    def steps(self, gradient: Tensor) -> bool:
+        """Say whether `step` can work on this gradient."""
+        return gradient.shape == self.shape and op.steps(gradient, self.codec)
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, by: launch.Step) -> Tensor:
+        """Turn a gradient into the weight after a step of SGD, in the gradient's memory.
+
+        The weight holds no value afterwards, until the new one is stored.
+
+        Args:
+            gradient: one that `steps` allows; it is written to.
+            by: the step.
+
+        Returns:
+            The new value: `gradient`.
+        """
+        return op.step(self.parts, self.codec, gradient, by)
 
     @torch.no_grad()
     def encode_anew(self, dense: Tensor) -> None:
         """Encode a bf16 tensor of this shape into new parts, with room as `self.room` says."""
         parts = op.encode(dense, self.codec, self.room)
-        owner: CodedWeight | None = self
-        while owner is not None:
+        owner: object = self
+        while isinstance(owner, CodedWeight):
             for name, part in zip(parse(self.codec).parts, parts, strict=True):
                 setattr(owner, name, part)
             owner = owner.shares_with
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         """Say which attributes are tensors; compilers take the weight apart with it."""
+        self.settle()
         return list(parse(self.codec).parts), self.codec
 
     @staticmethod

@@ -17,6 +17,8 @@ from memeff_compile.kernels.coded_weight.pair_kernels import (
     narrow_fields,
     odd_bytes,
     scaled,
+    step_patches,
+    stepped_pair,
     store_patches,
 )
 
@@ -100,9 +102,13 @@ def decode_kernel(
     norms_ptr,
     out_ptr,  # 16-bit patterns
     words_ptr,  # the same memory, two weights a word
+    rate,
+    decay,
     FIELD: tl.constexpr,
     BLOCK: tl.constexpr,
     PATCHES: tl.constexpr,
+    STEP: tl.constexpr,  # out holds gradients, and gets the weights moved along them
+    HAS_DECAY: tl.constexpr,
 ):
     """Write one chunk of weights."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -131,6 +137,20 @@ def decode_kernel(
         sign_at = signs_ptr + chunk * (CHUNK // 4) + unit * 128 + lane
     else:
         sign_at = signs_ptr + chunk * (CHUNK // 8) + unit * 64 + lane
+    if STEP:
+        step_patches(
+            begin,
+            end,
+            places_ptr,
+            values_ptr,
+            out_ptr,
+            chunk * CHUNK,
+            rate,
+            decay,
+            CHUNK,
+            PATCHES,
+            HAS_DECAY,
+        )
     for half in tl.static_range(4):
         even, second, third = _take_pair(first, 2 * half, second, third, narrow, middle, wide)
         odd, second, third = _take_pair(first, 2 * half + 1, second, third, narrow, middle, wide)
@@ -144,6 +164,9 @@ def decode_kernel(
             odd |= narrow_fields(signs, 2 * (half % 2) + 1, FIELD)
             even = scaled(even, norms_ptr, place + 128 * half, BLOCK)
             odd = scaled(odd, norms_ptr, place + 128 * half + 64, BLOCK)
+        if STEP:
+            even = stepped_pair(even, tl.load(out + 64 * half), rate, decay, HAS_DECAY)
+            odd = stepped_pair(odd, tl.load(out + 64 * half + 32), rate, decay, HAS_DECAY)
         tl.store(out + 64 * half, even)
         tl.store(out + 64 * half + 32, odd)
     store_patches(begin, end, places_ptr, values_ptr, out_ptr, chunk * CHUNK, CHUNK, PATCHES)
@@ -204,15 +227,19 @@ def _put(
 
 
 @triton.jit
-def _append(stream_ptr, bits, at, is_any):
-    """Set up to 64 bits of a zeroed stream from bit `at` on. Disjoint bits: order is no matter."""
-    word = at >> 5
+def _append(stream_ptr, bits, start, at, room, is_any):
+    """Set up to 64 bits of a zeroed stream from bit `at` after the word `start` on.
+
+    Disjoint bits: order is no matter. What lies behind the stream's `room` words is dropped.
+    """
+    word = start + (at >> 5)
     shift = (at & 31).to(tl.int64)
     low = bits << shift
     rest = ((bits >> 1) & 0x7FFFFFFFFFFFFFFF) >> (63 - shift)
     for place in tl.static_range(3):
         value = (low >> (32 * place)).to(tl.int32) if place < 2 else rest.to(tl.int32)
-        tl.atomic_or(stream_ptr + word + place, value, mask=is_any & (value != 0), sem="relaxed")
+        is_set = is_any & (value != 0) & (word + place < room)
+        tl.atomic_or(stream_ptr + word + place, value, mask=is_set, sem="relaxed")
 
 
 @triton.jit
@@ -224,6 +251,8 @@ def encode_kernel(
     third_ptr,  # zeroed
     stream_starts_ptr,
     signs_ptr,
+    second_room,  # words of the streams
+    third_room,
 ):
     """Write the codes and signs of one chunk."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -272,7 +301,7 @@ def encode_kernel(
     tl.store(first_ptr + chunk * WORDS + word, first)
     start = tl.load(stream_starts_ptr + 2 * chunk)
     before = tl.cumsum(count_2, 0) - count_2
-    _append(second_ptr + start, second, 2 * before, count_2 > 0)
+    _append(second_ptr, second, start, 2 * before, second_room, count_2 > 0)
     start = tl.load(stream_starts_ptr + 2 * chunk + 1)
     before = tl.cumsum(count_3, 0) - count_3
-    _append(third_ptr + start, third, 4 * before, count_3 > 0)
+    _append(third_ptr, third, start, 4 * before, third_room, count_3 > 0)

@@ -22,6 +22,8 @@ from memeff_compile.kernels.coded_weight.pair_kernels import (
     narrow_fields,
     odd_bytes,
     scaled,
+    step_patches,
+    stepped_pair,
     store_patches,
 )
 
@@ -47,10 +49,14 @@ def decode_kernel(
     norms_ptr,
     out_ptr,  # 16-bit patterns
     words_ptr,  # the same memory, two weights a word
+    rate,
+    decay,
     WORDS: tl.constexpr,
     FIELD: tl.constexpr,  # bits of sign and mantissa: 8 is lossless
     BLOCK: tl.constexpr,  # weights per normaliser, or 0
     PATCHES: tl.constexpr,
+    STEP: tl.constexpr,  # out holds gradients, and gets the weights moved along them
+    HAS_DECAY: tl.constexpr,
 ):
     """Write WORDS * 8 weights."""
     first = tl.program_id(0).to(tl.int64) * WORDS
@@ -82,6 +88,24 @@ def decode_kernel(
         pair_2 = scaled(pair_2, norms_ptr, place + 128, BLOCK)
         pair_3 = scaled(pair_3, norms_ptr, place + 192, BLOCK)
     out = words_ptr + group * 128 + lane
+    if STEP:
+        pair_0 = stepped_pair(pair_0, tl.load(out), rate, decay, HAS_DECAY)
+        pair_1 = stepped_pair(pair_1, tl.load(out + 32), rate, decay, HAS_DECAY)
+        pair_2 = stepped_pair(pair_2, tl.load(out + 64), rate, decay, HAS_DECAY)
+        pair_3 = stepped_pair(pair_3, tl.load(out + 96), rate, decay, HAS_DECAY)
+        step_patches(
+            begin,
+            end,
+            places_ptr,
+            values_ptr,
+            out_ptr,
+            first * 8,
+            rate,
+            decay,
+            WORDS * 8,
+            PATCHES,
+            HAS_DECAY,
+        )
     tl.store(out, pair_0)
     tl.store(out + 32, pair_1)
     tl.store(out + 64, pair_2)
