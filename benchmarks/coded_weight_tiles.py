@@ -29,6 +29,8 @@ from memeff_compile.kernels.coded_weight import launch, reference, shapes
 from memeff_compile.kernels.coded_weight.layout import CODECS, parse
 
 SHAPES = [(14336, 4096), (28672, 8192)]
+ONE_TOKEN = [(28672, 4096), (6144, 4096), (4096, 14336), (4096, 4096), (1024, 4096)]
+"""More shapes for one token: those of Llama-3-8B, also with equal inputs taken together."""
 DEVICE = "cuda"
 
 
@@ -119,8 +121,9 @@ def using(setting: Setting) -> Iterator[None]:
 def decode_settings(codec: str) -> list[Setting]:
     if codec == "win4":
         return [
-            {"WIN4_DECODE_WORDS": words, "WIN4_DECODE_WARPS": warps}
+            {"WIN4_DECODE_WORDS": words, "WIN4_DECODE_WARPS": warps, "WIN4_DECODE_STORE": store}
             for words, warps in itertools.product((128, 256, 512, 1024), (1, 2, 4, 8))
+            for store in ("", ".cs", ".wt")
             if 4 <= words // (32 * warps) <= 8
         ]
     name = {"tier": "TIER_DECODE_WARPS", "rans": "RANS_WARPS"}[codec]
@@ -137,14 +140,26 @@ ENCODE_SETTINGS = {
 }
 
 ROW_TILES = [
-    shapes.RowTile(rows, words, warps, stages)
-    for rows, words, warps, stages in [
-        *itertools.product((4,), (64,), (1,), (1, 2, 3, 4)),
-        *itertools.product((2,), (128,), (1,), (2, 3, 4)),
-        *itertools.product((4,), (128,), (1, 2), (2, 3)),
-        *itertools.product((8,), (32, 64), (1,), (2, 3)),
-        *itertools.product((2, 4), (64, 32), (1,), (3, 4)),
-    ]
+    *[
+        shapes.RowTile(rows, words, warps, stages, packed)
+        for rows, words, warps in ((4, 64, 1), (2, 128, 1), (8, 32, 1), (4, 128, 2), (8, 64, 2))
+        for stages, packed in ((3, False), (2, True), (3, True), (4, True))
+    ],
+    *[
+        shapes.RowTile(rows, words, warps, stages, True)
+        for rows, words, warps in (
+            (2, 64, 1),
+            (1, 128, 1),
+            (1, 256, 2),
+            (2, 256, 2),
+            (2, 256, 4),
+            (4, 256, 4),
+            (1, 512, 4),
+            (2, 512, 4),
+            (1, 256, 4),
+        )
+        for stages in (1, 3)
+    ],
 ]
 TILES = {
     16: [
@@ -179,7 +194,7 @@ def compile_one(job: tuple[str, Any]) -> str:
     """Run a candidate on a small weight, which leaves its kernel in the cache on disk."""
     kind, setting = job
     try:
-        for columns in (4096,):
+        for columns in (4096, 8192, 14336) if kind == "1" else (4096,):
             weight = torch.randn(128, columns, device=DEVICE).to(torch.bfloat16)
             if kind.isdigit():
                 parts = launch.encode(weight, parse("win4"))
@@ -282,17 +297,30 @@ def product_times(coded: list[list[Tensor]], weights: list[Tensor], tokens: int)
     sys.stdout.flush()
 
 
+def one_token_times() -> None:
+    """Time the tiles of one token on more shapes, and how much one launch for several saves."""
+    for shape in ONE_TOKEN:
+        copies = max(2, (320 << 20) // (2 * shape[0] * shape[1]))
+        weights = [trained_like(*shape) for _ in range(copies)]
+        coded = [launch.encode(weight, parse("win4")) for weight in weights]
+        product_times(coded, weights, 1)
+
+
 def main() -> None:
     """Check, compile, time."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--only", choices=("compile", "time"), help="one half of the work")
     options = parser.parse_args()
     started = time.time()
-    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        said = pool.imap_unordered(compile_one, jobs())
-        check()
-        print("\n".join(filter(None, said))[:6000])
-    print(f"compiled {len(jobs())} in {time.time() - started:.0f} s", flush=True)
+    if options.only != "time":
+        with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+            said = pool.imap_unordered(compile_one, jobs())
+            check()
+            print("\n".join(filter(None, said))[:6000])
+        print(f"compiled {len(jobs())} in {time.time() - started:.0f} s", flush=True)
+    if options.only == "compile":
+        return
     torch.manual_seed(0)
     for number, shape in enumerate(SHAPES):
         weights = [trained_like(*shape) for _ in range(3 - number)]
@@ -306,6 +334,8 @@ def main() -> None:
             if codec == "win4":
                 for tokens in (1,) if number else (1, *TILES):
                     product_times(coded, weights, tokens)
+        print(f"{time.time() - started:.0f} s", flush=True)
+    one_token_times()
     print(f"{time.time() - started:.0f} s")
 
 

@@ -57,9 +57,7 @@ class _Queue:
 class _Update:
     """The optimizer of one parameter, and how to run it."""
 
-    def __init__(
-        self, name: str, parameter: nn.Parameter, factory: Factory, queue: _Queue
-    ) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, factory: Factory, queue: _Queue) -> None:
         self.name = name
         self.queue = queue
         self.parameter = parameter

@@ -76,7 +76,9 @@ def test_a_gradient_becomes_the_weight_after_a_step(codec: str, decay: float) ->
 def test_what_does_not_fit_is_noticed_and_written_nowhere(codec: str) -> None:
     form = parse(codec)
     parts = launch.encode(torch.zeros(64, 256, dtype=torch.bfloat16), form, launch.Room(0, 3))
-    names = [name for name in ("second", "third", "patch_places", "patch_values") if name in form.parts]
+    names = [
+        name for name in ("second", "third", "patch_places", "patch_values") if name in form.parts
+    ]
     whole = {}
     for name in names:  # a list inside a larger piece of memory
         part = parts[form.parts.index(name)]

@@ -380,9 +380,7 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
     return gradient
 
 
-def decode_flat(
-    parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None
-) -> None:
+def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | None = None) -> None:
     """Write the patterns of a weight, zeros behind the last, to an int16 buffer of whole chunks.
 
     With a step, the buffer holds a gradient, and gets the weight moved along it.
@@ -413,6 +411,7 @@ def decode_flat(
                 WORDS=width,
                 **fields,
                 PATCHES=shapes.PATCHES,
+                STORE=shapes.WIN4_DECODE_STORE,
                 num_warps=shapes.WIN4_DECODE_WARPS,
             )
         elif form.codec == "tier":
@@ -515,6 +514,7 @@ def _one_row(
             STAGES=setting.stages,
             CHUNKS=shapes.chunks_touched(setting.rows, columns),
             PATCHES=shapes.PATCHES,
+            PACKED=setting.packed and x.is_cuda,
             num_warps=setting.warps,
         )
     return out

@@ -18,6 +18,7 @@ class RowTile:
     words: int
     warps: int
     stages: int = 3
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Tile:
 
 WIN4_DECODE_WORDS = 512
 WIN4_DECODE_WARPS = 4
+WIN4_DECODE_STORE = ""
 WIN4_ENCODE_WORDS = 512
 WIN4_ENCODE_WARPS = 4
 TIER_DECODE_WARPS = 8

@@ -57,6 +57,7 @@ def decode_kernel(
     PATCHES: tl.constexpr,
     STEP: tl.constexpr,  # out holds gradients, and gets the weights moved along them
     HAS_DECAY: tl.constexpr,
+    STORE: tl.constexpr = "",  # how the cache is told to treat what is written
 ):
     """Write WORDS * 8 weights."""
     first = tl.program_id(0).to(tl.int64) * WORDS
@@ -106,10 +107,10 @@ def decode_kernel(
             PATCHES,
             HAS_DECAY,
         )
-    tl.store(out, pair_0)
-    tl.store(out + 32, pair_1)
-    tl.store(out + 64, pair_2)
-    tl.store(out + 96, pair_3)
+    tl.store(out, pair_0, cache_modifier=STORE)
+    tl.store(out + 32, pair_1, cache_modifier=STORE)
+    tl.store(out + 64, pair_2, cache_modifier=STORE)
+    tl.store(out + 96, pair_3, cache_modifier=STORE)
     store_patches(begin, end, places_ptr, values_ptr, out_ptr, first * 8, WORDS * 8, PATCHES)
 
 
@@ -186,6 +187,44 @@ def _patch_rows(starts_ptr, place, each, chunk, chunks, inside, row_length, CHUN
 
 
 @triton.jit
+def _scaled_pair(pair, scale):
+    """Multiply both bf16 of a pair word with both of another; a power of two: nothing is rounded.
+
+    Adding -0.0 keeps the sign of a zero.
+    """
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [pair, scale, tl.full(pair.shape, -0x7FFF8000, tl.int32)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _packed_products(codes, signs, more, x_ptr, place, is_in, scale, acc):
+    """Add the products of eight weights per word with x; scale is a pair word of 2^base."""
+    pair_0 = _scaled_pair(even_bytes(signs) | ((codes << 7) & 0x07800780), scale)
+    pair_1 = _scaled_pair(odd_bytes(signs) | ((codes << 3) & 0x07800780), scale)
+    pair_2 = _scaled_pair(even_bytes(more) | ((codes >> 1) & 0x07800780), scale)
+    pair_3 = _scaled_pair(odd_bytes(more) | ((codes >> 5) & 0x07800780), scale)
+    x_0 = tl.load(x_ptr + place, mask=is_in, other=0)[None, :]
+    x_1 = tl.load(x_ptr + place + 32, mask=is_in, other=0)[None, :]
+    x_2 = tl.load(x_ptr + place + 64, mask=is_in, other=0)[None, :]
+    x_3 = tl.load(x_ptr + place + 96, mask=is_in, other=0)[None, :]
+    acc += low_float(pair_0) * low_float(x_0)
+    acc += high_float(pair_0) * high_float(x_0)
+    acc += low_float(pair_1) * low_float(x_1)
+    acc += high_float(pair_1) * high_float(x_1)
+    acc += low_float(pair_2) * low_float(x_2)
+    acc += high_float(pair_2) * high_float(x_2)
+    acc += low_float(pair_3) * low_float(x_3)
+    acc += high_float(pair_3) * high_float(x_3)
+    return acc
+
+
+@triton.jit
 def _products(codes, signs, more, x_ptr, place, is_in, scale, acc):
     """Add the products of eight weights per word with x; scale is 2^base."""
     code_0 = (codes << 7) & 0x07800780
@@ -231,6 +270,7 @@ def row_kernel(
     STAGES: tl.constexpr,
     CHUNKS: tl.constexpr,  # a power of two, not less than the chunks that ROWS rows touch
     PATCHES: tl.constexpr,
+    PACKED: tl.constexpr,  # two weights are scaled by one instruction, of assembly
 ):
     """One token: ROWS products of a row and x, in fp32.
 
@@ -245,6 +285,7 @@ def row_kernel(
     row = first_row + tl.arange(0, ROWS)
     is_row = (row < rows_count)[:, None]
     scale = ((tl.load(header_ptr) + 127) << 23).to(tl.float32, bitcast=True)
+    scales = tl.full((ROWS, WORDS), ((tl.load(header_ptr) + 127) << 7) * 0x00010001, tl.int32)
     begin = row.to(tl.int64)[:, None] * row_words
     acc = tl.zeros((ROWS, WORDS), tl.float32)
     for start in tl.range(0, row_words, WORDS, num_stages=STAGES):
@@ -260,7 +301,11 @@ def row_kernel(
         at = begin * 2 + (group * 64 + lane)[None, :]
         signs = tl.load(signs_ptr + at, mask=is_read, other=0)
         more = tl.load(signs_ptr + at + 32, mask=is_read, other=0)
-        acc = _products(codes, signs, more, x_ptr, group * 128 + lane, is_in, scale, acc)
+        at = group * 128 + lane
+        if PACKED:
+            acc = _packed_products(codes, signs, more, x_ptr, at, is_in, scales, acc)
+        else:
+            acc = _products(codes, signs, more, x_ptr, at, is_in, scale, acc)
     total = tl.sum(acc, 1)
     for start in range(patch, end, PATCHES):
         each = start + tl.arange(0, PATCHES)
