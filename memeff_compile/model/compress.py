@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, OptionError
 from memeff_compile.kernels.coded_weight import (
+    OWN_ATTRIBUTES,
     CodedWeight,
     Format,
     bits_per_weight,
@@ -320,6 +321,7 @@ def _put(place: _Place, value: nn.Parameter) -> None:
             "optim_in_backward with the remove() of what it returned."
         )
     compat.drop_empty_hooks(place.parameter)
+    _keep_attributes(place.parameter, value)
     try:
         # The same object from now on holds the new value: an optimizer made earlier sees it too.
         torch.utils.swap_tensors(place.parameter, value)
@@ -329,6 +331,13 @@ def _put(place: _Place, value: nn.Parameter) -> None:
     for _, module, attribute in place.owners:
         module._parameters[attribute] = value
         watch_state_dict(module)
+
+
+def _keep_attributes(old: Tensor, new: Tensor) -> None:
+    """Give a parameter the attributes that others have set on the one it stands for."""
+    for name, attribute in vars(old).items():
+        if name not in vars(new) and name not in OWN_ATTRIBUTES:
+            setattr(new, name, attribute)
 
 
 # --- state dicts ----------------------------------------------------------------------------------
@@ -383,7 +392,10 @@ def put_coded(
             "optim_in_backward trains this model, and a loaded weight would take the place of the "
             "one it updates. Call remove() on what it returned, load, and call it again."
         )
-    module._parameters[attribute] = nn.Parameter(coded, requires_grad=requires_grad)
+    value = nn.Parameter(coded, requires_grad=requires_grad)
+    if expected is not None:
+        _keep_attributes(expected, value)
+    module._parameters[attribute] = value
     watch_state_dict(module)
 
 

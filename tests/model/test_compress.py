@@ -229,6 +229,22 @@ def test_decompressing_gives_the_dense_model_back() -> None:
     assert same_tensors(dict(llama().state_dict()), dict(model.state_dict()))
 
 
+def test_attributes_of_parameters_stay(tmp_path: Path) -> None:
+    """Trainers mark parameters: for weight decay, for sharding."""
+    model = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+    kept = model.weight
+    kept.no_decay = True
+    compressed(model)
+    assert model.weight.no_decay is kept.no_decay is True
+    save_compressed(model, tmp_path / "codes")
+    other = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+    other.weight.no_decay = False
+    load_compressed_(other, tmp_path / "codes")
+    assert other.weight.no_decay is False
+    decompress_(model)
+    assert set(vars(model.weight)) == {"no_decay"}
+
+
 def test_decompressing_keeps_gradients() -> None:
     linear = compressed(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16))
     linear(torch.ones(2, 256, dtype=torch.bfloat16)).sum().backward()

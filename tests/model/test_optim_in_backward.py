@@ -5,13 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
 from memeff_compile.kernels.coded_weight import CODECS, CodedWeight
@@ -220,6 +228,54 @@ def test_saved_and_resumed_training_goes_on_bit_for_bit(name: str) -> None:
     ids = (IDS * 2) % 64
     resumed(input_ids=ids, labels=ids).loss.backward()
     assert same_weights(straight, resumed)
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Ten rows of tokens."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        ids = (torch.arange(8) * (place + 1)) % 64
+        return {"input_ids": ids, "labels": ids}
+
+
+def trainer(model: nn.Module, folder: Path, name: str, **settings: Any) -> Trainer:
+    optimizer = optim_in_backward(model, FACTORIES[name])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=2,
+        num_train_epochs=1,
+        max_grad_norm=0.0,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        logging_steps=1,
+        **settings,
+    )
+    return Trainer(model, arguments, train_dataset=Rows(), optimizers=(optimizer, scheduler))
+
+
+@pytest.mark.slow
+def test_the_trainer_takes_optimizer_and_scheduler_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    dense, model = llama(), compressed(llama())
+    runs = [
+        trainer(each, tmp_path / str(number), "AdamW", save_steps=3, save_strategy="steps")
+        for number, each in enumerate((dense, model))
+    ]
+    losses = []
+    for run in runs:
+        run.train()
+        losses.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 5
+    assert same_weights(dense, model)
+    resumed = compressed(llama())
+    again = trainer(resumed, tmp_path / "1", "AdamW")
+    again.train(resume_from_checkpoint=str(tmp_path / "1" / "checkpoint-3"))
+    assert same_weights(model, resumed)
 
 
 def test_a_state_of_something_else_is_refused() -> None:

@@ -17,12 +17,19 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from memeff_compile.errors import CodedWeightError
 from memeff_compile.kernels.coded_weight import launch, op
-from memeff_compile.kernels.coded_weight.layout import parse
+from memeff_compile.kernels.coded_weight.layout import CODECS, parse
 
 _aten = torch.ops.aten
 _LINEAR = torch.nn.functional.linear
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_ITEM = Tensor.__setitem__
+
+
+OWN_ATTRIBUTES = frozenset(
+    ["codec", "room", "shares_with", "unsettled", "_is_param"]
+    + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
+)
+"""Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""
 
 
 class Unsettled:
