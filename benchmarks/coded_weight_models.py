@@ -11,8 +11,8 @@ weights, from the same start on the same text: the losses, and how many of them 
 `t5`: an encoder-decoder likewise; then its loss on held-out text for every number of mantissa bits.
 `exponents`: how often each exponent occurs in the weights that `curves` trains, and the entropy of
 sign, exponent and mantissa. `throughput`: bytes of bf16 per second, encoding and decoding, beside
-moving the weight to pinned memory of the host and back, and int8 codes with a scale per row, written
-as plain PyTorch.
+moving the weight to pinned memory of the host and back, and int8 codes with a scale per row,
+written as plain PyTorch.
 
 `--size tiny` runs everything on the CPU in seconds, on random tokens.
 """

@@ -507,6 +507,12 @@ def drop_empty_hooks(tensor: torch.Tensor) -> None:
         tensor._backward_hooks = None
 
 
+def forget_hooks(tensor: torch.Tensor) -> None:
+    """Forget hooks of a tensor whose insides were swapped: they are named and do not run."""
+    tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    tensor._backward_hooks = None
+
+
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether something runs around each step: hooks of this optimizer or of all."""
     from torch.optim import optimizer as module

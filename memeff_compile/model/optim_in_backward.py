@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
@@ -169,12 +170,20 @@ class BackwardOptimizer(Optimizer):
         self.param_groups = [g for u in self._updates for g in u.optimizer.param_groups]
         for update in self._updates:
             compat.drop_empty_hooks(update.parameter)
-        self._hooks = [
-            update.parameter.register_post_accumulate_grad_hook(self._hook(update))
-            for update in self._updates
-        ]
+        self._hooks = {update.name: self._hooked(update) for update in self._updates}
+
+    def _hooked(self, update: _Update) -> RemovableHandle:
+        # A weight that is moved gets other attributes, and its hooks do not run any more.
+        update.parameter.updated_in_backward = True  # type: ignore[attr-defined]
+        return update.parameter.register_post_accumulate_grad_hook(self._hook(update))
+
+    def train(self) -> None:
+        """Put hooks back that moving the model has taken off; the Trainer calls it at each step."""
         for update in self._updates:
-            update.parameter.updated_in_backward = True  # type: ignore[attr-defined]
+            if self._hooks and not getattr(update.parameter, "updated_in_backward", False):
+                self._hooks[update.name].remove()
+                compat.forget_hooks(update.parameter)
+                self._hooks[update.name] = self._hooked(update)
 
     def _hook(self, update: _Update) -> Callable[[Tensor], None]:
         def after_gradient(parameter: Tensor) -> None:
@@ -208,8 +217,9 @@ class BackwardOptimizer(Optimizer):
             if update.seen == 0 and update.parameter.grad is not None:
                 raise MemeffError(
                     f"optim_in_backward: {update.name} has a gradient and was not updated with it. "
-                    "Its hook is gone, as when the model is moved or cast afterwards: call "
-                    "optim_in_backward when the model is where it will train."
+                    "Its hook is gone, as when the model is moved or cast afterwards: call train() "
+                    "of the optimizer before the backward, or optim_in_backward when the model is "
+                    "where it will train."
                 )
         return result
 
@@ -245,8 +255,9 @@ class BackwardOptimizer(Optimizer):
     def remove(self) -> None:
         """Take the hooks off: the model's backward leaves gradients again."""
         self._queue.settle()
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
+        self._hooks = {}
         for update in self._updates:
             compat.drop_empty_hooks(update.parameter)
             update.parameter.updated_in_backward = False  # type: ignore[attr-defined]

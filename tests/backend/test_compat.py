@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -646,3 +647,46 @@ def test_hooks_that_were_removed_leave_nothing_that_swallows_new_ones() -> None:
     assert len(seen) == 1
     assert weight.grad is not None
     assert float(weight.grad.sum()) == 4.0
+
+
+@probes("forget_hooks")
+def test_hooks_of_a_swapped_tensor_are_forgotten_and_new_ones_run() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    seen: list[str] = []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append("old"))
+    other = nn.Parameter(torch.zeros(2))
+    torch.utils.swap_tensors(weight, other)
+    compat.forget_hooks(weight)
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append("new"))
+    weight.sum().backward()
+    assert seen == ["new"]
+
+
+@probes("optimizer_hooks")
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize("whose", ["its own", "everyone's"])
+def test_hooks_of_an_optimizer_are_seen(whose: str, when: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert not compat.optimizer_hooks(optimizer)
+    owner: Any = optimizer if whose == "its own" else import_module("torch.optim.optimizer")
+    name = (
+        f"register_step_{when}_hook"
+        if whose == "its own"
+        else f"register_optimizer_step_{when}_hook"
+    )
+    hook = getattr(owner, name)(lambda *_: None)
+    assert compat.optimizer_hooks(optimizer)
+    hook.remove()
+    assert not compat.optimizer_hooks(optimizer)
+
+
+@probes("after_backward")
+def test_a_function_is_called_at_the_end_of_a_backward_and_only_there() -> None:
+    seen: list[str] = []
+    assert not compat.after_backward(lambda: seen.append("never"))
+    x = torch.ones(2, requires_grad=True)
+    middle = x * 2
+    middle.register_hook(lambda grad: compat.after_backward(lambda: seen.append("end")) and None)
+    x.register_post_accumulate_grad_hook(lambda p: seen.append("leaf"))
+    middle.sum().backward()
+    assert seen == ["leaf", "end"]

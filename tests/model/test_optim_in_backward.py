@@ -192,6 +192,15 @@ def test_one_gradient_is_alive_at_a_time_and_nothing_dense_stays() -> None:
     assert all(p.grad is None for p in (*model.parameters(), *held))
 
 
+def test_a_model_that_was_moved_first_is_coded_anew_where_it_has_to() -> None:
+    """Moving a module to where it is leaves weights that show their own parts."""
+    model = compressed(nn.Linear(256, 256, bias=False).bfloat16()).to("cpu")
+    before = model.weight.decode()
+    optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=1e30))
+    model(torch.ones(1, 256, dtype=torch.bfloat16)).float().sum().backward()
+    assert torch.equal(model.weight.decode(), before.add(-1e30))
+
+
 def test_compressed_weights_get_room_to_grow() -> None:
     model = compressed(nn.Linear(256, 256, bias=False).bfloat16())
     before = model.weight.decode()
@@ -406,6 +415,12 @@ def test_a_model_moved_afterwards_is_noticed_at_the_step() -> None:
     model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
     with pytest.raises(MemeffError, match="was not updated"):
         optimizer.step()
+    optimizer.zero_grad()
+    optimizer.train()
+    before = model.weight.decode()
+    model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight.decode(), before)
 
 
 def test_a_model_is_not_decompressed_under_its_optimizer() -> None:

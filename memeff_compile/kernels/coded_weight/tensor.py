@@ -124,11 +124,18 @@ class CodedWeight(Tensor):
 
     def settle(self) -> None:
         """Wait for what `store_soon` left open, if anything."""
-        owner: object = self
-        while isinstance(owner, CodedWeight):
+        for owner in self._owners():
             if owner.unsettled is not None:
                 owner.unsettled.settle()
+
+    def _owners(self) -> list[CodedWeight]:
+        """Return this weight and those whose parts it shows; a moved model's may show its own."""
+        found: list[CodedWeight] = []
+        owner: object = self
+        while isinstance(owner, CodedWeight) and not any(owner is each for each in found):
+            found.append(owner)
             owner = owner.shares_with
+        return found
 
     def decode(self) -> Tensor:
         """Return the weight as a plain tensor."""
@@ -192,11 +199,9 @@ class CodedWeight(Tensor):
     def encode_anew(self, dense: Tensor) -> None:
         """Encode a bf16 tensor of this shape into new parts, with room as `self.room` says."""
         parts = op.encode(dense, self.codec, self.room)
-        owner: object = self
-        while isinstance(owner, CodedWeight):
+        for owner in self._owners():
             for name, part in zip(parse(self.codec).parts, parts, strict=True):
                 setattr(owner, name, part)
-            owner = owner.shares_with
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         """Say which attributes are tensors; compilers take the weight apart with it."""
