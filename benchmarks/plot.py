@@ -269,6 +269,50 @@ def probabilities(rows: list[Row]) -> Any:
     return figure
 
 
+def exponents(rows: list[Row]) -> Any:
+    """Draw how often each exponent occurs, before and after training."""
+    figure, axis = pyplot.subplots(figsize=(5, 3.6))
+    latest = {row["when"]: row for row in rows}
+    for (when, row), shade in zip(latest.items(), ("#9a9a9a", "#e4572e"), strict=False):
+        share = [count / row["weights"] for count in row["exponents"]]
+        seen = [place for place, count in enumerate(row["exponents"]) if count]
+        axis.step(
+            [place - 127 for place in seen],
+            [share[place] for place in seen],
+            where="mid",
+            color=shade,
+            label=f"{when}: {row['entropy']['exponent']:.2f} of 8 bits",
+        )
+    axis.set_yscale("log")
+    axis.legend(fontsize=7, frameon=False)
+    tidy(axis, "exponent", "share of weights")
+    found = latest["trained"]["entropy"]
+    entropies = (
+        f"entropy of sign {found['sign']:.2f} of 1, mantissa {found['mantissa']:.2f} of 7 bits"
+    )
+    figure.suptitle(f"{entropies}\n{caption(rows)}", fontsize=8)
+    return figure
+
+
+def coded_weight_throughput(rows: list[Row]) -> Any:
+    """Draw bytes of bf16 per second in both directions against the size of a matrix."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.6), sharey=True)
+    for axis, direction, title in zip(
+        axes, ("in", "out"), ("encoding, or away", "decoding, or back"), strict=True
+    ):
+        for way in unique(row["way"] for row in rows):
+            lines = [row for row in rows if row["way"] == way]
+            rates = [row[f"{direction}_gb_per_s"] for row in lines]
+            axis.plot([row["mib"] for row in lines], rates, marker="o", markersize=3, label=way)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_title(title, fontsize=8)
+        tidy(axis, "MiB of bf16", "GB/s of bf16" if direction == "in" else "")
+    axes[1].legend(fontsize=7, frameon=False)
+    figure.suptitle(caption(rows), fontsize=8)
+    return figure
+
+
 _POINTS = {"textcoords": "offset points", "fontsize": 7}
 
 PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
@@ -279,6 +323,8 @@ PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
     "scaling.jsonl": (scaling, "scaling"),
     "convergence.jsonl": (curves, "convergence"),
     "probabilities.jsonl": (probabilities, "probabilities"),
+    "coded-weight-exponents.jsonl": (exponents, "coded-weight-exponents"),
+    "coded-weight-throughput.jsonl": (coded_weight_throughput, "coded-weight-throughput"),
 }
 """File of rows -> what draws it, and the name of the figure."""
 

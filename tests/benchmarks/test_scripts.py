@@ -407,3 +407,23 @@ def test_compressed_weights_are_measured_part_by_part(tmp_path: Path) -> None:
     ways = [row["way"] for row in found if row["part"] == "training"]
     assert ways == ["sgd after the backward", "sgd in the backward", "win4", "tier"]
     assert all(row["error"] < 5e-3 for row in found if row["what"] == "linear")
+
+
+@pytest.mark.slow
+def test_small_models_with_compressed_weights_train_alike_and_are_drawn(tmp_path: Path) -> None:
+    import plot
+    import rows
+
+    script("coded_weight_models", "--size", "tiny", "--out", str(tmp_path))
+    found = {
+        name: rows.read(tmp_path / f"coded-weight-{name}.jsonl")
+        for name in ("curves", "t5", "exponents", "throughput")
+    }
+    compared = [row for row in (*found["curves"], *found["t5"]) if "way" in row]
+    assert {row["way"] for row in compared} == {"dense", "win4", "tier"}
+    assert not any(row["differing_losses"] or row["differing_weights"] for row in compared)
+    kept = {row["kept"]: row["loss"] for row in found["t5"] if "kept" in row}
+    assert set(kept) == {"dense", 7, 3, 1, 0}
+    assert kept[7] == kept["dense"]
+    assert plot.exponents(found["exponents"]) is not None
+    assert plot.coded_weight_throughput(found["throughput"]) is not None
