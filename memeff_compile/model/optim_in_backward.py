@@ -6,12 +6,12 @@ optimizer that the factory makes, on the same bits as with dense weights. Plain 
 and updates in the gradient's memory, in one kernel.
 
 The host does not wait for the GPU in between. Whether a new value fitted into the room that its
-lists have is looked at later, and the dense value of the last `UNSETTLED` weights is kept for it.
+lists have is looked at later; one that did not is copied to memory of the host by the GPU itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,14 @@ from torch.utils.hooks import RemovableHandle
 
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
-from memeff_compile.kernels.coded_weight import CodedWeight, Room, Step, Unsettled, parse
+from memeff_compile.kernels.coded_weight import (
+    CodedWeight,
+    Room,
+    Step,
+    Unsettled,
+    make_refuge,
+    parse,
+)
 
 Factory = Callable[[nn.Parameter], Optimizer]
 
@@ -29,30 +36,65 @@ TRAINING_ROOM = Room(share=0.02, least=1024)
 """Spare room in lists: weights move, and lists that grow are new memory and a new compilation."""
 
 UNSETTLED = 2
-"""Weights that the host may be ahead of the GPU."""
+"""Weights whose dense values are kept where the host has no memory that the GPU can write to."""
+REFUGES = 4
+"""Times the largest weight: memory of the host that values can go to."""
 
 
 class _Queue:
-    """New values of which is not known yet whether they fitted, oldest first."""
+    """New values of which is not known yet whether they fitted, oldest first.
 
-    def __init__(self) -> None:
-        self._waiting: list[Unsettled] = []
+    One that does not fit is copied, by the GPU, to a ring of host memory, and encoded anew from
+    there. The host is ahead of the GPU by as many weights as that ring has room for.
+    """
 
-    def make_room(self) -> None:
-        """Settle all but the newest, so that one more can be added."""
-        while len(self._waiting) >= UNSETTLED:
-            self._waiting.pop(0).settle()
+    def __init__(self, weights: Sequence[CodedWeight]) -> None:
+        self._waiting: list[tuple[Unsettled, int]] = []
+        self._head = 0
+        self._ring: Tensor | None = None
+        if weights:
+            sizes = [weight.numel() for weight in weights]
+            size = min(sum(sizes), REFUGES * max(sizes))
+            self._ring = make_refuge(size + 64, weights[0].device)
 
-    def add(self, value: Unsettled) -> None:
+    def place_for(self, count: int) -> Tensor | None:
+        """Return a place in the ring for so many weights; wait until there is one."""
+        if self._ring is None:
+            while len(self._waiting) >= UNSETTLED:
+                self._settle_oldest()
+            return None
+        while (start := self._free(count, self._ring.numel())) is None:
+            self._settle_oldest()
+        self._head = start
+        return self._ring[start : start + count]
+
+    def _free(self, count: int, size: int) -> int | None:
+        """Return where `count` elements are free: what is taken reaches from tail to head."""
+        if not self._waiting:
+            return 0
+        tail = self._waiting[0][1]
+        if self._head >= tail:
+            if self._head + count <= size:
+                return self._head
+            return 0 if count < tail else None
+        return self._head if self._head + count < tail else None
+
+    def add(self, value: Unsettled, count: int) -> None:
         """Add a value; it is settled at the end of the backward at the latest."""
-        self._waiting.append(value)
+        if value.is_settled:
+            return
+        self._waiting.append((value, self._head))
+        self._head += count
         if not compat.after_backward(self.settle):
             self.settle()
 
     def settle(self) -> None:
         """Wait for all of them."""
         while self._waiting:
-            self._waiting.pop(0).settle()
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        self._waiting.pop(0)[0].settle()
 
 
 class _Update:
@@ -92,10 +134,8 @@ class _Update:
         coded, by = self.parameter, plain_step(self.optimizer)
         try:
             if isinstance(coded, CodedWeight):
-                self.queue.make_room()
                 if by is not None and coded.steps(gradient):
-                    value = coded.step(gradient, by)
-                    self.queue.add(coded.store_soon(value))
+                    self._store(coded, coded.step(gradient, by))
                     return
                 self.held.data = coded.decode()
             self.held.grad = gradient
@@ -104,10 +144,14 @@ class _Update:
                 self.optimizer.step()
             self.held.grad = None
             if isinstance(coded, CodedWeight):
-                self.queue.add(coded.store_soon(self.held.data))
+                self._store(coded, self.held.data)
         finally:
             self.parameter.grad = None
             self._empty()
+
+    def _store(self, coded: CodedWeight, value: Tensor) -> None:
+        place = self.queue.place_for(value.numel())
+        self.queue.add(coded.store_soon(value, place), value.numel())
 
 
 def plain_step(optimizer: Optimizer) -> Step | None:
@@ -157,11 +201,11 @@ class BackwardOptimizer(Optimizer):
         updates: Iterable[_Update],
         accumulate: int,
         max_norm: float | None,
-        queue: _Queue | None = None,
+        queue: _Queue,
     ) -> None:
         """Hook the updates; `optim_in_backward` makes them."""
         self._updates = list(updates)
-        self._queue = queue or _Queue()
+        self._queue = queue
         self.accumulate = accumulate
         self.max_norm = max_norm
         held = [update.held for update in self._updates]
@@ -309,7 +353,8 @@ def optim_in_backward(
         )
     _refuse_several_processes()
     updates = []
-    queue = _Queue()
+    trained = [p for p in model.parameters() if isinstance(p, CodedWeight) and p.requires_grad]
+    queue = _Queue(trained)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

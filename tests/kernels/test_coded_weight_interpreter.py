@@ -48,7 +48,12 @@ def test_a_weight_is_encoded_into_parts_with_room(codec: str) -> None:
     form = parse(codec)
     parts = launch.encode(normal(64, 256), form, launch.Room(0.05, 64))
     value = hostile(64, 256, seed=4)
-    assert launch.encode_into(parts, value, form)
+    outcome = launch.encode_soon(parts, value, form)
+    assert isinstance(outcome, launch.Outcome)
+    refuge = torch.zeros(64 * 256, dtype=torch.int16)
+    outcome.shelter(value, refuge)
+    assert outcome.fits()
+    assert not refuge.any()
     assert torch.equal(bits(launch.decode(parts, form, value.shape)), bits(value))
     tight = launch.encode(torch.zeros(64, 256, dtype=torch.bfloat16), form)
     assert not launch.encode_into(tight, value, form)
@@ -84,9 +89,14 @@ def test_what_does_not_fit_is_noticed_and_written_nowhere(codec: str) -> None:
         part = parts[form.parts.index(name)]
         whole[name] = torch.cat([part, torch.full_like(part, 77)])
         parts[form.parts.index(name)] = whole[name][: part.numel()]
-    outcome = launch.encode_soon(parts, hostile(64, 256, seed=4), form)
+    value = hostile(64, 256, seed=4)
+    outcome = launch.encode_soon(parts, value, form)
     assert isinstance(outcome, launch.Outcome)
+    refuge = torch.full((64 * 256 + 9,), 77, dtype=torch.int16)
+    outcome.shelter(value, refuge)
     assert not outcome.fits()
+    assert torch.equal(refuge[: 64 * 256], bits(value).view(-1))
+    assert (refuge[64 * 256 :] == 77).all()
     for name, memory in whole.items():
         assert (memory[memory.numel() // 2 :] == 77).all(), name
 

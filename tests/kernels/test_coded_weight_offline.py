@@ -120,8 +120,10 @@ def _encode(capability: int, name: str) -> Any:
         "patches": {"IS_TIER": False, "BLOCK": 1024},
         "histogram": {"BLOCKS": 16, "BLOCK": 1024},
         "signs": {"BLOCK": 512},
+        "shelter": {"COUNT": 3, "BLOCK": 1024},
     }[name]
-    return _compile("pair", name, capability, constants, 4)
+    types = {"value_ptr": "*i16", "refuge_ptr": "*i16"}
+    return _compile("pair", name, capability, constants, 4, **types)
 
 
 def _check(kernel: Any, capability: int, folder: Path) -> None:
@@ -156,7 +158,9 @@ def test_decoding_with_a_step_compiles_within_the_limits(
     assert "fma.rn.f32" in kernel.asm["ptx"], "rounded twice"
 
 
-@pytest.mark.parametrize("name", ["win4", "tier", "count", "rans", "patches", "histogram", "signs"])
+@pytest.mark.parametrize(
+    "name", ["win4", "tier", "count", "rans", "patches", "histogram", "signs", "shelter"]
+)
 @pytest.mark.parametrize("capability", list(SHARED_LIMITS))
 def test_encoding_compiles_within_the_limits(capability: int, name: str, tmp_path: Path) -> None:
     _check(_encode(capability, name), capability, tmp_path)

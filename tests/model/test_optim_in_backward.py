@@ -24,7 +24,7 @@ from transformers import (
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
 from memeff_compile.kernels.coded_weight import CODECS, CodedWeight
 from memeff_compile.model.compress import compress_, compressed_weights, decompress_
-from memeff_compile.model.optim_in_backward import TRAINING_ROOM, optim_in_backward
+from memeff_compile.model.optim_in_backward import TRAINING_ROOM, _Queue, optim_in_backward
 
 Factory = Callable[[nn.Parameter], Optimizer]
 FACTORIES: dict[str, Factory] = {
@@ -207,6 +207,40 @@ def test_compressed_weights_get_room_to_grow() -> None:
     optim_in_backward(model, FACTORIES["SGD"])
     assert model.weight.room == TRAINING_ROOM
     assert torch.equal(model.weight.decode(), before)
+
+
+class Waits:
+    """A value that is not settled, and where it waits."""
+
+    is_settled = False
+
+    def __init__(self, place: slice, waiting: list[slice]) -> None:
+        self.place, self.waiting = place, waiting
+
+    def settle(self) -> None:
+        assert self.waiting.pop(0) == self.place, "the oldest comes first"
+
+
+def test_values_that_wait_never_share_host_memory() -> None:
+    queue = _Queue([])
+    queue._ring = torch.zeros(100, dtype=torch.int16)
+    waiting: list[slice] = []
+    generator = torch.Generator().manual_seed(0)
+    most = 0
+    for _ in range(300):
+        count = int(torch.randint(1, 60, (), generator=generator))
+        ring = queue.place_for(count)
+        assert ring is not None
+        assert ring.numel() == count
+        place = slice(ring.storage_offset(), ring.storage_offset() + count)
+        assert all(place.stop <= other.start or other.stop <= place.start for other in waiting)
+        waiting.append(place)
+        queue._waiting.append((Waits(place, waiting), queue._head))  # as add() in a backward
+        queue._head += count
+        most = max(most, len(waiting))
+    assert most >= 4
+    queue.settle()
+    assert not waiting
 
 
 # --- what loops do --------------------------------------------------------------------------------

@@ -72,27 +72,73 @@ class Outcome:
     """Whether a weight fitted into the lists that were there, known when the GPU has got so far."""
 
     def __init__(self, needed: Tensor, rooms: Sequence[int]) -> None:
-        """Fetch what is needed, without waiting for it.
+        """Take what has to be compared.
 
         Args:
-            needed: lengths that the lists have to have, integers.
+            needed: lengths that the lists have to have, int32, on the weight's device.
             rooms: lengths that they have.
         """
-        self._rooms = list(rooms)
-        self._needed = needed.to("cpu", non_blocking=True)
+        self._needed, self._rooms = needed, list(rooms)
+        self._fetched: Tensor | None = None
         self._event: torch.cuda.Event | None = None
-        if needed.is_cuda:
-            with on_device(needed):
+
+    def shelter(self, value: Tensor, refuge: Tensor) -> None:
+        """Have the value copied if it does not fit, so that its own memory may be given up.
+
+        Args:
+            value: contiguous, bf16.
+            refuge: int16, at least as long; pinned memory of the host.
+        """
+        from memeff_compile.kernels.coded_weight import pair_kernels
+
+        rooms = (*self._rooms, 0, 0)[:3]
+        with on_device(value):
+            pair_kernels.shelter_kernel[(processors(value.device),)](
+                value.view(-1).view(torch.int16),
+                self._needed,
+                refuge,
+                *rooms,
+                value.numel(),
+                COUNT=len(self._rooms),
+                BLOCK=1024,
+                num_warps=4,
+            )
+
+    def fetch(self) -> None:
+        """Have the lengths brought to the host, without waiting for them."""
+        with on_device(self._needed):
+            self._fetched = self._needed.to("cpu", non_blocking=True)
+            if self._needed.is_cuda:
                 self._event = torch.cuda.Event()
                 self._event.record()
 
     def fits(self) -> bool:
         """Wait for the GPU and say whether all lists were long enough."""
+        if self._fetched is None:
+            self.fetch()
         if self._event is not None:
             self._event.synchronize()
+        assert self._fetched is not None
         return all(
-            need <= room for need, room in zip(self._needed.tolist(), self._rooms, strict=True)
+            need <= room for need, room in zip(self._fetched.tolist(), self._rooms, strict=True)
         )
+
+
+def make_refuge(count: int, device: torch.device) -> Tensor | None:
+    """Return memory of the host for so many weights that kernels on a GPU can write to.
+
+    Returns:
+        int16, pinned; None where there is none, or where a trial shows that it is not written to.
+    """
+    try:
+        refuge = torch.zeros(count, dtype=torch.int16, pin_memory=True)
+        trial = torch.ones(64, dtype=torch.bfloat16, device=device)
+        outcome = Outcome(torch.ones(1, dtype=torch.int32, device=device), [0])
+        outcome.shelter(trial, refuge)
+        outcome.fits()
+    except (RuntimeError, ValueError):
+        return None
+    return refuge if bool((refuge[:64] == trial.cpu().view(torch.int16)).all()) else None
 
 
 def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -162,6 +162,13 @@ def step(parts: Sequence[Tensor], codec: str, gradient: Tensor, by: launch.Step)
     return launch.step(parts, parse(codec), gradient, by)
 
 
+def make_refuge(count: int, device: torch.device) -> Tensor | None:
+    """Return memory of the host for values that do not fit, or None where it is not needed."""
+    if engine_for(device) != "triton":
+        return None
+    return launch.make_refuge(count, device)
+
+
 # --- decode ---------------------------------------------------------------------------------------
 
 

@@ -159,7 +159,7 @@ def is_tier_patch(pattern, header_ptr):
     return ((exponent < wide) | (exponent >= wide + 21)) & (exponent != 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def patches_kernel(
     weight_ptr,  # 16-bit patterns
     header_ptr,
@@ -189,6 +189,30 @@ def patches_kernel(
                 tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
                 tl.store(values_ptr + rank, pattern, mask=is_patch)
             at += found
+
+
+@triton.jit(do_not_specialize=["room_0", "room_1", "room_2", "size"])
+def shelter_kernel(
+    value_ptr,  # 16-bit patterns
+    needed_ptr,  # (COUNT,) int32
+    refuge_ptr,
+    room_0,
+    room_1,
+    room_2,
+    size,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy a value to a refuge, if any of COUNT lists was too short for it; else do nothing."""
+    is_short = tl.load(needed_ptr) > room_0
+    if COUNT == 3:
+        is_short |= (tl.load(needed_ptr + 1) > room_1) | (tl.load(needed_ptr + 2) > room_2)
+    if is_short:
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+            place = start + tl.arange(0, BLOCK)
+            value = tl.load(value_ptr + place, mask=place < size)
+            tl.store(refuge_ptr + place, value, mask=place < size)
 
 
 @triton.jit

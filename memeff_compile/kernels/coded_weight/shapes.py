@@ -33,10 +33,10 @@ class Tile:
     splits: int = 1
 
 
-WIN4_DECODE_WORDS = 512
-WIN4_DECODE_WARPS = 4
+WIN4_DECODE_WORDS = 128
+WIN4_DECODE_WARPS = 1
 WIN4_DECODE_STORE = ""
-WIN4_ENCODE_WORDS = 512
+WIN4_ENCODE_WORDS = 1024
 WIN4_ENCODE_WARPS = 4
 TIER_DECODE_WARPS = 8
 TIER_ENCODE_WARPS = 8
@@ -47,9 +47,17 @@ MAX_FUSED_TOKENS = 16
 """Tokens up to which a product decodes on the way; with more, the weight is decoded first."""
 
 
-ROW_TILES = (RowTile(4, 64, 1), RowTile(4, 128, 2), RowTile(4, 256, 4), RowTile(2, 512, 4))
-"""The same work per thread, on more and more threads per row."""
-WARPS_PER_PROCESSOR = 16
+ROW_TILES = (
+    RowTile(4, 64, 1, 4, packed=True),
+    RowTile(2, 64, 1, 3, packed=True),
+    RowTile(2, 128, 1, 4, packed=True),
+)
+"""For fewer and fewer rows, as swept on an H200 with the shapes of Llama-3-8B."""
+WARPS_PER_PROCESSOR = 8
+
+
+PROGRAMS_PER_PROCESSOR = 6
+"""With several tokens: what hides the time until the codes are there."""
 
 
 def row_tile(rows: int, processors: int) -> RowTile:
@@ -76,9 +84,9 @@ def tile(tokens: int, rows: int, columns: int, processors: int) -> Tile:
     height = 64
     programs = -(-rows // height)
     splits = 1
-    while programs * splits * 2 <= 2 * processors and splits < 8:
+    while programs * splits < PROGRAMS_PER_PROCESSOR * processors and splits < 8:
         splits *= 2
-    return Tile(height, min(width, 128), 32, 4, 3, splits)
+    return Tile(height, min(width, 128), 32, 4, 1, splits)
 
 
 def chunks_touched(rows: int, columns: int) -> int:

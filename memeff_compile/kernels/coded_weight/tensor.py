@@ -35,25 +35,44 @@ OWN_ATTRIBUTES = frozenset(
 class Unsettled:
     """A new value of a weight, encoded, of which is not known yet whether it fitted.
 
-    It keeps the value until then.
+    Where it did not, it is taken from the refuge, or from the value, which is kept until then.
     """
 
-    def __init__(self, weight: CodedWeight, value: Tensor, outcome: launch.Outcome | bool) -> None:
+    def __init__(
+        self,
+        weight: CodedWeight,
+        value: Tensor,
+        outcome: launch.Outcome | bool,
+        refuge: Tensor | None = None,
+    ) -> None:
         """Mark the weight: whoever reads it settles first."""
         self._weight, self._outcome = weight, outcome
-        self._value: Tensor | None = value
+        self._kept: Tensor | None = value
+        if refuge is not None and isinstance(outcome, launch.Outcome):
+            self._kept = refuge[: value.numel()]
+            outcome.shelter(value, refuge)
         weight.unsettled = self
+        if isinstance(outcome, launch.Outcome):
+            outcome.fetch()
+        else:
+            self.settle()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known."""
+        return self._kept is None
 
     def settle(self) -> None:
         """Wait for the GPU; encode the value anew where there was no room."""
-        value, self._value = self._value, None
-        if value is None:
+        kept, self._kept = self._kept, None
+        if kept is None:
             return
-        outcome = self._outcome
+        outcome, weight = self._outcome, self._weight
         fits = outcome if isinstance(outcome, bool) else outcome.fits()
-        self._weight.unsettled = None
+        weight.unsettled = None
         if not fits:
-            self._weight.encode_anew(value)
+            value = kept.to(weight.device).view(torch.bfloat16).view(weight.shape)
+            weight.encode_anew(value)
 
 
 class CodedWeight(Tensor):
@@ -163,16 +182,21 @@ class CodedWeight(Tensor):
         self.store_soon(dense.to(device=self.device, dtype=self.dtype)).settle()
 
     @torch.no_grad()
-    def store_soon(self, value: Tensor) -> Unsettled:
+    def store_soon(self, value: Tensor, refuge: Tensor | None = None) -> Unsettled:
         """Encode a new value in place, without waiting for the GPU to say whether it fitted.
 
         Args:
-            value: bf16, same shape and device; nobody may write to it until it is settled.
+            value: bf16, same shape and device; without a refuge, nobody may write to it until it
+                is settled.
+            refuge: memory of the host, as `make_refuge` gives, that nothing else is put into until
+                it is settled.
 
         Returns:
             What has to be settled; reading the weight does so too.
         """
-        found = Unsettled(self, value, op.encode_soon(self.parts, value, self.codec))
+        value = value.contiguous()
+        outcome = op.encode_soon(self.parts, value, self.codec)
+        found = Unsettled(self, value, outcome, refuge)
         torch.autograd.graph.increment_version(self)
         return found
 

@@ -242,7 +242,7 @@ def _append(stream_ptr, bits, start, at, room, is_any):
         tl.atomic_or(stream_ptr + word + place, value, mask=is_set, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["second_room", "third_room"])
 def encode_kernel(
     words_ptr,  # pair words of the weight
     header_ptr,
