@@ -121,9 +121,8 @@ def using(setting: Setting) -> Iterator[None]:
 def decode_settings(codec: str) -> list[Setting]:
     if codec == "win4":
         return [
-            {"WIN4_DECODE_WORDS": words, "WIN4_DECODE_WARPS": warps, "WIN4_DECODE_STORE": store}
+            {"WIN4_DECODE_WORDS": words, "WIN4_DECODE_WARPS": warps}
             for words, warps in itertools.product((128, 256, 512, 1024), (1, 2, 4, 8))
-            for store in ("", ".cs", ".wt")
             if 4 <= words // (32 * warps) <= 8
         ]
     name = {"tier": "TIER_DECODE_WARPS", "rans": "RANS_WARPS"}[codec]

@@ -457,7 +457,6 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
                 WORDS=width,
                 **fields,
                 PATCHES=shapes.PATCHES,
-                STORE=shapes.WIN4_DECODE_STORE,
                 num_warps=shapes.WIN4_DECODE_WARPS,
             )
         elif form.codec == "tier":

@@ -57,7 +57,6 @@ def decode_kernel(
     PATCHES: tl.constexpr,
     STEP: tl.constexpr,  # out holds gradients, and gets the weights moved along them
     HAS_DECAY: tl.constexpr,
-    STORE: tl.constexpr = "",  # how the cache is told to treat what is written
 ):
     """Write WORDS * 8 weights."""
     first = tl.program_id(0).to(tl.int64) * WORDS
@@ -107,10 +106,10 @@ def decode_kernel(
             PATCHES,
             HAS_DECAY,
         )
-    tl.store(out, pair_0, cache_modifier=STORE)
-    tl.store(out + 32, pair_1, cache_modifier=STORE)
-    tl.store(out + 64, pair_2, cache_modifier=STORE)
-    tl.store(out + 96, pair_3, cache_modifier=STORE)
+    tl.store(out, pair_0)
+    tl.store(out + 32, pair_1)
+    tl.store(out + 64, pair_2)
+    tl.store(out + 96, pair_3)
     store_patches(begin, end, places_ptr, values_ptr, out_ptr, first * 8, WORDS * 8, PATCHES)
 
 
