@@ -130,22 +130,17 @@ def train(
     steps: int,
     loss_of: Callable[[nn.Module, Tensor], Tensor],
     factory: Callable[[nn.Parameter], torch.optim.Optimizer],
-) -> tuple[list[float], float]:
-    """Train in the backward; return the losses and the seconds."""
+) -> list[float]:
+    """Train in the backward; return the losses."""
     optimizer = memeff_compile.optim_in_backward(model, factory)
     losses = []
-    device = next(model.parameters()).device.type
-    synchronize(device)
-    start = time.perf_counter()
     for step in range(steps):
         loss = loss_of(model, text[step])
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    synchronize(device)
-    seconds = time.perf_counter() - start
     optimizer.remove()
-    return [float(loss) for loss in losses], seconds
+    return [float(loss) for loss in losses]
 
 
 def adamw(parameter: nn.Parameter) -> torch.optim.Optimizer:
@@ -175,15 +170,14 @@ def compared(
             if way != "dense":
                 report = memeff_compile.compress_(model, way, min_size=0, progress=False)
                 bits = round(report.bits, 4)
-            losses, seconds = train(model, text, steps, loss_of, factory)
+            losses = train(model, text, steps, loss_of, factory)
             state = model.state_dict()
             if way == "dense":
                 expected, weights = losses, {k: v.clone() for k, v in state.items()}
             row = {"optimizer": name, "way": way, "steps": steps, "bits": bits}
             row["differing_losses"] = sum(a != b for a, b in zip(losses, expected, strict=True))
             row["differing_weights"] = sum(not torch.equal(state[k], weights[k]) for k in weights)
-            row["loss"] = [round(loss, 5) for loss in losses]
-            yield {**row, "seconds": round(seconds, 1)}
+            yield {**row, "loss": [round(loss, 5) for loss in losses]}
             del model, state
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memeff_compile.kernels.coded_weight import CODECS, CodedWeight, Room, encode, launch, parse
+from memeff_compile.kernels.coded_weight import (
+    CODECS,
+    CodedWeight,
+    Room,
+    encode,
+    launch,
+    make_refuge,
+    parse,
+)
 from memeff_compile.model.compress import compress_
 from memeff_compile.model.optim_in_backward import optim_in_backward, plain_step
 from tests.support.hostile_weights import all_patterns, bits, hostile, trained
@@ -125,26 +134,64 @@ def test_a_step_that_leaves_the_windows_loses_nothing(codec: str) -> None:
     assert torch.equal(bits(models[0].weight.detach()), bits(models[1].weight.decode()))
 
 
+def test_kernels_write_to_memory_of_the_host() -> None:
+    assert make_refuge(1 << 20, torch.device("cuda")) is not None
+
+
+@pytest.mark.parametrize("codec", ["win4", "tier"])
+def test_values_that_do_not_fit_come_back_from_the_host_one_after_the_other(codec: str) -> None:
+    """More of them than the ring holds, in weights of two sizes."""
+    sizes = [1024, 2048, 1024, 1024, 2048, 1024, 1024, 1024]
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes)]
+    dense = nn.Sequential(*layers).to("cuda", torch.bfloat16)
+    model = copy.deepcopy(dense)
+    compress_(model, codec, progress=False)
+    x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
+    for each in (dense, model):
+        optim_in_backward(each, lambda p: torch.optim.SGD([p], lr=1e30))
+        each(x).float().sum().backward()
+    for found, expected in zip(model, dense, strict=True):
+        assert torch.equal(bits(found.weight.decode()), bits(expected.weight.detach()))
+
+
 @pytest.mark.parametrize("codec", ["win4", "tier"])
 def test_the_host_does_not_wait_inside_a_backward(codec: str) -> None:
-    """Few weights are ahead; with more, it waits for the one before the last two, not the last."""
-    model = nn.Linear(2048, 2048, bias=False, device="cuda", dtype=torch.bfloat16)
+    layers = [nn.Linear(2048, 2048, bias=False) for _ in range(4)]
+    model = nn.Sequential(*layers).to("cuda", torch.bfloat16)
     compress_(model, codec, progress=False)
     optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=1e-3))
     x = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
-    model(x).float().sum().backward()  # warm up
+    for _ in range(2):
+        model(x).float().sum().backward()  # warm up
     seen: list[bool] = []
     done = torch.cuda.Event()
-
-    def after(_: object) -> None:
-        seen.append(done.query())
-
-    model.weight.register_post_accumulate_grad_hook(after)
+    for layer in layers:
+        layer.weight.register_post_accumulate_grad_hook(lambda _: seen.append(done.query()))
     loss = model(x).float().sum()
-    torch.cuda._sleep(1_000_000_000)
+    torch.cuda._sleep(2_000_000_000)
     done.record()
     loss.backward()
-    assert seen == [False]
+    assert seen == [False] * 4
+    assert done.query()
+
+
+@pytest.mark.parametrize("codec", ["win4", "tier"])
+def test_a_step_keeps_no_dense_weight(codec: str) -> None:
+    """Beside its gradient, which a dense weight has too, an update takes next to nothing."""
+    size = 4096
+    model = nn.Linear(size, size, bias=False, device="cuda", dtype=torch.bfloat16)
+    compress_(model, codec, progress=False)
+    optim_in_backward(model, lambda p: torch.optim.SGD([p], lr=1e-3))
+    x = torch.randn(64, size, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        model(x).float().sum().backward()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    out = model(x).float().sum()
+    torch.cuda.reset_peak_memory_stats()
+    out.backward()
+    assert torch.cuda.max_memory_allocated() - held <= 2 * size * size + (8 << 20)
 
 
 @pytest.mark.parametrize("factory", ["SGD", "AdamW"])
