@@ -114,14 +114,10 @@ class Outcome:
 
     def fits(self) -> bool:
         """Wait for the GPU and say whether all lists were long enough."""
-        if self._fetched is None:
-            self.fetch()
         if self._event is not None:
             self._event.synchronize()
-        assert self._fetched is not None
-        return all(
-            need <= room for need, room in zip(self._fetched.tolist(), self._rooms, strict=True)
-        )
+        needed = self._needed if self._fetched is None else self._fetched
+        return all(need <= room for need, room in zip(needed.tolist(), self._rooms, strict=True))
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
