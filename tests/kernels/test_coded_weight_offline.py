@@ -187,6 +187,12 @@ def test_a_product_of_some_tokens_compiles_within_the_limits(
     assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", kernel.asm["ptx"]), "no tensor cores"
 
 
+def test_the_sum_of_shares_compiles_within_the_limits(tmp_path: Path) -> None:
+    constants = {"SPLITS": 4, "BLOCK": shapes.SUM_BLOCK}
+    kernel = _compile("win4", "sum", 90, constants, 4, parts_ptr="*fp32", out_ptr="*bf16")
+    _check(kernel, 90, tmp_path)
+
+
 @pytest.mark.usefixtures("sizes_of_one")
 def test_kernels_compile_for_sizes_of_one() -> None:
     _row(90)

@@ -431,3 +431,14 @@ def tile_kernel(
             acc += bias[:, None]
     out = out_ptr + (split * tokens_count + token).to(tl.int64)[None, :] * rows_count + row[:, None]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_row & is_token)
+
+
+@triton.jit
+def sum_kernel(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the shares of the columns: (SPLITS, size) fp32 to (size,) bf16."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_in = place < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts_ptr + tl.cast(split, tl.int64) * size + place, mask=is_in, other=0)
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_in)
