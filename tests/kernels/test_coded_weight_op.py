@@ -415,6 +415,13 @@ def test_tiles_fit_what_they_are_for(tokens: int, rows: int, columns: int) -> No
 
 
 def test_few_rows_get_more_threads_each() -> None:
-    tiles = [row_tile(rows, 132) for rows in (28672, 5000, 4096, 1024, 1)]
-    assert tiles == [ROW_TILES[0], ROW_TILES[1], ROW_TILES[2], ROW_TILES[3], ROW_TILES[3]]
-    assert len({each.rows * each.words // each.warps for each in ROW_TILES}) == 1
+    tiles = [row_tile(rows, 132) for rows in (28672, 6144, 4096, 1024, 1)]
+    assert tiles == [ROW_TILES[0], ROW_TILES[0], ROW_TILES[1], ROW_TILES[2], ROW_TILES[2]]
+    threads = [32 * each.warps / each.rows for each in ROW_TILES]
+    assert threads == sorted(threads)
+    assert threads[0] < threads[-1]
+
+
+def test_some_tokens_share_the_columns_where_rows_are_few() -> None:
+    splits = [tile(16, rows, 4096, 132).splits for rows in (50688, 28672, 14336, 4096)]
+    assert splits == [1, 2, 4, 8]
