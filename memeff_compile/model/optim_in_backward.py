@@ -12,7 +12,7 @@ lists have is looked at later; one that did not is copied to memory of the host 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -219,7 +219,8 @@ class BackwardOptimizer(Optimizer):
     def _hooked(self, update: _Update) -> RemovableHandle:
         # A weight that is moved gets other attributes, and its hooks do not run any more.
         update.parameter.updated_in_backward = True  # type: ignore[attr-defined]
-        return update.parameter.register_post_accumulate_grad_hook(self._hook(update))
+        hook = update.parameter.register_post_accumulate_grad_hook(self._hook(update))
+        return cast("RemovableHandle", hook)
 
     def train(self) -> None:
         """Put hooks back that moving the model has taken off; the Trainer calls it at each step."""
