@@ -166,11 +166,7 @@ def main() -> int:
     parser.add_argument("rows", nargs="?", type=Path, help="for table: the file to print")
     parser.add_argument("--method", nargs="+", help="instead of the table's own rows")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ablations.jsonl"))
-    parser.add_argument("--model", type=Path, default=Path("benchmarks/data/small_model"))
-    parser.add_argument("--folder", type=Path, default=Path("benchmarks/data"), help="of the text")
-    parser.add_argument("--length", type=int, default=512, help="of a sequence of text")
-    parser.add_argument("--rows-of-text", type=int, default=32, help="sequences of text")
-    parser.add_argument("--batch", type=int, default=8, help="sequences at a time")
+    attention_ablation.add_arguments(parser)
     given = parser.parse_args()
     if given.what == "attention":
         attention_ablation.run(given)

@@ -1,97 +1,70 @@
-"""SageAttention2's tables for a small trained model of ours: what each part of low bits is worth.
+"""SageAttention2's tables for small trained models of ours: what each part of low bits is worth.
 
     python benchmarks/convergence.py model --to benchmarks/data/small_model
-    python benchmarks/ablations.py attention --model benchmarks/data/small_model
+    python benchmarks/small_models.py vit --to benchmarks/data/small_vit
+    python benchmarks/small_models.py dit --to benchmarks/data/small_dit
+    python benchmarks/ablations.py attention --subject language vision diffusion
 
-The arithmetic is the op's own reference, so that it runs anywhere; what differs from the op's
-levels is named. Each attention of the model is computed by one variant:
+Part `tables` computes each attention of a model by one variant. The arithmetic is the op's own
+reference, so that it runs anywhere; what differs from the op's levels is named.
 
-    perplexity   the model's, on validation text, with every attention replaced (Tables 1 and 11)
+    whole model  its perplexity, accuracy or pictures, with every attention replaced (Tables 1, 11)
     layers       each attention on the exact model's own q, k and v, scored alone: average and worst
                  layer (granularity: Tables 2 and 3; formats of weights and values: 4 and 5;
                  values with and without their mean: 6)
 
-`adaptive` takes 4b where its score is at least that of so many layers, 8b elsewhere, as the paper
-does; the share of 4b is part of the name. Table 7, the error of the tensor cores' sums, needs a GPU
-and is not here.
+`adaptive` takes 4b where its score, on inputs for calibration, is among the best so many percent,
+8b elsewhere, as the paper does: by layer, and for a diffusion model by layer and step. `recovered`
+is the share of the harm between all 4b and all 8b that this undoes.
+
+Part `door` compiles the model with the backend, at every level, and measures the same. Part `sums`
+(Table 7, on a GPU) multiplies the weights and values of layers in E4M3 by the tensor cores and
+compares with exact sums of the same products.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import attention_subjects as subjects
 import rows
-from probabilities import validation_rows
+from attention_subjects import Subject, attention_is
 
 from memeff_compile.kernels.attention.conditions import Conditions
-from memeff_compile.kernels.quantized_attention import reference
+from memeff_compile.kernels.quantized_attention import quantized_attention, reference
 from memeff_compile.kernels.quantized_attention.settings import GRANULARITIES, Settings
 
 EIGHT = Settings(127, "e4m3", "row", "kv", with_lse=False)
 FOUR = replace(EIGHT, limit=7, smooth="qkv")
-SHARES = (25, 50, 75)
-"""Percentages of layers that the adaptive choice leaves in 4 bits."""
+SHARES = (10, 25, 40, 50, 60, 75, 90)
+"""Percentages of attentions that the adaptive choice leaves in 4 bits."""
+CALIBRATIONS = 3
+"""Inputs that the adaptive choice is made on."""
 
 TABLE_1 = {
     "exact": None,
     "4b scores, nothing taken away": replace(FOUR, values="exact", smooth=""),
     "4b scores, keys": replace(FOUR, values="exact", smooth="k"),
     "4b scores, queries and keys": replace(FOUR, values="exact", smooth="qk"),
+    "8b scores, nothing taken away": replace(EIGHT, values="exact", smooth=""),
+    "8b scores, keys": replace(EIGHT, values="exact", smooth="k"),
 }
 TABLE_11 = {"8b": EIGHT, "8b+f16": replace(EIGHT, values="f16"), "4b": FOUR}
 TABLES_2_3 = {name: replace(FOUR, values="exact", granularity=name) for name in GRANULARITIES}
 TABLES_4_5 = {name: replace(FOUR, values=name) for name in ("int8", "e5m2", "e4m3", "f16")}
 TABLE_6 = {"values as they are": replace(FOUR, smooth="qk"), "without their mean": FOUR}
-
-Attend = Callable[[int, Tensor, Tensor, Tensor, bool, Any], Tensor | None]
-
-
-@dataclass
-class Replaced(TorchFunctionMode):
-    """Lets a function see, and answer, each attention of a forward pass."""
-
-    attend: Attend
-    place: int = 0
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        given = dict(kwargs or {})
-        if given.get("attn_mask") is not None or given.get("dropout_p"):
-            raise SystemExit("attention has a mask or dropout, which these tables do not cover")
-        q, k, v = (*args, *(given[name] for name in ("query", "key", "value")[len(args) :]))[:3]
-        found = self.attend(self.place, q, k, v, given.get("is_causal", False), given.get("scale"))
-        self.place += 1
-        return func(*args, **given) if found is None else found
-
-
-@contextmanager
-def attention_is(attend: Attend) -> Iterator[Replaced]:
-    """Let `attend` answer each attention, by its place in the forward pass."""
-    with Replaced(attend) as mode:
-        yield mode
+DOOR = ("exact", "8b", "8b+f16", "4b", "table")
 
 
 def coded(
@@ -104,27 +77,14 @@ def coded(
     return reference.attend(q, k, v, given, settings)[0]
 
 
-# --- end to end -----------------------------------------------------------------------------------
-
-
-def perplexity(
-    model: Any, tokens: Tensor, batch: int, choose: Callable[[int], Settings | None]
-) -> float:
-    """Return the perplexity of rows of tokens, the attention of each layer as `choose` says."""
+def whole_model(subject: Subject, choose: Callable[[int], Settings | None]) -> dict[str, float]:
+    """Return the measures of a model whose attentions are as `choose` says, by their place."""
 
     def attend(place: int, *given: Any) -> Tensor | None:
         settings = choose(place)
         return None if settings is None else coded(settings, *given)
 
-    total = torch.zeros((), dtype=torch.float64)
-    for first in range(0, len(tokens), batch):
-        part = tokens[first : first + batch]
-        with torch.no_grad(), attention_is(attend):
-            logits = model(input_ids=part, use_cache=False).logits[:, :-1]
-        total += F.cross_entropy(
-            logits.flatten(0, 1).float(), part[:, 1:].flatten(), reduction="sum"
-        ).cpu()
-    return math.exp(float(total) / (len(tokens) * (tokens.shape[1] - 1)))
+    return subject.quality(subject.model, attend)
 
 
 # --- layer by layer -------------------------------------------------------------------------------
@@ -136,83 +96,336 @@ class Layer:
 
     given: tuple[Any, ...]
     exact: Tensor
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def distance(self, settings: Settings) -> dict[str, float]:
         """Return cosine, relative L1 and root mean square of a variant."""
-        found = coded(settings, *self.given).double()
-        difference = found - self.exact
-        return {
-            "cosine": float(F.cosine_similarity(found.flatten(), self.exact.flatten(), 0)),
-            "relative_l1": float(difference.abs().sum() / self.exact.abs().sum()),
-            "rmse": float(difference.square().mean().sqrt()),
-        }
+        return distance(coded(settings, *self.given), self.exact)
 
 
-def layers(model: Any, tokens: Tensor) -> list[Layer]:
-    """Return every attention of one forward pass."""
+def distance(found: Tensor, exact: Tensor) -> dict[str, float]:
+    """Return cosine, relative L1 and root mean square of a result."""
+    found = found.double()
+    difference = found - exact
+    return {
+        "cosine": float(F.cosine_similarity(found.flatten(), exact.flatten(), 0)),
+        "relative_l1": float(difference.abs().sum() / exact.abs().sum()),
+        "rmse": float(difference.square().mean().sqrt()),
+    }
+
+
+def exactly(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: Any) -> Tensor:
+    """Return attention in float64."""
+    return F.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=is_causal, scale=scale, enable_gqa=True
+    )
+
+
+def layers(subject: Subject, number: int = 0) -> list[Layer]:
+    """Return every attention of one run."""
     found: list[Layer] = []
 
     def keep(place: int, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: Any) -> None:
-        wide = F.scaled_dot_product_attention(
-            q.double(), k.double(), v.double(), is_causal=is_causal, scale=scale, enable_gqa=True
-        )
-        found.append(Layer((q, k, v, is_causal, scale), wide))
+        given = (q.clone(), k.clone(), v.clone(), is_causal, scale)
+        found.append(Layer(given, exactly(*given)))
 
     with torch.no_grad(), attention_is(keep):
-        model(input_ids=tokens, use_cache=False)
+        subject.run(subject.model, number)
     return found
 
 
-def average_and_worst(found: list[dict[str, float]]) -> dict[str, Any]:
+def average_and_worst(found: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return the mean over layers, and the layer that is furthest away."""
     count = len(found)
     average = {key: sum(each[key] for each in found) / count for key in found[0]}
     return {"average": average, "worst": max(found, key=lambda each: each["relative_l1"])}
 
 
-def adaptive(measured: list[Layer], share: int) -> Callable[[int], Settings]:
-    """Return the choice that leaves the best `share` percent of layers in 4 bits."""
-    scores = []
-    for layer in measured:
-        found = layer.distance(FOUR)
-        scores.append(found["cosine"] * (1.0 - found["relative_l1"]))
-    order = sorted(range(len(scores)), key=lambda place: -scores[place])
-    few = set(order[: round(len(order) * share / 100)])
-    return lambda place: FOUR if place in few else EIGHT
+# --- adaptive -------------------------------------------------------------------------------------
+
+
+def scores(subject: Subject, settings: Settings) -> list[list[float]]:
+    """Return the score of a variant for each attention: by place, one for each calibration."""
+    found: list[list[float]] = []
+    for number in range(CALIBRATIONS):
+
+        def look(place: int, *given: Any) -> None:
+            mine = distance(coded(settings, *given), exactly(*given))
+            score = mine["cosine"] * (1.0 - mine["relative_l1"])
+            if place == len(found):
+                found.append([])
+            found[place].append(score)
+
+        with torch.no_grad(), attention_is(look):
+            subject.run(subject.model, number)
+    return found
+
+
+def best(means: Sequence[float], share: int) -> set[int]:
+    """Return the places of the best `share` percent of scores."""
+    order = sorted(range(len(means)), key=lambda place: -means[place])
+    return set(order[: round(len(order) * share / 100)])
+
+
+def adaptive_rows(subject: Subject, ends: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Yield what leaving so many attentions in 4 bits gives, and the scores behind it.
+
+    Args:
+        subject: the model.
+        ends: the harm at "4b" and "8b".
+    """
+    of_four, of_eight = scores(subject, FOUR), scores(subject, EIGHT)
+    means = [sum(each) / len(each) for each in of_four]
+    yield {
+        "table": "scores",
+        "variant": "by layer, then by step",
+        "calls": len(means) // subject.layers,
+        "four": summary(of_four, subject.layers),
+        "eight": summary(of_eight, subject.layers),
+    }
+    by_layer = [
+        sum(means[layer :: subject.layers]) * subject.layers / len(means)
+        for layer in range(subject.layers)
+    ]
+    ways: dict[str, Callable[[int], set[int]]] = {"by layer": lambda share: best(by_layer, share)}
+    if len(means) > subject.layers:
+        ways["by layer and step"] = lambda share: best(means, share)
+    for way, pick in ways.items():
+        for share in SHARES:
+            few = pick(share)
+            period = subject.layers if way == "by layer" else len(means)
+            measures = whole_model(
+                subject, lambda place, few=few, n=period: FOUR if place % n in few else EIGHT
+            )
+            gap = ends["4b"] - ends["8b"]
+            undone = (ends["4b"] - measures[subject.harm]) / gap if gap else math.nan
+            count = len(few) * (len(means) // period)
+            yield {
+                "table": "11",
+                "variant": f"adaptive {way}, {share} % of them 4b",
+                "share_of_4b": count / len(means),
+                "recovered": undone,
+                **measures,
+            }
+
+
+def summary(found: Sequence[Sequence[float]], count: int) -> dict[str, list[list[float]]]:
+    """Return mean and deviation over inputs of scores, as lists of steps by layer."""
+    means = [sum(each) / len(each) for each in found]
+    spreads = [
+        math.sqrt(sum((score - mean) ** 2 for score in each) / len(each))
+        for each, mean in zip(found, means, strict=True)
+    ]
+    return {
+        name: [[round(value, 5) for value in values[layer::count]] for layer in range(count)]
+        for name, values in (("mean", means), ("deviation", spreads))
+    }
 
 
 # --- the tables -----------------------------------------------------------------------------------
 
 
-def tables(model: Any, tokens: Tensor, batch: int) -> Iterator[dict[str, Any]]:
+def tables(subject: Subject) -> Iterator[dict[str, Any]]:
     """Yield a row for each line of each table."""
-    base = perplexity(model, tokens, batch, lambda place: None)
+    ends: dict[str, float] = {}
     for table, variants in (("1", TABLE_1), ("11", TABLE_11)):
         for name, settings in variants.items():
-            found = perplexity(model, tokens, batch, lambda place, s=settings: s)  # type: ignore[misc]
-            yield {
-                "table": table,
-                "variant": name,
-                "perplexity": found,
-                "against_exact": found / base,
-            }
-    measured = layers(model, tokens[:batch])
-    for share in SHARES:
-        found = perplexity(model, tokens, batch, adaptive(measured, share))
-        name = f"adaptive, {share} % of the layers 4b"
-        yield {"table": "11", "variant": name, "perplexity": found, "against_exact": found / base}
+            measures = whole_model(subject, lambda place, s=settings: s)  # type: ignore[misc]
+            ends[name] = measures[subject.harm]
+            yield {"table": table, "variant": name, **measures, **against(ends, subject, name)}
+    measured = layers(subject)
     for table, variants in (("2, 3", TABLES_2_3), ("4, 5", TABLES_4_5), ("6", TABLE_6)):
         for name, settings in variants.items():
             distances = [layer.distance(settings) for layer in measured]
             yield {"table": table, "variant": name, **average_and_worst(distances)}
+    for row in adaptive_rows(subject, ends):
+        ends["adaptive"] = row.get(subject.harm, math.nan)
+        yield {**row, **against(ends, subject, "adaptive")}
+
+
+def against(ends: dict[str, float], subject: Subject, name: str) -> dict[str, float]:
+    """Return how a perplexity compares with the exact model's."""
+    if subject.harm != "loss" or math.isnan(ends[name]):
+        return {}
+    return {"against_exact": math.exp(ends[name] - ends["exact"])}
+
+
+# --- through the backend --------------------------------------------------------------------------
+
+
+def door(subject: Subject, inner: str, levels: Sequence[str] = DOOR) -> Iterator[dict[str, Any]]:
+    """Yield the measures of the compiled model at each level, or why there are none.
+
+    `table` is what calibration makes of 4b and 8b, if half of the sites are to have 4b.
+    """
+    if hasattr(subject.model, "set_attn_implementation"):
+        subject.model.set_attn_implementation("sdpa")
+    first = subject.quality(subject.model)
+    yield {"table": "door", "variant": "eager", **first}
+    exact_loss = math.nan
+    for level in levels:
+        row: dict[str, Any] = {"table": "door", "variant": level, "inner": inner}
+        try:
+            found, measures = compiled_quality(subject, level, inner)
+        except Exception as problem:  # the next level may do
+            yield {**row, "failed": f"{type(problem).__name__}: {problem}"[:300]}
+            continue
+        exact_loss = measures.get("loss", math.nan) if level == "exact" else exact_loss
+        if subject.harm == "loss" and not math.isnan(exact_loss):
+            row["against_exact"] = math.exp(measures["loss"] - exact_loss)
+        yield {**row, **found, **measures}
+
+
+def compiled_quality(
+    subject: Subject, level: str, inner: str
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Compile a model at a level; return what the backend did, and the measures."""
+    import memeff_compile
+
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    chosen: Any = level
+    found: dict[str, Any] = {}
+    if level == "table":
+        chosen = half_in_four_bits(subject)
+        levels = [
+            each
+            for site in chosen["levels"].values()
+            for each in (site if isinstance(site, list) else [site])
+        ]
+        found["levels"] = {each: levels.count(each) for each in sorted(set(levels))}
+        found["min_score"] = chosen["min_score"]
+    options = {"memeff.attention": chosen, "memeff.attention.length": 0, "memeff.inner": inner}
+    compiled = torch.compile(subject.model, backend="memeff", options=options)
+    measures = subject.quality(compiled)
+    found["sites"] = sum(
+        record.sites
+        for record in memeff_compile.last_report().records
+        if record.pass_name == "quantize_attention" and record.action == "rewrote"
+    )
+    wanted = 0 if level == "exact" else 1
+    if found["sites"] < wanted:
+        raise RuntimeError("the backend left attention as it was")
+    return found, measures
+
+
+def half_in_four_bits(subject: Subject) -> Any:
+    """Return calibration's table whose least score is the median of 4b's over the sites."""
+    import memeff_compile
+
+    inputs = list(range(CALIBRATIONS))
+    least = 0.0
+    for _ in range(2):
+        table = memeff_compile.calibrate_attention(
+            subject.model, inputs, min_score=least, levels=("4b", "8b"), run=subject.run
+        )
+        found = sorted(call["worst"] for site in table["scores"].values() for call in site["4b"])
+        least = found[len(found) // 2]
+    return table
+
+
+# --- sums of tensor cores -------------------------------------------------------------------------
+
+LENGTHS = (1024, 8192, 65536)
+
+
+def sums(subject: Subject) -> Iterator[dict[str, Any]]:
+    """Yield the error of E4M3 products on the layers of a model, and on longer random ones."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for layer in layers(subject):
+        q, k, v, is_causal, scale = (
+            each[:1] if torch.is_tensor(each) else each for each in layer.given
+        )
+        for name, row in sums_of(*weights_and_values(q, k, v, is_causal, scale)).items():
+            found.setdefault(name, []).append(row)
+        found.setdefault("this package's kernel", []).append(kernel_against_reference(layer))
+    for name, distances in found.items():
+        yield {"table": "7", "variant": name, **average_and_worst(distances)}
+
+
+def random_sums(device: str) -> Iterator[dict[str, Any]]:
+    """Yield the error of E4M3 products over many keys of plain noise."""
+    generator = torch.Generator(device).manual_seed(0)
+    for length in LENGTHS:
+        for mean in (0.0, 2.0):
+            weights = torch.randn(1, 1, 256, length, device=device, generator=generator).exp()
+            values = torch.randn(1, 1, length, 64, device=device, generator=generator)
+            values += mean * torch.randn(1, 1, 1, 64, device=device, generator=generator)
+            for name, row in sums_of(weights, values).items():
+                variant = f"{name}; {length} keys, values around {mean:g} deviations"
+                yield {"table": "7, random", "variant": variant, "average": row}
+
+
+def weights_and_values(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of attention, the largest of a row 1, and the values of each head."""
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    repeat = q.shape[1] // k.shape[1]
+    keys, values = (each.float().repeat_interleave(repeat, 1) for each in (k, v))
+    score = q.float() @ keys.transpose(2, 3) * factor
+    if is_causal:
+        hidden = torch.ones(score.shape[2:], dtype=torch.bool, device=q.device).triu(1)
+        score = score.masked_fill(hidden, -math.inf)
+    return (score - score.amax(-1, keepdim=True)).exp(), values
+
+
+def sums_of(weights: Tensor, values: Tensor) -> dict[str, dict[str, float]]:
+    """Return how far products of tensor cores are from exact sums of the same E4M3 numbers."""
+    top = 448.0
+    missing = -values.shape[2] % 16
+    rows_missing = -weights.shape[2] % 16
+    left = F.pad(weights / weights.amax(-1, keepdim=True) * top, (0, missing, 0, rows_missing))
+    size = values.abs().amax(2, keepdim=True).clamp_min(1e-30)
+    right = F.pad(values / size * top, (0, 0, 0, missing))
+    left, right = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
+    count = left.shape[0] * left.shape[1]
+    parts: dict[str, list[Tensor]] = {}
+    for mine, theirs in zip(left.flatten(0, 1), right.flatten(0, 1), strict=True):
+        parts.setdefault("exact", []).append(mine.double() @ theirs.double())
+        columns = theirs.t().contiguous().t()
+        one = torch.ones((), device=left.device)
+        for name, fast in (("one sum in the tensor core", True), ("promoted to fp32", False)):
+            found = torch._scaled_mm(
+                mine, columns, one, one, out_dtype=torch.float32, use_fast_accum=fast
+            )
+            parts.setdefault(name, []).append(found)
+    exact = torch.stack(parts.pop("exact"))
+    assert len(exact) == count
+    return {name: distance(torch.stack(found), exact) for name, found in parts.items()}
+
+
+def kernel_against_reference(layer: Layer) -> dict[str, float]:
+    """Return how far the op's kernel is from its reference, whose sums are exact."""
+    q, k, v, is_causal, scale = layer.given
+    ahead = 0 if is_causal else None
+    found = quantized_attention(q, k, v, ahead=ahead, scale=scale, level="8b", with_lse=False)[0]
+    return distance(found, coded(EIGHT, q, k, v, is_causal, scale).double())
+
+
+# --- the command ----------------------------------------------------------------------------------
 
 
 def show(row: dict[str, Any]) -> str:
     """Return a row as a line of Markdown."""
-    cells = [row["table"], row["variant"]]
-    if "perplexity" in row:
-        cells += [f"{row['perplexity']:.3f}", f"{100 * (row['against_exact'] - 1):+.2f} %"]
+    cells = [row["model"], row["table"], row["variant"]]
+    if "failed" in row:
+        cells.append(row["failed"])
+    for key in (
+        "perplexity",
+        "accuracy",
+        "same_answers",
+        "psnr_db",
+        "psnr_db_worst",
+        "mse",
+        "relative_l1",
+        "read_rightly",
+        "share_of_4b",
+        "recovered",
+    ):
+        if key in row:
+            cells.append(f"{key} {row[key]:.5g}")
+    if "against_exact" in row:
+        cells.append(f"{100 * (row['against_exact'] - 1):+.3f} %")
     for which in ("average", "worst"):
         if which in row:
             found = row[which]
@@ -222,25 +435,86 @@ def show(row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def run(given: Any) -> None:
-    """Measure a saved model, print the tables and append their rows."""
-    from transformers import AutoModelForCausalLM
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `run` reads."""
+    data = Path("benchmarks/data")
+    parser.add_argument(
+        "--subject", nargs="+", choices=list(LOADERS), default=["language"], help="models"
+    )
+    parser.add_argument("--part", nargs="+", choices=["tables", "door", "sums"], default=["tables"])
+    parser.add_argument("--model", type=Path, default=data / "small_model")
+    parser.add_argument("--vit", type=Path, default=data / "small_vit")
+    parser.add_argument("--dit", type=Path, default=data / "small_dit")
+    parser.add_argument("--glyphs", type=Path, default=data / "glyphs.npz")
+    parser.add_argument("--folder", type=Path, default=data, help="of the text")
+    parser.add_argument("--length", type=int, default=512, help="of a sequence of text")
+    parser.add_argument("--rows-of-text", type=int, default=128, help="sequences of text")
+    parser.add_argument("--batch", type=int, default=8, help="sequences at a time")
+    parser.add_argument("--pictures", type=int, default=16384, help="to classify")
+    parser.add_argument("--drawn", type=int, default=144, help="pictures to draw")
+    parser.add_argument("--sampling-steps", type=int, default=30)
+    parser.add_argument("--guidance", type=float, default=1.5)
+    parser.add_argument("--inner", default="inductor", help="of the backend")
+    parser.add_argument("--levels", nargs="+", choices=DOOR, default=list(DOOR), help="of the door")
 
+
+def _language(given: Any, device: str) -> Subject:
+    return subjects.language_model(
+        given.model, given.folder, given.length, given.rows_of_text, given.batch, device
+    )
+
+
+def _vision(given: Any, device: str) -> subjects.Classifier:
+    batch = min(512, given.pictures)
+    return subjects.classifier(
+        given.vit, given.glyphs, given.pictures, batch, device, torch.bfloat16
+    )
+
+
+def _diffusion(given: Any, device: str) -> Subject:
+    reader = _vision(given, device) if given.vit.exists() else None
+    return subjects.painter(
+        given.dit, given.drawn, given.sampling_steps, given.guidance, device, torch.bfloat16, reader
+    )
+
+
+LOADERS: dict[str, Callable[[Any, str], Subject]] = {
+    "language": _language,
+    "vision": _vision,
+    "diffusion": _diffusion,
+}
+
+
+def run(given: Any) -> None:
+    """Measure saved models, print the tables and append their rows."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
-    model = AutoModelForCausalLM.from_pretrained(
-        given.model, dtype=torch.bfloat16, attn_implementation="sdpa"
-    )
-    model = model.to(device).eval()
-    tokens = validation_rows(given.folder, given.length, given.rows_of_text, device)
-    facts = {
-        "what": "attention ablation",
-        "model": json.loads((given.model / "config.json").read_text())["model_type"],
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "sequences": len(tokens),
-        "length": given.length,
-        **rows.environment(),
-    }
-    for row in tables(model, tokens, given.batch):
-        rows.append(given.out, {**row, **facts})
-        print(show(row), flush=True)
+    for name in given.subject:
+        subject = LOADERS[name](given, device)
+        facts = {
+            "what": "attention ablation",
+            "model": subject.name,
+            "parameters": sum(p.numel() for p in subject.model.parameters()),
+            **rows.environment(),
+        }
+        for part in given.part:
+            for row in rows_of(part, subject, given.inner, given.levels, device):
+                whole = {"part": part, **row, **facts}
+                rows.append(given.out, whole)
+                print(show(whole), flush=True)
+
+
+def rows_of(
+    part: str, subject: Subject, inner: str, levels: Sequence[str], device: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a part."""
+    if part == "tables":
+        yield from tables(subject)
+    elif part == "door":
+        yield from door(subject, inner, levels)
+    elif device != "cuda":
+        print("part sums needs a GPU: it measures tensor cores", flush=True)
+    else:
+        yield from sums(subject)
+        if subject.name == "language model":
+            yield from random_sums(device)

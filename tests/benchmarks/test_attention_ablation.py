@@ -1,23 +1,54 @@
-"""The tables of low-bit attention on a tiny model: every row, and what must hold in any model."""
+"""The tables of low-bit attention on tiny models: every row, and what must hold in any model."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+COUNTS = {"1": 6, "2, 3": 6, "4, 5": 4, "6": 2, "scores": 1}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    sys.path.insert(0, str(BENCHMARKS))
-    import attention_ablation
+def glyphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write pictures of no fonts: bars whose place is the class."""
+    drawn = numpy.zeros((2, 36, 48, 48), numpy.uint8)
+    for place in range(36):
+        drawn[:, place, 6 + place : 10 + place, 8:40] = 255
+    path = tmp_path_factory.mktemp("glyphs") / "glyphs.npz"
+    numpy.savez(path, pictures=drawn)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folders(glyphs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Train and save a tiny transformer of each kind."""
+    import small_models
+
+    found = {}
+    for kind in ("vit", "dit"):
+        sizes = small_models.sizes_of(kind, "tiny")
+        model, row = small_models.train(kind, sizes, glyphs, "cpu")
+        assert row["parameters"] > 0
+        found[kind] = tmp_path_factory.mktemp("models") / kind
+        for name, weight in model.named_parameters():  # attention of a new model is all but uniform
+            if "query" in name or "key" in name or "qkv" in name:
+                weight.data.mul_(8.0)
+        small_models.save(model, kind, sizes, found[kind])
+    return found
+
+
+def language_model(length: int = 40) -> Any:
+    import attention_subjects
+    from attention import use_causal_attention
 
     config = LlamaConfig(
         vocab_size=97,
@@ -29,39 +60,168 @@ def found() -> list[dict[str, Any]]:
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    model.set_attn_implementation(use_causal_attention())
     for layer in model.model.layers:  # attention of a new model is all but uniform
         layer.self_attn.q_proj.weight.data.mul_(20.0)
         layer.self_attn.k_proj.weight.data.mul_(20.0)
-    tokens = torch.randint(0, 97, (4, 40))
-    return list(attention_ablation.tables(model, tokens, 2))
+    tokens, others = torch.randint(0, 97, (2, 4, length))
+    return attention_subjects.LanguageModel("a model", model, "loss", 2, tokens, others, 2)
+
+
+def small(kind: str, glyphs: Path, folders: dict[str, Path]) -> Any:
+    import attention_subjects
+
+    if kind == "language":
+        return language_model()
+    given = (glyphs, 16, 8, "cpu", torch.float32)
+    reader = attention_subjects.classifier(folders["vit"], *given)
+    if kind == "vision":
+        return reader
+    return attention_subjects.painter(folders["dit"], 4, 3, 1.5, "cpu", torch.float32, reader)
+
+
+@pytest.fixture(scope="module")
+def found(glyphs: Path, folders: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
+    import attention_ablation
+
+    kinds = ("language", "vision", "diffusion")
+    return {kind: list(attention_ablation.tables(small(kind, glyphs, folders))) for kind in kinds}
 
 
 def of(found: list[dict[str, Any]], table: str) -> dict[str, dict[str, Any]]:
     return {row["variant"]: row for row in found if row["table"] == table}
 
 
-def test_every_table_has_its_rows(found: list[dict[str, Any]]) -> None:
-    counts = {table: len(of(found, table)) for table in ("1", "11", "2, 3", "4, 5", "6")}
-    assert counts == {"1": 4, "11": 6, "2, 3": 6, "4, 5": 4, "6": 2}
+@pytest.mark.parametrize("kind", ["language", "vision", "diffusion"])
+def test_every_table_has_its_rows(kind: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    import attention_ablation
+
+    ways = 2 if kind == "diffusion" else 1
+    wanted = {**COUNTS, "11": 3 + ways * len(attention_ablation.SHARES)}
+    assert {table: len(of(found[kind], table)) for table in wanted} == wanted
+    shares = [row["share_of_4b"] for row in found[kind] if "share_of_4b" in row]
+    assert min(shares) == 0.0 < max(shares)
 
 
-def test_what_is_replaced_is_what_the_model_computes(found: list[dict[str, Any]]) -> None:
-    end = of(found, "11")
-    assert of(found, "1")["exact"]["against_exact"] == 1.0
+def test_all_8b_recovers_everything(found: dict[str, list[dict[str, Any]]]) -> None:
+    for kind in ("language", "vision", "diffusion"):
+        none = [row for row in found[kind] if row.get("share_of_4b") == 0.0]
+        assert none
+        for row in none:
+            assert row["recovered"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_what_is_replaced_is_what_the_model_computes(
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    end = of(found["language"], "11")
+    assert of(found["language"], "1")["exact"]["against_exact"] == 1.0
     assert abs(end["8b+f16"]["against_exact"] - 1.0) < 0.01
     assert abs(end["8b"]["against_exact"] - 1.0) < 0.05
     assert end["8b"]["perplexity"] != end["4b"]["perplexity"]
+    pictures = of(found["diffusion"], "11")
+    assert of(found["diffusion"], "1")["exact"]["mse"] == 0.0
+    assert 0.0 < pictures["8b+f16"]["mse"] < pictures["4b"]["mse"]
+    assert of(found["vision"], "1")["exact"]["same_answers"] == 100.0
 
 
-def test_distances_are_ordered_as_arithmetic_has_it(found: list[dict[str, Any]]) -> None:
-    kinds = of(found, "4, 5")
-    error = {name: row["average"]["relative_l1"] for name, row in kinds.items()}
-    assert error["f16"] < error["e4m3"] < error["e5m2"]
-    for row in kinds.values():
-        assert row["worst"]["relative_l1"] >= row["average"]["relative_l1"]
-    scales = of(found, "2, 3")
+def test_scores_have_a_line_for_each_layer_and_step(
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    (row,) = of(found["diffusion"], "scores").values()
+    assert row["calls"] == 3
+    assert [len(steps) for steps in row["four"]["mean"]] == [3, 3]
+    four, eight = (torch.tensor(row[level]["mean"]) for level in ("four", "eight"))
+    assert bool((four < eight).all())
+
+
+def test_distances_are_ordered_as_arithmetic_has_it(
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    for kind in ("language", "diffusion"):
+        kinds = of(found[kind], "4, 5")
+        error = {name: row["average"]["relative_l1"] for name, row in kinds.items()}
+        assert error["f16"] < error["e4m3"] < error["e5m2"]
+        for row in kinds.values():
+            assert row["worst"]["relative_l1"] >= row["average"]["relative_l1"]
+    scales = of(found["language"], "2, 3")
     token, tensor = (scales[name]["average"]["relative_l1"] for name in ("token", "tensor"))
     assert token < tensor
+
+
+@pytest.mark.parametrize("kind", ["language", "vision", "diffusion"])
+def test_the_backend_serves_every_site_of_a_model(
+    kind: str, glyphs: Path, folders: dict[str, Path]
+) -> None:
+    import attention_ablation
+
+    subject = small(kind, glyphs, folders)
+    for each in (subject, getattr(subject, "reader", None)):
+        if each is not None:
+            each.model.to(torch.bfloat16)  # attention in fp32 is left alone
+    rows = list(attention_ablation.door(subject, "eager", ("exact", "8b", "table")))
+    assert [row["variant"] for row in rows] == ["eager", "exact", "8b", "table"]
+    assert not [row for row in rows if "failed" in row]
+    assert rows[1]["sites"] == 0
+    assert rows[2]["sites"] == 2
+    assert sum(rows[3]["levels"].values()) >= 2
+    assert rows[2][subject.harm] != rows[1][subject.harm]
+
+
+def test_the_command_writes_rows_of_each_model(
+    glyphs: Path, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import attention_ablation
+
+    parser = argparse.ArgumentParser()
+    attention_ablation.add_arguments(parser)
+    out = tmp_path / "rows.jsonl"
+    given = parser.parse_args(
+        [
+            *("--subject", "vision", "--part", "sums", "tables", "--pictures", "8"),
+            *("--vit", str(folders["vit"]), "--glyphs", str(glyphs)),
+        ]
+    )
+    given.out = out
+    attention_ablation.run(given)
+    printed = capsys.readouterr().out
+    assert "needs a GPU" in printed
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(row["model"] == "vision transformer" and row["torch"] for row in rows)
+    assert printed.count("| vision transformer |") == len(rows)
+
+
+def test_samples_follow_their_class_and_noise(folders: dict[str, Path]) -> None:
+    import small_models
+
+    model, sizes = small_models.load(folders["dit"], "cpu", torch.float32)
+    start = torch.randn(2, 1, sizes.side, sizes.side)
+    label = torch.tensor([3, 3])
+    once, again, other = (
+        small_models.sample(model, noise, label, 2, 1.5) for noise in (start, start, start.flip(0))
+    )
+    assert torch.equal(once, again)
+    assert torch.allclose(once, other.flip(0), atol=1e-5)
+    assert not torch.allclose(once, start)
+
+
+def test_fonts_give_pictures_that_training_reads(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="its fonts are drawn")
+    pytest.importorskip("PIL", reason="it draws them")
+    import glyphs
+    import small_models
+
+    count, characters = glyphs.build(tmp_path / "glyphs.npz")
+    assert count > 10
+    sizes = small_models.sizes_of("dit")
+    drawn = small_models.Glyphs(tmp_path / "glyphs.npz", sizes, "cpu")
+    assert drawn.classes == characters == sizes.classes
+    shown = drawn.masters.flatten(2).sum(-1)
+    assert float(shown.min()) > 20.0
+    first, second = (drawn.draw(4, torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert first[0].shape == (4, 1, 32, 32)
+    assert -1.0 <= float(first[0].min()) < float(first[0].max()) <= 1.0
 
 
 def test_the_benchmark_of_low_bits_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
