@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -454,6 +455,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drawn", type=int, default=144, help="pictures to draw")
     parser.add_argument("--sampling-steps", type=int, default=30)
     parser.add_argument("--guidance", type=float, default=1.5)
+    parser.add_argument("--keep-pictures", type=Path, help="file for those drawn in part door")
     parser.add_argument("--inner", default="inductor", help="of the backend")
     parser.add_argument("--levels", nargs="+", choices=DOOR, default=list(DOOR), help="of the door")
 
@@ -494,14 +496,22 @@ def run(given: Any) -> None:
         facts = {
             "what": "attention ablation",
             "model": subject.name,
+            "inputs": subject.inputs,
             "parameters": sum(p.numel() for p in subject.model.parameters()),
             **rows.environment(),
         }
+        kept: dict[str, Tensor] = {}
         for part in given.part:
             for row in rows_of(part, subject, given.inner, given.levels, device):
                 whole = {"part": part, **row, **facts}
                 rows.append(given.out, whole)
                 print(show(whole), flush=True)
+                latest = getattr(subject, "latest", None)
+                if part == "door" and latest is not None:
+                    kept[row["variant"]] = latest[: subject.model.sizes.classes]
+        if given.keep_pictures and kept:
+            arrays = {name: each.cpu().half().numpy() for name, each in kept.items()}
+            numpy.savez_compressed(given.keep_pictures, **arrays)
 
 
 def rows_of(

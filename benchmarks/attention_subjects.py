@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,11 @@ class Subject:
     harm: str
     layers: int
 
+    @property
+    def inputs(self) -> str:
+        """What the measures are taken on."""
+        raise NotImplementedError
+
     def run(self, model: Any, number: int) -> None:
         """Run a model on input `number` of those for calibration, unlike those that are judged."""
         raise NotImplementedError
@@ -97,6 +102,11 @@ class LanguageModel(Subject):
     tokens: Tensor
     others: Tensor
     batch: int
+
+    @property
+    def inputs(self) -> str:
+        """What the measures are taken on."""
+        return f"{len(self.tokens)} x {self.tokens.shape[1]} tokens of validation text"
 
     def run(self, model: Any, number: int) -> None:
         """Run on training text."""
@@ -125,6 +135,11 @@ class Classifier(Subject):
     count: int
     batch: int
     wanted: Tensor | None = None
+
+    @property
+    def inputs(self) -> str:
+        """What the measures are taken on."""
+        return f"{self.count} pictures"
 
     def pictures(self, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of pictures and classes."""
@@ -164,7 +179,12 @@ class Painter(Subject):
     guidance: float
     reader: Classifier | None = None
     wanted: Tensor | None = None
-    drawn: dict[str, Tensor] = field(default_factory=dict)
+    latest: Tensor | None = None
+
+    @property
+    def inputs(self) -> str:
+        """What the measures are taken on."""
+        return f"{self.count} pictures in {self.steps} steps, guidance {self.guidance:g}"
 
     def draw(self, model: Any, seed: int, count: int) -> tuple[Tensor, Tensor]:
         """Return pictures drawn from noise of a seed, and the classes asked for."""
@@ -183,6 +203,7 @@ class Painter(Subject):
         """Return distances to what was drawn at first, and the percentage that is read rightly."""
         with torch.no_grad(), attention_is(attend):
             found, label = self.draw(model, 99, self.count)
+        self.latest = found
         self.wanted = found if self.wanted is None else self.wanted
         shown, wanted = found.clamp(-1, 1).double(), self.wanted.clamp(-1, 1).double()
         error = float((shown - wanted).square().mean())

@@ -1,0 +1,143 @@
+"""The tables of compressed weights on a tiny model, and the published formats they compare with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def tiny() -> Any:
+    """Return a language model of one layer and random text."""
+    import attention_subjects
+    from attention import use_causal_attention
+
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    model.set_attn_implementation(use_causal_attention())
+    for parameter in model.parameters():
+        parameter.data.mul_(4.0)  # or a new model answers nothing in particular
+    tokens, others = torch.randint(0, 61, (2, 2, 24))
+    return attention_subjects.LanguageModel("a model", model, "loss", 1, tokens, others, 2)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    import weights_ablation
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights_ablation, "BLOCKS", (32, 512))
+        patch.setattr(weights_ablation, "CODECS", ("win4", "tier"))
+        patch.setattr(weights_ablation, "KEPT", (0, 3))
+        patch.setattr(weights_ablation, "methods", without_rans(weights_ablation.methods))
+        return list(weights_ablation.perplexities(tiny(), 1))
+
+
+def without_rans(methods: Any) -> Any:
+    """Return the methods that are fast on a CPU."""
+    return lambda: (row for row in methods() if row.get("codec") != "rans")
+
+
+def test_lossless_codes_change_nothing_and_are_smaller(found: list[dict[str, Any]]) -> None:
+    exact = [row for row in found if row.get("mantissa") == 7]
+    assert len(exact) == 2
+    for row in exact:
+        assert row["is_same_loss"]
+        assert row["against_dense"] == 1.0
+        assert row["bits"] < 14.0
+        assert row["model_mib"] < found[0]["model_mib"]
+
+
+def test_fewer_bits_cost_more_accuracy(found: list[dict[str, Any]]) -> None:
+    by_name = {row["method"]: row for row in found if row.get("emulated")}
+    assert list(by_name) == ["int8", "fp4", "fp4 double", "nf4", "nf4 double"]
+    damage = {name: abs(row["against_dense"] - 1.0) for name, row in by_name.items()}
+    assert 0.0 < damage["int8"] < damage["nf4"]
+    assert by_name["nf4"]["bits"] == 4.5
+    assert 4.1 < by_name["nf4 double"]["bits"] < 4.14
+    kept = {row["mantissa"]: row for row in found if row.get("block") == 512}
+    assert abs(kept[3]["against_dense"] - 1.0) < abs(kept[0]["against_dense"] - 1.0)
+    assert kept[0]["bits"] < kept[3]["bits"]
+
+
+def test_times_are_given_only_for_what_runs_as_it_would(found: list[dict[str, Any]]) -> None:
+    for row in found:
+        assert ("ms" in row) != bool(row.get("emulated"))
+
+
+def test_the_papers_formula_is_what_the_codes_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    import weights_ablation
+
+    monkeypatch.setattr(weights_ablation, "BLOCKS", (32, 512))
+    rows = list(weights_ablation.errors(tiny(), 128))
+    wanted = {(0, 512): 0.195, (1, 512): 0.103, (3, 512): 0.026, (7, 512): 0.0012}
+    normal = {(r["mantissa"], r["block"]): r for r in rows if r["weights"] == "normal"}
+    for row in rows:
+        if row["mantissa"] < 7:
+            ours, formula = row["memeff"]["relative_l2"], row["formula"]["relative_l2"]
+            assert ours == pytest.approx(formula, rel=0.01)
+    for key, error in wanted.items():
+        assert normal[key]["formula"]["relative_l2"] == pytest.approx(error, rel=0.04)
+    for kept in (0, 1, 3):  # a normaliser for fewer weights: less error, more bits
+        small, large = normal[kept, 32], normal[kept, 512]
+        assert small["formula"]["relative_l2"] < large["formula"]["relative_l2"]
+        assert small["entropy_bits"] > large["entropy_bits"]
+
+
+def test_nf4_and_fp4_are_the_published_numbers() -> None:
+    import weights_ablation
+
+    numbers = weights_ablation.normal_floats()
+    assert numbers.numel() == 16
+    assert numbers[[0, 1, 7, 8, 15]].tolist() == pytest.approx(
+        [-1, -0.69619, 0, 0.07958, 1], abs=1e-4
+    )
+    floats = weights_ablation.four_bit_floats()
+    assert floats.numel() == 15
+    assert floats[8:].tolist() == pytest.approx([1 / 192, 1 / 6, 0.25, 1 / 3, 0.5, 2 / 3, 1.0])
+
+
+@pytest.mark.parametrize("name", ["normal_floats", "four_bit_floats"])
+def test_four_bits_take_the_nearest_number_of_a_block(name: str) -> None:
+    import weights_ablation
+
+    numbers = getattr(weights_ablation, name)()
+    torch.manual_seed(0)
+    weight = torch.randn(4, 64)
+    found, _ = weights_ablation.in_four_bits(weight, numbers, False)
+    scale = weight.abs().amax(1, keepdim=True)
+    distance = (weight[:, :, None] - numbers * scale[:, None]).abs().amin(-1)
+    assert torch.allclose((found - weight).abs(), distance, atol=1e-6)
+    doubled, _ = weights_ablation.in_four_bits(weight, numbers, True)
+    assert not torch.equal(doubled, found)
+    assert (doubled - found).abs().max() < 0.1 * scale.max()
+
+
+def test_int8_linears_take_large_inputs_in_16_bits() -> None:
+    import weights_ablation
+
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(128, 32).to(torch.bfloat16)
+    coded = weights_ablation.Int8Linear(copy.deepcopy(linear))
+    x = torch.randn(2, 5, 128, dtype=torch.bfloat16)
+    x[..., 3] *= 100.0
+    with torch.no_grad():
+        wanted = linear(x).float()
+        error = (coded(x).float() - wanted).norm() / wanted.norm()
+        weights_ablation.LARGE_INPUT, kept = 1e9, weights_ablation.LARGE_INPUT
+        try:
+            without = (coded(x).float() - wanted).norm() / wanted.norm()
+        finally:
+            weights_ablation.LARGE_INPUT = kept
+    assert error < 0.01 < without
