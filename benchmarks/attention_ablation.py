@@ -455,6 +455,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drawn", type=int, default=144, help="pictures to draw")
     parser.add_argument("--sampling-steps", type=int, default=30)
     parser.add_argument("--guidance", type=float, default=1.5)
+    parser.add_argument("--seed", type=int, default=0, help="of the models, for the rows")
     parser.add_argument("--keep-pictures", type=Path, help="file for those drawn in part door")
     parser.add_argument("--inner", default="inductor", help="of the backend")
     parser.add_argument("--levels", nargs="+", choices=DOOR, default=list(DOOR), help="of the door")
@@ -496,6 +497,7 @@ def run(given: Any) -> None:
         facts = {
             "what": "attention ablation",
             "model": subject.name,
+            "seed": given.seed,
             "inputs": subject.inputs,
             "parameters": sum(p.numel() for p in subject.model.parameters()),
             **rows.environment(),

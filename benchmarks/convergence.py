@@ -343,7 +343,7 @@ def train(given: argparse.Namespace) -> int:
 
 
 def save_model(given: argparse.Namespace) -> int:
-    """Train the recipe from scratch with seed 0 and save weights and tokenizer."""
+    """Train the recipe from scratch with the first seed and save weights and tokenizer."""
     if given.to.exists():
         print(f"{given.to} exists")
         return 0
@@ -356,12 +356,12 @@ def save_model(given: argparse.Namespace) -> int:
     last = trainer.run(
         given.method[0],
         "scratch",
-        0,
+        given.seed[0],
         lambda row: print(json.dumps(row), flush=True),
         steps=given.steps,
         save_to=given.to,
     )
-    row = {"what": "small trained model", "method": given.method[0], **last}
+    row = {"what": "small trained model", "method": given.method[0], "seed": given.seed[0], **last}
     row["total_seconds"] = round(time.monotonic() - started, 1)
     row["corpus"] = training.corpus_digest(given.folder)
     rows.write(given.out, row)

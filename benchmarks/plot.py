@@ -22,6 +22,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import ablation_figures
 import convergence
 from rows import read
 
@@ -279,6 +280,8 @@ PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
     "scaling.jsonl": (scaling, "scaling"),
     "convergence.jsonl": (curves, "convergence"),
     "probabilities.jsonl": (probabilities, "probabilities"),
+    "weights-ablation.jsonl": (ablation_figures.weights, "weights-ablation"),
+    "attention-ablation.jsonl": (ablation_figures.attention, "attention-ablation"),
 }
 """File of rows -> what draws it, and the name of the figure."""
 

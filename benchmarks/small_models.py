@@ -55,7 +55,7 @@ class Sizes:
 
 SIZES = {
     "vit": Sizes(noise=0.5),
-    "dit": Sizes(left_out=0.1, weight_decay=0.0),
+    "dit": Sizes(steps=3000, left_out=0.1, weight_decay=0.0),
 }
 TINY = {"side": 8, "width": 32, "layers": 2, "heads": 2, "batch": 8, "steps": 6, "warm_up": 2}
 

@@ -323,6 +323,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rows-of-text", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0, help="of the model, for the rows")
     parser.add_argument("--side", type=int, default=4096, help="of random weights")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument(
@@ -336,6 +337,7 @@ def main() -> int:
     )
     facts = {
         "what": "weights ablation",
+        "seed": given.seed,
         "parameters": sum(p.numel() for p in subject.model.parameters()),
         "sequences": len(subject.tokens),
         "length": given.length,

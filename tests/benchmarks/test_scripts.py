@@ -45,6 +45,27 @@ def op_row(method: str, factor: float, **others: Any) -> dict[str, Any]:
     return {**sizes, "method": method, **timed, **STATED, **others}
 
 
+def rows_of_weights() -> list[dict[str, Any]]:
+    shared = {"part": "perplexity", "parameters": 9, "perplexity": 2.0, **STATED}
+    timed = {"ms": {"median": 1.0}, **shared}
+    lossless = {"method": "memeff", "codec": "rans", "mantissa": 7, "bits": 11.0, **timed}
+    return [
+        {"method": "dense", "bits": 16.0, **timed},
+        {"method": "nf4", "bits": 4.5, "emulated": True, **shared},
+        lossless,
+        {**lossless, "mantissa": 3, "block": 512, "bits": 7.0},
+    ]
+
+
+def rows_of_attention() -> list[dict[str, Any]]:
+    means = {"mean": [[0.9, 0.8], [0.7, 0.6]], "deviation": [[0.0, 0.1], [0.0, 0.1]]}
+    shared = {"model": "diffusion transformer", **STATED}
+    return [
+        {"table": "scores", "calls": 2, "four": means, "eight": means, **shared},
+        {"table": "11", "variant": "by layer", "share_of_4b": 0.5, "recovered": 0.7, **shared},
+    ]
+
+
 def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
     import plot
 
@@ -67,6 +88,8 @@ def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
     ranked = {"rank": [1, 2], "probability": [0.5, 0.1], "eps": 2**-12, "ranks_above_eps": 2}
     facts = {"active_share": {"128x128": 0.1}, "mass_below_eps": 0.01, "parameters": 10, "V": 2}
     write(folder / "probabilities.jsonl", [{**ranked, **facts, **STATED}])
+    write(folder / "weights-ablation.jsonl", rows_of_weights())
+    write(folder / "attention-ablation.jsonl", rows_of_attention())
     script("plot", "--results", str(tmp_path / "rows"), "--figures", str(tmp_path / "figures"))
     drawn = {path.name.removesuffix("-box.png") for path in (tmp_path / "figures").iterdir()}
     missing = {name for _, name in plot.PAINTERS.values()} - drawn
