@@ -189,6 +189,13 @@ def test_the_command_writes_rows_of_each_model(
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(row["model"] == "vision transformer" and row["torch"] for row in rows)
     assert printed.count("| vision transformer |") == len(rows)
+    import ablation_tables
+
+    shown = ablation_tables.attention(rows)
+    assert sum(line.startswith("| 4b scores,") for line in shown) == 3
+    (line,) = (line for line in shown if line.startswith("| e5m2 |"))
+    (row,) = (row for row in rows if row["variant"] == "e5m2")
+    assert f"{row['worst']['relative_l1']:.4f}" in line
 
 
 def test_samples_follow_their_class_and_noise(folders: dict[str, Path]) -> None:

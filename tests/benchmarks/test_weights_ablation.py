@@ -76,6 +76,17 @@ def test_times_are_given_only_for_what_runs_as_it_would(found: list[dict[str, An
         assert ("ms" in row) != bool(row.get("emulated"))
 
 
+def test_tables_hold_every_method_and_block(found: list[dict[str, Any]]) -> None:
+    import ablation_tables
+
+    as_rans = [{**row, "codec": "rans"} if "block" in row else row for row in found]
+    shown = ablation_tables.weights([{**row, "seed": 0} for row in as_rans])
+    assert sum("bits kept, blocks of 512" in line for line in shown) == 2
+    assert sum(line.startswith("| dense | 16.00 |") for line in shown) == 1
+    (head,) = (line for line in shown if line.startswith("| bits kept: perplexity"))
+    assert head.endswith("| 512 |")
+
+
 def test_the_papers_formula_is_what_the_codes_do(monkeypatch: pytest.MonkeyPatch) -> None:
     import weights_ablation
 
