@@ -25,6 +25,7 @@ compares with exact sums of the same products.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -233,6 +234,10 @@ def tables(subject: Subject) -> Iterator[dict[str, Any]]:
             measures = whole_model(subject, lambda place, s=settings: s)  # type: ignore[misc]
             ends[name] = measures[subject.harm]
             yield {"table": table, "variant": name, **measures, **against(ends, subject, name)}
+    in_fp32 = subject.quality(copy.deepcopy(subject.model).float())
+    ends["fp32"] = in_fp32[subject.harm]
+    name = "model in fp32, exact"
+    yield {"table": "11", "variant": name, **in_fp32, **against(ends, subject, "fp32")}
     measured = layers(subject)
     for table, variants in (("2, 3", TABLES_2_3), ("4, 5", TABLES_4_5), ("6", TABLE_6)):
         for name, settings in variants.items():

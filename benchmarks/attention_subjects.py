@@ -141,23 +141,23 @@ class Classifier(Subject):
         """What the measures are taken on."""
         return f"{self.count} pictures"
 
-    def pictures(self, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches of pictures and classes."""
+    def pictures(self, model: Any, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches of pictures, in the dtype of a model, and classes."""
         generator = torch.Generator().manual_seed(seed)
-        dtype = next(self.model.parameters()).dtype
+        dtype = next(model.parameters()).dtype
         for _ in range(0, count, self.batch):
             pictures, label = self.glyphs.draw(min(self.batch, count), generator)
             yield pictures.to(dtype), label
 
     def run(self, model: Any, number: int) -> None:
         """Run on other pictures."""
-        for pictures, _ in self.pictures(1_000 + number, min(self.batch, 64)):
+        for pictures, _ in self.pictures(model, 1_000 + number, min(self.batch, 64)):
             model(pixel_values=pictures)
 
     def quality(self, model: Any, attend: Attend | None = None) -> dict[str, float]:
         """Return loss, accuracy in percent, and the percentage of answers as at first."""
         answers, loss, right, seen = [], 0.0, 0, 0
-        for pictures, label in self.pictures(99, self.count):
+        for pictures, label in self.pictures(model, 99, self.count):
             with torch.no_grad(), attention_is(attend):
                 logits = model(pixel_values=pictures).logits.float()
             loss += float(F.cross_entropy(logits, label, reduction="sum"))

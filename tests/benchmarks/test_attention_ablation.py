@@ -97,7 +97,7 @@ def test_every_table_has_its_rows(kind: str, found: dict[str, list[dict[str, Any
     import attention_ablation
 
     ways = 2 if kind == "diffusion" else 1
-    wanted = {**COUNTS, "11": 3 + ways * len(attention_ablation.SHARES)}
+    wanted = {**COUNTS, "11": 4 + ways * len(attention_ablation.SHARES)}
     assert {table: len(of(found[kind], table)) for table in wanted} == wanted
     shares = [row["share_of_4b"] for row in found[kind] if "share_of_4b" in row]
     assert min(shares) == 0.0 < max(shares)
