@@ -24,52 +24,52 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Four bytes to four bf16 numbers: shift, keep the bits of the code, put 0x43 above each byte.
-_TAKE_4_0 = tl.constexpr(
-    "{ .reg .b32 t; and.b32 t, $2, 0x0F0F0F0F; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_4_4 = tl.constexpr(
-    "{ .reg .b32 t; shr.b32 t, $2, 4; and.b32 t, t, 0x0F0F0F0F; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_2_0 = tl.constexpr(
-    "{ .reg .b32 t; and.b32 t, $2, 0x03030303; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_2_2 = tl.constexpr(
-    "{ .reg .b32 t; shr.b32 t, $2, 2; and.b32 t, t, 0x03030303; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_2_4 = tl.constexpr(
-    "{ .reg .b32 t; shr.b32 t, $2, 4; and.b32 t, t, 0x03030303; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_2_6 = tl.constexpr(
-    "{ .reg .b32 t; shr.b32 t, $2, 6; and.b32 t, t, 0x03030303; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-# Codes of 3 bits: two low bits from one byte, the high bit from another.
-_TAKE_3_0 = tl.constexpr(
-    "{ .reg .b32 t, u; and.b32 t, $2, 0x03030303; and.b32 u, $3, 0x01010101; "
-    "shl.b32 u, u, 2; or.b32 t, t, u; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_3_2 = tl.constexpr(
-    "{ .reg .b32 t, u; shr.b32 t, $2, 2; and.b32 t, t, 0x03030303; and.b32 u, $3, 0x04040404; "
-    "or.b32 t, t, u; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_3_4 = tl.constexpr(
-    "{ .reg .b32 t, u; shr.b32 t, $2, 4; and.b32 t, t, 0x03030303; shr.b32 u, $3, 2; "
-    "and.b32 u, u, 0x04040404; or.b32 t, t, u; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
-_TAKE_3_6 = tl.constexpr(
-    "{ .reg .b32 t, u; shr.b32 t, $2, 6; and.b32 t, t, 0x03030303; shr.b32 u, $3, 4; "
-    "and.b32 u, u, 0x04040404; or.b32 t, t, u; "
-    "prmt.b32 $0, t, 0x43434343, 0x4140; prmt.b32 $1, t, 0x43434343, 0x4342; }"
-)
+
+
+# Codes are loaded as numbers of 16 bits, two bytes each, and two of these become two bf16 numbers in
+# as few as one instruction: the bits of one code of each are kept where they are, and the exponent
+# of 128 is put above them. A code that lies n bits up from the last counts 2 ** n times.
+_KEEP = "0x{0:04x}{0:04x}"
+
+
+def _moved(name: str, source: int, right: int) -> str:
+    """Return the instruction that puts an operand, so many bits to the right, into a register."""
+    return f"{'shr' if right >= 0 else 'shl'}.b32 {name}, ${source}, {abs(right)}; "
+
+
+def _take_two(right: int, mask: int) -> tl.constexpr:
+    """Return code that makes numbers of the codes at a place in two times 16 bits."""
+    keep = _KEEP.format(mask)
+    return tl.constexpr(
+        "{ .reg .b32 t; " + _moved("t", 1, right) + f"lop3.b32 $0, t, {keep}, 0x43004300, 0xEA; }}"
+    )
+
+
+def _take_two_high(right: int, mask: int, high_right: int, high_mask: int) -> tl.constexpr:
+    """Return code as `_take_two`, with a bit from a second operand."""
+    keep, more = _KEEP.format(mask), _KEEP.format(high_mask)
+    return tl.constexpr(
+        "{ .reg .b32 t, u; " + _moved("t", 1, right) + _moved("u", 2, high_right)
+        + f"lop3.b32 t, t, {keep}, 0x43004300, 0xEA; lop3.b32 $0, u, {more}, t, 0xEA; }}"
+    )
+
+
+# Keys take codes where they lie; of values all count 16 times, so that 128 is less against them.
+# Names end in bits, part and byte.
+_K_4_0_0, _K_4_0_1 = _take_two(0, 0x0F), _take_two(8, 0x0F)
+_K_4_1_0, _K_4_1_1 = _take_two(4, 0x0F), _take_two(12, 0x0F)
+_K_2_0_0, _K_2_0_1 = _take_two(0, 0x03), _take_two(8, 0x03)
+_K_2_1_0, _K_2_1_1 = _take_two(0, 0x0C), _take_two(8, 0x0C)
+_K_2_2_0, _K_2_2_1 = _take_two(0, 0x30), _take_two(8, 0x30)
+_K_2_3_0, _K_2_3_1 = _take_two(2, 0x30), _take_two(10, 0x30)
+_V_2_0_0, _V_2_0_1 = _take_two(-4, 0x30), _take_two(4, 0x30)
+_V_2_1_0, _V_2_1_1 = _take_two(-2, 0x30), _take_two(6, 0x30)
+_K_3_0_0, _K_3_0_1 = _take_two_high(0, 0x03, -2, 0x04), _take_two_high(8, 0x03, 6, 0x04)
+_K_3_1_0, _K_3_1_1 = _take_two_high(0, 0x0C, -2, 0x10), _take_two_high(8, 0x0C, 6, 0x10)
+_K_3_2_0, _K_3_2_1 = _take_two_high(0, 0x30, -2, 0x40), _take_two_high(8, 0x30, 6, 0x40)
+_K_3_3_0, _K_3_3_1 = _take_two_high(2, 0x30, 0, 0x40), _take_two_high(10, 0x30, 8, 0x40)
+_V_3_0_0, _V_3_0_1 = _take_two_high(-4, 0x30, -6, 0x40), _take_two_high(4, 0x30, 2, 0x40)
+_V_3_1_0, _V_3_1_1 = _take_two_high(-2, 0x30, -4, 0x40), _take_two_high(6, 0x30, 4, 0x40)
 
 # A byte is two halves: (128 + high) * 16 - 2304 + (128 + low) = code - 128, exact throughout.
 _TAKE_8 = tl.constexpr(
@@ -81,90 +81,118 @@ _TAKE_8 = tl.constexpr(
     "fma.rn.bf16x2 c, c, many, less; fma.rn.bf16x2 d, d, many, less; "
     "fma.rn.bf16x2 $0, a, one, c; fma.rn.bf16x2 $1, b, one, d; }"
 )
-# Two bf16 numbers at a time: x * 1 - 136, 132 or 130, exact.
-_LESS_136 = tl.constexpr(
-    "{ .reg .b32 a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC308C308; fma.rn.bf16x2 $0, $1, a, b; }"
-)
-_LESS_132 = tl.constexpr(
-    "{ .reg .b32 a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC304C304; fma.rn.bf16x2 $0, $1, a, b; }"
-)
-_LESS_130 = tl.constexpr(
-    "{ .reg .b32 a, b; mov.b32 a, 0x3F803F80; mov.b32 b, 0xC302C302; fma.rn.bf16x2 $0, $1, a, b; }"
-)
-
-
 @triton.jit
 def _take(raw, ASM: tl.constexpr):
     return tl.inline_asm_elementwise(ASM, "=r,=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit
-def _take_two(raw, high, ASM: tl.constexpr):
+def _two(raw, ASM: tl.constexpr):
+    return tl.inline_asm_elementwise(ASM, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _two_high(raw, high, ASM: tl.constexpr):
     return tl.inline_asm_elementwise(
-        ASM, "=r,=r,r,r", [raw, high], dtype=tl.bfloat16, is_pure=True, pack=4
+        ASM, "=r,r,r", [raw, high], dtype=tl.bfloat16, is_pure=True, pack=2
     )
 
 
 @triton.jit
+def _code_of(raw, high, PLACE: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr):
+    """Return codes at a place of 16 bits as numbers of a type."""
+    if BITS == 3:
+        code = ((raw >> PLACE) & 3) | (((high >> PLACE) & 1) << 2)
+    else:
+        code = (raw >> PLACE) & ((1 << BITS) - 1)
+    return code.to(kind)
+
+
+@triton.jit
 def _numbers(
-    raw, high, PART: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr, kind: tl.constexpr
+    raw,
+    high,
+    PART: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+    PACKED: tl.constexpr,
+    kind: tl.constexpr,
 ):
-    """Return the codes of a part as numbers of a type; with PACKED bf16 and 128 more, 128 less of
-    codes of 8 bits.
+    """Return (ROWS, COLUMNS): the codes of a part as numbers, first of even bytes, then of odd ones.
+
+    With PACKED 128 is added, and codes count as often as `_take_two` says.
     """
-    if PACKED:
-        if BITS == 8:
-            numbers = _take(raw, _TAKE_8)
-        elif BITS == 4:
-            numbers = _take(raw, _TAKE_4_0 if PART == 0 else _TAKE_4_4)
-        elif BITS == 2:
-            if PART < 2:
-                numbers = _take(raw, _TAKE_2_0 if PART == 0 else _TAKE_2_2)
-            else:
-                numbers = _take(raw, _TAKE_2_4 if PART == 2 else _TAKE_2_6)
-        elif PART < 2:
-            numbers = _take_two(raw, high, _TAKE_3_0 if PART == 0 else _TAKE_3_2)
+    if not PACKED:
+        even = _code_of(raw, high, PART * (2 if BITS == 3 else BITS), BITS, kind)
+        odd = _code_of(raw, high, PART * (2 if BITS == 3 else BITS) + 8, BITS, kind)
+    elif BITS == 4:
+        even = _two(raw, _K_4_0_0 if PART == 0 else _K_4_1_0)
+        odd = _two(raw, _K_4_0_1 if PART == 0 else _K_4_1_1)
+    elif BITS == 2:
+        if PART == 0:
+            even = _two(raw, _V_2_0_0 if IS_VALUE else _K_2_0_0)
+            odd = _two(raw, _V_2_0_1 if IS_VALUE else _K_2_0_1)
+        elif PART == 1:
+            even = _two(raw, _V_2_1_0 if IS_VALUE else _K_2_1_0)
+            odd = _two(raw, _V_2_1_1 if IS_VALUE else _K_2_1_1)
         else:
-            numbers = _take_two(raw, high, _TAKE_3_4 if PART == 2 else _TAKE_3_6)
-    elif BITS == 8:
-        numbers = raw.to(kind)
-    elif BITS == 3:
-        low = (raw >> (2 * PART)) & 3
-        numbers = (low | (((high >> (2 * PART)) & 1) << 2)).to(kind)
+            even = _two(raw, _K_2_2_0 if PART == 2 else _K_2_3_0)
+            odd = _two(raw, _K_2_2_1 if PART == 2 else _K_2_3_1)
+    elif PART == 0:
+        even = _two_high(raw, high, _V_3_0_0 if IS_VALUE else _K_3_0_0)
+        odd = _two_high(raw, high, _V_3_0_1 if IS_VALUE else _K_3_0_1)
+    elif PART == 1:
+        even = _two_high(raw, high, _V_3_1_0 if IS_VALUE else _K_3_1_0)
+        odd = _two_high(raw, high, _V_3_1_1 if IS_VALUE else _K_3_1_1)
     else:
-        numbers = ((raw >> (BITS * PART)) & ((1 << BITS) - 1)).to(kind)
-    return numbers
+        even = _two_high(raw, high, _K_3_2_0 if PART == 2 else _K_3_3_0)
+        odd = _two_high(raw, high, _K_3_2_1 if PART == 2 else _K_3_3_1)
+    return tl.permute(tl.join(even, odd), (0, 2, 1)).reshape((ROWS, COLUMNS))
 
 
 @triton.jit
-def _centred(numbers, BITS: tl.constexpr):
-    """Return codes less the middle one: sums over many tokens stay small and so exact."""
-    if BITS == 4:
-        numbers = tl.inline_asm_elementwise(
-            _LESS_136, "=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    elif BITS == 3:
-        numbers = tl.inline_asm_elementwise(
-            _LESS_132, "=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
+def _all_numbers(
+    raw,
+    high,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PACKED: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """Return (ROWS, COLUMNS): the codes of all parts of keys, part after part."""
+    PARTS: tl.constexpr = 8 // BITS if BITS != 3 else 4
+    WIDTH: tl.constexpr = COLUMNS // PARTS
+    first = _numbers(raw, high, 0, BITS, ROWS, WIDTH, False, PACKED, kind)
+    second = _numbers(raw, high, 1, BITS, ROWS, WIDTH, False, PACKED, kind)
+    if PARTS == 2:
+        both = tl.join(first, second)  # (ROWS, WIDTH, 2)
+        found = tl.permute(both, (0, 2, 1)).reshape((ROWS, COLUMNS))
     else:
-        numbers = tl.inline_asm_elementwise(
-            _LESS_130, "=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    return numbers
+        third = _numbers(raw, high, 2, BITS, ROWS, WIDTH, False, PACKED, kind)
+        fourth = _numbers(raw, high, 3, BITS, ROWS, WIDTH, False, PACKED, kind)
+        four = tl.join(tl.join(first, third), tl.join(second, fourth))  # (ROWS, WIDTH, 2, 2)
+        found = tl.permute(four, (0, 2, 3, 1)).reshape((ROWS, COLUMNS))
+    return found
 
 
 @triton.jit
-def _pair_of(base, place):
-    """Return the step and the zero at a place, in fp32; two bf16 numbers are one load."""
-    kind: tl.constexpr = base.dtype.element_ty
-    if kind == tl.bfloat16:
+def _pair_of(base, place, kind: tl.constexpr):
+    """Return the step and the zero at a place, in a type; two bf16 numbers are one load."""
+    given: tl.constexpr = base.dtype.element_ty
+    if given == tl.bfloat16:
         both = tl.load(base.to(tl.pointer_type(tl.uint32)) + place)
-        step = (both << 16).to(tl.float32, bitcast=True)
-        zero = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
+        if kind == tl.bfloat16:
+            step = both.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+            zero = (both >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        else:
+            step = (both << 16).to(tl.float32, bitcast=True)
+            zero = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
     else:
-        step = tl.load(base + 2 * place).to(tl.float32)
-        zero = tl.load(base + 2 * place + 1).to(tl.float32)
+        step = tl.load(base + 2 * place).to(kind)
+        zero = tl.load(base + 2 * place + 1).to(kind)
     return step, zero
 
 
@@ -271,9 +299,10 @@ def _coded_kv_cache_attention_kernel(
     BLOCK: tl.constexpr = GROUP * DEPTH * BITS // 8
     HIGH: tl.constexpr = DEPTH // 8  # bytes of a row of the plane of high bits
     OFFSET: tl.constexpr = (-128.0 if BITS == 8 else 128.0) if PACKED else 0.0
-    MIDDLE: tl.constexpr = 1.0 * (1 << (BITS - 1))
     TOP: tl.constexpr = 1 << (BITS - 1)
+    V_GAIN: tl.constexpr = 16.0 if PACKED and BITS < 4 else 1.0
     kind: tl.constexpr = q_ptr.dtype.element_ty
+    fine: tl.constexpr = tl.bfloat16 if PACKED else tl.float32  # of a query times a key's step
     pair = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     batch = pair // kv_heads
@@ -287,39 +316,54 @@ def _coded_kv_cache_attention_kernel(
     rows = tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)
     width = tl.arange(0, WIDTH)
+    channels = depth  # of keys, and tokens of a group, in the order in which codes come out of words
     tokens = tl.arange(0, GROUP)
+    if BITS != 8:
+        channels = depth // WIDTH * WIDTH + depth % (WIDTH // 2) * 2 + depth % WIDTH // (WIDTH // 2)
+        tokens = tokens % (GROUP // 2) * 2 + tokens // (GROUP // 2)
     is_row = rows < REPEAT
     q_offs = (kv_head * REPEAT + rows) * stride_q_head + batch * stride_q_batch
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     sums = tl.zeros((GROUP, ROWS), dtype=tl.float32)
-    queries = ()
     accs = ()
     zeros = ()
+    query = tl.load(
+        q_ptr + q_offs[None, :] + channels[:, None] * stride_q_depth, mask=is_row[None, :], other=0.0
+    )
+    shrunk = query.to(fine)
+    if PACKED and BITS < 4:
+        counts = tl.where(depth < WIDTH, 1.0, tl.where(depth < 2 * WIDTH, 0.25, 0.0625))
+        shrunk = (query.to(tl.float32) * counts[:, None]).to(fine)
     for part in tl.static_range(PARTS):
-        queries = queries + (  # noqa: RUF005
-            tl.load(
-                q_ptr + q_offs[None, :] + (part * WIDTH + width)[:, None] * stride_q_depth,
-                mask=is_row[None, :],
-                other=0.0,
-            ).to(tl.float32)
-            * scale,
-        )
         accs = accs + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
     for _ in tl.static_range(DEPTH // CHANNELS):
         zeros = zeros + (tl.zeros((GROUP, ROWS), dtype=tl.float32),)  # noqa: RUF005
 
     # Offsets of bytes within a block: keys token by token, values channel by channel.
-    if BITS == 3:
-        k_bytes = tokens[:, None] * (DEPTH // 4) + width[None, :]
-        v_bytes = width[:, None] * GROUP + tokens[None, :]
-        k_high = GROUP * (DEPTH // 4) + tokens[:, None] * HIGH + (width % HIGH)[None, :]
-        v_high = GROUP * (DEPTH // 4) + (width % HIGH)[:, None] * GROUP + tokens[None, :]
-        nudge = (width // HIGH).to(tl.uint8)
+    if BITS == 8:
+        UNIT: tl.constexpr = 1  # bytes that are loaded as one
+        k_place = tokens[:, None] * DEPTH + depth[None, :]
+        v_place = width[:, None] * GROUP + tokens[None, :]
+        k_base = k_codes_ptr
+        v_base = v_codes_ptr
     else:
-        k_bytes = tokens[:, None] * (DEPTH * BITS // 8) + width[None, :]
-        v_bytes = width[:, None] * GROUP + tokens[None, :]
-    k_base = k_codes_ptr + pair * groups * BLOCK
-    v_base = v_codes_ptr + pair * groups * BLOCK
+        UNIT: tl.constexpr = 2
+        k_half = tl.arange(0, WIDTH // 2)
+        v_half = tl.arange(0, GROUP // 2)
+        k_place = tokens[:, None] * (WIDTH // 2) + k_half[None, :]
+        v_place = width[:, None] * (GROUP // 2) + v_half[None, :]
+        k_base = k_codes_ptr.to(tl.pointer_type(tl.uint16))
+        v_base = v_codes_ptr.to(tl.pointer_type(tl.uint16))
+        if BITS == 3:
+            # A high bit's byte serves two channels, HIGH apart, the second a bit up.
+            BEHIND: tl.constexpr = GROUP * WIDTH // 2
+            k_high = BEHIND + tokens[:, None] * (HIGH // 2) + (k_half % (HIGH // 2))[None, :]
+            v_high = BEHIND + (width % HIGH)[:, None] * (GROUP // 2) + v_half[None, :]
+            k_nudge = (k_half // (HIGH // 2)).to(tl.uint16)
+            v_nudge = (width // HIGH).to(tl.uint16)
+    PLACES: tl.constexpr = BLOCK // UNIT
+    k_base += pair * groups * PLACES
+    v_base += pair * groups * PLACES
     K_SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * DEPTH
     V_SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * GROUP * (DEPTH // CHANNELS)
     ks_base = k_scales_ptr + pair * groups * K_SCALES
@@ -332,25 +376,29 @@ def _coded_kv_cache_attention_kernel(
         for at in tl.static_range(AT_ONCE):
             tile = turn * AT_ONCE + at
             block = wide_zero + tl.minimum(tile, tiles - 1)
-            k_raw = tl.load(k_base + block * BLOCK + k_bytes)
+            k_raw = tl.load(k_base + block * PLACES + k_place)
             k_more = k_raw
             if BITS == 3:
-                k_more = tl.load(k_base + block * BLOCK + k_high) >> nudge[None, :]
+                k_more = tl.load(k_base + block * PLACES + k_high) >> k_nudge[None, :]
             score = tl.zeros((GROUP, ROWS), dtype=tl.float32)
-            bias = tl.zeros((WIDTH, ROWS), dtype=tl.float32)
-            for part in tl.static_range(PARTS):
-                if BITS == 8 and part > 0:
-                    k_raw = tl.load(k_base + block * BLOCK + k_bytes + part * WIDTH)
-                if IS_PER_HEAD:
-                    scaled = queries[part].to(kind)  # type: ignore[var-annotated]
-                    bias -= (OFFSET + TOP) * scaled.to(tl.float32)
-                else:
-                    step, zero = _pair_of(ks_base + block * K_SCALES, part * WIDTH + width)
-                    scaled = (queries[part] * step[:, None]).to(kind)
-                    bias += queries[part] * zero[:, None] - OFFSET * scaled.to(tl.float32)
-                numbers = _numbers(k_raw, k_more, part, BITS, PACKED, kind)
-                score = _dot(numbers, scaled, score, UPCAST)
-            score += tl.sum(bias, axis=0)[None, :]
+            # What zeros and the 128 add to every score, sixteen times over: a tile's least rows.
+            bias = tl.zeros((16, ROWS), dtype=tl.float32)
+            if IS_PER_HEAD:
+                scaled = shrunk.to(kind)
+                bias = _dot(tl.full((16, DEPTH), -1.0 * TOP, dtype=kind), query, bias, UPCAST)
+            else:
+                step, zero = _pair_of(ks_base + block * K_SCALES, channels, fine)
+                scaled = (shrunk * step[:, None]).to(kind)
+                zero = tl.broadcast_to(zero.to(kind)[None, :], (16, DEPTH))
+                bias = _dot(zero, query, bias, UPCAST)
+            if PACKED:
+                bias = _dot(tl.full((16, DEPTH), -OFFSET, dtype=kind), scaled, bias, UPCAST)
+            if BITS == 8:
+                numbers = _take(k_raw, _TAKE_8) if PACKED else k_raw.to(kind)
+            else:
+                numbers = _all_numbers(k_raw, k_more, BITS, GROUP, DEPTH, PACKED, kind)
+            score = _dot(numbers, scaled, score, UPCAST)
+            score = (score + tl.max(bias, axis=0)[None, :]) * scale
             if IS_PER_HEAD:
                 score *= tl.load(ks_base + block * K_SCALES + tokens).to(tl.float32)[:, None]
             position = tile * GROUP + tokens
@@ -378,21 +426,20 @@ def _coded_kv_cache_attention_kernel(
         shrink = tl.exp2(largest - base)
         largest = higher
         sums = sums * shrink[None, :]
-        new_accs = ()
+        fresh = ()  # of this turn alone: the 128 must not add up over many
         new_zeros = ()
-        for part in tl.static_range(PARTS):
-            new_accs = new_accs + (accs[part] * shrink[None, :],)  # noqa: RUF005
+        for _ in tl.static_range(PARTS):
+            fresh = fresh + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
         for share in tl.static_range(DEPTH // CHANNELS):
             new_zeros = new_zeros + (zeros[share] * shrink[None, :],)  # noqa: RUF005
-        accs = new_accs
         zeros = new_zeros
         for at in tl.static_range(AT_ONCE):
             tile = turn * AT_ONCE + at
             block = wide_zero + tl.minimum(tile, tiles - 1)
-            v_raw = tl.load(v_base + block * BLOCK + v_bytes)
+            v_raw = tl.load(v_base + block * PLACES + v_place)
             v_more = v_raw
             if BITS == 3:
-                v_more = tl.load(v_base + block * BLOCK + v_high) >> nudge[:, None]
+                v_more = tl.load(v_base + block * PLACES + v_high) >> v_nudge[:, None]
             weight = tl.exp2(scores[at] - base[None, :])
             sums += weight
             if HAS_NORMS:
@@ -403,11 +450,11 @@ def _coded_kv_cache_attention_kernel(
                     other=0.0,
                 )
                 weight *= v_norm.to(tl.float32)[:, None]
-            new_accs = ()
+            new_fresh = ()
             new_zeros = ()
             for part in tl.static_range(PARTS):
                 if BITS == 8 and part > 0:
-                    v_raw = tl.load(v_base + block * BLOCK + v_bytes + part * WIDTH * GROUP)
+                    v_raw = tl.load(v_base + block * PLACES + v_place + part * WIDTH * GROUP)
                 if part * WIDTH % CHANNELS == 0:
                     share = part * WIDTH // CHANNELS
                     if IS_PER_HEAD:
@@ -415,24 +462,31 @@ def _coded_kv_cache_attention_kernel(
                         scaled = (weight * step[:, None]).to(kind)
                         taken = -TOP * scaled.to(tl.float32)
                     else:
-                        step, zero = _pair_of(vs_base + block * V_SCALES, share * GROUP + tokens)
+                        step, zero = _pair_of(
+                            vs_base + block * V_SCALES, share * GROUP + tokens, tl.float32
+                        )
                         scaled = (weight * step[:, None]).to(kind)
                         taken = weight * zero[:, None]
                     if PACKED:
-                        taken += MIDDLE * scaled.to(tl.float32)
+                        taken -= OFFSET / V_GAIN * scaled.to(tl.float32)
                     new_zeros = new_zeros + (zeros[part * WIDTH // CHANNELS] + taken,)  # noqa: RUF005
-                numbers = _numbers(v_raw, v_more, part, BITS, PACKED, kind)
-                if PACKED and BITS != 8:
-                    numbers = _centred(numbers, BITS)
-                new_accs = new_accs + (_dot(numbers, scaled, accs[part], UPCAST),)  # noqa: RUF005
-            accs = new_accs
+                if BITS == 8:
+                    numbers = _take(v_raw, _TAKE_8) if PACKED else v_raw.to(kind)
+                else:
+                    numbers = _numbers(v_raw, v_more, part, BITS, WIDTH, GROUP, True, PACKED, kind)
+                new_fresh = new_fresh + (_dot(numbers, scaled, fresh[part], UPCAST),)  # noqa: RUF005
+            fresh = new_fresh
             zeros = new_zeros
+        new_accs = ()
+        for part in tl.static_range(PARTS):
+            new_accs = new_accs + (accs[part] * shrink[None, :] + fresh[part],)  # noqa: RUF005
+        accs = new_accs
 
     total = tl.sum(sums, axis=0)
     whole = ()
     for part in tl.static_range(PARTS):
         whole = whole + (  # noqa: RUF005
-            accs[part] + tl.sum(zeros[part * WIDTH // CHANNELS], axis=0)[None, :],
+            accs[part] * (1.0 / V_GAIN) + tl.sum(zeros[part * WIDTH // CHANNELS], axis=0)[None, :],
         )
     accs = whole
     whole_q = tl.load(
