@@ -18,7 +18,11 @@ filled with random tokens, under torch.compile(mode="reduce-overhead"): a Static
 of each of --bits. Cases that the seconds of --budget do not reach are left out and said to be.
 
 `longest`: the longest cache of such a model at batch 16 for which 32 decoding steps run, for a
-StaticCache and for a KVCache; lengths are tried from the formula's upwards and downwards in 5 %.
+StaticCache and for a KVCache. The formula gives the length for what the device has free, less
+--reserve GiB; where that does not fit, 2 % less are tried. Caches are filled with random keys and
+values through their own append.
+
+`size`: bytes per token and layer that the allocator gives, and the formula's.
 
 `sweep`: warps, stages and programs per multiprocessor, per shape; the fastest are printed. Nothing
 is written. Variants are compiled in `--workers` processes first.
@@ -50,6 +54,8 @@ from memeff_compile.kernels.coded_kv_cache import (
     CODED,
     LENGTH,
     Layout,
+    bytes_after,
+    bytes_per_token,
     coded_kv_cache_append,
     coded_kv_cache_attention,
     coded_kv_cache_view,
@@ -70,7 +76,15 @@ CASES = {
     ],
     "tiny": [(4, 2, 300), (3, 1, 300)],
 }
-SWEPT = [(4, 16, 32768), (4, 16, 4096), (4, 1, 32768), (4, 1, 131072), (2, 16, 32768)]
+SWEPT = [
+    (2, 16, 32768),
+    (4, 16, 32768),
+    (3, 16, 32768),
+    (4, 16, 4096),
+    (4, 1, 32768),
+    (4, 1, 131072),
+    (8, 16, 32768),
+]
 STEPS = {"h200": [(16, 32768)], "tiny": [(2, 300)]}
 HEADS = {"h200": (32, 8, 128), "tiny": (4, 2, 16)}
 ERROR_BUDGET = 1.5e-2
@@ -235,39 +249,35 @@ def append(options: argparse.Namespace) -> None:
 # --- whole steps ----------------------------------------------------------------------------------
 
 
+_BUILT: dict[str, Any] = {}
+
+
 def build(options: argparse.Namespace) -> Any:
-    """Return a causal language model with random weights, and heads as in `HEADS`."""
+    """Return a causal language model with random weights, and heads as in `HEADS`; one for all."""
     from transformers import AutoModelForCausalLM, LlamaConfig
+
+    if options.size in _BUILT:
+        return _BUILT[options.size]
 
     heads, _, depth = options.heads
     config = LlamaConfig(**{**kv_decode.MODELS[options.size], "hidden_size": heads * depth})
+    dtype = getattr(torch, options.dtype)
     with torch.device(options.device):
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    _BUILT[options.size] = model
+    return model
 
 
 def filled_cache(
     model: Any, bits: int, batch: int, tokens: int, options: argparse.Namespace
 ) -> Any:
     """Return a cache with random contents and one place left: a StaticCache for 16 bits."""
-    if bits == 16:
-        from transformers import StaticCache
-
-        cache: Any = StaticCache(config=model.config, max_cache_len=tokens)
-        cache.early_initialization(
-            batch, options.heads[1], options.heads[2], model.dtype, torch.device(options.device)
-        )
-        for layer in cache.layers:
+    cache = empty_cache(model, bits, batch, tokens, options)
+    for layer in cache.layers:
+        if bits == 16:
             layer.keys.normal_()
             layer.values.normal_()
-        kv_decode.set_filled(cache, tokens - 1)
-        return cache
-    cache = memeff_compile.KVCache(model.config, tokens, bits, scheme=options.scheme)
-    _, kv_heads, depth = options.heads
-    like = torch.empty(
-        batch, kv_heads, 0, depth, dtype=model.dtype, device=torch.device(options.device)
-    )
-    for layer in cache.layers:
-        layer.lazy_initialization(like, like)
+            continue
         for name, tensor in layer.tensors():
             if name.endswith("codes"):
                 tensor.random_(0, 256)
@@ -302,31 +312,31 @@ def step(options: argparse.Namespace) -> None:
             if time.perf_counter() - started > options.budget:
                 print(f"left out, no time: {bits} bits, batch {batch}, {tokens} tokens")
                 continue
+            cache = filled_cache(model, bits, batch, tokens, options)
             row = {"bits": bits, "batch": batch, "tokens": tokens, "scheme": options.scheme}
-            row |= one_step(model, bits, batch, tokens, options)
-            kv_decode.clean()
+            row |= one_step(model, cache, tokens, options)
+            del cache
+            forget(options)
             rows.write(options.out, {"kind": "coded kv step", **row})
 
 
-def one_step(
-    model: Any, bits: int, batch: int, tokens: int, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Compile and time the step; the cache is set back each time."""
-    torch._dynamo.reset()
-    memeff_compile.reset()
-    compiled = torch.compile(model, backend="memeff", mode=options.mode)
-    cache = filled_cache(model, bits, batch, tokens, options)
-    token = torch.randint(0, model.config.vocab_size, (batch, 1), device=options.device)
-    began = time.perf_counter()
+def one_step(model: Any, cache: Any, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Compile and time the step that takes the last place; the cache is set back each time."""
+    bits = cache.bits if isinstance(cache, memeff_compile.KVCache) else 16
+    compiled = compile_step(model, options)
+    token = torch.randint(0, model.config.vocab_size, (cache_batch(cache), 1))
+    token = token.to(options.device)
 
-    def run() -> None:
+    def run() -> Tensor:
         set_filled(cache, tokens - 1)
         if options.device == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
-        compiled(input_ids=token, past_key_values=cache)
+        logits: Tensor = compiled(input_ids=token, past_key_values=cache).logits
+        return logits
 
+    began = time.perf_counter()
     for _ in range(4):
-        run()
+        is_finite = bool(run().isfinite().all())
     first = time.perf_counter() - began
     samples = []
     for _ in range(options.repeats):
@@ -346,59 +356,211 @@ def one_step(
     name = "rewrite_kv_update" if bits == 16 else "compress_kv_cache"
     found: dict[str, Any] = {
         "ms": rows.percentiles(samples),
+        "finite": is_finite,
         "rewritten": memeff_compile.last_report().rewrites(name),
         "seconds_to_first": round(first, 1),
         "mode": options.mode,
+        "cache_bytes": bytes_of(cache),
     }
-    if bits != 16:
-        found["cache_bytes"] = cache.nbytes
     if options.device == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        torch.cuda.reset_peak_memory_stats()
     return found
+
+
+def compile_step(model: Any, options: argparse.Namespace) -> Any:
+    """Return the model compiled with the backend."""
+    if options.device == "cuda":
+        return torch.compile(model, backend="memeff", mode=options.mode)
+    return torch.compile(model, backend="memeff", options={"memeff.inner": "aot_eager"})
+
+
+def forget(options: argparse.Namespace) -> None:
+    """Give back what the last step was compiled to, CUDA graphs included."""
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    kv_decode.clean()
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def cache_batch(cache: Any) -> int:
+    """Return the sequences of a cache that is filled."""
+    layer = cache.layers[0]
+    first: Tensor = layer.pool()[0] if hasattr(layer, "pool") else layer.keys
+    return first.shape[0]
+
+
+def bytes_of(cache: Any) -> int:
+    """Return the bytes of keys and values."""
+    if isinstance(cache, memeff_compile.KVCache):
+        return cache.nbytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+# --- the longest cache ----------------------------------------------------------------------------
+
+
+def empty_cache(model: Any, bits: int, batch: int, tokens: int, options: argparse.Namespace) -> Any:
+    """Return an allocated cache: a StaticCache for 16 bits."""
+    _, kv_heads, depth = options.heads
+    device = torch.device(options.device)
+    if bits == 16:
+        from transformers import StaticCache
+
+        cache: Any = StaticCache(config=model.config, max_cache_len=tokens)
+        cache.early_initialization(batch, kv_heads, depth, model.dtype, device)
+        return cache
+    cache = memeff_compile.KVCache(model.config, tokens, bits, scheme=options.scheme)
+    like = torch.empty(batch, kv_heads, 0, depth, dtype=model.dtype, device=device)
+    for layer in cache.layers:
+        layer.lazy_initialization(like, like)
+    return cache
+
+
+def append_random(cache: Any, tokens: int, options: argparse.Namespace) -> None:
+    """Fill a cache with random keys and values through its own append, a few thousand at once."""
+    _, kv_heads, depth = options.heads
+    at_once = min(tokens, 4096)
+    like: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": options.device}
+    k, v = (torch.randn(cache_batch(cache), kv_heads, at_once, depth, **like) for _ in range(2))
+    for layer in cache.layers:
+        for start in range(0, tokens, at_once):
+            new = [t[:, :, : min(at_once, tokens - start)] for t in (k, v)]
+            if hasattr(layer, "pool"):
+                layout = layer.layout
+                coded_kv_cache_append(
+                    *layer.pool(), *new, layout.bits, layout.recent, layer.max_cache_len
+                )
+            else:
+                layer.update(*new)
+        layer.is_empty = False
 
 
 @torch.no_grad()
 def longest(options: argparse.Namespace) -> None:
-    """Find the longest cache for which 32 steps run."""
+    """Find the longest cache for which 32 steps run, in CUDA graphs."""
     started = time.perf_counter()
     model = build(options)
     config, (batch, _) = model.config, options.steps[0]
-    heads, depth = options.heads[1:]
     for bits in options.bits:
-        layout = layout_of(bits if bits != 16 else 4, options)
-        free = torch.cuda.mem_get_info()[0] if options.device == "cuda" else 1 << 26
-        each = 4 * heads * depth if bits == 16 else layout.block_bytes * 2 * heads // layout.group
-        if bits != 16:
-            shapes = layout.shapes(1, heads, 1 << 20)
-            scales = sum(math.prod(shapes[f"{x}_scales"]) for x in "kv")
-            each += 2 * scales // (1 << 20)
-        tokens = int(free * 0.97 / (each * batch * config.num_hidden_layers)) // 256 * 256
-        best = None
-        for _ in range(6):
-            if time.perf_counter() - started > options.budget:
-                print("left out, no time: another length")
-                break
+        if time.perf_counter() - started > options.budget:
+            print(f"left out, no time: {bits} bits")
+            continue
+        free = 1 << 20
+        if options.device == "cuda":
+            free = torch.cuda.mem_get_info()[0] - int(options.reserve * 2**30)
+        small, large = (
+            cache_size(bits, batch, n, options) * config.num_hidden_layers for n in (1024, 2048)
+        )
+        each = (large - small) / 1024
+        tokens = int(1024 + (free - small) / each) // 256 * 256
+        row: dict[str, Any] = {"bits": bits, "batch": batch, "scheme": options.scheme}
+        for _ in range(4):
             try:
-                found = one_step(model, bits, batch, tokens, options)
-                best = {"tokens": tokens, **found}
-                kv_decode.clean()
-                break
+                found = steps_of(model, bits, batch, tokens, options)
+                row |= {"tokens": tokens, "bytes_per_token": round(each, 1), **found}
             except torch.cuda.OutOfMemoryError:
-                kv_decode.clean()
-                tokens = int(tokens * 0.95) // 256 * 256
-        row = {
-            "bits": bits,
-            "batch": batch,
-            "scheme": options.scheme,
-            **(best or {"failed": "none"}),
-        }
+                tokens = int(tokens * 0.98) // 256 * 256
+            forget(options)
+            if "steps" in row:
+                break
         rows.write(options.out, {"kind": "coded kv longest", **row})
+
+
+def cache_size(bits: int, batch: int, tokens: int, options: argparse.Namespace) -> int:
+    """Return the bytes of one layer's cache."""
+    heads, depth = options.heads[1:]
+    if bits == 16:
+        return 4 * batch * heads * tokens * depth
+    return bytes_after(layout_of(bits, options), batch, heads, tokens, 2)
+
+
+def steps_of(
+    model: Any, bits: int, batch: int, tokens: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Fill a cache up to its last 40 tokens, then decode 32."""
+    compiled = compile_step(model, options)
+    cache = empty_cache(model, bits, batch, tokens, options)
+    began = time.perf_counter()
+    append_random(cache, tokens - 40, options)
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+    filling = time.perf_counter() - began
+    token = torch.randint(0, model.config.vocab_size, (batch, 1)).to(options.device)
+    samples = []
+    for _ in range(32):
+        began = time.perf_counter()
+        if options.device == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        logits = compiled(input_ids=token, past_key_values=cache).logits
+        token = logits[:, -1:].argmax(-1).clone()
+        is_finite = bool(logits.isfinite().all())
+        samples.append((time.perf_counter() - began) * 1e3)
+    name = "rewrite_kv_update" if bits == 16 else "compress_kv_cache"
+    found: dict[str, Any] = {
+        "steps": 32,
+        "finite": is_finite,
+        "ms": rows.percentiles(samples[8:]),
+        "seconds_to_fill": round(filling, 1),
+        "seconds_to_first": round(samples[0] / 1e3, 1),
+        "rewritten": memeff_compile.last_report().rewrites(name),
+        "mode": options.mode,
+        "cache_bytes": bytes_of(cache),
+    }
+    if options.device == "cuda":
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return found
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def size(options: argparse.Namespace) -> None:
+    """Compare what the allocator gives to caches with the formula, per token."""
+    _, heads, depth = options.heads
+    for bits in (16, 8, 4, 3, 2):
+        held = []
+        lengths = (4096, 36864) if options.size == "h200" else (300, 1580)
+        for tokens in lengths:
+            before = torch.cuda.memory_allocated() if options.device == "cuda" else 0
+            cache = tuple(allocate(bits, 16, tokens, options))
+            after = torch.cuda.memory_allocated() if options.device == "cuda" else 0
+            held.append(after - before if options.device == "cuda" else sum(map(_bytes, cache)))
+            del cache
+        measured = (held[1] - held[0]) / (lengths[1] - lengths[0]) / 16
+        if bits == 16:
+            formula = float(4 * heads * depth)
+        else:
+            layout = layout_of(bits, options)
+            parts = depth // layout.channel_group
+            group = layout.group if layout.scheme == "kivi" else 0
+            formula = float(bytes_per_token(heads, depth, bits, group=group, shares=parts))
+        row = {"bits": bits, "heads": options.heads, "bytes_per_token": round(measured, 2)}
+        row |= {"formula": formula, "times_smaller": round(4 * heads * depth / measured, 3)}
+        rows.write(options.out, {"kind": "coded kv bytes", **row})
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.nbytes
+
+
+def allocate(bits: int, batch: int, tokens: int, options: argparse.Namespace) -> list[Tensor]:
+    """Return the tensors of one layer's cache."""
+    _, heads, depth = options.heads
+    like: dict[str, Any] = {"dtype": torch.bfloat16, "device": options.device}
+    if bits == 16:
+        return [torch.empty(batch, heads, tokens, depth, **like) for _ in range(2)]
+    shapes = layout_of(bits, options).shapes(batch, heads, tokens)
+    return [
+        torch.empty(shape, **(like | ({"dtype": torch.uint8} if name.endswith("codes") else {})))
+        for name, shape in shapes.items()
+        if name not in ("places", "counts")
+    ]
 
 
 # --- sweep ----------------------------------------------------------------------------------------
 
-WARPS, STAGES, AT_ONCE, PROGRAMS = (2, 4), (2, 3, 4), (1, 2), (2, 3, 4, 5, 6, 8)
+WARPS, STAGES, AT_ONCE, PROGRAMS = (1, 2), (2, 3, 4), (1, 2), (3, 4, 5, 6, 8)
 
 
 def variants(bits: int, batch: int, tokens: int, options: argparse.Namespace) -> list[Any]:
@@ -486,6 +648,7 @@ PARTS = {
     "append": append,
     "step": step,
     "longest": longest,
+    "size": size,
     "sweep": sweep,
 }
 
@@ -493,7 +656,7 @@ PARTS = {
 def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=list(PARTS), default="attention")
+    parser.add_argument("--part", choices=list(PARTS), nargs="+", default=["attention"])
     parser.add_argument("--size", choices=list(CASES), default="h200")
     parser.add_argument("--scheme", choices=["kivi", "per_head"], default="kivi")
     parser.add_argument("--repeats", type=int, default=20)
@@ -501,6 +664,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=60.0)
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 4])
     parser.add_argument("--mode", default=None)
+    parser.add_argument("--reserve", type=float, default=2.5)
     parser.add_argument("--out", type=Path, default=Path("coded_kv.jsonl"))
     options = parser.parse_args()
     options.heads = HEADS[options.size]
@@ -509,9 +673,10 @@ def main() -> None:
     if options.mode is None and options.size == "h200":
         options.mode = "reduce-overhead"
     options.dtype = "bfloat16" if options.size == "h200" else "float32"
-    options.cases = SWEPT if options.part == "sweep" else CASES[options.size]
-    torch.manual_seed(0)
-    PARTS[options.part](options)
+    for part in options.part:
+        options.cases = SWEPT if part == "sweep" else CASES[options.size]
+        torch.manual_seed(0)
+        PARTS[part](options)
 
 
 if __name__ == "__main__":

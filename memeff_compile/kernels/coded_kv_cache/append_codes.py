@@ -10,6 +10,8 @@ from memeff_compile.kernels._triton.device import on_device
 from memeff_compile.kernels.coded_kv_cache.layout import channel_group
 from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
 
+WARPS = 8
+
 
 def append(
     pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
@@ -51,5 +53,5 @@ def append(
             KEPT=k_kept.shape[2],
             TOKENS=min(group, 1 << (new - 1).bit_length()),
             IS_PER_HEAD=per_head,
-            num_warps=8,
+            num_warps=WARPS,
         )
