@@ -466,6 +466,12 @@ def keep_address(tensor: torch.Tensor) -> None:
         torch._dynamo.mark_static_address(tensor)
 
 
+def without_compile(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that ``torch.compile(module)`` was given, or the module itself."""
+    inner = module.__dict__.get("_modules", {}).get("_orig_mod")
+    return module if inner is None else inner
+
+
 def inductor_graphs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[GraphModule]:
     """Return the graphs Inductor would compile for ``gm``, the forward first.
 

@@ -268,6 +268,12 @@ class CodedLayer(_InPlace):
         if remove == 0 or self.is_empty:
             return
         length, coded = int(self.counts[LENGTH]), int(self.counts[CODED])
+        if bool(self.k_window.isnan().any()):
+            _refuse(
+                "crop found keys that are not numbers: the cache was given more tokens than "
+                f"max_cache_len={self.max_cache_len}, and which are missing is not known. reset() "
+                "it, and make it longer."
+            )
         if remove > length - coded:
             _refuse(
                 f"crop was asked to remove {remove} tokens, and {length - coded} of {length} are "
@@ -495,17 +501,82 @@ def _check(
 
 # --- every later generate() -----------------------------------------------------------------------
 
+_HOOK = "_prepare_cache_for_generation"
+
+
+@dataclasses.dataclass
+class _Hook:
+    """What generate() calls in the place of the model's own method, and what it was before.
+
+    It holds the model itself, so that copies of the model, pickled ones too, have hooks of theirs.
+    """
+
+    model: Any
+    bits: int
+    max_cache_len: int | None
+    settings: dict[str, Any]
+    before: _Hook | None
+    is_undone: bool = False
+
+    def __call__(
+        self,
+        generation_config: Any,  # noqa: ANN401
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,  # noqa: ANN401
+        batch_size: int,
+        max_cache_length: int,
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Put a KVCache into the arguments of the model, unless another cache is asked for."""
+        model = self.model
+        given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        is_named = model_kwargs.get("past_key_values") is not None
+        asks = generation_config.use_cache is False or generation_config.cache_implementation
+        if is_named or asks or model.config.is_encoder_decoder:
+            if model.config.is_encoder_decoder:
+                warnings.warn(
+                    "use_kv_cache_: an encoder-decoder model keeps its own cache", stacklevel=3
+                )
+            return getattr(type(model), _HOOK)(model, *given, *args, **kwargs)
+        tokens = self.max_cache_len or -(-max_cache_length // _ROUNDED) * _ROUNDED
+        if tokens < max_cache_length:
+            _refuse(
+                f"generate() needs room for {max_cache_length} tokens and max_cache_len is "
+                f"{tokens}; make it larger, or leave it out."
+            )
+        mask = model_kwargs.get("attention_mask")
+        is_padded = mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
+        mask = mask if is_padded else None
+        model_kwargs["past_key_values"] = KVCache(
+            model.config, tokens, self.bits, attention_mask=mask, **self.settings
+        )
+        compiles = model.device.type == "cuda" and generation_config.compile_config is None
+        if compiles and getattr(model, "_compiled_call_impl", None) is None:
+            # generate() compiles decoding by itself; Inductor alone would build the dense view.
+            generation_config.compile_config = CompileConfig(backend="memeff")
+        return None
+
 
 @dataclasses.dataclass
 class _Use:
     """What `use_kv_cache_` returns: call it, or leave its ``with`` block, to undo."""
 
-    model: Any
+    hook: _Hook
 
     def __call__(self) -> None:
-        """Let the model make its own caches again."""
-        if self.model.__dict__.get(_HOOK_OWNER) is self:
-            del self.model.__dict__[_HOOK], self.model.__dict__[_HOOK_OWNER]
+        """Let the model make the caches it made before, as far as that is not undone as well."""
+        self.hook.is_undone = True
+        held = self.hook.model.__dict__
+        current = held.get(_HOOK)
+        if current is not self.hook:
+            return
+        while current is not None and current.is_undone:
+            current = current.before
+        if current is None:
+            del held[_HOOK]
+        else:
+            held[_HOOK] = current
 
     def __enter__(self) -> _Use:
         return self
@@ -514,8 +585,12 @@ class _Use:
         self()
 
 
-_HOOK = "_prepare_cache_for_generation"
-_HOOK_OWNER = "_memeff_kv_cache"
+def _generating(model: Any) -> Any:  # noqa: ANN401
+    """Return the model of transformers whose generate() runs: inside adapters and compiled ones."""
+    model = compat.without_compile(model)
+    if not hasattr(type(model), _HOOK) and hasattr(model, "get_base_model"):  # PEFT's
+        model = compat.without_compile(model.get_base_model())
+    return model
 
 
 def use_kv_cache_(
@@ -529,10 +604,10 @@ def use_kv_cache_(
 
     A call that names a cache of its own, or ``use_cache=False``, gets what it asks for. On a GPU
     generate() compiles decoding by itself; where nothing else is asked for, that is with the
-    backend.
+    backend. Uses nest: the latest one that is not undone counts. Copies of the model keep it.
 
     Args:
-        model: a model of transformers that generates.
+        model: a model of transformers that generates, also with PEFT's adapters or compiled.
         bits: as for `KVCache`.
         max_cache_len: tokens there is room for; by default what each call needs, rounded up.
         settings: as for `KVCache`.
@@ -548,49 +623,13 @@ def use_kv_cache_(
         model.generate(**inputs)
         undo()
     """
-    original: Any = getattr(type(model), _HOOK, None)
-    if original is None or not hasattr(model, "generate"):
+    inner = _generating(model)
+    if not hasattr(type(inner), _HOOK) or not hasattr(inner, "generate"):
         _refuse(
             f"{type(model).__name__} has no generate() of transformers; pass a KVCache to the "
             "model's forward instead."
         )
-    KVCache(model.config, max_cache_len or 1, bits, **settings)  # refuses now what it would later
-
-    def prepare(
-        generation_config: Any,  # noqa: ANN401
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,  # noqa: ANN401
-        batch_size: int,
-        max_cache_length: int,
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
-        given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-        is_named = model_kwargs.get("past_key_values") is not None
-        asks = generation_config.use_cache is False or generation_config.cache_implementation
-        if is_named or asks or model.config.is_encoder_decoder:
-            if model.config.is_encoder_decoder:
-                warnings.warn(
-                    "use_kv_cache_: an encoder-decoder model keeps its own cache", stacklevel=3
-                )
-            return original(model, *given, *args, **kwargs)
-        tokens = max_cache_len or -(-max_cache_length // _ROUNDED) * _ROUNDED
-        if tokens < max_cache_length:
-            _refuse(
-                f"generate() needs room for {max_cache_length} tokens and max_cache_len is "
-                f"{tokens}; make it larger, or leave it out."
-            )
-        mask = model_kwargs.get("attention_mask")
-        is_padded = mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
-        model_kwargs["past_key_values"] = KVCache(
-            model.config, tokens, bits, attention_mask=mask if is_padded else None, **settings
-        )
-        compiles = model.device.type == "cuda" and generation_config.compile_config is None
-        if compiles and getattr(model, "_compiled_call_impl", None) is None:
-            # generate() compiles decoding by itself; Inductor alone would build the dense view.
-            generation_config.compile_config = CompileConfig(backend="memeff")
-        return None
-
-    use = _Use(model)
-    model.__dict__[_HOOK], model.__dict__[_HOOK_OWNER] = prepare, use
-    return use
+    KVCache(inner.config, max_cache_len or 1, bits, **settings)  # refuses now what it would later
+    hook = _Hook(inner, bits, max_cache_len, settings, inner.__dict__.get(_HOOK))
+    inner.__dict__[_HOOK] = hook
+    return _Use(hook)

@@ -594,6 +594,13 @@ def test_a_tensor_that_stays_is_known_to_dynamo() -> None:
     assert ["_dynamo_static_input_type" in kind for kind in kinds] == [True, False]
 
 
+@probes("without_compile")
+def test_a_compiled_module_gives_back_what_it_was_made_of() -> None:
+    linear = torch.nn.Linear(2, 2)
+    assert compat.without_compile(linear) is linear
+    assert compat.without_compile(torch.compile(linear, backend="eager")) is linear
+
+
 # --- capturing without running --------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -223,13 +225,53 @@ def test_every_later_generate_uses_the_cache_until_undone(model: Any) -> None:
     undo()  # twice is once
 
 
-def test_a_second_use_replaces_the_first_and_a_stale_undo_does_nothing(model: Any) -> None:
+def bits_used(model: Any) -> int:
+    """Return the bits of the cache that generate() makes now; 0: of transformers."""
+    found = model.generate(prompt(1, 4), max_new_tokens=2, return_dict_in_generate=True)
+    return getattr(found.past_key_values, "bits", 0)
+
+
+def test_uses_nest_and_an_undone_one_does_not_come_back(model: Any) -> None:
+    with use_kv_cache_(model, bits=4):  # type: ignore[attr-defined]
+        with use_kv_cache_(model, bits=2):  # type: ignore[attr-defined]
+            assert bits_used(model) == 2
+        assert bits_used(model) == 4
+    assert bits_used(model) == 0
     stale = use_kv_cache_(model, bits=4)
     with use_kv_cache_(model, bits=2):  # type: ignore[attr-defined]
         stale()
-        found = model.generate(prompt(1, 4), max_new_tokens=3, return_dict_in_generate=True)
-        assert found.past_key_values.bits == 2
+        assert bits_used(model) == 2
     assert "_prepare_cache_for_generation" not in vars(model)
+
+
+def test_a_copy_of_a_model_has_a_use_of_its_own() -> None:
+    model = make(num_hidden_layers=1)
+    with use_kv_cache_(model, bits=4):  # type: ignore[attr-defined]
+        copied = copy.deepcopy(model)
+        saved = io.BytesIO()
+        torch.save(model, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    for other in (copied, loaded):
+        assert vars(other)["_prepare_cache_for_generation"].model is other
+        assert bits_used(other) == 4
+    assert bits_used(model) == 0
+
+
+def test_adapters_and_compiled_models_are_looked_into() -> None:
+    peft = pytest.importorskip("peft")
+    model = make(num_hidden_layers=1)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
+    )
+    compiled = torch.compile(make(num_hidden_layers=1), backend="eager")
+    for given in (adapted, compiled):
+        with use_kv_cache_(given, bits=4):  # type: ignore[attr-defined]
+            ids = prompt(1, 4)
+            found = given.generate(input_ids=ids, max_new_tokens=2, return_dict_in_generate=True)
+            assert found.past_key_values.bits == 4
+        found = given.generate(input_ids=ids, max_new_tokens=2, return_dict_in_generate=True)
+        assert not isinstance(found.past_key_values, KVCache)
 
 
 def test_on_a_gpu_generate_compiles_with_the_backend_unless_told_otherwise(
@@ -433,6 +475,16 @@ def test_a_setting_that_cannot_be_served_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedInputError, match=words):
         KVCache(model.config, **{"max_cache_len": LENGTH, **given})
+
+
+def test_a_crop_of_a_cache_that_was_given_too_much_is_refused(model: Any) -> None:
+    """On a GPU such a cache goes on, with keys that are not numbers; here they are put there."""
+    cache = fill(model, KVCache(model.config, LENGTH, 4, **SHORT))
+    cache.layers[0].k_window[:, :, 59 % 48] = torch.nan
+    with pytest.raises(UnsupportedInputError, match="more tokens than max_cache_len=96"):
+        cache.crop(-2)
+    cache.reset()
+    assert fill(model, cache).get_seq_length() == 60
 
 
 def test_training_and_offloading_are_refused(model: Any) -> None:

@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 
 
-
 # Codes are loaded as numbers of 16 bits, two bytes each, and two of these become two bf16 numbers in
 # as few as one instruction: the bits of one code of each are kept where they are, and the exponent
 # of 128 is put above them. A code that lies n bits up from the last counts 2 ** n times.
@@ -49,7 +48,9 @@ def _take_two_high(right: int, mask: int, high_right: int, high_mask: int) -> tl
     """Return code as `_take_two`, with a bit from a second operand."""
     keep, more = _KEEP.format(mask), _KEEP.format(high_mask)
     return tl.constexpr(
-        "{ .reg .b32 t, u; " + _moved("t", 1, right) + _moved("u", 2, high_right)
+        "{ .reg .b32 t, u; "
+        + _moved("t", 1, right)
+        + _moved("u", 2, high_right)
         + f"lop3.b32 t, t, {keep}, 0x43004300, 0xEA; lop3.b32 $0, u, {more}, t, 0xEA; }}"
     )
 
@@ -81,6 +82,8 @@ _TAKE_8 = tl.constexpr(
     "fma.rn.bf16x2 c, c, many, less; fma.rn.bf16x2 d, d, many, less; "
     "fma.rn.bf16x2 $0, a, one, c; fma.rn.bf16x2 $1, b, one, d; }"
 )
+
+
 @triton.jit
 def _take(raw, ASM: tl.constexpr):
     return tl.inline_asm_elementwise(ASM, "=r,=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4)
@@ -316,7 +319,9 @@ def _coded_kv_cache_attention_kernel(
     rows = tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)
     width = tl.arange(0, WIDTH)
-    channels = depth  # of keys, and tokens of a group, in the order in which codes come out of words
+    channels = (
+        depth  # of keys, and tokens of a group, in the order in which codes come out of words
+    )
     tokens = tl.arange(0, GROUP)
     if BITS != 8:
         channels = depth // WIDTH * WIDTH + depth % (WIDTH // 2) * 2 + depth % WIDTH // (WIDTH // 2)
@@ -328,7 +333,9 @@ def _coded_kv_cache_attention_kernel(
     accs = ()
     zeros = ()
     query = tl.load(
-        q_ptr + q_offs[None, :] + channels[:, None] * stride_q_depth, mask=is_row[None, :], other=0.0
+        q_ptr + q_offs[None, :] + channels[:, None] * stride_q_depth,
+        mask=is_row[None, :],
+        other=0.0,
     )
     shrunk = query.to(fine)
     if PACKED and BITS < 4:
