@@ -9,6 +9,7 @@ from torch import Tensor
 from memeff_compile.kernels.coded_kv_cache import (
     POOL,
     Layout,
+    bytes_per_token,
     coded_kv_cache_append,
     coded_kv_cache_attention,
     engine_for,
@@ -28,6 +29,8 @@ KINDS = [
     Layout(64, 2, kept=0),
     Layout(256, 4, recent=64),
     Layout(128, 4, group=128),
+    Layout(32, 2),
+    Layout(16, 3),
 ]
 
 
@@ -43,10 +46,9 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert difference <= BUDGET[found.dtype] * max(1.0, float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", list(BUDGET), ids=str)
 @pytest.mark.parametrize("layout", KINDS, ids=str)
 def test_appending_leaves_what_the_reference_leaves(layout: Layout, dtype: torch.dtype) -> None:
-    assert engine_for(torch.device("cuda"), dtype, layout.group) == "codes"
     k, v = draw(2, 2, 500, layout.depth, dtype, "cuda")
     pools = [allocate(layout, 2, 2, 520, dtype, first=(0, 7), device="cuda") for _ in range(2)]
     for start, end in ((0, 300), (300, 301), (301, 302), (302, 400), (400, 500)):
@@ -66,9 +68,11 @@ def test_appending_leaves_what_the_reference_leaves(layout: Layout, dtype: torch
 @pytest.mark.parametrize("layout", KINDS, ids=str)
 def test_attention_equals_float64(layout: Layout, dtype: torch.dtype) -> None:
     scale = layout.depth**-0.5
+    expected = "reference" if dtype == torch.float32 else "codes"
+    assert engine_for(torch.device("cuda"), dtype, layout.group) == expected
     for tokens in (1, layout.window - 1, layout.window, 700):
         pool = fill(layout, 2, tokens, dtype)
-        for repeat in (1, 4, 12):
+        for repeat in (1, 4, 12, 16):
             q = torch.randn(2, 2 * repeat, 1, layout.depth, device="cuda", dtype=dtype)
             mask = torch.rand(2, 1, 1, tokens + 30, device="cuda") < 0.7
             for seen in (None, mask):
@@ -122,3 +126,16 @@ def test_more_tokens_than_there_is_room_for_are_no_numbers() -> None:
     assert filled(pool) == (300, 128)
     q = torch.randn(1, 4, 1, 128, device="cuda").bfloat16()
     assert coded_kv_cache_attention(q, *pool, None, None, 4, None, None).isnan().all()
+
+
+def test_the_allocator_gives_what_the_formula_says() -> None:
+    """Bytes per token of keys and values in codes of 4 bits, against the formula, within 3 %."""
+    layout, held = Layout(128, 4), []
+    for tokens in (4096, 36864):
+        before = torch.cuda.memory_allocated()
+        pool = allocate(layout, 4, 8, tokens, torch.bfloat16, device="cuda")
+        held.append(torch.cuda.memory_allocated() - before)
+        del pool
+    measured = (held[1] - held[0]) / (4 * 32768)
+    formula = float(bytes_per_token(8, 128, 4, group=64, shares=2))
+    assert measured == pytest.approx(formula, rel=0.03)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels._triton.device import planned_for
 from memeff_compile.kernels.coded_kv_cache import (
     ENGINES,
     POOL,
@@ -20,7 +19,6 @@ from memeff_compile.kernels.coded_kv_cache import (
     coded_kv_cache_attention,
     coded_kv_cache_view,
     engine_for,
-    op,
     supports,
     supports_append,
     unproven,
@@ -249,16 +247,15 @@ def test_what_cannot_be_served_is_said_in_a_sentence(case: str) -> None:
         )
 
 
-def test_what_no_gpu_has_shown_is_named_where_the_kernels_would_run() -> None:
-    pools = {d: allocate(Layout(d, 4), 1, 2, 300, torch.bfloat16) for d in (128, 256)}
-    given = [(128, 16), (128, 18), (256, 4)]
-    queries = [torch.ones(1, heads, 1, d).bfloat16() for d, heads in given]
-    assert not any(unproven(q, pools[q.shape[3]], 4) for q in queries)
-    with mock.patch.object(op, "engine_for", return_value="codes"):
-        said = [unproven(q, pools[q.shape[3]], 4) for q in queries]
-    assert said[0] is None
-    assert "9 query heads share" in str(said[1])
-    assert "head dimension is 256" in str(said[2])
+def test_what_a_gpu_should_not_be_given_is_named() -> None:
+    pool = allocate(Layout(128, 4), 1, 2, 300, torch.bfloat16)
+    queries = [torch.ones(1, heads, 1, 128).bfloat16() for heads in (32, 34)]
+    assert not any(unproven(q, pool, 4) for q in queries)
+    with planned_for(torch.device("cuda", 0)):
+        assert unproven(queries[0], pool, 4) is None
+        assert "17 query heads share" in str(unproven(queries[1], pool, 4))
+        double = allocate(Layout(128, 4), 1, 2, 300, torch.float64)
+        assert "do not serve float64" in str(unproven(queries[0].double(), double, 4))
 
 
 def test_an_append_of_something_else_is_refused() -> None:

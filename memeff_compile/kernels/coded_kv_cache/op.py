@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels._triton.device import kernels_serve
+from memeff_compile.kernels._triton.device import kernels_serve, where_it_runs
 from memeff_compile.kernels.coded_kv_cache import reference
 from memeff_compile.kernels.coded_kv_cache.layout import BITS, channel_group
 
@@ -200,18 +200,21 @@ def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64) -> str
 
 
 def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
-    """Say in a sentence why the engine `codes` has yet to show on a GPU that it is right here.
+    """Say in a sentence why a GPU should read the dense view instead, or return None.
 
     The op runs where it is called; whoever chooses for others should choose something else.
     """
-    kv_heads, depth = pool[4].shape[1], pool[4].shape[3]
-    if engine_for(q.device, q.dtype, _group(pool, bits)) != "codes":
+    if where_it_runs(q.device).type != "cuda":
         return None
-    if depth > 128:
-        return f"the head dimension is {depth}; up to 128 has been compared with float64 on a GPU."
-    if q.shape[1] > 8 * kv_heads:
+    if engine_for(q.device, q.dtype, _group(pool, bits)) != "codes":
         return (
-            f"{q.shape[1] // kv_heads} query heads share a key-value head; up to 8 have been "
+            f"the kernels do not serve {_short(q.dtype)} in groups of {_group(pool, bits)} here, "
+            "and without them the number of tokens would have to be read from the GPU"
+        )
+    kv_heads = pool[4].shape[1]
+    if q.shape[1] > 16 * kv_heads:
+        return (
+            f"{q.shape[1] // kv_heads} query heads share a key-value head; up to 16 have been "
             "compared with float64 on a GPU."
         )
     return None
@@ -219,6 +222,13 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
 
 def _group(pool: Sequence[Tensor], bits: int) -> int:
     return pool[0].shape[3] * 8 // (pool[4].shape[3] * bits)
+
+
+def _appends_on_gpu(pool: Sequence[Tensor], bits: int) -> bool:
+    """Say whether appending needs no number from the GPU; attention is another matter."""
+    window = pool[4]
+    is_served = _group(pool, bits) in (32, 64, 128) and kernels_serve(window.device, window.dtype)
+    return window.is_cuda and is_served and window.numel() > 0
 
 
 def _runs_on_codes(pool: Sequence[Tensor], bits: int) -> bool:
@@ -240,7 +250,7 @@ def _append(*args: Any) -> None:
     _require("append", supports_append(pool, k, v, bits))
     if not k.numel():
         return
-    if _runs_on_codes(pool, bits):
+    if _appends_on_gpu(pool, bits):
         from memeff_compile.kernels.coded_kv_cache.append_codes import append
 
         append(pool, k, v, bits, recent, limit)

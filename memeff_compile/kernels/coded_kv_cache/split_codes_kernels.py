@@ -24,9 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-# Codes are loaded as numbers of 16 bits, two bytes each, and two of these become two bf16 numbers in
-# as few as one instruction: the bits of one code of each are kept where they are, and the exponent
+# Codes are loaded as numbers of 16 bits, two bytes each, and two of these become two bf16 numbers
+# in as few as one instruction: the bits of one code of each are kept where they are, and the exponent
 # of 128 is put above them. A code that lies n bits up from the last counts 2 ** n times.
 _KEEP = "0x{0:04x}{0:04x}"
 
@@ -123,7 +122,7 @@ def _numbers(
     PACKED: tl.constexpr,
     kind: tl.constexpr,
 ):
-    """Return (ROWS, COLUMNS): the codes of a part as numbers, first of even bytes, then of odd ones.
+    """Return (ROWS, COLUMNS): codes of a part as numbers, first of even bytes, then of odd ones.
 
     With PACKED 128 is added, and codes count as often as `_take_two` says.
     """
@@ -341,7 +340,7 @@ def _coded_kv_cache_attention_kernel(
     if PACKED and BITS < 4:
         counts = tl.where(depth < WIDTH, 1.0, tl.where(depth < 2 * WIDTH, 0.25, 0.0625))
         shrunk = (query.to(tl.float32) * counts[:, None]).to(fine)
-    for part in tl.static_range(PARTS):
+    for _ in tl.static_range(PARTS):
         accs = accs + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
     for _ in tl.static_range(DEPTH // CHANNELS):
         zeros = zeros + (tl.zeros((GROUP, ROWS), dtype=tl.float32),)  # noqa: RUF005
