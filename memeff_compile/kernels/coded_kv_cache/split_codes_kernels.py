@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 # Codes are loaded as numbers of 16 bits, two bytes each, and two of these become two bf16 numbers
-# in as few as one instruction: the bits of one code of each are kept where they are, and the exponent
+# in as few as one instruction: the bits of one code of each stay where they are, and the exponent
 # of 128 is put above them. A code that lies n bits up from the last counts 2 ** n times.
 _KEEP = "0x{0:04x}{0:04x}"
 
