@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from memeff_compile.model.ternary import pack_ternary_ as pack_ternary_
     from memeff_compile.model.ternary import ternarize_ as ternarize_
     from memeff_compile.options import Options as Options
+    from memeff_compile.planning.caches import explain_cache as explain_cache
     from memeff_compile.report import graphs as graphs
     from memeff_compile.report import last_report as last_report
 
@@ -46,6 +47,7 @@ _HOME = {
     "compress_": "model.compress",
     "decompress_": "model.compress",
     "explain": "explanation",
+    "explain_cache": "planning.caches",
     "graphs": "report",
     "last_report": "report",
     "linear_cross_entropy": "functional",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -27,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accounting", default="peak", help="peak, or paper: as arXiv 2411.09009")
     parser.add_argument("--option", action="append", default=[], help="memeff.key=value")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument(
+        "--cache",
+        action="store_true",
+        help="decoding instead of training: what KV caches of 16 to 2 bits take, and what fits",
+    )
     parser.add_argument("--json", type=Path, help="write the plan and the report here")
     parser.add_argument("--png", type=Path, help="draw the plan here")
 
@@ -68,6 +74,8 @@ def _run(given: argparse.Namespace) -> int:
     for path in (given.json, given.png):
         if path is not None and not path.parent.is_dir():
             raise ExplainError(f"There is no folder {path.parent} to write {path.name} into.")
+    if given.cache:
+        return _caches(given, call.model)
     found = explain(
         call.model, *call.args, options=options or None, device=given.device, **call.kwargs
     )
@@ -77,4 +85,21 @@ def _run(given: argparse.Namespace) -> int:
         given.json.write_text(found.to_json(plan, indent=2) + "\n")
     if given.png is not None:
         plan.save_figure(given.png)
+    return 0
+
+
+def _caches(given: argparse.Namespace, model: object) -> int:
+    """Print what KV caches take, and write it if that was asked for."""
+    from .errors import ExplainError
+    from .planning.caches import explain_cache
+
+    if given.memory is None or given.png is not None:
+        raise ExplainError(
+            "--cache asks what fits into a device: give --memory, such as 141GB. It draws nothing, "
+            "so --png does not go with it."
+        )
+    plan = explain_cache(model, memory=given.memory, batch=given.batch, length=given.length)
+    sys.stdout.write(f"{plan}\n")
+    if given.json is not None:
+        given.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n")
     return 0

@@ -1,0 +1,236 @@
+"""How long a context, or how large a batch, fits beside a model's weights: by bits of its cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+
+from ..errors import ExplainError
+from ..kernels import coded_kv_cache as op_folder
+from ..report import format_bytes
+from .setting import read_memory
+
+MODES = (16, 8, 4, 3, 2)
+
+STEP_ROOM = 1 << 30
+"""Bytes that are set aside for a decoding step: logits, intermediate values, libraries' own."""
+
+
+@dataclass(frozen=True)
+class CacheMode:
+    """What a cache of so many bits takes, and what fits.
+
+    Attributes:
+        bits: of a code; 16 keeps keys and values as they come.
+        formula: bytes of the cache of all layers in B (sequences) and N (tokens); groups of codes
+            are taken as filled.
+        bytes_per_token: of one more token of one sequence, all layers together.
+        total: bytes at the batch and length that were asked for.
+        longest: tokens per sequence that fit at that batch, 0 where none does.
+        largest_batch: sequences that fit at that length, 0 where none does.
+    """
+
+    bits: int
+    formula: sympy.Expr
+    bytes_per_token: float
+    total: int
+    longest: int
+    largest_batch: int
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The modes of a cache beside one model's weights.
+
+    Attributes:
+        name: of the model.
+        weights: bytes of its parameters.
+        memory: bytes of the device.
+        batch, length: what was asked for.
+        modes: one per number of bits, 16 first.
+    """
+
+    name: str
+    weights: int
+    memory: int
+    batch: int
+    length: int
+    modes: tuple[CacheMode, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: weights {format_bytes(self.weights)} of {format_bytes(self.memory)}; "
+            f"{format_bytes(STEP_ROOM)} set aside for a step",
+            "",
+            f"  {'bits':<6}{'bytes per token':>16}{f'{self.batch} x {self.length}':>16}"
+            f"{f'longest, batch {self.batch}':>22}{f'largest batch, {self.length}':>24}",
+        ]
+        for mode in self.modes:
+            lines.append(
+                f"  {mode.bits:<6}{mode.bytes_per_token:>16,.0f}{format_bytes(mode.total):>16}"
+                f"{_fits(mode.longest):>22}{_fits(mode.largest_batch):>24}"
+            )
+        lines += ["", *(f"  {mode.bits} bits: {mode.formula} bytes" for mode in self.modes)]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values; formulas are strings in B (sequences) and N (tokens)."""
+        return {
+            "name": self.name,
+            "weights_bytes": self.weights,
+            "memory_bytes": self.memory,
+            "batch": self.batch,
+            "length": self.length,
+            "modes": [{**vars(mode), "formula": str(mode.formula)} for mode in self.modes],
+        }
+
+
+def _fits(count: int) -> str:
+    return f"{count:,}" if count else "none fits"
+
+
+def explain_cache(
+    model: Any,  # noqa: ANN401 - a model of transformers
+    *,
+    memory: str | int,
+    batch: int = 1,
+    length: int = 4096,
+    scheme: str = "kivi",
+    group: int = 64,
+    recent: int = 128,
+    keep_first: int = 4,
+) -> CachePlan:
+    """Say how long a context and how large a batch fit, with a `KVCache` of each number of bits.
+
+    Nothing is allocated. Layers that see a window of tokens keep as many tokens in every mode.
+
+    Args:
+        model: a model of transformers, on any device, "meta" included.
+        memory: of the device: bytes, or a size such as "141GB".
+        batch: sequences, for the longest context.
+        length: tokens per sequence, for the largest batch.
+        scheme, group, recent, keep_first: as for `KVCache`.
+
+    Raises:
+        ExplainError: the memory is no size, or the model's config does not tell its layers.
+        UnsupportedInputError: a setting that `KVCache` refuses.
+
+    Example:
+        >>> print(memeff_compile.explain_cache(model, memory="141GB", batch=16))  # doctest: +SKIP
+    """
+    if batch < 1 or length < 1:
+        raise ExplainError(f"batch is {batch} and length {length}; both have to be at least 1.")
+    total = read_memory(memory)
+    settings = {"scheme": scheme, "group": group, "recent": recent, "keep_first": keep_first}
+    shape = _shape_of(model, settings)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    room = total - weights - STEP_ROOM
+    modes = tuple(_mode(bits, shape, settings, room, batch, length) for bits in MODES)
+    return CachePlan(type(model).__name__, weights, total, batch, length, modes)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Layers that see all tokens, windows of the others, heads, channels, bytes of a number."""
+
+    layers: int
+    windows: tuple[int, ...]
+    heads: int
+    depth: int
+    itemsize: int
+
+
+def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:  # noqa: ANN401
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise ExplainError(
+            f"{type(model).__name__} is no model of transformers with a config; build one, on "
+            "device 'meta' if its weights are not here."
+        )
+    from ..model.kv_cache import CodedLayer, KVCache
+
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    query_heads = getattr(text, "num_attention_heads", None)
+    if query_heads is None:
+        raise ExplainError(f"{type(text).__name__} does not tell num_attention_heads.")
+    heads = getattr(text, "num_key_value_heads", None) or query_heads
+    depth = getattr(text, "head_dim", None) or text.hidden_size // query_heads
+    most = 1 << 40
+    layers = KVCache(config, most, 4, **settings).layers
+    others = [layer.get_max_length() for layer in layers if not isinstance(layer, CodedLayer)]
+    dtype = next((p.dtype for p in model.parameters()), torch.bfloat16)
+    windows = tuple(window for window in others if window < most)
+    return _Shape(len(layers) - len(others), windows, heads, depth, dtype.itemsize)
+
+
+def _mode(
+    bits: int, shape: _Shape, settings: dict[str, Any], room: int, batch: int, length: int
+) -> CacheMode:
+    layout = None
+    if bits != 16:
+        layout = op_folder.Layout(
+            shape.depth,
+            bits,
+            settings["scheme"],
+            settings["group"],
+            settings["recent"],
+            settings["keep_first"],
+        )
+    each, fixed = _per_layer(shape, layout)
+
+    def size(sequences: int, tokens: int) -> int:
+        """Return the bytes of the cache of all layers."""
+        windows = sum(min(window, tokens) for window in shape.windows)
+        exact = 2 * shape.heads * shape.depth * shape.itemsize
+        if layout is None:
+            return sequences * exact * (shape.layers * tokens + windows)
+        held = op_folder.bytes_after(layout, sequences, shape.heads, tokens, shape.itemsize)
+        return shape.layers * held + sequences * exact * windows
+
+    b, n = sympy.symbols("B N", integer=True, positive=True)
+    windows = 2 * shape.heads * shape.depth * shape.itemsize * sum(shape.windows)
+    return CacheMode(
+        bits=bits,
+        formula=b * (shape.layers * each * n + shape.layers * fixed + windows),
+        bytes_per_token=float(shape.layers * each),
+        total=size(batch, length),
+        longest=_most(lambda tokens: size(batch, tokens) <= room),
+        largest_batch=_most(lambda sequences: size(sequences, length) <= room),
+    )
+
+
+def _per_layer(shape: _Shape, layout: op_folder.Layout | None) -> tuple[sympy.Expr, sympy.Expr]:
+    """Return the bytes of a token in codes, and those beside codes, of one sequence and layer."""
+    if layout is None:
+        return sympy.Integer(2 * shape.heads * shape.depth * shape.itemsize), sympy.Integer(0)
+    each = op_folder.bytes_per_token(
+        shape.heads,
+        shape.depth,
+        layout.bits,
+        group=layout.group if layout.scheme == "kivi" else 0,
+        shares=shape.depth // layout.channel_group,
+        itemsize=shape.itemsize,
+    )
+    beside = op_folder.fixed_bytes(
+        1, shape.heads, shape.depth, window=layout.window, kept=layout.kept, itemsize=shape.itemsize
+    )
+    return each, beside - each * layout.recent
+
+
+def _most(fits: Any) -> int:  # noqa: ANN401 - of a number
+    """Return the largest number that fits, 0 where none does."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        if high >= 1 << 40:
+            return high
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

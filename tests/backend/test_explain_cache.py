@@ -1,0 +1,113 @@
+"""explain_cache: its bytes are those of caches that are there, and what it says fits, fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import memeff_compile
+from memeff_compile import __main__ as command_line
+from memeff_compile.errors import ExplainError, UnsupportedInputError
+from memeff_compile.model.kv_cache import KVCache
+from memeff_compile.planning.caches import STEP_ROOM
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+}
+
+
+def build(family: str = "Llama", device: str = "meta", **settings: Any) -> Any:
+    config = getattr(transformers, f"{family}Config")(**TINY, **settings)
+    with torch.device(device):
+        return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("Llama", {}), ("Gemma2", {"sliding_window": 64})],
+    ids=["all layers see all", "one layer sees a window"],
+)
+def test_the_bytes_are_those_of_a_cache_that_is_filled(
+    family: str, settings: dict[str, Any]
+) -> None:
+    model = build(family, "cpu", **settings).eval()
+    plan = memeff_compile.explain_cache(model, memory="2GiB", batch=3, length=500)
+    assert plan.weights == sum(p.nbytes for p in model.parameters())
+    for mode in plan.modes:
+        cache = KVCache(model.config, 500, mode.bits)
+        with torch.no_grad():
+            model(input_ids=torch.zeros(3, 8, dtype=torch.int64), past_key_values=cache)
+        # Layers share the places of the tokens they keep; the plan counts them in each.
+        shared = 0 if mode.bits == 16 else 3 * 2 * 4 * 4
+        coded = sum(hasattr(layer, "counts") for layer in cache.layers)
+        assert mode.total == cache.nbytes + shared * max(0, coded - 1), mode.bits
+
+
+def test_what_is_said_to_fit_fits_and_one_more_does_not() -> None:
+    model = build()
+    asked = {"memory": "1100MiB", "scheme": "per_head", "group": 32}
+    plan = memeff_compile.explain_cache(model, batch=2, length=1000, **asked)  # type: ignore[arg-type]
+    room = plan.memory - plan.weights - STEP_ROOM
+    for place, mode in enumerate(plan.modes):
+        for batch, length, fits in (
+            (2, mode.longest, True),
+            (2, mode.longest + 1, False),
+            (mode.largest_batch, 1000, True),
+            (mode.largest_batch + 1, 1000, False),
+        ):
+            again = memeff_compile.explain_cache(model, batch=batch, length=length, **asked)  # type: ignore[arg-type]
+            assert (again.modes[place].total <= room) == fits, (mode.bits, batch, length)
+    assert [m.longest for m in plan.modes] == sorted(m.longest for m in plan.modes)
+
+
+def test_a_formula_is_exact_where_groups_are_full() -> None:
+    plan = memeff_compile.explain_cache(build(), memory="2GiB", batch=2, length=128 + 5 * 64)
+    for mode in plan.modes:
+        names = {str(symbol): symbol for symbol in mode.formula.free_symbols}
+        assert mode.formula.subs({names["B"]: 2, names["N"]: 448}) == mode.total
+
+
+def test_where_nothing_fits_it_says_so() -> None:
+    plan = memeff_compile.explain_cache(build(), memory="1GiB")
+    assert {mode.longest for mode in plan.modes} == {0}
+    assert "none fits" in str(plan)
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(ExplainError, match="no model of transformers"):
+        memeff_compile.explain_cache(torch.nn.Linear(2, 2), memory="1GiB")
+    with pytest.raises(ExplainError, match="such as 80GB"):
+        memeff_compile.explain_cache(build(), memory="much")
+    with pytest.raises(ExplainError, match="at least 1"):
+        memeff_compile.explain_cache(build(), memory="1GiB", batch=0)
+    with pytest.raises(UnsupportedInputError, match="group is 5"):
+        memeff_compile.explain_cache(build(), memory="1GiB", group=5)
+
+
+def test_the_command_prints_a_table_and_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, data = tmp_path / "config.json", tmp_path / "plan.json"
+    config.write_text(json.dumps({**TINY, "model_type": "llama"}))
+    arguments = ["explain", str(config), "--cache", "--batch", "4", "--length", "900"]
+    status = command_line.main([*arguments, "--memory", "2GiB", "--json", str(data)])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert "longest, batch 4" in printed.out
+    plan = json.loads(data.read_text())
+    assert [mode["bits"] for mode in plan["modes"]] == [16, 8, 4, 3, 2]
+    assert f"{plan['modes'][2]['longest']:,}" in printed.out
+    assert command_line.main(arguments) == 1
+    assert "give --memory" in capsys.readouterr().err
