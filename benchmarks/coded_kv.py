@@ -4,6 +4,8 @@
     python benchmarks/coded_kv.py --part append
     python benchmarks/coded_kv.py --part step
     python benchmarks/coded_kv.py --part longest
+    python benchmarks/coded_kv.py --part batch
+    python benchmarks/coded_kv.py --part size
     python benchmarks/coded_kv.py --part sweep
 
 `attention`: one query per sequence over a full cache, 32 query and 8 key-value heads of 128, bf16.
@@ -21,6 +23,10 @@ of each of --bits. Cases that the seconds of --budget do not reach are left out 
 StaticCache and for a KVCache. The formula gives the length for what the device has free, less
 --reserve GiB; where that does not fit, 2 % less are tried. Caches are filled with random keys and
 values through their own append.
+
+`batch`: decoding steps of four layers, 8192 tokens, against the number of sequences: bf16 in a
+StaticCache, codes of 2 bits in KIVI's own groups, and ours; with 8 and with 32 key-value heads. One
+step is a CUDA graph of PyTorch's own kernels around attention.
 
 `size`: bytes per token and layer that the allocator gives, and the formula's.
 
@@ -328,7 +334,6 @@ def one_step(model: Any, cache: Any, tokens: int, options: argparse.Namespace) -
     token = token.to(options.device)
 
     def run() -> Tensor:
-        set_filled(cache, tokens - 1)
         if options.device == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         logits: Tensor = compiled(input_ids=token, past_key_values=cache).logits
@@ -336,6 +341,7 @@ def one_step(model: Any, cache: Any, tokens: int, options: argparse.Namespace) -
 
     began = time.perf_counter()
     for _ in range(4):
+        set_filled(cache, tokens - 1)
         is_finite = bool(run().isfinite().all())
     first = time.perf_counter() - began
     samples = []
@@ -397,6 +403,98 @@ def bytes_of(cache: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
+# --- throughput and memory against batch ----------------------------------------------------------
+
+SHAPES = {
+    "gqa": {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
+    "mha": {"num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 32000},
+}
+"""Widths of Llama-3-8B, and of Llama-2-7B, which has a key-value head per query head."""
+
+KINDS = {
+    "bf16": (16, {}),
+    "2 bits, KIVI's groups of 32": (2, {"group": 32}),
+    "4 bits": (4, {}),
+    "2 bits": (2, {}),
+}
+
+
+@torch.no_grad()
+def batch(options: argparse.Namespace) -> None:
+    """Time decoding steps of four layers with each kind of cache, batch by batch."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    started = time.perf_counter()
+    heads, _, depth = options.heads
+    is_tiny = options.size == "tiny"
+    tokens, batches = (300, (1, 2)) if is_tiny else (8192, (1, 16, 64))
+    for name, widths in SHAPES.items():
+        base = {**kv_decode.MODELS[options.size], "hidden_size": heads * depth}
+        config = LlamaConfig(**(base if is_tiny else {**base, **widths, "num_hidden_layers": 4}))
+        own = argparse.Namespace(**vars(options))
+        own.heads = (heads, config.num_key_value_heads, depth)
+        with torch.device(options.device):
+            made = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
+        for count in batches:
+            for kind, (bits, settings) in KINDS.items():
+                row = {"shape": name, "batch": count, "tokens": tokens, "cache": kind}
+                if time.perf_counter() - started > options.budget:
+                    print("left out, no time:", row)
+                    continue
+                own.settings = settings
+                try:
+                    row |= one_batch(made.eval(), bits, count, tokens, own)
+                except torch.cuda.OutOfMemoryError:
+                    row["failed"] = "out of memory"
+                forget(options)
+                rows.write(options.out, {"kind": "coded kv batch", "layers": 4, **row})
+        del made
+        kv_decode.clean()
+
+
+def one_batch(
+    model: Any, bits: int, count: int, tokens: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Capture one decoding step in a CUDA graph and time it."""
+    compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
+    cache = filled_cache(model, bits, count, tokens, options)
+    held = bytes_of(cache)
+    token = torch.zeros(count, 1, dtype=torch.int64, device=options.device)
+
+    def run() -> Tensor:
+        logits: Tensor = compiled(input_ids=token, past_key_values=cache).logits
+        return logits
+
+    for _ in range(2):
+        set_filled(cache, tokens - 1)
+        run()
+    replay: Any = run
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        graph = torch.cuda.CUDAGraph()
+        set_filled(cache, tokens - 1)
+        with torch.cuda.graph(graph):
+            run()
+        replay = graph.replay
+    samples = []
+    for _ in range(options.repeats):
+        set_filled(cache, tokens - 1)
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        replay()
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        samples.append((time.perf_counter() - began) * 1e3)
+    found: dict[str, Any] = {"ms": rows.percentiles(samples), "cache_bytes": held}
+    found["tokens_per_s"] = round(count / found["ms"]["median"] * 1e3)
+    name = "rewrite_kv_update" if bits == 16 else "compress_kv_cache"
+    found["rewritten"] = memeff_compile.last_report().rewrites(name)
+    if options.device == "cuda":
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
+    return found
+
+
 # --- the longest cache ----------------------------------------------------------------------------
 
 
@@ -410,7 +508,8 @@ def empty_cache(model: Any, bits: int, batch: int, tokens: int, options: argpars
         cache: Any = StaticCache(config=model.config, max_cache_len=tokens)
         cache.early_initialization(batch, kv_heads, depth, model.dtype, device)
         return cache
-    cache = memeff_compile.KVCache(model.config, tokens, bits, scheme=options.scheme)
+    settings = {"scheme": options.scheme, **getattr(options, "settings", {})}
+    cache = memeff_compile.KVCache(model.config, tokens, bits, **settings)
     like = torch.empty(batch, kv_heads, 0, depth, dtype=model.dtype, device=device)
     for layer in cache.layers:
         layer.lazy_initialization(like, like)
@@ -648,6 +747,7 @@ PARTS = {
     "append": append,
     "step": step,
     "longest": longest,
+    "batch": batch,
     "size": size,
     "sweep": sweep,
 }
