@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,50 @@ def test_kernels_compile_for_sizes_of_one() -> None:
     _append(90, "bf16", 128, 4)
     _append(90, "bf16", 128, 4, tokens=64)
     _combine(90, 128, 4)
+
+
+def _run(code: str, *words: int) -> int:
+    """Return what the instructions of `_take_two` make of 32-bit words."""
+    registers = {f"${place}": word for place, word in enumerate(words, 1)}
+
+    def read(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    for line in code.strip("{} ").split(";"):
+        operation, _, rest = line.strip().partition(" ")
+        names = [name.strip() for name in rest.split(",")]
+        if operation in ("shr.b32", "shl.b32"):
+            shift = read(names[2])
+            value = read(names[1])
+            registers[names[0]] = value >> shift if operation[2] == "r" else value << shift
+        elif operation == "lop3.b32":
+            assert int(names[4], 0) == (0xF0 & 0xCC) | 0xAA, "not (a and b) or c"
+            registers[names[0]] = read(names[1]) & read(names[2]) | read(names[3])
+        registers = {name: value & 0xFFFFFFFF for name, value in registers.items()}
+    return registers["$0"]
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
+def test_the_instructions_that_unpack_make_128_and_the_code(bits: int, is_value: bool) -> None:
+    """Each byte of each half of a word, every part: bf16 numbers 128 + gain * code."""
+    import random
+
+    from memeff_compile.kernels.coded_kv_cache import split_codes_kernels as kernels
+
+    draw = random.Random(0)
+    for _ in range(200):
+        word, high = draw.getrandbits(32), draw.getrandbits(32)
+        for part in range(2 if bits == 4 else 4):
+            gain = 1 if bits == 4 else (16 if is_value else (1, 4, 16, 16)[part])
+            kind = "V" if is_value and bits != 4 and part < 2 else "K"
+            for byte in range(2):
+                code = getattr(kernels, f"_{kind}_{bits}_{part}_{byte}").value
+                found = _run(code, word, high)
+                for half in range(2):
+                    place = 16 * half + 8 * byte + part * (4 if bits == 4 else 2)
+                    wanted = word >> place & (15 if bits == 4 else 3)
+                    if bits == 3:
+                        wanted |= (high >> place & 1) << 2
+                    number = (found >> (16 * half) & 0xFFFF) << 16
+                    assert struct.unpack("<f", struct.pack("<I", number))[0] == 128 + gain * wanted

@@ -181,20 +181,33 @@ def _all_numbers(
 
 
 @triton.jit
-def _pair_of(base, place, kind: tl.constexpr):
-    """Return the step and the zero at a place, in a type; two bf16 numbers are one load."""
-    given: tl.constexpr = base.dtype.element_ty
-    if given == tl.bfloat16:
+def _as_codes_come(x, DEPTH: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Put the channels of x into the order of `_all_numbers`: a part's even ones, then its odd."""
+    parts = x.reshape((DEPTH // WIDTH, WIDTH // 2, 2, COLUMNS))
+    return tl.permute(parts, (0, 2, 1, 3)).reshape((DEPTH, COLUMNS))
+
+
+@triton.jit
+def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
+    """Return x in a type; with PACKED bf16, two numbers at a time."""
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return x.to(kind)
+
+
+@triton.jit
+def _pair_of(base, place):
+    """Return the step and the zero at a place, in fp32; two bf16 numbers are one load."""
+    kind: tl.constexpr = base.dtype.element_ty
+    if kind == tl.bfloat16:
         both = tl.load(base.to(tl.pointer_type(tl.uint32)) + place)
-        if kind == tl.bfloat16:
-            step = both.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-            zero = (both >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        else:
-            step = (both << 16).to(tl.float32, bitcast=True)
-            zero = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
+        step = (both << 16).to(tl.float32, bitcast=True)
+        zero = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
     else:
-        step = tl.load(base + 2 * place).to(kind)
-        zero = tl.load(base + 2 * place + 1).to(kind)
+        step = tl.load(base + 2 * place).to(tl.float32)
+        zero = tl.load(base + 2 * place + 1).to(tl.float32)
     return step, zero
 
 
@@ -304,7 +317,6 @@ def _coded_kv_cache_attention_kernel(
     TOP: tl.constexpr = 1 << (BITS - 1)
     V_GAIN: tl.constexpr = 16.0 if PACKED and BITS < 4 else 1.0
     kind: tl.constexpr = q_ptr.dtype.element_ty
-    fine: tl.constexpr = tl.bfloat16 if PACKED else tl.float32  # of a query times a key's step
     pair = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     batch = pair // kv_heads
@@ -318,12 +330,8 @@ def _coded_kv_cache_attention_kernel(
     rows = tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)
     width = tl.arange(0, WIDTH)
-    channels = (
-        depth  # of keys, and tokens of a group, in the order in which codes come out of words
-    )
-    tokens = tl.arange(0, GROUP)
+    tokens = tl.arange(0, GROUP)  # in the order in which their codes come, as channels of keys
     if BITS != 8:
-        channels = depth // WIDTH * WIDTH + depth % (WIDTH // 2) * 2 + depth % WIDTH // (WIDTH // 2)
         tokens = tokens % (GROUP // 2) * 2 + tokens // (GROUP // 2)
     is_row = rows < REPEAT
     q_offs = (kv_head * REPEAT + rows) * stride_q_head + batch * stride_q_batch
@@ -331,15 +339,19 @@ def _coded_kv_cache_attention_kernel(
     sums = tl.zeros((GROUP, ROWS), dtype=tl.float32)
     accs = ()
     zeros = ()
-    query = tl.load(
-        q_ptr + q_offs[None, :] + channels[:, None] * stride_q_depth,
-        mask=is_row[None, :],
-        other=0.0,
-    )
-    shrunk = query.to(fine)
+    # A key's code of a part counts as often as `_take_two` says; its query is that much smaller.
+    gains = tl.full((DEPTH,), 1.0, dtype=tl.float32)
     if PACKED and BITS < 4:
-        counts = tl.where(depth < WIDTH, 1.0, tl.where(depth < 2 * WIDTH, 0.25, 0.0625))
-        shrunk = (query.to(tl.float32) * counts[:, None]).to(fine)
+        gains = tl.where(depth < WIDTH, 1.0, tl.where(depth < 2 * WIDTH, 4.0, 16.0))
+    whole_query = (
+        tl.load(
+            q_ptr + q_offs[None, :] + depth[:, None] * stride_q_depth,
+            mask=is_row[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        * scale
+    )
+    query = whole_query / gains[:, None]
     for _ in tl.static_range(PARTS):
         accs = accs + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
     for _ in tl.static_range(DEPTH // CHANNELS):
@@ -387,24 +399,21 @@ def _coded_kv_cache_attention_kernel(
             if BITS == 3:
                 k_more = tl.load(k_base + block * PLACES + k_high) >> k_nudge[None, :]
             score = tl.zeros((GROUP, ROWS), dtype=tl.float32)
-            # What zeros and the 128 add to every score, sixteen times over: a tile's least rows.
-            bias = tl.zeros((16, ROWS), dtype=tl.float32)
             if IS_PER_HEAD:
-                scaled = shrunk.to(kind)
-                bias = _dot(tl.full((16, DEPTH), -1.0 * TOP, dtype=kind), query, bias, UPCAST)
+                scaled = _narrow(query, PACKED, kind)  # type: ignore[var-annotated]
+                bias = -(OFFSET / gains[:, None] + TOP) * (scaled.to(tl.float32) * gains[:, None])
             else:
-                step, zero = _pair_of(ks_base + block * K_SCALES, channels, fine)
-                scaled = (shrunk * step[:, None]).to(kind)
-                zero = tl.broadcast_to(zero.to(kind)[None, :], (16, DEPTH))
-                bias = _dot(zero, query, bias, UPCAST)
-            if PACKED:
-                bias = _dot(tl.full((16, DEPTH), -OFFSET, dtype=kind), scaled, bias, UPCAST)
+                step, zero = _pair_of(ks_base + block * K_SCALES, depth)
+                scaled = _narrow(query * step[:, None], PACKED, kind)
+                bias = whole_query * zero[:, None] - OFFSET * scaled.to(tl.float32)
+            if BITS != 8:
+                scaled = _as_codes_come(scaled, DEPTH, WIDTH, ROWS)
             if BITS == 8:
                 numbers = _take(k_raw, _TAKE_8) if PACKED else k_raw.to(kind)
             else:
                 numbers = _all_numbers(k_raw, k_more, BITS, GROUP, DEPTH, PACKED, kind)
             score = _dot(numbers, scaled, score, UPCAST)
-            score = (score + tl.max(bias, axis=0)[None, :]) * scale
+            score += tl.sum(bias, axis=0)[None, :]
             if IS_PER_HEAD:
                 score *= tl.load(ks_base + block * K_SCALES + tokens).to(tl.float32)[:, None]
             position = tile * GROUP + tokens
@@ -465,13 +474,11 @@ def _coded_kv_cache_attention_kernel(
                     share = part * WIDTH // CHANNELS
                     if IS_PER_HEAD:
                         step = tl.load(vs_base + block * V_SCALES + tokens).to(tl.float32)
-                        scaled = (weight * step[:, None]).to(kind)
+                        scaled = _narrow(weight * step[:, None], PACKED, kind)
                         taken = -TOP * scaled.to(tl.float32)
                     else:
-                        step, zero = _pair_of(
-                            vs_base + block * V_SCALES, share * GROUP + tokens, tl.float32
-                        )
-                        scaled = (weight * step[:, None]).to(kind)
+                        step, zero = _pair_of(vs_base + block * V_SCALES, share * GROUP + tokens)
+                        scaled = _narrow(weight * step[:, None], PACKED, kind)
                         taken = weight * zero[:, None]
                     if PACKED:
                         taken -= OFFSET / V_GAIN * scaled.to(tl.float32)
