@@ -359,13 +359,11 @@ def _coded_kv_cache_attention_kernel(
 
     # Offsets of bytes within a block: keys token by token, values channel by channel.
     if BITS == 8:
-        UNIT: tl.constexpr = 1  # bytes that are loaded as one
         k_place = tokens[:, None] * DEPTH + depth[None, :]
         v_place = width[:, None] * GROUP + tokens[None, :]
         k_base = k_codes_ptr
         v_base = v_codes_ptr
     else:
-        UNIT: tl.constexpr = 2
         k_half = tl.arange(0, WIDTH // 2)
         v_half = tl.arange(0, GROUP // 2)
         k_place = tokens[:, None] * (WIDTH // 2) + k_half[None, :]
@@ -379,7 +377,7 @@ def _coded_kv_cache_attention_kernel(
             v_high = BEHIND + (width % HIGH)[:, None] * (GROUP // 2) + v_half[None, :]
             k_nudge = (k_half // (HIGH // 2)).to(tl.uint16)
             v_nudge = (width // HIGH).to(tl.uint16)
-    PLACES: tl.constexpr = BLOCK // UNIT
+    PLACES: tl.constexpr = BLOCK if BITS == 8 else BLOCK // 2
     k_base += pair * groups * PLACES
     v_base += pair * groups * PLACES
     K_SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * DEPTH
@@ -400,7 +398,7 @@ def _coded_kv_cache_attention_kernel(
                 k_more = tl.load(k_base + block * PLACES + k_high) >> k_nudge[None, :]
             score = tl.zeros((GROUP, ROWS), dtype=tl.float32)
             if IS_PER_HEAD:
-                scaled = _narrow(query, PACKED, kind)  # type: ignore[var-annotated]
+                scaled = _narrow(query, PACKED, kind)
                 bias = -(OFFSET / gains[:, None] + TOP) * (scaled.to(tl.float32) * gains[:, None])
             else:
                 step, zero = _pair_of(ks_base + block * K_SCALES, depth)
