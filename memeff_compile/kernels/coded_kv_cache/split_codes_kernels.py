@@ -490,7 +490,10 @@ def _coded_kv_cache_attention_kernel(
             zeros = new_zeros
         new_accs = ()
         for part in tl.static_range(PARTS):
-            new_accs = new_accs + (accs[part] * shrink[None, :] + fresh[part],)  # noqa: RUF005
+            # By fma, not a sum: Triton would start the product at what is summed.
+            new_accs = new_accs + (  # noqa: RUF005
+                tl.fma(accs[part], tl.broadcast_to(shrink[None, :], (WIDTH, ROWS)), fresh[part]),
+            )
         accs = new_accs
 
     total = tl.sum(sums, axis=0)
