@@ -343,14 +343,9 @@ def _coded_kv_cache_attention_kernel(
     gains = tl.full((DEPTH,), 1.0, dtype=tl.float32)
     if PACKED and BITS < 4:
         gains = tl.where(depth < WIDTH, 1.0, tl.where(depth < 2 * WIDTH, 4.0, 16.0))
-    whole_query = (
-        tl.load(
-            q_ptr + q_offs[None, :] + depth[:, None] * stride_q_depth,
-            mask=is_row[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        * scale
-    )
+    whole_query = tl.load(
+        q_ptr + q_offs[None, :] + depth[:, None] * stride_q_depth, mask=is_row[None, :], other=0.0
+    ).to(tl.float32)
     query = whole_query / gains[:, None]
     for _ in tl.static_range(PARTS):
         accs = accs + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
@@ -411,7 +406,12 @@ def _coded_kv_cache_attention_kernel(
             else:
                 numbers = _all_numbers(k_raw, k_more, BITS, GROUP, DEPTH, PACKED, kind)
             score = _dot(numbers, scaled, score, UPCAST)
-            score += tl.sum(bias, axis=0)[None, :]
+            # By fma, not a sum: Triton would let the product wait for what zeros add.
+            score = tl.fma(
+                score,
+                tl.full((GROUP, ROWS), 1.0, tl.float32) * scale,
+                tl.broadcast_to((tl.sum(bias, axis=0) * scale)[None, :], (GROUP, ROWS)),
+            )
             if IS_PER_HEAD:
                 score *= tl.load(ks_base + block * K_SCALES + tokens).to(tl.float32)[:, None]
             position = tile * GROUP + tokens
