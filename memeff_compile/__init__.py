@@ -1,9 +1,6 @@
 """torch.compile(model, backend="memeff"): the usual compiler, without the buffers nobody reads.
 
-Nothing here needs to be imported to use the backend: torch finds it through its entry point.
-Every public name is loaded on first use, so importing this package imports neither torch nor
-triton. That matters because TORCH_LOGS="+memeff_compile" makes torch import it while torch
-itself is still starting.
+Found by its entry point. Public names are loaded on first use, as TORCH_LOGS imports this early.
 """
 
 from __future__ import annotations
@@ -24,8 +21,10 @@ if TYPE_CHECKING:
     from memeff_compile.model.compress import decompress_ as decompress_
     from memeff_compile.model.compressed_file import load_compressed_ as load_compressed_
     from memeff_compile.model.compressed_file import save_compressed as save_compressed
+    from memeff_compile.model.fidelity import fidelity_report as fidelity_report
     from memeff_compile.model.kv_cache import KVCache as KVCache
     from memeff_compile.model.kv_cache import use_kv_cache_ as use_kv_cache_
+    from memeff_compile.model.minicache import MiniCache as MiniCache
     from memeff_compile.model.optim_in_backward import optim_in_backward as optim_in_backward
     from memeff_compile.model.ternary import pack_ternary_ as pack_ternary_
     from memeff_compile.model.ternary import ternarize_ as ternarize_
@@ -40,6 +39,7 @@ _HOME = {
     "CompressionReport": "model.compress",
     "Explanation": "explanation",
     "KVCache": "model.kv_cache",
+    "MiniCache": "model.minicache",
     "OptionError": "errors",
     "Options": "options",
     "calibrate_attention": "model.calibrate",
@@ -48,6 +48,7 @@ _HOME = {
     "decompress_": "model.compress",
     "explain": "explanation",
     "explain_cache": "planning.caches",
+    "fidelity_report": "model.fidelity",
     "graphs": "report",
     "last_report": "report",
     "linear_cross_entropy": "functional",

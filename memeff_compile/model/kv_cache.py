@@ -29,6 +29,7 @@ from memeff_compile.kernels.coded_kv_cache import (
     coded_kv_cache_append,
     coded_kv_cache_view,
 )
+from memeff_compile.model.minicache import MiniCache, pairs_of
 
 try:
     from transformers import CompileConfig
@@ -49,7 +50,8 @@ _ROUNDED = 256
 """Lengths of caches that `use_kv_cache_` makes are multiples of it, so that few are compiled."""
 
 
-def _refuse(sentence: str) -> None:
+def refuse(sentence: str) -> None:
+    """Raise an error that says what was seen and what is needed."""
     raise UnsupportedInputError(f"KVCache: {sentence}")
 
 
@@ -104,14 +106,15 @@ class _InPlace(CacheLayerMixin):
 
     def offload(self) -> None:
         """Refuse: the tensors stay where they are."""
-        _refuse("offloading is not supported; the cache is small because it is coded.")
+        refuse("offloading is not supported; the cache is small because it is coded.")
 
     prefetch = offload
 
 
-def _refuse_training(*tensors: Tensor) -> None:
+def refuse_training(*tensors: Tensor) -> None:
+    """Refuse keys and values that require gradients."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        _refuse(
+        refuse(
             "keys and values require gradients, and a cache has no backward. Generate under "
             "torch.no_grad(), or train with use_cache=False."
         )
@@ -142,7 +145,7 @@ class ExactLayer(_InPlace, StaticLayer):
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Write new tokens; return them where they are all there is, else the whole buffers."""
-        _refuse_training(key_states, value_states)
+        refuse_training(key_states, value_states)
         was_empty, self.is_empty = self.is_empty, False
         whole = super().update(key_states, value_states, *args, **kwargs)
         return (key_states, value_states) if was_empty else whole
@@ -186,7 +189,7 @@ class CodedLayer(_InPlace):
     k_window: Tensor
     v_window: Tensor
 
-    def __init__(self, max_cache_len: int, settings: dict[str, Any], starts: _Starts) -> None:
+    def __init__(self, max_cache_len: int, settings: dict[str, Any], starts: Starts) -> None:
         CacheLayerMixin.__init__(self)
         self.max_cache_len = max_cache_len
         self.settings = settings
@@ -207,17 +210,8 @@ class CodedLayer(_InPlace):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for keys and values like these."""
+        self._require_depth(key_states, value_states)
         batch, heads, _, depth = key_states.shape
-        if key_states.shape != value_states.shape:
-            _refuse(
-                f"keys are {tuple(key_states.shape)} and values {tuple(value_states.shape)}; one "
-                "head dimension for both is needed. Use bits=16 for this model."
-            )
-        if not 16 <= depth <= 256 or depth & (depth - 1):
-            _refuse(
-                f"the head dimension is {depth}; 16, 32, 64, 128 or 256 is served. Use bits=16 for "
-                "this model."
-            )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size = batch
         self.layout = Layout(depth, **self.settings)
@@ -231,6 +225,29 @@ class CodedLayer(_InPlace):
             setattr(self, name, tensor)
         self.is_initialized = True
 
+    @staticmethod
+    def _require_depth(key_states: Tensor, value_states: Tensor) -> None:
+        """Refuse keys and values that cannot be coded."""
+        depth = key_states.shape[3]
+        if key_states.shape != value_states.shape:
+            refuse(
+                f"keys are {tuple(key_states.shape)} and values {tuple(value_states.shape)}; one "
+                "head dimension for both is needed. Use bits=16 for this model."
+            )
+        if not 16 <= depth <= 256 or depth & (depth - 1):
+            refuse(
+                f"the head dimension is {depth}; 16, 32, 64, 128 or 256 is served. Use bits=16 for "
+                "this model."
+            )
+
+    def _require_tokens(self, new: int) -> None:
+        """Refuse more tokens at once than there is room for."""
+        if new > self.max_cache_len:
+            refuse(
+                f"{new} tokens were given to a cache of max_cache_len={self.max_cache_len}. Make a "
+                "longer one."
+            )
+
     def update(
         self,
         key_states: Tensor,
@@ -240,15 +257,11 @@ class CodedLayer(_InPlace):
     ) -> tuple[Tensor, Tensor]:
         """Write new tokens; return them where they are all there is, else a dense view."""
         del args, kwargs
-        _refuse_training(key_states, value_states)
+        refuse_training(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.layout is not None
-        if key_states.shape[2] > self.max_cache_len:
-            _refuse(
-                f"{key_states.shape[2]} tokens were given to a cache of max_cache_len="
-                f"{self.max_cache_len}. Make a longer one."
-            )
+        self._require_tokens(key_states.shape[2])
         bits, recent = self.layout.bits, self.layout.recent
         pool = self.pool()
         coded_kv_cache_append(*pool, key_states, value_states, bits, recent, self.max_cache_len)
@@ -269,13 +282,13 @@ class CodedLayer(_InPlace):
             return
         length, coded = int(self.counts[LENGTH]), int(self.counts[CODED])
         if bool(self.k_window.isnan().any()):
-            _refuse(
+            refuse(
                 "crop found keys that are not numbers: the cache was given more tokens than "
                 f"max_cache_len={self.max_cache_len}, and which are missing is not known. reset() "
                 "it, and make it longer."
             )
         if remove > length - coded:
-            _refuse(
+            refuse(
                 f"crop was asked to remove {remove} tokens, and {length - coded} of {length} are "
                 "not yet in codes. Remove at most these, or make `recent` larger."
             )
@@ -296,7 +309,7 @@ class CodedLayer(_InPlace):
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
 
-class _Starts:
+class Starts:
     """Where each sequence starts, and the places of the tokens that are kept: shared by layers."""
 
     def __init__(self, attention_mask: Tensor | None) -> None:
@@ -308,7 +321,7 @@ class _Starts:
     def _first(attention_mask: Tensor | None) -> Tensor | None:
         if attention_mask is not None:
             if attention_mask.dim() != 2:
-                _refuse(
+                refuse(
                     f"attention_mask has {attention_mask.dim()} dimensions; (batch, tokens) with 1 "
                     "for a token and 0 for padding is needed."
                 )
@@ -326,7 +339,7 @@ class _Starts:
         if self._shape == shape:
             return
         if self._shape:
-            _refuse(
+            refuse(
                 f"layers keep tokens in {shape} and {self._shape}; the same number of key-value "
                 "heads in every coded layer is needed. Use bits=16 for this model."
             )
@@ -337,17 +350,19 @@ class _Starts:
     def _counted(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return the places of the tokens that are kept."""
         order = torch.arange(shape[2], dtype=torch.int32, device=device)
-        places = order.expand(shape).contiguous()
-        if self.first is not None:
-            batch = self.first.shape[0]
-            if batch == 0 or shape[0] % batch:
-                _refuse(
-                    f"attention_mask has {batch} rows and the keys {shape[0]}; a row per sequence, "
-                    "or per sequence before beams, is needed."
-                )
-            first = self.first.to(device, torch.int32).repeat_interleave(shape[0] // batch)
-            places += first[:, None, None]
-        return places
+        return (order + self.first_tokens(shape[0], device)[:, None, None]).expand(shape).clone()
+
+    def first_tokens(self, sequences: int, device: torch.device) -> Tensor:
+        """Return the position of each sequence's first token, int32."""
+        if self.first is None:
+            return torch.zeros(sequences, dtype=torch.int32, device=device)
+        batch = self.first.shape[0]
+        if batch == 0 or sequences % batch:
+            refuse(
+                f"attention_mask has {batch} rows and the keys {sequences}; a row per sequence, "
+                "or per sequence before beams, is needed."
+            )
+        return self.first.to(device, torch.int32).repeat_interleave(sequences // batch)
 
     def change(self, function: Callable[[Tensor], Tensor], *, in_place: bool) -> None:
         """Reorder, repeat or select sequences."""
@@ -377,6 +392,9 @@ class KVCache(Cache):
             from everywhere.
         attention_mask: (batch, tokens) with 0 for padding, where prompts are padded on the left, so
             that `keep_first` counts from the first token and padding has no say in scales.
+        merge: None, ``"minicache"``, or a `MiniCache` that says how: neighbouring layers share the
+            directions of their older tokens. Lossy beyond the codes; measure with
+            `fidelity_report` what it does to your model.
 
     Raises:
         UnsupportedInputError: A setting or a model that cannot be served; the sentence says why.
@@ -397,10 +415,11 @@ class KVCache(Cache):
         recent: int = 128,
         keep_first: int = 4,
         attention_mask: Tensor | None = None,
+        merge: MiniCache | str | None = None,
     ) -> None:
         _check(max_cache_len, bits, scheme, group, recent, keep_first)
-        self.bits, self.scheme = bits, scheme
-        self._starts = _Starts(attention_mask)
+        self.bits, self.scheme, self.merge = bits, scheme, _merging(merge, scheme)
+        self._starts = Starts(attention_mask)
         settings = {
             "bits": bits,
             "scheme": scheme,
@@ -414,7 +433,36 @@ class KVCache(Cache):
                 return ExactLayer(max_cache_len)
             return CodedLayer(max_cache_len, settings, self._starts)
 
-        super().__init__(layers=list(_layers(config, max_cache_len, full)))
+        layers = list(_layers(config, max_cache_len, full))
+        if self.merge is not None:
+            _pair(layers, self.merge, config, max_cache_len, settings, self._starts)
+        super().__init__(layers=layers)
+
+    def merged(self) -> list[dict[str, Any]]:
+        """Return a line per pair of layers that share directions.
+
+        Returns:
+            For each pair the numbers of its `layers`, `merged` tokens, the mean number of rows
+            that are `kept` as they came per sequence and head, first tokens aside, and
+            `left_over`, rows per sequence and head that were to be kept and found no room. Waits
+            for the device.
+        """
+        found = []
+        layer: Any
+        for layer in self.layers:
+            pair = getattr(layer, "pair", None)
+            if pair is None or not layer.is_upper:
+                continue
+            has = pair.shape is not None
+            found.append(
+                {
+                    "layers": pair.numbers,
+                    "merged": int(layer.counts[CODED]) if has else 0,
+                    "kept": float(pair.kept_count.float().mean()) if has else 0.0,
+                    "left_over": float(pair.left_over.float().mean()) if has else 0.0,
+                }
+            )
+        return found
 
     def reset(self, attention_mask: Tensor | None = None) -> None:
         """Empty the cache; its tensors stay.
@@ -458,9 +506,11 @@ class KVCache(Cache):
     def __repr__(self) -> str:
         coded = sum(isinstance(layer, CodedLayer) for layer in self.layers)
         length = self.get_max_length()
+        merged = sum(hasattr(layer, "pair") for layer in self.layers)
+        share = f", {merged} of them share directions" if merged else ""
         return (
             f"KVCache(bits={self.bits}, scheme={self.scheme!r}, max_cache_len={length}, "
-            f"{coded} of {len(self.layers)} layers in codes)"
+            f"{coded} of {len(self.layers)} layers in codes{share})"
         )
 
 
@@ -479,24 +529,71 @@ def _layers(
         elif kind in STATIC_LAYER_TYPE_MAPPING:
             yield STATIC_LAYER_TYPE_MAPPING[kind](**{"max_cache_len": max_cache_len, **given})
         else:
-            _refuse(f"layers of the kind {kind!r} are not known; use transformers' own cache.")
+            refuse(f"layers of the kind {kind!r} are not known; use transformers' own cache.")
+
+
+def _merging(merge: MiniCache | str | None, scheme: str) -> MiniCache | None:
+    """Return how layers are merged, or None."""
+    if merge is None:
+        return None
+    if scheme != "kivi":
+        refuse(f"merge goes with scheme='kivi', not {scheme!r}.")
+    if isinstance(merge, MiniCache):
+        return merge
+    if merge != "minicache":
+        refuse(f"merge is {merge!r}; None, 'minicache' or a MiniCache is needed.")
+    return MiniCache()
+
+
+def _pair(
+    layers: list[Any],
+    merge: MiniCache,
+    config: Any,  # noqa: ANN401
+    max_cache_len: int,
+    settings: dict[str, Any],
+    starts: Starts,
+) -> None:
+    """Put layers that share directions in the place of neighbours that can, from a layer on."""
+    from memeff_compile.model.merged_layers import MergedLayer, Pair
+
+    text = config.get_text_config(decoder=True)
+    # A layer without rotary embeddings never goes with one that has them.
+    rotary = getattr(text, "no_rope_layers", None) or [1] * len(layers)
+    kinds = [
+        None if not isinstance(layer, (CodedLayer, ExactLayer)) else rotary[place]
+        for place, layer in enumerate(layers)
+    ]
+    start = len(layers) // 2 if merge.start_layer is None else merge.start_layer
+    pairs = pairs_of(kinds, start)
+    if not pairs:
+        refuse(
+            f"no two neighbouring layers from layer {start} on attend to all tokens, so none are "
+            f"merged ({len(layers)} layers). Lower MiniCache(start_layer=), or leave merge out."
+        )
+    room = settings["kept"] + merge.capacity(max_cache_len)
+    given = {**settings, "kept": room}
+    for numbers in pairs:
+        pair = Pair(numbers, merge, settings["kept"])
+        lower = None
+        for place in numbers:
+            lower = layers[place] = MergedLayer(max_cache_len, given, starts, pair, lower)
 
 
 def _check(
     max_cache_len: int, bits: int, scheme: str, group: int, recent: int, keep_first: int
 ) -> None:
     if bits not in (16, *BITS):
-        _refuse(f"bits is {bits!r}; one of 16, {', '.join(map(str, BITS))} is needed.")
+        refuse(f"bits is {bits!r}; one of 16, {', '.join(map(str, BITS))} is needed.")
     if scheme not in SCHEMES:
-        _refuse(f"scheme is {scheme!r}; one of {', '.join(map(repr, SCHEMES))} is needed.")
+        refuse(f"scheme is {scheme!r}; one of {', '.join(map(repr, SCHEMES))} is needed.")
     if group not in (32, 64, 128):
-        _refuse(f"group is {group!r}; 32, 64 or 128 is needed.")
+        refuse(f"group is {group!r}; 32, 64 or 128 is needed.")
     if not isinstance(recent, int) or recent < 16 or recent % 16:
-        _refuse(f"recent is {recent!r}; a multiple of 16 is needed, 16 at least.")
+        refuse(f"recent is {recent!r}; a multiple of 16 is needed, 16 at least.")
     if not isinstance(keep_first, int) or keep_first < 0:
-        _refuse(f"keep_first is {keep_first!r}; a number of tokens is needed, 0 at least.")
+        refuse(f"keep_first is {keep_first!r}; a number of tokens is needed, 0 at least.")
     if not isinstance(max_cache_len, int) or max_cache_len < 1:
-        _refuse(f"max_cache_len is {max_cache_len!r}; a number of tokens is needed, 1 at least.")
+        refuse(f"max_cache_len is {max_cache_len!r}; a number of tokens is needed, 1 at least.")
 
 
 # --- every later generate() -----------------------------------------------------------------------
@@ -541,7 +638,7 @@ class _Hook:
             return getattr(type(model), _HOOK)(model, *given, *args, **kwargs)
         tokens = self.max_cache_len or -(-max_cache_length // _ROUNDED) * _ROUNDED
         if tokens < max_cache_length:
-            _refuse(
+            refuse(
                 f"generate() needs room for {max_cache_length} tokens and max_cache_len is "
                 f"{tokens}; make it larger, or leave it out."
             )
@@ -625,7 +722,7 @@ def use_kv_cache_(
     """
     inner = _generating(model)
     if not hasattr(type(inner), _HOOK) or not hasattr(inner, "generate"):
-        _refuse(
+        refuse(
             f"{type(model).__name__} has no generate() of transformers; pass a KVCache to the "
             "model's forward instead."
         )

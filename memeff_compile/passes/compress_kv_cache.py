@@ -102,7 +102,7 @@ class CompressKVCache:
             before += op_folder.view_bytes(b, h, n, d, dtype=query.dtype)
             sizes["H"] = heads
         bits = int(match.view.args[_POOL + 2])  # type: ignore[arg-type]
-        group = codes.shape[3] * 8 // (depth * bits)
+        group = op_folder.group_of(compat.size_hint(codes.shape[3]), depth, bits)
         if op_folder.engine_for(query.device, query.dtype, group) == "reference":
             return Gain(before, sympy.Integer(0), sizes)
         plan = op_folder.plan_for(
@@ -301,10 +301,17 @@ def _sentence(info: GraphInfo, match: Site) -> str:
     assert query is not None
     assert codes is not None
     bits, tokens = match.view.args[_POOL + 2], match.view.args[_POOL + 3]
-    group = compat.size_hint(codes.shape[3]) * 8 // (compat.size_hint(query.shape[3]) * int(bits))  # type: ignore[arg-type]
-    name = op_folder.engine_for(query.device, query.dtype, group)
+    width = int(bits)  # type: ignore[arg-type]
+    group = op_folder.group_of(
+        compat.size_hint(codes.shape[3]), compat.size_hint(query.shape[3]), width
+    )
+    name = op_folder.engine_for(query.device, query.dtype, group, width)
+    form = "as they come" if width == op_folder.PLAIN else f"in codes of {bits} bits"
+    if match.view.args[_POOL] is not None:
+        form = f"whose directions two layers share, {form}"
+    what = "them" if width == op_folder.PLAIN else "the codes"
     return (
-        f"attention over a cache of {tokens} tokens in codes of {bits} bits -> "
-        "memeff::coded_kv_cache_attention, which reads the codes; engine "
+        f"attention over a cache of {tokens} tokens {form} -> "
+        f"memeff::coded_kv_cache_attention, which reads {what}; engine "
         f"{name}: {op_folder.ENGINES[name]}"
     )

@@ -297,4 +297,4 @@ def test_cuts_follow_from_sizes() -> None:
             assert 1 <= splits <= groups
             assert splits == 1 or pairs < 2112
     assert engine_for(torch.device("cpu"), torch.bfloat16) == "reference"
-    assert set(ENGINES) == {"codes", "reference"}
+    assert set(ENGINES) == {"codes", "rows", "reference"}

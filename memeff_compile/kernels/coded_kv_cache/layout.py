@@ -16,6 +16,9 @@ from torch import Tensor
 
 BITS = (8, 4, 3, 2)
 
+PLAIN = 16
+"""Instead of bits: rows are numbers in the dtype of the cache, without scales."""
+
 SCHEMES = ("kivi", "per_head")
 """``kivi``: a scale and a zero per channel of keys in a group of tokens, and per token of values in
 a group of channels. ``per_head``: one scale per token and head, of keys as of values, codes around
@@ -58,8 +61,8 @@ class Layout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the codes of one group of tokens, of keys or of values."""
-        return self.group * self.depth * self.bits // 8
+        """Bytes of the codes of one group of tokens, of keys or of values; numbers if plain."""
+        return self.group * self.depth * (8 if self.bits == PLAIN else self.bits) // 8
 
     def groups(self, tokens: int) -> int:
         """Return the groups that a cache for so many tokens has room for, at least one.
@@ -73,10 +76,13 @@ class Layout:
         groups = self.groups(tokens)
         front = (batch, heads)
         codes = (*front, groups, self.block_bytes)
-        if self.scheme == "kivi":
-            k_scales: tuple[int, ...] = (*front, groups, self.depth, 2)
+        if self.bits == PLAIN:
+            k_scales: tuple[int, ...] = (*front, groups, 0, 2)
+            v_scales: tuple[int, ...] = k_scales
+        elif self.scheme == "kivi":
+            k_scales = (*front, groups, self.depth, 2)
             parts = self.depth // self.channel_group
-            v_scales: tuple[int, ...] = (*front, groups, parts, self.group, 2)
+            v_scales = (*front, groups, parts, self.group, 2)
         else:
             k_scales = v_scales = (*front, groups, 1, self.group, 1)
         window = (*front, self.window, self.depth)
@@ -101,6 +107,14 @@ def channel_group(depth: int, scheme: str) -> int:
     Example: channel_group(128, "kivi") == 64 and channel_group(128, "per_head") == 128.
     """
     return depth // 2 if scheme == "kivi" and depth > 64 else depth
+
+
+def group_of(block: int, depth: int, bits: int) -> int:
+    """Return the tokens in a block of codes, from its last size.
+
+    Example: group_of(4096, 128, 4) == 64 and group_of(8192, 128, PLAIN) == 64.
+    """
+    return block // depth if bits == PLAIN else block * 8 // (depth * bits)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

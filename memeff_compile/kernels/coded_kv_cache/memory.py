@@ -11,7 +11,7 @@ from typing import TypeAlias
 import sympy
 import torch
 
-from memeff_compile.kernels.coded_kv_cache.layout import Layout
+from memeff_compile.kernels.coded_kv_cache.layout import PLAIN, Layout
 
 Size: TypeAlias = sympy.Expr | int
 
@@ -67,6 +67,35 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
         batch, heads, layout.depth, window=layout.window, kept=layout.kept, itemsize=itemsize
     )
     return int(each * batch * layout.groups(tokens) * layout.group + fixed)
+
+
+def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
+    """Return the bytes of two layers that share directions, for so many tokens.
+
+    Args:
+        layout: its `kept` counts all rows that there is room for, first tokens included.
+        batch, heads, tokens: B, H, N.
+        itemsize: of the cache's dtype.
+
+    Codes and scales are there once; lengths of keys and values, windows and rows kept as they came
+    twice; where a row is kept, once. Lengths are float16 in caches of 16 bits.
+
+    Example: pair_bytes(Layout(128, 4, kept=332), 1, 8, 32768, 2) == 44752200.
+    """
+    rows = layout.groups(tokens) * layout.group
+    sequences = batch * heads
+    if layout.bits == PLAIN:
+        each: Size = 2 * heads * layout.depth * itemsize
+    else:
+        shares = layout.depth // layout.channel_group
+        group = layout.group
+        each = bytes_per_token(
+            heads, layout.depth, layout.bits, group=group, shares=shares, itemsize=itemsize
+        )
+    lengths = 4 * sequences * rows * itemsize
+    exact = 2 * sequences * 2 * (layout.window + layout.kept) * layout.depth * itemsize
+    notes = 4 * sequences * (layout.kept + 4)
+    return int(each * batch * rows) + lengths + exact + notes
 
 
 def view_bytes(

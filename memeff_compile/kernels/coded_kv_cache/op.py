@@ -17,7 +17,7 @@ from torch import Tensor
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels._triton.device import kernels_serve, where_it_runs
 from memeff_compile.kernels.coded_kv_cache import reference
-from memeff_compile.kernels.coded_kv_cache.layout import BITS, channel_group
+from memeff_compile.kernels.coded_kv_cache.layout import BITS, PLAIN, channel_group, group_of
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_DEPTH = 256
@@ -42,6 +42,10 @@ ENGINES = {
     "codes": (
         "groups of codes split over programs, unpacked in registers, scales folded into queries "
         "and weights, two Triton kernels (CUDA, compute capability 8.0 or later; bf16, fp16)"
+    ),
+    "rows": (
+        "directions that two layers share split over programs, lengths folded into scores and "
+        "weights, two Triton kernels (CUDA, compute capability 8.0 or later; bf16, fp16)"
     ),
     "reference": "plain PyTorch, after decoding what is filled (any device and dtype)",
 }
@@ -83,11 +87,12 @@ def supports(
         bits: of a code.
         mask: bool (B or 1, 1, 1, N), or None.
     """
-    return _unlike_pool(pool, bits) or _unlike_query(q, pool) or _unlike_mask(q, mask)
+    return supports_pool(pool, bits) or _unlike_query(q, pool) or _unlike_mask(q, mask)
 
 
-def _unlike_pool(pool: Sequence[Tensor], bits: int) -> str | None:
-    if bits not in BITS:
+def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
+    """Say in a sentence why no op can be served with these tensors of a cache, or return None."""
+    if bits not in (PLAIN, *BITS):
         return f"bits is {bits}; one of {', '.join(map(str, BITS))} is needed."
     named = dict(zip(POOL, pool, strict=True))
     window = named["k_window"]
@@ -102,7 +107,7 @@ def _unlike_pool(pool: Sequence[Tensor], bits: int) -> str | None:
             return f"{name} is on {tensor.device} and k_window on {window.device}; move one."
         if not tensor.is_contiguous():
             return f"{name} is not contiguous; the tensors of a cache are used as allocated."
-        wanted = _dtype_of(name, window.dtype)
+        wanted = _dtype_of(name, window.dtype, bits)
         if tensor.dtype != wanted:
             return f"{name} is {_short(tensor.dtype)}; {_short(wanted)} is needed."
         if name != "counts" and tuple(tensor.shape[:2]) != (batch, heads):
@@ -114,11 +119,11 @@ def _unlike_pool(pool: Sequence[Tensor], bits: int) -> str | None:
 
 def _unlike_scales(named: dict[str, Tensor], bits: int, depth: int) -> str | None:
     groups, block = named["k_codes"].shape[2:]
-    group = block * 8 // (depth * bits)
-    if reference.is_per_head(named["k_scales"]):
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-            ("k_scales", "v_scales"), (groups, 1, group, 1)
-        )
+    group = group_of(block, depth, bits)
+    if bits == PLAIN:
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("k_scales", "v_scales"), (groups, 0, 2))
+    elif reference.is_per_head(named["k_scales"]):
+        shapes = dict.fromkeys(("k_scales", "v_scales"), (groups, 1, group, 1))
     else:
         parts = depth // channel_group(depth, "kivi")
         shapes = {"k_scales": (groups, depth, 2), "v_scales": (groups, parts, group, 2)}
@@ -129,8 +134,9 @@ def _unlike_scales(named: dict[str, Tensor], bits: int, depth: int) -> str | Non
     return None
 
 
-def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    known = {"codes": torch.uint8, "places": torch.int32, "counts": torch.int64}
+def _dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
+    codes = dtype if bits == PLAIN else torch.uint8
+    known = {"codes": codes, "places": torch.int32, "counts": torch.int64}
     return known.get(name.split("_")[-1], dtype)
 
 
@@ -171,9 +177,11 @@ def supports_append(pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int) -> 
 
     Args: as for `coded_kv_cache_append`.
     """
-    sentence = _unlike_pool(pool, bits)
+    sentence = supports_pool(pool, bits)
     if sentence is not None:
         return sentence
+    if bits == PLAIN:
+        return f"bits is {bits}; rows without codes are appended by pairs of layers."
     window = pool[POOL.index("k_window")]
     batch, heads, _, depth = window.shape
     for name, new in (("k", k), ("v", v)):
@@ -193,10 +201,12 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64) -> str:
+def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64, bits: int = 4) -> str:
     """Name the engine that serves a dtype and group of tokens on a device: a key of `ENGINES`."""
     is_served = dtype in (torch.bfloat16, torch.float16) and group in (32, 64, 128)
-    return "codes" if is_served and kernels_serve(device, dtype) else "reference"
+    if not is_served or not kernels_serve(device, dtype):
+        return "reference"
+    return "rows" if bits == PLAIN else "codes"
 
 
 def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
@@ -206,7 +216,7 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
     """
     if where_it_runs(q.device).type != "cuda":
         return None
-    if engine_for(q.device, q.dtype, _group(pool, bits)) != "codes":
+    if engine_for(q.device, q.dtype, _group(pool, bits), bits) == "reference":
         return (
             f"the kernels do not serve {_short(q.dtype)} in groups of {_group(pool, bits)} here, "
             "and without them the number of tokens would have to be read from the GPU"
@@ -221,7 +231,7 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
 
 
 def _group(pool: Sequence[Tensor], bits: int) -> int:
-    return pool[0].shape[3] * 8 // (pool[4].shape[3] * bits)
+    return group_of(pool[0].shape[3], pool[4].shape[3], bits)
 
 
 def _appends_on_gpu(pool: Sequence[Tensor], bits: int) -> bool:
@@ -231,10 +241,11 @@ def _appends_on_gpu(pool: Sequence[Tensor], bits: int) -> bool:
     return window.is_cuda and is_served and window.numel() > 0
 
 
-def _runs_on_codes(pool: Sequence[Tensor], bits: int) -> bool:
+def _engine(pool: Sequence[Tensor], bits: int) -> str:
     window = pool[4]
-    name = engine_for(window.device, window.dtype, _group(pool, bits))
-    return window.is_cuda and name == "codes" and window.numel() > 0
+    if not window.is_cuda or not window.numel():
+        return "reference"
+    return engine_for(window.device, window.dtype, _group(pool, bits), bits)
 
 
 def _require(op: str, sentence: str | None) -> None:
@@ -268,13 +279,13 @@ def _fake_append(*args: Any) -> None:
 
 def _view(*args: Any) -> tuple[Tensor, Tensor]:
     pool, (k_norms, v_norms, bits, tokens) = args[:_COUNT], args[_COUNT:]
-    _require("view", _unlike_pool(pool, bits))
+    _require("view", supports_pool(pool, bits))
     return reference.view(pool, (k_norms, v_norms), bits, tokens)
 
 
 def _fake_view(*args: Any) -> tuple[Tensor, Tensor]:
     pool, (_, _, bits, tokens) = args[:_COUNT], args[_COUNT:]
-    _require("view", _unlike_pool(pool, bits))
+    _require("view", supports_pool(pool, bits))
     batch, heads, _, depth = pool[4].shape
     keys, values = (pool[4].new_empty((batch, heads, tokens, depth)) for _ in range(2))
     return keys, values
@@ -287,10 +298,14 @@ def _attention(q: Tensor, *args: Any) -> Tensor:
     pool, (k_norms, v_norms, bits, mask, scale) = args[:_COUNT], args[_COUNT:]
     _require("attention", supports(q, pool, bits, mask))
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    attend = reference.attend
-    if _runs_on_codes(pool, bits):
+    attend: Any = reference.attend
+    engine = _engine(pool, bits)
+    if engine == "codes":
         from memeff_compile.kernels.coded_kv_cache.split_codes import attend
-    return attend(q, pool, (k_norms, v_norms), mask, factor, bits)
+    elif engine == "rows":
+        from memeff_compile.kernels.coded_kv_cache.split_rows import attend
+    out: Tensor = attend(q, pool, (k_norms, v_norms), mask, factor, bits)
+    return out
 
 
 def _fake_attention(q: Tensor, *args: Any) -> Tensor:

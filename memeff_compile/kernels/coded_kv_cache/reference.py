@@ -18,6 +18,7 @@ from torch import Tensor
 from memeff_compile.kernels.coded_kv_cache.layout import (
     CODED,
     LENGTH,
+    PLAIN,
     block_of,
     codes_of,
 )
@@ -56,7 +57,13 @@ def _stored(step: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def encode(
-    x: Tensor, bits: int, scheme: str, *, is_value: bool, left_out: Tensor | None = None
+    x: Tensor,
+    bits: int,
+    scheme: str,
+    *,
+    is_value: bool,
+    left_out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Code groups of keys or of values.
 
@@ -67,16 +74,20 @@ def encode(
         is_value: values rather than keys.
         left_out: bool (B or 1, H or 1, n, G), tokens that have no say in the scales of keys, or
             None; their codes mean nothing.
+        dtype: of the scales, by default that of x.
 
     Returns:
-        codes: (B, H, n, G * D * bits / 8) uint8.
-        scales: as the cache holds them for n groups, in the dtype of x.
+        codes: (B, H, n, G * D * bits / 8) uint8, or (B, H, n, G * D) numbers where bits is PLAIN.
+        scales: as the cache holds them for n groups.
     """
+    dtype = x.dtype if dtype is None else dtype
+    if bits == PLAIN:
+        return x.to(dtype).flatten(-2), x.new_zeros((*x.shape[:3], 0, 2), dtype=dtype)
     values = x.to(wide(x.dtype))
     hidden = None if left_out is None else left_out.unsqueeze(-1)
     if scheme == "per_head":
         top = 2 ** (bits - 1)
-        step = _stored(values.abs().amax(-1) / values.new_full((1,), top - 1), x.dtype)
+        step = _stored(values.abs().amax(-1) / values.new_full((1,), top - 1), dtype)
         whole = (values / step.to(values.dtype).unsqueeze(-1) + 0.5).floor()
         codes = (whole.clamp(1 - top, top - 1) + top).to(torch.uint8)
         scales = step[:, :, :, None, :, None]
@@ -84,7 +95,7 @@ def encode(
         width = _channel_group(x.shape[-1])
         parts = values.unflatten(-1, (-1, width))  # (B, H, n, G, parts, width)
         step, zero = _between(parts, -1, None, bits)
-        step, zero = _stored(step, x.dtype), zero.to(x.dtype)
+        step, zero = _stored(step, dtype), zero.to(dtype)
         codes = _codes(
             parts, step.to(parts.dtype)[..., None], zero.to(parts.dtype)[..., None], bits
         )
@@ -92,7 +103,7 @@ def encode(
         scales = torch.stack([step, zero], -1).transpose(3, 4)  # (B, H, n, parts, G, 2)
     else:
         step, zero = _between(values, -2, hidden, bits)
-        step, zero = _stored(step, x.dtype), zero.to(x.dtype)
+        step, zero = _stored(step, dtype), zero.to(dtype)
         wide_step, wide_zero = (t.to(values.dtype).unsqueeze(-2) for t in (step, zero))
         codes = _codes(values, wide_step, wide_zero, bits)
         scales = torch.stack([step, zero], -1)  # (B, H, n, D, 2)
@@ -117,6 +128,9 @@ def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bo
         (B, H, n * G, D) float32, or float64 where the scales are.
     """
     kind = wide(scales.dtype)
+    if bits == PLAIN:
+        plain: Tensor = codes.unflatten(-1, (-1, depth)).flatten(2, 3)
+        return plain.to(kind)
     numbers = codes_of(codes, bits, depth, is_value=is_value).to(kind)  # (B, H, n, G, D)
     scales = scales.to(kind)
     if is_per_head(scales):

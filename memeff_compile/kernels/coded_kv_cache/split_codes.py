@@ -56,6 +56,23 @@ def plan_for(
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 
 
+def paired_norms(norms: Sequence[Tensor | None]) -> Tensor | None:
+    """Return norms of keys and values side by side, (B, H, N, 2); a copy only if they are not so.
+
+    Args:
+        norms: of keys and of values, (B, H, N), or two None.
+    """
+    first, second = norms
+    if first is None or second is None:
+        return None
+    shape = (*first.shape, 2)
+    strides = (2 * shape[1] * shape[2], 2 * shape[2], 2)
+    behind = first.data_ptr() + first.element_size() == second.data_ptr()
+    if behind and first.stride() == second.stride() == strides and first.dtype == second.dtype:
+        return first.as_strided(shape, (*strides, 1))
+    return torch.stack([first, second], -1)
+
+
 def attend(
     q: Tensor,
     pool: Sequence[Tensor],
@@ -100,7 +117,7 @@ def attend(
         share = q.new_empty((stat_count, depth), dtype=torch.float32)
         stat = q.new_empty((2, stat_count), dtype=torch.float32)
     seen = counts if mask is None else mask.view(torch.uint8)
-    k_norms, v_norms = (counts if norm is None else norm for norm in norms)
+    paired = paired_norms(norms)
     with on_device(q):
         kernels._coded_kv_cache_attention_kernel[(pairs, splits)](
             q,
@@ -108,8 +125,7 @@ def attend(
             q.stride(1),
             q.stride(3),
             *pool,
-            k_norms,
-            v_norms,
+            counts if paired is None else paired,
             seen,
             0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
             0 if mask is None else mask.stride(3),

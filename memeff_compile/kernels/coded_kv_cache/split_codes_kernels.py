@@ -212,6 +212,22 @@ def _pair_of(base, place):
 
 
 @triton.jit
+def _norms_of(base, place):
+    """Return what keys and what values are multiplied by, in fp32; two numbers are one load.
+
+    Loads of less than four bytes are not made ahead of time, and waiting for them would cost more
+    than all the rest of a turn.
+    """
+    if base.dtype.element_ty == tl.float16:
+        both = tl.load(base.to(tl.pointer_type(tl.uint32)) + place)
+        first = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        second = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        first, second = _pair_of(base, place, tl.float32)
+    return first, second
+
+
+@triton.jit
 def _dot(a, b, acc, UPCAST: tl.constexpr):
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
@@ -275,8 +291,7 @@ def _coded_kv_cache_attention_kernel(
     v_kept_ptr,
     places_ptr,  # (B, KV_HEADS, KEPT) int32
     counts_ptr,  # (3,) int64
-    k_norms_ptr,  # (B, KV_HEADS, norm_count), with HAS_NORMS
-    v_norms_ptr,
+    norms_ptr,  # (B, KV_HEADS, norm_count, 2) of key and value, with HAS_NORMS
     mask_ptr,  # (B, mask_count) bytes, with HAS_MASK
     stride_mask_batch,
     stride_mask_key,
@@ -388,6 +403,7 @@ def _coded_kv_cache_attention_kernel(
 
     for turn in tl.range(split, tl.cdiv(tiles, AT_ONCE), splits, num_stages=STAGES):
         scores = ()
+        v_norms = ()
         best = tl.full((GROUP, ROWS), float("-inf"), dtype=tl.float32)
         for at in tl.static_range(AT_ONCE):
             tile = turn * AT_ONCE + at
@@ -417,9 +433,9 @@ def _coded_kv_cache_attention_kernel(
             position = tile * GROUP + tokens
             is_seen = position < tiles * GROUP
             if HAS_NORMS:
-                k_norm = tl.load(
-                    k_norms_ptr + pair * norm_count + wide_zero + position, mask=is_seen, other=-1.0
-                ).to(tl.float32)
+                place = block * GROUP + tokens
+                k_norm, v_norm = _norms_of(norms_ptr + pair * norm_count * 2, place)
+                v_norms = v_norms + (v_norm,)  # noqa: RUF005
                 score *= k_norm[:, None]
                 is_seen = is_seen & (k_norm >= 0.0)  # the others are among the kept tokens
             elif KEPT > 0:
@@ -456,13 +472,7 @@ def _coded_kv_cache_attention_kernel(
             weight = tl.exp2(scores[at] - base[None, :])
             sums += weight
             if HAS_NORMS:
-                position = tile * GROUP + tokens
-                v_norm = tl.load(
-                    v_norms_ptr + pair * norm_count + wide_zero + position,
-                    mask=position < tiles * GROUP,
-                    other=0.0,
-                )
-                weight *= v_norm.to(tl.float32)[:, None]
+                weight *= v_norms[at][:, None]
             new_fresh = ()
             new_zeros = ()
             for part in tl.static_range(PARTS):

@@ -1,0 +1,609 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+"""Appending to two layers that share directions: windows, and the groups that are merged.
+
+One program per sequence and key-value head has keys and values of both layers, as which rows are
+kept depends on all four. A shared direction is a sum of the two rows with a factor each, which
+follow from three sums over channels; so rows are read a few channels at a time, and read again to
+be coded. How many tokens there are is read on the device; the last program writes the new counts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from memeff_compile.kernels.coded_kv_cache.append_codes_kernels import (
+    _codes,
+    _load_window,
+    _stored,
+)
+
+
+@triton.jit
+def _angle(cosine):
+    """Return the arc cosine; Abramowitz and Stegun 4.4.46, wrong by 3e-8 at most."""
+    x = tl.abs(cosine)
+    sum_of_powers = -0.0012624911 * x + 0.0066700901
+    sum_of_powers = sum_of_powers * x - 0.0170881256
+    sum_of_powers = sum_of_powers * x + 0.0308918810
+    sum_of_powers = sum_of_powers * x - 0.0501743046
+    sum_of_powers = sum_of_powers * x + 0.0889789874
+    sum_of_powers = sum_of_powers * x - 0.2145988016
+    sum_of_powers = sum_of_powers * x + 1.5707963050
+    found = tl.sqrt(tl.maximum(1.0 - x, 0.0)) * sum_of_powers
+    return tl.where(cosine < 0.0, 3.14159265358979 - found, found)
+
+
+@triton.jit
+def _sine(angle):
+    """Return the sine of angles from 0 to a straight one: a series, wrong by 6e-8 at most."""
+    x = tl.minimum(angle, 3.14159265358979 - angle)
+    y = x * x
+    series = 1.0 - y / 110.0
+    series = 1.0 - y / 72.0 * series
+    series = 1.0 - y / 42.0 * series
+    series = 1.0 - y / 20.0 * series
+    series = 1.0 - y / 6.0 * series
+    return x * series
+
+
+@triton.jit
+def _measure(lower, upper, slot, DEPTH: tl.constexpr, SHARE: tl.constexpr, GROUP: tl.constexpr):
+    """Return the cosine between the rows of two layers, and their lengths."""
+    column = tl.arange(0, SHARE)
+    first = tl.zeros((GROUP,), dtype=tl.float32)
+    second = tl.zeros((GROUP,), dtype=tl.float32)
+    both = tl.zeros((GROUP,), dtype=tl.float32)
+    for part in tl.static_range(DEPTH // SHARE):
+        x = _load_window(lower, slot, part * SHARE + column, DEPTH, False)
+        y = _load_window(upper, slot, part * SHARE + column, DEPTH, False)
+        first += tl.sum(x * x, axis=1)
+        second += tl.sum(y * y, axis=1)
+        both += tl.sum(x * y, axis=1)
+    m = tl.sqrt(first)
+    n = tl.sqrt(second)
+    cosine = both / (tl.maximum(m, 1e-12) * tl.maximum(n, 1e-12))
+    return tl.clamp(cosine, -1.0, 1.0), m, n
+
+
+@triton.jit
+def _factors(cosine, m, n, t, RULE: tl.constexpr):
+    """Return by what rows of the lower and of the upper layer are multiplied, to be summed."""
+    per_m = 1.0 / tl.maximum(m, 1e-12)
+    per_n = 1.0 / tl.maximum(n, 1e-12)
+    if RULE == 2:
+        a = tl.where(m >= n, per_m, 0.0)
+        b = tl.where(m >= n, 0.0, per_n)
+    else:
+        a = tl.zeros_like(cosine) + (1.0 - t)
+        b = tl.zeros_like(cosine) + t
+        if RULE == 0:
+            angle = _angle(cosine)
+            sine = _sine(angle)
+            is_flat = sine < 1e-4
+            per_sine = 1.0 / tl.maximum(sine, 1e-4)
+            a = tl.where(is_flat, a, _sine((1.0 - t) * angle) * per_sine)
+            b = tl.where(is_flat, b, _sine(t * angle) * per_sine)
+        size = tl.sqrt(tl.maximum(a * a + b * b + 2.0 * a * b * cosine, 0.0))
+        per_size = 1.0 / tl.maximum(size, 1e-12)
+        a *= per_size * per_m
+        b *= per_size * per_n
+    return a, b
+
+
+@triton.jit
+def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
+    """Return some columns of the shared direction, (tokens, columns), turned for values."""
+    x = _load_window(lower, slot, column, DEPTH, IS_VALUE)
+    y = _load_window(upper, slot, column, DEPTH, IS_VALUE)
+    return x * a[None, :] + y * b[None, :] if IS_VALUE else x * a[:, None] + y * b[:, None]
+
+
+@triton.jit
+def _code_directions(
+    lower,
+    upper,
+    codes_base,
+    scales_base,
+    lower_norms,  # of the first token of the group; every second is of a key
+    upper_norms,
+    slot,
+    cosine,
+    m,
+    n,
+    t,
+    is_left_out,
+    is_kept,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    RULE: tl.constexpr,
+    IS_PROJECTED: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+):
+    """Code the shared directions of one group of keys, or of values, and store both lengths."""
+    COUNT: tl.constexpr = 8 if BITS == 3 else (DEPTH // CHANNELS if BITS >= 8 else 8 // BITS)
+    SHARE: tl.constexpr = DEPTH // COUNT
+    TURNED: tl.constexpr = IS_VALUE and BITS != 16
+    AXIS: tl.constexpr = 0 if TURNED else 1
+    kind: tl.constexpr = lower.dtype.element_ty
+    token = tl.arange(0, GROUP)
+    column = tl.arange(0, SHARE)
+    a, b = _factors(cosine, m, n, t, RULE)
+    steps = ()
+    zeros = ()
+    if BITS < 16 and IS_VALUE:
+        most = tl.full((GROUP,), (1 << BITS) - 1.0, tl.float32)
+        for share in tl.static_range(DEPTH // CHANNELS):
+            some = share * CHANNELS + tl.arange(0, CHANNELS)
+            e = _direction(lower, upper, slot, some, a, b, DEPTH, True)
+            low = tl.min(e, axis=0)
+            step = _stored(tl.div_rn(tl.max(e, axis=0) - low, most), scales_base)
+            zero = low.to(kind).to(tl.float32)
+            tl.store(scales_base + 2 * (share * GROUP + token), step.to(kind))
+            tl.store(scales_base + 2 * (share * GROUP + token) + 1, zero.to(kind))
+            steps = steps + (step,)  # noqa: RUF005
+            zeros = zeros + (zero,)  # noqa: RUF005
+    elif BITS < 16:
+        most = tl.full((SHARE,), (1 << BITS) - 1.0, tl.float32)
+        for part in tl.static_range(COUNT):
+            e = _direction(lower, upper, slot, part * SHARE + column, a, b, DEPTH, False)
+            low = tl.min(tl.where(is_left_out[:, None], float("inf"), e), axis=0)
+            high = tl.max(tl.where(is_left_out[:, None], float("-inf"), e), axis=0)
+            is_empty = low > high
+            low = tl.where(is_empty, 0.0, low)
+            high = tl.where(is_empty, 0.0, high)
+            step = _stored(tl.div_rn(high - low, most), scales_base)
+            zero = low.to(kind).to(tl.float32)
+            tl.store(scales_base + 2 * (part * SHARE + column), step.to(kind))
+            tl.store(scales_base + 2 * (part * SHARE + column) + 1, zero.to(kind))
+            steps = steps + (step,)  # noqa: RUF005
+            zeros = zeros + (zero,)  # noqa: RUF005
+    square = tl.zeros((GROUP,), dtype=tl.float32)
+    first = tl.zeros((GROUP,), dtype=tl.float32)
+    second = tl.zeros((GROUP,), dtype=tl.float32)
+    bits_low = tl.zeros((SHARE, GROUP) if TURNED else (GROUP, SHARE), dtype=tl.int32)
+    bits_odd = bits_low
+    bits_high = bits_low
+    for part in tl.static_range(COUNT):
+        at = part * SHARE + column
+        e = _direction(lower, upper, slot, at, a, b, DEPTH, TURNED)
+        if BITS == 16:
+            plain = e.to(kind)
+            decoded = plain.to(tl.float32)
+            tl.store(codes_base + token[:, None] * DEPTH + at[None, :], plain)
+        else:
+            if IS_VALUE:
+                step = steps[part * SHARE // CHANNELS][None, :]
+                zero = zeros[part * SHARE // CHANNELS][None, :]
+            else:
+                step = steps[part][None, :]
+                zero = zeros[part][None, :]
+            code = _codes(e, step, zero, BITS, False)
+            decoded = code.to(tl.float32) * step + zero
+            if BITS == 8:
+                if TURNED:
+                    offs = at[:, None] * GROUP + token[None, :]
+                else:
+                    offs = token[:, None] * DEPTH + at[None, :]
+                tl.store(codes_base + offs, code.to(tl.uint8))
+            elif BITS == 3:
+                bits_high |= (code >> 2) << part
+                if part % 2 == 0:
+                    bits_low |= (code & 3) << (part // 2 * 2)
+                else:
+                    bits_odd |= (code & 3) << (part // 2 * 2)
+            else:
+                bits_low |= code << (part * BITS)
+        square += tl.sum(decoded * decoded, axis=AXIS)
+        if IS_PROJECTED:
+            x = _load_window(lower, slot, at, DEPTH, TURNED)
+            first += tl.sum(x * decoded, axis=AXIS)
+            y = _load_window(upper, slot, at, DEPTH, TURNED)
+            second += tl.sum(y * decoded, axis=AXIS)
+    if BITS == 3:
+        BEHIND: tl.constexpr = GROUP * (DEPTH // 4)
+        if TURNED:
+            offs = column[:, None] * GROUP + token[None, :]
+            tl.store(codes_base + offs, bits_low.to(tl.uint8))
+            tl.store(codes_base + SHARE * GROUP + offs, bits_odd.to(tl.uint8))
+            tl.store(codes_base + BEHIND + offs, bits_high.to(tl.uint8))
+        else:
+            offs = token[:, None] * (2 * SHARE) + column[None, :]
+            tl.store(codes_base + offs, bits_low.to(tl.uint8))
+            tl.store(codes_base + SHARE + offs, bits_odd.to(tl.uint8))
+            offs = token[:, None] * SHARE + column[None, :]
+            tl.store(codes_base + BEHIND + offs, bits_high.to(tl.uint8))
+    elif BITS < 8:
+        if TURNED:
+            offs = column[:, None] * GROUP + token[None, :]
+        else:
+            offs = token[:, None] * SHARE + column[None, :]
+        tl.store(codes_base + offs, bits_low.to(tl.uint8))
+    if IS_PROJECTED:
+        lower_norm = tl.maximum(first / tl.maximum(square, 1e-24), 0.0)
+        upper_norm = tl.maximum(second / tl.maximum(square, 1e-24), 0.0)
+    else:
+        length = tl.maximum(tl.sqrt(square), 1e-12)
+        lower_norm = m / length
+        upper_norm = n / length
+    lower_norm = tl.minimum(lower_norm, 65504.0)  # the largest float16
+    upper_norm = tl.minimum(upper_norm, 65504.0)
+    if not IS_VALUE:
+        lower_norm = tl.where(is_kept, -1.0, lower_norm)
+        upper_norm = tl.where(is_kept, -1.0, upper_norm)
+    tl.store(lower_norms + 2 * token, lower_norm.to(lower_norms.dtype.element_ty))
+    tl.store(upper_norms + 2 * token, upper_norm.to(upper_norms.dtype.element_ty))
+
+
+@triton.jit
+def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.constexpr):
+    """Copy the rows that are kept from a window to where they are kept."""
+    for part in tl.static_range(DEPTH // SHARE):
+        column = part * SHARE + tl.arange(0, SHARE)
+        x = tl.load(window + slot[:, None] * DEPTH + column[None, :])
+        offs = row.to(tl.int64)[:, None] * DEPTH + column[None, :]
+        tl.store(kept + offs, x, mask=is_kept[:, None])
+
+
+@triton.jit
+def _write(
+    x_ptr,
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_depth,
+    window,
+    kv_heads,
+    done,
+    position,
+    is_token,
+    DEPTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Write tokens of one sequence and head to its window."""
+    pair = tl.program_id(0).to(tl.int64)
+    base = x_ptr + (pair // kv_heads) * stride_batch + (pair % kv_heads) * stride_head
+    depth = tl.arange(0, DEPTH)
+    token = tl.arange(0, position.shape[0])
+    x = tl.load(
+        base + (done + token)[:, None] * stride_token + depth[None, :] * stride_depth,
+        mask=is_token[:, None],
+    )
+    tl.store(
+        window + (position % WINDOW)[:, None] * DEPTH + depth[None, :], x, mask=is_token[:, None]
+    )
+
+
+@triton.jit
+def _spoil(window, length, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
+    """Put no number where the last token is, so that nothing is lost in silence."""
+    depth = tl.arange(0, DEPTH)
+    nothing = tl.full((DEPTH,), float("nan"), tl.float32)
+    last = (length + WINDOW - 1) % WINDOW
+    tl.store(window + last * DEPTH + depth, nothing.to(window.dtype.element_ty))
+
+
+@triton.jit
+def _coded_kv_cache_append_lower_kernel(
+    k_ptr,  # (B, KV_HEADS, new, D)
+    stride_k_batch,
+    stride_k_head,
+    stride_k_token,
+    stride_k_depth,
+    v_ptr,
+    stride_v_batch,
+    stride_v_head,
+    stride_v_token,
+    stride_v_depth,
+    k_window_ptr,  # (B, KV_HEADS, WINDOW, D)
+    v_window_ptr,
+    counts_ptr,  # (3,) int64
+    kv_heads,
+    new,
+    limit,
+    DEPTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TOKENS: tl.constexpr,  # at least `new`
+):
+    pair = tl.program_id(0).to(tl.int64)
+    length = tl.load(counts_ptr)
+    k_window = k_window_ptr + pair * (WINDOW * DEPTH)
+    v_window = v_window_ptr + pair * (WINDOW * DEPTH)
+    token = tl.arange(0, TOKENS)
+    if length + new > limit:
+        _spoil(k_window, length, DEPTH, WINDOW)
+        _spoil(v_window, length, DEPTH, WINDOW)
+    else:
+        zero = length * 0
+        _write(
+            k_ptr,
+            stride_k_batch,
+            stride_k_head,
+            stride_k_token,
+            stride_k_depth,
+            k_window,
+            kv_heads,
+            zero,
+            length + token,
+            token < new,
+            DEPTH,
+            WINDOW,
+        )
+        _write(
+            v_ptr,
+            stride_v_batch,
+            stride_v_head,
+            stride_v_token,
+            stride_v_depth,
+            v_window,
+            kv_heads,
+            zero,
+            length + token,
+            token < new,
+            DEPTH,
+            WINDOW,
+        )
+        length += new
+    tl.debug_barrier()  # every thread has read the counts
+    arrived = tl.atomic_add(counts_ptr + 2, 1)
+    if arrived == tl.num_programs(0) - 1:
+        tl.store(counts_ptr, length)
+        tl.store(counts_ptr + 2, 0)
+
+
+@triton.jit
+def _coded_kv_cache_append_pair_kernel(
+    lower_k_ptr,  # (B, KV_HEADS, new, D), with HAS_LOWER
+    stride_lower_k_batch,
+    stride_lower_k_head,
+    stride_lower_k_token,
+    stride_lower_k_depth,
+    lower_v_ptr,
+    stride_lower_v_batch,
+    stride_lower_v_head,
+    stride_lower_v_token,
+    stride_lower_v_depth,
+    k_ptr,  # (B, KV_HEADS, new, D)
+    stride_k_batch,
+    stride_k_head,
+    stride_k_token,
+    stride_k_depth,
+    v_ptr,
+    stride_v_batch,
+    stride_v_head,
+    stride_v_token,
+    stride_v_depth,
+    k_codes_ptr,  # (B, KV_HEADS, groups, BLOCK): bytes, or numbers where BITS is 16
+    v_codes_ptr,
+    k_scales_ptr,  # (B, KV_HEADS, groups, D, 2)
+    v_scales_ptr,  # (B, KV_HEADS, groups, D / CHANNELS, GROUP, 2)
+    places_ptr,  # (B, KV_HEADS, KEPT) int32
+    starts_ptr,  # (B, KV_HEADS) int32
+    bound_ptr,  # (B, KV_HEADS) fp32
+    kept_count_ptr,  # (B, KV_HEADS) int32
+    left_over_ptr,
+    lower_k_window_ptr,  # (B, KV_HEADS, WINDOW, D)
+    lower_v_window_ptr,
+    lower_k_kept_ptr,  # (B, KV_HEADS, KEPT, D)
+    lower_v_kept_ptr,
+    lower_counts_ptr,  # (3,) int64
+    lower_norms_ptr,  # (B, KV_HEADS, groups * GROUP, 2)
+    upper_k_window_ptr,
+    upper_v_window_ptr,
+    upper_k_kept_ptr,
+    upper_v_kept_ptr,
+    upper_counts_ptr,
+    upper_norms_ptr,
+    kv_heads,
+    groups,
+    new,
+    limit,
+    t,
+    gamma,
+    DEPTH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEPT: tl.constexpr,
+    KEEP_FIRST: tl.constexpr,
+    TOKENS: tl.constexpr,  # written at once, at most a group
+    RULE: tl.constexpr,
+    IS_PROJECTED: tl.constexpr,
+    KEEPS_NEAREST: tl.constexpr,
+    KEEPS_ALL: tl.constexpr,
+    HAS_LOWER: tl.constexpr,
+):
+    BLOCK: tl.constexpr = GROUP * DEPTH if BITS == 16 else GROUP * DEPTH * BITS // 8
+    K_SCALES: tl.constexpr = 0 if BITS == 16 else 2 * DEPTH
+    V_SCALES: tl.constexpr = 0 if BITS == 16 else 2 * GROUP * (DEPTH // CHANNELS)
+    SHARE: tl.constexpr = DEPTH // 2
+    pair = tl.program_id(0).to(tl.int64)
+    length = tl.load(upper_counts_ptr)
+    coded = tl.load(upper_counts_ptr + 1)
+    lower_length = tl.load(lower_counts_ptr)
+    row_base = pair * (WINDOW * DEPTH)
+    lower_k = lower_k_window_ptr + row_base
+    lower_v = lower_v_window_ptr + row_base
+    upper_k = upper_k_window_ptr + row_base
+    upper_v = upper_v_window_ptr + row_base
+    token = tl.arange(0, TOKENS)
+    member = tl.arange(0, GROUP)
+    done = length * 0
+    ahead = done
+    if not HAS_LOWER:
+        ahead += new
+    if (length + new > limit) | (lower_length != length + ahead):
+        _spoil(lower_k, length, DEPTH, WINDOW)
+        _spoil(upper_k, length, DEPTH, WINDOW)
+        _spoil(lower_v, length, DEPTH, WINDOW)
+        _spoil(upper_v, length, DEPTH, WINDOW)
+        done += new
+    while done < new:
+        count = tl.minimum(tl.minimum(new - done, coded + WINDOW - length), TOKENS)
+        is_token = token < count
+        position = length + token
+        if HAS_LOWER:
+            _write(
+                lower_k_ptr,
+                stride_lower_k_batch,
+                stride_lower_k_head,
+                stride_lower_k_token,
+                stride_lower_k_depth,
+                lower_k,
+                kv_heads,
+                done,
+                position,
+                is_token,
+                DEPTH,
+                WINDOW,
+            )
+            _write(
+                lower_v_ptr,
+                stride_lower_v_batch,
+                stride_lower_v_head,
+                stride_lower_v_token,
+                stride_lower_v_depth,
+                lower_v,
+                kv_heads,
+                done,
+                position,
+                is_token,
+                DEPTH,
+                WINDOW,
+            )
+        _write(
+            k_ptr,
+            stride_k_batch,
+            stride_k_head,
+            stride_k_token,
+            stride_k_depth,
+            upper_k,
+            kv_heads,
+            done,
+            position,
+            is_token,
+            DEPTH,
+            WINDOW,
+        )
+        _write(
+            v_ptr,
+            stride_v_batch,
+            stride_v_head,
+            stride_v_token,
+            stride_v_depth,
+            upper_v,
+            kv_heads,
+            done,
+            position,
+            is_token,
+            DEPTH,
+            WINDOW,
+        )
+        done += count
+        length += count
+        lower_length = length
+        if length - coded == WINDOW:
+            tl.debug_barrier()  # the tokens just written are read by other threads
+            place = (coded + member).to(tl.int32)
+            slot = place % WINDOW
+            k_cosine, k_m, k_n = _measure(lower_k, upper_k, slot, DEPTH, SHARE, GROUP)
+            v_cosine, v_m, v_n = _measure(lower_v, upper_v, slot, DEPTH, SHARE, GROUP)
+            # The larger of two angles has the smaller cosine.
+            apart = _angle(tl.minimum(k_cosine, v_cosine)) * 0.318309886183791
+            behind = place - tl.load(starts_ptr + pair)
+            is_pinned = (behind >= 0) & (behind < KEEP_FIRST)
+            counted = behind >= KEEP_FIRST
+            bound = tl.load(bound_ptr + pair)
+            held = tl.load(kept_count_ptr + pair)
+            if KEEPS_ALL:
+                bound = tl.full((), float("inf") if KEEPS_NEAREST else float("-inf"), tl.float32)
+            else:
+                high = tl.max(tl.where(counted, apart, float("-inf")), axis=0)
+                low = tl.min(tl.where(counted, apart, float("inf")), axis=0)
+                spread = gamma * (high - low)
+                found = low + spread if KEEPS_NEAREST else high - spread
+                bound = tl.where((bound != bound) & (low <= high), found, bound)
+            tl.store(bound_ptr + pair, bound)
+            order = -apart if KEEPS_NEAREST else apart
+            is_beyond = apart < bound if KEEPS_NEAREST else apart > bound
+            is_beyond = counted & is_beyond
+            order = tl.where(is_beyond, order, float("-inf"))
+            is_ahead = (order[None, :] > order[:, None]) | (
+                (order[None, :] == order[:, None]) & (member[None, :] < member[:, None])
+            )
+            rank = tl.sum((is_ahead & is_beyond[None, :]).to(tl.int32), axis=1)
+            chosen = is_beyond & (rank < KEPT - KEEP_FIRST - held)
+            is_kept = is_pinned | chosen
+            row = tl.where(is_pinned, behind, KEEP_FIRST + held + rank)
+            taken = tl.sum(chosen.to(tl.int32), axis=0)
+            more = tl.load(left_over_ptr + pair) + tl.sum(is_beyond.to(tl.int32), axis=0) - taken
+            tl.debug_barrier()  # every thread has read the counts of this head
+            tl.store(kept_count_ptr + pair, held + taken)
+            tl.store(left_over_ptr + pair, more)
+            tl.store(places_ptr + pair * KEPT + row, place, mask=is_kept)
+            kept_base = pair * (KEPT * DEPTH)
+            _keep_rows(lower_k, lower_k_kept_ptr + kept_base, slot, row, is_kept, DEPTH, SHARE)
+            _keep_rows(lower_v, lower_v_kept_ptr + kept_base, slot, row, is_kept, DEPTH, SHARE)
+            _keep_rows(upper_k, upper_k_kept_ptr + kept_base, slot, row, is_kept, DEPTH, SHARE)
+            _keep_rows(upper_v, upper_v_kept_ptr + kept_base, slot, row, is_kept, DEPTH, SHARE)
+            tile = tl.minimum(coded // GROUP, groups - 1)
+            block = pair * groups + tile
+            is_left_out = is_kept | (behind < 0)
+            _code_directions(
+                lower_k,
+                upper_k,
+                k_codes_ptr + block * BLOCK,
+                k_scales_ptr + block * K_SCALES,
+                lower_norms_ptr + block * (2 * GROUP),
+                upper_norms_ptr + block * (2 * GROUP),
+                slot,
+                k_cosine,
+                k_m,
+                k_n,
+                t,
+                is_left_out,
+                is_kept,
+                DEPTH,
+                GROUP,
+                BITS,
+                CHANNELS,
+                RULE,
+                IS_PROJECTED,
+                False,
+            )
+            _code_directions(
+                lower_v,
+                upper_v,
+                v_codes_ptr + block * BLOCK,
+                v_scales_ptr + block * V_SCALES,
+                lower_norms_ptr + block * (2 * GROUP) + 1,
+                upper_norms_ptr + block * (2 * GROUP) + 1,
+                slot,
+                v_cosine,
+                v_m,
+                v_n,
+                t,
+                is_left_out,
+                is_kept,
+                DEPTH,
+                GROUP,
+                BITS,
+                CHANNELS,
+                RULE,
+                IS_PROJECTED,
+                True,
+            )
+            coded += GROUP
+            tl.debug_barrier()  # the slots are free for the next tokens
+    tl.debug_barrier()  # every thread has read the counts
+    arrived = tl.atomic_add(upper_counts_ptr + 2, 1)
+    if arrived == tl.num_programs(0) - 1:
+        tl.store(upper_counts_ptr, length)
+        tl.store(upper_counts_ptr + 1, coded)
+        tl.store(upper_counts_ptr + 2, 0)
+        tl.store(lower_counts_ptr, lower_length)
+        tl.store(lower_counts_ptr + 1, coded)

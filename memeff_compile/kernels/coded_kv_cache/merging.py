@@ -1,0 +1,146 @@
+"""Two adjacent layers' keys or values as one direction and two lengths.
+
+Rows are vectors of one head and token. A pair of rows becomes one direction, shared, and a length
+each; rows that point too far apart are kept as they came. Rotary embedding changes nothing about
+this: it turns both rows of a pair alike.
+
+Paper: MiniCache, arXiv 2405.14366, equations 1 to 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.coded_kv_cache.reference import wide
+
+SCALES = ("norm", "projection")
+"""What the lengths of a merged row are: its own, or what makes the error smallest."""
+
+RULES = ("slerp", "average", "max_norm")
+"""How the direction of a pair is found."""
+
+READINGS = ("distinct", "similar")
+"""Which rows are kept as they came: those farthest apart, as the paper intends, or those nearest,
+as its inequality can be read."""
+
+_NEARLY_PARALLEL = 1e-4
+
+
+def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows of length one, and their lengths, in fp32 or fp64.
+
+    Args:
+        x: (..., D); a row of zeros has length 0 and no direction.
+    """
+    x = x.to(wide(x.dtype))
+    length = x.norm(dim=-1, keepdim=True)
+    return x / length.clamp_min(1e-12), length.squeeze(-1)
+
+
+def distance(lower: Tensor, upper: Tensor) -> Tensor:
+    """Return the angle between rows over pi, 0 to 1.
+
+    Args:
+        lower, upper: (..., D) rows of length one, fp32 or fp64: in bf16 a row is not parallel to
+            itself.
+    """
+    cosine: Tensor = (lower * upper).sum(-1).clamp(-1.0, 1.0)
+    return cosine.acos() / torch.pi
+
+
+def shared_direction(
+    lower: Tensor, upper: Tensor, *, rule: str = "slerp", t: float = 0.5
+) -> Tensor:
+    """Return the direction that stands for both rows.
+
+    Args:
+        lower, upper: (..., D).
+        rule: ``slerp``, on the arc between the two, at `t` of it from the lower; ``average``, their
+            weighted mean, brought to length one; ``max_norm``, that of the longer row.
+        t: 0 is the lower row's, 1 the upper's.
+
+    Returns:
+        (..., D) of length one, in fp32 or fp64.
+
+    Example: with the two at a right angle and t = 0.5 it is at 45 degrees to both.
+    """
+    (u, m), (v, n) = direction_and_length(lower), direction_and_length(upper)
+    if rule == "max_norm":
+        return torch.where((m >= n).unsqueeze(-1), u, v)
+    mean: Tensor = (1 - t) * u + t * v
+    if rule == "slerp":
+        angle = (distance(u, v) * torch.pi).unsqueeze(-1)
+        sine = angle.sin()
+        arc = ((1 - t) * angle).sin() * u + (t * angle).sin() * v
+        mean = torch.where(sine < _NEARLY_PARALLEL, mean, arc / sine.clamp_min(_NEARLY_PARALLEL))
+    size: Tensor = mean.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+    return mean / size
+
+
+def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
+    """Return the distance beyond which a row is kept as it came, per sequence and head.
+
+    Args:
+        apart: (B, H, N) distances.
+        counted: bool (B, H, N), rows that have a say.
+        gamma: share of the range of distances that is kept: larger keeps more, 1 all of it.
+        reading: one of `READINGS`.
+
+    Returns:
+        (B, H); for ``similar`` the distance below which it is kept. Not-a-number where no row has
+        a say.
+    """
+    if gamma >= 1:
+        return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)
+    high = apart.masked_fill(~counted, -torch.inf).amax(-1)
+    low = apart.masked_fill(~counted, torch.inf).amin(-1)
+    spread = gamma * (high - low)
+    return high - spread if reading == "distinct" else low + spread
+
+
+def kept_rows(
+    apart: Tensor, counted: Tensor, bound: Tensor, room: Tensor, *, reading: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose rows to keep: those beyond the bound, the most extreme first, while there is room.
+
+    Args:
+        apart: (B, H, N) distances.
+        counted: bool (B, H, N), rows that may be kept.
+        bound: (B, H), from `threshold`.
+        room: (B, H) int64, rows that there is room for.
+        reading: one of `READINGS`.
+
+    Returns:
+        chosen: bool (B, H, N).
+        rank: int64 (B, H, N), 0 for the most extreme row of those beyond the bound.
+        left_over: (B, H) int64, rows beyond the bound that found no room.
+    """
+    is_beyond = (
+        apart > bound.unsqueeze(-1) if reading == "distinct" else apart < bound.unsqueeze(-1)
+    )
+    is_beyond = is_beyond & counted
+    order = apart if reading == "distinct" else -apart
+    order = order.masked_fill(~is_beyond, -torch.inf)
+    rank = order.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    chosen = is_beyond & (rank < room.unsqueeze(-1))
+    return chosen, rank, is_beyond.sum(-1) - chosen.sum(-1)
+
+
+def folded_length(x: Tensor, decoded: Tensor, *, scale: str = "norm") -> Tensor:
+    """Return by what the decoded direction is multiplied to stand for a row.
+
+    Args:
+        x: (..., D) the row.
+        decoded: (..., D) the shared direction after coding.
+        scale: ``norm`` keeps the row's length; ``projection`` makes the error smallest.
+
+    Returns:
+        (...) in fp32 or fp64; 0 where the decoded direction vanishes.
+    """
+    x = x.to(decoded.dtype)
+    if scale == "projection":
+        found = (x * decoded).sum(-1) / decoded.square().sum(-1).clamp_min(1e-24)
+        return found.clamp_min(0.0)  # a negative one would mean that the row is kept
+    length: Tensor = x.norm(dim=-1) / decoded.norm(dim=-1).clamp_min(1e-12)
+    return length

@@ -1,0 +1,209 @@
+# ruff: noqa: ANN401  (a pair's tensors and what follows them, as the dispatcher hands them over)
+"""memeff::coded_kv_cache_append_lower and _append_pair: two layers that share directions.
+
+The two layers of a pair have what `SHARED` names in common, and what `OWN` names each for itself.
+Together they make the pool of either layer that the view and attention read, with its norms.
+In a step the lower layer writes its token before the upper layer's is known, so groups are merged
+by the upper layer's append; until then they are in both windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels._triton.device import kernels_serve
+from memeff_compile.kernels.coded_kv_cache import pair_reference
+from memeff_compile.kernels.coded_kv_cache.layout import Layout, group_of
+from memeff_compile.kernels.coded_kv_cache.merging import READINGS, RULES, SCALES
+from memeff_compile.kernels.coded_kv_cache.op import supports_pool
+from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging
+
+SHARED = (
+    "k_codes",
+    "v_codes",
+    "k_scales",
+    "v_scales",
+    "places",
+    "starts",
+    "bound",
+    "kept_count",
+    "left_over",
+)
+"""What the layers of a pair share. `starts` is each sequence's first token, `bound` the distance
+beyond which a row is kept, `kept_count` the rows kept beside the first tokens, `left_over` those
+that found no room."""
+
+OWN = ("k_window", "v_window", "k_kept", "v_kept", "counts", "norms")
+"""What each layer has for itself. `norms` are those of a token's key and value, side by side; a
+negative one of a key marks a token that is kept."""
+
+_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
+_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
+_TENSORS = [
+    *(f"shared_{name}" for name in SHARED),
+    *(f"lower_{name}" for name in OWN),
+    *(f"upper_{name}" for name in OWN),
+]
+_COUNT = len(_TENSORS)
+_LETTERS = iter("abcdefghijklmnopqrstuvwxyz")
+_WRITTEN = ", ".join(
+    f"Tensor {name}" if name == "shared_starts" else f"Tensor({next(_LETTERS)}!) {name}"
+    for name in _TENSORS
+)
+_LIBRARY.define(
+    "coded_kv_cache_append_lower(Tensor(a!) k_window, Tensor(b!) v_window, Tensor(c!) counts, "
+    "Tensor k, Tensor v, int limit) -> ()",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
+    f"coded_kv_cache_append_pair({_WRITTEN}, Tensor? lower_k, Tensor? lower_v, Tensor k, Tensor v, "
+    "int bits, int recent, int limit, int keep_first, str rule, float t, float gamma, "
+    "str reading, str scale, bool is_first) -> ()",
+    tags=_COMPLIANT,
+)
+
+
+def shapes_of_pair(
+    layout: Layout, batch: int, heads: int, tokens: int
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Return the shapes of what a pair shares, and of what each of its layers has.
+
+    Args:
+        layout: its `kept` counts all rows that there is room for, first tokens included.
+        batch, heads, tokens: B, H, N.
+    """
+    every = layout.shapes(batch, heads, tokens)
+    front = (batch, heads)
+    every["norms"] = (*front, layout.groups(tokens) * layout.group, 2)
+    every |= dict.fromkeys(("starts", "bound", "kept_count", "left_over"), front)
+    return {name: every[name] for name in SHARED}, {name: every[name] for name in OWN}
+
+
+def dtype_of(name: str, dtype: torch.dtype, bits: int) -> torch.dtype:
+    """Return the dtype of a pair's tensor, of a cache of some dtype and bits."""
+    if name in ("places", "starts", "kept_count", "left_over"):
+        return torch.int32
+    if name in ("bound", "counts"):
+        return torch.float32 if name == "bound" else torch.int64
+    if name.endswith("codes") and bits != 16:
+        return torch.uint8
+    if name.endswith("norms") and dtype.itemsize == 2:
+        return torch.float16  # 11 bits of a length; a bfloat16 has 8
+    return dtype
+
+
+def pool_of(shared: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
+    """Return the ten tensors that the view and attention of one layer take."""
+    return [*shared[:4], *own[:4], shared[4], own[4]]
+
+
+def _split(args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor], tuple[Any, ...]]:
+    first, second = len(SHARED), len(SHARED) + len(OWN)
+    tensors = list(args[:_COUNT])
+    return tensors[:first], tensors[first:second], tensors[second:], tuple(args[_COUNT:])
+
+
+def _unlike(args: Sequence[Any]) -> str | None:
+    shared, lower, upper, rest = _split(args)
+    lower_k, lower_v, k, v, bits, recent, _, keep_first, rule, t, gamma, reading, scale, _ = rest
+    for own in (lower, upper):
+        sentence = supports_pool(pool_of(shared, own), bits)
+        if sentence is not None:
+            return sentence
+    batch, heads, window, depth = upper[0].shape
+    group = group_of(shared[0].shape[3], depth, bits)
+    if window != recent + group:
+        return f"the window has {window} rows; recent + group = {recent + group} is needed."
+    for name, new in (("k", k), ("v", v), ("lower_k", lower_k), ("lower_v", lower_v)):
+        if new is None:
+            continue
+        if new.dtype != upper[0].dtype or new.device != upper[0].device:
+            return f"{name} is {new.dtype} on {new.device}; as the cache is needed."
+        if tuple(new.shape) != (batch, heads, k.shape[2], depth):
+            return f"{name} is {tuple(new.shape)}; {(batch, heads, 'tokens', depth)} is needed."
+    if (lower_k is None) != (lower_v is None):
+        return "lower_k and lower_v come together or not at all."
+    if lower_k is None and k.shape[2] > group:
+        return f"{k.shape[2]} tokens came without the lower layer's; at most a group can."
+    for name, given, known in (
+        ("rule", rule, RULES),
+        ("reading", reading, READINGS),
+        ("scale", scale, SCALES),
+    ):
+        if given not in known:
+            return f"{name} is {given!r}; one of {', '.join(map(repr, known))} is needed."
+    if not 0.0 <= t <= 1.0 or not gamma >= 0.0 or keep_first > shared[4].shape[2]:
+        return f"t={t}, gamma={gamma}, keep_first={keep_first}: out of range."
+    return None
+
+
+def _require(op: str, sentence: str | None) -> None:
+    if sentence is not None:
+        raise UnsupportedInputError(f"coded_kv_cache_{op}: {sentence}")
+
+
+def _on_kernels(window: Tensor, group: int) -> bool:
+    is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
+    return window.is_cuda and is_served and window.numel() > 0
+
+
+def _append_lower(*args: Any) -> None:
+    k_window, v_window, counts, k, v, limit = args
+    _require("append_lower", _unlike_lower(k_window, k, v))
+    if k_window.is_cuda and _on_kernels(k_window, 64):
+        from memeff_compile.kernels.coded_kv_cache.append_pairs import append_lower
+
+        append_lower(k_window, v_window, counts, k, v, limit)
+    else:
+        pair_reference.append_lower((k_window, v_window, counts), k, v, limit)
+
+
+def _unlike_lower(window: Tensor, k: Tensor, v: Tensor) -> str | None:
+    wanted = (*window.shape[:2], "tokens", window.shape[3])
+    for name, new in (("k", k), ("v", v)):
+        if new.dim() != 4 or (*new.shape[:2], "tokens", new.shape[3]) != wanted:
+            return f"{name} is {tuple(new.shape)}; {wanted} is needed."
+        if new.dtype != window.dtype:
+            return f"{name} is {new.dtype} and the cache {window.dtype}; cast one."
+    return None
+
+
+def _append_pair(*args: Any) -> None:
+    _require("append_pair", _unlike(args))
+    shared, lower, upper, rest = _split(args)
+    lower_k, lower_v, k, v, bits, recent, limit, keep_first, rule, t, gamma, *more = rest
+    reading, scale, is_first = more
+    if not k.numel():
+        return
+    settings = Merging(rule, t, gamma, reading, scale, keep_first)
+    new = None if lower_k is None else (lower_k, lower_v)
+    if not is_first and _on_kernels(upper[0], upper[0].shape[2] - recent):
+        from memeff_compile.kernels.coded_kv_cache.append_pairs import append_pair
+
+        append_pair(shared, lower, upper, new, (k, v), bits, recent, limit, settings)
+    else:
+        pair_reference.append(
+            shared, lower, upper, new, (k, v), bits, recent, limit, settings, is_first=is_first
+        )
+
+
+def _fake_append_pair(*args: Any) -> None:
+    _require("append_pair", _unlike(args))
+
+
+def _fake_append_lower(*args: Any) -> None:
+    _require("append_lower", _unlike_lower(args[0], args[3], args[4]))
+
+
+_LIBRARY.impl("coded_kv_cache_append_lower", _append_lower, "CompositeExplicitAutograd")
+_LIBRARY.impl("coded_kv_cache_append_pair", _append_pair, "CompositeExplicitAutograd")
+torch.library.register_fake("memeff::coded_kv_cache_append_lower", _fake_append_lower, lib=_LIBRARY)
+torch.library.register_fake("memeff::coded_kv_cache_append_pair", _fake_append_pair, lib=_LIBRARY)
+
+coded_kv_cache_append_lower = torch.ops.memeff.coded_kv_cache_append_lower.default
+coded_kv_cache_append_pair = torch.ops.memeff.coded_kv_cache_append_pair.default

@@ -1,0 +1,242 @@
+"""Appending to the caches of two layers that share directions, in plain PyTorch.
+
+Right on any device and in any floating dtype. `merge` needs to be told where the cache is and so
+waits for nothing; `append` reads the counts on the host.
+
+Paper: MiniCache, arXiv 2405.14366.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.coded_kv_cache.layout import CODED, LENGTH
+from memeff_compile.kernels.coded_kv_cache.merging import (
+    direction_and_length,
+    distance,
+    folded_length,
+    kept_rows,
+    shared_direction,
+    threshold,
+)
+from memeff_compile.kernels.coded_kv_cache.reference import decode, encode
+
+_AT_ONCE = 1 << 24
+"""Numbers of one layer's keys that are merged at once: bounds what is allocated meanwhile."""
+
+
+@dataclass(frozen=True)
+class Merging:
+    """How rows of two layers become one.
+
+    Attributes:
+        rule: one of `merging.RULES`.
+        t: where on the arc, 0 at the lower layer's row and 1 at the upper's.
+        gamma: share of the range of distances whose rows are kept as they came.
+        reading: one of `merging.READINGS`.
+        scale: one of `merging.SCALES`.
+        keep_first: so many of a sequence's first tokens are kept as they came, always.
+    """
+
+    rule: str = "slerp"
+    t: float = 0.5
+    gamma: float = 0.05
+    reading: str = "distinct"
+    scale: str = "norm"
+    keep_first: int = 4
+
+
+def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:
+    """Write tokens of the lower layer into its window; the upper layer's append counts on them.
+
+    Args:
+        own: window of keys, window of values, counts.
+        k, v: (B, H, T, D).
+        limit: tokens that the cache holds.
+    """
+    k_window, v_window, counts = own
+    length, new = int(counts[LENGTH]), k.shape[2]
+    _require_room(length, new, limit)
+    slots = torch.arange(length, length + new, device=k.device) % k_window.shape[2]
+    k_window[:, :, slots], v_window[:, :, slots] = k, v
+    counts[LENGTH] = length + new
+
+
+def _require_room(length: int, new: int, limit: int) -> None:
+    if length + new > limit:
+        raise IndexError(
+            f"the cache holds {limit} tokens, has {length} and is given {new}; make it longer "
+            "(max_cache_len)"
+        )
+
+
+def append(
+    shared: Sequence[Tensor],
+    lower: Sequence[Tensor],
+    upper: Sequence[Tensor],
+    lower_new: tuple[Tensor, Tensor] | None,
+    upper_new: tuple[Tensor, Tensor],
+    bits: int,
+    recent: int,
+    limit: int,
+    settings: Merging,
+    *,
+    is_first: bool = False,
+) -> None:
+    """Write the upper layer's tokens, the lower's if they are given, and merge what is due.
+
+    Args:
+        shared, lower, upper: the tensors of a pair, as `pair.SHARED` and `pair.OWN` name them.
+        lower_new: keys and values (B, H, T, D) of the lower layer, or None where `append_lower`
+            has written them.
+        upper_new: those of the upper layer.
+        bits: of a code, or PLAIN.
+        recent: tokens at the end that are never merged.
+        limit: tokens that the cache holds.
+        settings: how rows are merged.
+        is_first: the cache is empty; then nothing is read on the host.
+    """
+    window, new = upper[0].shape[2], upper_new[0].shape[2]
+    group = window - recent
+    length, coded, ahead = 0, 0, 0 if lower_new is not None else new
+    if not is_first:
+        length, coded = int(upper[4][LENGTH]), int(upper[4][CODED])
+        there = int(lower[4][LENGTH])
+        if there != length + ahead:
+            raise RuntimeError(
+                f"the lower layer of a pair has {there} tokens where {length + ahead} are due: a "
+                "forward pass ended between the two. Reset the cache."
+            )
+    end = length + new
+    _require_room(length, new, limit)
+    due = max(0, (end - coded - window) // group + 1) if end - coded >= window else 0
+    device = upper[0].device
+    rows = []
+    for own, fresh, has in ((lower, lower_new, length + ahead), (upper, upper_new, length)):
+        slots = torch.arange(coded, has, device=device) % window
+        parts: tuple[Tensor | None, ...] = (None, None) if fresh is None else fresh
+        for held, part in zip(own[:2], parts, strict=True):
+            old = held[:, :, slots]
+            rows.append(old if part is None else _joined(old, part))
+    # A prompt's rows compete for the room all at once; later ones do as they come, by groups.
+    step = max(1, due) * group if is_first else group
+    for at in range(0, due * group, step):
+        some = [x[:, :, at : at + step] for x in rows]
+        merge(shared, lower, upper, some, coded + at, group, bits, settings)
+    fresh_slots = torch.arange(max(length, end - window), end, device=device)
+    for own, (k, v) in ((lower, rows[:2]), (upper, rows[2:])):
+        for held, x in zip(own[:2], (k, v), strict=True):
+            held[:, :, fresh_slots % window] = x[:, :, fresh_slots - coded]
+        own[4][LENGTH].fill_(end)
+        own[4][CODED].fill_(coded + due * group)
+
+
+def _joined(old: Tensor, new: Tensor) -> Tensor:
+    return torch.cat([old, new], 2) if old.shape[2] else new
+
+
+def merge(
+    shared: Sequence[Tensor],
+    lower: Sequence[Tensor],
+    upper: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    coded: int,
+    group: int,
+    bits: int,
+    settings: Merging,
+) -> None:
+    """Merge the tokens from position `coded` on; nothing is read on the host.
+
+    Args:
+        shared, lower, upper: the tensors of a pair.
+        rows: keys and values of the lower layer, then of the upper, each (B, H, n * group, D).
+        coded: tokens merged so far.
+        group: tokens per group.
+        bits: of a code, or PLAIN.
+        settings: how rows are merged.
+    """
+    places, starts = shared[4], shared[5]
+    batch, heads, count, depth = rows[0].shape
+    at_once = max(1, _AT_ONCE // max(1, batch * heads * group * depth)) * group
+    spans = [slice(at, min(at + at_once, count)) for at in range(0, count, at_once)]
+    apart = torch.cat([_apart([x[:, :, span] for x in rows]) for span in spans], 2)
+    position = torch.arange(coded, coded + count, device=places.device)
+    behind = position - starts.unsqueeze(-1)  # the start of the sequence
+    is_kept = _keep(shared, apart, behind, settings)
+    is_here = (places >= coded) & (places < coded + count)
+    index = (places.long() - coded).clamp(0, count - 1).unsqueeze(-1).expand(-1, -1, -1, depth)
+    sources = zip((lower[2], lower[3], upper[2], upper[3]), rows, strict=True)
+    for kept, x in sources:
+        kept.copy_(torch.where(is_here.unsqueeze(-1), x.gather(2, index), kept))
+    left_out = is_kept | (behind < 0)
+    for span in spans:
+        part = [x[:, :, span] for x in rows]
+        at = slice((coded + span.start) // group, (coded + span.stop) // group)
+        for place, is_value in ((0, False), (1, True)):
+            pair = part[place], part[place + 2]
+            own = lower[5][..., place], upper[5][..., place]
+            hidden = left_out[:, :, span]
+            codes, scales = shared[place], shared[2 + place]
+            found = _code(pair, hidden, codes, scales, own, at, group, bits, settings, is_value)
+            for norms, mine in zip(own, found, strict=True):
+                if not is_value:
+                    mine = mine.masked_fill(is_kept[:, :, span], -1.0)
+                norms[:, :, at.start * group : at.stop * group] = mine
+
+
+def _apart(rows: Sequence[Tensor]) -> Tensor:
+    """Return (B, H, n): how far apart the layers are, the larger of keys and values."""
+    directions = [direction_and_length(x)[0] for x in rows]
+    return torch.maximum(
+        distance(directions[0], directions[2]), distance(directions[1], directions[3])
+    )
+
+
+def _keep(shared: Sequence[Tensor], apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
+    """Choose what is kept, note where, and return bool (B, H, n)."""
+    _, _, _, _, places, starts, bound, kept_count, left_over = shared
+    is_pinned = (behind >= 0) & (behind < settings.keep_first)
+    counted = behind >= settings.keep_first
+    found = threshold(apart, counted, gamma=settings.gamma, reading=settings.reading)
+    bound.copy_(torch.where(bound.isnan(), found.to(bound.dtype), bound))
+    room = places.shape[2] - settings.keep_first - kept_count
+    chosen, rank, more = kept_rows(
+        apart, counted, bound.to(apart.dtype), room, reading=settings.reading
+    )
+    row = torch.where(is_pinned, behind, settings.keep_first + kept_count.unsqueeze(-1) + rank)
+    is_kept = is_pinned | chosen
+    row = torch.where(is_kept, row, places.shape[2])
+    listed = torch.nn.functional.pad(places, (0, 1))  # the last takes what is not kept
+    listed.scatter_(2, row.long(), (behind + starts.unsqueeze(-1)).to(places.dtype))
+    places.copy_(listed[..., :-1])
+    kept_count += chosen.sum(-1).to(kept_count.dtype)
+    left_over += more.to(left_over.dtype)
+    return is_kept
+
+
+def _code(
+    pair: tuple[Tensor, Tensor],
+    left_out: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    norms: tuple[Tensor, Tensor],
+    at: slice,
+    group: int,
+    bits: int,
+    settings: Merging,
+    is_value: bool,
+) -> list[Tensor]:
+    """Code the shared direction of groups of rows; return the norms of both layers, (B, H, n)."""
+    depth = pair[0].shape[3]
+    direction = shared_direction(*pair, rule=settings.rule, t=settings.t)
+    grouped = direction.unflatten(2, (-1, group))
+    hidden = left_out.unflatten(2, (-1, group))
+    found = encode(grouped, bits, "kivi", is_value=is_value, left_out=hidden, dtype=scales.dtype)
+    codes[:, :, at], scales[:, :, at] = found
+    decoded = decode(*found, bits, depth, is_value=is_value)
+    most = torch.finfo(norms[0].dtype).max
+    return [folded_length(x, decoded, scale=settings.scale).clamp_max(most) for x in pair]

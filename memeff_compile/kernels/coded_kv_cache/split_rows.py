@@ -1,0 +1,117 @@
+"""The engine `rows`: attention over directions that two layers share. CUDA, sm_80 or later.
+
+As the engine `codes`, with numbers in the place of codes: nothing waits for the GPU, the grid
+follows from static sizes, and there are no atomics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels._triton.device import on_device, processors
+from memeff_compile.kernels.coded_kv_cache.shapes import MIN_ROWS, rows_for, splits_for
+from memeff_compile.kernels.coded_kv_cache.split_codes import paired_norms
+
+TILE = 64
+"""Tokens per turn."""
+
+
+def attend(
+    q: Tensor,
+    pool: Sequence[Tensor],
+    norms: Sequence[Tensor | None],
+    mask: Tensor | None,
+    scale: float,
+    bits: int,
+    *,
+    splits: int | None = None,
+) -> Tensor:
+    """Attend with one query per sequence; the shapes are as the op has checked them.
+
+    Args:
+        q: (B, Hq, 1, D), any strides.
+        pool: the tensors of a cache without codes.
+        norms: of keys and of values, (B, H, N).
+        mask: bool (B or 1, 1, 1, N), or None.
+        scale: factor of the scores.
+        bits: PLAIN.
+        splits: programs per sequence and key-value head, by default from static sizes.
+
+    Returns:
+        (B, Hq, 1, D) in the dtype of q.
+    """
+    from memeff_compile.kernels.coded_kv_cache import split_codes_kernels, split_rows_kernels
+
+    del bits
+    k_rows, v_rows, _, _, k_window, v_window, k_kept, v_kept, places, counts = pool
+    paired = paired_norms(norms)
+    if paired is None:
+        tokens = k_rows.shape[2] * k_rows.shape[3] // q.shape[3]
+        paired = q.new_ones((*k_rows.shape[:2], tokens, 2))
+    batch, kv_heads, row_count, _ = paired.shape
+    window, depth = k_window.shape[2:]
+    heads = q.shape[1]
+    repeat, pairs = heads // kv_heads, batch * kv_heads
+    if splits is None:
+        splits = splits_for(pairs, -(-row_count // TILE), processors(q.device) * 3)
+    out = q.new_empty((batch, 1, heads, depth))
+    share = stat = out
+    stat_count = batch * heads * splits
+    if splits > 1:
+        share = q.new_empty((stat_count, depth), dtype=torch.float32)
+        stat = q.new_empty((2, stat_count), dtype=torch.float32)
+    with on_device(q):
+        split_rows_kernels._coded_kv_cache_rows_kernel[(pairs, splits)](
+            q,
+            q.stride(0),
+            q.stride(1),
+            q.stride(3),
+            k_rows,
+            v_rows,
+            k_window,
+            v_window,
+            k_kept,
+            v_kept,
+            places,
+            counts,
+            paired,
+            counts if mask is None else mask.view(torch.uint8),
+            0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
+            0 if mask is None else mask.stride(3),
+            out,
+            share,
+            stat,
+            scale * math.log2(math.e),
+            kv_heads,
+            row_count,
+            0 if mask is None else mask.shape[3],
+            splits,
+            stat_count,
+            REPEAT=repeat,
+            DEPTH=depth,
+            ROWS=rows_for(repeat),
+            TILE=TILE,
+            WINDOW=window,
+            KEPT=k_kept.shape[2],
+            HAS_MASK=mask is not None,
+            IS_ALONE=splits == 1,
+            STAGES=2,
+            UPCAST=not q.is_cuda,
+            num_warps=4 if rows_for(repeat) == MIN_ROWS else 2,
+        )
+        if splits > 1:
+            split_codes_kernels._coded_kv_cache_combine_kernel[(batch * heads,)](
+                share,
+                stat,
+                out,
+                splits,
+                stat_count,
+                DEPTH=depth,
+                SPLIT_BLOCK=1 << (splits - 1).bit_length(),
+                num_warps=4,
+            )
+    return out.transpose(1, 2)

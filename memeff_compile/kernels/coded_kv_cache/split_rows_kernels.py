@@ -1,0 +1,213 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+"""Attention over directions that are numbers, a length each: the engine `rows`.
+
+Program i of n takes tiles i, i + n ... of the directions, then of the window and of the kept rows,
+in one softmax. A key's length multiplies its score, a value's its weight. Scores stand with tokens
+down and query heads across, as in `split_codes_kernels`, whose second pass sums the shares.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from memeff_compile.kernels.coded_kv_cache.split_codes_kernels import _dot, _norms_of
+
+
+@triton.jit
+def _attend(
+    k_base,
+    v_base,
+    place,  # (TILE,) rows
+    is_seen,  # (TILE,)
+    k_norm,  # (TILE,) fp32
+    v_norm,
+    q,  # (D, ROWS)
+    scale,
+    largest,
+    total,
+    acc,
+    DEPTH: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Add a tile of tokens."""
+    depth = tl.arange(0, DEPTH)
+    offs = place.to(tl.int64) * DEPTH
+    k = tl.load(k_base + offs[:, None] + depth[None, :], mask=is_seen[:, None], other=0.0)
+    score = tl.zeros((k.shape[0], q.shape[1]), dtype=tl.float32)
+    score = _dot(k, q, score, UPCAST) * (scale * k_norm)[:, None]
+    score = tl.where(is_seen[:, None], score, float("-inf"))
+    higher = tl.maximum(largest, tl.max(score, axis=0))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score - base[None, :])
+    shrink = tl.exp2(largest - base)
+    total = total * shrink + tl.sum(weight, axis=0)
+    weight = (weight * v_norm[:, None]).to(q.dtype)
+    v = tl.load(v_base + offs[None, :] + depth[:, None], mask=is_seen[None, :], other=0.0)
+    return higher, total, _dot(v, weight, acc * shrink[None, :], UPCAST)
+
+
+@triton.jit
+def _seen(mask_ptr, batch, stride_batch, stride_key, position, is_seen, mask_count):
+    """Return which positions the mask shows."""
+    found = tl.load(
+        mask_ptr + batch * stride_batch + position.to(tl.int64) * stride_key,
+        mask=is_seen & (position < mask_count),
+        other=0,
+    )
+    return is_seen & (found != 0)
+
+
+@triton.jit
+def _coded_kv_cache_rows_kernel(
+    q_ptr,  # (B, KV_HEADS * REPEAT, 1, D)
+    stride_q_batch,
+    stride_q_head,
+    stride_q_depth,
+    k_rows_ptr,  # (B, KV_HEADS, groups * GROUP, D)
+    v_rows_ptr,
+    k_window_ptr,  # (B, KV_HEADS, WINDOW, D)
+    v_window_ptr,
+    k_kept_ptr,  # (B, KV_HEADS, KEPT, D)
+    v_kept_ptr,
+    places_ptr,  # (B, KV_HEADS, KEPT) int32
+    counts_ptr,  # (3,) int64
+    norms_ptr,  # (B, KV_HEADS, row_count, 2); keys with a negative one are among the kept rows
+    mask_ptr,  # (B, mask_count) bytes, with HAS_MASK
+    stride_mask_batch,
+    stride_mask_key,
+    out_ptr,  # (B, KV_HEADS * REPEAT, D), with IS_ALONE
+    share_ptr,  # (B, KV_HEADS, REPEAT, splits, D) fp32, otherwise
+    stat_ptr,  # (2, B, KV_HEADS, REPEAT, splits) fp32
+    scale,  # of the scores, in base 2
+    kv_heads,
+    row_count,
+    mask_count,
+    splits,
+    stat_count,  # B * KV_HEADS * REPEAT * splits
+    REPEAT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KEPT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    IS_ALONE: tl.constexpr,
+    STAGES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    pair = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    batch = pair // kv_heads
+    kv_head = pair % kv_heads
+    length = tl.load(counts_ptr)
+    coded = tl.load(counts_ptr + 1)
+    rows = tl.arange(0, ROWS)
+    depth = tl.arange(0, DEPTH)
+    token = tl.arange(0, TILE)
+    is_row = rows < REPEAT
+    q_offs = (kv_head * REPEAT + rows) * stride_q_head + batch * stride_q_batch
+    q = tl.load(
+        q_ptr + q_offs[None, :] + depth[:, None] * stride_q_depth, mask=is_row[None, :], other=0.0
+    )
+    largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    acc = tl.zeros((DEPTH, ROWS), dtype=tl.float32)
+    one = tl.full((TILE,), 1.0, dtype=tl.float32)
+    row_base = pair * row_count
+    merged = tl.minimum(coded, row_count).to(tl.int32)
+    for tile in tl.range(split, tl.cdiv(merged, TILE), splits, num_stages=STAGES):
+        position = tile * TILE + token
+        is_seen = position < merged
+        k_norm, v_norm = _norms_of(norms_ptr + row_base * 2, tl.minimum(position, merged - 1))
+        is_seen = is_seen & (k_norm >= 0.0)
+        if HAS_MASK:
+            is_seen = _seen(
+                mask_ptr, batch, stride_mask_batch, stride_mask_key, position, is_seen, mask_count
+            )
+        largest, total, acc = _attend(
+            k_rows_ptr + row_base * DEPTH,
+            v_rows_ptr + row_base * DEPTH,
+            position,
+            is_seen,
+            k_norm,
+            v_norm,
+            q,
+            scale,
+            largest,
+            total,
+            acc,
+            DEPTH,
+            UPCAST,
+        )
+    TILES: tl.constexpr = (WINDOW + TILE - 1) // TILE
+    for tile in tl.range(split, TILES, splits, num_stages=1):
+        slot = tile * TILE + token
+        position = coded + (slot + WINDOW - coded % WINDOW) % WINDOW
+        is_seen = (position < length) & (slot < WINDOW)
+        if HAS_MASK:
+            is_seen = _seen(
+                mask_ptr, batch, stride_mask_batch, stride_mask_key, position, is_seen, mask_count
+            )
+        largest, total, acc = _attend(
+            k_window_ptr + pair * (WINDOW * DEPTH),
+            v_window_ptr + pair * (WINDOW * DEPTH),
+            slot,
+            is_seen,
+            one,
+            one,
+            q,
+            scale,
+            largest,
+            total,
+            acc,
+            DEPTH,
+            UPCAST,
+        )
+    if KEPT > 0:
+        turn = (split + splits - TILES % splits) % splits
+        for tile in tl.range(turn, (KEPT + TILE - 1) // TILE, splits, num_stages=1):
+            row = tile * TILE + token
+            position = tl.load(places_ptr + pair * KEPT + row, mask=row < KEPT, other=-1)
+            is_seen = (position >= 0) & (position < coded)
+            if HAS_MASK:
+                is_seen = _seen(
+                    mask_ptr,
+                    batch,
+                    stride_mask_batch,
+                    stride_mask_key,
+                    position,
+                    is_seen,
+                    mask_count,
+                )
+            largest, total, acc = _attend(
+                k_kept_ptr + pair * (KEPT * DEPTH),
+                v_kept_ptr + pair * (KEPT * DEPTH),
+                row,
+                is_seen,
+                one,
+                one,
+                q,
+                scale,
+                largest,
+                total,
+                acc,
+                DEPTH,
+                UPCAST,
+            )
+    row_of = pair * REPEAT + rows
+    if IS_ALONE:
+        tl.store(
+            out_ptr + row_of[None, :] * DEPTH + depth[:, None],
+            (acc / tl.where(total == 0.0, 1.0, total)[None, :]).to(out_ptr.dtype.element_ty),
+            mask=is_row[None, :],
+        )
+    else:
+        tl.store(
+            share_ptr + (row_of * splits + split)[None, :] * DEPTH + depth[:, None],
+            acc,
+            mask=(is_row & (largest != float("-inf")))[None, :],
+        )
+        tl.store(stat_ptr + row_of * splits + split, largest, mask=is_row)
+        tl.store(stat_ptr + stat_count + row_of * splits + split, total, mask=is_row)

@@ -1,0 +1,91 @@
+"""Which layers of a KV cache share directions, and how: the settings of merging.
+
+Paper: MiniCache, arXiv 2405.14366.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels.coded_kv_cache import READINGS, RULES, SCALES
+
+
+@dataclass(frozen=True)
+class MiniCache:
+    """How neighbouring layers of a `KVCache` are merged; lossy, see `fidelity_report`.
+
+    Args:
+        start_layer: layers before it stay apart; pairs are this layer and the next, and so on. By
+            default half of the layers.
+        rule: what direction stands for two: ``slerp``, on the arc between them; ``average``, their
+            weighted mean; ``max_norm``, the longer row's.
+        t: where on the arc, or what weight: 0 is the lower layer's, 1 the upper's.
+        gamma: rows are kept as they came whose distance is within this share of the largest; a
+            larger one keeps more, 1 all that there is room for.
+        retained: share of `max_cache_len` that there is room for among the rows kept so. The rows
+            that differ most come first.
+        reading: ``distinct`` keeps the rows that differ most; ``similar``, another reading of the
+            paper's inequality, those that differ least.
+        scale: ``norm`` restores each row's length; ``projection`` makes its error smallest.
+
+    Raises:
+        UnsupportedInputError: A setting that cannot be served; the sentence says why.
+
+    Example:
+        cache = memeff_compile.KVCache(config, 32768, bits=4, merge=MiniCache(start_layer=24))
+    """
+
+    start_layer: int | None = None
+    rule: str = "slerp"
+    t: float = 0.5
+    gamma: float = 0.05
+    retained: float = 0.01
+    reading: str = "distinct"
+    scale: str = "norm"
+
+    def __post_init__(self) -> None:
+        for name, known in (("rule", RULES), ("reading", READINGS), ("scale", SCALES)):
+            given = getattr(self, name)
+            if given not in known:
+                words = ", ".join(map(repr, known))
+                raise UnsupportedInputError(f"MiniCache: {name} is {given!r}; {words} is needed.")
+        for name in ("t", "gamma", "retained"):
+            given = getattr(self, name)
+            if not isinstance(given, (int, float)) or not 0 <= given <= 1:
+                raise UnsupportedInputError(
+                    f"MiniCache: {name} is {given!r}; a number from 0 to 1 is needed."
+                )
+        start = self.start_layer
+        if start is not None and (not isinstance(start, int) or start < 0):
+            raise UnsupportedInputError(
+                f"MiniCache: start_layer is {start!r}; the number of a layer, from 0, is needed."
+            )
+
+    def capacity(self, tokens: int) -> int:
+        """Return the rows that a cache for so many tokens has room for.
+
+        Example: MiniCache(retained=0.01).capacity(32768) == 328.
+        """
+        return math.ceil(self.retained * tokens)
+
+
+def pairs_of(kinds: Sequence[object], start: int) -> list[tuple[int, int]]:
+    """Return the pairs of neighbouring layers from `start` on, each layer in one at most.
+
+    Args:
+        kinds: what each layer is; None for layers that are never merged.
+        start: first layer that may be in a pair.
+
+    Example: pairs_of(["a", "a", "a", None, "a", "b"], 1) == [(1, 2)].
+    """
+    found = []
+    at = start
+    while at + 1 < len(kinds):
+        if kinds[at] is not None and kinds[at] == kinds[at + 1]:
+            found.append((at, at + 1))
+            at += 1
+        at += 1
+    return found

@@ -1,0 +1,421 @@
+"""KVCache with layers that share directions: eager's numbers, the backend, generate(), batches."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import CompileConfig, DynamicCache, StaticCache
+
+import memeff_compile
+from memeff_compile import KVCache, MiniCache
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels.coded_kv_cache import bytes_after, op, pair_bytes
+from memeff_compile.model.kv_cache import CodedLayer, ExactLayer
+from memeff_compile.model.merged_layers import MergedLayer
+
+LAYERS = 3
+LENGTH = 96
+SHORT: dict[str, Any] = {"group": 32, "recent": 16}
+ALL_KEPT = MiniCache(start_layer=1, gamma=1.0, retained=1.0)
+LOSSY = MiniCache(start_layer=1, retained=0.05)
+
+
+def make(family: str = "Llama", **settings: Any) -> Any:
+    config = getattr(transformers, f"{family}Config")(
+        **{
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 256,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            **settings,
+        }
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make()
+
+
+def prompt(batch: int = 2, tokens: int = 60) -> Tensor:
+    return torch.randint(2, 64, (batch, tokens), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: Any, step: Any, cache: Any, ids: Tensor, start: int) -> Tensor:
+    """Fill a cache eagerly with `start` tokens, then step token by token."""
+    model(input_ids=ids[:, :start], past_key_values=cache)
+    parts = [
+        step(input_ids=ids[:, t : t + 1], past_key_values=cache).logits
+        for t in range(start, ids.shape[1])
+    ]
+    return torch.cat(parts, 1)
+
+
+def fill(model: Any, cache: Any, tokens: int = 60, batch: int = 2) -> Any:
+    with torch.no_grad():
+        model(input_ids=prompt(batch, tokens), past_key_values=cache)
+    return cache
+
+
+def dense(cache: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for layer in cache.layers:
+        if isinstance(layer, MergedLayer):
+            found += layer._view()
+        elif isinstance(layer, ExactLayer):
+            found += [layer.keys, layer.values]
+    return found
+
+
+def kinds(cache: Any) -> list[str]:
+    return [type(layer).__name__ for layer in cache.layers]
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_cache_that_keeps_every_row_equals_a_static_cache(model: Any, bits: int) -> None:
+    """Rows that are kept come back bit for bit, so merging all of nothing changes nothing."""
+    ids = prompt(tokens=90)
+    settings: dict[str, Any] = {**SHORT, "merge": ALL_KEPT} if bits == 16 else {"merge": ALL_KEPT}
+    cache = KVCache(model.config, LENGTH, bits, **settings)
+    assert kinds(cache)[1:] == ["MergedLayer"] * 2
+    expected = logits(model, model, StaticCache(model.config, LENGTH), ids, 60)
+    assert torch.equal(logits(model, model, cache, ids, 60), expected)
+    if bits == 16:
+        assert [line["merged"] for line in cache.merged()] == [64]
+        assert [line["kept"] for line in cache.merged()] == [60.0]
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_what_is_restored_has_the_length_of_what_came(model: Any, bits: int) -> None:
+    """Lengths are kept whatever the direction; kept rows and recent ones are the same bits."""
+    exact = fill(model, DynamicCache(config=model.config))
+    cache = fill(model, KVCache(model.config, LENGTH, bits, merge=LOSSY, **SHORT))
+    for place in (1, 2):
+        layer = cache.layers[place]
+        for held, came in zip(
+            layer._view(), (exact.layers[place].keys, exact.layers[place].values), strict=True
+        ):
+            found = held[:, :, :60]
+            torch.testing.assert_close(
+                found[:, :, :32].norm(dim=-1), came[:, :, :32].norm(dim=-1), rtol=1e-5, atol=1e-6
+            )
+            assert torch.equal(found[:, :, 32:], came[:, :, 32:])
+            assert not torch.equal(found[:, :, :32], came[:, :, :32])
+            for b in range(2):
+                for h in range(2):
+                    row = layer.pair.places[b, h]
+                    row = row[row >= 0].long()
+                    assert row.numel() >= 5, "four first tokens and the most distinct"
+                    assert torch.equal(found[b, h, row], came[b, h, row])
+
+
+def test_less_is_lost_with_more_bits_and_more_rows(model: Any) -> None:
+    ids = prompt(tokens=75)
+    expected = logits(model, model, StaticCache(model.config, LENGTH), ids, 70)
+
+    def error(bits: int, merge: MiniCache | None) -> float:
+        cache = KVCache(model.config, LENGTH, bits, merge=merge, **SHORT)
+        found = logits(model, model, cache, ids, 70)
+        return float((found - expected).norm() / expected.norm())
+
+    plain = error(4, None)
+    kept = error(16, MiniCache(start_layer=1, gamma=1.0, retained=0.15))
+    bare = error(16, MiniCache(start_layer=1, gamma=0.0))
+    assert 0 < plain < bare
+    assert 0 < kept < bare < 0.5
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_tokens_in_pieces_are_kept_as_tokens_one_by_one(model: Any, bits: int) -> None:
+    """The lower layer's tokens wait for the upper's; nothing is lost, and windows are the same."""
+    merge = MiniCache(start_layer=1, gamma=1.0, retained=1.0)
+    ids = prompt(tokens=90)
+    caches = [KVCache(model.config, LENGTH, bits, merge=merge, **SHORT) for _ in range(2)]
+    with torch.no_grad():
+        for start, end in ((0, 40), (40, 75), (75, 76), (76, 90)):
+            out = model(input_ids=ids[:, start:end], past_key_values=caches[0])
+    expected = logits(model, model, caches[1], ids, 40)[:, -14:]
+    torch.testing.assert_close(out.logits, expected, rtol=1e-3, atol=5e-3 if bits == 4 else 1e-5)
+    for found, other in zip(dense(caches[0]), dense(caches[1]), strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-2, atol=1e-2 if bits == 4 else 1e-5)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_compiled_decoding_reads_the_shared_store_and_equals_eager(model: Any, bits: int) -> None:
+    """One graph for two caches and the steps at which groups are merged; no dense view."""
+    compiled = torch.compile(
+        model, backend="memeff", options={"memeff.inner": "eager"}, fullgraph=True
+    )
+    ids = prompt(tokens=70)
+    settings: dict[str, Any] = {**SHORT, "merge": LOSSY}
+    expected = logits(model, model, KVCache(model.config, LENGTH, bits, **settings), ids, 60)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            cache = KVCache(model.config, LENGTH, bits, **settings)
+            with torch.no_grad():
+                model(input_ids=ids[:, :60], past_key_values=cache)
+            before = [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()]
+            with mock.patch.object(op.reference, "view", wraps=op.reference.view) as views:
+                parts = []
+                for t in range(60, 70):
+                    with torch.no_grad():
+                        out = compiled(input_ids=ids[:, t : t + 1], past_key_values=cache)
+                    parts.append(out.logits)
+            torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-5)
+            assert [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()] == before
+            assert all(call.args[3] <= 70 for call in views.call_args_list)
+            assert [line["merged"] for line in cache.merged()] == [32]
+    records = memeff_compile.last_report().records
+    fired = [r for r in records if r.pass_name == "compress_kv_cache"]
+    assert [r.action for r in fired] == ["rewrote"] * (2 if bits == 16 else LAYERS)
+    assert "directions two layers share" in str(memeff_compile.last_report())
+    assert "coded_kv_cache_view(" not in memeff_compile.graphs()[-1].after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_two_hundred_steps_recompile_nothing_and_write_in_place(model: Any, inner: str) -> None:
+    options = {"memeff.inner": inner} if inner != "inductor" else {}
+    compiled = torch.compile(model, backend="memeff", options=options, fullgraph=True)
+    ids = prompt(tokens=240)
+    settings: dict[str, Any] = {**SHORT, "merge": LOSSY}
+    expected = logits(model, model, KVCache(model.config, 256, 4, **settings), ids, 40)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = logits(model, compiled, KVCache(model.config, 256, 4, **settings), ids, 40)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- generate(), batches --------------------------------------------------------------------------
+
+
+def padded(batch: int = 2, tokens: int = 40) -> dict[str, Tensor]:
+    ids, seen = prompt(batch, tokens), torch.ones(batch, tokens, dtype=torch.long)
+    ids[0, :4], seen[0, :4] = 0, 0
+    return {"input_ids": ids, "attention_mask": seen}
+
+
+def test_generate_with_left_padding_gives_the_same_tokens(model: Any) -> None:
+    """Every row is kept, so that greedy tokens are those of the model's own cache."""
+    given = padded()
+    expected = model.generate(**given, max_new_tokens=30, do_sample=False)
+    cache = KVCache(
+        model.config, 80, 16, attention_mask=given["attention_mask"], merge=ALL_KEPT, **SHORT
+    )
+    settings = CompileConfig(
+        backend="memeff", options={"memeff.inner": "eager"}, mode=None, fullgraph=True
+    )
+    settings._compile_all_devices = True
+    found = model.generate(
+        **given, max_new_tokens=30, do_sample=False, past_key_values=cache, compile_config=settings
+    )
+    assert torch.equal(found, expected)
+    assert cache.layers[1].pair.places[:, 0, :4].tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_padding_has_no_say_in_what_is_kept(model: Any) -> None:
+    given = padded(tokens=56)
+    merge = MiniCache(start_layer=1, gamma=0.5, retained=0.05)
+    settings: dict[str, Any] = {"merge": merge, **SHORT}
+    cache = KVCache(model.config, LENGTH, 4, attention_mask=given["attention_mask"], **settings)
+    with torch.no_grad():
+        model(**given, past_key_values=cache)
+    places = cache.layers[1].pair.places[0]
+    assert bool((places >= 4).sum() > 8)
+    assert not bool(((places >= 0) & (places < 4)).any())
+
+
+def test_beams_equal_those_of_a_dynamic_cache(model: Any) -> None:
+    given: dict[str, Any] = {**padded(), "max_new_tokens": 20, "num_beams": 3, "do_sample": False}
+    expected = model.generate(**given, past_key_values=DynamicCache(config=model.config))
+    cache = KVCache(model.config, LENGTH, 16, merge=ALL_KEPT, **SHORT)
+    assert torch.equal(model.generate(**given, past_key_values=cache), expected)
+
+
+def test_every_later_generate_merges_until_undone(model: Any) -> None:
+    given: dict[str, Any] = {**padded(), "max_new_tokens": 4, "do_sample": False}
+    with memeff_compile.use_kv_cache_(model, bits=4, merge="minicache"):  # type: ignore[attr-defined]
+        found = model.generate(**given, return_dict_in_generate=True).past_key_values
+    assert kinds(found) == ["CodedLayer", "MergedLayer", "MergedLayer"]
+    assert "2 of them share directions" in repr(found)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_reordering_is_in_place_and_twice_is_the_product(model: Any, bits: int) -> None:
+    cache = fill(model, KVCache(model.config, LENGTH, bits, merge=LOSSY, **SHORT), batch=3)
+    before = [t.clone() for t in dense(cache)]
+    held = [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()]
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    cache.reorder_cache(torch.tensor([1, 0, 1]))
+    assert held == [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()]
+    for found, old in zip(dense(cache), before, strict=True):
+        assert torch.equal(found, old[[0, 2, 0]])
+
+
+def test_sequences_are_repeated_and_selected(model: Any) -> None:
+    mask = torch.ones(2, 60)
+    mask[0, :3] = 0
+    cache = KVCache(model.config, LENGTH, 4, attention_mask=mask, merge=LOSSY, **SHORT)
+    before = [t.clone() for t in dense(fill(model, cache))]
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    for found, old in zip(dense(cache), before, strict=True):
+        assert torch.equal(found, old)
+    cache.batch_select_indices(torch.tensor([1]))
+    with torch.no_grad():
+        model(input_ids=prompt(1, 1), past_key_values=cache)
+    assert int(cache.get_seq_length()) == 61
+
+
+def test_cropped_tokens_are_written_anew_and_merged_ones_refused(model: Any) -> None:
+    ids = prompt(tokens=70)
+    settings: dict[str, Any] = {"merge": LOSSY, **SHORT}
+    expected = logits(model, model, KVCache(model.config, LENGTH, 4, **settings), ids, 60)
+    cache = KVCache(model.config, LENGTH, 4, **settings)
+    logits(model, model, cache, torch.cat([ids[:, :60], ids[:, :3] * 0 + 3], 1), 60)
+    cache.crop(-3)
+    with torch.no_grad():
+        parts = [
+            model(input_ids=ids[:, t : t + 1], past_key_values=cache).logits for t in range(60, 70)
+        ]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(UnsupportedInputError, match="are not yet in codes"):
+        cache.crop(-60)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_reset_cache_is_as_good_as_new(model: Any, bits: int) -> None:
+    ids = prompt(tokens=70)
+    cache = KVCache(model.config, LENGTH, bits, merge=LOSSY, **SHORT)
+    expected = logits(model, model, cache, ids, 60)
+    held = [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()]
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(logits(model, model, cache, ids, 60), expected)
+    assert held == [t.data_ptr() for layer in cache.layers for _, t in layer.tensors()]
+
+
+def test_a_pass_that_ended_between_two_layers_is_noticed(model: Any) -> None:
+    cache = fill(model, KVCache(model.config, LENGTH, 4, merge=LOSSY, **SHORT))
+    one = torch.zeros(2, 2, 1, 16)
+    cache.layers[1].update(one, one)
+    with pytest.raises(RuntimeError, match="ended between the two"), torch.no_grad():
+        model(input_ids=prompt(2, 1), past_key_values=cache)
+
+
+def test_too_many_tokens_raise(model: Any) -> None:
+    cache = fill(model, KVCache(model.config, 60, 4, merge=LOSSY, **SHORT))
+    with pytest.raises(IndexError, match="holds 60 tokens"), torch.no_grad():
+        model(input_ids=prompt(2, 1), past_key_values=cache)
+
+
+# --- memory, pairs, refusals ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_bytes_are_those_of_the_formula(model: Any, bits: int) -> None:
+    merge = MiniCache(start_layer=1, retained=0.01)
+    cache = fill(model, KVCache(model.config, 4096, bits, merge=merge))
+    lower = cache.layers[1]
+    assert lower.layout.kept == 4 + 41
+    expected = pair_bytes(lower.layout, 2, 2, 4096, 4)
+    if bits == 16:
+        expected += cache.layers[0].nbytes
+    else:
+        expected += bytes_after(cache.layers[0].layout, 2, 2, 4096, 4)
+    assert cache.nbytes == expected
+
+
+def test_a_cache_that_nobody_holds_is_gone_at_once(model: Any) -> None:
+    """No cycle keeps its memory until the next collection of garbage."""
+    cache = fill(model, KVCache(model.config, LENGTH, 4, merge=LOSSY, **SHORT))
+    held = [weakref.ref(tensor) for layer in cache.layers for _, tensor in layer.tensors()]
+    gc.disable()
+    try:
+        del cache
+        assert [ref() for ref in held] == [None] * len(held)
+    finally:
+        gc.enable()
+
+
+def test_layers_that_see_a_window_are_never_paired() -> None:
+    types = ["full_attention", "sliding_attention", *["full_attention"] * 3]
+    model = make(
+        "Qwen2",
+        sliding_window=8,
+        use_sliding_window=True,
+        layer_types=types,
+        num_hidden_layers=5,
+    )
+    cache = KVCache(model.config, LENGTH, 8, merge=MiniCache(start_layer=0), **SHORT)
+    wanted = ["CodedLayer", "StaticSlidingWindowLayer", "MergedLayer", "MergedLayer", "CodedLayer"]
+    assert kinds(cache) == wanted
+    ids = prompt(tokens=75)
+    expected = logits(model, model, StaticCache(model.config, LENGTH), ids, 70)
+    found = logits(model, model, cache, ids, 70)
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.5
+
+
+def test_layers_without_rotary_embeddings_are_not_paired_with_others() -> None:
+    config = make(num_hidden_layers=5).config
+    config.no_rope_layers = [1, 1, 0, 0, 1]
+    cache = KVCache(config, LENGTH, 4, merge=MiniCache(start_layer=1), **SHORT)
+    assert [line["layers"] for line in cache.merged()] == [(2, 3)]
+    assert isinstance(cache.layers[1], CodedLayer)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"merge": "average"}, "merge is 'average'; None, 'minicache' or a MiniCache"),
+        ({"merge": "minicache", "scheme": "per_head"}, "merge goes with scheme='kivi'"),
+        ({"merge": MiniCache(start_layer=2)}, "no two neighbouring layers from layer 2 on"),
+    ],
+)
+def test_a_setting_that_cannot_be_served_is_refused(
+    model: Any, given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedInputError, match=words):
+        KVCache(model.config, LENGTH, 4, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rule": "mean"}, "rule is 'mean'; 'slerp', 'average', 'max_norm' is needed"),
+        ({"reading": "both"}, "reading is 'both'"),
+        ({"scale": 2}, "scale is 2"),
+        ({"t": 1.5}, "t is 1.5; a number from 0 to 1"),
+        ({"gamma": -0.1}, "gamma is -0.1"),
+        ({"retained": 2}, "retained is 2"),
+        ({"start_layer": -1}, "start_layer is -1"),
+    ],
+)
+def test_a_merge_that_cannot_be_served_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedInputError, match=words):
+        MiniCache(**given)
+
+
+def test_training_is_refused(model: Any) -> None:
+    cache = KVCache(model.config, LENGTH, 4, merge=ALL_KEPT)
+    with pytest.raises(UnsupportedInputError, match="require gradients"):
+        model(input_ids=prompt(), past_key_values=cache)

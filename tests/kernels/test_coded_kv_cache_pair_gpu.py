@@ -1,0 +1,197 @@
+"""Pairs of layers on a GPU: what is stored against the reference, attention against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.coded_kv_cache import (
+    PLAIN,
+    Layout,
+    append_pairs,
+    coded_kv_cache_append_lower,
+    coded_kv_cache_append_pair,
+    coded_kv_cache_attention,
+    engine_for,
+    pair_reference,
+)
+from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging
+from tests.support.coded_caches import by_hand
+from tests.support.merged_caches import Pair, draw
+
+pytestmark = pytest.mark.gpu
+
+BUDGET = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+LIMIT = 730
+
+
+def make(layout: Layout, dtype: torch.dtype) -> Pair:
+    return Pair(layout, 2, 2, LIMIT, dtype, first=(0, 7), device="cuda")
+
+
+def both(pair: Pair, rows: list[Tensor], merging: Merging, *, by_kernels: bool) -> None:
+    """Append tokens of both layers with the kernels or with the reference."""
+    run = append_pairs.append_pair if by_kernels else pair_reference.append
+    bits, recent = pair.layout.bits, pair.layout.recent
+    lower, upper = (rows[0], rows[1]), (rows[2], rows[3])
+    run(pair.shared, pair.lower, pair.upper, lower, upper, bits, recent, LIMIT, merging)
+
+
+CASES = [
+    *[pytest.param(Layout(128, bits, kept=60), Merging(), id=f"{bits}") for bits in (16, 8, 4)],
+    pytest.param(Layout(128, 3, kept=60), Merging(t=0.7, gamma=0.2), id="3 bits"),
+    pytest.param(Layout(64, 2, kept=60), Merging(rule="average", t=0.6), id="average"),
+    pytest.param(
+        Layout(128, 4, group=128, kept=20),
+        Merging(rule="max_norm", scale="projection", gamma=1.0),
+        id="max_norm, all there is room for",
+    ),
+    pytest.param(Layout(128, 4, kept=60), Merging(reading="similar", gamma=0.2), id="similar"),
+    pytest.param(Layout(256, 4, recent=64, kept=60), Merging(), id="256"),
+]
+
+
+@pytest.mark.parametrize("dtype", list(BUDGET), ids=str)
+@pytest.mark.parametrize(("layout", "merging"), CASES)
+def test_appending_leaves_what_the_reference_leaves(
+    layout: Layout, merging: Merging, dtype: torch.dtype
+) -> None:
+    rows = draw(2, 2, 500, layout.depth, dtype, "cuda")
+    pairs = [make(layout, dtype) for _ in range(2)]
+    for start, end in ((0, 300), (300, 301), (301, 500)):
+        part = [x[:, :, start:end] for x in rows]
+        for pair, by_kernels in zip(pairs, (True, False), strict=True):
+            both(pair, part, merging, by_kernels=by_kernels)
+    found, expected = pairs
+    assert found.filled() == expected.filled()
+    length, coded = found.filled()[:2]
+    # Two rows as far apart to 1e-6 may change places; all others are the same.
+    places = [pair.get("places").sort(-1).values for pair in pairs]
+    assert float((places[0] != places[1]).float().mean()) <= 0.05
+    slots = torch.arange(coded, length, device="cuda") % layout.window
+    for mine, theirs in ((found.lower, expected.lower), (found.upper, expected.upper)):
+        for place in (0, 1):
+            assert torch.equal(mine[place][:, :, slots], theirs[place][:, :, slots])
+        a, b = (own[5][:, :, :coded].float() for own in (mine, theirs))
+        wrong = (a - b).abs() > 2e-2 * b.abs() + 1e-6
+        assert float(wrong.float().mean()) < 1e-2
+    for is_value in (False, True):
+        a, b = (p.directions(is_value=is_value)[:, :, :coded] for p in pairs)
+        assert float((a - b).norm() / b.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", list(BUDGET), ids=str)
+@pytest.mark.parametrize("bits", [PLAIN, 8, 4, 3, 2])
+def test_attention_equals_float64(bits: int, dtype: torch.dtype) -> None:
+    layout = Layout(128, bits, kept=60)
+    name = "rows" if bits == PLAIN else "codes"
+    assert engine_for(torch.device("cuda"), dtype, layout.group, bits) == name
+    mask = torch.rand(2, 1, 1, LIMIT, device="cuda") < 0.7
+    for tokens in (1, 191, 192, 700):
+        pair = make(layout, dtype)
+        rows = draw(2, 2, tokens, 128, dtype, "cuda")
+        both(pair, rows, Merging(gamma=0.2), by_kernels=True)
+        for repeat in (1, 4):
+            q = torch.randn(2, 2 * repeat, 1, 128, device="cuda", dtype=dtype)
+            for is_upper in (False, True):
+                pool, norms = pair.pool(is_upper=is_upper), pair.norms(is_upper=is_upper)
+                for seen in (None, mask):
+                    found = coded_kv_cache_attention(q, *pool, *norms, bits, seen, None)
+                    expected = by_hand(q, pool, bits, 128**-0.5, seen, norms)
+                    difference = float((found.double() - expected).abs().max())
+                    assert difference <= BUDGET[dtype] * max(1.0, float(expected.abs().max()))
+
+
+SETTINGS: tuple[Any, ...] = (4, "slerp", 0.5, 0.05, "distinct", "norm", False)
+
+
+def one_step(pair: Pair, new: list[Tensor], q: Tensor) -> list[Tensor]:
+    """Append a token to the lower layer, read it, append to the upper, read it."""
+    bits, recent = pair.layout.bits, pair.layout.recent
+    window = pair.lower[0], pair.lower[1], pair.lower[4]
+    coded_kv_cache_append_lower(*window, *new[:2], LIMIT)
+    found = []
+    for is_upper in (False, True):
+        if is_upper:
+            coded_kv_cache_append_pair(
+                *pair.all(), None, None, *new[2:], bits, recent, LIMIT, *SETTINGS
+            )
+        pool, norms = pair.pool(is_upper=is_upper), pair.norms(is_upper=is_upper)
+        found.append(coded_kv_cache_attention(q, *pool, *norms, bits, None, None))
+    return found
+
+
+@pytest.mark.parametrize("bits", [PLAIN, 4])
+def test_a_graph_is_replayed_while_groups_are_merged(bits: int) -> None:
+    layout = Layout(128, bits, kept=20)
+    pairs = [make(layout, torch.bfloat16) for _ in range(2)]
+    rows = draw(2, 2, 420, 128, torch.bfloat16, "cuda")
+    q = torch.randn(2, 8, 1, 128, device="cuda").bfloat16()
+    new = [x[:, :, :1].clone() for x in rows]
+    for pair in pairs:  # compiles
+        one_step(pair, new, q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = one_step(pairs[0], new, q)
+    for token in range(1, 420):
+        for held, source in zip(new, rows, strict=True):
+            held.copy_(source[:, :, token : token + 1])
+        graph.replay()
+        expected = one_step(pairs[1], new, q)
+        if token % 37 == 0:
+            for mine, theirs in zip(out, expected, strict=True):
+                assert torch.equal(mine, theirs)
+    assert pairs[0].filled() == pairs[1].filled() == [420, 256] * 2
+    for mine, theirs in zip(pairs[0].all(), pairs[1].all(), strict=True):
+        assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+
+
+def test_more_tokens_than_there_is_room_for_are_no_numbers() -> None:
+    pair = make(Layout(128, 4, kept=20), torch.bfloat16)
+    rows = draw(2, 2, LIMIT, 128, torch.bfloat16, "cuda")
+    both(pair, rows, Merging(), by_kernels=True)
+    before = pair.filled()
+    q = torch.randn(2, 8, 1, 128, device="cuda").bfloat16()
+    for out in one_step(pair, [x[:, :, :1] for x in rows], q):
+        assert out.isnan().all()
+    assert pair.filled() == before
+
+
+def test_a_model_decodes_from_a_merged_cache_as_without_the_backend() -> None:
+    """bf16 and CUDA graphs: kernels against the reference's dense view."""
+    import transformers
+
+    import memeff_compile
+
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).cuda().bfloat16().eval()
+    ids = torch.randint(0, 512, (2, 340), device="cuda")
+    merge = memeff_compile.MiniCache(start_layer=0, retained=0.05)
+    compiled = torch.compile(
+        model, backend="memeff", options={"triton.cudagraphs": True}, fullgraph=True
+    )
+    logits = []
+    for step in (model, compiled):
+        cache = memeff_compile.KVCache(config, 512, 4, merge=merge)
+        parts = []
+        with torch.no_grad():
+            model(input_ids=ids[:, :250], past_key_values=cache)
+            for t in range(250, 340):
+                out = step(input_ids=ids[:, t : t + 1], past_key_values=cache)
+                parts.append(out.logits.float().clone())
+        logits.append(torch.cat(parts, 1))
+        assert [line["merged"] for line in cache.merged()] == [192, 192]
+    assert float((logits[0] - logits[1]).norm() / logits[0].norm()) < 2e-2
+    assert "coded_kv_cache_view(" not in memeff_compile.graphs()[-1].after

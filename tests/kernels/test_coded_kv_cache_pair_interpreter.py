@@ -1,0 +1,145 @@
+"""The kernels of pairs of layers on a CPU: the same source, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.coded_kv_cache import (
+    PLAIN,
+    SHARED,
+    Layout,
+    append_pairs,
+    pair_reference,
+    split_rows,
+)
+from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging
+from tests.support.coded_caches import by_hand
+from tests.support.merged_caches import Pair, draw
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty")]
+
+SMALL: dict[str, Any] = {"group": 16, "recent": 16, "kept": 8}
+LIMIT = 90
+
+
+def step(engine: Any, pair: Pair, rows: list[Tensor], merging: Merging, *, parked: bool) -> None:
+    """Append with one engine: the lower layer first, or both together."""
+    if not parked:
+        window = pair.lower[0], pair.lower[1], pair.lower[4]
+        if engine is pair_reference:
+            engine.append_lower(window, *rows[:2], LIMIT)
+        else:
+            engine.append_lower(*window, *rows[:2], LIMIT)
+    run = pair_reference.append if engine is pair_reference else append_pairs.append_pair
+    lower = (rows[0], rows[1]) if parked else None
+    bits, recent = pair.layout.bits, pair.layout.recent
+    upper = (rows[2], rows[3])
+    run(pair.shared, pair.lower, pair.upper, lower, upper, bits, recent, LIMIT, merging)
+
+
+def compare(found: Pair, expected: Pair) -> None:
+    assert found.filled() == expected.filled()
+    coded = found.filled()[1]
+    slots = torch.arange(coded, found.filled()[0]) % found.layout.window
+    for name in ("places", "kept_count", "left_over"):
+        assert torch.equal(found.get(name), expected.get(name)), name
+    bounds = found.get("bound"), expected.get("bound")
+    torch.testing.assert_close(*bounds, rtol=0, atol=1e-6, equal_nan=True)
+    for mine, theirs in ((found.lower, expected.lower), (found.upper, expected.upper)):
+        for place in (0, 1):
+            assert torch.equal(mine[place][:, :, slots], theirs[place][:, :, slots])
+        for place in (2, 3):
+            assert torch.equal(mine[place], theirs[place])
+        a, b = mine[5][:, :, :coded], theirs[5][:, :, :coded]
+        torch.testing.assert_close(a.float(), b.float(), rtol=2e-3, atol=1e-6)
+    for is_value in (False, True) if coded else ():
+        a, b = (p.directions(is_value=is_value)[:, :, :coded] for p in (found, expected))
+        # A direction on the border of two codes may fall to either side.
+        assert float((a - b).abs().max()) < (2e-3 if found.layout.bits == PLAIN else 0.7)
+        assert float(((a - b).abs() > 2e-3).float().mean()) < 2e-3
+
+
+CASES = [
+    *[pytest.param(bits, Merging(gamma=0.3, keep_first=2), id=f"{bits}") for bits in (16, 8, 4)],
+    pytest.param(3, Merging(gamma=0.3, keep_first=2, t=0.7), id="3, t=0.7"),
+    pytest.param(2, Merging(rule="average", t=0.6, keep_first=2, gamma=0.1), id="2, average"),
+    pytest.param(4, Merging(rule="max_norm", scale="projection", keep_first=0), id="max_norm"),
+    pytest.param(4, Merging(reading="similar", gamma=0.2, keep_first=2), id="similar"),
+    pytest.param(16, Merging(gamma=1.0, keep_first=2), id="all that there is room for"),
+]
+
+
+@pytest.mark.parametrize(("bits", "merging"), CASES)
+def test_appending_leaves_what_the_reference_leaves(bits: int, merging: Merging) -> None:
+    rows = draw(2, 1, 66, 16, torch.float32)
+    layout = Layout(16, bits, **SMALL)
+    pairs = [Pair(layout, 2, 1, LIMIT, torch.float32, first=(0, 3)) for _ in range(2)]
+    engines = (append_pairs, pair_reference)
+    for start, end in ((0, 30), (30, 31), (31, 32), (32, 33), (33, 66)):
+        part = [x[:, :, start:end] for x in rows]
+        for pair, engine in zip(pairs, engines, strict=True):
+            step(engine, pair, part, merging, parked=end - start > 1)
+        compare(*pairs)
+    assert pairs[0].filled() == [66, 48] * 2
+    assert int(pairs[0].get("kept_count").min()) > 0
+
+
+def test_two_shares_of_channels_and_half_precision() -> None:
+    rows = draw(1, 1, 40, 128, torch.float16)
+    pairs = [Pair(Layout(128, 4, **SMALL), 1, 1, LIMIT, torch.float16) for _ in range(2)]
+    for pair, engine in zip(pairs, (append_pairs, pair_reference), strict=True):
+        step(engine, pair, rows, Merging(keep_first=2), parked=True)
+    compare(*pairs)
+
+
+@pytest.mark.parametrize("why", ["full", "apart"])
+def test_what_cannot_be_appended_leaves_no_numbers(why: str) -> None:
+    pair = Pair(Layout(16, PLAIN, **SMALL), 1, 1, LIMIT, torch.float32)
+    rows = draw(1, 1, 91, 16, torch.float32)
+    step(append_pairs, pair, [x[:, :, :90] for x in rows], Merging(), parked=True)
+    before = pair.filled()
+    last = [x[:, :, 90:] for x in rows]
+    if why == "full":
+        step(append_pairs, pair, last, Merging(), parked=False)
+        assert pair.filled() == before
+    else:
+        pair.lower[4][0] -= 1
+        step(append_pairs, pair, [x[:, :, 80:81] for x in rows], Merging(), parked=True)
+    for is_upper in (False, True):
+        norms = pair.norms(is_upper=is_upper)
+        pool = pair.pool(is_upper=is_upper)
+        pool[-1][0] = 90
+        found = split_rows.attend(rows[0][:, :, :1], pool, norms, None, 0.25, PLAIN)
+        assert found.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "splits", "repeat"), [(1, 1, 2), (31, 3, 2), (33, 1, 1), (70, 2, 2), (70, 5, 12)]
+)
+@pytest.mark.parametrize("is_upper", [False, True])
+def test_attention_over_plain_directions_equals_float64(
+    tokens: int, splits: int, repeat: int, is_upper: bool
+) -> None:
+    rows = draw(2, 1, tokens, 16, torch.float32)
+    pair = Pair(Layout(16, PLAIN, **SMALL), 2, 1, LIMIT, torch.float32, first=(0, 3))
+    step(pair_reference, pair, rows, Merging(gamma=0.3, keep_first=2), parked=True)
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, repeat, 1, 16, generator=generator)
+    mask = torch.rand(2, 1, 1, LIMIT, generator=generator) < 0.6
+    pool, norms = pair.pool(is_upper=is_upper), pair.norms(is_upper=is_upper)
+    for seen in (None, mask, mask[:1, ..., :64]):
+        found = split_rows.attend(q, pool, norms, seen, 0.25, PLAIN, splits=splits)
+        expected = by_hand(q, pool, PLAIN, 0.25, seen, norms)
+        assert float((found - expected).abs().max()) < 2e-5
+
+
+def test_shared_names_are_those_of_the_kernel() -> None:
+    from memeff_compile.kernels.coded_kv_cache import append_pairs_kernels as kernels
+
+    names = kernels._coded_kv_cache_append_pair_kernel.arg_names
+    first = names.index("k_codes_ptr")
+    assert names[first : first + len(SHARED)] == [f"{name}_ptr" for name in SHARED]

@@ -1,0 +1,160 @@
+"""The kernels of pairs of layers compiled for GPUs that are not there: no spills, memory in bounds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memeff_compile.kernels.coded_kv_cache.layout import channel_group
+from memeff_compile.kernels.coded_kv_cache.shapes import MIN_ROWS, rows_for
+from tests.support.cubins import stack_bytes
+
+pytestmark = pytest.mark.offline
+
+# Shared memory a block may use, in bytes.
+SHARED_LIMITS = {80: 166912, 90: 232448, 100: 232448}
+STACK = 16
+
+POINTERS = {
+    "places_ptr": "*i32",
+    "starts_ptr": "*i32",
+    "bound_ptr": "*fp32",
+    "kept_count_ptr": "*i32",
+    "left_over_ptr": "*i32",
+    "mask_ptr": "*u8",
+    "share_ptr": "*fp32",
+    "stat_ptr": "*fp32",
+}
+
+
+def pointer(name: str, bits: int) -> str:
+    if name.endswith("counts_ptr"):
+        return "*i64"
+    if name.endswith("norms_ptr"):
+        return "*fp16"
+    if name.endswith("codes_ptr") and bits != 16:
+        return "*u8"
+    return POINTERS.get(name, "*bf16")
+
+
+def build(module: str, name: str, capability: int, given: dict[str, Any], warps: int) -> Any:
+    from importlib import import_module
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(import_module(f"memeff_compile.kernels.coded_kv_cache.{module}"), name)
+    names = kernel.arg_names
+    units = [n for n in names if n.startswith("stride") and n.endswith(("_depth", "_mask_key"))]
+    constants = {**given, **dict.fromkeys(units, 1)}
+    constants = {key: value for key, value in constants.items() if key in names}
+    signature, hints = {}, {}
+    for place, argument in enumerate(names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument.endswith("_ptr"):
+            signature[argument] = pointer(argument, given.get("BITS", 16))
+            hints[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[argument] = "fp32" if argument in ("scale", "t", "gamma") else "i32"
+            if argument.startswith("stride") and "mask" not in argument:
+                hints[(place,)] = [["tt.divisibility", 16]]
+    return triton.compile(
+        ASTSource(kernel, signature, constants, hints),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps},
+    )
+
+
+def append(capability: int, bits: int, depth: int = 128, **more: Any) -> Any:
+    constants = {
+        "DEPTH": depth,
+        "BITS": bits,
+        "GROUP": 64,
+        "CHANNELS": depth // 2 if bits == 16 else channel_group(depth, "kivi"),
+        "WINDOW": 192,
+        "KEPT": 332,
+        "KEEP_FIRST": 4,
+        "TOKENS": 1,
+        "RULE": 0,
+        "IS_PROJECTED": False,
+        "KEEPS_NEAREST": False,
+        "KEEPS_ALL": False,
+        "HAS_LOWER": False,
+        **more,
+    }
+    name = "_coded_kv_cache_append_pair_kernel"
+    return build("append_pairs_kernels", name, capability, constants, 8)
+
+
+def rows(capability: int, *, repeat: int = 4, splits: int = 4, has_mask: bool = True) -> Any:
+    constants = {
+        "REPEAT": repeat,
+        "DEPTH": 128,
+        "ROWS": rows_for(repeat),
+        "TILE": 64,
+        "WINDOW": 192,
+        "KEPT": 332,
+        "HAS_MASK": has_mask,
+        "IS_ALONE": splits == 1,
+        "STAGES": 2,
+        "UPCAST": False,
+    }
+    warps = 4 if rows_for(repeat) == MIN_ROWS else 2
+    return build("split_rows_kernels", "_coded_kv_cache_rows_kernel", capability, constants, warps)
+
+
+@pytest.mark.parametrize(
+    ("bits", "more"),
+    [
+        (4, {}),
+        (16, {"TOKENS": 64, "HAS_LOWER": True}),
+        (2, {"IS_PROJECTED": True, "RULE": 1}),
+        (3, {"depth": 64}),
+        (8, {"KEEPS_ALL": True, "KEEPS_NEAREST": True, "RULE": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_append_compiles_within_the_limits(
+    capability: int, bits: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    kernel = append(capability, bits, **more)
+    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
+    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"repeat": 1, "splits": 1}, {"repeat": 12, "has_mask": False}], ids=str
+)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_attention_compiles_within_the_limits(
+    capability: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    kernel = rows(capability, **more)
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
+    assert stack_bytes(kernel.asm["cubin"], tmp_path) <= STACK
+    assert "atom." not in ptx
+    assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx), "no tensor cores"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_appending_to_the_lower_layer_compiles(capability: int, tmp_path: Path) -> None:
+    constants = {"DEPTH": 128, "WINDOW": 192, "TOKENS": 1}
+    name = "_coded_kv_cache_append_lower_kernel"
+    kernel = build("append_pairs_kernels", name, capability, constants, 1)
+    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+
+
+@pytest.mark.usefixtures("sizes_of_one")
+def test_kernels_compile_for_sizes_of_one() -> None:
+    append(90, 4)
+    append(90, 16, HAS_LOWER=True)
+    rows(90)
+    constants = {"DEPTH": 128, "WINDOW": 192, "TOKENS": 1}
+    build("append_pairs_kernels", "_coded_kv_cache_append_lower_kernel", 90, constants, 1)

@@ -1,0 +1,99 @@
+"""fidelity_report: an exact cache scores perfectly, a lossy one as measured by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import memeff_compile
+from memeff_compile import MiniCache, fidelity_report
+from memeff_compile.errors import CalibrationError
+
+LAYERS = 4
+SHORT: dict[str, Any] = {"group": 32, "recent": 16, "steps": 8}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def ids(tokens: int = 70) -> Tensor:
+    return torch.randint(2, 64, (2, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def test_an_exact_cache_changes_nothing(model: Any) -> None:
+    report = fidelity_report(model, ids(), bits=16, merge=None, **SHORT)
+    assert report.logits["kl"] == pytest.approx(0.0, abs=1e-7)
+    assert report.logits["agreement"] == 1.0
+    assert report.logits["loss"] == pytest.approx(report.logits["loss_exact"], abs=1e-6)
+    assert len(report.attention) == LAYERS
+    assert min(line["worst"] for line in report.attention) > 0.9999
+    assert report.memory["ratio"] == 1.0
+    assert report.merged == []
+
+
+def test_numbers_are_those_computed_by_hand(model: Any, tmp_path: Path) -> None:
+    merge = MiniCache(start_layer=0, retained=0.05)
+    report = fidelity_report(model, [ids(), {"input_ids": ids()}], bits=4, merge=merge, **SHORT)
+    cache = memeff_compile.KVCache(model.config, 70, 4, merge=merge, group=32, recent=16)
+    with torch.no_grad():
+        out = model(input_ids=ids(), use_cache=True)
+        model(input_ids=ids()[:, :62], past_key_values=cache)
+        found = model(input_ids=ids()[:, 62:], past_key_values=cache).logits
+    kl = torch.nn.functional.kl_div(
+        found.log_softmax(-1), out.logits[:, 62:].log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
+    assert report.logits["kl"] == pytest.approx(float(kl.mean()), rel=1e-4)
+    assert report.logits["kl_worst"] == pytest.approx(float(kl.max()), rel=1e-4)
+    assert 0 < report.logits["kl"] < 0.1
+    layers = out.past_key_values.layers
+    for pair in report.pairs:
+        a, b = pair["layers"]
+        for kind in ("keys", "values"):
+            one, other = getattr(layers[a], kind), getattr(layers[b], kind)
+            cosine = torch.cosine_similarity(one, other, dim=-1)
+            assert pair[kind]["mean"] == pytest.approx(float(cosine.mean()), abs=1e-5)
+            assert sum(pair[kind]["histogram"]) == 2 * cosine.numel()
+            assert pair[kind]["low"] < pair[kind]["mean"] < pair[kind]["high"]
+    assert [line["layers"] for line in report.merged] == [(0, 1), (2, 3)]
+    assert report.memory["bytes"] == 2 * cache.nbytes
+    assert min(line["mean"] for line in report.attention) < 0.9999
+    assert "KL" in str(report)
+    assert "0-1" in str(report)
+    assert json.loads(report.to_json())["settings"]["merge"]["start_layer"] == 0
+    report.plot(tmp_path / "layers.svg")
+    assert (tmp_path / "layers.svg").read_text().count("<circle") == 2 * (LAYERS - 1)
+
+
+def test_padding_is_left_out(model: Any) -> None:
+    mask = torch.ones(2, 70, dtype=torch.long)
+    mask[0, :10] = 0
+    given = {"input_ids": ids(), "attention_mask": mask}
+    report = fidelity_report(model, given, bits=16, merge=None, **SHORT)
+    assert sum(report.pairs[0]["keys"]["histogram"]) == 2 * (140 - 10)
+    assert report.logits["kl"] == pytest.approx(0.0, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"), [([], "no inputs"), (torch.ones(1, 8, dtype=torch.long), r"\(1, 8\)")]
+)
+def test_what_cannot_be_compared_is_refused(model: Any, inputs: Any, words: str) -> None:
+    with pytest.raises(CalibrationError, match=words):
+        fidelity_report(model, inputs, **SHORT)

@@ -1,0 +1,89 @@
+"""Pairs of layers that share directions, for tests: allocated, filled, compared."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.coded_kv_cache import (
+    CODED,
+    LENGTH,
+    OWN,
+    PLAIN,
+    SHARED,
+    Layout,
+    dtype_of,
+    pool_of,
+    shapes_of_pair,
+)
+from memeff_compile.kernels.coded_kv_cache.reference import decode
+
+
+class Pair:
+    """The tensors of two layers that share directions."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        batch: int,
+        heads: int,
+        tokens: int,
+        dtype: torch.dtype,
+        *,
+        first: tuple[int, ...] = (),
+        device: str = "cpu",
+    ) -> None:
+        self.layout = layout
+        shared, own = shapes_of_pair(layout, batch, heads, tokens)
+
+        def make(shapes: dict[str, tuple[int, ...]]) -> list[Tensor]:
+            return [
+                torch.zeros(shape, dtype=dtype_of(name, dtype, layout.bits), device=device)
+                for name, shape in shapes.items()
+            ]
+
+        self.shared, self.lower, self.upper = make(shared), make(own), make(own)
+        named = dict(zip(SHARED, self.shared, strict=True))
+        named["places"].fill_(-1)
+        named["bound"].fill_(torch.nan)
+        if first:
+            named["starts"].copy_(torch.tensor(first, dtype=torch.int32)[:, None])
+
+    def all(self) -> list[Tensor]:
+        return [*self.shared, *self.lower, *self.upper]
+
+    def get(self, name: str) -> Tensor:
+        return self.shared[SHARED.index(name)]
+
+    def pool(self, *, is_upper: bool) -> list[Tensor]:
+        return pool_of(self.shared, self.upper if is_upper else self.lower)
+
+    def norms(self, *, is_upper: bool) -> tuple[Tensor, Tensor]:
+        own = self.upper if is_upper else self.lower
+        k_norms, v_norms = own[OWN.index("norms")].unbind(-1)
+        return k_norms, v_norms
+
+    def filled(self) -> list[int]:
+        counts = [own[OWN.index("counts")] for own in (self.lower, self.upper)]
+        return [int(c[place]) for c in counts for place in (LENGTH, CODED)]
+
+    def directions(self, *, is_value: bool) -> Tensor:
+        """Return what the codes say, (B, H, N, D)."""
+        codes, scales = self.shared[int(is_value)], self.shared[2 + int(is_value)]
+        return decode(codes, scales, self.layout.bits, self.layout.depth, is_value=is_value)
+
+
+def draw(
+    batch: int, heads: int, tokens: int, depth: int, dtype: torch.dtype, device: str = "cpu"
+) -> list[Tensor]:
+    """Return keys and values of the lower layer, then of the upper: alike, some rows less so."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (5, batch, heads, tokens, depth)
+    k, v, other_k, other_v, noise = torch.randn(shape, generator=generator, device=device)
+    apart = noise[..., :1].abs() * 0.6
+    k[..., 3] = 4 * k[..., 3] + 3
+    rows = [k, v, 2 * k + 2 * apart * other_k, 0.5 * v + 0.5 * apart * other_v]
+    return [x.to(dtype) for x in rows]
+
+
+__all__ = ["PLAIN", "Pair", "draw"]
