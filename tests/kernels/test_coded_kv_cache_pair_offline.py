@@ -108,18 +108,25 @@ def rows(capability: int, *, repeat: int = 4, splits: int = 4, has_mask: bool = 
     return build("split_rows_kernels", "_coded_kv_cache_rows_kernel", capability, constants, warps)
 
 
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (4, {}),
+    (16, {"TOKENS": 64, "HAS_LOWER": True}),
+    (2, {"IS_PROJECTED": True, "RULE": 1}),
+    (3, {"depth": 64}),
+    (8, {"KEEPS_ALL": True, "KEEPS_NEAREST": True, "RULE": 2}),
+]
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("bits", "more"),
+    ("capability", "bits", "more"),
     [
-        (4, {}),
-        (16, {"TOKENS": 64, "HAS_LOWER": True}),
-        (2, {"IS_PROJECTED": True, "RULE": 1}),
-        (3, {"depth": 64}),
-        (8, {"KEEPS_ALL": True, "KEEPS_NEAREST": True, "RULE": 2}),
+        (90, *CASES[0]),
+        *[pytest.param(90, *case, marks=SLOW) for case in CASES[1:]],
+        *[pytest.param(80, *case, marks=SLOW) for case in CASES],
     ],
     ids=str,
 )
-@pytest.mark.parametrize("capability", [80, 90])
 def test_append_compiles_within_the_limits(
     capability: int, bits: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -129,9 +136,15 @@ def test_append_compiles_within_the_limits(
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"repeat": 1, "splits": 1}, {"repeat": 12, "has_mask": False}], ids=str
+    ("capability", "more"),
+    [
+        (90, {}),
+        *[pytest.param(other, {}, marks=SLOW) for other in (80, 100)],
+        pytest.param(90, {"repeat": 1, "splits": 1}, marks=SLOW),
+        (90, {"repeat": 12, "has_mask": False}),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_attention_compiles_within_the_limits(
     capability: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -143,7 +156,7 @@ def test_attention_compiles_within_the_limits(
     assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx), "no tensor cores"
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [90])
 def test_appending_to_the_lower_layer_compiles(capability: int, tmp_path: Path) -> None:
     constants = {"DEPTH": 128, "WINDOW": 192, "TOKENS": 1}
     name = "_coded_kv_cache_append_lower_kernel"
@@ -151,6 +164,7 @@ def test_appending_to_the_lower_layer_compiles(capability: int, tmp_path: Path) 
     assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sizes_of_one")
 def test_kernels_compile_for_sizes_of_one() -> None:
     append(90, 4)
