@@ -121,6 +121,24 @@ def test_attention_over_codes_is_compared_and_appends_are_timed(tmp_path: Path) 
     assert [row["what"] for row in found if "what" in row] == ["idle", "due"] * 2
 
 
+@pytest.mark.slow
+def test_merging_is_measured_for_what_it_does_and_costs(tmp_path: Path) -> None:
+    import rows
+
+    out = tmp_path / "merging.jsonl"
+    for part, more in (("fidelity", ("--study", "named", "t")), ("memory", ()), ("overhead", ())):
+        script("merging_ablation", "--size", "tiny", "--part", part, *more, "--out", str(out))
+    found = rows.read(out)
+    answers = [row for row in found if row["what"] == "merging: fidelity"]
+    assert [row["study"] for row in answers] == ["named"] * 9 + ["t"] * 5
+    assert all(row["kl"] >= 0 and row["perplexity"] > 1 for row in answers)
+    sizes = {row["setting"]: row["bytes"] for row in found if row["what"] == "merging: memory"}
+    assert set(sizes) == {row["setting"] for row in answers if row["study"] == "named"}
+    parts = [row for row in found if row["what"].startswith("merging: ") and "us" in row]
+    assert len(parts) == 2 * 6 + 7
+    assert all(row["us"]["median"] > 0 for row in parts)
+
+
 def test_ternary_linears_are_compared_with_dense_ones(tmp_path: Path) -> None:
     import rows
 
