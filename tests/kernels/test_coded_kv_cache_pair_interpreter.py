@@ -14,6 +14,7 @@ from memeff_compile.kernels.coded_kv_cache import (
     Layout,
     append_pairs,
     pair_reference,
+    split_codes,
     split_rows,
 )
 from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging
@@ -135,6 +136,20 @@ def test_attention_over_plain_directions_equals_float64(
         found = split_rows.attend(q, pool, norms, seen, 0.25, PLAIN, splits=splits)
         expected = by_hand(q, pool, PLAIN, 0.25, seen, norms)
         assert float((found - expected).abs().max()) < 2e-5
+
+
+@pytest.mark.parametrize("bits", [PLAIN, 4])
+def test_lengths_in_half_precision_are_read_two_at_once(bits: int) -> None:
+    rows = draw(2, 1, 60, 16, torch.float16)
+    pair = Pair(Layout(16, bits, **SMALL), 2, 1, LIMIT, torch.float16)
+    step(pair_reference, pair, rows, Merging(gamma=0.3, keep_first=2), parked=True)
+    q = torch.randn(2, 2, 1, 16, generator=torch.Generator().manual_seed(1)).half()
+    pool, norms = pair.pool(is_upper=True), pair.norms(is_upper=True)
+    assert norms[0].dtype == torch.float16
+    engine = split_rows if bits == PLAIN else split_codes
+    found = engine.attend(q, pool, norms, None, 0.25, bits)
+    expected = by_hand(q, pool, bits, 0.25, None, norms)
+    assert float((found.double() - expected).abs().max()) < 2e-2
 
 
 def test_shared_names_are_those_of_the_kernel() -> None:

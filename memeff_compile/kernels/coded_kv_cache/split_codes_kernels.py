@@ -223,7 +223,7 @@ def _norms_of(base, place):
         first = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         second = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        first, second = _pair_of(base, place, tl.float32)
+        first, second = _pair_of(base, place)
     return first, second
 
 
