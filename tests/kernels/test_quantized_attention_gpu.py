@@ -42,7 +42,7 @@ def check(case: Case, level: str = "8b", granularity: str = "row") -> None:
     is_number = sums != -math.inf
     assert torch.equal(lse != -math.inf, is_number)
     assert not bool(out[~is_number].any())
-    torch.testing.assert_close(lse[is_number], sums[is_number], rtol=0, atol=0.05)
+    torch.testing.assert_close(lse[is_number], sums[is_number], rtol=1e-2, atol=0.05)
     if bool(wanted.any()):
         assert relative_l1(out, theirs) <= 0.015  # tiles of fewer keys round other numbers
         assert relative_l1(out, wanted) <= 1.02 * relative_l1(theirs, wanted) + 1e-3
@@ -78,12 +78,37 @@ def test_every_rest_of_a_tile(length: int) -> None:
     check(draw(1, 4, 2, 200, length, 128, torch.bfloat16))
 
 
-def test_the_accuracy_that_is_promised() -> None:
-    """4096 tokens: 8b within 0.038 on plain noise."""
+@pytest.mark.parametrize("kind", ["iid", "bias"])
+@pytest.mark.parametrize("ahead", [None, 0], ids=["full", "causal"])
+def test_the_accuracy_that_is_promised(kind: str, ahead: int | None) -> None:
+    """4096 tokens: 8b within 0.038 on plain noise, and nearer where there are means."""
     for depth in (64, 128):
-        case = draw(1, 2, 2, 4096, 4096, depth, torch.bfloat16).to("cuda")
-        out, _ = quantized_attention(case.q, case.k, case.v)
-        assert relative_l1(out, exact(case)[0]) <= 0.039
+        case = draw(1, 2, 2, 4096, 4096, depth, torch.bfloat16, ahead=ahead)
+        case = biased(case, kind).to("cuda")
+        out, _ = quantized_attention(case.q, case.k, case.v, ahead=ahead)
+        assert relative_l1(out, exact(case)[0]) <= (0.038 if kind == "iid" else 0.012)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic lengths"])
+def test_a_compiled_call_follows_lengths(is_dynamic: bool) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return quantized_attention(q, k, v, ahead=0, with_lse=False)[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=is_dynamic)
+    for length in (300, 129) if is_dynamic else (300,):
+        case = draw(1, 4, 2, length, length, 64, torch.bfloat16).to("cuda")
+        assert torch.equal(compiled(case.q, case.k, case.v), attend(case.q, case.k, case.v))
+
+
+def test_queries_without_keys_are_zeros() -> None:
+    case = draw(2, 4, 2, 300, 300, 128, torch.bfloat16).to("cuda")
+    key_mask = torch.arange(300, device="cuda")[None] >= torch.tensor([[300], [70]], device="cuda")
+    out, lse = quantized_attention(case.q, case.k, case.v, key_mask, ahead=0)
+    assert not bool(out[0].any())
+    assert not bool(out[1, :, :70].any())
+    assert bool((lse[0] == -math.inf).all())
+    assert bool(out[1, :, 70:].isfinite().all())
 
 
 def test_the_same_inputs_give_the_same_bits() -> None:

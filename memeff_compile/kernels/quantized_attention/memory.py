@@ -38,4 +38,6 @@ def code_bytes(
     q = sympy.sympify(batch) * heads * queries * (depth + 4)
     k = sympy.sympify(batch) * groups * (padded * depth + 4 * padded / BLOCK)
     v = sympy.sympify(batch) * groups * depth * (value_bytes * padded + 8)
+    if value_bytes == 1:  # what rounding took from each block
+        v += sympy.sympify(batch) * groups * depth * 4 * (padded / BLOCK + 1)
     return sympy.expand(q + k + v)

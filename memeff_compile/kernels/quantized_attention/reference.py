@@ -17,10 +17,12 @@ from torch import Tensor
 from memeff_compile.kernels.attention.conditions import Conditions
 from memeff_compile.kernels.quantized_attention.settings import (
     BLOCK,
+    QUERY_ROWS,
     VALUES,
     Settings,
     groups_of_keys,
     groups_of_queries,
+    sampled_queries,
 )
 
 LEAST = 1e-16  # of queries and keys that are all zeros: two scales multiply
@@ -28,6 +30,15 @@ LEAST_VALUE = 1e-30
 NOTHING = -1e30
 SAMPLE = 8
 """Every how many keys are looked at for their mean, which need not be the true one."""
+
+LEAST_SHARE = 0.6
+"""How much of the queries' energy lies in their mean before keys are rounded with an eye on it."""
+
+FINER = 3.0
+"""The size of the queries' mean in the first of two channels over that in the second."""
+
+MOST_STEPS = 16
+"""By how much a code of a key is moved."""
 
 BLOCK_SCORES = 1 << 22
 
@@ -42,6 +53,9 @@ class Codes:
         v, v_scale, v_mean: (B, G, N, D) numbers of the format of values, and (B, G, D) twice.
         correction: (B, H, blocks, N) scores of the queries' means with the keys, or None.
         shift: (B, H, M) what the keys' mean adds to every score of a query.
+        rest: (B, G, blocks + 1, D) what rounding took from the values of all blocks up to each, in
+            steps of their scale, or None.
+        counts: (B or 1, blocks + 1) how many keys of these count.
     """
 
     q: Tensor
@@ -53,6 +67,8 @@ class Codes:
     v_mean: Tensor
     correction: Tensor | None
     shift: Tensor
+    rest: Tensor | None
+    counts: Tensor
 
 
 # --- codes ----------------------------------------------------------------------------------------
@@ -79,17 +95,75 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
     k_scale = _largest(k, of_keys) / settings.limit
     kind = VALUES[settings.values]
     v_scale = _sizes(v.abs().amax(2), v.sum(2), LEAST_VALUE) / kind.top
+    v = v / v_scale[:, :, None]
+    v_codes = kind.rounded(v)
+    k = k / k_scale[..., None]
+    k_codes = k.round()
+    if settings.aligns:
+        k_codes = _aligned(k, k_codes, direction_of(q, k.shape[1]), settings.limit)
     return Codes(
         (q / q_scale[..., None]).round(),
         q_scale,
-        (k / k_scale[..., None]).round(),
+        k_codes,
         k_scale,
-        kind.rounded(v / v_scale[:, :, None]),
+        v_codes,
         v_scale,
         v_mean[:, :, 0],
         correction,
         shift,
+        _by_block(v - v_codes) if settings.restores else None,
+        _counts(given.key_mask, k),
     )
+
+
+def direction_of(q: Tensor, groups: int) -> Tensor:
+    """Return the sum of sampled queries (B, G, D), zeros where little of them is in their mean."""
+    batch, heads, queries, depth = q.shape
+    stride, _, sampled = sampled_queries(queries)
+    place = torch.arange(queries, device=q.device)
+    seen = q[:, :, place // QUERY_ROWS % stride == 0].reshape(batch, groups, -1, depth)
+    found = seen.sum(2)
+    energy = seen.square().sum((2, 3)) * (sampled * (heads // groups))
+    is_shared = found.square().sum(2) > LEAST_SHARE * energy
+    return torch.where(is_shared[..., None], found, torch.zeros_like(found))
+
+
+def _aligned(x: Tensor, codes: Tensor, direction: Tensor, limit: int) -> Tensor:
+    """Move codes of two channels so that their distance from `x` is all but across `direction`.
+
+    Queries that share a large part turn the rounding of a key into an error that is alike for all
+    of them. Two whole numbers take most of it away: steps in the channel where the direction is
+    largest, then finer ones where it is a third of that.
+    """
+    size = direction.abs()
+    largest = size.amax(2, keepdim=True)
+    first = size.argmax(2, keepdim=True)
+    away = (size.maximum(largest * 1e-6) * FINER / largest.clamp_min(1e-30)).clamp_min(1e-30)
+    away = away.log2().abs().scatter(2, first, math.inf)
+    left = torch.matmul(x - codes, direction[..., None])[..., 0]
+    codes = codes.clone()
+    for place in (first, away.argmin(2, keepdim=True)):
+        step = direction.gather(2, place)
+        is_shared = (largest > 0) & (step != 0)
+        steps = (left / torch.where(is_shared, step, 1.0)).round()
+        left = left - torch.where(is_shared, steps * step, 0.0)
+        steps = torch.where(is_shared & (steps.abs() <= MOST_STEPS), steps, 0.0)
+        at = place[:, :, None].expand(*codes.shape[:3], 1)
+        codes.scatter_add_(3, at, steps[..., None])
+    return codes.clamp(-limit, limit)
+
+
+def _by_block(rest: Tensor) -> Tensor:
+    """Return sums over all blocks of keys up to each, none first: (B, G, blocks + 1, D)."""
+    missing = -rest.shape[2] % BLOCK
+    rest = torch.nn.functional.pad(rest, (0, 0, 0, missing))
+    sums = rest.unflatten(2, (-1, BLOCK)).sum(3).cumsum(2)
+    return torch.nn.functional.pad(sums, (0, 0, 1, 0))
+
+
+def _counts(key_mask: Tensor | None, k: Tensor) -> Tensor:
+    counted = k.new_ones((1, k.shape[2])) if key_mask is None else key_mask.to(k.dtype)
+    return _by_block(counted[:, None, :, None])[:, 0, :, 0]
 
 
 def means(
@@ -205,11 +279,33 @@ def _attend_block(
         acc = acc * shrink + product
         largest = higher
     is_empty = total == 0.0
-    share = (acc / total.masked_fill(is_empty, 1.0)).view(batch, groups, repeat, rows, depth)
+    share = acc / total.masked_fill(is_empty, 1.0)
+    if made.rest is not None:
+        share = share + _mean_rest(made, given, first, stop).repeat_interleave(repeat, 1)
+    share = share.view(batch, groups, repeat, rows, depth)
     out = share * made.v_scale[:, :, None, None] + made.v_mean[:, :, None, None]
     out = out.view(batch, heads, rows, depth).masked_fill(is_empty, 0.0)
     lse = (largest + total.log2())[..., 0] + made.shift[:, :, first:stop]
     return out, (lse * math.log(2.0)).masked_fill(is_empty[..., 0], -math.inf)
+
+
+def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
+    """Return what rounding took from values on average, (B, G, rows, D), over the blocks in reach.
+
+    The weights of a query sum to 1: a number that all values lack is missing from the result.
+    """
+    assert made.rest is not None
+    queries, keys = made.q.shape[2], made.k.shape[2]
+    found = []
+    for start in range(first, stop, QUERY_ROWS):
+        end = min(start + QUERY_ROWS, stop)
+        low, high = given.keys_of(start, end, queries, keys)
+        low, high = low // BLOCK, max(low // BLOCK, -(-high // BLOCK))
+        rest = made.rest[:, :, high] - made.rest[:, :, low]
+        count = (made.counts[:, high] - made.counts[:, low]).clamp_min(1.0)
+        mean = rest / count[:, None, None]
+        found.append(mean[:, :, None].expand(-1, -1, end - start, -1))
+    return torch.cat(found, 2)
 
 
 def _scores(made: Codes, repeat: int, first: int, stop: int, start: int, end: int) -> Tensor:

@@ -11,6 +11,12 @@ from torch import Tensor
 BLOCK = 128
 """Keys that share a scale by default, and queries that share a mean where it is taken away."""
 
+QUERY_ROWS = 64
+"""Queries that are coded together, where no mean is taken away."""
+
+MOST_SAMPLES = 16
+"""Blocks of `QUERY_ROWS` queries of a head that are looked at for their mean."""
+
 LEVELS = {
     "8b": "int8 scores, weights and values in E4M3; keys and values without their means",
     "8b+f16": "int8 scores, weights and values in fp16; keys and values without their means",
@@ -41,6 +47,16 @@ class Settings:
     granularity: str = "row"
     smooth: str = "kv"
     with_lse: bool = True
+
+    @property
+    def aligns(self) -> bool:
+        """Whether keys are rounded with the mean of queries in view, unlike in the paper."""
+        return self.granularity == "row" and "q" not in self.smooth
+
+    @property
+    def restores(self) -> bool:
+        """Whether what rounding takes from values on average is given back."""
+        return self.granularity == "row" and "v" in self.smooth and self.values == "e4m3"
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,18 @@ def settings_for(
     values = "e4m3" if has_fp8 and level != "8b+f16" else "f16"
     own = "qkv" if level == "4b" else "kv"
     return Settings(limit, values, granularity, own if smooth is None else smooth, with_lse)
+
+
+def sampled_queries(queries: int) -> tuple[int, int, int]:
+    """Return every how many blocks of `QUERY_ROWS` one is sampled, how many are, and their queries.
+
+    Example: sampled_queries(16384) == (16, 16, 1024) and sampled_queries(100) == (1, 2, 100).
+    """
+    blocks = -(-queries // QUERY_ROWS)
+    stride = max(1, -(-blocks // MOST_SAMPLES))
+    samples = -(-blocks // stride)
+    last = (samples - 1) * stride * QUERY_ROWS
+    return stride, samples, (samples - 1) * QUERY_ROWS + min(QUERY_ROWS, queries - last)
 
 
 def groups_of_queries(granularity: str, queries: int, device: torch.device) -> Tensor:

@@ -1,16 +1,16 @@
 """The engine `tiles`: codes, then queries against keys, tile by tile. CUDA, sm_80 or later.
 
-Four launches: one looks at keys and values and codes the queries, a small one settles means and
-scales, one codes keys and values, one attends. Masks and ids take one more, which finds the tiles
-that count. Nothing waits for the GPU or reads a value on the host, and
-the grids follow from static sizes, so calls can be captured in CUDA graphs. There are no atomics:
-the same inputs give the same bits. q, k and v are read and never written to.
+Five launches: one looks at keys and values and codes the queries, a small one settles means and
+scales, one codes keys and values, a small one adds up what rounding took from values, one attends.
+Masks and ids take one more, which finds the tiles that count. Nothing waits for the GPU or reads a
+value on the host, and the grids follow from static sizes, so calls can be captured in CUDA graphs.
+There are no atomics: the same inputs give the same bits. q, k and v are read and never written to.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,16 +20,22 @@ from memeff_compile.kernels._triton.device import capability, on_device, process
 from memeff_compile.kernels.attention.conditions import Conditions
 from memeff_compile.kernels.attention.shapes import BOUNDS_CHUNK, BOUNDS_WARPS
 from memeff_compile.kernels.quantized_attention import reference
-from memeff_compile.kernels.quantized_attention.settings import BLOCK, VALUES, Settings
+from memeff_compile.kernels.quantized_attention.settings import (
+    BLOCK,
+    QUERY_ROWS,
+    VALUES,
+    Settings,
+    sampled_queries,
+)
 from memeff_compile.kernels.quantized_attention.shapes import (
     HEADS_TOGETHER,
     LOOK_KEYS,
     LOOK_WARPS,
     MOST_CHUNKS,
     PROGRAMS_PER_PROCESSOR,
-    QUERY_ROWS,
     SETTLE_WARPS,
-    VALUE_KEYS,
+    TOTAL_COLUMNS,
+    TOTAL_WARPS,
     WRITE_WARPS,
     Shape,
     depth_block,
@@ -53,6 +59,9 @@ class Packed:
         v_scale: (B * G, 2, D) fp32: scale and mean of each channel.
         correction: (B * H, query blocks, N) fp32, or None.
         shift: (B * H, M) fp32, or None.
+        rest: (B * G, N / BLOCK + 1, D) fp32: what rounding took from the values of all blocks up to
+            each, in steps of their scale; or None.
+        counts: (B * G, N / BLOCK + 1) fp32: keys of these that count, with `rest` and a mask.
         is_scaled_per_key: whether each key has a scale.
     """
 
@@ -64,6 +73,8 @@ class Packed:
     v_scale: Tensor
     correction: Tensor | None
     shift: Tensor | None
+    rest: Tensor | None
+    counts: Tensor | None
     is_scaled_per_key: bool
 
 
@@ -88,7 +99,7 @@ def _mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
 
 
 def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Packed:
-    """Turn q, k and v into codes: in three launches, or in plain PyTorch for the paper's groups.
+    """Turn q, k and v into codes: in four launches, or in plain PyTorch for the paper's groups.
 
     Args:
         q: (B, H, M, D) bf16, fp16 or fp32.
@@ -106,18 +117,22 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     wide, is_smooth = depth_block(depth), "q" in settings.smooth
     rows = BLOCK if is_smooth else QUERY_ROWS
     query_blocks, key_blocks = _blocks(queries, rows), _blocks(keys, BLOCK)
+    stride, samples, sampled = sampled_queries(queries)
     chunk, chunks = _chunks(batch * groups, keys, q.device)
-    found = _empty(q, batch * heads, batch * groups, queries, keys, wide, settings)
+    found = _empty(q, (batch, heads, groups, queries, keys, wide), given, settings)
     sums = found.q_scale.new_empty((batch * groups, chunks, 5, wide))
-    k_mean = sums.new_empty((batch * groups, wide))
-    means = sums.new_empty((batch, heads, query_blocks, wide)) if is_smooth else k_mean
-    looks, key_programs = batch * groups * chunks, batch * groups * key_blocks
-    value_programs = key_programs * (BLOCK // VALUE_KEYS)
+    k_mean = sums.new_empty((batch * groups, 2, wide))
+    means = k_mean
+    if is_smooth:
+        means = sums.new_empty((batch, heads, query_blocks, wide))
+    elif settings.aligns:
+        means = sums.new_empty((batch, heads, samples, 2, wide))
+    looks, programs = batch * groups * chunks, batch * groups * key_blocks
     shifts = batch * heads * query_blocks if settings.with_lse else 0
     operands = _strided(q, k, v, given)
     scale = given.scale * math.log2(math.e)
     sizes = {"DEPTH": depth, "DEPTH_BLOCK": wide, "HAS_KEY_MASK": given.key_mask is not None}
-    sizes |= {"LIMIT": settings.limit, "ROWS": rows}
+    sizes |= {"LIMIT": settings.limit, "ROWS": rows, "ALIGN": settings.aligns}
     width = wide // 128 or 1
     with on_device(q):
         kernels._look_kernel[(looks + batch * heads * query_blocks,)](
@@ -132,6 +147,8 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             queries,
             keys,
             query_blocks,
+            stride,
+            samples,
             chunk,
             chunks,
             looks,
@@ -143,16 +160,20 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         )
         kernels._settle_kernel[(batch * groups,)](
             sums,
+            means,
             k_mean,
             found.v_scale,
             chunks,
+            samples * (heads // groups),
+            sampled * (heads // groups),
             DEPTH_BLOCK=wide,
             CHUNKS=max(2, 1 << (chunks - 1).bit_length()),
             SMOOTH_K="k" in settings.smooth,
             SMOOTH_V="v" in settings.smooth,
+            ALIGN=settings.aligns,
             num_warps=SETTLE_WARPS,
         )
-        kernels._write_kernel[(key_programs + value_programs + shifts,)](
+        kernels._write_kernel[(2 * programs + shifts,)](
             *operands,
             k_mean,
             found.v_scale,
@@ -160,6 +181,8 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             found.v,
             found.k_scale,
             k_mean if found.shift is None else found.shift,
+            k_mean if found.rest is None else found.rest,
+            k_mean if found.counts is None else found.counts,
             scale,
             heads,
             groups,
@@ -167,16 +190,25 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             keys,
             query_blocks,
             key_blocks,
-            key_programs,
-            value_programs,
+            programs,
             BLOCK=BLOCK,
-            KEYS=VALUE_KEYS,
             SMOOTH_K="k" in settings.smooth,
+            HAS_REST=found.rest is not None,
             WITH_LSE=settings.with_lse,
             UPCAST=not q.is_cuda,
             num_warps=WRITE_WARPS * width,
             **sizes,
         )
+        if found.rest is not None:
+            kernels._total_kernel[(batch * groups, wide // TOTAL_COLUMNS)](
+                found.rest,
+                k_mean if found.counts is None else found.counts,
+                key_blocks,
+                DEPTH_BLOCK=wide,
+                COLUMNS=TOTAL_COLUMNS,
+                HAS_KEY_MASK=found.counts is not None,
+                num_warps=TOTAL_WARPS,
+            )
     return _with_correction(found, means[..., :depth], k, given, settings) if is_smooth else found
 
 
@@ -195,17 +227,7 @@ def _with_correction(
     correction = reference.correction_of(means, k - k_mean, means.shape[1] // k.shape[1])
     missing = found.v.shape[1] - correction.shape[3]
     correction = torch.nn.functional.pad(correction, (0, missing)).flatten(0, 1)
-    return Packed(
-        found.q,
-        found.k,
-        found.v,
-        found.q_scale,
-        found.k_scale,
-        found.v_scale,
-        correction,
-        found.shift,
-        False,
-    )
+    return replace(found, correction=correction)
 
 
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
@@ -218,25 +240,31 @@ def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
 
 def _empty(
     like: Tensor,
-    query_rows: int,
-    key_rows: int,
-    queries: int,
-    keys: int,
-    depth: int,
+    sizes: tuple[int, int, int, int, int, int],
+    given: Conditions,
     settings: Settings,
 ) -> Packed:
+    batch, heads, groups, queries, keys, depth = sizes
     blocks = _blocks(keys, BLOCK)
     fp32, int8 = torch.float32, torch.int8
     dtype = VALUES[settings.values].dtype
+
+    def empty(dtype: torch.dtype | None, *shape: int) -> Tensor:
+        return like.new_empty(shape, dtype=dtype)
+
+    key_rows, query_rows, has_rest = batch * groups, batch * heads, settings.restores
+    has_counts = has_rest and given.key_mask is not None
     return Packed(
-        like.new_empty((query_rows * queries, depth), dtype=int8),
-        like.new_empty((key_rows * blocks * BLOCK, depth), dtype=int8),
-        like.new_empty((key_rows * depth, blocks * BLOCK), dtype=dtype),
-        like.new_empty((query_rows, queries), dtype=fp32),
-        like.new_empty((key_rows, blocks), dtype=fp32),
-        like.new_empty((key_rows, 2, depth), dtype=fp32),
+        empty(int8, query_rows * queries, depth),
+        empty(int8, key_rows * blocks * BLOCK, depth),
+        empty(dtype, key_rows * depth, blocks * BLOCK),
+        empty(fp32, query_rows, queries),
+        empty(fp32, key_rows, blocks),
+        empty(fp32, key_rows, 2, depth),
         None,
-        like.new_empty((query_rows, queries), dtype=fp32) if settings.with_lse else None,
+        empty(fp32, query_rows, queries) if settings.with_lse else None,
+        empty(fp32, key_rows, blocks + 1, depth) if has_rest else None,
+        empty(fp32, key_rows, blocks + 1) if has_counts else None,
         False,
     )
 
@@ -269,6 +297,8 @@ def packed(made: reference.Codes, settings: Settings) -> Packed:
         pad(scales, (0, missing)).flatten(0, 1).contiguous(),
         None if correction is None else pad(correction, (0, after)).flatten(0, 1).contiguous(),
         made.shift.flatten(0, 1).contiguous() if settings.with_lse else None,
+        None,
+        None,
         True,
     )
 
@@ -350,6 +380,8 @@ def attend_packed(
             made.v_scale,
             made.q_scale if made.correction is None else made.correction,
             made.q_scale if made.shift is None else made.shift,
+            made.q_scale if made.rest is None else made.rest,
+            made.q_scale if made.counts is None else made.counts,
             *tables,
             bounds,
             out,
@@ -372,6 +404,7 @@ def attend_packed(
             HAS_BOUNDS=given.has_tables(),
             SCALE_PER_KEY=made.is_scaled_per_key,
             HAS_CORRECTION=made.correction is not None,
+            HAS_REST=made.rest is not None,
             WITH_LSE=settings.with_lse,
             MAGIC_SUM=shape.magic,
             DESCRIBED=is_described,

@@ -185,6 +185,32 @@ def _attend_tile(
     return acc, total, higher
 
 
+@triton.jit
+def _mean_rest(
+    rest_ptr,
+    counts_ptr,
+    first,
+    stop,
+    keys,
+    DEPTH_BLOCK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+):
+    """Return what rounding took from values on average, over blocks from `first` to `stop`.
+
+    The weights of a query sum to 1: a number that all values lack is missing from the result.
+    """
+    depth = tl.arange(0, DEPTH_BLOCK)
+    stop = tl.maximum(first, stop)
+    rest = tl.load(rest_ptr + stop * DEPTH_BLOCK + depth)
+    rest -= tl.load(rest_ptr + first * DEPTH_BLOCK + depth)
+    if HAS_KEY_MASK:
+        count = tl.load(counts_ptr + stop) - tl.load(counts_ptr + first)
+    else:
+        count = tl.cast(tl.minimum(stop * KEY_BLOCK, keys) - first * KEY_BLOCK, tl.float32)
+    return rest / tl.maximum(count, 1.0)
+
+
 # Sizes stay numbers at 1, too: what Triton unrolls for a single key reads values too early.
 @triton.jit(do_not_specialize=["ahead", "behind", "together", "keys", "key_blocks"])
 def _quantized_attention_kernel(
@@ -196,6 +222,9 @@ def _quantized_attention_kernel(
     v_scale_ptr,  # (B * G, 2, D) fp32: scale and mean of each channel
     correction_ptr,  # (B * H, query blocks, N) fp32, with HAS_CORRECTION
     shift_ptr,  # (B * H, M) fp32: what the keys' mean adds to the scores, with WITH_LSE
+    rest_ptr,  # (B * G, N / KEY_BLOCK + 1, D) fp32: what rounding took from the values of all
+    # blocks up to each, in steps of their scale, with HAS_REST
+    counts_ptr,  # (B * G, N / KEY_BLOCK + 1) fp32: keys of these that count, the same
     key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
     stride_mask_batch,
     query_ids_ptr,  # (B or 1, M), with HAS_IDS
@@ -228,6 +257,7 @@ def _quantized_attention_kernel(
     HAS_BOUNDS: tl.constexpr,
     SCALE_PER_KEY: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
+    HAS_REST: tl.constexpr,
     WITH_LSE: tl.constexpr,
     MAGIC_SUM: tl.constexpr,
     DESCRIBED: tl.constexpr,  # codes are descriptors, not addresses
@@ -361,6 +391,17 @@ def _quantized_attention_kernel(
     v_mean = tl.load(v_scale_ptr + DEPTH_BLOCK + depth)
     is_empty = total == 0.0
     share = 1.0 / tl.where(is_empty, 1.0, total)
+    if HAS_REST:
+        v_mean += v_scale * _mean_rest(
+            rest_ptr + group * (key_blocks + 1) * DEPTH_BLOCK,
+            counts_ptr + group * (key_blocks + 1),
+            first * KEYS // KEY_BLOCK,
+            (stop * KEYS + KEY_BLOCK - 1) // KEY_BLOCK,
+            keys,
+            DEPTH_BLOCK,
+            KEY_BLOCK,
+            HAS_KEY_MASK,
+        )
     out = (acc * share[:, None]) * v_scale[None, :] + v_mean[None, :]
     out = tl.where(is_empty[:, None], 0.0, out)
     places = ((batch * queries + query) * heads + head)[:, None] * DEPTH + depth[None, :]
