@@ -28,6 +28,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,8 +243,49 @@ def _speed_of(
 
 
 def prefill(settings: argparse.Namespace) -> None:
-    """Write the time of a first forward, exact and in 8 bits, in turns."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Write the time of a first forward, exact and in low bits, in turns."""
+    import memeff_compile
+
+    is_tiny = settings.size == "tiny"
+    model, sizes = llama(settings)
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(0, vocabulary, (1, settings.tokens), device=settings.device)
+    functions, facts, wanted = {}, {}, None
+    for name in ("exact", *settings.levels):
+        options: dict[str, Any] = {"memeff.attention": name}
+        if is_tiny:
+            options |= {"memeff.inner": "aot_eager", "memeff.attention.length": 0}
+        compiled = torch.compile(model.forward, backend="memeff", options=options, dynamic=False)
+        started = time.perf_counter()
+        functions[name] = _forward(compiled, ids)
+        logits = functions[name]().float()
+        wanted = logits if wanted is None else wanted
+        facts[name] = {
+            "first_call_s": round(time.perf_counter() - started, 1),
+            "sites": sum(
+                record.sites
+                for record in memeff_compile.last_report().records
+                if (record.pass_name, record.action) == ("quantize_attention", "rewrote")
+            ),
+            "logits_distance": float((logits - wanted).norm() / wanted.norm()),
+        }
+        print(name, facts[name], flush=True)
+    if is_tiny or not settings.repeats:
+        return
+    times = timed(functions, settings.repeats + 1)
+    for name, found in times.items():
+        ordered = sorted(found[1:])
+        row = {"part": "prefill", "attention": name, "tokens": settings.tokens, **sizes}
+        row |= {"ms": statistics.median(ordered), "least": ordered[0], "most": ordered[-1]}
+        write(settings.out, {**row, **facts[name], "repeats": len(ordered)})
+    if settings.profile:
+        for name, function in functions.items():
+            profile(name, function)
+
+
+def llama(settings: argparse.Namespace) -> tuple[Any, dict[str, int]]:
+    """Return a model of Llama-3-8B's shape with random weights, and its sizes."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     is_tiny = settings.size == "tiny"
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": settings.layers}
@@ -253,36 +295,36 @@ def prefill(settings: argparse.Namespace) -> None:
         vocab_size=512 if is_tiny else 128256,
         num_attention_heads=4 if is_tiny else 32,
         num_key_value_heads=2 if is_tiny else 8,
-        max_position_embeddings=settings.tokens,
+        max_position_embeddings=131072,
         rope_theta=500000.0,
         **sizes,
     )
+    torch.manual_seed(0)
     with torch.device(settings.device):
-        model = LlamaForCausalLM(config).bfloat16().eval()
-    ids = torch.randint(0, config.vocab_size, (1, settings.tokens), device=settings.device)
-    functions = {}
-    for name in ("exact", *settings.levels):
-        options: dict[str, Any] = {"memeff.attention": name}
-        if is_tiny:
-            options |= {"memeff.inner": "aot_eager", "memeff.attention.length": 0}
-        compiled = torch.compile(model.forward, backend="memeff", options=options)
-        functions[name] = _forward(compiled, ids)
-        functions[name]()
-    if is_tiny:
-        return
-    for name, found in timed(functions, settings.repeats + 1).items():
-        ordered = sorted(found[1:])
-        row = {"part": "prefill", "attention": name, "tokens": settings.tokens, **sizes}
-        row |= {"ms": statistics.median(ordered), "least": ordered[0], "most": ordered[-1]}
-        write(settings.out, {**row, "repeats": len(ordered)})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval(), sizes
 
 
-def _forward(compiled: Callable[..., Any], ids: Tensor) -> Callable[[], None]:
-    def run() -> None:
+def _forward(compiled: Callable[..., Any], ids: Tensor) -> Callable[[], Tensor]:
+    def run() -> Tensor:
         with torch.no_grad():
-            compiled(input_ids=ids, use_cache=False, logits_to_keep=1)
+            logits: Tensor = compiled(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+        return logits
 
     return run
+
+
+def profile(name: str, function: Callable[[], Any]) -> None:
+    """Print the kernels that one call spends most time in."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        function()
+        torch.cuda.synchronize()
+    kernels = sorted(found.key_averages(), key=lambda each: -each.self_device_time_total)
+    print(f"{name}: {sum(each.self_device_time_total for each in kernels) / 1e3:.1f} ms of kernels")
+    for each in kernels[:25]:
+        print(f"  {each.self_device_time_total / 1e3:9.2f} ms {each.count:5d} x {each.key[:110]}")
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -304,6 +346,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--profile", action="store_true", help="prefill: print what takes time")
     parser.add_argument("--out", type=Path, default=Path("quantized-attention.jsonl"))
     settings = parser.parse_args()
     settings.device = "cpu" if settings.size == "tiny" else "cuda"
