@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memeff_compile.explanation import explain as explain
     from memeff_compile.functional import linear_cross_entropy as linear_cross_entropy
     from memeff_compile.model.calibrate import calibrate_attention as calibrate_attention
+    from memeff_compile.model.calibrate import restart_attention_calls as restart_attention_calls
     from memeff_compile.model.compress import CompressionReport as CompressionReport
     from memeff_compile.model.compress import compress_ as compress_
     from memeff_compile.model.compress import decompress_ as decompress_
@@ -53,6 +54,7 @@ _HOME = {
     "optim_in_backward": "model.optim_in_backward",
     "pack_ternary_": "model.ternary",
     "reset": "api",
+    "restart_attention_calls": "model.calibrate",
     "save_compressed": "model.compressed_file",
     "ternarize_": "model.ternary",
     "use_kv_cache_": "model.kv_cache",

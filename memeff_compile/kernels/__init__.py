@@ -9,6 +9,7 @@ from memeff_compile.kernels.embedding import op as _embedding
 from memeff_compile.kernels.gated_linear import op as _gated_linear
 from memeff_compile.kernels.kv_cache import op as _kv_cache
 from memeff_compile.kernels.linear_cross_entropy import op as _linear_cross_entropy
+from memeff_compile.kernels.quantized_attention import by_call as _attention_by_call
 from memeff_compile.kernels.quantized_attention import op as _quantized_attention
 from memeff_compile.kernels.ternary_linear import op as _ternary_linear
 
@@ -16,6 +17,7 @@ __all__: list[str] = []
 
 del (
     _attention,
+    _attention_by_call,
     _coded_kv_cache,
     _coded_weight,
     _embedding,

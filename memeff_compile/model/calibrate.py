@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memeff_compile.errors import CalibrationError
-from memeff_compile.kernels.quantized_attention import LEVELS, attend_under_mask
+from memeff_compile.kernels.quantized_attention import LEVELS, attend_under_mask, restart
 
 FORMAT = 1
 EXACT = "exact"
@@ -127,6 +127,17 @@ def calibrate_attention(
     return _table(found, min_score, levels)
 
 
+def restart_attention_calls() -> None:
+    """Begin with the first call again, for all levels by call: after a loop that was broken off.
+
+    A table that lists levels by call is followed call by call, and from the start again after the
+    last. Loops that always make as many calls as calibration saw need nothing.
+
+    Example: memeff_compile.restart_attention_calls()
+    """
+    restart()
+
+
 def _check(min_score: float, levels: Sequence[str]) -> None:
     if not 0.0 <= min_score <= 1.0:
         raise CalibrationError(f"min_score is {min_score}; a number between 0 and 1 is needed.")
@@ -228,10 +239,10 @@ class _Watch(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> None:
         del enable_gqa
-        if dropout_p or query.dim() != 4 or query.shape[3] != value.shape[3]:
-            return
         place = self.inside[-1]
         self.inside[-1] += 1
+        if dropout_p or query.dim() != 4 or query.shape[3] != value.shape[3]:
+            return
         path = self.stack[-1]
         site = f"{path}#{place}" if place else path
         found = {}

@@ -190,6 +190,10 @@ class GraphInfo:
             path = entry[0] if isinstance(entry, tuple) else str(entry)
         return clean_module_path(path)
 
+    def module_key(self, node: Node) -> str:
+        """Return what tells the call of the module of ``node`` from others, its calls by `@1`."""
+        return str(next(reversed(node.meta.get("nn_module_stack") or {"": ""})))
+
     def source_line(self, node: Node) -> str:
         """Return the user's line behind ``node``: ``file.py:12 in forward: loss = ...``."""
         trace = node.meta.get("stack_trace") or ""

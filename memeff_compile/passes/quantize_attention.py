@@ -13,8 +13,10 @@ per module. Where a gradient is needed attention stays exact, and the report say
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -29,9 +31,6 @@ from .canonical import aten, read_one
 from .editor import Editor
 from .graph_info import GraphInfo, node_name
 from .recover_attention import _laid_out_as, chooses_kernels
-
-PRECISION = ("4b", "8b", "8b+f16", "exact")
-"""Levels, least precise first."""
 
 SHORTEST = 8192
 """Queries and keys from which on the low-bit form was faster than PyTorch's on an H200, for every
@@ -78,8 +77,36 @@ class Site:
     node: Node
     call: Node
     asked: Asked
-    level: str
-    notes: str = ""
+    levels: tuple[str, ...]
+    counter: int = 0
+
+    @property
+    def level(self) -> str:
+        """The level in words."""
+        if len(self.levels) == 1:
+            return self.levels[0]
+        return "by call: " + ", ".join(
+            f"{level} x {len(list(same))}" for level, same in groupby(self.levels)
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a graph calls attention.
+
+    Attributes:
+        node: the node that has the result.
+        asked: what it asks, or why it is none for us.
+        name: the path of the module, with `#1` for the second attention of one call of it.
+        call: how often this graph has called it before.
+        counter: what tells the module from others in this process.
+    """
+
+    node: Node
+    asked: Asked | Decline
+    name: str
+    call: int
+    counter: str
 
 
 @dataclass
@@ -107,14 +134,11 @@ class QuantizeAttention:
         """Yield one match for all sites that are served alike, and one decline for all others."""
         matches: dict[str, Match] = {}
         declines: dict[tuple[str, str], list[Decline]] = {}
-        counts: dict[str, int] = {}
-        for node in info.gm.graph.nodes:
-            found = _asked(info, node)
-            if found is None:
-                continue
-            path = info.module_path(node)
-            place = counts[path] = counts.get(path, -1) + 1
-            site = _site_for(info, node, found, f"{path}#{place}" if place else path)
+        places = _places(info)
+        calls = Counter(place.name for place in places)
+        for place in places:
+            path = info.module_path(place.node)
+            site = _site_for(info, place, calls[place.name])
             if isinstance(site, Decline):
                 declines.setdefault((site.code, site.sentence), []).append(site)
                 continue
@@ -158,6 +182,27 @@ class QuantizeAttention:
     def dead(self, match: Match) -> Sequence[Node]:
         """Return the calls that were replaced."""
         return [node for site in match.sites for node in dict.fromkeys((site.node, site.call))]
+
+
+# --- where attention is ---------------------------------------------------------------------------
+
+
+def _places(info: GraphInfo) -> list[Place]:
+    """Return all attention of a graph, named as calibration names it."""
+    found: list[Place] = []
+    inside: Counter[tuple[str, str]] = Counter()
+    calls: Counter[str] = Counter()
+    for node in info.gm.graph.nodes:
+        asked = _asked(info, node)
+        if asked is None:
+            continue
+        path, key = info.module_path(node), info.module_key(node)
+        number = inside[path, key]
+        inside[path, key] += 1
+        name = f"{path}#{number}" if number else path
+        found.append(Place(node, asked, name, calls[name], f"{key.partition('@')[0]} {name}"))
+        calls[name] += 1
+    return found
 
 
 # --- what is asked --------------------------------------------------------------------------------
@@ -228,11 +273,12 @@ def _asked_of_op(call: Node) -> Asked | Decline:
 # --- whether and how ------------------------------------------------------------------------------
 
 
-def _site_for(info: GraphInfo, node: Node, found: Asked | Decline, name: str) -> Site | Decline:
+def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
     """Return how a place is served, or why it is not."""
+    found, node = place.asked, place.node
     if isinstance(found, Decline):
         return Decline(found.code, found.sentence, found.hint, node)
-    levels = info.options.attention_levels(name)
+    levels = info.options.attention_levels(place.name)
     if not levels:
         return Decline(
             "not_in_table",
@@ -240,18 +286,18 @@ def _site_for(info: GraphInfo, node: Node, found: Asked | Decline, name: str) ->
             "calibrate on inputs that reach it",
             node,
         )
-    level = max(levels, key=PRECISION.index)
-    if level == "exact":
+    if len(levels) == calls:
+        levels = levels[place.call : place.call + 1]
+    if len(set(levels)) == 1:
+        levels = levels[:1]
+    if levels == ("exact",):
         return Decline("exact_in_table", "the table keeps it exact", "", node)
     reason = _reason_against(info, node, found)
     if reason is not None:
         return reason
-    notes = ""
-    if len(set(levels)) > 1:
-        notes = "the table has several levels by call, of which the most precise serves every call"
     call = node.args[0] if found.kind == "told" else node
     assert isinstance(call, Node)
-    return Site(node, call, found, level, notes)
+    return Site(node, call, found, levels, op_folder.counter_for(place.counter))
 
 
 def _reason_against(info: GraphInfo, node: Node, asked: Asked) -> Decline | None:
@@ -374,13 +420,16 @@ def _insert(info: GraphInfo, editor: Editor, site: Site) -> Node:
     for node in map(info.current, site.asked.operands):
         is_same = compat.example_value(node).dtype == old.dtype
         operands.append(node if is_same else editor.call(aten.to.dtype, node, old.dtype))
+    told = {name: getattr(site.asked, name) for name in ("ahead", "behind", "scale")}
+    if len(site.levels) > 1:
+        by_call = {"levels": list(site.levels), "counter": site.counter}
+        operands += site.asked.tables
+        return editor.call(op_folder.quantized_attention_by_call, *operands, **by_call, **told)
     call = editor.call(
         op_folder.quantized_attention,
         *operands,
         *site.asked.tables,
-        ahead=site.asked.ahead,
-        behind=site.asked.behind,
-        scale=site.asked.scale,
+        **told,
         level=site.level,
         with_lse=False,
     )
@@ -393,14 +442,17 @@ def _sentence(info: GraphInfo, site: Site) -> str:
     engine = op_folder.engine_for(query.device, query.dtype)
     name = "memeff::attention" if site.asked.kind == "told" else "scaled_dot_product_attention"
     mask = " (causal)" if site.asked.kind == "causal" else ""
+    arithmetic = "; ".join(
+        op_folder.LEVELS[level] for level in dict.fromkeys(site.levels) if level != "exact"
+    )
+    op = "quantized_attention" + ("_by_call" if len(site.levels) > 1 else "")
     parts = [
-        f"{name}{mask} -> memeff::quantized_attention, level {site.level}, engine {engine}; lossy: "
-        f"{op_folder.LEVELS[site.level]}"
+        f"{name}{mask} -> memeff::{op}, level {site.level}, engine {engine}; lossy: {arithmetic}"
     ]
-    if not op_folder.has_fp8(query.device) and site.level != "8b+f16":
+    if not op_folder.has_fp8(query.device) and site.levels != ("8b+f16",):
         parts.append("this GPU does not multiply E4M3: weights and values in fp16")
-    if site.notes:
-        parts.append(site.notes)
+    if len(site.levels) > 1:
+        parts.append("calls are counted while the model runs")
     device = where_it_runs(query.device)
     if device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(query.device)

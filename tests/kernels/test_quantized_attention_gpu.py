@@ -13,8 +13,10 @@ from memeff_compile.kernels.quantized_attention import (
     GRANULARITIES,
     LEVELS,
     code_bytes,
+    counter_for,
     engine_for,
     quantized_attention,
+    quantized_attention_by_call,
     reference,
     tiles,
 )
@@ -154,6 +156,42 @@ def test_a_captured_call_follows_its_inputs() -> None:
         case.q.mul_(1.25)
         graph.replay()
         assert all(map(torch.equal, captured, attend()))
+
+
+def test_levels_by_call_are_followed_beside_cuda_graphs() -> None:
+    """Inductor keeps the op out of its graphs; captured by hand, the most precise level serves."""
+    case = draw(1, 4, 2, 512, 512, 64, torch.bfloat16).to("cuda")
+    levels = ["8b", "exact", "8b+f16"]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
+
+    def at(level: str) -> Tensor:
+        if level == "exact":
+            return attend(case.q, case.k, case.v)
+        return quantized_attention(case.q, case.k, case.v, ahead=0, level=level)[0]
+
+    wanted = {level: at(level) for level in levels}
+    memeff_compile.reset()
+    memeff_compile.restart_attention_calls()
+    options = {"memeff.attention": {"": levels}, "memeff.attention.length": 0}
+    options["triton.cudagraphs"] = True
+    compiled = torch.compile(attend, backend="memeff", options=options, fullgraph=True)
+    with torch.no_grad():
+        for level in levels * 3:
+            found = compiled(case.q, case.k, case.v).clone()
+            nearest = min(levels, key=lambda name: relative_l1(found, wanted[name]))
+            assert nearest == level
+    memeff_compile.restart_attention_calls()
+    given = {"levels": levels, "counter": counter_for("captured"), "ahead": 0}
+    quantized_attention_by_call(case.q, case.k, case.v, **given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = quantized_attention_by_call(case.q, case.k, case.v, **given)
+    graph.replay()
+    torch.testing.assert_close(captured, wanted["exact"])
 
 
 def test_nothing_waits_for_the_gpu() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import memeff_compile
 from memeff_compile import calibrate_attention
 from memeff_compile.errors import CalibrationError
+from memeff_compile.kernels import quantized_attention as quantized_attention_folder
 from memeff_compile.kernels.quantized_attention import attend_under_mask
 from memeff_compile.model.calibrate import Calibration, score
 from tests.support.coded_attention import relative_l1
@@ -101,6 +102,101 @@ def test_each_call_of_a_module_has_its_level() -> None:
     found = calibrate_attention(model, [draw()], levels=("4b",), min_score=least)
     wanted = ["exact", "4b"] if first < second else ["4b", "exact"]
     assert found["levels"]["layer"] == wanted
+
+
+class Twice(nn.Module):
+    """One module called twice, with two calls of attention in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Attend(1.0, repeats=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Tensor = self.layer(x)
+        return first + self.layer(x * 12.0)
+
+
+def compiled(model: nn.Module, table: Any) -> Any:
+    options = {
+        "memeff.attention": table,
+        "memeff.attention.length": 0,
+        "memeff.inner": "aot_eager",
+    }
+    return torch.compile(model, backend="memeff", options=options)
+
+
+def fresh() -> None:
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    memeff_compile.restart_attention_calls()
+
+
+def test_calibration_and_the_compiler_name_repeated_calls_alike() -> None:
+    model = Twice().eval()
+    scores = calibrate_attention(model, [draw()])["scores"]
+    assert {site: len(found["8b"]) for site, found in scores.items()} == {"layer": 2, "layer#1": 2}
+    table = {"layer": ["exact", "8b"], "layer#1": ["8b+f16", "exact"]}
+    fresh()
+    with torch.no_grad():
+        compiled(model, table)(draw())
+    records = memeff_compile.last_report().records
+    ours = [r for r in records if r.pass_name == "quantize_attention"]
+    assert sorted((r.code, r.sites) for r in ours) == [
+        ("exact_in_table", 2),
+        ("rewrote", 1),
+        ("rewrote", 1),
+    ]
+    after = memeff_compile.graphs()[-1].after
+    first, second = after.split("memeff.quantized_attention(")[1:]
+    assert "level='8b+f16'" in first
+    assert "level=" not in second  # the default, 8b
+
+
+def test_a_loop_takes_the_levels_of_its_steps() -> None:
+    """One graph, called for each step, is compiled once."""
+    model = Attend(1.0).eval()
+    levels = ["8b+f16", "exact", "8b"]
+    fresh()
+    step = compiled(model, {"": levels})
+    x = draw()
+    with torch.no_grad():
+        at = {
+            level: attend_under_mask(x, x, x, is_causal=True, level=level)
+            for level in ("8b", "8b+f16")
+        }
+        at["exact"] = model(x)
+        for level in levels * 2:
+            assert torch.equal(step(x), at[level])
+        step(x)
+        memeff_compile.restart_attention_calls()
+        assert torch.equal(step(x), at[levels[0]])
+    assert len(memeff_compile.last_report().graphs) == 1
+    sentence = next(r.sentence for r in memeff_compile.last_report().records if r.sites)
+    assert "level by call: 8b+f16 x 1, exact x 1, 8b x 1" in sentence
+
+
+def test_a_table_of_a_loop_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What calibration saw of each call is what the compiled loop gives it."""
+    model = Twice().eval()
+    inputs = [draw(seed) * (1.0 + 5.0 * seed) for seed in range(3)]
+
+    def loop(run: Any, given: Any) -> list[Tensor]:
+        return [run(each) for each in inputs]
+
+    table = calibrate_attention(model, [None], run=loop, levels=("4b", "8b"), min_score=0.9)
+    table["levels"] = {"layer": ["4b", "8b", "exact", "8b", "4b", "8b"], "layer#1": "8b+f16"}
+    seen: list[str] = []
+    by_call = quantized_attention_folder.by_call
+    attend = by_call.quantized_attention
+    monkeypatch.setattr(
+        by_call,
+        "quantized_attention",
+        lambda *args, level, **rest: seen.append(level) or attend(*args, level=level, **rest),
+    )
+    fresh()
+    with torch.no_grad():
+        loop(compiled(model, table), None)
+    assert seen == ["4b", "8b", "8b", "4b", "8b"]
 
 
 def test_the_table_is_an_option_and_survives_json() -> None:

@@ -342,6 +342,8 @@ def levels_of(table: dict[str, Any]) -> tuple[list[str], list[str]]:
     for line in lines:
         if "scaled_dot_product_attention(" in line:
             found.append("exact")
+        elif "quantized_attention_by_call(" in line:
+            found.append("by call")
         elif "quantized_attention(" in line:
             found.append((re.search(r"level='?([\w+]+)", line) or ["", "8b"])[1])
     return found, [r.code for r in records if r.action == "declined"]
@@ -356,7 +358,7 @@ def test_a_table_names_levels_by_module_and_call() -> None:
         "layers.2#1": "4b",
     }
     found, codes = levels_of(table)
-    assert found == ["8b", "8b+f16", "exact", "exact", "8b", "4b"]
+    assert found == ["8b", "8b+f16", "exact", "exact", "by call", "4b"]
     assert codes == ["exact_in_table", "not_in_table"]
     assert levels_of({"levels": table, "scores": {}})[0] == found
 

@@ -1,6 +1,8 @@
 """Attention in 8 bits where no gradient is needed (SageAttention2, arXiv 2411.10958).
 
-    quantized_attention   softmax attention: scores of int8 codes, weights and values in E4M3
+    quantized_attention           softmax attention: scores of int8 codes, weights and values in
+                                  E4M3
+    quantized_attention_by_call   the same, at a level that depends on how often it was called
 
 What makes 8 bits enough is taken away before and given back after: the mean of the keys, which
 changes no weight, the mean of the values, which every output holds, and for 4-bit codes that of
@@ -10,6 +12,11 @@ memeff::attention.
 
 from __future__ import annotations
 
+from memeff_compile.kernels.quantized_attention.by_call import counter_for as counter_for
+from memeff_compile.kernels.quantized_attention.by_call import (
+    quantized_attention_by_call as quantized_attention_by_call,
+)
+from memeff_compile.kernels.quantized_attention.by_call import restart as restart
 from memeff_compile.kernels.quantized_attention.memory import code_bytes as code_bytes
 from memeff_compile.kernels.quantized_attention.op import ENGINES as ENGINES
 from memeff_compile.kernels.quantized_attention.op import engine_for as engine_for
@@ -18,6 +25,7 @@ from memeff_compile.kernels.quantized_attention.op import quantized_attention as
 from memeff_compile.kernels.quantized_attention.op import supports as supports
 from memeff_compile.kernels.quantized_attention.settings import GRANULARITIES as GRANULARITIES
 from memeff_compile.kernels.quantized_attention.settings import LEVELS as LEVELS
+from memeff_compile.kernels.quantized_attention.settings import PRECISION as PRECISION
 from memeff_compile.kernels.quantized_attention.under_mask import (
     attend_under_mask as attend_under_mask,
 )

@@ -24,6 +24,9 @@ LEVELS = {
     "without their means",
 }
 
+PRECISION = ("4b", "8b", "8b+f16", "exact")
+"""Levels, least precise first, and attention that is left as it is."""
+
 GRANULARITIES = ("row", "token", "thread", "warp", "block", "tensor")
 """What shares a scale: by default a query, and a block of keys; the others are the paper's."""
 

@@ -1,0 +1,106 @@
+"""memeff::quantized_attention_by_call: levels in turn, what is counted, what is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import memeff_compile
+from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels.attention import attention
+from memeff_compile.kernels.quantized_attention import (
+    counter_for,
+    quantized_attention,
+    quantized_attention_by_call,
+)
+from tests.support.coded_attention import half
+from tests.support.dense_attention import Case
+
+LEVELS = ["8b", "exact", "8b+f16"]
+
+
+@pytest.fixture(autouse=True)
+def from_the_first_call() -> Iterator[None]:
+    memeff_compile.restart_attention_calls()
+    yield
+    memeff_compile.restart_attention_calls()
+
+
+def small() -> Case:
+    return half(30, 40, 16)
+
+
+def call(case: Case, site: str = "a", **bounds: int) -> Tensor:
+    found: Tensor = quantized_attention_by_call(
+        case.q, case.k, case.v, *case.tables, levels=LEVELS, counter=counter_for(site), **bounds
+    )
+    return found
+
+
+def at(case: Case, level: str, **bounds: int) -> Tensor:
+    if level == "exact":
+        causal = {"is_causal": bounds.get("ahead") == 0}
+        return F.scaled_dot_product_attention(case.q, case.k, case.v, enable_gqa=True, **causal)
+    found: Tensor = quantized_attention(
+        case.q, case.k, case.v, *case.tables, level=level, with_lse=False, **bounds
+    )[0]
+    return found
+
+
+def test_levels_are_taken_in_turn_and_from_the_start_again() -> None:
+    case = small()
+    for level in LEVELS * 2 + LEVELS[:1]:
+        assert torch.equal(call(case, ahead=0), at(case, level, ahead=0))
+    memeff_compile.restart_attention_calls()
+    assert torch.equal(call(case), at(case, LEVELS[0]))
+
+
+def test_sites_count_apart() -> None:
+    case = small()
+    assert torch.equal(call(case, "a"), at(case, "8b"))
+    assert torch.equal(call(case, "b"), at(case, "8b"))
+    assert torch.equal(call(case, "a"), at(case, "exact"))
+    assert counter_for("a") != counter_for("b")
+    assert counter_for("a") == counter_for("a")
+
+
+def test_exact_calls_take_conditions_too() -> None:
+    case = small()
+    mask = torch.arange(40)[None] < 25
+    case = Case(case.q, case.k, case.v, (mask, None, None))
+    call(case, ahead=3, behind=9)
+    wanted = attention(case.q, case.k, case.v, mask, ahead=3, behind=9)[0]
+    assert torch.equal(call(case, ahead=3, behind=9), wanted)
+
+
+def test_results_are_laid_out_alike() -> None:
+    case = small()
+    assert {call(case).stride() for _ in LEVELS} == {at(case, "8b").stride()}
+
+
+def test_in_float64_nothing_is_counted() -> None:
+    case = small()
+    wide = Case(*(each.double() for each in (case.q, case.k, case.v)))
+    torch.testing.assert_close(call(wide), at(wide, "exact"))
+    assert torch.equal(call(case), at(case, LEVELS[0]))
+
+
+def test_the_op_is_what_torch_asks_of_one() -> None:
+    case = small()
+    inputs = (case.q, case.k, case.v)
+    settings = {"levels": ["8b"], "counter": counter_for("check"), "ahead": 0}
+    torch.library.opcheck(quantized_attention_by_call, inputs, settings)
+
+
+def test_bad_levels_and_gradients_are_named() -> None:
+    case = small()
+    for levels in ([], ["9b"]):
+        with pytest.raises(UnsupportedInputError, match="levels is .*8b"):
+            quantized_attention_by_call(case.q, case.k, case.v, levels=levels, counter=0)
+    case.q.requires_grad_()
+    with pytest.raises(UnsupportedInputError, match="no backward"):
+        call(case).sum().backward()
