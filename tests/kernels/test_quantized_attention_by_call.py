@@ -99,7 +99,7 @@ def test_the_op_is_what_torch_asks_of_one() -> None:
 def test_bad_levels_and_gradients_are_named() -> None:
     case = small()
     for levels in ([], ["9b"]):
-        with pytest.raises(UnsupportedInputError, match="levels is .*8b"):
+        with pytest.raises(UnsupportedInputError, match=r"levels is .*8b"):
             quantized_attention_by_call(case.q, case.k, case.v, levels=levels, counter=0)
     case.q.requires_grad_()
     with pytest.raises(UnsupportedInputError, match="no backward"):

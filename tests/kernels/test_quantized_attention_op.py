@@ -20,6 +20,7 @@ from memeff_compile.kernels.quantized_attention import (
     quantized_attention,
     reference,
     supports,
+    tiles,
 )
 from memeff_compile.kernels.quantized_attention.settings import (
     QUERY_ROWS,
@@ -302,6 +303,15 @@ def test_bad_inputs_are_named(changes: dict[str, Any], words: str) -> None:
     assert words in (supports(case.q, case.k, case.v, **changes) or "")
     with pytest.raises(UnsupportedInputError, match="quantized_attention: "):
         quantized_attention(case.q, case.k, case.v, **changes)
+
+
+@pytest.mark.parametrize("which", ["queries", "keys"])
+def test_more_rows_than_kernels_can_name_are_refused(which: str) -> None:
+    few, many = torch.empty(1, 8, 1, 1), torch.empty(1).expand(1, 8, 1 << 28, 1)
+    q, k = (many, few) if which == "queries" else (few, many)
+    given = conditions(Case(q, k, k))
+    with pytest.raises(UnsupportedInputError, match=f"2147483648 rows of {which}"):
+        tiles.pack(q, k, k, given, settings_for("8b"))
 
 
 def test_in_float64_nothing_is_coded() -> None:

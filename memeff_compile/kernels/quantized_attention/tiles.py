@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels._triton.device import capability, on_device, processors
 from memeff_compile.kernels.attention.conditions import Conditions
 from memeff_compile.kernels.attention.shapes import BOUNDS_CHUNK, BOUNDS_WARPS
@@ -44,6 +45,8 @@ from memeff_compile.kernels.quantized_attention.shapes import (
 
 FIRST_DESCRIBED = 9
 """The first major compute capability that loads tiles by descriptors."""
+
+MOST_ROWS = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,16 @@ def _blocks(length: int, size: int) -> int:
     return -(-length // size)
 
 
+def _require_rows_in_reach(queries: int, keys: int) -> None:
+    """Refuse more rows of codes than the 32-bit coordinates of a descriptor tell apart."""
+    for name, rows in (("queries", queries), ("keys", keys)):
+        if rows >= MOST_ROWS:
+            raise UnsupportedInputError(
+                f"quantized_attention: {rows} rows of {name} over all batches and heads; fewer "
+                f"than {MOST_ROWS} are needed. Attend to parts of the batch."
+            )
+
+
 def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
@@ -107,6 +120,10 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         given: the conditions.
         settings: the arithmetic.
     """
+    _require_rows_in_reach(
+        q.shape[0] * q.shape[1] * q.shape[2],
+        k.shape[0] * k.shape[1] * _blocks(k.shape[2], BLOCK) * BLOCK,
+    )
     if settings.granularity != "row":
         return packed(reference.codes(q, k, v, given, settings), settings)
     from memeff_compile.kernels.quantized_attention import prepare_kernels as kernels
