@@ -81,9 +81,10 @@ class TernaryLinear(nn.Linear):
             )[0]
             return found
         codes, by_token, sums = ternary_linear_quantize(input.detach(), *quantizer)
+        biases, biased = ([], []) if bias is None else ([bias], [0])
         out: Tensor = ternary_linear_product(
-            input, weight, codes, by_token, sums, packed, scale, bias, dtype
-        )
+            input, [weight], codes, by_token, sums, [packed], [scale], biases, biased, dtype
+        )[0]
         return out
 
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@
                        w + ((w * a).round().clamp(-1, 1) / a - w).detach())
     after:  codes, scale, sums = memeff.ternary_linear_quantize(x)
             packed = memeff.ternary_linear_pack(w, a)
-            y = memeff.ternary_linear_product(x, w, codes, scale, sums, packed, a)
+            (y,) = memeff.ternary_linear_product(x, [w], codes, scale, sums, [packed], [a], ...)
 
 The codes are those of the model's own chain; their products are summed exactly, where a dense
 linear rounds both operands first. In training the backward multiplies what the model's own would,
@@ -385,35 +385,40 @@ def _without_gain(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _train(info: GraphInfo, match: Group, editor: Editor) -> None:
-    """Emit one quantisation, and per linear a packed weight and a product with gradients."""
+    """Emit one quantisation, a packed weight per linear, and one product with gradients."""
     first = match.sites[0]
     assert isinstance(first.tokens, Quantized)
+    assert isinstance(first.weight, Quantized)
+    value = info.tensor(first.linear)
+    assert value is not None
     source = info.current(first.tokens.source)
+    biases = [(place, site.bias) for place, site in enumerate(match.sites) if site.bias is not None]
     with editor.at(first.linear):
         detached = editor.call(aten.detach.default, source)
         quantized = editor.call(
             op_folder.ternary_linear_quantize, detached, *first.tokens.quantizer.arguments()
         )
-        tokens = [editor.item(quantized, place) for place in range(3)]
-    for site in match.sites:
-        assert isinstance(site.weight, Quantized)
-        value = info.tensor(site.linear)
-        assert value is not None
-        with editor.at(site.linear):
-            packed, scale = _packed(info, editor, site.weight)
-            new = editor.call(
-                op_folder.ternary_linear_product,
-                source,
-                info.current(site.weight.source),
-                *tokens,
-                packed,
-                scale,
-                site.bias,
-                value.dtype,
-                first.tokens.quantizer.is_step,
-                site.weight.quantizer.is_step,
-            )
-        editor.replace(site.linear, new)
+        weights, packed = [], []
+        for site in match.sites:
+            assert isinstance(site.weight, Quantized)
+            weights.append(info.current(site.weight.source))
+            packed.append(_packed(info, editor, site.weight))
+        product = editor.call(
+            op_folder.ternary_linear_product,
+            source,
+            weights,
+            *[editor.item(quantized, place) for place in range(3)],
+            [codes for codes, _ in packed],
+            [scale for _, scale in packed],
+            [bias for _, bias in biases],
+            [place for place, _ in biases],
+            value.dtype,
+            first.tokens.quantizer.is_step,
+            first.weight.quantizer.is_step,
+        )
+        outputs = [editor.item(product, place) for place in range(len(weights))]
+    for site, out in zip(match.sites, outputs, strict=True):
+        editor.replace(site.linear, out)
 
 
 def _infer(info: GraphInfo, match: Group, editor: Editor) -> None:

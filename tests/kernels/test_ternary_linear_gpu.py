@@ -162,7 +162,9 @@ def test_gradients_are_those_of_the_eager_chain() -> None:
     scale = 1.0 / weight.detach().float().abs().mean()
     weights = ternary_linear_pack(weight.detach(), scale)
     tokens = ternary_linear_quantize(x.detach())
-    found = ternary_linear_product(x, weight, *tokens, weights, scale, None, torch.bfloat16)
+    found = ternary_linear_product(
+        x, [weight], *tokens, [weights], [scale], [], [], torch.bfloat16
+    )[0]
     got = torch.autograd.grad(found, (x, weight), grad)
     wide = weight.float()
     codes = (wide * scale).round().clamp(-1, 1) / scale

@@ -210,8 +210,8 @@ def test_kernels_compile_for_sizes_of_one(tmp_path: Path) -> None:
     for name, constants in (
         ("_ternary_quantize_kernel", {**given, "COLUMNS": 16}),
         ("_ternary_pack_kernel", {**given, "WORDS": 1}),
-        ("_ternary_weights_kernel", {**given, "COLUMNS": 16}),
+        ("_ternary_weights_kernel", {**given, "WORDS": 1}),
         ("_ternary_parts_kernel", {**given, "SPLITS": 2, "ROWS": 16, "HAS_BIAS": True}),
     ):
         _compile(name, 90, "fp32", constants, 4, kinds)
-    _compile("_ternary_tokens_kernel", 90, "fp32", {**given, "COLUMNS": 16}, 4)
+    _compile("_ternary_tokens_kernel", 90, "fp32", {**given, "WORDS": 1}, 4, {"codes_ptr": "*i32"})

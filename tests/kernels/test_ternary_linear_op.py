@@ -164,9 +164,9 @@ def test_sums_are_exact(tokens: int, columns: int) -> None:
     one = torch.ones(())
     codes, scale, sums = ternary_linear_quantize(x, is_step=True)
     found = ternary_linear_product(
-        x, weight.float(), codes, torch.ones_like(scale), sums, reference.pack_codes(weight), one,
-        None, torch.float32, True, True,
-    )  # fmt: skip
+        x, [weight.float()], codes, torch.ones_like(scale), sums, [reference.pack_codes(weight)],
+        [one], [], [], torch.float32, True, True,
+    )[0]  # fmt: skip
     wanted = unplaned(codes, columns).long() @ weight.long().t()
     assert torch.equal(found.long(), wanted)
 
@@ -201,7 +201,7 @@ def test_empty_operands_give_empty_results(tokens: int, rows: int) -> None:
     scale = torch.ones(())
     packed = ternary_linear_pack(weight.detach(), scale)
     tokens_of = ternary_linear_quantize(x.detach())
-    out = ternary_linear_product(x, weight, *tokens_of, packed, scale, None, x.dtype)
+    out = ternary_linear_product(x, [weight], *tokens_of, [packed], [scale], [], [], x.dtype)[0]
     assert out.shape == (tokens, rows)
     out.sum().backward()
     assert x.grad is not None
@@ -223,7 +223,7 @@ def test_gradients_have_the_bits_of_the_models_own(dtype: torch.dtype) -> None:
     scale = 1.0 / weight.detach().float().abs().mean()
     packed = ternary_linear_pack(weight.detach(), scale)
     tokens = ternary_linear_quantize(x.detach())
-    out = ternary_linear_product(x, weight, *tokens, packed, scale, bias, dtype)
+    out = ternary_linear_product(x, [weight], *tokens, [packed], [scale], [bias], [0], dtype)[0]
     found = torch.autograd.grad(out, (x, weight, bias), grad)
     x_quant = tokens_int8(x.detach().float()).to(dtype)
     w_quant = weights(weight.detach().float()).to(dtype)
@@ -232,6 +232,33 @@ def test_gradients_have_the_bits_of_the_models_own(dtype: torch.dtype) -> None:
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.dtype == dtype
         assert torch.equal(mine, theirs.view_as(mine))
+
+
+def test_one_product_of_several_weights_has_the_gradients_of_products_of_each() -> None:
+    """A bias here and there, a frozen weight, and a matrix without rows among them."""
+    x = torch.randn(2, 9, 36, requires_grad=True)
+    weight = [torch.randn(rows, 36, requires_grad=rows != 8) for rows in (20, 8, 0, 4)]
+    bias = {1: torch.randn(8, requires_grad=True), 3: torch.randn(4, requires_grad=True)}
+    scale = [w.detach().abs().mean().nan_to_num(1.0).reciprocal() for w in weight]
+    packed = [ternary_linear_pack(w.detach(), s) for w, s in zip(weight, scale, strict=True)]
+    tokens = ternary_linear_quantize(x.detach())
+
+    def product(places: list[int]) -> list[Tensor]:
+        return ternary_linear_product(
+            x, [weight[n] for n in places], *tokens, [packed[n] for n in places],
+            [scale[n] for n in places], [bias[n] for n in places if n in bias],
+            [places.index(n) for n in places if n in bias], torch.float32,
+        )  # fmt: skip
+
+    wanted = [product([place])[0] for place in range(4)]
+    found = product([0, 1, 2, 3])
+    leaves = [x, weight[0], weight[3], *bias.values()]
+    grad = [torch.randn(2, 9, rows) for rows in (20, 8, 0, 4)]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(mine, theirs)
+    got = torch.autograd.grad(found, leaves, grad)
+    for mine, theirs in zip(got, torch.autograd.grad(wanted, leaves, grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_only_codes_are_saved() -> None:
@@ -243,7 +270,7 @@ def test_only_codes_are_saved() -> None:
     )
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        ternary_linear_product(x, weight, *tokens, packed, scale, None, x.dtype)
+        ternary_linear_product(x, [weight], *tokens, [packed], [scale], [], [], x.dtype)[0]
     assert sum(t.nbytes for t in saved) == saved_after(50, 64, 30) + scale.nbytes
     assert saved_before(50, 64, 30, dtype=torch.bfloat16) == 2 * 64 * 80
 
@@ -255,7 +282,7 @@ def test_a_second_derivative_and_a_gradient_through_packed_weights_raise() -> No
         ternary_linear_pack(weight.detach(), scale),
         ternary_linear_quantize(x.detach()),
     )
-    out = ternary_linear_product(x, weight, *tokens, packed, scale, None, x.dtype)
+    out = ternary_linear_product(x, [weight], *tokens, [packed], [scale], [], [], x.dtype)[0]
     grad = torch.ones_like(out, requires_grad=True)
     (first,) = torch.autograd.grad(out, x, grad, create_graph=True)
     with pytest.raises(DoubleBackwardError, match="first derivative only"):
@@ -300,7 +327,8 @@ def test_supports_says_why_not() -> None:
 def test_opcheck() -> None:
     x, weight = X.clone().requires_grad_(), W.clone().requires_grad_()
     tokens = ternary_linear_quantize(X)
-    product = (x, weight, *tokens, PACKED, ONE, torch.ones(8), torch.float32)
+    lists = ([PACKED] * 2, [ONE] * 2, [torch.ones(8).requires_grad_()], [1])
+    product = (x, [weight] * 2, *tokens, *lists, torch.float32)
     torch.library.opcheck(ternary_linear_product, product)
     torch.library.opcheck(ternary_linear, (X, [PACKED] * 2, [ONE] * 2, [None] * 2, X.dtype))
     torch.library.opcheck(ternary_linear_quantize, (X, "topk8"))

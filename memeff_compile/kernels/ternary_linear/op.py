@@ -8,7 +8,7 @@ but its gradients are theirs, as a straight-through estimator has it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -56,15 +56,15 @@ _LIBRARY.define(
     tags=_COMPLIANT,
 )
 _LIBRARY.define(
-    "ternary_linear_product(Tensor x, Tensor weight, Tensor codes, Tensor scale, Tensor sums, "
-    "Tensor packed, Tensor weight_scale, Tensor? bias, ScalarType dtype, bool is_step=False, "
-    "bool weight_is_step=False) -> Tensor",
+    "ternary_linear_product(Tensor x, Tensor[] weight, Tensor codes, Tensor scale, Tensor sums, "
+    "Tensor[] packed, Tensor[] weight_scale, Tensor[] bias, int[] biased, ScalarType dtype, "
+    "bool is_step=False, bool weight_is_step=False) -> Tensor[]",
     tags=_COMPLIANT,
 )
 _LIBRARY.define(
-    "ternary_linear_product_backward(Tensor grad, Tensor codes, Tensor scale, Tensor packed, "
-    "Tensor weight_scale, SymInt columns, bool is_step, bool weight_is_step, bool[3] wanted) "
-    "-> (Tensor, Tensor, Tensor)",
+    "ternary_linear_product_backward(Tensor[] grad, Tensor codes, Tensor scale, Tensor[] packed, "
+    "Tensor[] weight_scale, SymInt columns, bool is_step, bool weight_is_step, bool of_x, "
+    "bool[] of_weight, bool[] of_bias) -> Tensor[]",
     tags=_COMPLIANT,
 )
 
@@ -105,44 +105,55 @@ def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> st
     return None
 
 
-def _require(condition: bool, op: str, sentence: str) -> None:
+def _require(condition: bool, op: str, sentence: Callable[[], str]) -> None:
+    """Raise unless a condition holds; the sentence is only made where it is needed."""
     if not condition:
-        raise UnsupportedInputError(f"{op}: {sentence}")
+        raise UnsupportedInputError(f"{op}: {sentence()}")
 
 
 def _require_kind(op: str, kind: str) -> None:
-    _require(kind in KINDS, op, f"the kind is {kind!r}; one of {', '.join(KINDS)} is needed.")
+    _require(
+        kind in KINDS, op, lambda: f"the kind is {kind!r}; one of {', '.join(KINDS)} is needed."
+    )
 
 
 def _require_tokens(op: str, x: Tensor) -> None:
     sentence = supports(x, None)
-    _require(sentence is None, op, str(sentence))
+    _require(sentence is None, op, lambda: str(sentence))
 
 
 def _require_packed(op: str, packed: Tensor, scale: Tensor, columns: int, like: Tensor) -> None:
     _require(
         packed.dtype == torch.int32 and packed.dim() == 2,
         op,
-        f"packed is {packed.dtype} with {packed.dim()} dimensions; int32 of (N, K / 16), as "
-        "ternary_linear_pack makes it, is needed.",
+        lambda: (
+            f"packed is {packed.dtype} with {packed.dim()} dimensions; int32 of (N, K / 16), as "
+            "ternary_linear_pack makes it, is needed."
+        ),
     )
     _require(
         packed.shape[1] == words_for(columns),
         op,
-        f"packed has {packed.shape[1]} words in a row; for {columns} columns {words_for(columns)} "
-        "are needed.",
+        lambda: (
+            f"packed has {packed.shape[1]} words in a row; for {columns} columns "
+            f"{words_for(columns)} are needed."
+        ),
     )
     _require(
         scale.numel() == 1 and scale.dtype.is_floating_point,
         op,
-        f"the scale of a weight has {scale.numel()} elements of {scale.dtype}; one floating "
-        "element is needed.",
+        lambda: (
+            f"the scale of a weight has {scale.numel()} elements of {scale.dtype}; one floating "
+            "element is needed."
+        ),
     )
     for name, tensor in (("packed", packed), ("its scale", scale)):
         _require(
             tensor.device == like.device,
             op,
-            f"x is on {like.device} and {name} on {tensor.device}; move them to one device.",
+            lambda name=name, tensor=tensor: (
+                f"x is on {like.device} and {name} on {tensor.device}; move them to one device."
+            ),
         )
 
 
@@ -170,14 +181,18 @@ def _check_pack(weight: Tensor, scale: Tensor) -> None:
     _require(
         weight.dim() == 2 and weight.dtype in FLOATING,
         op,
-        f"the weight is {weight.dtype} with {weight.dim()} dimensions; (N, K) in bfloat16, float16 "
-        "or float32 is needed.",
+        lambda: (
+            f"the weight is {weight.dtype} with {weight.dim()} dimensions; (N, K) in bfloat16, "
+            "float16 or float32 is needed."
+        ),
     )
     _require(
         scale.numel() == 1 and scale.device == weight.device,
         op,
-        f"the scale has {scale.numel()} elements on {scale.device}; one element on "
-        f"{weight.device} is needed: ternary weights have one scale for the whole matrix.",
+        lambda: (
+            f"the scale has {scale.numel()} elements on {scale.device}; one element on "
+            f"{weight.device} is needed: ternary weights have one scale for the whole matrix."
+        ),
     )
 
 
@@ -212,8 +227,10 @@ def _check_repack(packed: Tensor) -> None:
     _require(
         packed.dtype == torch.uint8 and packed.dim() == 2,
         "ternary_linear_repack",
-        f"packed is {packed.dtype} with {packed.dim()} dimensions; uint8 of (N / 4, K), the layout "
-        "of transformers' BitNet checkpoints, is needed.",
+        lambda: (
+            f"packed is {packed.dtype} with {packed.dim()} dimensions; uint8 of (N / 4, K), the "
+            "layout of transformers' BitNet checkpoints, is needed."
+        ),
     )
 
 
@@ -274,8 +291,10 @@ def _check_linear(
     _require(
         len(packed) == len(weight_scale) == len(bias) > 0,
         op,
-        f"there are {len(packed)} weights, {len(weight_scale)} scales and {len(bias)} biases; as "
-        "many of each are needed, and at least one.",
+        lambda: (
+            f"there are {len(packed)} weights, {len(weight_scale)} scales and {len(bias)} biases; "
+            "as many of each are needed, and at least one."
+        ),
     )
     for weight, scale, added in zip(packed, weight_scale, bias, strict=True):
         _require_packed(op, weight, scale, x.shape[-1], x)
@@ -286,8 +305,10 @@ def _require_bias(op: str, bias: Tensor | None, packed: Tensor) -> None:
     _require(
         bias is None or tuple(bias.shape) == (packed.shape[0],),
         op,
-        f"the bias is {None if bias is None else tuple(bias.shape)}; ({packed.shape[0]},) is "
-        "needed.",
+        lambda: (
+            f"the bias is {None if bias is None else tuple(bias.shape)}; ({packed.shape[0]},) is "
+            "needed."
+        ),
     )
 
 
@@ -388,153 +409,215 @@ def _no_backward(ctx: object, *grads: object) -> None:
 
 def _check_product(
     x: Tensor,
-    weight: Tensor,
+    weight: Sequence[Tensor],
     codes: Tensor,
     scale: Tensor,
-    packed: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
+    packed: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    biased: Sequence[int],
 ) -> None:
     op = "ternary_linear_product"
-    sentence = supports(x, weight, bias)
-    _require(sentence is None, op, str(sentence))
-    _require_packed(op, packed, weight_scale, x.shape[-1], x)
+    _require(
+        len(weight) == len(packed) == len(weight_scale) > 0
+        and len(bias) == len(biased) <= len(weight)
+        and all(0 <= place < len(weight) for place in biased),
+        op,
+        lambda: (
+            f"there are {len(weight)} weights, {len(packed)} packed ones, {len(weight_scale)} "
+            f"scales and {len(bias)} biases for the weights {list(biased)}; as many of each are "
+            "needed, at least one, and at most one bias for each."
+        ),
+    )
+    added = dict(zip(biased, bias, strict=True))
+    for place, (dense, held, by_weight) in enumerate(
+        zip(weight, packed, weight_scale, strict=True)
+    ):
+        sentence = supports(x, dense, added.get(place))
+        _require(sentence is None, op, lambda sentence=sentence: str(sentence))
+        _require_packed(op, held, by_weight, x.shape[-1], x)
+        _require(
+            held.shape[0] == dense.shape[0],
+            op,
+            lambda held=held, dense=dense: (
+                f"packed has {held.shape[0]} rows and the weight {dense.shape[0]}."
+            ),
+        )
     _require(
         codes.dtype == torch.int8 and codes.dim() == 3 and scale.dim() == 1,
         op,
-        f"codes are {codes.dtype} with {codes.dim()} dimensions; int8 as ternary_linear_quantize "
-        "makes them is needed.",
-    )
-    _require(
-        packed.shape[0] == weight.shape[0],
-        op,
-        f"packed has {packed.shape[0]} rows and the weight {weight.shape[0]}.",
+        lambda: (
+            f"codes are {codes.dtype} with {codes.dim()} dimensions; int8 as "
+            "ternary_linear_quantize makes them is needed."
+        ),
     )
 
 
 def _product(
     x: Tensor,
-    weight: Tensor,
+    weight: Sequence[Tensor],
     codes: Tensor,
     scale: Tensor,
     sums: Tensor,
-    packed: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
+    packed: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    biased: Sequence[int],
     dtype: torch.dtype,
     is_step: bool = False,
     weight_is_step: bool = False,
-) -> Tensor:
-    _check_product(x, weight, codes, scale, packed, weight_scale, bias)
-    if x.numel() == 0 or packed.numel() == 0:
-        return _empty_linear(x, packed, dtype).zero_()
-    found: Tensor = _engine(x).product(
-        codes,
-        scale,
-        sums,
-        packed,
-        weight_scale,
-        bias,
-        dtype=dtype,
-        is_step=is_step,
-        weight_is_step=weight_is_step,
-    )
-    return found.view(*x.shape[:-1], packed.shape[0])
+) -> list[Tensor]:
+    _check_product(x, weight, codes, scale, packed, weight_scale, bias, biased)
+    engine, added = _engine(x), dict(zip(biased, bias, strict=True))
+    found = []
+    for place, (held, by_weight) in enumerate(zip(packed, weight_scale, strict=True)):
+        if x.numel() == 0 or held.numel() == 0:
+            found.append(_empty_linear(x, held, dtype).zero_())
+            continue
+        out: Tensor = engine.product(
+            codes,
+            scale,
+            sums,
+            held,
+            by_weight,
+            added.get(place),
+            dtype=dtype,
+            is_step=is_step,
+            weight_is_step=weight_is_step,
+        )
+        found.append(out.view(*x.shape[:-1], held.shape[0]))
+    return found
 
 
 def _fake_product(
     x: Tensor,
-    weight: Tensor,
+    weight: Sequence[Tensor],
     codes: Tensor,
     scale: Tensor,
     sums: Tensor,
-    packed: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
+    packed: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    biased: Sequence[int],
     dtype: torch.dtype,
     is_step: bool = False,
     weight_is_step: bool = False,
-) -> Tensor:
+) -> list[Tensor]:
     del sums, is_step, weight_is_step
-    _check_product(x, weight, codes, scale, packed, weight_scale, bias)
-    return _empty_linear(x, packed, dtype)
+    _check_product(x, weight, codes, scale, packed, weight_scale, bias, biased)
+    return [_empty_linear(x, held, dtype) for held in packed]
 
 
 def _product_backward(
-    grad: Tensor,
+    grad: Sequence[Tensor],
     codes: Tensor,
     scale: Tensor,
-    packed: Tensor,
-    weight_scale: Tensor,
+    packed: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
     columns: int,
     is_step: bool,
     weight_is_step: bool,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    if 0 in (grad.numel(), columns):
-        found = _fake_product_backward(
-            grad, codes, scale, packed, weight_scale, columns, is_step, weight_is_step, wanted
-        )
-        return found[0].zero_(), found[1].zero_(), found[2].zero_()
-    rows = grad.reshape(-1, grad.shape[-1])
-    engine = _engine(grad)
-    of_x = of_weight = of_bias = grad.new_empty((0,))
-    if wanted[0]:
-        weights = engine.dequantized_weights(
-            packed, weight_scale, columns, is_step=weight_is_step, dtype=grad.dtype
-        )
-        of_x = (rows @ weights).view(*grad.shape[:-1], columns)
-        del weights
-    if wanted[1]:
-        tokens = engine.dequantized_tokens(codes, scale, columns, is_step=is_step, dtype=grad.dtype)
-        of_weight = rows.t() @ tokens
-    if wanted[2]:
-        of_bias = rows.sum(0)
-    return of_x, of_weight, of_bias
+    of_x: bool,
+    of_weight: Sequence[bool],
+    of_bias: Sequence[bool],
+) -> list[Tensor]:
+    engine = _engine(codes)
+    tokens = math.prod(grad[0].shape[:-1])
+    rows = [given.reshape(tokens, given.shape[-1]) for given in grad]
+    kind, shape = grad[0].dtype, (*grad[0].shape[:-1], columns)
+    is_full = [0 not in (columns, given.numel()) for given in rows]
+    found = []
+    if of_x:  # one dense weight at a time
+        total = None
+        for given, held, by_weight, is_on in zip(rows, packed, weight_scale, is_full, strict=True):
+            if not is_on:
+                continue
+            weights = engine.dequantized_weights(
+                held, by_weight, columns, is_step=weight_is_step, dtype=kind
+            )
+            total = given @ weights if total is None else total.addmm_(given, weights)
+            del weights
+        found.append(grad[0].new_zeros(shape) if total is None else total.view(shape))
+    if any(of_weight):
+        dense = grad[0].new_empty((tokens, columns))
+        if any(is_full):
+            dense = engine.dequantized_tokens(codes, scale, columns, is_step=is_step, dtype=kind)
+        found += [given.t() @ dense for given, is_on in zip(rows, of_weight, strict=True) if is_on]
+    found += [given.sum(0) for given, is_on in zip(rows, of_bias, strict=True) if is_on]
+    return found
 
 
 def _fake_product_backward(
-    grad: Tensor,
+    grad: Sequence[Tensor],
     codes: Tensor,
     scale: Tensor,
-    packed: Tensor,
-    weight_scale: Tensor,
+    packed: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
     columns: int,
     is_step: bool,
     weight_is_step: bool,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+    of_x: bool,
+    of_weight: Sequence[bool],
+    of_bias: Sequence[bool],
+) -> list[Tensor]:
     del codes, scale, weight_scale, is_step, weight_is_step
-    nothing = (0,)
-    return (
-        grad.new_empty((*grad.shape[:-1], columns) if wanted[0] else nothing),
-        grad.new_empty((packed.shape[0], columns) if wanted[1] else nothing),
-        grad.new_empty((packed.shape[0],) if wanted[2] else nothing),
-    )
+    first = grad[0]
+    heights = [held.shape[0] for held in packed]
+    return [
+        *([first.new_empty((*first.shape[:-1], columns))] if of_x else []),
+        *(
+            first.new_empty((n, columns))
+            for n, is_on in zip(heights, of_weight, strict=True)
+            if is_on
+        ),
+        *(first.new_empty((n,)) for n, is_on in zip(heights, of_bias, strict=True) if is_on),
+    ]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:  # noqa: ANN401
     del output
-    x, weight, codes, scale, _, packed, weight_scale, bias, _, is_step, weight_is_step = inputs
-    ctx.save_for_backward(codes, scale, packed, weight_scale)
-    ctx.columns = x.shape[-1]
-    ctx.steps = (is_step, weight_is_step)
-    ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+    x, weight, codes, scale, _, packed, weight_scale, bias, biased, _, *steps = inputs
+    ctx.save_for_backward(codes, scale, *packed, *weight_scale)
+    ctx.columns, ctx.steps, ctx.biased = x.shape[-1], steps, list(biased)
+    ctx.dtypes = (x.dtype, [w.dtype for w in weight], [b.dtype for b in bias])
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _backward(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:  # noqa: ANN401
     needs = ctx.needs_input_grad
-    wanted = [needs[0], needs[1], needs[7]]
-    of_x, of_weight, of_bias = ternary_linear_product_backward(
-        grad.contiguous(), *ctx.saved_tensors, ctx.columns, *ctx.steps, wanted
+    of_x, of_weight = needs[:2]
+    count = len(grad)
+    of_bias = [False] * count
+    for place, is_on in zip(ctx.biased, needs[7], strict=True):
+        of_bias[place] = is_on
+    codes, scale, *rest = ctx.saved_tensors
+    found = iter(
+        ternary_linear_product_backward(
+            [given.contiguous() for given in grad],
+            codes,
+            scale,
+            rest[:count],
+            rest[count:],
+            ctx.columns,
+            *ctx.steps,
+            of_x,
+            list(of_weight),
+            of_bias,
+        )
     )
-    return (
-        of_x.to(ctx.dtypes[0]) if wanted[0] else None,
-        of_weight.to(ctx.dtypes[1]) if wanted[1] else None,
-        *(None,) * 5,
-        of_bias.to(ctx.dtypes[2]) if wanted[2] else None,
-        *(None,) * 3,
-    )
+    kind, kinds, added_kinds = ctx.dtypes
+    grad_x = next(found).to(kind) if of_x else None
+    grad_weight = [
+        next(found).to(its) if is_on else None for its, is_on in zip(kinds, of_weight, strict=True)
+    ]
+    by_place = {place: next(found) for place in range(count) if of_bias[place]}
+    of_added = [
+        by_place[place].to(its) if place in by_place else None
+        for place, its in zip(ctx.biased, added_kinds, strict=True)
+    ]
+    nothing = [None] * count
+    places = None if ctx.biased else []  # as autograd takes an empty list for one of tensors
+    settings = (None,) * (len(needs) - 9)  # fewer where those at the end have their defaults
+    return grad_x, grad_weight, None, None, None, nothing, nothing, of_added, places, *settings
 
 
 def _no_second_derivative(ctx: object, *grads: object) -> None:

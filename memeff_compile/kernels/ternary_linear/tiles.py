@@ -8,6 +8,7 @@ tiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,37 +41,44 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _dtype(x: Tensor, *, is_native: bool) -> Any:  # noqa: ANN401
+def _dtype(dtype: torch.dtype, *, is_native: bool) -> Any:  # noqa: ANN401
     """Return Triton's name of the dtype in which a quantiser computes."""
     import triton.language as tl
 
     names = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    return names.get(x.dtype, tl.float32) if is_native else tl.float32
+    return names.get(dtype, tl.float32) if is_native else tl.float32
 
 
 def _settings(x: Tensor, quantizer: Quantizer) -> dict[str, Any]:
     """Return what a kernel has to know of a quantiser."""
+    return _settings_of(quantizer, x.dtype, x.shape[1], x.is_cuda)
+
+
+@lru_cache(maxsize=256)
+def _settings_of(
+    quantizer: Quantizer, dtype: torch.dtype, columns: int, is_cuda: bool
+) -> dict[str, Any]:
     kind = KINDS[quantizer.kind]
     rounded = torch.tensor(quantizer.eps, dtype=torch.float32).to(
-        x.dtype if quantizer.is_native else torch.float32
+        dtype if quantizer.is_native else torch.float32
     )
     return {
-        "kept": kept(x.shape[1]),
+        "kept": kept(columns),
         "eps": quantizer.eps,
         "eps_rounded": float(rounded),
         "LEVELS": kind.levels,
         "INVERSE": float(torch.tensor(kind.levels, dtype=torch.float32).reciprocal())
-        if x.is_cuda
+        if is_cuda
         else 0.0,
         "LOW": float(kind.low),
         "HIGH": float(kind.high),
         "IS_MEAN": kind.is_mean,
         "IS_FLOAT": kind.is_float,
         "KEEPS_HALF": kind.keeps_half,
-        "LOW_BIT": _LOW_BITS[x.dtype],
+        "LOW_BIT": _LOW_BITS[dtype],
         "ADDS_EPS": quantizer.adds_eps,
         "IS_STEP": quantizer.is_step,
-        "DTYPE": _dtype(x, is_native=quantizer.is_native),
+        "DTYPE": _dtype(dtype, is_native=quantizer.is_native),
         "enable_fp_fusion": False,
     }
 
@@ -97,7 +105,7 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
             words,
             WORDS=block,
             IS_STEP=is_step,
-            DTYPE=_dtype(weight, is_native=is_native),
+            DTYPE=_dtype(weight.dtype, is_native=is_native),
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -329,8 +337,8 @@ def product(
     return out
 
 
-_COLUMNS = 1024
-"""Of one program that dequantises."""
+_WORDS = 128
+"""Words of 16 columns, at the most, of one program that dequantises."""
 
 
 def dequantized_weights(
@@ -340,17 +348,20 @@ def dequantized_weights(
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
 
     packed = packed.contiguous()
-    out = packed.new_empty((packed.shape[0], columns), dtype=dtype)
+    rows, words = packed.shape
+    out = packed.new_empty((rows, columns), dtype=dtype)
+    block = min(_power_of_two(words), _WORDS)
     with on_device(packed):
-        kernels._ternary_weights_kernel[(packed.shape[0], -(-columns // _COLUMNS))](
+        kernels._ternary_weights_kernel[(rows, -(-words // block))](
             packed,
             scale,
             out,
             columns,
-            packed.shape[1],
-            COLUMNS=_COLUMNS,
+            words,
+            WORDS=block,
             IS_STEP=is_step,
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return out
 
@@ -362,16 +373,19 @@ def dequantized_tokens(
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
 
     codes = codes.contiguous()
-    out = codes.new_empty((codes.shape[0], columns), dtype=dtype)
+    tokens, words = codes.shape[0], codes.shape[2] // 4
+    out = codes.new_empty((tokens, columns), dtype=dtype)
+    block = min(_power_of_two(words), _WORDS)
     with on_device(codes):
-        kernels._ternary_tokens_kernel[(codes.shape[0], -(-columns // _COLUMNS))](
-            codes,
+        kernels._ternary_tokens_kernel[(tokens, -(-words // block))](
+            codes.view(torch.int32),
             scale,
             out,
             columns,
-            codes.shape[2] // 4,
-            COLUMNS=_COLUMNS,
+            words,
+            WORDS=block,
             IS_STEP=is_step,
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return out

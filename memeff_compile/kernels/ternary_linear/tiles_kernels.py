@@ -257,46 +257,52 @@ def _ternary_weights_kernel(
     out_ptr,  # (N, K)
     columns,
     words,
-    COLUMNS: tl.constexpr,
+    WORDS: tl.constexpr,
     IS_STEP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = offs < columns
-    word = tl.load(packed_ptr + row * words + offs // 16, mask=mask, other=0)
-    field = offs % 16
-    code = ((word >> ((field // 4) * 2 + (field % 4) * 8)) & 3) - 1
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    packed = tl.load(packed_ptr + row * words + word, mask=word < words, other=0)
+    field = tl.arange(0, 16)
+    shift = (field // 4) * 2 + (field % 4) * 8
+    code = tl.reshape(((packed[:, None] >> shift[None, :]) & 3) - 1, (WORDS * 16,))
     scale = tl.load(scale_ptr).to(tl.float32)
-    if not IS_STEP:
-        value, over = tl.broadcast(code.to(tl.float32), scale)
-        value = tl.div_rn(value, over)
-    else:
-        value = code.to(tl.float32) * scale
-    tl.store(out_ptr + row * columns + offs, value.to(out_ptr.dtype.element_ty), mask=mask)
+    if not IS_STEP:  # a code over the scale is plus or minus one over the scale, or zero
+        scale = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
+    value = code.to(tl.float32) * scale
+    offs = tl.program_id(1) * (WORDS * 16) + tl.arange(0, WORDS * 16)
+    out_ptrs = out_ptr + row * columns + offs
+    tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=offs < columns)
 
 
 @triton.jit
 def _ternary_tokens_kernel(
-    codes_ptr,  # (M, 4, 4 * words) int8
+    codes_ptr,  # (M, 4, words) int32
     scale_ptr,  # (M,) fp32
     out_ptr,  # (M, K)
     columns,
     words,
-    COLUMNS: tl.constexpr,
+    WORDS: tl.constexpr,
     IS_STEP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = offs < columns
-    place = (token * 4 + (offs // 4) % 4) * (words * 4) + (offs // 16) * 4 + offs % 4
-    code = tl.load(codes_ptr + place, mask=mask, other=0).to(tl.float32)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    plane = tl.arange(0, 4)
+    # Word t of plane j holds the columns 16 t + 4 j to 16 t + 4 j + 3.
+    codes_ptrs = codes_ptr + (token * 4 + plane[None, :]) * words + word[:, None]
+    held = tl.load(codes_ptrs, mask=(word < words)[:, None], other=0)
+    shift = 24 - 8 * tl.arange(0, 4)
+    code = tl.reshape((held[:, :, None] << shift[None, None, :]) >> 24, (WORDS * 16,))
     scale = tl.load(scale_ptr + token)
-    if not IS_STEP:
-        value, over = tl.broadcast(code, scale)
-        value = tl.div_rn(value, over)
+    value = code.to(tl.float32)
+    if IS_STEP:
+        value = value * scale
     else:
-        value = code * scale
-    tl.store(out_ptr + token * columns + offs, value.to(out_ptr.dtype.element_ty), mask=mask)
+        value, over = tl.broadcast(value, scale)
+        value = tl.div_rn(value, over)
+    offs = tl.program_id(1) * (WORDS * 16) + tl.arange(0, WORDS * 16)
+    out_ptrs = out_ptr + token * columns + offs
+    tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=offs < columns)
 
 
 # --- few tokens -----------------------------------------------------------------------------------
