@@ -32,6 +32,7 @@ from .canonical import aten, read_one
 from .editor import Editor
 from .graph_info import GraphInfo, node_name
 from .ternary_chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
+from .ternary_neighbours import Entering, is_computed, read_added, read_entering
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,20 @@ class Group:
 
 @dataclass
 class Calls:
-    """Calls of `memeff::ternary_linear` with one input, as packed modules make them."""
+    """Calls of `memeff::ternary_linear` with one input, as packed modules make them.
+
+    Attributes:
+        nodes: The calls.
+        entering: What stands before them and can be part of one call.
+        added: The sum behind the only result, and what is added; or None.
+        is_early: A kernel of this graph runs before, and nobody writes to the weights.
+        owned: What is erased in the end.
+    """
 
     nodes: list[Node]
+    entering: Entering
+    added: tuple[Node, Node] | None = None
+    is_early: bool = False
     owned: list[Node] = field(default_factory=list)
 
 
@@ -95,7 +107,7 @@ class TernarizeLinear:
         yield from self._mergeable(info)
 
     def _mergeable(self, info: GraphInfo) -> Iterable[Calls]:
-        """Yield calls on packed weights that differ in nothing but these."""
+        """Yield calls on packed weights that differ in nothing but these, or have neighbours."""
         found: dict[Any, list[Node]] = {}
         for node in info.gm.graph.nodes:
             if node.target is op_folder.ternary_linear and not node.kwargs:
@@ -106,8 +118,11 @@ class TernarizeLinear:
                 if is_mine and all(n.op in ("placeholder", "get_attr") for n in operands):
                     found.setdefault((x, tuple(rest)), []).append(node)
         for nodes in found.values():
-            if len(nodes) > 1 and not any(map(info.may_be_written, _operands(nodes))):
-                yield Calls(nodes)
+            if any(map(info.may_be_written, _weights(nodes))):
+                continue
+            calls = _with_neighbours(info, nodes)
+            if len(nodes) > 1 or calls.entering.chain or calls.added is not None:
+                yield calls
 
     def _is_skipped(self, info: GraphInfo, site: Site) -> bool:
         path = info.module_path(site.linear)
@@ -170,7 +185,7 @@ class TernarizeLinear:
     def rewrite(self, info: GraphInfo, match: Group | Calls, editor: Editor) -> Done:
         """Replace the linears by ops on codes."""
         if isinstance(match, Calls):
-            return _merge(match, editor)
+            return _merge(info, match, editor)
         is_trained = _is_trained(info, match.sites[0])
         sentence = _sentence(info, match, is_trained=is_trained)
         (_train if is_trained else _infer)(info, match, editor)
@@ -448,7 +463,44 @@ def _infer(info: GraphInfo, match: Group, editor: Editor) -> None:
         editor.replace(site.linear, out)
 
 
-def _merge(match: Calls, editor: Editor) -> Done:
+def _with_neighbours(info: GraphInfo, nodes: list[Node]) -> Calls:
+    """Read what can be part of calls that have a kernel; without one it would gain nothing."""
+    x = nodes[0].args[0]
+    assert isinstance(x, Node)
+    alone = Calls(nodes, Entering(x))
+    value = info.tensor(x)
+    has_more = len(nodes[0].args) > FIRST_NEIGHBOUR or (value is not None and value.requires_grad)
+    if value is None or has_more or op_folder.engine_for(value.device, value.dtype) == "reference":
+        return alone
+    entering = read_entering(x, nodes)
+    if entering.chain:
+        read = [n for n in (entering.source, entering.up, entering.norm) if n is not None]
+        first = min(entering.chain, key=info.positions.__getitem__)
+        if info.written_between(read, first, nodes[0]) is not None:
+            entering = Entering(x)
+    return Calls(nodes, entering, _added(info, nodes), is_computed(entering.source))
+
+
+FIRST_NEIGHBOUR = 6 + len(op_folder.Quantizer().arguments())
+"""Place of the first argument of `ternary_linear` that is about neighbours."""
+
+
+def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
+    """Return the sum behind the one result of one call, if what is added is there in time."""
+    items = list(nodes[0].users)
+    if len(nodes) > 1 or len(items) != 1 or len(nodes[0].args[1]) != 1:
+        return None
+    found = read_added(items[0])
+    if found is None or info.positions[found[1]] > info.positions[nodes[0]]:
+        return None
+    value = info.tensor(found[0])
+    if value is None or value.requires_grad:
+        return None
+    is_written = info.written_between([found[1]], nodes[0], found[0]) is not None
+    return None if is_written else found
+
+
+def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:
     """Emit one call for all, before the first of them."""
     first = match.nodes[0]
     lists: list[list[Any]] = [[], [], []]
@@ -456,8 +508,17 @@ def _merge(match: Calls, editor: Editor) -> Done:
         for held, given in zip(lists, node.args[1:4], strict=True):
             assert isinstance(given, (list, tuple))
             held += given
+    entering, added = match.entering, match.added
+    settings = list(first.args[4:])
+    if entering.chain or added is not None:
+        whole = (torch.float32, False, *op_folder.Quantizer().arguments())
+        settings += whole[len(settings) :]
+        around = (entering.up, entering.norm, None if added is None else added[1])
+        up, norm, sum_ = (None if n is None else info.current(n) for n in around)
+        settings += [up, norm, entering.eps, sum_, match.is_early]
     with editor.at(first):
-        found = editor.call(op_folder.ternary_linear, first.args[0], *lists, *first.args[4:])
+        source = info.current(entering.source)
+        found = editor.call(op_folder.ternary_linear, source, *lists, *settings)
         outputs = iter([editor.item(found, place) for place in range(len(lists[0]))])
     for node in match.nodes:
         packed = node.args[1]
@@ -466,19 +527,34 @@ def _merge(match: Calls, editor: Editor) -> Done:
         for item in list(node.users):
             place = item.args[1]
             assert isinstance(place, int)
-            editor.replace(item, news[place])
-            match.owned.append(item)
+            editor.replace(item if added is None else added[0], news[place])
+            match.owned += [item] if added is None else [added[0], item]
         match.owned.append(node)
-    return Done(
-        first,
-        f"{len(match.nodes)} linears on packed weights with one input -> one call, which quantises "
-        "the input once",
-        sites=len(match.nodes),
+    match.owned += entering.chain
+    return Done(first, _sentence_of_calls(match), sites=len(match.nodes))
+
+
+def _sentence_of_calls(match: Calls) -> str:
+    count = len(match.nodes)
+    subject = (
+        f"{count} linears on packed weights with one input"
+        if count > 1
+        else ("a linear on packed weights")
     )
+    parts = [
+        *(["gates"] if match.entering.up is not None else []),
+        *(["normalises"] if match.entering.norm is not None else []),
+        "quantises the input" + (" once" if count > 1 else ""),
+        *(["adds the residual"] if match.added is not None else []),
+    ]
+    listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"{subject} -> one call, which {listed}"
 
 
-def _operands(nodes: Sequence[Node]) -> list[Node]:
-    return [operand for node in nodes for operand in node.all_input_nodes]
+def _weights(nodes: Sequence[Node]) -> list[Node]:
+    """Return packed weights, scales and biases of calls."""
+    given = [operand for node in nodes for held in node.args[1:4] for operand in held]
+    return [operand for operand in given if isinstance(operand, Node)]
 
 
 def _packed(info: GraphInfo, editor: Editor, weight: Quantized) -> tuple[Node, Node]:

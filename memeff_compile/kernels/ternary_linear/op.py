@@ -20,6 +20,8 @@ from memeff_compile.kernels._triton.device import kernels_serve
 from memeff_compile.kernels.ternary_linear import reference
 from memeff_compile.kernels.ternary_linear.quantizer import (
     KINDS,
+    NO_ENTRY,
+    Entry,
     Quantizer,
     words_for,
 )
@@ -52,7 +54,8 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "ternary_linear(Tensor x, Tensor[] packed, Tensor[] weight_scale, Tensor?[] bias, "
-    f"ScalarType dtype, bool weight_is_step=False, {_QUANTIZER}) -> Tensor[]",
+    f"ScalarType dtype, bool weight_is_step=False, {_QUANTIZER}, Tensor? up=None, "
+    "Tensor? norm=None, float norm_eps=0.0, Tensor? added=None, bool is_early=False) -> Tensor[]",
     tags=_COMPLIANT,
 )
 _LIBRARY.define(
@@ -312,6 +315,37 @@ def _require_bias(op: str, bias: Tensor | None, packed: Tensor) -> None:
     )
 
 
+def _check_around(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    dtype: torch.dtype,
+    up: Tensor | None,
+    norm: Tensor | None,
+    added: Tensor | None,
+) -> None:
+    op = "ternary_linear"
+    _require(
+        up is None or (up.shape == x.shape and up.dtype == x.dtype),
+        op,
+        lambda: f"up has shape and dtype of its own; those of x, {tuple(x.shape)}, are needed.",
+    )
+    _require(
+        norm is None or (norm.shape == x.shape[-1:] and norm.dtype == x.dtype),
+        op,
+        lambda: f"the norm's weight is not ({x.shape[-1]},) in the dtype of x, {x.dtype}.",
+    )
+    _require(
+        added is None
+        or (
+            len(packed) == 1
+            and added.dtype == dtype
+            and added.shape == (*x.shape[:-1], packed[0].shape[0])
+        ),
+        op,
+        lambda: "what is added has to have the shape and dtype of the one result.",
+    )
+
+
 def _linear(
     x: Tensor,
     packed: Sequence[Tensor],
@@ -324,21 +358,31 @@ def _linear(
     adds_eps: bool = False,
     is_step: bool = False,
     is_native: bool = False,
+    up: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    added: Tensor | None = None,
+    is_early: bool = False,
 ) -> list[Tensor]:
     _check_linear(x, packed, weight_scale, bias, kind)
+    _check_around(x, packed, dtype, up, norm, added)
     if x.numel() == 0:
         return [_empty_linear(x, weight, dtype).zero_() for weight in packed]
     if not all(weight.numel() for weight in packed):
-        rest = (weight_is_step, kind, eps, adds_eps, is_step, is_native)
+        rest = (weight_is_step, kind, eps, adds_eps, is_step, is_native, up, norm, norm_eps)
         return [
-            _linear(x, [weight], [scale], [added], dtype, *rest)[0]
+            _linear(x, [weight], [scale], [its_bias], dtype, *rest)[0]
             if weight.numel()
             else _empty_linear(x, weight, dtype).zero_()
-            for weight, scale, added in zip(packed, weight_scale, bias, strict=True)
+            for weight, scale, its_bias in zip(packed, weight_scale, bias, strict=True)
         ]
     quantizer = Quantizer(kind, eps, adds_eps, is_step, is_native)
     rows = x.reshape(-1, x.shape[-1])
     engine = _engine(x)
+    entry = NO_ENTRY
+    if up is not None or norm is not None:
+        entry = Entry(None if up is None else up.reshape(rows.shape), norm, norm_eps)
+    flat = None if added is None else added.reshape(rows.shape[0], packed[0].shape[0])
     found: list[Tensor] = []
     if engine.serves_vectors(rows.shape[0], quantizer):
         for start in range(0, len(packed), MAX_GROUP):
@@ -349,13 +393,16 @@ def _linear(
                 weight_scale[group],
                 bias[group],
                 quantizer,
+                entry,
                 dtype=dtype,
                 weight_is_step=weight_is_step,
+                added=flat,
+                is_early=is_early and engine.chains(x.device),
             )
     else:
         is_chained = engine.chains(x.device)
-        codes, scale, sums = engine.quantize(rows, quantizer, is_chained=is_chained)
-        for weight, by_weight, added in zip(packed, weight_scale, bias, strict=True):
+        codes, scale, sums = engine.quantize(rows, quantizer, entry, is_chained=is_chained)
+        for weight, by_weight, its_bias in zip(packed, weight_scale, bias, strict=True):
             found.append(
                 engine.product(
                     codes,
@@ -363,10 +410,11 @@ def _linear(
                     sums,
                     weight,
                     by_weight,
-                    added,
+                    its_bias,
                     dtype=dtype,
                     is_step=is_step,
                     weight_is_step=weight_is_step,
+                    added=flat,
                     is_chained=is_chained,
                 )
             )
@@ -386,9 +434,15 @@ def _fake_linear(
     adds_eps: bool = False,
     is_step: bool = False,
     is_native: bool = False,
+    up: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    added: Tensor | None = None,
+    is_early: bool = False,
 ) -> list[Tensor]:
-    del weight_is_step, eps, adds_eps, is_step, is_native
+    del weight_is_step, eps, adds_eps, is_step, is_native, norm_eps, is_early
     _check_linear(x, packed, weight_scale, bias, kind)
+    _check_around(x, packed, dtype, up, norm, added)
     return [_empty_linear(x, weight, dtype) for weight in packed]
 
 

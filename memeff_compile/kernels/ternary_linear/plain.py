@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.ternary_linear import reference
-from memeff_compile.kernels.ternary_linear.quantizer import Quantizer
+from memeff_compile.kernels.ternary_linear.quantizer import NO_ENTRY, Entry, Quantizer
 
 
 def serves_vectors(tokens: int, quantizer: Quantizer) -> bool:
@@ -26,11 +26,11 @@ dequantized_weights = reference.dequantized_weights
 
 
 def quantize(
-    x: Tensor, quantizer: Quantizer, *, is_chained: bool = False
+    x: Tensor, quantizer: Quantizer, entry: Entry = NO_ENTRY, *, is_chained: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes in planes, scales, and the sum of the codes of each token."""
     del is_chained
-    codes, scale = reference.quantize(x, quantizer)
+    codes, scale = reference.quantize(reference.enter(x, entry), quantizer)
     return reference.to_planes(codes), scale, codes.sum(-1, dtype=torch.int32)
 
 
@@ -45,11 +45,12 @@ def product(
     dtype: torch.dtype,
     is_step: bool,
     weight_is_step: bool,
+    added: Tensor | None = None,
     is_chained: bool = False,
 ) -> Tensor:
     """Return (M, N) from codes in planes; the sums are not needed."""
     del sums, is_chained
-    return reference.product(
+    found = reference.product(
         reference.from_planes(codes, 16 * packed.shape[1]),
         scale,
         packed,
@@ -59,6 +60,7 @@ def product(
         is_step=is_step,
         weight_is_step=weight_is_step,
     )
+    return found if added is None else added + found
 
 
 def dequantized_tokens(

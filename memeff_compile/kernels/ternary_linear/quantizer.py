@@ -74,6 +74,24 @@ class Quantizer:
         return self.kind, self.eps, self.adds_eps, self.is_step, self.is_native
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What a token goes through before it is quantised.
+
+    Attributes:
+        up: If given, x becomes relu(x) ** 2 * up, the gate of a squared-ReLU GLU.
+        norm: If given, the weight of an RMS norm that follows, computed in float32.
+        norm_eps: of that norm.
+    """
+
+    up: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    norm_eps: float = 0.0
+
+
+NO_ENTRY = Entry()
+
+
 def words_for(columns: int) -> int:
     """Return how many words hold a row of `columns` codes."""
     return -(-columns // PER_WORD)

@@ -15,6 +15,7 @@ from memeff_compile.kernels.ternary_linear.quantizer import (
     FP4_THRESHOLDS,
     KINDS,
     PER_WORD,
+    Entry,
     Quantizer,
     compute_dtype,
     kept,
@@ -86,6 +87,20 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
         values = values / factor if is_step else values * factor
         pieces.append(pack_codes(values.round().clamp(-1, 1).nan_to_num(0.0).to(torch.int8)))
     return torch.cat(pieces)
+
+
+def enter(x: Tensor, entry: Entry) -> Tensor:
+    """Return what is quantised: x, gated and normalised as the entry says, in its own dtype.
+
+    Example: enter(x, Entry()) is x.
+    """
+    if entry.up is not None:
+        x = x.relu().square() * entry.up
+    if entry.norm is not None:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + entry.norm_eps)
+        x = entry.norm * wide.to(x.dtype)
+    return x
 
 
 def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:

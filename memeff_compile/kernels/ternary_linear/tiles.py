@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.device import capability, on_device, processors
-from memeff_compile.kernels.ternary_linear.quantizer import KINDS, Quantizer, kept, words_for
+from memeff_compile.kernels.ternary_linear.quantizer import (
+    KINDS,
+    NO_ENTRY,
+    Entry,
+    Quantizer,
+    kept,
+    words_for,
+)
 from memeff_compile.kernels.ternary_linear.shapes import (
     MAX_VECTORS,
     TileShapes,
@@ -112,8 +119,21 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
     return packed
 
 
+def _entering(x: Tensor, entry: Entry) -> dict[str, Any]:
+    """Return the arguments of a kernel that say what x goes through."""
+    up = x if entry.up is None else _with_unit_stride(entry.up)
+    return {
+        "up_ptr": up,
+        "stride_up": up.stride(0),
+        "norm_ptr": x if entry.norm is None else entry.norm.contiguous(),
+        "norm_eps": entry.norm_eps,
+        "HAS_UP": entry.up is not None,
+        "HAS_NORM": entry.norm is not None,
+    }
+
+
 def quantize(
-    x: Tensor, quantizer: Quantizer, *, is_chained: bool = False
+    x: Tensor, quantizer: Quantizer, entry: Entry = NO_ENTRY, *, is_chained: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums (M,) int32.
 
@@ -133,12 +153,13 @@ def quantize(
         kernels._ternary_quantize_kernel[(tokens,)](
             x,
             x.stride(0),
-            codes.view(torch.int32),
-            scale,
-            sums,
-            columns,
-            words,
+            codes_ptr=codes.view(torch.int32),
+            scale_ptr=scale,
+            sums_ptr=sums,
+            columns=columns,
+            words=words,
             COLUMNS=block,
+            **_entering(x, entry),
             IS_CHAINED=is_chained,
             num_warps=_quantize_warps(block),
             **_settings(x, quantizer),
@@ -161,12 +182,19 @@ def vectors(
     weight_scale: Sequence[Tensor],
     bias: Sequence[Tensor | None],
     quantizer: Quantizer,
+    entry: Entry = NO_ENTRY,
     *,
     dtype: torch.dtype,
     weight_is_step: bool,
+    added: Tensor | None = None,
+    is_early: bool = False,
     shapes: VectorShapes | None = None,
 ) -> list[Tensor]:
-    """Multiply up to four tokens with up to three matrices, quantising on the way."""
+    """Multiply up to four tokens with up to three matrices, quantising on the way.
+
+    With `is_early` the kernel may start, and read weights, while the one before it in the stream is
+    still running.
+    """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
     if any(len(kind) > 1 for kind in kinds):  # a launch knows one dtype of each
         parts = [
@@ -176,8 +204,10 @@ def vectors(
                 weight_scale[i : i + 1],
                 bias[i : i + 1],
                 quantizer,
+                entry,
                 dtype=dtype,
                 weight_is_step=weight_is_step,
+                is_early=is_early,
                 shapes=shapes,
             )
             for i in range(len(packed))
@@ -189,8 +219,11 @@ def vectors(
         weight_scale,
         bias,
         quantizer,
+        entry,
         dtype=dtype,
         weight_is_step=weight_is_step,
+        added=added,
+        is_early=is_early,
         shapes=shapes,
     )
 
@@ -201,9 +234,12 @@ def _launch_vectors(
     weight_scale: Sequence[Tensor],
     bias: Sequence[Tensor | None],
     quantizer: Quantizer,
+    entry: Entry,
     *,
     dtype: torch.dtype,
     weight_is_step: bool,
+    added: Tensor | None,
+    is_early: bool,
     shapes: VectorShapes | None,
 ) -> list[Tensor]:
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
@@ -227,14 +263,18 @@ def _launch_vectors(
         kernels._ternary_vectors_kernel[(sum(tiles),)](
             x,
             x.stride(0),
-            *three(packed),
-            *three(weight_scale),
-            *three(biases),
-            *three(outs),
-            *three(count),
-            *three(tiles)[:2],
-            columns,
-            words,
+            added_ptr=outs[0] if added is None else added.contiguous(),
+            **_lettered("packed", three(packed)),
+            **_lettered("weight_scale", three(weight_scale)),
+            **_lettered("bias", three(biases)),
+            **_lettered("out", three(outs)),
+            **_lettered("rows", three(count)),
+            **_lettered("tiles", three(tiles)[:2]),
+            columns=columns,
+            words=words,
+            **_entering(x, entry),
+            HAS_ADDED=added is not None,
+            IS_EARLY=is_early,
             **dict(zip(_HAS_BIAS, three([b is not None for b in bias]), strict=True)),
             GROUP=len(packed),
             TOKENS=tokens,
@@ -244,9 +284,15 @@ def _launch_vectors(
             WEIGHT_IS_STEP=weight_is_step,
             BYTEWISE=not x.is_cuda,
             num_warps=shapes.warps,
+            **({"launch_pdl": True} if is_early else {}),
             **_settings(x, quantizer),
         )
     return outs
+
+
+def _lettered(name: str, values: Sequence[Any]) -> dict[str, Any]:
+    """Return arguments of a kernel for its matrices a, b and c."""
+    return {f"{name}_{letter}": value for letter, value in zip("abc", values, strict=False)}
 
 
 _HAS_BIAS = ("HAS_BIAS_A", "HAS_BIAS_B", "HAS_BIAS_C")
@@ -263,6 +309,7 @@ def product(
     dtype: torch.dtype,
     is_step: bool,
     weight_is_step: bool,
+    added: Tensor | None = None,
     is_chained: bool = False,
     shapes: TileShapes | None = None,
 ) -> Tensor:
@@ -285,6 +332,7 @@ def product(
     part = codes.new_empty((splits, tokens, rows), dtype=torch.int32) if splits > 1 else sums
     settings: dict[str, Any] = {
         "HAS_BIAS": bias is not None,
+        "HAS_ADDED": added is not None,
         "IS_STEP": is_step,
         "WEIGHT_IS_STEP": weight_is_step,
         "enable_fp_fusion": False,
@@ -298,6 +346,7 @@ def product(
             sums,
             weight_scale,
             weight_scale if bias is None else bias.contiguous(),
+            out if added is None else added.contiguous(),
             out,
             part,
             tokens,
@@ -326,6 +375,7 @@ def product(
                 sums,
                 weight_scale,
                 weight_scale if bias is None else bias.contiguous(),
+                out if added is None else added.contiguous(),
                 out,
                 tokens,
                 rows,

@@ -118,9 +118,39 @@ def _checked(scale):
 
 
 @triton.jit
+def _entering_token(
+    x_ptr,  # the token
+    up_ptr,  # with HAS_UP: x becomes relu(x) ** 2 * up
+    norm_ptr,  # with HAS_NORM: the weight of an RMS norm that follows
+    columns,
+    norm_eps,
+    COLUMNS: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Return a token in float32, rounded wherever PyTorch rounds to its dtype on the way."""
+    KIND: tl.constexpr = x_ptr.dtype.element_ty
+    offs = tl.arange(0, COLUMNS)
+    mask = offs < columns
+    x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_UP:
+        up = tl.load(up_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        x = tl.where(x <= 0.0, 0.0, x)
+        x = _rounded(_rounded(x * x, KIND) * up, KIND)
+    if HAS_NORM:
+        weight = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.div_rn(tl.sum(x * x, axis=0), tl.cast(columns, tl.float32))
+        x = _rounded(_rounded(x * tl.rsqrt(mean + norm_eps), KIND) * weight, KIND)
+    return x
+
+
+@triton.jit
 def _quantized_token(
     x_ptr,  # the token
+    up_ptr,
+    norm_ptr,
     columns,
+    norm_eps,
     kept,
     eps,
     eps_rounded,
@@ -136,13 +166,16 @@ def _quantized_token(
     ADDS_EPS: tl.constexpr,
     IS_STEP: tl.constexpr,
     DTYPE: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):
     """Return the codes of a token four to a word, in the order of the columns, its scale, its sum.
 
     Word 4 t + j holds the columns 16 t + 4 j to 16 t + 4 j + 3.
     """
     offs = tl.arange(0, COLUMNS)
-    x = _rounded(tl.load(x_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32), DTYPE)
+    x = _entering_token(x_ptr, up_ptr, norm_ptr, columns, norm_eps, COLUMNS, HAS_UP, HAS_NORM)
+    x = _rounded(x, DTYPE)
     scale = _scale_of_token(
         x, columns, eps, eps_rounded, LEVELS, INVERSE, IS_MEAN, ADDS_EPS, IS_STEP, DTYPE
     )
@@ -159,11 +192,15 @@ def _quantized_token(
 def _ternary_quantize_kernel(
     x_ptr,  # (M, K)
     stride_x,
+    up_ptr,  # (M, K), with HAS_UP
+    stride_up,
+    norm_ptr,  # (K,), with HAS_NORM
     codes_ptr,  # (M, 4, words) int32
     scale_ptr,  # (M,) fp32
     sums_ptr,  # (M,) int32
     columns,
     words,
+    norm_eps,
     kept,
     eps,
     eps_rounded,
@@ -179,6 +216,8 @@ def _ternary_quantize_kernel(
     ADDS_EPS: tl.constexpr,
     IS_STEP: tl.constexpr,
     DTYPE: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     IS_CHAINED: tl.constexpr,  # the next kernel may start, and waits before it reads
 ):
     if IS_CHAINED:
@@ -186,7 +225,10 @@ def _ternary_quantize_kernel(
     token = tl.program_id(0).to(tl.int64)
     held, scale, total = _quantized_token(
         x_ptr + token * stride_x,
+        up_ptr + token * stride_up,
+        norm_ptr,
         columns,
+        norm_eps,
         kept,
         eps,
         eps_rounded,
@@ -202,6 +244,8 @@ def _ternary_quantize_kernel(
         ADDS_EPS,
         IS_STEP,
         DTYPE,
+        HAS_UP,
+        HAS_NORM,
     )
     place = tl.arange(0, COLUMNS // 4)
     word = place // 4
@@ -356,9 +400,20 @@ def _factor(scale, weight_scale, IS_STEP: tl.constexpr, WEIGHT_IS_STEP: tl.const
 
 
 @triton.jit
+def _sum_with(found, added_ptrs, mask):
+    """Add what is there, after the rounding of the product."""
+    added = tl.load(added_ptrs, mask=mask, other=0.0)
+    return found.to(added.dtype).to(tl.float32) + added.to(tl.float32)
+
+
+@triton.jit
 def _ternary_vectors_kernel(
     x_ptr,  # (TOKENS, K)
     stride_x,
+    up_ptr,  # (TOKENS, K), with HAS_UP
+    stride_up,
+    norm_ptr,  # (K,), with HAS_NORM
+    added_ptr,  # (TOKENS, rows), with HAS_ADDED, which needs a group of one
     packed_a,  # (rows, words) int32, one matrix or up to three
     packed_b,
     packed_c,
@@ -378,6 +433,7 @@ def _ternary_vectors_kernel(
     tiles_b,
     columns,
     words,
+    norm_eps,
     kept,
     eps,
     eps_rounded,
@@ -401,8 +457,14 @@ def _ternary_vectors_kernel(
     IS_STEP: tl.constexpr,
     WEIGHT_IS_STEP: tl.constexpr,
     DTYPE: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    IS_EARLY: tl.constexpr,  # started while the kernel before may still be running
     BYTEWISE: tl.constexpr,
 ):
+    if IS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     packed_ptr, weight_scale_ptr, bias_ptr, out_ptr = packed_a, weight_scale_a, bias_a, out_a
     rows = tl.cast(rows_a, tl.int32)
@@ -435,10 +497,15 @@ def _ternary_vectors_kernel(
     # Weights are asked for first: they come from far, the token is near.
     weight = _weight_tile(packed_ptr, tile * (ROWS * TILES), rows, word, words, ROWS)
     weight_scale = tl.load(weight_scale_ptr)
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
     for token in tl.static_range(TOKENS):
         held, scale, total = _quantized_token(
             x_ptr + token * stride_x,
+            up_ptr + token * stride_up,
+            norm_ptr,
             columns,
+            norm_eps,
             kept,
             eps,
             eps_rounded,
@@ -454,6 +521,8 @@ def _ternary_vectors_kernel(
             ADDS_EPS,
             IS_STEP,
             DTYPE,
+            HAS_UP,
+            HAS_NORM,
         )
         even, odd = tl.split(tl.reshape(held, (WORDS, 2, 2)))  # (WORDS, 2): j = 0, 2 and 1, 3
         plane_0, plane_2 = tl.split(even)
@@ -475,6 +544,8 @@ def _ternary_vectors_kernel(
             row = begin + tl.arange(0, ROWS)
             bias = tl.load(bias_ptr + row, mask=(row < rows) & has_bias, other=0.0)
             found = product.to(tl.float32) * factor + bias.to(tl.float32)
+            if HAS_ADDED:
+                found = _sum_with(found, added_ptr + token * rows + row, row < rows)
             tl.store(
                 out_ptr + token * rows + row,
                 found.to(out_ptr.dtype.element_ty),
@@ -550,6 +621,7 @@ def _ternary_tiles_kernel(
     sums_ptr,  # (M,) int32
     weight_scale_ptr,  # one element
     bias_ptr,  # (N,), with HAS_BIAS
+    added_ptr,  # (M, N), with HAS_ADDED
     out_ptr,  # (M, N)
     part_ptr,  # (splits, M, N) int32, with IS_PART
     tokens,
@@ -564,6 +636,7 @@ def _ternary_tiles_kernel(
     IS_EVEN: tl.constexpr,  # no tile reaches beyond a share
     IS_PART: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
     IS_STEP: tl.constexpr,
     WEIGHT_IS_STEP: tl.constexpr,
     IS_CHAINED: tl.constexpr,  # started while the tokens are still being quantised
@@ -619,6 +692,8 @@ def _ternary_tiles_kernel(
         found = (acc - sums[None, :]).to(tl.float32) * factor[None, :]
         if HAS_BIAS:
             found += tl.load(bias_ptr + near_row).to(tl.float32)[:, None]
+        if HAS_ADDED:
+            found = _sum_with(found, added_ptr + place, mask)
         tl.store(out_ptr + place, found.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -629,12 +704,14 @@ def _ternary_parts_kernel(
     sums_ptr,  # (M,) int32
     weight_scale_ptr,  # one element
     bias_ptr,  # (N,), with HAS_BIAS
+    added_ptr,  # (M, N), with HAS_ADDED
     out_ptr,  # (M, N)
     tokens,
     rows,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
     IS_STEP: tl.constexpr,
     WEIGHT_IS_STEP: tl.constexpr,
 ):
@@ -651,4 +728,6 @@ def _ternary_parts_kernel(
     found = (acc - tl.load(sums_ptr + token)).to(tl.float32) * factor
     if HAS_BIAS:
         found += tl.load(bias_ptr + row, mask=mask, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        found = _sum_with(found, added_ptr + place, mask)
     tl.store(out_ptr + place, found.to(out_ptr.dtype.element_ty), mask=mask)
