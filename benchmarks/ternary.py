@@ -233,7 +233,7 @@ def back_to_back(call: Call, count: int = 5) -> float:
     if not torch.cuda.is_available():
         return clock(call, 1)[0]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    torch.cuda._sleep(20_000_000)
+    torch.cuda._sleep(100_000_000)  # some 50 ms: the host gets ahead
     marks[0].record()
     for _ in range(count):
         call()

@@ -188,6 +188,7 @@ class TernarizeLinear:
             return _merge(info, match, editor)
         is_trained = _is_trained(info, match.sites[0])
         sentence = _sentence(info, match, is_trained=is_trained)
+        _hold_numbers(match)
         (_train if is_trained else _infer)(info, match, editor)
         for site in match.sites:
             assert isinstance(site.tokens, Quantized)
@@ -399,6 +400,15 @@ def _without_gain(info: GraphInfo, site: Site) -> Decline | None:
 # --- emitting -------------------------------------------------------------------------------------
 
 
+def _hold_numbers(match: Group) -> None:
+    """Compile anew where a number that was read, a symbol where everything is dynamic, changes."""
+    for site in match.sites:
+        for found in (site.tokens, site.weight):
+            assert isinstance(found, Quantized)
+            for number in found.numbers:
+                compat.hold_constant(number)
+
+
 def _train(info: GraphInfo, match: Group, editor: Editor) -> None:
     """Emit one quantisation, a packed weight per linear, and one product with gradients."""
     first = match.sites[0]
@@ -515,7 +525,8 @@ def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:
         settings += whole[len(settings) :]
         around = (entering.up, entering.norm, None if added is None else added[1])
         up, norm, sum_ = (None if n is None else info.current(n) for n in around)
-        settings += [up, norm, entering.eps, sum_, match.is_early]
+        compat.hold_constant(entering.eps)
+        settings += [up, norm, compat.known_number(entering.eps), sum_, match.is_early]
     with editor.at(first):
         source = info.current(entering.source)
         found = editor.call(op_folder.ternary_linear, source, *lists, *settings)

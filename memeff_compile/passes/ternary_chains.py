@@ -47,6 +47,7 @@ class Quantized:
         is_weight: The scale is one for the whole tensor and the codes are -1, 0, 1.
         is_straight: The gradient passes through as if nothing had happened.
         chain: Nodes between the source and the value, the value included.
+        numbers: Nodes of numbers that were read: the answer holds as long as they stay.
     """
 
     source: Node
@@ -54,18 +55,29 @@ class Quantized:
     is_weight: bool
     is_straight: bool
     chain: tuple[Node, ...]
+    numbers: tuple[Node, ...] = ()
 
 
 @dataclass
 class _Chain:
-    """Nodes of a chain as they are read, from its end."""
+    """Nodes of a chain as they are read, from its end, and of the numbers in it."""
 
     nodes: list[Node] = field(default_factory=list)
+    numbers: list[Node] = field(default_factory=list)
 
     def take(self, node: Node) -> Node:
         if node not in self.nodes:
             self.nodes.append(node)
         return node
+
+    def number(self, value: Any) -> float:
+        """Return the number that a value is, or that a symbol is at present."""
+        found = compat.known_number(value)
+        if found is None:
+            raise _Misfit("learned_scale", "one of its constants is computed")
+        if isinstance(value, Node):
+            self.numbers.append(value)
+        return float(found)
 
 
 class _Misfit(Exception):
@@ -122,7 +134,7 @@ def _read(node: Node) -> Quantized:
         if found is not None:
             return found
     source, quantizer, is_weight = _fake_quantized(chain, value)
-    return Quantized(source, quantizer, is_weight, False, tuple(chain.nodes))
+    return Quantized(source, quantizer, is_weight, False, tuple(chain.nodes), tuple(chain.numbers))
 
 
 # --- straight-through estimators ------------------------------------------------------------------
@@ -171,7 +183,7 @@ def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
             "other_source",
             "what is quantised is not what the straight-through estimator adds back",
         )
-    return Quantized(source, quantizer, is_weight, True, tuple(chain.nodes))
+    return Quantized(source, quantizer, is_weight, True, tuple(chain.nodes), tuple(chain.numbers))
 
 
 def _is_function(node: Any) -> bool:
@@ -229,7 +241,7 @@ def _through_function(chain: _Chain, item: Node) -> Quantized:
     chain.take(call)
     given = operands[0]
     assert isinstance(given, Node)
-    return Quantized(given, quantizer, is_weight, True, tuple(chain.nodes))
+    return Quantized(given, quantizer, is_weight, True, tuple(chain.nodes), tuple(inner.numbers))
 
 
 def _hands_gradient_on(graph: Any) -> bool:
@@ -334,7 +346,7 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
     by_name = {_base(call): call for call in (first, second)}
     if set(by_name) != {"clamp", "round"} or by_name["round"].args.get("decimals", 0):
         raise _Misfit("chain_form", "rounding and clamping of another form stand before it")
-    low, high = (_number(by_name["clamp"].args[name]) for name in ("min", "max"))
+    low, high = (chain.number(by_name["clamp"].args[name]) for name in ("min", "max"))
     if not low.is_integer() or not high.is_integer():
         raise _Misfit("unknown_range", f"codes are clamped to {low:g} .. {high:g}, no integers")
     return low, high, second.args["self"]
@@ -349,7 +361,7 @@ def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
         if call.args.get("rounding_mode") is not None:
             raise _Misfit("chain_form", "a division that rounds stands before it")
         chain.take(scale)
-        return call.args["self"], _number(call.args["other"])
+        return call.args["self"], chain.number(call.args["other"])
     reading = read(scale) or ()
     names = [_base(call) for call in reading]
     if names[:1] != ["reciprocal"] or names[1:] not in ([], ["mul"]):
@@ -363,7 +375,7 @@ def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
     if len(reading) == 2:
         if reading[1].args["self"] is not PREVIOUS:
             raise _Misfit("chain_form", "a scale of another form stands before it")
-        levels = _number(reading[1].args["other"])
+        levels = chain.number(reading[1].args["other"])
     return reading[0].args["self"], levels
 
 
@@ -381,10 +393,10 @@ def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
     if name == "add":
         if call.args.get("alpha", 1) != 1:
             raise _Misfit("chain_form", "a scale of another form stands before it")
-        return _number(call.args["other"]), True, call.args["self"]
+        return chain.number(call.args["other"]), True, call.args["self"]
     if name == "clamp" and call.args["max"] is not None:
         raise _Misfit("chain_form", "the scale is bounded above as well")
-    return _number(call.args["min"]), False, call.args["self"]
+    return chain.number(call.args["min"]), False, call.args["self"]
 
 
 def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
@@ -502,12 +514,6 @@ def _both(call: Call) -> Iterator[tuple[Node, Node]]:
     if isinstance(left, Node) and isinstance(right, Node) and call.args.get("alpha", 1) == 1:
         yield left, right
         yield right, left
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, (int, float)):
-        raise _Misfit("learned_scale", "one of its constants is computed")
-    return float(value)
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

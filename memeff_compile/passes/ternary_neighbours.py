@@ -27,14 +27,14 @@ class Entering:
         source: What goes in: x, or the gate where `up` is given.
         up: The other factor of a squared-ReLU gate, or None.
         norm: The weight of an RMS norm, or None.
-        eps: of the norm.
+        eps: of the norm, as the graph has it: a number, or a node for one.
         chain: Nodes from the linear's input back, the input first.
     """
 
     source: Node
     up: Node | None = None
     norm: Node | None = None
-    eps: float = 0.0
+    eps: Any = 0.0
     chain: tuple[Node, ...] = ()
 
 
@@ -59,7 +59,7 @@ def read_entering(node: Node, users: Sequence[Node]) -> Entering:
     return found
 
 
-def _norm(node: Node) -> tuple[Node, Node, float, list[Node]] | None:
+def _norm(node: Node) -> tuple[Node, Node, Any, list[Node]] | None:
     """Read `weight * (x.float() * rsqrt(mean(x ** 2) + eps)).to(x.dtype)`."""
     value = compat.example_value(node)
     for weight, normed in _factors(node):
@@ -78,7 +78,7 @@ def _norm(node: Node) -> tuple[Node, Node, float, list[Node]] | None:
     return None
 
 
-def _inverse_root(node: Node, source: Node, chain: list[Node]) -> float | None:
+def _inverse_root(node: Node, source: Node, chain: list[Node]) -> Any:
     """Read `rsqrt(source.float().pow(2).mean(-1, keepdim=True) + eps)`; return eps."""
     root = read_one(node)
     if root is None or root.op is not aten.rsqrt.default:
@@ -87,9 +87,9 @@ def _inverse_root(node: Node, source: Node, chain: list[Node]) -> float | None:
     sum_ = read_one(total)
     if sum_ is None or _name(sum_) != "add" or sum_.args.get("alpha", 1) != 1:
         return None
-    mean, eps = sum_.args["self"], compat.known_number(sum_.args["other"])
+    mean, eps = sum_.args["self"], sum_.args["other"]
     reduced = read_one(mean) if isinstance(mean, Node) else None
-    if reduced is None or _name(reduced) != "mean" or eps is None:
+    if reduced is None or _name(reduced) != "mean" or compat.known_number(eps) is None:
         return None
     squared = reduced.args["self"]
     axes, rank = reduced.args.get("dim"), compat.example_value(squared).dim()
@@ -100,7 +100,7 @@ def _inverse_root(node: Node, source: Node, chain: list[Node]) -> float | None:
     if base is None or compat.example_value(squared).dtype != torch.float32:
         return None
     chain += [node, total, mean, squared]
-    return float(eps) if _without_cast(base, chain) is source else None
+    return eps if _without_cast(base, chain) is source else None
 
 
 def _gate(node: Node) -> tuple[Node, Node, list[Node]] | None:

@@ -17,6 +17,7 @@ from memeff_compile.kernels.ternary_linear import (
     ternary_linear_quantize,
     tiles,
 )
+from memeff_compile.kernels.ternary_linear.quantizer import Entry
 from memeff_compile.kernels.ternary_linear.shapes import TileShapes, VectorShapes
 
 pytestmark = pytest.mark.gpu
@@ -144,6 +145,52 @@ def test_few_tokens_give_the_bits_of_many(shapes: VectorShapes) -> None:
             assert torch.equal(
                 many, plain.product(*codes, weight, scale, added, is_step=False, **settings)
             )
+
+
+@pytest.mark.parametrize("kind", ["int8", "topk8"])
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("has_up", [False, True], ids=["norm", "gate and norm"])
+def test_gates_norms_and_sums_have_the_bits_of_pytorch(
+    has_up: bool, tokens: int, kind: str
+) -> None:
+    """Sums of squares are exact in any order here: small multiples of a quarter."""
+    x = draw(tokens, 4096).mul(4).round().clamp(-8, 8).div(4)
+    up = torch.ones_like(x) if has_up else None
+    norm, added = draw(4096, seed=3), draw(tokens, 200, seed=4)
+    weights, scale = packed(200, 4096), torch.full((), 33.3, device="cuda")
+    around = (up, norm, 1e-6, added)
+    details = (False, kind, 1e-5, False, False, False)
+    arguments = (x, [weights], [scale], [None], torch.bfloat16, *details, *around)
+    (found,) = ternary_linear(*arguments)
+    (early,) = ternary_linear(*arguments, True)
+    entering = reference.enter(x, Entry(up, norm, 1e-6))
+    (apart,) = ternary_linear(entering, [weights], [scale], [None], torch.bfloat16, *details)
+    assert torch.equal(found, added + apart)
+    assert torch.equal(found, early)
+
+
+def test_kernels_that_start_early_wait_for_what_they_read() -> None:
+    """A chain of calls, each of which reads what the one before writes, in a CUDA graph."""
+    norm = torch.ones(2048, device="cuda", dtype=torch.bfloat16)
+    weights, scale = [packed(2048, 2048, n) for n in range(8)], torch.full((), 9.0, device="cuda")
+
+    def run(x: Tensor, *, is_early: bool) -> Tensor:
+        x = x + 1
+        for weight in weights * 4:
+            details = (False, "int8", 1e-5, False, False, False, None, norm, 1e-6, x, is_early)
+            (x,) = ternary_linear(x, [weight], [scale], [None], torch.bfloat16, *details)
+        return x
+
+    x = draw(1, 2048)
+    wanted = run(x, is_early=False)
+    assert torch.equal(run(x, is_early=True), wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(x, is_early=True)
+    for _ in range(20):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 300])

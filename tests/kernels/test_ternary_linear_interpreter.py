@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.ternary_linear import KINDS, Quantizer, plain, reference, tiles
+from memeff_compile.kernels.ternary_linear.quantizer import Entry
 from memeff_compile.kernels.ternary_linear.shapes import TileShapes, VectorShapes
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty")]
@@ -82,6 +83,32 @@ def test_few_tokens_have_the_bits_of_many(count: int) -> None:
         )
         for got, weight, bias in zip(found, weights, biases, strict=True):
             assert_same(got, plain.product(*tokens, weight, scale, bias, is_step=False, **settings))
+
+
+ENTRIES = {
+    "norm": lambda: Entry(None, torch.rand(300) + 0.5, 1e-6),
+    "gate": lambda: Entry(torch.randn(3, 300)),
+    "gate and norm": lambda: Entry(torch.randn(3, 300), torch.rand(300) + 0.5, 1e-6),
+}
+
+
+@pytest.mark.parametrize("case", list(ENTRIES))
+def test_gates_norms_and_sums_are_those_of_the_reference(case: str) -> None:
+    """The mean of a norm is summed in another order, so that a code may be the next one."""
+    x, entry, quantizer = draw(3, 300), ENTRIES[case](), Quantizer()
+    got, wanted = tiles.quantize(x, quantizer, entry), plain.quantize(x, quantizer, entry)
+    assert int((got[0].int() - wanted[0].int()).abs().max()) <= 1
+    assert float((got[0] != wanted[0]).float().mean()) < 1e-2
+    torch.testing.assert_close(got[1], wanted[1], rtol=1e-5, atol=0)
+    weights, scale, added = packed(24, 300), torch.tensor(1.7), torch.randn(3, 24)
+    settings = {"dtype": torch.float32, "weight_is_step": False, "added": added}
+    few = tiles.vectors(
+        x, [weights], [scale], [None], quantizer, entry, shapes=VectorShapes(8, 4), **settings
+    )[0]
+    for shapes in (TileShapes(16, 32, 32, 4, 2), TileShapes(16, 16, 32, 4, 2, 3)):
+        many = tiles.product(*got, weights, scale, None, is_step=False, shapes=shapes, **settings)
+        assert_same(few, many)
+    assert_same(few, plain.product(*got, weights, scale, None, is_step=False, **settings))
 
 
 def test_operands_of_the_backward_have_the_bits_of_the_reference() -> None:

@@ -60,7 +60,7 @@ def _compile(
             signature[argument] = kinds.get(argument, default)
             hints[(place,)] = [["tt.divisibility", 16]]
         else:
-            signature[argument] = "fp32" if argument.startswith("eps") else "i32"
+            signature[argument] = "fp32" if "eps" in argument else "i32"
             if argument in DIVISIBLE:
                 hints[(place,)] = [["tt.divisibility", 16]]
     return triton.compile(
@@ -88,7 +88,12 @@ def _quantizer(kind: str, *, is_step: bool = False, is_native: bool = False) -> 
         "WEIGHT_IS_STEP": False,
         "DTYPE": tl.bfloat16 if is_native else tl.float32,
         "IS_CHAINED": False,
+        **_neighbours(is_on=False),
     }
+
+
+def _neighbours(*, is_on: bool) -> dict[str, bool]:
+    return dict.fromkeys(("HAS_UP", "HAS_NORM", "HAS_ADDED", "IS_EARLY"), is_on)
 
 
 def _vectors(
@@ -100,9 +105,11 @@ def _vectors(
     tokens: int = 1,
     group: int = 1,
     is_native: bool = False,
+    has_neighbours: bool = False,
 ) -> Any:
     constants = {
         **_quantizer(kind, is_native=is_native),
+        **_neighbours(is_on=has_neighbours),
         "HAS_BIAS_A": False,
         "HAS_BIAS_B": True,
         "HAS_BIAS_C": False,
@@ -171,6 +178,18 @@ def test_the_kernel_for_few_tokens_compiles_within_the_limits(
 
 
 @pytest.mark.parametrize(
+    ("words", "rows", "tokens"), [(1024, 3200, 1), (256, 3200, 1), (1024, 3200, 4)], ids=str
+)
+def test_a_gate_a_norm_and_a_sum_fit_into_the_kernel_for_few_tokens(
+    words: int, rows: int, tokens: int, tmp_path: Path
+) -> None:
+    shapes = vector_shapes(words, rows, tokens, 132)
+    kernel = _vectors(90, "int8", shapes, words, tokens=tokens, has_neighbours=True)
+    ptx = _check(kernel, 90, tmp_path, stack=16 if tokens == 4 else 0)
+    assert ptx.index("ld.global.v4") < ptx.index("griddepcontrol.wait"), "weights wait for tokens"
+
+
+@pytest.mark.parametrize(
     ("tokens", "rows"), [(16, 14336), (16, 4096), (48, 14336), (256, 14336), (4096, 14336)]
 )
 @pytest.mark.parametrize("capability", list(SHARED_LIMITS))
@@ -196,8 +215,10 @@ def test_weights_can_be_asked_for_while_tokens_are_quantised(
 def test_quantisers_compile_without_spills(kind: str, tmp_path: Path) -> None:
     constants = {**_quantizer(kind, is_native=True), "COLUMNS": 16384}
     kinds = {"codes_ptr": "*i32"}
-    kernel = _compile("_ternary_quantize_kernel", 90, "bf16", constants, 16, kinds)
-    _check(kernel, 90, tmp_path)
+    for is_on in (False, True):
+        given = {**constants, **_neighbours(is_on=is_on)}
+        kernel = _compile("_ternary_quantize_kernel", 90, "bf16", given, 16, kinds)
+        _check(kernel, 90, tmp_path)
 
 
 @pytest.mark.usefixtures("sizes_of_one")

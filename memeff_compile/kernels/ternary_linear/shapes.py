@@ -25,6 +25,8 @@ class VectorShapes:
 class TileShapes:
     """A launch on tensor cores: tokens, rows and bytes of weights per tile, warps and stages.
 
+    `group` tiles of rows, one after the other, share a tile of tokens in cache.
+
     With `prefetches`, a program asks for all its weights while the tokens are being quantised; what
     that gains has not been measured, and `tile_shapes` does not choose it.
     """
@@ -36,6 +38,7 @@ class TileShapes:
     stages: int
     splits: int = 1
     prefetches: bool = False
+    group: int = 8
 
 
 def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:

@@ -356,7 +356,7 @@ def product(
             ROWS=shapes.rows,
             TOKENS=shapes.tokens,
             BYTES=shapes.bytes,
-            GROUP=8,
+            GROUP=shapes.group,
             STAGES=shapes.stages,
             IS_EVEN=width % shapes.bytes == 0,
             IS_PART=splits > 1,
