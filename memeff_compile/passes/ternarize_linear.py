@@ -498,7 +498,8 @@ FIRST_NEIGHBOUR = 6 + len(op_folder.Quantizer().arguments())
 def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:
     """Return the sum behind the one result of one call, if what is added is there in time."""
     items = list(nodes[0].users)
-    if len(nodes) > 1 or len(items) != 1 or len(nodes[0].args[1]) != 1:
+    packed: Any = nodes[0].args[1]
+    if len(nodes) > 1 or len(items) != 1 or len(packed) != 1:
         return None
     found = read_added(items[0])
     if found is None or info.positions[found[1]] > info.positions[nodes[0]]:
@@ -564,7 +565,8 @@ def _sentence_of_calls(match: Calls) -> str:
 
 def _weights(nodes: Sequence[Node]) -> list[Node]:
     """Return packed weights, scales and biases of calls."""
-    given = [operand for node in nodes for held in node.args[1:4] for operand in held]
+    lists: list[Any] = [held for node in nodes for held in node.args[1:4]]
+    given = [operand for held in lists for operand in held]
     return [operand for operand in given if isinstance(operand, Node)]
 
 

@@ -343,6 +343,142 @@ def test_packed_linears_of_one_input_become_one_call() -> None:
     assert memeff_compile.graphs()[-1].after.count("memeff.ternary_linear(") == 3  # of 4
 
 
+class Normed(nn.Module):
+    """A norm, a squared-ReLU gate with a norm inside, and the residual, around packed linears."""
+
+    def __init__(
+        self, width: int = 32, inner: int = 48, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.enter = nn.Linear(20, width)
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+        self.before, self.inside = (nn.Parameter(torch.rand(n) + 0.5) for n in (width, inner))
+        self.eps = 1e-5
+        self.to(dtype)
+        memeff_compile.ternarize_(self, skip=["enter"])
+        memeff_compile.pack_ternary_(self)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return weight * wide.to(x.dtype)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.square(F.relu(self.gate(x))) * self.up(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x)) + 1
+        inner = self.middle(self.norm(x, self.before))
+        return x + self.down(self.norm(inner, self.inside))
+
+
+def neighbours_of(model: nn.Module, x: Tensor, **settings: Any) -> list[set[str]]:
+    """Compile for a GPU, compare with eager, and name what each call has taken in."""
+    function = torch.compile(model, backend="memeff", options=OPTIONS, **settings)
+    with torch.no_grad(), planned_for(torch.device("cuda", 0)):
+        found = function(x)
+        with eagerly():
+            torch.testing.assert_close(found, model(x), rtol=1e-6, atol=1e-6)
+    calls = [
+        line
+        for line in memeff_compile.graphs()[-1].after.splitlines()
+        if ".ternary_linear(" in line
+    ]
+    return [{name for name in ("up", "norm", "added") if f"{name}=" in call} for call in calls]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_norms_and_sums_join_the_calls_on_packed_weights(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 20).to(dtype)
+    assert neighbours_of(Normed(dtype=dtype), x) == [{"norm"}, {"up", "norm", "added"}]
+    assert outcome() == [("rewrote", 2), ("rewrote", 1)]
+    assert "gates, normalises, quantises the input and adds" in records()[1].sentence
+
+
+def test_an_epsilon_that_is_a_symbol_joins_and_may_change() -> None:
+    model, x = Normed(), torch.randn(3, 20)
+    for eps in (1e-5, 0.5):
+        model.eps = eps
+        found = neighbours_of(model, x, dynamic=True)
+        assert found == [{"norm"}, {"up", "norm", "added"}]
+
+
+class Shown(Normed):
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.enter(x)) + 1
+        normed = self.norm(x, self.before)
+        out = self.down(self.norm(self.middle(normed), self.inside))
+        return x + out, normed, out * 2
+
+
+class Written(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x)) + 1
+        normed = self.norm(x, self.before)
+        x.mul_(2)
+        inner = self.norm(self.middle(normed), self.inside)
+        out = self.down(inner)
+        x.add_(1)
+        return x + out
+
+
+class Otherwise(Normed):
+    """Another norm, another gate, and something added twice or not in full."""
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return weight * (x * torch.rsqrt(x.abs().mean(-1, keepdim=True) + self.eps))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return F.relu(self.gate(x)) ** 3 * self.up(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x)) + 1
+        inner = self.middle(self.norm(x, self.before))
+        return torch.add(x, self.down(self.norm(inner, self.inside)), alpha=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Shown, [set(), {"up", "norm"}]),  # also read elsewhere
+        (Written, [set(), {"up", "norm"}]),
+        (Otherwise, [set(), set()]),
+    ],
+)
+def test_neighbours_that_do_not_fit_stay_where_they_are(
+    kind: type[Normed], expected: list[set[str]]
+) -> None:
+    assert neighbours_of(kind(), torch.randn(3, 20)) == expected
+
+
+def test_without_a_kernel_neighbours_stay_with_the_compiler() -> None:
+    with torch.no_grad():
+        compiled(Normed())(torch.randn(3, 20))
+    assert "norm=" not in memeff_compile.graphs()[-1].after
+
+
+class Adjustable(Detached):
+    """An epsilon that is an attribute: a symbol where everything is dynamic."""
+
+    eps = 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 127.0 / x.abs().amax(-1, keepdim=True).clamp(min=self.eps)
+        quantized = (x * scale).round().clamp(-128, 127) / scale
+        w = self.weight
+        return F.linear(x + (quantized - x).detach(), w + (self.weights(w) - w).detach(), self.bias)
+
+
+def test_an_epsilon_that_is_a_symbol_is_read_and_compiled_anew_when_it_changes() -> None:
+    layer, x = Adjustable(20, 8), torch.randn(3, 20)
+    function = torch.compile(layer, backend="memeff", options=OPTIONS, dynamic=True)
+    for eps in (1e-5, 4.0):
+        layer.eps = eps
+        assert error(function(x).detach(), layer(x).detach()) < 2e-6
+        assert outcome()[-1] == ("rewrote", 1)
+
+
 def test_a_write_between_two_linears_keeps_them_apart() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         x = x * 1
