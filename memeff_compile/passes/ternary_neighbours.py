@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from .. import compat
 from .canonical import Call, aten, read_one
+from .repeated_heads import same_shape
 from .ternary_chains import other_user
 
 
@@ -64,7 +65,8 @@ def _norm(node: Node) -> tuple[Node, Node, Any, list[Node]] | None:
     value = compat.example_value(node)
     for weight, normed in _factors(node):
         held = compat.example_value(weight)
-        if weight.op not in ("placeholder", "get_attr") or held.shape != value.shape[-1:]:
+        is_given = weight.op in ("placeholder", "get_attr")
+        if not is_given or not same_shape(held.shape, value.shape[-1:]):
             continue
         chain = [node]
         scaled = _without_cast(normed, chain)
@@ -111,7 +113,7 @@ def _gate(node: Node) -> tuple[Node, Node, list[Node]] | None:
         if base is None or active is None or active.op is not aten.relu.default:
             continue
         values = [compat.example_value(n) for n in (active.args["self"], up, node)]
-        if len({(tuple(v.shape), v.dtype) for v in values}) == 1:
+        if _are_alike(values):
             return active.args["self"], up, [node, left, base]
     return None
 
@@ -139,6 +141,12 @@ def _factors(node: Node) -> list[tuple[Node, Node]]:
     if not isinstance(left, Node) or not isinstance(right, Node):
         return []
     return [(left, right), (right, left)]
+
+
+def _are_alike(values: Sequence[torch.Tensor]) -> bool:
+    """Return whether tensors have one shape and dtype, for certain."""
+    first, *others = values
+    return all(v.dtype == first.dtype and same_shape(v.shape, first.shape) for v in others)
 
 
 def _name(call: Call) -> str:
@@ -171,9 +179,7 @@ def read_added(item: Node) -> tuple[Node, Node] | None:
     if not isinstance(other, Node) or other is item:
         return None
     values = [compat.example_value(node) for node in (item, other, users[0])]
-    if len({(tuple(v.shape), v.dtype) for v in values}) != 1:
-        return None
-    return users[0], other
+    return (users[0], other) if _are_alike(values) else None
 
 
 # --- what ran before ------------------------------------------------------------------------------
