@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -111,7 +111,11 @@ def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> st
 def _require(condition: bool, op: str, sentence: Callable[[], str]) -> None:
     """Raise unless a condition holds; the sentence is only made where it is needed."""
     if not condition:
-        raise UnsupportedInputError(f"{op}: {sentence()}")
+        _refuse(op, sentence())
+
+
+def _refuse(op: str, sentence: str) -> NoReturn:
+    raise UnsupportedInputError(f"{op}: {sentence}")
 
 
 def _require_kind(op: str, kind: str) -> None:
@@ -151,13 +155,10 @@ def _require_packed(op: str, packed: Tensor, scale: Tensor, columns: int, like: 
         ),
     )
     for name, tensor in (("packed", packed), ("its scale", scale)):
-        _require(
-            tensor.device == like.device,
-            op,
-            lambda name=name, tensor=tensor: (
-                f"x is on {like.device} and {name} on {tensor.device}; move them to one device."
-            ),
-        )
+        if tensor.device != like.device:
+            _refuse(
+                op, f"x is on {like.device} and {name} on {tensor.device}; move them to one device."
+            )
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
@@ -488,15 +489,11 @@ def _check_product(
         zip(weight, packed, weight_scale, strict=True)
     ):
         sentence = supports(x, dense, added.get(place))
-        _require(sentence is None, op, lambda sentence=sentence: str(sentence))
+        if sentence is not None:
+            _refuse(op, sentence)
         _require_packed(op, held, by_weight, x.shape[-1], x)
-        _require(
-            held.shape[0] == dense.shape[0],
-            op,
-            lambda held=held, dense=dense: (
-                f"packed has {held.shape[0]} rows and the weight {dense.shape[0]}."
-            ),
-        )
+        if held.shape[0] != dense.shape[0]:
+            _refuse(op, f"packed has {held.shape[0]} rows and the weight {dense.shape[0]}.")
     _require(
         codes.dtype == torch.int8 and codes.dim() == 3 and scale.dim() == 1,
         op,
@@ -669,7 +666,9 @@ def _backward(ctx: Any, grad: list[Tensor]) -> tuple[Any, ...]:  # noqa: ANN401
         for place, its in zip(ctx.biased, added_kinds, strict=True)
     ]
     nothing = [None] * count
-    places = None if ctx.biased else []  # as autograd takes an empty list for one of tensors
+    places: list[Any] | None = (
+        None if ctx.biased else []
+    )  # as autograd takes an empty list for one of tensors
     settings = (None,) * (len(needs) - 9)  # fewer where those at the end have their defaults
     return grad_x, grad_weight, None, None, None, nothing, nothing, of_added, places, *settings
 

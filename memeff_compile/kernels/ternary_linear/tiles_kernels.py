@@ -70,16 +70,23 @@ def _scale_of_token(
 def _larger_half(x, kept, LOW_BIT: tl.constexpr):
     """Set to zero what is smaller than the `kept` largest absolute values.
 
-    The bits of the least value that stays are found from the top down, by counting.
+    The bits of the least value that stays are found from the top down, two at a time: one sum has
+    the counts for all three of their values.
     """
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     least = tl.full((), 0, tl.int32)
-    bit = tl.full((), 1 << 30, tl.int32)
-    for _ in range(31 - LOW_BIT):
-        higher = least | bit
-        count = tl.sum((bits >= higher).to(tl.int32), axis=0)
-        least = tl.where(count >= kept, higher, least)
-        bit = bit >> 1
+    for step in tl.static_range((31 - LOW_BIT) // 2):
+        one = least | (1 << (29 - 2 * step))
+        two = least | (2 << (29 - 2 * step))
+        three = one | two
+        counts = (bits >= one).to(tl.int64) + ((bits >= two).to(tl.int64) << 21)
+        total = tl.sum(counts + ((bits >= three).to(tl.int64) << 42), axis=0)
+        least = tl.where((total & 0x1FFFFF) >= kept, one, least)
+        least = tl.where(((total >> 21) & 0x1FFFFF) >= kept, two, least)
+        least = tl.where((total >> 42) >= kept, three, least)
+    if (31 - LOW_BIT) % 2 == 1:
+        one = least | (1 << LOW_BIT)
+        least = tl.where(tl.sum((bits >= one).to(tl.int32), axis=0) >= kept, one, least)
     return tl.where(bits >= least, x, 0.0)
 
 
