@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -126,6 +128,16 @@ class PackedTernaryLinear(nn.Module):
         self.register_buffer("packed", packed)
         self.register_buffer("weight_scale", weight_scale.detach().float().reshape(()))
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        """Say what to do instead where a model reads the weight past the linear."""
+        if name == "weight":
+            raise AttributeError(
+                "A packed ternary linear has no weight in full precision, and this model reads it "
+                "past the linear, as T5 does to learn its dtype. Leave such linears dense: name "
+                "them in ternarize_(model, skip=[...]) before packing."
+            )
+        return super().__getattr__(name)
 
     def _apply(self, fn: object, recurse: bool = True) -> PackedTernaryLinear:
         """Move with the model, but keep the scale in float32 when the model is cast."""

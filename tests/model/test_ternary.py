@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import memeff_compile
 from memeff_compile.errors import OptionError, UnsupportedInputError
+from memeff_compile.kernels._triton.device import planned_for
 from memeff_compile.model import PackedTernaryLinear, TernaryLinear, TernaryStages
 from tests.support.ternary_layers import Block, Detached, tiny_bitnet, tokens_int8, weights
 
@@ -265,6 +267,43 @@ def test_an_online_bitnet_model_is_packed_and_compiles() -> None:
         compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "aot_eager"})
         assert error(compiled(input_ids=ids).logits, wanted) < 1e-5
     assert sum(isinstance(m, PackedTernaryLinear) for m in model.modules()) == 14
+
+
+@pytest.mark.slow
+def test_a_packed_model_says_the_same_512_tokens() -> None:
+    """Greedy, in float32, one token at a time: eager and dense, and packed on a static cache."""
+    from transformers import StaticCache
+
+    eager = tiny_bitnet().eval()
+    packed = memeff_compile.pack_ternary_(copy.deepcopy(eager))
+    options = {"memeff.inner": "aot_eager"}
+    compiled = torch.compile(packed, backend="memeff", options=options)
+    prompt = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
+    said: list[list[int]] = []
+    with torch.no_grad(), planned_for(torch.device("cuda", 0)):
+        for call, is_eager in ((eager, True), (compiled, False)):
+            config = eager.config
+            cache = None if is_eager else StaticCache(config=config, max_cache_len=600)
+            ids, tokens = prompt, []
+            for _ in range(512):
+                with eagerly() if is_eager else contextlib.nullcontext():
+                    out = call(input_ids=ids, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                ids = out.logits[:, -1:].argmax(-1)
+                tokens.append(int(ids))
+            said.append(tokens)
+    assert len(set(said[0])) > 8, "the model says one thing"
+    assert said[0] == said[1]
+    assert memeff_compile.last_report().rewrites("ternarize_linear") > 0
+
+
+def test_reading_the_weight_of_a_packed_linear_names_the_way_out() -> None:
+    model = memeff_compile.pack_ternary_(memeff_compile.ternarize_(Attention()))
+    assert not hasattr(model.q_proj, "weight")
+    with pytest.raises(AttributeError, match="skip"):
+        _ = model.q_proj.weight
+    with pytest.raises(AttributeError, match="other"):
+        _ = model.q_proj.other
 
 
 def stored_layers() -> tuple[nn.Module, nn.Module, Tensor]:

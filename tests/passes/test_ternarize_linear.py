@@ -307,6 +307,29 @@ def test_off_and_skip_leave_linears_alone() -> None:
     assert sorted(outcome()) == [("rewrote", 1), ("rewrote", 1), ("skipped", 1)]
 
 
+@pytest.mark.parametrize("layer", [Detached, WithoutGrad, ByFunction])
+def test_twenty_steps_of_each_way_to_train_track_eager(layer: type[nn.Linear]) -> None:
+    """Detached differences, rounding under no_grad, an autograd Function; clipped codes included."""
+    x, target = torch.randn(24, 20), torch.randn(24, 20)
+    eager = Block(layer)
+    with torch.no_grad():
+        eager.gate.weight[0] *= 30  # far beyond the last code
+    ours = copy.deepcopy(eager)
+    losses: list[list[float]] = []
+    for model, call in ((eager, eager), (ours, compiled(ours))):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses.append([])
+        for _ in range(20):
+            loss = (call(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(loss.detach()))
+    assert losses[0][-1] < losses[0][0] - 0.1, "nothing was learned"
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-3
+    assert outcome() == [("rewrote", 2), ("rewrote", 1)]
+
+
 @pytest.mark.slow
 def test_twenty_steps_of_a_bitnet_model_track_eager() -> None:
     ids = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(0))
