@@ -23,6 +23,7 @@ from .. import compat
 from ..kernels.ternary_linear import KINDS, Quantizer
 from .canonical import PREVIOUS, Call, aten, read, read_one
 from .graph_info import node_name
+from .ternary_masks import read_larger_half
 
 _STEPS = 16
 """Nodes looked back over when asking whether something rounds on the way."""
@@ -177,7 +178,7 @@ def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None
 def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
     """Read the chain inside an estimator: it has to start from what the estimator adds back."""
     end = _without_casts(chain, quantized)
-    found, quantizer, is_weight = _fake_quantized(chain, end)
+    found, quantizer, is_weight = _fake_quantized(chain, end, source)
     if not _is_same(found, source):
         raise _Misfit(
             "other_source",
@@ -261,8 +262,47 @@ def _hands_gradient_on(graph: Any) -> bool:
 # --- the chain itself -----------------------------------------------------------------------------
 
 
-def _fake_quantized(chain: _Chain, end: Node) -> tuple[Node, Quantizer, bool]:
-    """Read `clamp(round(x * s)) / s`; return x, how, and whether it is a weight."""
+def _fake_quantized(
+    chain: _Chain, end: Node, wanted: Node | None = None
+) -> tuple[Node, Quantizer, bool]:
+    """Read `clamp(round(x * s)) / s`; return x, how, and whether it is a weight.
+
+    The larger half may be kept alone, before or after; not before, where x as masked is `wanted`.
+    """
+    kept, end = _without_mask(chain, end)
+    source, how, is_weight = _rounded_and_scaled_back(chain, end)
+    if kept is None and (wanted is None or not _is_same(source, wanted)):
+        kept, source = _without_mask(chain, source)
+    if kept is None:
+        return source, how, is_weight
+    if is_weight or how.kind != "int8":
+        raise _Misfit("unknown_range", "the larger half is kept of something else than INT8 tokens")
+    if not _is_same(_without_casts(chain, source), _without_casts(chain, kept)):
+        raise _Misfit("other_source", "the half that is kept is that of another tensor")
+    return source, replace(how, kind="topk8"), False
+
+
+def _without_mask(chain: _Chain, node: Node) -> tuple[Node | None, Node]:
+    """Read `x * mask` or `where(mask, x, 0)`: return what the mask of its half is of, and x."""
+    call = read_one(node)
+    pairs: list[tuple[Any, Any]] = []
+    if call is not None and call.op is aten.where.ScalarOther and call.args["other"] == 0:
+        pairs = [(call.args["condition"], call.args["self"])]
+    elif call is not None and _base(call) == "mul":
+        operands = (call.args["self"], call.args["other"])
+        pairs = [operands, operands[::-1]]
+    for mask, value in pairs:
+        if not isinstance(mask, Node) or not isinstance(value, Node):
+            continue
+        found = read_larger_half(mask)
+        if found is not None:
+            for part in (node, *found[1]):
+                chain.take(part)
+            return found[0], value
+    return None, node
+
+
+def _rounded_and_scaled_back(chain: _Chain, end: Node) -> tuple[Node, Quantizer, bool]:
     outer = _one(end, ("div", "mul"), "codes that are scaled back")
     chain.take(end)
     is_step = _base(outer) == "mul"
@@ -560,9 +600,18 @@ def _requires_grad(node: Node) -> bool:
 
 
 def _require_no_other_users(chain: list[Node], end: Node) -> None:
-    user = other_user(chain, end)
-    if user is not None:
-        raise _Misfit("chain_reused", f"`{node_name(user)}` also uses a value of the chain")
+    """Require that nobody inside a body uses a value of its chain; results do not count.
+
+    Dynamo returns every value of a forward beside the first, and nobody reads them: the call has
+    one user.
+    """
+    inside = set(chain) | {end}
+    for node in chain:
+        for user in node.users if node is not end else ():
+            is_item = user.target is operator.getitem
+            is_result = is_item and all(after.op == "output" for after in user.users)
+            if user not in inside and user.op != "output" and not is_result:
+                raise _Misfit("chain_reused", f"`{node_name(user)}` also uses a value of the chain")
 
 
 def other_user(chain: list[Node] | tuple[Node, ...], end: Node) -> Node | None:

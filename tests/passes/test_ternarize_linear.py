@@ -25,8 +25,10 @@ from memeff_compile.report import Record
 from tests.support.ternary_layers import (
     LAYERS,
     Block,
+    ByFunction,
     Detached,
     Plain,
+    WithoutGrad,
     online_layer,
     tiny_bitnet,
     tokens_int8,
@@ -364,6 +366,54 @@ def test_packed_linears_of_one_input_become_one_call() -> None:
         assert torch.equal(compiled(model)(x), wanted)
     assert outcome() == [("rewrote", 2)]
     assert memeff_compile.graphs()[-1].after.count("memeff.ternary_linear(") == 3  # of 4
+
+
+def half(x: Tensor, share: int = 2) -> Tensor:
+    size = x.abs()
+    return size >= size.topk(x.shape[-1] // share, dim=-1).values[..., -1:]
+
+
+def halved_after(x: Tensor) -> Tensor:
+    return tokens_int8(x) * half(x).to(x.dtype)
+
+
+def halved_before(x: Tensor) -> Tensor:
+    return tokens_int8(torch.where(half(x), x, 0.0))
+
+
+def halved_wide(x: Tensor) -> Tensor:
+    wide = x.float()
+    return (tokens_int8(wide) * half(wide)).to(x.dtype)
+
+
+HALVES = [halved_after, halved_before, halved_wide]
+
+
+@pytest.mark.parametrize("tokens", HALVES)
+def test_tokens_of_which_the_larger_half_is_kept_are_read(tokens: Callable[..., Any]) -> None:
+    layer = type("Halved", (Detached,), {"tokens": staticmethod(tokens)})
+    assert_like_eager(Block(layer), torch.randn(3, 5, 20))
+    assert outcome() == [("rewrote", 2), ("rewrote", 1)]
+    assert "top 50 %" in records()[0].sentence
+
+
+def test_a_mask_with_a_gradient_of_its_own_stays_in_the_graph() -> None:
+    class Masked(Detached):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.where(half(x), x, 0.0))
+
+    assert_like_eager(Block(Masked), torch.randn(3, 20))
+    assert sum(sites for code, sites in outcome() if code == "rewrote") == 3
+    assert "INT8 absmax" in records()[0].sentence
+
+
+@pytest.mark.parametrize("share", [4, 1])
+def test_another_share_than_half_is_left_alone(share: int) -> None:
+    def tokens(x: Tensor) -> Tensor:
+        return tokens_int8(x) * half(x, share)
+
+    compiled(Block(type("Less", (Detached,), {"tokens": staticmethod(tokens)})))(torch.randn(3, 20))
+    assert not [code for code, _ in outcome() if code == "rewrote"]
 
 
 class Normed(nn.Module):
