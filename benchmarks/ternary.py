@@ -272,7 +272,10 @@ def measure_step(options: argparse.Namespace) -> None:
         "peak_gib": round(peak / 2**30, 3),
         "weights_gib": round(sum(p.nbytes for p in model.parameters()) / 2**30, 3),
         "compile_s": round(compiling, 1),
+        "ternarized": 0,
     }
+    if options.backend != "inductor":
+        row["ternarized"] = memeff_compile.last_report().rewrites("ternarize_linear")
     records.write(options.out, row)
 
 

@@ -17,6 +17,7 @@ from memeff_compile.kernels.ternary_linear import (
     ternary_linear_quantize,
     tiles,
 )
+from memeff_compile.kernels.ternary_linear import shapes as shapes_of
 from memeff_compile.kernels.ternary_linear.quantizer import Entry
 from memeff_compile.kernels.ternary_linear.shapes import TileShapes, VectorShapes
 
@@ -139,6 +140,10 @@ def test_few_tokens_give_the_bits_of_many(shapes: VectorShapes) -> None:
         settings = {"dtype": torch.bfloat16, "weight_is_step": False}
         found = tiles.vectors(x, weights, [scale] * 3, bias, quantizer, shapes=shapes, **settings)
         codes = tiles.quantize(x, quantizer)
+        coded = tiles.vectors(
+            x, weights, [scale] * 3, bias, quantizer, coded=codes, shapes=shapes, **settings
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, coded, strict=True))
         for got, weight, added in zip(found, weights, bias, strict=True):
             many = tiles.product(*codes, weight, scale, added, is_step=False, **settings)
             assert torch.equal(got, many)
@@ -169,8 +174,12 @@ def test_gates_norms_and_sums_have_the_bits_of_pytorch(
     assert torch.equal(found, early)
 
 
-def test_kernels_that_start_early_wait_for_what_they_read() -> None:
+@pytest.mark.parametrize("is_first", [False, True], ids=["in each program", "first"])
+def test_kernels_that_start_early_wait_for_what_they_read(
+    is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chain of calls, each of which reads what the one before writes, in a CUDA graph."""
+    monkeypatch.setattr(shapes_of, "CODES_FIRST", is_first)
     norm = torch.ones(2048, device="cuda", dtype=torch.bfloat16)
     weights, scale = [packed(2048, 2048, n) for n in range(8)], torch.full((), 9.0, device="cuda")
 

@@ -81,8 +81,12 @@ def test_few_tokens_have_the_bits_of_many(count: int) -> None:
         found = tiles.vectors(
             x, weights, [scale] * count, biases, quantizer, shapes=shapes, **settings
         )
-        for got, weight, bias in zip(found, weights, biases, strict=True):
+        coded = tiles.vectors(
+            x, weights, [scale] * count, biases, quantizer, shapes=shapes, coded=tokens, **settings
+        )
+        for got, same, weight, bias in zip(found, coded, weights, biases, strict=True):
             assert_same(got, plain.product(*tokens, weight, scale, bias, is_step=False, **settings))
+            assert_same(got, same)
 
 
 ENTRIES = {

@@ -12,6 +12,7 @@ from memeff_compile.kernels.ternary_linear.quantizer import KINDS
 from memeff_compile.kernels.ternary_linear.shapes import (
     TileShapes,
     VectorShapes,
+    coded_shapes,
     tile_shapes,
     vector_shapes,
 )
@@ -88,6 +89,7 @@ def _quantizer(kind: str, *, is_step: bool = False, is_native: bool = False) -> 
         "WEIGHT_IS_STEP": False,
         "DTYPE": tl.bfloat16 if is_native else tl.float32,
         "IS_CHAINED": False,
+        "IS_CODED": False,
         **_neighbours(is_on=False),
     }
 
@@ -106,10 +108,12 @@ def _vectors(
     group: int = 1,
     is_native: bool = False,
     has_neighbours: bool = False,
+    is_coded: bool = False,
 ) -> Any:
     constants = {
         **_quantizer(kind, is_native=is_native),
         **_neighbours(is_on=has_neighbours),
+        "IS_CODED": is_coded,
         "HAS_BIAS_A": False,
         "HAS_BIAS_B": True,
         "HAS_BIAS_C": False,
@@ -120,7 +124,8 @@ def _vectors(
         "WORDS": words,
         "BYTEWISE": False,
     }
-    return _compile("_ternary_vectors_kernel", capability, "bf16", constants, shapes.warps)
+    kinds = {"codes_ptr": "*i32"}
+    return _compile("_ternary_vectors_kernel", capability, "bf16", constants, shapes.warps, kinds)
 
 
 def _tiles(
@@ -187,6 +192,30 @@ def test_a_gate_a_norm_and_a_sum_fit_into_the_kernel_for_few_tokens(
     kernel = _vectors(90, "int8", shapes, words, tokens=tokens, has_neighbours=True)
     ptx = _check(kernel, 90, tmp_path)
     assert ptx.index("ld.global.v4") < ptx.index("griddepcontrol.wait"), "weights wait for tokens"
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "tokens", "group"),
+    [
+        (256, 9600, 1, 3),
+        (1024, 3200, 1, 1),
+        (256, 14336, 4, 1),
+        (512, 28672, 1, 1),
+        (256, 3200, 1, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_weights_come_before_tokens_that_were_quantised_already(
+    capability: int, words: int, rows: int, tokens: int, group: int, tmp_path: Path
+) -> None:
+    shapes = coded_shapes(words, rows, tokens, 132)
+    options = {"tokens": tokens, "group": group, "is_coded": True}
+    is_early = capability == 90
+    kernel = _vectors(capability, "int8", shapes, words, has_neighbours=is_early, **options)
+    ptx = _check(kernel, capability, tmp_path)
+    if is_early:
+        assert ptx.index("ld.global.v4") < ptx.index("griddepcontrol.wait"), "weights wait"
 
 
 @pytest.mark.parametrize(

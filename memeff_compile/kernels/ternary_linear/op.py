@@ -385,7 +385,12 @@ def _linear(
         entry = Entry(None if up is None else up.reshape(rows.shape), norm, norm_eps)
     flat = None if added is None else added.reshape(rows.shape[0], packed[0].shape[0])
     found: list[Tensor] = []
-    if engine.serves_vectors(rows.shape[0], quantizer):
+    if engine.serves_vectors(rows.shape[0]):
+        overlaps, coded = engine.chains(x.device), None
+        is_early = is_early and overlaps
+        if engine.codes_first(packed[0].shape[1], quantizer):
+            coded = engine.quantize(rows, quantizer, entry, is_chained=overlaps, is_early=is_early)
+            is_early, entry = overlaps, NO_ENTRY
         for start in range(0, len(packed), MAX_GROUP):
             group = slice(start, start + MAX_GROUP)
             found += engine.vectors(
@@ -398,7 +403,8 @@ def _linear(
                 dtype=dtype,
                 weight_is_step=weight_is_step,
                 added=flat,
-                is_early=is_early and engine.chains(x.device),
+                is_early=is_early and start == 0,
+                coded=coded,
             )
     else:
         is_chained = engine.chains(x.device)

@@ -9,9 +9,9 @@ from memeff_compile.kernels.ternary_linear import reference
 from memeff_compile.kernels.ternary_linear.quantizer import NO_ENTRY, Entry, Quantizer
 
 
-def serves_vectors(tokens: int, quantizer: Quantizer) -> bool:
+def serves_vectors(tokens: int) -> bool:
     """Return False: few tokens are quantised as many are."""
-    del tokens, quantizer
+    del tokens
     return False
 
 

@@ -62,6 +62,29 @@ def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> Vector
     return VectorShapes(high, warps, tiles)
 
 
+CODES_FIRST = True
+
+
+def quantizes_first(words: int) -> bool:
+    """Return whether up to four tokens of so many words are quantised by a kernel of their own."""
+    del words
+    return CODES_FIRST
+
+
+def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
+    """Return the launch for up to four tokens that are quantised already.
+
+    Args:
+        words, rows, tokens, processors: as in `vector_shapes`.
+    """
+    wide = 1 << (words - 1).bit_length()
+    warps = 8 if wide >= 256 else 4
+    high = max(2, min(32, 1024 * warps // wide) // (1 if tokens == 1 else 2))
+    while high > 4 and rows < 2 * high * processors:
+        high //= 2
+    return VectorShapes(high, warps)
+
+
 def tile_shapes(
     tokens: int, rows: int, width: int, processors: int, *, is_hopper: bool = True
 ) -> TileShapes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,21 +27,32 @@ from memeff_compile.kernels.ternary_linear.shapes import (
     MAX_VECTORS,
     TileShapes,
     VectorShapes,
+    coded_shapes,
+    quantizes_first,
     tile_shapes,
     vector_shapes,
 )
 
 
-def serves_vectors(tokens: int, quantizer: Quantizer) -> bool:
-    """Return whether tokens are quantised by the programs that multiply them.
+def serves_vectors(tokens: int) -> bool:
+    """Return whether these many tokens are multiplied without tensor cores."""
+    return tokens <= MAX_VECTORS
 
-    Up to four are; looking for the larger half of a token takes too long to do it in each program.
+
+def codes_first(words: int, quantizer: Quantizer) -> bool:
+    """Return whether up to four tokens are quantised by a kernel before the one that multiplies.
+
+    Else each program of the latter does it for itself, which saves a launch.
     """
-    return tokens <= MAX_VECTORS and not KINDS[quantizer.kind].keeps_half
+    return KINDS[quantizer.kind].keeps_half or quantizes_first(words)
 
 
 _LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Lowest bit that a number of this dtype has as float32."""
+
+
+Coded: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Codes, scales and sums, as `quantize` returns them."""
 
 
 def _power_of_two(size: int) -> int:
@@ -133,12 +144,17 @@ def _entering(x: Tensor, entry: Entry) -> dict[str, Any]:
 
 
 def quantize(
-    x: Tensor, quantizer: Quantizer, entry: Entry = NO_ENTRY, *, is_chained: bool = False
+    x: Tensor,
+    quantizer: Quantizer,
+    entry: Entry = NO_ENTRY,
+    *,
+    is_chained: bool = False,
+    is_early: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (M, 4, 4 * words) int8, scales (M,) float32 and sums (M,) int32.
 
-    With `is_chained` the next kernel of the stream, which has to be a chained `product`, may be
-    launched before this one has ended.
+    With `is_chained` the next kernel of the stream, which has to be a chained `product` or
+    `vectors`, may be launched before this one has ended; with `is_early` so may this one.
     """
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
 
@@ -161,14 +177,19 @@ def quantize(
             COLUMNS=block,
             **_entering(x, entry),
             IS_CHAINED=is_chained,
-            num_warps=_quantize_warps(block),
+            IS_EARLY=is_early,
+            num_warps=_quantize_warps(block, tokens),
+            **({"launch_pdl": True} if is_early else {}),
             **_settings(x, quantizer),
         )
     return codes, scale, sums
 
 
-def _quantize_warps(columns: int) -> int:
-    return max(1, min(16, columns // 512))
+def _quantize_warps(columns: int, tokens: int) -> int:
+    """Return warps per token: many where the next kernel waits for few tokens."""
+    if tokens <= MAX_VECTORS:
+        return max(1, min(16, columns // 512))
+    return max(1, min(16, max(4, columns // 1024), columns // 32))
 
 
 def chains(device: torch.device) -> bool:
@@ -188,12 +209,13 @@ def vectors(
     weight_is_step: bool,
     added: Tensor | None = None,
     is_early: bool = False,
+    coded: Coded | None = None,
     shapes: VectorShapes | None = None,
 ) -> list[Tensor]:
     """Multiply up to four tokens with up to three matrices, quantising on the way.
 
-    With `is_early` the kernel may start, and read weights, while the one before it in the stream is
-    still running.
+    With `coded` the tokens are quantised already. With `is_early` the kernel may start, and read
+    weights, while the one before it in the stream is still running.
     """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
     if any(len(kind) > 1 for kind in kinds):  # a launch knows one dtype of each
@@ -207,7 +229,8 @@ def vectors(
                 entry,
                 dtype=dtype,
                 weight_is_step=weight_is_step,
-                is_early=is_early,
+                is_early=is_early and i == 0,
+                coded=coded,
                 shapes=shapes,
             )
             for i in range(len(packed))
@@ -224,6 +247,7 @@ def vectors(
         weight_is_step=weight_is_step,
         added=added,
         is_early=is_early,
+        coded=coded,
         shapes=shapes,
     )
 
@@ -240,6 +264,7 @@ def _launch_vectors(
     weight_is_step: bool,
     added: Tensor | None,
     is_early: bool,
+    coded: Coded | None,
     shapes: VectorShapes | None,
 ) -> list[Tensor]:
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
@@ -250,7 +275,8 @@ def _launch_vectors(
     words = words_for(columns)
     count = [weight.shape[0] for weight in packed]
     if shapes is None:
-        shapes = vector_shapes(words, sum(count), tokens, processors(x.device))
+        choose = vector_shapes if coded is None else coded_shapes
+        shapes = choose(words, sum(count), tokens, processors(x.device))
     outs = [x.new_empty((tokens, rows), dtype=dtype) for rows in count]
     tiles = [-(-rows // (shapes.rows * shapes.tiles)) for rows in count]
     anything = next((b for b in bias if b is not None), weight_scale[0])
@@ -264,6 +290,9 @@ def _launch_vectors(
             x,
             x.stride(0),
             added_ptr=outs[0] if added is None else added.contiguous(),
+            codes_ptr=packed[0] if coded is None else coded[0].view(torch.int32),
+            scale_ptr=weight_scale[0] if coded is None else coded[1],
+            sums_ptr=packed[0] if coded is None else coded[2],
             **_lettered("packed", three(packed)),
             **_lettered("weight_scale", three(weight_scale)),
             **_lettered("bias", three(biases)),
@@ -274,6 +303,7 @@ def _launch_vectors(
             words=words,
             **_entering(x, entry),
             HAS_ADDED=added is not None,
+            IS_CODED=coded is not None,
             IS_EARLY=is_early,
             **dict(zip(_HAS_BIAS, three([b is not None for b in bias]), strict=True)),
             GROUP=len(packed),

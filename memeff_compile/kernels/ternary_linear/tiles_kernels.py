@@ -226,9 +226,12 @@ def _ternary_quantize_kernel(
     HAS_UP: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_CHAINED: tl.constexpr,  # the next kernel may start, and waits before it reads
+    IS_EARLY: tl.constexpr,  # started while the kernel before may still be running
 ):
     if IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     held, scale, total = _quantized_token(
         x_ptr + token * stride_x,
@@ -407,6 +410,12 @@ def _factor(scale, weight_scale, IS_STEP: tl.constexpr, WEIGHT_IS_STEP: tl.const
 
 
 @triton.jit
+def _plane(codes_ptr, place, word, words):
+    """Load a plane of the codes of a token."""
+    return tl.load(codes_ptr + place * words + word, mask=word < words, other=0)
+
+
+@triton.jit
 def _sum_with(found, added_ptrs, mask):
     """Add what is there, after the rounding of the product."""
     added = tl.load(added_ptrs, mask=mask, other=0.0)
@@ -421,6 +430,9 @@ def _ternary_vectors_kernel(
     stride_up,
     norm_ptr,  # (K,), with HAS_NORM
     added_ptr,  # (TOKENS, rows), with HAS_ADDED, which needs a group of one
+    codes_ptr,  # (TOKENS, 4, words) int32, with IS_CODED, and scales and sums of the codes
+    scale_ptr,
+    sums_ptr,
     packed_a,  # (rows, words) int32, one matrix or up to three
     packed_b,
     packed_c,
@@ -467,6 +479,7 @@ def _ternary_vectors_kernel(
     HAS_UP: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ADDED: tl.constexpr,
+    IS_CODED: tl.constexpr,  # tokens were quantised before
     IS_EARLY: tl.constexpr,  # started while the kernel before may still be running
     BYTEWISE: tl.constexpr,
 ):
@@ -507,33 +520,40 @@ def _ternary_vectors_kernel(
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
     for token in tl.static_range(TOKENS):
-        held, scale, total = _quantized_token(
-            x_ptr + token * stride_x,
-            up_ptr + token * stride_up,
-            norm_ptr,
-            columns,
-            norm_eps,
-            kept,
-            eps,
-            eps_rounded,
-            WORDS * 16,
-            LEVELS,
-            INVERSE,
-            LOW,
-            HIGH,
-            IS_MEAN,
-            IS_FLOAT,
-            KEEPS_HALF,
-            LOW_BIT,
-            ADDS_EPS,
-            IS_STEP,
-            DTYPE,
-            HAS_UP,
-            HAS_NORM,
-        )
-        even, odd = tl.split(tl.reshape(held, (WORDS, 2, 2)))  # (WORDS, 2): j = 0, 2 and 1, 3
-        plane_0, plane_2 = tl.split(even)
-        plane_1, plane_3 = tl.split(odd)
+        if IS_CODED:
+            plane_0 = _plane(codes_ptr, token * 4, word, words)
+            plane_1 = _plane(codes_ptr, token * 4 + 1, word, words)
+            plane_2 = _plane(codes_ptr, token * 4 + 2, word, words)
+            plane_3 = _plane(codes_ptr, token * 4 + 3, word, words)
+            scale, total = tl.load(scale_ptr + token), tl.load(sums_ptr + token)
+        else:
+            held, scale, total = _quantized_token(
+                x_ptr + token * stride_x,
+                up_ptr + token * stride_up,
+                norm_ptr,
+                columns,
+                norm_eps,
+                kept,
+                eps,
+                eps_rounded,
+                WORDS * 16,
+                LEVELS,
+                INVERSE,
+                LOW,
+                HIGH,
+                IS_MEAN,
+                IS_FLOAT,
+                KEEPS_HALF,
+                LOW_BIT,
+                ADDS_EPS,
+                IS_STEP,
+                DTYPE,
+                HAS_UP,
+                HAS_NORM,
+            )
+            even, odd = tl.split(tl.reshape(held, (WORDS, 2, 2)))  # (WORDS, 2): j = 0, 2 and 1, 3
+            plane_0, plane_2 = tl.split(even)
+            plane_1, plane_3 = tl.split(odd)
         factor = _factor(scale, weight_scale, IS_STEP, WEIGHT_IS_STEP)
         for step in tl.static_range(TILES):
             begin = (tile * TILES + step) * ROWS
