@@ -38,6 +38,7 @@ from tests.distributed.models import (
     outside_loss,
 )
 from tests.distributed.processes import RANKS, run_in_two_processes
+from tests.support.ternary_layers import Block, Detached
 
 
 @cache
@@ -357,6 +358,27 @@ def a_tensor_parallel_head() -> None:
     assert_same_gradients(gradients(model), gradients(eager))
 
 
+def ternary_linears() -> None:
+    """Gathered weights are whole in the graph, and so is the scale of each."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = Block(Detached)
+        sharded(model.down)
+        return sharded(model)
+
+    eager, model = make(), compiled(make())
+    x = torch.randn(6, 20, generator=torch.Generator().manual_seed(0))
+    losses = []
+    for each in (eager, model):
+        loss = each(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    assert codes() == {"rewrote"}
+    assert_same_gradients(gradients(model), gradients(eager))
+
+
 def verify_leaves_sharded_models_alone() -> None:
     eager, model = small(), compiled(small(), **{"memeff.verify": "raise"})
     for each in (eager, model):
@@ -383,6 +405,7 @@ def all_of_it() -> None:
     a_head_with_a_group_of_its_own()
     the_older_fsdp()
     a_tensor_parallel_head()
+    ternary_linears()
     verify_leaves_sharded_models_alone()
 
 
