@@ -19,7 +19,7 @@ from memeff_compile.kernels.ternary_linear import (
 )
 from memeff_compile.kernels.ternary_linear import shapes as shapes_of
 from memeff_compile.kernels.ternary_linear.quantizer import Entry
-from memeff_compile.kernels.ternary_linear.shapes import TileShapes, VectorShapes
+from memeff_compile.kernels.ternary_linear.shapes import TileShapes, VectorShapes, tile_shapes
 
 pytestmark = pytest.mark.gpu
 
@@ -112,9 +112,16 @@ CONFIGURATIONS = [
     TileShapes(128, 256, 64, 8, 3),
     TileShapes(64, 64, 32, 4, 3, 2),
 ]
+CHOSEN = {
+    tile_shapes(tokens, rows, width, 132)
+    for tokens in (5, 32, 64, 100, 256, 4096)
+    for rows in (64, 4096, 14336)
+    for width in (160, 1024, 3584)
+}
+"""Every launch that `tile_shapes` names on an H200."""
 
 
-@pytest.mark.parametrize("shapes", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("shapes", sorted({*CONFIGURATIONS, *CHOSEN}, key=str), ids=str)
 def test_integer_sums_are_exact_with_every_tile(shapes: TileShapes) -> None:
     one = torch.ones((), device="cuda")
     for tokens, rows, columns in ((1, 17, 16), (5, 100, 1365), (257, 391, 2064), (17, 64, 14336)):
