@@ -120,9 +120,13 @@ class TernarizeLinear:
         for nodes in found.values():
             if any(map(info.may_be_written, _weights(nodes))):
                 continue
-            calls = _with_neighbours(info, nodes)
-            if len(nodes) > 1 or calls.entering.chain or calls.added is not None:
-                yield calls
+            x = nodes[0].args[0]
+            assert isinstance(x, Node)
+            is_written = info.written_between([x], nodes[0], nodes[-1]) is not None
+            for together in [[node] for node in nodes] if is_written else [nodes]:
+                calls = _with_neighbours(info, together)
+                if len(together) > 1 or calls.entering.chain or calls.added is not None:
+                    yield calls
 
     def _is_skipped(self, info: GraphInfo, site: Site) -> bool:
         path = info.module_path(site.linear)

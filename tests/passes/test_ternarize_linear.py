@@ -525,6 +525,18 @@ def test_neighbours_that_do_not_fit_stay_where_they_are(
     assert neighbours_of(kind(), torch.randn(3, 20)) == expected
 
 
+class Between(Normed):
+    def middle(self, x: Tensor) -> Tensor:
+        x = x + 1
+        gate = F.relu(self.gate(x))
+        x.mul_(2)
+        return gate * self.up(x)
+
+
+def test_a_write_between_two_packed_linears_keeps_them_apart() -> None:
+    assert neighbours_of(Between(), torch.randn(3, 20)) == [set(), set(), {"norm", "added"}]
+
+
 def test_without_a_kernel_neighbours_stay_with_the_compiler() -> None:
     with torch.no_grad():
         compiled(Normed())(torch.randn(3, 20))
