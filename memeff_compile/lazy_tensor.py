@@ -48,6 +48,7 @@ def untraced(function: _Function) -> _Function:
     return cast("_Function", torch._dynamo.disable(function))
 
 
+# Tensors have a metaclass of their own, so abc cannot refuse a subclass that leaves one out.
 _ABSTRACT = "a subclass of LazyTensor has to say where its values come from"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,17 +74,17 @@ class _InPlace(CacheLayerMixin):
     max_cache_len: int
     is_empty: bool
 
+    @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors that have an entry per sequence."""
-        raise NotImplementedError("a layer of a KVCache has to name its tensors")
 
+    @abstractmethod
     def keeps(self, remove: int) -> str | None:
         """Return why the last `remove` tokens cannot be removed, or None."""
-        raise NotImplementedError("a layer of a KVCache has to say what it cannot remove")
 
+    @abstractmethod
     def remove_last(self, remove: int) -> None:
         """Remove the last tokens, which `keeps` has nothing against."""
-        raise NotImplementedError("a layer of a KVCache has to remove tokens")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens; a negative number says how many."""

@@ -130,13 +130,9 @@ def _kept_dense(model: nn.Module) -> set[nn.Module]:
         if path.split(".")[-1] == "lm_head":
             found.add(module)
         head = getattr(module, "get_output_embeddings", None)
-        if callable(head):
-            try:
-                given = head()
-            except (AttributeError, NotImplementedError):  # transformers' answers for: no head
-                given = None
-            if isinstance(given, nn.Module):
-                found.add(given)
+        given = head() if callable(head) else None
+        if isinstance(given, nn.Module):
+            found.add(given)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     found |= {m for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in tables}
     return found

@@ -10,6 +10,7 @@ in turn. The whole table is marked slow.
 
 from __future__ import annotations
 
+import abc
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -309,7 +310,7 @@ def test_every_family_generates_the_same_tokens(family: Family, padding: str) ->
 # --- images ---------------------------------------------------------------------------------------
 
 
-class DiTBlock(nn.Module):
+class DiTBlock(nn.Module, abc.ABC):
     """A block of a diffusion transformer, as diffusers spells it: scale and shift from a time."""
 
     def __init__(self, width: int = 32, heads: int = 4) -> None:
@@ -325,8 +326,9 @@ class DiTBlock(nn.Module):
         )
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
+    @abc.abstractmethod
     def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        raise NotImplementedError("each block below attends in its own way")
+        """Attend, each block below in its own way."""
 
     def split(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], -1, self.heads, x.shape[-1] // self.heads).transpose(1, 2)
