@@ -286,6 +286,7 @@ def compiled_quality(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Compile a model at a level; return what the backend did, and the measures."""
     import memeff_compile
+    from memeff_compile.backend import memeff  # by name it needs an installation
 
     torch._dynamo.reset()
     memeff_compile.reset()
@@ -301,7 +302,7 @@ def compiled_quality(
         found["levels"] = {each: levels.count(each) for each in sorted(set(levels))}
         found["min_score"] = chosen["min_score"]
     options = {"memeff.attention": chosen, "memeff.attention.length": 0, "memeff.inner": inner}
-    compiled = torch.compile(subject.model, backend="memeff", options=options)
+    compiled = torch.compile(subject.model, backend=memeff, options=options)
     measures = subject.quality(compiled)
     found["sites"] = sum(
         record.sites
@@ -478,7 +479,7 @@ def _vision(given: Any, device: str) -> subjects.Classifier:
 
 
 def _diffusion(given: Any, device: str) -> Subject:
-    reader = _vision(given, device) if given.vit.exists() else None
+    reader = _vision(given, device) if (given.vit / "sizes.json").exists() else None
     return subjects.painter(
         given.dit, given.drawn, given.sampling_steps, given.guidance, device, torch.bfloat16, reader
     )

@@ -36,7 +36,7 @@ TURN = math.radians(20.0)
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model and its training."""
+    """A model and its training, of so many steps unless time runs out."""
 
     side: int = 32
     patch: int = 2
@@ -252,7 +252,13 @@ def loss_of(
 
 
 def train(
-    kind: str, sizes: Sizes, glyphs: Path, device: str, seed: int = 0, backend: str = ""
+    kind: str,
+    sizes: Sizes,
+    glyphs: Path,
+    device: str,
+    seed: int = 0,
+    backend: str = "",
+    seconds: float = math.inf,
 ) -> tuple[Any, Any]:
     """Return a trained model and the row that says how it went.
 
@@ -263,6 +269,7 @@ def train(
         device: where it is trained.
         seed: of the weights and of everything drawn.
         backend: what compiles the model; none for eager.
+        seconds: the rate reaches nothing by then, however many steps are done.
     """
     torch.manual_seed(seed)
     built = vision_transformer(sizes) if kind == "vit" else DiffusionTransformer(sizes)
@@ -275,8 +282,9 @@ def train(
     )
     started, curve = time.perf_counter(), []
     for step in range(sizes.steps):
+        spent = (time.perf_counter() - started) / seconds
         for group in optimizer.param_groups:
-            group["lr"] = rate(sizes, step)
+            group["lr"] = rate(sizes, step, spent)
         pictures, label = drawn.draw(sizes.batch, generator)
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = loss_of(kind, model, pictures, label, generator)
@@ -284,27 +292,38 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % max(1, sizes.steps // 20) == 0 or step + 1 == sizes.steps:
+        is_last = step + 1 == sizes.steps or spent >= 1.0
+        if step % max(1, sizes.steps // 20) == 0 or is_last:
             curve.append([step, round(loss.item(), 4)])
             print(f"step {step}: {curve[-1][1]}", flush=True)
-    seconds = time.perf_counter() - started
+        if is_last:
+            break
+    took = time.perf_counter() - started
     row = {
         "what": f"small {kind}",
         "sizes": asdict(sizes),
         "seed": seed,
         "backend": backend or "eager",
         "loss": curve,
-        "seconds": round(seconds, 1),
+        "steps": curve[-1][0] + 1,
+        "seconds": round(took, 1),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     return model.eval(), row
 
 
-def rate(sizes: Sizes, step: int) -> float:
-    """Return the learning rate: a linear warm-up, then half a cosine to nothing."""
+def rate(sizes: Sizes, step: int, spent: float = 0.0) -> float:
+    """Return the learning rate: a linear warm-up, then half a cosine to nothing.
+
+    Args:
+        sizes: of the training.
+        step: how many are done.
+        spent: the share of the time that has passed; whichever of both is further counts.
+    """
     if step < sizes.warm_up:
         return sizes.peak_lr * (step + 1) / sizes.warm_up
     progress = (step - sizes.warm_up) / max(1, sizes.steps - sizes.warm_up)
+    progress = min(1.0, max(progress, spent))
     return sizes.peak_lr * (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -339,6 +358,7 @@ def main() -> int:
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--size", choices=["full", "tiny"], default="full")
     parser.add_argument("--steps", type=int, help="instead of the recipe's")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="to be done by then")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="", help="of torch.compile; none: eager")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ablations.jsonl"))
@@ -346,7 +366,9 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = sizes_of(given.kind, given.size)
     sizes = replace(sizes, steps=given.steps or sizes.steps)
-    model, row = train(given.kind, sizes, given.glyphs, device, given.seed, given.backend)
+    model, row = train(
+        given.kind, sizes, given.glyphs, device, given.seed, given.backend, given.seconds
+    )
     save(model, given.kind, sizes, given.to)
     rows.write(given.out, row)
     return 0

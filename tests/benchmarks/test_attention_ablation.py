@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -196,6 +197,19 @@ def test_the_command_writes_rows_of_each_model(
     (line,) = (line for line in shown if line.startswith("| e5m2 |"))
     (row,) = (row for row in rows if row["variant"] == "e5m2")
     assert f"{row['worst']['relative_l1']:.4f}" in line
+
+
+def test_training_ends_with_its_time_at_a_rate_of_nothing(glyphs: Path) -> None:
+    import small_models
+
+    sizes = dataclasses.replace(small_models.sizes_of("dit", "tiny"), steps=10**6)
+    _, row = small_models.train("dit", sizes, glyphs, "cpu", seconds=0.3)
+    assert 1 < row["steps"] < 10**4
+    assert row["loss"][-1][0] == row["steps"] - 1
+    rates = [small_models.rate(sizes, 10, spent) for spent in (0.0, 0.5, 1.0, 1.1)]
+    assert rates[0] == pytest.approx(sizes.peak_lr, rel=1e-3)
+    assert rates[1] == pytest.approx(sizes.peak_lr / 2)
+    assert rates[2] == rates[3] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_samples_follow_their_class_and_noise(folders: dict[str, Path]) -> None:
