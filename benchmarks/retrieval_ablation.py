@@ -7,7 +7,7 @@
 `train`: a small Llama learns to read records back: a mark, a name and a value of eight tokens, told
 somewhere among filler; later the mark and the name, and the model writes the value. No token of
 names and values occurs twice in what is told, so that the token after the last one's first place is
-the answer: what induction heads do. Sequences grow from 128 to 2048 tokens, each time that the
+the answer: what induction heads do. Sequences grow from 64 to 2048 tokens, each time that the
 model answers rightly; only answers count in the loss.
 
 `measure`: what is told goes through the cache as one prompt, which attends to itself exactly; then
@@ -72,7 +72,7 @@ class Plan:
     value: int = 8
     filler: int = 256
     alphabet: int = 1024
-    lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
+    lengths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
     tokens: int = 32768
     enough: float = 0.98
     patience: int = 100
