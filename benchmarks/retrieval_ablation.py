@@ -105,7 +105,7 @@ PLANS = {
     ),
     "tiny": Plan(
         width=64, layers=4, heads=2, value=2, filler=16, alphabet=64, lengths=(32, 64),
-        tokens=256, patience=1, enough=0.0, steps=4, warm_up=1, records=(4,), questions=2,
+        tokens=256, patience=1, enough=0.0, steps=8, warm_up=1, records=(4,), questions=2,
         batch=2, group=32,
     ),
 }  # fmt: skip
@@ -209,8 +209,10 @@ class Lesson:
         return max(1, min(16, self.length // (4 * self.plan.cell)))
 
     def draw(self, step: int, generator: torch.Generator) -> Asked:
-        """Return a batch: from a few records to as many as fit, in turn."""
+        """Return a batch: from a few records to as many as fit, in turn; every eighth has one."""
         shape = (max(1, self.plan.tokens // self.length), self.length)
+        if step % 8 == 7:
+            return draw(self.plan, shape, 1, 1, generator)
         fit = self.length // self.plan.cell - self.questions
         records = max(self.questions, round(fit * (1 + step % 4) / 4))
         return draw(self.plan, shape, records, self.questions, generator)

@@ -57,6 +57,20 @@ def test_what_is_asked_can_be_kept_out_of_the_last_tokens() -> None:
     assert int(asked.told.max()) < 64
 
 
+def test_batches_tell_from_one_record_to_all_that_fit() -> None:
+    import retrieval_ablation
+
+    lesson = retrieval_ablation.Lesson(retrieval_ablation.PLANS["full"], stage=2)
+    generator = torch.Generator().manual_seed(0)
+    told = []
+    for step in range(8):
+        asked = lesson.draw(step, generator)
+        assert asked.ids.shape == (128, 256)
+        questions = asked.told.shape[1]
+        told.append(int((asked.ids[0] == retrieval_ablation.MARK).sum()) - questions)
+    assert told == [6, 10, 14, 19, 6, 10, 14, 1]
+
+
 def test_sequences_grow_as_answers_are_right() -> None:
     import retrieval_ablation
 
