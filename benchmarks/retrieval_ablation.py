@@ -205,8 +205,8 @@ class Lesson:
 
     @property
     def questions(self) -> int:
-        """Questions at the end of a sequence: a quarter of it, at most 16."""
-        return max(1, min(16, self.length // (4 * self.plan.cell)))
+        """Questions at the end of a sequence: a third of it, at most 16."""
+        return max(1, min(16, self.length // (3 * self.plan.cell)))
 
     def draw(self, step: int, generator: torch.Generator) -> Asked:
         """Return a batch: from a few records to as many as fit, in turn; every eighth has one."""
