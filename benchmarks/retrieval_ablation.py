@@ -44,6 +44,8 @@ MARK = 1
 FIRST = 2
 """The first token of filler; those of names and values follow it."""
 BITS = (16, 8, 4, 3, 2)
+KEPT = (0.01, 0.05, 0.25)
+"""Shares of a prompt's rows that merged layers keep as they came, if distance alone decides."""
 FIRST_TOLD = 0.9
 """Records that are asked for stand in this share of a prompt: its last tokens are kept exact."""
 
@@ -303,12 +305,15 @@ class Setting:
     scheme: str = "kivi"
     start_layer: int | None = None
     retained: float = 0.01
+    gamma: float = 0.05
 
     def cache(self, model: Any, plan: Plan) -> Any:
         """Return an empty cache of this kind."""
         merge = None
         if self.start_layer is not None:
-            merge = MiniCache(start_layer=self.start_layer, retained=self.retained)
+            merge = MiniCache(
+                start_layer=self.start_layer, retained=self.retained, gamma=self.gamma
+            )
         return memeff_compile.KVCache(
             model.config, plan.lengths[-1] + plan.group, self.bits, scheme=self.scheme,
             group=plan.group, recent=plan.recent, keep_first=plan.keep_first, merge=merge,
@@ -320,9 +325,10 @@ def settings(layers: int, widths: Sequence[int] = BITS) -> Iterator[Setting]:
     for scheme, bits in itertools.product(("kivi", "per_head"), widths):
         if bits < 16 or scheme == "kivi":
             yield Setting(bits, scheme)
-    for start, retained in ((layers // 2, 0.01), (0, 0.01), (0, 0.05)):
-        for bits in widths:
-            yield Setting(bits, "kivi", start, retained)
+    for start, bits in itertools.product((layers // 2, 0), widths):
+        yield Setting(bits, "kivi", start)
+    for start, retained in itertools.product((layers // 2, 0), KEPT):
+        yield Setting(16, "kivi", start, retained, gamma=1.0)
 
 
 @torch.no_grad()
@@ -390,7 +396,11 @@ def measure(given: argparse.Namespace) -> int:
 
 def table(given: argparse.Namespace) -> int:
     """Print the rows as Markdown: the share of values retrieved, by records told."""
-    found = [row for row in rows.read(given.out) if row["kind"] == "retrieval"]
+    found = [
+        row
+        for row in rows.read(given.out)
+        if row["kind"] == "retrieval" and row["seed"] == given.seed
+    ]
     counts = list(found[0]["records"])
     heads = ["scheme", "merged", "bits", *(f"{n} told" for n in counts), "tokens", "bytes"]
     print(f"| {' | '.join(heads)} |")
@@ -398,7 +408,8 @@ def table(given: argparse.Namespace) -> int:
     for row in found:
         merged = "-"
         if row["start_layer"] is not None:
-            merged = f"from layer {row['start_layer']}, {row['retained']:.0%} kept"
+            merged = f"from layer {row['start_layer']}, {row['retained']:.0%} may stay"
+            merged += ", the farthest" if row["gamma"] == 1.0 else ""
         cells = [row["scheme"] if row["bits"] < 16 else "no codes", merged, str(row["bits"])]
         cells += [f"{row['records'][n]['values']:.1%}" for n in counts]
         last = row["records"][counts[-1]]

@@ -102,7 +102,7 @@ def test_each_cache_has_a_row_and_the_exact_one_answers_as_the_model(tmp_path: P
     script("measure", "--bits", "16", "2", *given)
     found = [row for row in rows.read(tmp_path / "o.jsonl") if row["kind"] == "retrieval"]
     plan = retrieval_ablation.PLANS["tiny"]
-    assert len(found) == 3 + 3 * 2
+    assert len(found) == 3 + 2 * 2 + 6
     model = LlamaForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
     for records in plan.records:
         losses = []
@@ -112,15 +112,18 @@ def test_each_cache_has_a_row_and_the_exact_one_answers_as_the_model(tmp_path: P
         exact = found[0]["records"][str(records)]
         assert exact["loss"] == pytest.approx(float(torch.stack(losses).mean()), abs=1e-5)
         assert exact["asked"] == plan.questions
-    size = {(r["bits"], r["scheme"], r["start_layer"]): r["records"]["4"] for r in found}
+    size = {
+        (r["bits"], r["scheme"], r["start_layer"], r["gamma"]): r["records"]["4"] for r in found
+    }
     exact, two, merged = (
-        size[key] for key in ((16, "kivi", None), (2, "kivi", None), (2, "kivi", 2))
+        size[key]
+        for key in ((16, "kivi", None, 0.05), (2, "kivi", None, 0.05), (2, "kivi", 2, 0.05))
     )
     assert merged["bytes"] < two["bytes"] < exact["bytes"]
     assert two["loss"] != exact["loss"] == pytest.approx(two["loss"], abs=0.2)
     table = script("table", *given)
     assert table.count("| per_head |") == 1
-    assert table.count("from layer 2, 1% kept") == 2
+    assert table.count("from layer 2, 1% may stay |") == 2
 
 
 def test_all_widths_and_both_schemes_are_measured() -> None:
@@ -128,4 +131,4 @@ def test_all_widths_and_both_schemes_are_measured() -> None:
 
     found = list(retrieval_ablation.settings(4))
     assert found[0] == retrieval_ablation.Setting(16)
-    assert len(found) == len(set(found)) == 9 + 3 * 5
+    assert len(found) == len(set(found)) == 9 + 2 * 5 + 6
