@@ -23,7 +23,7 @@ MODELS = ("language model", "vision transformer", "diffusion transformer")
 MEASURES = {
     "language model": "perplexity, change",
     "vision transformer": "accuracy / as exact",
-    "diffusion transformer": "PSNR, worst / read rightly",
+    "diffusion transformer": "PSNR over all, mean, worst / read rightly",
 }
 BLOCKS = (32, 64, 128, 256, 512)
 LAYERS = {
@@ -60,10 +60,11 @@ def quality(row: Row) -> str:
         return f"{row['perplexity']:.4f}{shown}"
     if "accuracy" in row:
         return f"{row['accuracy']:.2f} % / {row['same_answers']:.2f} %"
+    read = f" / {row['read_rightly']:.1f} %" if "read_rightly" in row else ""
     if row["mse"] == 0.0:
-        return f"exact / {row['read_rightly']:.1f} %"
-    worst = row["psnr_db_worst"]
-    return f"{row['psnr_db']:.1f} dB, {worst:.1f} dB / {row['read_rightly']:.1f} %"
+        return f"the same{read}"
+    shown = (row[key] for key in ("psnr_db", "psnr_db_mean", "psnr_db_worst"))
+    return f"{', '.join(f'{each:.1f}' for each in shown)} dB{read}"
 
 
 def side_by_side(rows: Iterable[Row]) -> list[str]:
