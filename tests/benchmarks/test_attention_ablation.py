@@ -203,6 +203,15 @@ def test_the_command_writes_rows_of_each_model(
     assert f"{row['worst']['relative_l1']:.4f}" in line
 
 
+def test_pictures_are_shown_with_and_without_a_reader() -> None:
+    import ablation_tables
+
+    row = {"mse": 0.01, "psnr_db": 26.0, "psnr_db_mean": 30.0, "psnr_db_worst": 14.04}
+    assert ablation_tables.quality(row) == "26.0, 30.0, 14.0 dB"
+    assert ablation_tables.quality({**row, "read_rightly": 97.2}) == "26.0, 30.0, 14.0 dB / 97.2 %"
+    assert ablation_tables.quality({**row, "mse": 0.0}) == "the same"
+
+
 def test_training_ends_with_its_time_at_a_rate_of_nothing(glyphs: Path) -> None:
     import small_models
 
