@@ -395,30 +395,39 @@ def measure(given: argparse.Namespace) -> int:
 
 
 def table(given: argparse.Namespace) -> int:
-    """Print the rows as Markdown: the share of values retrieved, by records told."""
-    found = [
-        row
-        for row in rows.read(given.out)
-        if row["kind"] == "retrieval" and row["seed"] == given.seed
-    ]
+    """Print the rows of each trained model as Markdown: the share of values retrieved."""
+    found = rows.read(given.out)
+    for model in (row for row in found if row["kind"] == "retrieval model"):
+        key = (model["seed"], model["commit"])
+        mine = [
+            row
+            for row in found
+            if row["kind"] == "retrieval" and (row["seed"], row["commit"]) == key
+        ]
+        reached = f"sequences of {model['curve'][-1][1]} tokens"
+        print(f"\nSeed {key[0]}, {model['steps']} steps, {reached}, {len(mine)} caches\n")
+        if mine:
+            print("\n".join(lines_of(mine)))
+    return 0
+
+
+def lines_of(found: list[dict[str, Any]]) -> list[str]:
+    """Return a table: values retrieved by records told, tokens with the most, and bytes."""
     counts = list(found[0]["records"])
-    heads = ["scheme", "merged", "bits", *(f"{n} told" for n in counts), "tokens", "bytes"]
-    print(f"| {' | '.join(heads)} |")
-    print(f"|---|---|{'---:|' * (len(heads) - 2)}")
+    most = counts[-1]
+    heads = ["codes", "merged", "bits", *(f"{n} told" for n in counts), "tokens", "bytes"]
+    shown = [f"| {' | '.join(heads)} |", f"|---|---|{'---:|' * (len(heads) - 2)}"]
     for row in found:
         merged = "-"
         if row["start_layer"] is not None:
-            merged = f"from layer {row['start_layer']}, {row['retained']:.0%} may stay"
-            merged += ", the farthest" if row["gamma"] == 1.0 else ""
-        cells = [row["scheme"] if row["bits"] < 16 else "no codes", merged, str(row["bits"])]
+            merged = f"from layer {row['start_layer']}, room {row['retained']:.0%}"
+            merged += ", all used" if row.get("gamma") == 1.0 else ""
+        cells = [row["scheme"] if row["bits"] < 16 else "none", merged, str(row["bits"])]
         cells += [f"{row['records'][n]['values']:.1%}" for n in counts]
-        last = row["records"][counts[-1]]
-        cells += [
-            f"{last['tokens']:.1%}",
-            f"{last['bytes'] / found[0]['records'][counts[-1]]['bytes']:.2f}",
-        ]
-        print(f"| {' | '.join(cells)} |")
-    return 0
+        last, first = row["records"][most], found[0]["records"][most]
+        cells += [f"{last['tokens']:.1%}", f"{last['bytes'] / first['bytes']:.2f}"]
+        shown.append(f"| {' | '.join(cells)} |")
+    return shown
 
 
 def plan_of(given: argparse.Namespace) -> Plan:

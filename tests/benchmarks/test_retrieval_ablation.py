@@ -123,7 +123,8 @@ def test_each_cache_has_a_row_and_the_exact_one_answers_as_the_model(tmp_path: P
     assert two["loss"] != exact["loss"] == pytest.approx(two["loss"], abs=0.2)
     table = script("table", *given)
     assert table.count("| per_head |") == 1
-    assert table.count("from layer 2, 1% may stay |") == 2
+    assert table.count("from layer 2, room 1% |") == 2
+    assert "Seed 0, 8 steps, sequences of 64 tokens, 13 caches" in table
 
 
 def test_all_widths_and_both_schemes_are_measured() -> None:
