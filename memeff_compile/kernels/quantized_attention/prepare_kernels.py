@@ -443,7 +443,6 @@ def _write_keys(
 ):
     depth = tl.arange(0, DEPTH_BLOCK)
     place = block * BLOCK + tl.arange(0, BLOCK)
-    found = codes_ptr + (row * blocks * BLOCK + place)[:, None] * DEPTH_BLOCK + depth[None, :]
     mean_ptr += row * 4 * DEPTH_BLOCK
     if HAS_KEY_MASK:
         is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
@@ -460,6 +459,7 @@ def _write_keys(
     size = tl.max(tl.max(_size_bits(k), axis=1), axis=0).to(tl.float32, bitcast=True)
     k_scale = _scale_of(size, LEAST, LIMIT)
     tl.store(scale_ptr + row * blocks + block, k_scale)
+    k *= 1.0 / k_scale
     at_first = 0.0
     if ALIGN:
         at_first = tl.load(mean_ptr + 2 * DEPTH_BLOCK)
@@ -468,11 +468,10 @@ def _write_keys(
         at_second = tl.load(mean_ptr + 2 * DEPTH_BLOCK + 1)
         first = depth == tl.load(mean_ptr + 2 * DEPTH_BLOCK + 2).to(tl.int32)
         second = depth == tl.load(mean_ptr + 2 * DEPTH_BLOCK + 3).to(tl.int32)
-        k *= 1.0 / k_scale
         k = _aligned(k, direction, at_first, at_second, first, second, LIMIT)
-        tl.store(found, _nearest(k))
-    else:
-        tl.store(found, _nearest(k * (1.0 / k_scale)))
+    codes_ptr += (row * blocks + block) * BLOCK * DEPTH_BLOCK
+    found = tl.arange(0, BLOCK)[:, None] * DEPTH_BLOCK + depth[None, :]
+    tl.store(codes_ptr + found, _nearest(k))
 
 
 @triton.jit
@@ -485,10 +484,11 @@ def _key_at(place):
 @triton.jit
 def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
     """Return what the queries' mean gives each of these keys, up to a factor."""
-    k -= tl.load(mean_ptr + depth)[None, :]
     direction = tl.load(mean_ptr + DEPTH_BLOCK + depth)
     direction *= tl.load(mean_ptr + 3 * DEPTH_BLOCK + depth)
-    score = tl.sum(k * direction[None, :], axis=1) * tl.load(mean_ptr + 2 * DEPTH_BLOCK + 4)
+    direction *= tl.load(mean_ptr + 2 * DEPTH_BLOCK + 4)
+    of_mean = tl.sum(tl.load(mean_ptr + depth) * direction, axis=0)
+    score = tl.sum(k * direction[None, :], axis=1) - of_mean
     return tl.exp2(tl.minimum(tl.maximum(score, -MOST_SCORE), MOST_SCORE))
 
 

@@ -273,7 +273,7 @@ def _quantized_attention_kernel(
     group = (row // repeat).to(tl.int64)
     query = tile * ROWS + tl.arange(0, ROWS)
     is_row = query < queries
-    place = row * queries + query  # fewer than 2^31, see tiles.MOST_ROWS
+    place = row.to(tl.int64) * queries + query
     if EARLY:
         tl.extra.cuda.gdc_wait()
     if CODES_QUERIES:  # through memory: a product would hold in registers what was not loaded
@@ -282,7 +282,7 @@ def _quantized_attention_kernel(
         q = _load_tile(q_ptr, stride_q_query, query, is_row, wide, DEPTH, DEPTH_BLOCK)
         evened = tl.load(k_mean_ptr + (group * 4 + 3) * DEPTH_BLOCK + wide)
         codes, q_scale = _codes_of_rows(q * (scale / evened)[None, :], LIMIT)
-        q_places = q_codes + place.to(tl.int64)[:, None] * DEPTH_BLOCK + wide[None, :]
+        q_places = q_codes + place[:, None] * DEPTH_BLOCK + wide[None, :]
         tl.store(q_places, codes, mask=is_row[:, None])
         tl.debug_barrier()
         q = tl.load(q_places, mask=is_row[:, None], other=0)
