@@ -369,6 +369,8 @@ def attend(
     if shape is None:
         has_tables = given.has_tables() or made.is_scaled_per_key or made.correction is not None
         shape = shape_for(q.shape[3], capability(q.device), has_tables=has_tables)
+        if VALUES[settings.values].dtype != torch.float8_e4m3fn:
+            shape = replace(shape, registers=None)  # its tiles leave room for two blocks anyway
     return attend_packed(made, q, k.shape[1], k.shape[2], given, settings, shape)
 
 
