@@ -2,7 +2,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """What turns q, k and v into codes, in four launches.
 
-    _look_kernel    sums and extremes of keys and values, chunk by chunk; codes of q
+    _look_kernel    sums and extremes of keys and values, chunk by chunk; sums of some queries,
+                    or where these lose their mean, their codes
     _settle_kernel  means, the scales of values and the direction of queries, from the chunks
     _write_kernel   codes of k and v, and sums of values by block
     _total_kernel   what rounding took from the values of all blocks up to each

@@ -1,7 +1,8 @@
 """The engine `tiles`: codes, then queries against keys, tile by tile. CUDA, sm_80 or later.
 
-Five launches: one looks at keys and values and codes the queries, a small one settles means and
-scales, one codes keys and values, a small one adds up what rounding took from values, one attends.
+Five launches: one looks at keys, values and some queries, a small one settles means and scales, one
+codes keys and values, a small one adds up what rounding took from values, one codes queries and
+attends.
 Masks and ids take one more, which finds the tiles that count. Nothing waits for the GPU or reads a
 value on the host, and the grids follow from static sizes, so calls can be captured in CUDA graphs.
 There are no atomics: the same inputs give the same bits. q, k and v are read and never written to.
