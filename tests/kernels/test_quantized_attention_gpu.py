@@ -88,7 +88,7 @@ def test_the_accuracy_that_is_promised(kind: str, ahead: int | None) -> None:
         case = draw(1, 2, 2, 4096, 4096, depth, torch.bfloat16, ahead=ahead)
         case = biased(case, kind).to("cuda")
         out, _ = quantized_attention(case.q, case.k, case.v, ahead=ahead)
-        assert relative_l1(out, exact(case)[0]) <= (0.038 if kind == "iid" else 0.014)
+        assert relative_l1(out, exact(case)[0]) <= (0.038 if kind == "iid" else 0.011)
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic lengths"])

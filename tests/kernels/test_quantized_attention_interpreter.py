@@ -89,7 +89,7 @@ def test_keys_are_rounded_with_the_queries_in_view_and_values_restored(
 ) -> None:
     monkeypatch.setattr(settings_module, "MOST_SAMPLES", 2)  # of four blocks of queries
     case = biased(draw(1, 1, 1, 200, 150, 16, torch.float32), "bias")
-    assert bool(reference.direction_of(case.q, 1).any())
+    assert bool(reference.direction_of(case.q, 1)[0].any())
     if masked:
         case = Case(case.q, case.k, case.v, (torch.arange(150)[None] % 3 > 0, None, None))
     settings = settings_for("8b")
@@ -98,10 +98,12 @@ def test_keys_are_rounded_with_the_queries_in_view_and_values_restored(
     wanted = reference.codes(case.q, case.k, case.v, conditions(case), settings)
     assert made.rest is not None
     assert wanted.rest is not None
-    torch.testing.assert_close(made.rest[..., :16], wanted.rest.flatten(0, 1), rtol=1e-3, atol=0.05)
-    assert (made.counts is not None) == masked
-    if made.counts is not None:
-        torch.testing.assert_close(made.counts, wanted.counts.expand_as(made.counts))
+    assert made.counts is not None
+    sums = wanted.counts.flatten(0, 1)
+    torch.testing.assert_close(made.counts, sums, rtol=1e-4, atol=1e-4)
+    assert float(sums.diff().std()) > 1.0, "keys weigh the same"
+    means = (made.rest[:, 1:, :16] / sums[:, 1:, None], wanted.rest[0, :, 1:] / sums[:, 1:, None])
+    torch.testing.assert_close(*means, rtol=1e-2, atol=0.02)
     ours = made.k.view(1, -1, 64)[:, :150, :16].float()
     assert float((ours != wanted.k[0]).float().mean()) <= 2e-3
 
@@ -176,10 +178,14 @@ def test_codes_are_those_of_the_reference() -> None:
     ours = tiles.pack(case.q, case.k, case.v, given, settings)
     made = reference.codes(case.q, case.k, case.v, given, settings)
     wanted = tiles.packed(made, settings)
-    for name in ("q", "k", "v"):
-        found, expected = getattr(ours, name).float(), getattr(wanted, name).float()
+    assert ours.q_scale is None, "queries are coded as they are loaded"
+    ones = dataclasses.replace(made, k=torch.ones_like(made.k), v=torch.ones_like(made.v))
+    for name in ("k", "v"):
+        is_real = getattr(tiles.packed(ones, settings), name).float() != 0
+        assert bool(is_real.any())
+        found = getattr(ours, name).float()[is_real]
+        expected = getattr(wanted, name).float()[is_real]
         assert float((found != expected).float().mean()) <= 1e-3
         assert float((found - expected).abs().max()) <= 32.0
-    torch.testing.assert_close(ours.q_scale, wanted.q_scale)
     torch.testing.assert_close(ours.k_scale, wanted.k_scale[:, ::128])
     torch.testing.assert_close(ours.v_scale, wanted.v_scale, atol=1e-6, rtol=1e-5)
