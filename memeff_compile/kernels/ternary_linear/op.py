@@ -595,14 +595,16 @@ def _product_backward(
             weights = engine.dequantized_weights(
                 held, by_weight, columns, is_step=weight_is_step, dtype=kind
             )
-            total = given @ weights if total is None else total.addmm_(given, weights)
+            total = given.mm(weights) if total is None else total.addmm_(given, weights)
             del weights
         found.append(grad[0].new_zeros(shape) if total is None else total.view(shape))
     if any(of_weight):
         dense = grad[0].new_empty((tokens, columns))
         if any(is_full):
             dense = engine.dequantized_tokens(codes, scale, columns, is_step=is_step, dtype=kind)
-        found += [given.t() @ dense for given, is_on in zip(rows, of_weight, strict=True) if is_on]
+        found += [
+            given.t().mm(dense) for given, is_on in zip(rows, of_weight, strict=True) if is_on
+        ]
     found += [given.sum(0) for given, is_on in zip(rows, of_bias, strict=True) if is_on]
     return found
 
