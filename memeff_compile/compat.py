@@ -246,6 +246,25 @@ def compile_with_inductor(
     return cast("Compiled", compiled)
 
 
+def call_in_inductor(op: torch._ops.OpOverload, twin: torch._ops.OpOverload) -> None:
+    """Have code that Inductor writes call `twin` for `op`.
+
+    Inductor's code runs below autograd, and there an op whose gradient is written in Python costs
+    a second trip through the dispatcher. A twin computes the same and has no gradient.
+    """
+    from torch._inductor import lowering
+    from torch._library.utils import get_layout_constraint_tag
+
+    if op in lowering.lowerings:
+        return
+    tag = get_layout_constraint_tag(op, with_default=True)
+    constraint = lowering.tag_to_layout_constraint(tag)
+    lowering.add_needs_realized_inputs(op)
+    if constraint is not None:
+        lowering.add_layout_constraint(op, constraint)
+    lowering.register_lowering(op, type_promotion_kind=None)(lowering.fallback_handler(twin))
+
+
 def op_fingerprint() -> str:
     """Return a digest of the schemas of every registered op of ours, and of our version."""
     version = sys.modules["memeff_compile"].__version__

@@ -461,6 +461,9 @@ def _hold_numbers(match: Group) -> None:
 
 def _train(info: GraphInfo, match: Group, editor: Editor) -> None:
     """Emit one quantisation, a packed weight per linear, and one product with gradients."""
+    if info.options.inner == "inductor":
+        for op, twin in op_folder.TWINS:
+            compat.call_in_inductor(op, twin)
     first = match.sites[0]
     assert isinstance(first.tokens, Quantized)
     assert isinstance(first.weight, Quantized)

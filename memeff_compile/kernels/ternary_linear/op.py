@@ -742,6 +742,26 @@ torch.library.register_autograd(
     lib=_LIBRARY,
 )
 
+
+def _twin(name: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> Any:  # noqa: ANN401
+    """Define the op of this name once more, without a gradient: what code below autograd calls."""
+    op = getattr(torch.ops.memeff, name).default
+    schema = str(op._schema).partition("::")[2]
+    _LIBRARY.define(schema.replace(name, f"{name}_below", 1), tags=_COMPLIANT)
+    _LIBRARY.impl(f"{name}_below", compute, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{name}_below", torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"memeff::{name}_below", fake, lib=_LIBRARY)
+    return op, getattr(torch.ops.memeff, f"{name}_below").default
+
+
+TWINS = [
+    _twin("ternary_linear_pack", _pack, _fake_pack),
+    _twin("ternary_linear_quantize", _quantize, _fake_quantize),
+    _twin("ternary_linear_product", _product, _fake_product),
+    _twin("ternary_linear_product_backward", _product_backward, _fake_product_backward),
+]
+"""The ops of a training step, each with the one that Inductor's code calls for it."""
+
 ternary_linear = torch.ops.memeff.ternary_linear.default
 ternary_linear_pack = torch.ops.memeff.ternary_linear_pack.default
 ternary_linear_repack = torch.ops.memeff.ternary_linear_repack.default
