@@ -8,6 +8,7 @@ tiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -228,9 +229,6 @@ def _quantize_warps(columns: int, tokens: int) -> int:
     return max(1, min(16, max(4, columns // 1024), columns // 32))
 
 
-_tile_shapes = lru_cache(maxsize=1024)(tile_shapes)
-
-
 def chains(device: torch.device) -> bool:
     """Return whether a kernel may start while the one it waits for is still running."""
     return device.type == "cuda" and capability(device) >= (9, 0)
@@ -405,26 +403,18 @@ def product(
 
     codes, packed = codes.contiguous(), packed.contiguous()
     tokens, rows, width = codes.shape[0], packed.shape[0], 4 * packed.shape[1]
-    if shapes is None:
-        device = codes.device
-        is_hopper = capability(device)[0] == 9
-        shapes = _tile_shapes(tokens, rows, width, processors(device), is_hopper=is_hopper)
-    tiles = -(-width // shapes.bytes)
-    share = -(-tiles // shapes.splits) * shapes.bytes
-    splits = -(-width // share)
+    around = (bias is not None, added is not None, is_step, weight_is_step)
+    plan = _plan(codes.device, (tokens, rows, width), around, is_chained, shapes)
     out = codes.new_empty((tokens, rows) if leading is None else (*leading, rows), dtype=dtype)
-    part = codes.new_empty((splits, tokens, rows), dtype=torch.int32) if splits > 1 else sums
-    is_pair = (bias is not None, added is not None, is_step, weight_is_step)
-    settings = dict(zip(_SETTINGS, is_pair, strict=True), enable_fp_fusion=False)
+    part = sums
+    if plan.splits > 1:
+        part = codes.new_empty((plan.splits, tokens, rows), dtype=torch.int32)
     plain = weight_scale if bias is None else bias.contiguous()
     held = out if added is None else added.contiguous()
-    grid = (-(-tokens // shapes.tokens) * -(-rows // shapes.rows), splits)
-    is_even = width % shapes.bytes == 0
-    lines = _power_of_two(-(-share // 128)) if shapes.prefetches else 0
     with on_device(codes):
         launch(
             kernels._ternary_tiles_kernel,
-            grid,
+            plan.grid,
             (
                 codes,
                 packed.view(torch.uint8),
@@ -438,35 +428,82 @@ def product(
                 tokens,
                 rows,
                 width,
-                share,
+                plan.share,
             ),
-            {
-                "ROWS": shapes.rows,
-                "TOKENS": shapes.tokens,
-                "BYTES": shapes.bytes,
-                "GROUP": shapes.group,
-                "STAGES": shapes.stages,
-                "IS_EVEN": is_even,
-                "IS_PART": splits > 1,
-                "IS_CHAINED": is_chained,
-                "LINES": lines,
-                "BYTEWISE": not codes.is_cuda,
-                "num_warps": shapes.warps,
-                **({"launch_pdl": True} if is_chained else {}),
-                **settings,
-            },
-            (shapes, is_even, splits > 1, is_chained, lines, is_pair),
+            plan.constants,
+            (plan,),
         )
-        if splits > 1:
-            block = min(1024, _power_of_two(rows))
+        if plan.splits > 1:
             launch(
                 kernels._ternary_parts_kernel,
-                (tokens, -(-rows // block)),
+                plan.sum_grid,
                 (part, scale, sums, weight_scale, plain, held, out, tokens, rows),
-                {"SPLITS": splits, "ROWS": block, "num_warps": 4, **settings},
-                (splits, block, is_pair),
+                plan.sum_constants,
+                (plan,),
             )
     return out
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What the launches of a product are made of: all of it follows from sizes.
+
+    Attributes:
+        grid, constants: of the kernel that multiplies.
+        share: bytes per row of weights, of each split.
+        splits: programs that share a tile; more than one have a kernel add up their sums.
+        sum_grid, sum_constants: of that kernel.
+    """
+
+    grid: tuple[int, int]
+    constants: dict[str, Any]
+    share: int
+    splits: int
+    sum_grid: tuple[int, int]
+    sum_constants: dict[str, Any]
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    device: torch.device,
+    sizes: tuple[int, int, int],
+    around: tuple[bool, ...],
+    is_chained: bool,
+    shapes: TileShapes | None,
+) -> Plan:
+    """Return the launches for tokens, rows and bytes per row."""
+    tokens, rows, width = sizes
+    if shapes is None:
+        is_hopper = capability(device)[0] == 9
+        shapes = tile_shapes(tokens, rows, width, processors(device), is_hopper=is_hopper)
+    tiles = -(-width // shapes.bytes)
+    share = -(-tiles // shapes.splits) * shapes.bytes
+    splits = -(-width // share)
+    settings = dict(zip(_SETTINGS, around, strict=True), enable_fp_fusion=False)
+    constants = {
+        "ROWS": shapes.rows,
+        "TOKENS": shapes.tokens,
+        "BYTES": shapes.bytes,
+        "GROUP": shapes.group,
+        "STAGES": shapes.stages,
+        "IS_EVEN": width % shapes.bytes == 0,
+        "IS_PART": splits > 1,
+        "IS_CHAINED": is_chained,
+        "LINES": _power_of_two(-(-share // 128)) if shapes.prefetches else 0,
+        "BYTEWISE": device.type != "cuda",
+        "num_warps": shapes.warps,
+        **({"launch_pdl": True} if is_chained else {}),
+        **settings,
+    }
+    block = min(1024, _power_of_two(rows))
+    return Plan(
+        (-(-tokens // shapes.tokens) * -(-rows // shapes.rows), splits),
+        constants,
+        share,
+        splits,
+        (tokens, -(-rows // block)),
+        {"SPLITS": splits, "ROWS": block, "num_warps": 4, **settings},
+    )
 
 
 _SETTINGS = ("HAS_BIAS", "HAS_ADDED", "IS_STEP", "WEIGHT_IS_STEP")
