@@ -416,10 +416,13 @@ def tile_candidates(tokens: int) -> Iterator[shapes.TileShapes]:
             (128, 128, 4),
             (256, 64, 4),
             (64, 256, 4),
+            (128, 256, 8),
+            (256, 128, 8),
+            (128, 128, 8),
         ):
             if tokens > 512 and block * high < 128 * 96:
                 continue
-            for wide, stages in ((32, 3), (64, 3), (64, 4), (128, 2), (128, 3)):
+            for wide, stages in ((32, 3), (32, 4), (64, 2), (64, 3), (64, 4), (128, 2), (128, 3)):
                 yield shapes.TileShapes(block, high, wide, warps, stages)
                 if tokens <= 512 and stages == 3:
                     yield shapes.TileShapes(block, high, wide, warps, stages, 1, True)

@@ -174,7 +174,7 @@ def measure(columns: int, rows: int, zeros: float, options: argparse.Namespace) 
     best: dict[str, list[Repeated]] = {}
     found: dict[str, float] = {}
     wide = copies_of(turned)
-    for bytes_, many, splits in itertools.product((32, 64), (16, 32), (8, 16, 32)):
+    for bytes_, many, splits in itertools.product((32,), (16, 32), (16, 32)):
         if rows // 4 % bytes_:
             continue
         lists = Lists(columns, rows, bytes_, many, splits)

@@ -527,6 +527,28 @@ def _product(
     weight_is_step: bool = False,
 ) -> list[Tensor]:
     _check_product(x, weight, codes, scale, packed, weight_scale, bias, biased)
+    rest = (dtype, is_step, weight_is_step)
+    return _checked_product(
+        x, weight, codes, scale, sums, packed, weight_scale, bias, biased, *rest
+    )
+
+
+def _checked_product(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    codes: Tensor,
+    scale: Tensor,
+    sums: Tensor,
+    packed: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    biased: Sequence[int],
+    dtype: torch.dtype,
+    is_step: bool = False,
+    weight_is_step: bool = False,
+) -> list[Tensor]:
+    """Multiply what was checked, in compiled code when it was compiled."""
+    del weight
     engine, added = _engine(x), dict(zip(biased, bias, strict=True))
     found = []
     for place, (held, by_weight) in enumerate(zip(packed, weight_scale, strict=True)):
@@ -757,7 +779,7 @@ def _twin(name: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> A
 TWINS = [
     _twin("ternary_linear_pack", _pack, _fake_pack),
     _twin("ternary_linear_quantize", _quantize, _fake_quantize),
-    _twin("ternary_linear_product", _product, _fake_product),
+    _twin("ternary_linear_product", _checked_product, _fake_product),
     _twin("ternary_linear_product_backward", _product_backward, _fake_product_backward),
 ]
 """The ops of a training step, each with the one that Inductor's code calls for it."""
