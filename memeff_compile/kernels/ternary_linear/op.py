@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -241,6 +242,9 @@ def _check_repack(packed: Tensor) -> None:
 # --- quantize -------------------------------------------------------------------------------------
 
 
+_quantizer = lru_cache(maxsize=64)(Quantizer)
+
+
 def _quantize(
     x: Tensor,
     kind: str = "int8",
@@ -255,7 +259,7 @@ def _quantize(
     _require_tokens("ternary_linear_quantize", x)
     rows = x.reshape(-1, x.shape[-1])
     found: tuple[Tensor, Tensor, Tensor] = _engine(x).quantize(
-        rows, Quantizer(kind, eps, adds_eps, is_step, is_native)
+        rows, _quantizer(kind, eps, adds_eps, is_step, is_native)
     )
     return found
 

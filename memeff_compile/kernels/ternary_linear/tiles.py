@@ -166,11 +166,10 @@ def quantize(
     codes = x.new_empty((tokens, 4, 4 * words), dtype=torch.int8)
     scale = x.new_empty((tokens,), dtype=torch.float32)
     sums = x.new_empty((tokens,), dtype=torch.int32)
-    around = _entering(x, entry)
-    asked = (is_chained, is_early, around["HAS_UP"], around["HAS_NORM"])
-    warps = _quantize_warps(_power_of_two(words * 16), tokens)
-    name = (quantizer, x.dtype, columns, x.is_cuda, warps, *asked)
-    numbers, constants = _quantize_constants(*name)
+    up = None if entry.up is None else _with_unit_stride(entry.up)
+    norm = None if entry.norm is None else entry.norm.contiguous()
+    asked = (is_chained, is_early, up is not None, norm is not None)
+    plan = _quantize_plan(quantizer, x.dtype, tokens, columns, x.is_cuda, *asked)
     with on_device(x):
         launch(
             kernels._ternary_quantize_kernel,
@@ -178,48 +177,57 @@ def quantize(
             (
                 x,
                 x.stride(0),
-                around["up_ptr"],
-                around["stride_up"],
-                around["norm_ptr"],
+                x if up is None else up,
+                x.stride(0) if up is None else up.stride(0),
+                x if norm is None else norm,
                 codes.view(torch.int32),
                 scale,
                 sums,
                 columns,
                 words,
-                around["norm_eps"],
-                *numbers,
+                entry.norm_eps,
+                *plan.numbers,
             ),
-            constants,
-            name,
+            plan.constants,
+            (plan,),
         )
     return codes, scale, sums
 
 
-@lru_cache(maxsize=256)
-def _quantize_constants(
+@dataclass(frozen=True, eq=False)
+class QuantizePlan:
+    """What a quantiser gives its kernel: numbers, and constants of the compiler."""
+
+    numbers: tuple[int | float, ...]
+    constants: dict[str, Any]
+
+
+@lru_cache(maxsize=1024)
+def _quantize_plan(
     quantizer: Quantizer,
     dtype: torch.dtype,
+    tokens: int,
     columns: int,
     is_cuda: bool,
-    warps: int,
     is_chained: bool,
     is_early: bool,
     has_up: bool,
     has_norm: bool,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the numbers that a quantiser gives its kernel, and the constants."""
+) -> QuantizePlan:
+    """Return the launch for so many tokens."""
     constants = dict(_settings_of(quantizer, dtype, columns, is_cuda))
     numbers = tuple(constants.pop(name) for name in ("kept", "eps", "eps_rounded"))
+    block = _power_of_two(words_for(columns) * 16)
     constants |= {
-        "COLUMNS": _power_of_two(words_for(columns) * 16),
+        "COLUMNS": block,
         "HAS_UP": has_up,
         "HAS_NORM": has_norm,
         "IS_CHAINED": is_chained,
         "IS_EARLY": is_early,
-        "num_warps": warps,
+        "num_warps": _quantize_warps(block, tokens),
         **({"launch_pdl": True} if is_early else {}),
     }
-    return numbers, constants
+    return QuantizePlan(numbers, constants)
 
 
 def _quantize_warps(columns: int, tokens: int) -> int:
