@@ -356,7 +356,6 @@ def _launch_vectors(
             HAS_ADDED=added is not None,
             IS_CODED=coded is not None,
             IS_EARLY=is_early,
-            LINES=_lines(shapes, words) if x.is_cuda else 0,
             **dict(zip(_HAS_BIAS, three([b is not None for b in bias]), strict=True)),
             GROUP=len(packed),
             TOKENS=tokens,
@@ -370,13 +369,6 @@ def _launch_vectors(
             **_settings(x, quantizer),
         )
     return outs
-
-
-def _lines(shapes: VectorShapes, words: int) -> int:
-    """Return how many lines of 128 bytes hold the tiles of a program behind its first."""
-    if not shapes.prefetches or shapes.tiles == 1:
-        return 0
-    return _power_of_two(-(-(shapes.tiles - 1) * shapes.rows * words // 32) + 1)
 
 
 def _lettered(name: str, values: Sequence[Any]) -> dict[str, Any]:
