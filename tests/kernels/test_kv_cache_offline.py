@@ -71,7 +71,6 @@ def _attention(
         "STAGES": shapes.stages,
         "ALIGN": math.gcd(8, depth),
         "UPCAST": False,
-        "IS_CHAINED": capability >= 90,
     }
     return _compile("_kv_cache_attention_kernel", capability, dtype, constants, shapes.warps)
 
@@ -83,7 +82,6 @@ def _combine(capability: int, depth: int, splits: int) -> Any:
         "DEPTH_BLOCK": depth_block(depth),
         "KEYS": 64,
         "SPLIT_BLOCK": 1 << (splits - 1).bit_length(),
-        "IS_CHAINED": capability >= 90,
     }
     return _compile("_kv_cache_combine_kernel", capability, "bf16", constants, 4)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.kv_cache import split_keys
 from memeff_compile.kernels.ternary_linear import (
     KINDS,
     Quantizer,
@@ -208,28 +207,6 @@ def test_kernels_that_start_early_wait_for_what_they_read(
         out.zero_()
         graph.replay()
         assert torch.equal(out, wanted)
-
-
-def test_an_early_linear_behind_attention_over_a_cache_waits_for_it() -> None:
-    """Both kernels of attention let the next one start; what it reads is there all the same."""
-    q, k, v = draw(1, 32, 1, 100), draw(1, 32, 2048, 100, seed=1), draw(1, 32, 2048, 100, seed=2)
-    last = torch.full((1, 1), 511, device="cuda")
-    weights, scale = packed(256, 3200), torch.full((), 9.0, device="cuda")
-
-    def run(*, is_early: bool) -> Tensor:
-        x = split_keys.attend(q, k, v, last, None, 0.1).transpose(1, 2).reshape(1, 3200)
-        details = (False, "int8", 1e-5, False, False, False, None, None, 0.0, None, is_early)
-        return ternary_linear(x, [weights], [scale], [None], torch.bfloat16, *details)[0]
-
-    run(is_early=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(is_early=True)
-    for seed in range(20):
-        q.copy_(draw(1, 32, 1, 100, seed=seed))
-        out.zero_()
-        graph.replay()
-        assert torch.equal(out, run(is_early=False))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 300])

@@ -2,8 +2,7 @@
 
 Nothing waits for the GPU or reads a value on the host, and the grid follows from static sizes, so
 calls can be captured in CUDA graphs and replayed while the cache fills up. There are no atomics:
-the same inputs give the same bits. From compute capability 9.0 on, the kernel that adds shares is
-launched while they are computed, and lets a kernel behind it that knows how to wait do the same.
+the same inputs give the same bits.
 
 The floor is the time to read the filled keys and values once: 2 * B * Hkv * filled * D elements.
 """
@@ -119,7 +118,6 @@ def attend(
     last = last.expand(batch, queries)
     seen = last if mask is None else mask.squeeze(1).view(torch.uint8).expand(batch, queries, keys)
     block = depth_block(depth)
-    is_chained = q.is_cuda and capability(q.device) >= (9, 0)
     align = math.gcd(8, k_cache.stride(2), v_cache.stride(2))
     with on_device(q):
         kernels._kv_cache_attention_kernel[(groups, splits, plan.row_tiles)](
@@ -152,7 +150,6 @@ def attend(
             STAGES=shapes.stages,
             ALIGN=align,
             UPCAST=not q.is_cuda,
-            IS_CHAINED=is_chained,
             num_warps=shapes.warps,
         )
         if splits > 1:
@@ -172,8 +169,6 @@ def attend(
                 DEPTH_BLOCK=block,
                 KEYS=shapes.keys,
                 SPLIT_BLOCK=1 << (splits - 1).bit_length(),
-                IS_CHAINED=is_chained,
                 num_warps=4,
-                **({"launch_pdl": True} if is_chained else {}),
             )
     return out.transpose(1, 2)

@@ -77,10 +77,7 @@ def _kv_cache_attention_kernel(
     STAGES: tl.constexpr,
     ALIGN: tl.constexpr,  # elements that divide the strides of keys, so that loads are wide
     UPCAST: tl.constexpr,
-    IS_CHAINED: tl.constexpr,  # the next kernel may start, and waits before it reads
 ):
-    if IS_CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
     stride_k_key = stride_k_unit * ALIGN
     stride_v_key = stride_v_unit * ALIGN
     group = tl.program_id(0)
@@ -181,11 +178,7 @@ def _kv_cache_combine_kernel(
     DEPTH_BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
-    IS_CHAINED: tl.constexpr,  # started while the shares are still being computed
 ):
-    if IS_CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) % (queries * REPEAT)
     group = tl.program_id(0) // (queries * REPEAT)
     batch = (group // kv_heads).to(tl.int64)
