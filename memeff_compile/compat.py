@@ -88,6 +88,17 @@ def has_checkpoint_policy(gm: GraphModule) -> bool:
     return gm.meta.get("_checkpoint_context_fn") is not None
 
 
+def recompute_in_backward(node: Node) -> None:
+    """Have the partition of AOTAutograd compute a call again in the backward, and keep its inputs.
+
+    The mark is that of activation checkpoints, on a single call.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta.setdefault("ac_graph_id", 0)
+
+
 def compile_id() -> str:
     """Return the id of the compile in progress, such as ``0/1``, or an empty string."""
     from torch._guards import CompileContext
@@ -233,6 +244,25 @@ def compile_with_inductor(
     with config.patch(cache_key_tag=tagged):  # type: ignore[attr-defined]
         compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(patches))
     return cast("Compiled", compiled)
+
+
+def call_in_inductor(op: torch._ops.OpOverload, twin: torch._ops.OpOverload) -> None:
+    """Have code that Inductor writes call `twin` for `op`.
+
+    Inductor's code runs below autograd, and there an op whose gradient is written in Python costs
+    a second trip through the dispatcher. A twin computes the same and has no gradient.
+    """
+    from torch._inductor import lowering
+    from torch._library.utils import get_layout_constraint_tag
+
+    if op in lowering.lowerings:
+        return
+    tag = get_layout_constraint_tag(op, with_default=True)
+    constraint = lowering.tag_to_layout_constraint(tag)
+    lowering.add_needs_realized_inputs(op)
+    if constraint is not None:
+        lowering.add_layout_constraint(op, constraint)
+    lowering.register_lowering(op, type_promotion_kind=None)(lowering.fallback_handler(twin))
 
 
 def op_fingerprint() -> str:

@@ -32,7 +32,13 @@ from .canonical import aten, read_one
 from .editor import Editor
 from .graph_info import GraphInfo, node_name
 from .ternary_chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
-from .ternary_neighbours import Entering, read_added, read_entering
+from .ternary_neighbours import (
+    Entering,
+    is_computed,
+    read_added,
+    read_entering,
+    read_gate,
+)
 from .ternary_products import Product, read_product
 
 
@@ -63,12 +69,14 @@ class Calls:
         nodes: The calls.
         entering: What stands before them and can be part of one call.
         added: The sum behind the only result, and what is added; or None.
+        is_early: A kernel of this graph runs before, and nobody writes to the weights.
         owned: What is erased in the end.
     """
 
     nodes: list[Node]
     entering: Entering
     added: tuple[Node, Node] | None = None
+    is_early: bool = False
     owned: list[Node] = field(default_factory=list)
 
 
@@ -453,6 +461,9 @@ def _hold_numbers(match: Group) -> None:
 
 def _train(info: GraphInfo, match: Group, editor: Editor) -> None:
     """Emit one quantisation, a packed weight per linear, and one product with gradients."""
+    if info.options.inner == "inductor":
+        for op, twin in op_folder.TWINS:
+            compat.call_in_inductor(op, twin)
     first = match.sites[0]
     assert isinstance(first.tokens, Quantized)
     assert isinstance(first.weight, Quantized)
@@ -484,8 +495,21 @@ def _train(info: GraphInfo, match: Group, editor: Editor) -> None:
             first.weight.quantizer.is_step,
         )
         outputs = [editor.item(product, place) for place in range(len(weights))]
+    gate = _made_again(info, match)
+    for node in [] if gate is None else [product, *gate]:
+        compat.recompute_in_backward(node)
     for site, out in zip(match.sites, outputs, strict=True):
         editor.replace(site.linear, out)
+
+
+def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
+    """Return what becomes of gate and up, where the backward computes it again with them.
+
+    The body of a checkpoint does so anyhow.
+    """
+    if info.options.ternary_gate != "recompute" or info.parent is not None:
+        return None
+    return read_gate([site.linear for site in match.sites])
 
 
 def _infer(info: GraphInfo, match: Group, editor: Editor) -> None:
@@ -530,7 +554,7 @@ def _with_neighbours(info: GraphInfo, nodes: list[Node]) -> Calls:
         first = min(entering.chain, key=info.positions.__getitem__)
         if info.written_between(read, first, nodes[0]) is not None:
             entering = Entering(x)
-    return Calls(nodes, entering, _added(info, nodes))
+    return Calls(nodes, entering, _added(info, nodes), is_computed(entering.source))
 
 
 FIRST_NEIGHBOUR = 6 + len(op_folder.Quantizer().arguments())
@@ -569,7 +593,7 @@ def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:
         around = (entering.up, entering.norm, None if added is None else added[1])
         up, norm, sum_ = (None if n is None else info.current(n) for n in around)
         compat.hold_constant(entering.eps)
-        settings += [up, norm, compat.known_number(entering.eps), sum_]
+        settings += [up, norm, compat.known_number(entering.eps), sum_, match.is_early]
     with editor.at(first):
         source = info.current(entering.source)
         found = editor.call(op_folder.ternary_linear, source, *lists, *settings)
@@ -651,7 +675,8 @@ def _sentence(info: GraphInfo, match: Group, *, is_trained: bool) -> str:
     shared = f", {len(match.sites)} linears share the codes" if len(match.sites) > 1 else ""
     after = (
         "two bits per weight and eight per input are kept for the backward, which saves memory; "
-        "on an H200 whole steps took longer than Inductor's"
+        "on an H200 whole steps took longer than Inductor's, and less with CUDA graphs "
+        "(mode='reduce-overhead')"
         if is_trained
         else "packing reads the weights again in each call; memeff_compile.pack_ternary_(model) "
         "does it once"

@@ -173,6 +173,47 @@ def _without_cast(node: Node, chain: list[Node]) -> Node:
 
 # --- after the linear -----------------------------------------------------------------------------
 
+_ACTIVATIONS = "relu silu gelu sigmoid square pow mul to"
+_MOST_ACTIVATIONS = 4
+
+
+def read_gate(results: Sequence[Node]) -> list[Node] | None:
+    """Return the activation functions of two results that are then factors of one another.
+
+    That is what becomes of gate and up, and None of others: nothing else needs the values, besides
+    the backward of these functions and of the product.
+    """
+    if len(results) != 2:
+        return None
+    chains = [_activations(node) for node in results]
+    ends = [chain[-1] for chain in chains]
+    users = [list(end.users) for end in ends]
+    if any(len(found) != 1 for found in users) or users[0] != users[1] or ends[0] is ends[1]:
+        return None
+    call = read_one(users[0][0])
+    if call is None or call.op is not aten.mul.Tensor:
+        return None
+    if {call.args["self"], call.args["other"]} != set(ends):
+        return None
+    return [node for chain in chains for node in chain[1:]]
+
+
+def _activations(node: Node) -> list[Node]:
+    """Follow the only user of a value as long as it is an activation function of nothing else."""
+    found = [node]
+    for _ in range(_MOST_ACTIVATIONS):
+        users = list(found[-1].users)
+        call = read_one(users[0]) if len(users) == 1 else None
+        if call is None or _name(call) not in _ACTIVATIONS.split():
+            break
+        if any(other is not found[-1] for other in users[0].all_input_nodes):
+            break
+        found.append(users[0])
+    return found
+
+
+# --- after the linear -----------------------------------------------------------------------------
+
 
 def read_added(item: Node) -> tuple[Node, Node] | None:
     """Return the sum that is the only user of a result, and its other operand; or None."""
@@ -186,3 +227,28 @@ def read_added(item: Node) -> tuple[Node, Node] | None:
         return None
     values = [compat.example_value(node) for node in (item, other, users[0])]
     return (users[0], other) if _are_alike(values) else None
+
+
+# --- what ran before ------------------------------------------------------------------------------
+
+_VIEWS = "view reshape transpose slice unsqueeze squeeze expand permute contiguous clone to alias"
+_COMPUTED = (
+    "add mul embedding linear ternary_linear kv_cache_attention scaled_dot_product_attention"
+)
+
+
+def is_computed(node: Node) -> bool:
+    """Return whether a kernel of this graph makes the value, for certain."""
+    for _ in range(16):
+        if node.op in ("placeholder", "get_attr") or not node.all_input_nodes:
+            return False
+        call = read_one(node)
+        name = _name(call) if call is not None else getattr(node.target, "__name__", "")
+        if name.split(".")[0] in _COMPUTED.split():
+            return True
+        if call is not None and name not in _VIEWS.split():
+            return False
+        if call is None and name != "getitem":
+            return False
+        node = node.all_input_nodes[0]
+    return False

@@ -33,6 +33,7 @@ DOCUMENTED_KEYS = (
     "kv_reads",
     "kv_codes",
     "ternary",
+    "ternary_gate",
     "weights",
     "skip",
     "strict",

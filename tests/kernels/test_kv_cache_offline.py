@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ def _compile(name: str, capability: int, dtype: str, given: dict[str, Any], warp
             hints[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[argument] = "fp32" if argument == "scale" else "i32"
-            if argument.startswith("stride") and "last" not in argument:
+            is_odd = argument.endswith("_unit") and given["DEPTH"] // given["ALIGN"] % 16 != 0
+            if argument.startswith("stride") and "last" not in argument and not is_odd:
                 hints[(place,)] = [["tt.divisibility", 16]]
     return triton.compile(
         ASTSource(kernel, signature, constants, hints),
@@ -67,6 +69,7 @@ def _attention(
         "IS_ALONE": splits == 1,
         "HAS_MASK": has_mask,
         "STAGES": shapes.stages,
+        "ALIGN": math.gcd(8, depth),
         "UPCAST": False,
     }
     return _compile("_kv_cache_attention_kernel", capability, dtype, constants, shapes.warps)
@@ -117,6 +120,18 @@ def test_attention_compiles_within_the_limits(
     assert "cp.async.cg.shared.global" in ptx, "keys and values are not loaded ahead"
     if dtype != "fp32":
         assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx), "no tensor cores"
+
+
+@pytest.mark.parametrize(("depth", "size"), [(100, 8), (72, 16)])
+def test_rows_of_other_lengths_than_sixteens_are_loaded_ahead(
+    depth: int, size: int, tmp_path: Path
+) -> None:
+    kernel = _attention(90, "bf16", depth, MIN_ROWS, has_mask=False, splits=4)
+    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    found = set(
+        re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+|\d+), ", kernel.asm["ptx"])
+    )
+    assert {int(each, 0) for each in found} == {size}
 
 
 @pytest.mark.parametrize("splits", [2, 5, MAX_SPLITS])

@@ -81,9 +81,14 @@ def capability(device: torch.device) -> tuple[int, int]:
     return _cuda_capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the tensor's GPU current, which is where Triton launches."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(tensor.device)
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:

@@ -66,6 +66,15 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
     return Plan(shapes, rows, row_tiles, _splits(groups, keys, shapes.keys, slots))
 
 
+def _in_units(cache: Tensor, align: int) -> tuple[int, ...]:
+    """Return the strides of a cache, that of keys in units of `align` elements.
+
+    Triton sees only whether a stride divides by 16: rows of 100 elements would be read one by one.
+    """
+    batch, head, key, depth = cache.stride()
+    return batch, head, key // align, depth
+
+
 def attend(
     q: Tensor,
     k_cache: Tensor,
@@ -109,14 +118,15 @@ def attend(
     last = last.expand(batch, queries)
     seen = last if mask is None else mask.squeeze(1).view(torch.uint8).expand(batch, queries, keys)
     block = depth_block(depth)
+    align = math.gcd(8, k_cache.stride(2), v_cache.stride(2))
     with on_device(q):
         kernels._kv_cache_attention_kernel[(groups, splits, plan.row_tiles)](
             q,
             *q.stride(),
             k_cache,
-            *k_cache.stride(),
+            *_in_units(k_cache, align),
             v_cache,
-            *v_cache.stride(),
+            *_in_units(v_cache, align),
             last,
             *last.stride(),
             seen,
@@ -138,6 +148,7 @@ def attend(
             IS_ALONE=splits == 1,
             HAS_MASK=mask is not None,
             STAGES=shapes.stages,
+            ALIGN=align,
             UPCAST=not q.is_cuda,
             num_warps=shapes.warps,
         )

@@ -44,12 +44,12 @@ def _kv_cache_attention_kernel(
     k_ptr,  # (B, KV_HEADS, N, D)
     stride_k_batch,
     stride_k_head,
-    stride_k_key,
+    stride_k_unit,  # of keys, over ALIGN
     stride_k_depth,
     v_ptr,  # (B, KV_HEADS, N, D)
     stride_v_batch,
     stride_v_head,
-    stride_v_key,
+    stride_v_unit,
     stride_v_depth,
     last_ptr,  # (B, M) int32 or int64: the last key each query sees
     stride_last_batch,
@@ -75,8 +75,11 @@ def _kv_cache_attention_kernel(
     IS_ALONE: tl.constexpr,  # one split
     HAS_MASK: tl.constexpr,
     STAGES: tl.constexpr,
+    ALIGN: tl.constexpr,  # elements that divide the strides of keys, so that loads are wide
     UPCAST: tl.constexpr,
 ):
+    stride_k_key = stride_k_unit * ALIGN
+    stride_v_key = stride_v_unit * ALIGN
     group = tl.program_id(0)
     split = tl.program_id(1)
     batch = (group // kv_heads).to(tl.int64)

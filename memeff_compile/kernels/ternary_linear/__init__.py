@@ -19,6 +19,7 @@ from memeff_compile.kernels.ternary_linear.memory import packed_bytes as packed_
 from memeff_compile.kernels.ternary_linear.memory import saved_after as saved_after
 from memeff_compile.kernels.ternary_linear.memory import saved_before as saved_before
 from memeff_compile.kernels.ternary_linear.op import ENGINES as ENGINES
+from memeff_compile.kernels.ternary_linear.op import TWINS as TWINS
 from memeff_compile.kernels.ternary_linear.op import engine_for as engine_for
 from memeff_compile.kernels.ternary_linear.op import supports as supports
 from memeff_compile.kernels.ternary_linear.op import ternary_linear as ternary_linear

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -241,6 +242,9 @@ def _check_repack(packed: Tensor) -> None:
 # --- quantize -------------------------------------------------------------------------------------
 
 
+_quantizer = lru_cache(maxsize=64)(Quantizer)
+
+
 def _quantize(
     x: Tensor,
     kind: str = "int8",
@@ -255,7 +259,7 @@ def _quantize(
     _require_tokens("ternary_linear_quantize", x)
     rows = x.reshape(-1, x.shape[-1])
     found: tuple[Tensor, Tensor, Tensor] = _engine(x).quantize(
-        rows, Quantizer(kind, eps, adds_eps, is_step, is_native)
+        rows, _quantizer(kind, eps, adds_eps, is_step, is_native)
     )
     return found
 
@@ -405,6 +409,7 @@ def _linear(
                 added=flat,
                 is_early=is_early and start == 0,
                 coded=coded,
+                leading=x.shape[:-1],
             )
     else:
         is_chained = engine.chains(x.device)
@@ -423,10 +428,11 @@ def _linear(
                     weight_is_step=weight_is_step,
                     added=flat,
                     is_chained=is_chained,
+                    leading=x.shape[:-1],
                 )
             )
             is_chained = False  # the kernel before the next product is this one
-    return [_shaped(out, x) for out in found]
+    return found
 
 
 def _fake_linear(
@@ -455,13 +461,6 @@ def _fake_linear(
 
 def _empty_linear(x: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((*x.shape[:-1], packed.shape[0]), dtype=dtype)
-
-
-def _shaped(out: Tensor, x: Tensor) -> Tensor:
-    """Return (M, N) in the shape of the tokens, and not as a view: an op in place may follow."""
-    shape = (*x.shape[:-1], out.shape[1])
-    shaped: Tensor = torch.ops.aten._unsafe_view.default(out, shape)
-    return shaped
 
 
 def _no_backward(ctx: object, *grads: object) -> None:
@@ -532,6 +531,28 @@ def _product(
     weight_is_step: bool = False,
 ) -> list[Tensor]:
     _check_product(x, weight, codes, scale, packed, weight_scale, bias, biased)
+    rest = (dtype, is_step, weight_is_step)
+    return _checked_product(
+        x, weight, codes, scale, sums, packed, weight_scale, bias, biased, *rest
+    )
+
+
+def _checked_product(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    codes: Tensor,
+    scale: Tensor,
+    sums: Tensor,
+    packed: Sequence[Tensor],
+    weight_scale: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    biased: Sequence[int],
+    dtype: torch.dtype,
+    is_step: bool = False,
+    weight_is_step: bool = False,
+) -> list[Tensor]:
+    """Multiply what was checked, in compiled code when it was compiled."""
+    del weight
     engine, added = _engine(x), dict(zip(biased, bias, strict=True))
     found = []
     for place, (held, by_weight) in enumerate(zip(packed, weight_scale, strict=True)):
@@ -548,8 +569,9 @@ def _product(
             dtype=dtype,
             is_step=is_step,
             weight_is_step=weight_is_step,
+            leading=x.shape[:-1],
         )
-        found.append(_shaped(out, x))
+        found.append(out)
     return found
 
 
@@ -599,14 +621,16 @@ def _product_backward(
             weights = engine.dequantized_weights(
                 held, by_weight, columns, is_step=weight_is_step, dtype=kind
             )
-            total = given @ weights if total is None else total.addmm_(given, weights)
+            total = given.mm(weights) if total is None else total.addmm_(given, weights)
             del weights
         found.append(grad[0].new_zeros(shape) if total is None else total.view(shape))
     if any(of_weight):
         dense = grad[0].new_empty((tokens, columns))
         if any(is_full):
             dense = engine.dequantized_tokens(codes, scale, columns, is_step=is_step, dtype=kind)
-        found += [given.t() @ dense for given, is_on in zip(rows, of_weight, strict=True) if is_on]
+        found += [
+            given.t().mm(dense) for given, is_on in zip(rows, of_weight, strict=True) if is_on
+        ]
     found += [given.sum(0) for given, is_on in zip(rows, of_bias, strict=True) if is_on]
     return found
 
@@ -743,6 +767,26 @@ torch.library.register_autograd(
     setup_context=_nothing_saved,
     lib=_LIBRARY,
 )
+
+
+def _twin(name: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> Any:  # noqa: ANN401
+    """Define the op of this name once more, without a gradient: what code below autograd calls."""
+    op = getattr(torch.ops.memeff, name).default
+    schema = str(op._schema).partition("::")[2]
+    _LIBRARY.define(schema.replace(name, f"{name}_below", 1), tags=_COMPLIANT)
+    _LIBRARY.impl(f"{name}_below", compute, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{name}_below", torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"memeff::{name}_below", fake, lib=_LIBRARY)
+    return op, getattr(torch.ops.memeff, f"{name}_below").default
+
+
+TWINS = [
+    _twin("ternary_linear_pack", _pack, _fake_pack),
+    _twin("ternary_linear_quantize", _quantize, _fake_quantize),
+    _twin("ternary_linear_product", _checked_product, _fake_product),
+    _twin("ternary_linear_product_backward", _product_backward, _fake_product_backward),
+]
+"""The ops of a training step, each with the one that Inductor's code calls for it."""
 
 ternary_linear = torch.ops.memeff.ternary_linear.default
 ternary_linear_pack = torch.ops.memeff.ternary_linear_pack.default

@@ -51,6 +51,8 @@ def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> Vector
         processors: multiprocessors of the GPU.
     """
     wide = 1 << (words - 1).bit_length()
+    if tokens == 1 and wide == 256 and 16 * processors < rows <= 32 * processors:
+        return VectorShapes(32, 16)
     warps = 16 if wide >= 1024 else 8
     high = max(2, min(32, 1024 * warps // wide) // (1 if tokens == 1 else 2))
     while high > 4 and 2 * rows < high * processors:
@@ -84,7 +86,7 @@ def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorS
     del tokens
     wide = 1 << (words - 1).bit_length()
     if wide <= 256 and rows <= 96 * processors:
-        return VectorShapes(16, 4)
+        return VectorShapes(8, 4)
     return VectorShapes(8, 4 if wide <= 512 else 8, 2)
 
 

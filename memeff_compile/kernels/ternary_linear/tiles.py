@@ -8,6 +8,7 @@ tiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.device import capability, on_device, processors
+from memeff_compile.kernels._triton.launch import launch
 from memeff_compile.kernels.ternary_linear.quantizer import (
     KINDS,
     NO_ENTRY,
@@ -55,6 +57,7 @@ Coded: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Codes, scales and sums, as `quantize` returns them."""
 
 
+@lru_cache(maxsize=1024)
 def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
@@ -114,18 +117,17 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
     packed = weight.new_empty((rows, words), dtype=torch.int32)
     block = min(_power_of_two(words), 128)
     with on_device(weight):
-        kernels._ternary_pack_kernel[(rows, -(-words // block))](
-            weight,
-            *weight.stride(),
-            scale,
-            packed,
-            columns,
-            words,
-            WORDS=block,
-            IS_STEP=is_step,
-            DTYPE=_dtype(weight.dtype, is_native=is_native),
-            num_warps=4,
-            enable_fp_fusion=False,
+        launch(
+            kernels._ternary_pack_kernel,
+            (rows, -(-words // block)),
+            (weight, *weight.stride(), scale, packed, columns, words),
+            {
+                "WORDS": block,
+                "IS_STEP": is_step,
+                "DTYPE": _dtype(weight.dtype, is_native=is_native),
+                **_ROUNDED,
+            },
+            (block, is_step, is_native),
         )
     return packed
 
@@ -164,25 +166,68 @@ def quantize(
     codes = x.new_empty((tokens, 4, 4 * words), dtype=torch.int8)
     scale = x.new_empty((tokens,), dtype=torch.float32)
     sums = x.new_empty((tokens,), dtype=torch.int32)
-    block = _power_of_two(words * 16)
+    up = None if entry.up is None else _with_unit_stride(entry.up)
+    norm = None if entry.norm is None else entry.norm.contiguous()
+    asked = (is_chained, is_early, up is not None, norm is not None)
+    plan = _quantize_plan(quantizer, x.dtype, tokens, columns, x.is_cuda, *asked)
     with on_device(x):
-        kernels._ternary_quantize_kernel[(tokens,)](
-            x,
-            x.stride(0),
-            codes_ptr=codes.view(torch.int32),
-            scale_ptr=scale,
-            sums_ptr=sums,
-            columns=columns,
-            words=words,
-            COLUMNS=block,
-            **_entering(x, entry),
-            IS_CHAINED=is_chained,
-            IS_EARLY=is_early,
-            num_warps=_quantize_warps(block, tokens),
-            **({"launch_pdl": True} if is_early else {}),
-            **_settings(x, quantizer),
+        launch(
+            kernels._ternary_quantize_kernel,
+            (tokens,),
+            (
+                x,
+                x.stride(0),
+                x if up is None else up,
+                x.stride(0) if up is None else up.stride(0),
+                x if norm is None else norm,
+                codes.view(torch.int32),
+                scale,
+                sums,
+                columns,
+                words,
+                entry.norm_eps,
+                *plan.numbers,
+            ),
+            plan.constants,
+            (plan,),
         )
     return codes, scale, sums
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizePlan:
+    """What a quantiser gives its kernel: numbers, and constants of the compiler."""
+
+    numbers: tuple[int | float, ...]
+    constants: dict[str, Any]
+
+
+@lru_cache(maxsize=1024)
+def _quantize_plan(
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    tokens: int,
+    columns: int,
+    is_cuda: bool,
+    is_chained: bool,
+    is_early: bool,
+    has_up: bool,
+    has_norm: bool,
+) -> QuantizePlan:
+    """Return the launch for so many tokens."""
+    constants = dict(_settings_of(quantizer, dtype, columns, is_cuda))
+    numbers = tuple(constants.pop(name) for name in ("kept", "eps", "eps_rounded"))
+    block = _power_of_two(words_for(columns) * 16)
+    constants |= {
+        "COLUMNS": block,
+        "HAS_UP": has_up,
+        "HAS_NORM": has_norm,
+        "IS_CHAINED": is_chained,
+        "IS_EARLY": is_early,
+        "num_warps": _quantize_warps(block, tokens),
+        **({"launch_pdl": True} if is_early else {}),
+    }
+    return QuantizePlan(numbers, constants)
 
 
 def _quantize_warps(columns: int, tokens: int) -> int:
@@ -210,12 +255,14 @@ def vectors(
     added: Tensor | None = None,
     is_early: bool = False,
     coded: Coded | None = None,
+    leading: Sequence[int] | None = None,
     shapes: VectorShapes | None = None,
 ) -> list[Tensor]:
     """Multiply up to four tokens with up to three matrices, quantising on the way.
 
-    With `coded` the tokens are quantised already. With `is_early` the kernel may start, and read
-    weights, while the one before it in the stream is still running.
+    Results are (M, N), or (*leading, N). With `coded` the tokens are quantised already. With
+    `is_early` the kernel may start, and read weights, while the one before it in the stream is
+    still running.
     """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
     if any(len(kind) > 1 for kind in kinds):  # a launch knows one dtype of each
@@ -231,6 +278,7 @@ def vectors(
                 weight_is_step=weight_is_step,
                 is_early=is_early and i == 0,
                 coded=coded,
+                leading=leading,
                 shapes=shapes,
             )
             for i in range(len(packed))
@@ -248,6 +296,7 @@ def vectors(
         added=added,
         is_early=is_early,
         coded=coded,
+        leading=leading,
         shapes=shapes,
     )
 
@@ -265,6 +314,7 @@ def _launch_vectors(
     added: Tensor | None,
     is_early: bool,
     coded: Coded | None,
+    leading: Sequence[int] | None,
     shapes: VectorShapes | None,
 ) -> list[Tensor]:
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
@@ -277,7 +327,8 @@ def _launch_vectors(
     if shapes is None:
         choose = vector_shapes if coded is None else coded_shapes
         shapes = choose(words, sum(count), tokens, processors(x.device))
-    outs = [x.new_empty((tokens, rows), dtype=dtype) for rows in count]
+    front = (tokens,) if leading is None else tuple(leading)
+    outs = [x.new_empty((*front, rows), dtype=dtype) for rows in count]
     tiles = [-(-rows // (shapes.rows * shapes.tiles)) for rows in count]
     anything = next((b for b in bias if b is not None), weight_scale[0])
     biases = [anything if b is None else b.contiguous() for b in bias]
@@ -341,9 +392,10 @@ def product(
     weight_is_step: bool,
     added: Tensor | None = None,
     is_chained: bool = False,
+    leading: Sequence[int] | None = None,
     shapes: TileShapes | None = None,
 ) -> Tensor:
-    """Return (M, N) from quantised tokens.
+    """Return (M, N) from quantised tokens, or (*leading, N), which are as many.
 
     With `is_chained` the kernel before this one in the stream is a chained `quantize`.
     """
@@ -351,72 +403,111 @@ def product(
 
     codes, packed = codes.contiguous(), packed.contiguous()
     tokens, rows, width = codes.shape[0], packed.shape[0], 4 * packed.shape[1]
+    around = (bias is not None, added is not None, is_step, weight_is_step)
+    plan = _plan(codes.device, (tokens, rows, width), around, is_chained, shapes)
+    out = codes.new_empty((tokens, rows) if leading is None else (*leading, rows), dtype=dtype)
+    part = sums
+    if plan.splits > 1:
+        part = codes.new_empty((plan.splits, tokens, rows), dtype=torch.int32)
+    plain = weight_scale if bias is None else bias.contiguous()
+    held = out if added is None else added.contiguous()
+    with on_device(codes):
+        launch(
+            kernels._ternary_tiles_kernel,
+            plan.grid,
+            (
+                codes,
+                packed.view(torch.uint8),
+                scale,
+                sums,
+                weight_scale,
+                plain,
+                held,
+                out,
+                part,
+                tokens,
+                rows,
+                width,
+                plan.share,
+            ),
+            plan.constants,
+            (plan,),
+        )
+        if plan.splits > 1:
+            launch(
+                kernels._ternary_parts_kernel,
+                plan.sum_grid,
+                (part, scale, sums, weight_scale, plain, held, out, tokens, rows),
+                plan.sum_constants,
+                (plan,),
+            )
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What the launches of a product are made of: all of it follows from sizes.
+
+    Attributes:
+        grid, constants: of the kernel that multiplies.
+        share: bytes per row of weights, of each split.
+        splits: programs that share a tile; more than one have a kernel add up their sums.
+        sum_grid, sum_constants: of that kernel.
+    """
+
+    grid: tuple[int, int]
+    constants: dict[str, Any]
+    share: int
+    splits: int
+    sum_grid: tuple[int, int]
+    sum_constants: dict[str, Any]
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    device: torch.device,
+    sizes: tuple[int, int, int],
+    around: tuple[bool, ...],
+    is_chained: bool,
+    shapes: TileShapes | None,
+) -> Plan:
+    """Return the launches for tokens, rows and bytes per row."""
+    tokens, rows, width = sizes
     if shapes is None:
-        device = codes.device
         is_hopper = capability(device)[0] == 9
         shapes = tile_shapes(tokens, rows, width, processors(device), is_hopper=is_hopper)
     tiles = -(-width // shapes.bytes)
     share = -(-tiles // shapes.splits) * shapes.bytes
     splits = -(-width // share)
-    out = codes.new_empty((tokens, rows), dtype=dtype)
-    part = codes.new_empty((splits, tokens, rows), dtype=torch.int32) if splits > 1 else sums
-    settings: dict[str, Any] = {
-        "HAS_BIAS": bias is not None,
-        "HAS_ADDED": added is not None,
-        "IS_STEP": is_step,
-        "WEIGHT_IS_STEP": weight_is_step,
-        "enable_fp_fusion": False,
+    settings = dict(zip(_SETTINGS, around, strict=True), enable_fp_fusion=False)
+    constants = {
+        "ROWS": shapes.rows,
+        "TOKENS": shapes.tokens,
+        "BYTES": shapes.bytes,
+        "GROUP": shapes.group,
+        "STAGES": shapes.stages,
+        "IS_EVEN": width % shapes.bytes == 0,
+        "IS_PART": splits > 1,
+        "IS_CHAINED": is_chained,
+        "LINES": _power_of_two(-(-share // 128)) if shapes.prefetches else 0,
+        "BYTEWISE": device.type != "cuda",
+        "num_warps": shapes.warps,
+        **({"launch_pdl": True} if is_chained else {}),
+        **settings,
     }
-    grid = (-(-tokens // shapes.tokens) * -(-rows // shapes.rows), splits)
-    with on_device(codes):
-        kernels._ternary_tiles_kernel[grid](
-            codes,
-            packed.view(torch.uint8),
-            scale,
-            sums,
-            weight_scale,
-            weight_scale if bias is None else bias.contiguous(),
-            out if added is None else added.contiguous(),
-            out,
-            part,
-            tokens,
-            rows,
-            width,
-            share,
-            ROWS=shapes.rows,
-            TOKENS=shapes.tokens,
-            BYTES=shapes.bytes,
-            GROUP=shapes.group,
-            STAGES=shapes.stages,
-            IS_EVEN=width % shapes.bytes == 0,
-            IS_PART=splits > 1,
-            IS_CHAINED=is_chained,
-            LINES=_power_of_two(-(-share // 128)) if shapes.prefetches else 0,
-            BYTEWISE=not codes.is_cuda,
-            num_warps=shapes.warps,
-            **({"launch_pdl": True} if is_chained else {}),
-            **settings,
-        )
-        if splits > 1:
-            block = min(1024, _power_of_two(rows))
-            kernels._ternary_parts_kernel[(tokens, -(-rows // block))](
-                part,
-                scale,
-                sums,
-                weight_scale,
-                weight_scale if bias is None else bias.contiguous(),
-                out if added is None else added.contiguous(),
-                out,
-                tokens,
-                rows,
-                SPLITS=splits,
-                ROWS=block,
-                num_warps=4,
-                **settings,
-            )
-    return out
+    block = min(1024, _power_of_two(rows))
+    return Plan(
+        (-(-tokens // shapes.tokens) * -(-rows // shapes.rows), splits),
+        constants,
+        share,
+        splits,
+        (tokens, -(-rows // block)),
+        {"SPLITS": splits, "ROWS": block, "num_warps": 4, **settings},
+    )
 
 
+_SETTINGS = ("HAS_BIAS", "HAS_ADDED", "IS_STEP", "WEIGHT_IS_STEP")
+_ROUNDED: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 _WORDS = 128
 """Words of 16 columns, at the most, of one program that dequantises."""
 
@@ -432,16 +523,12 @@ def dequantized_weights(
     out = packed.new_empty((rows, columns), dtype=dtype)
     block = min(_power_of_two(words), _WORDS)
     with on_device(packed):
-        kernels._ternary_weights_kernel[(rows, -(-words // block))](
-            packed,
-            scale,
-            out,
-            columns,
-            words,
-            WORDS=block,
-            IS_STEP=is_step,
-            num_warps=4,
-            enable_fp_fusion=False,
+        launch(
+            kernels._ternary_weights_kernel,
+            (rows, -(-words // block)),
+            (packed, scale, out, columns, words),
+            {"WORDS": block, "IS_STEP": is_step, **_ROUNDED},
+            (block, is_step),
         )
     return out
 
@@ -457,15 +544,11 @@ def dequantized_tokens(
     out = codes.new_empty((tokens, columns), dtype=dtype)
     block = min(_power_of_two(words), _WORDS)
     with on_device(codes):
-        kernels._ternary_tokens_kernel[(tokens, -(-words // block))](
-            codes.view(torch.int32),
-            scale,
-            out,
-            columns,
-            words,
-            WORDS=block,
-            IS_STEP=is_step,
-            num_warps=4,
-            enable_fp_fusion=False,
+        launch(
+            kernels._ternary_tokens_kernel,
+            (tokens, -(-words // block)),
+            (codes.view(torch.int32), scale, out, columns, words),
+            {"WORDS": block, "IS_STEP": is_step, **_ROUNDED},
+            (block, is_step),
         )
     return out
