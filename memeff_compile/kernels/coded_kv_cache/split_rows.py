@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,8 +17,29 @@ from memeff_compile.kernels._triton.device import on_device, processors
 from memeff_compile.kernels.coded_kv_cache.shapes import MIN_ROWS, rows_for, splits_for
 from memeff_compile.kernels.coded_kv_cache.split_codes import paired_norms
 
-TILE = 64
-"""Tokens per turn."""
+
+@dataclass(frozen=True)
+class Plan:
+    """What a launch is made of.
+
+    Attributes:
+        across: whether query heads stand down the tile of scores and tokens across.
+        tile: tokens per turn.
+        warps: warps per program.
+        stages: turns in flight.
+        programs: programs per multiprocessor that are aimed at.
+    """
+
+    across: bool
+    tile: int
+    warps: int
+    stages: int
+    programs: int
+
+
+def plan_for(repeat: int) -> Plan:
+    """Return the launch for so many query heads per key-value head."""
+    return Plan(False, 64, 4 if rows_for(repeat) == MIN_ROWS else 2, 2, 3)
 
 
 def attend(
@@ -29,6 +51,7 @@ def attend(
     bits: int,
     *,
     splits: int | None = None,
+    plan: Plan | None = None,
 ) -> Tensor:
     """Attend with one query per sequence; the shapes are as the op has checked them.
 
@@ -40,6 +63,7 @@ def attend(
         scale: factor of the scores.
         bits: PLAIN.
         splits: programs per sequence and key-value head, by default from static sizes.
+        plan: the launch, by default what `plan_for` gives.
 
     Returns:
         (B, Hq, 1, D) in the dtype of q.
@@ -56,8 +80,10 @@ def attend(
     window, depth = k_window.shape[2:]
     heads = q.shape[1]
     repeat, pairs = heads // kv_heads, batch * kv_heads
+    plan = plan or plan_for(repeat)
     if splits is None:
-        splits = splits_for(pairs, -(-row_count // TILE), processors(q.device) * 3)
+        tiles = -(-row_count // plan.tile)
+        splits = splits_for(pairs, tiles, processors(q.device) * plan.programs)
     out = q.new_empty((batch, 1, heads, depth))
     share = stat = out
     stat_count = batch * heads * splits
@@ -93,15 +119,16 @@ def attend(
             stat_count,
             REPEAT=repeat,
             DEPTH=depth,
-            ROWS=rows_for(repeat),
-            TILE=TILE,
+            ROWS=max(16, rows_for(repeat)) if plan.across else rows_for(repeat),
+            TILE=plan.tile,
             WINDOW=window,
             KEPT=k_kept.shape[2],
             HAS_MASK=mask is not None,
             IS_ALONE=splits == 1,
-            STAGES=2,
+            STAGES=plan.stages,
+            ACROSS=plan.across,
             UPCAST=not q.is_cuda,
-            num_warps=4 if rows_for(repeat) == MIN_ROWS else 2,
+            num_warps=plan.warps,
         )
         if splits > 1:
             split_codes_kernels._coded_kv_cache_combine_kernel[(batch * heads,)](
