@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from memeff_compile.kernels.coded_kv_cache import split_rows
 from memeff_compile.kernels.coded_kv_cache.layout import channel_group
-from memeff_compile.kernels.coded_kv_cache.shapes import MIN_ROWS, rows_for
+from memeff_compile.kernels.coded_kv_cache.shapes import rows_for
 from tests.support.cubins import stack_bytes
 
 pytestmark = pytest.mark.offline
@@ -91,21 +92,30 @@ def append(capability: int, bits: int, depth: int = 128, **more: Any) -> Any:
     return build("append_pairs_kernels", name, capability, constants, 8)
 
 
-def rows(capability: int, *, repeat: int = 4, splits: int = 4, has_mask: bool = True) -> Any:
+def rows(
+    capability: int,
+    *,
+    repeat: int = 4,
+    splits: int = 4,
+    has_mask: bool = True,
+    plan: split_rows.Plan | None = None,
+) -> Any:
+    plan = plan or split_rows.plan_for(repeat)
     constants = {
         "REPEAT": repeat,
         "DEPTH": 128,
-        "ROWS": rows_for(repeat),
-        "TILE": 64,
+        "ROWS": max(16, rows_for(repeat)) if plan.across else rows_for(repeat),
+        "TILE": plan.tile,
         "WINDOW": 192,
         "KEPT": 332,
         "HAS_MASK": has_mask,
         "IS_ALONE": splits == 1,
-        "STAGES": 2,
+        "STAGES": plan.stages,
+        "ACROSS": plan.across,
         "UPCAST": False,
     }
-    warps = 4 if rows_for(repeat) == MIN_ROWS else 2
-    return build("split_rows_kernels", "_coded_kv_cache_rows_kernel", capability, constants, warps)
+    name = "_coded_kv_cache_rows_kernel"
+    return build("split_rows_kernels", name, capability, constants, plan.warps)
 
 
 CASES: list[tuple[int, dict[str, Any]]] = [
