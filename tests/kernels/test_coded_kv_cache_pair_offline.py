@@ -26,6 +26,8 @@ POINTERS = {
     "kept_count_ptr": "*i32",
     "left_over_ptr": "*i32",
     "mask_ptr": "*u8",
+    "is_kept_ptr": "*u8",
+    "apart_ptr": "*fp32",
     "share_ptr": "*fp32",
     "stat_ptr": "*fp32",
 }
@@ -92,6 +94,18 @@ def append(capability: int, bits: int, depth: int = 128, **more: Any) -> Any:
     return build("append_pairs_kernels", name, capability, constants, 8)
 
 
+def prompt(capability: int, bits: int, depth: int = 128, **more: Any) -> list[Any]:
+    """Build the passes over a prompt: what measures, what codes keys, what codes values."""
+    both = {"DEPTH": depth, "GROUP": 64}
+    channels = depth // 2 if bits == 16 else channel_group(depth, "kivi")
+    codes = {**both, "BITS": bits, "CHANNELS": channels, "RULE": 0, "IS_PROJECTED": False, **more}
+    module, name = "append_pairs_kernels", "_coded_kv_cache_code_pair_kernel"
+    return [
+        build(module, "_coded_kv_cache_measure_pair_kernel", capability, both, 8),
+        *(build(module, name, capability, {**codes, "IS_VALUE": x}, 8) for x in (False, True)),
+    ]
+
+
 def rows(
     capability: int,
     *,
@@ -146,6 +160,26 @@ def test_append_compiles_within_the_limits(
 
 
 @pytest.mark.parametrize(
+    ("capability", "bits", "more"),
+    [
+        (90, 16, {}),
+        pytest.param(90, *CASES[0], marks=SLOW),
+        pytest.param(90, *CASES[2], marks=SLOW),
+        pytest.param(80, *CASES[0], marks=SLOW),
+        pytest.param(100, *CASES[0], marks=SLOW),
+    ],
+    ids=str,
+)
+def test_merging_a_prompt_compiles_within_the_limits(
+    capability: int, bits: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    for kernel in prompt(capability, bits, **more):
+        assert kernel.metadata.shared <= SHARED_LIMITS[capability]
+        assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+        assert "atom." not in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize(
     ("capability", "more"),
     [
         (90, {}),
@@ -179,6 +213,7 @@ def test_appending_to_the_lower_layer_compiles(capability: int, tmp_path: Path) 
 def test_kernels_compile_for_sizes_of_one() -> None:
     append(90, 4)
     append(90, 16, HAS_LOWER=True)
+    prompt(90, 4)
     rows(90)
     constants = {"DEPTH": 128, "WINDOW": 192, "TOKENS": 1}
     build("append_pairs_kernels", "_coded_kv_cache_append_lower_kernel", 90, constants, 1)
