@@ -56,11 +56,13 @@ from memeff_compile.kernels.coded_kv_cache import (
     OWN,
     PLAIN,
     Layout,
+    append_pairs,
     coded_kv_cache_append_lower,
     coded_kv_cache_append_pair,
     coded_kv_cache_attention,
     dtype_of,
     merging,
+    pair_reference,
     pool_of,
     reference,
     shapes_of_pair,
@@ -414,7 +416,7 @@ def counts_of(tokens: int, coded: int, device: str) -> Tensor:
     return found
 
 
-def timed(function: Any, device: str, repeats: int) -> dict[str, float]:
+def timed(function: Any, device: str, repeats: int, inside: int = 20) -> dict[str, float]:
     """Return percentiles of microseconds of calls in a CUDA graph, or as they are on a CPU."""
     for _ in range(2):
         function()
@@ -425,7 +427,6 @@ def timed(function: Any, device: str, repeats: int) -> dict[str, float]:
             function()
             samples.append((time.perf_counter() - start) * 1e6)
         return rows.percentiles(samples)
-    inside = 20
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -530,38 +531,66 @@ def reader_apart(copy: Any, q: Tensor, coded: int, due: int) -> Callable[[], Ten
 
 
 def components(options: argparse.Namespace, shape: tuple[int, ...]) -> None:
-    """Time what merging a prompt is made of, in plain PyTorch, for keys of one pair of layers."""
+    """Time merging a prompt of one pair of layers: by component, and as it is done."""
     _, heads, kv_heads, depth = shape
     batch, tokens = options.cases[0]
     tokens = min(tokens, 4096)
-    draw = torch.randn(2, batch, kv_heads, tokens, depth, device=options.device).bfloat16()
-    x, y = draw.unbind(0)
-    u, v = (merging.direction_and_length(each)[0] for each in (x, y))
+    facts = {"batch": batch, "tokens": tokens, "bits": 4}
+    layout, shared, lower, upper = pair_of(4, batch, tokens + 256, shape, options.device)
+    group = layout.group
+    draw = torch.randn(4, batch, kv_heads, tokens, depth, device=options.device).bfloat16()
+    like = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw]  # as models have them
+    below, above = like[0], like[2]
+    settings = pair_reference.Merging()
+    u, v = (merging.direction_and_length(each)[0] for each in (below, above))
     apart = merging.distance(u, v)
-    counted = torch.ones_like(apart, dtype=torch.bool)
-    bound = merging.threshold(apart, counted, gamma=0.05, reading="distinct")
-    room = torch.full_like(apart[..., 0], MiniCache().capacity(tokens), dtype=torch.int32)
-    e = merging.shared_direction(x, y)
-    grouped = e.unflatten(2, (-1, 64 if tokens >= 64 else tokens))
-    codes = reference.encode(grouped, 4, "kivi", is_value=True, dtype=torch.bfloat16)
-    q = torch.randn(batch, heads, 1, depth, device=options.device).bfloat16()
+    behind = torch.arange(tokens, device=options.device).expand_as(apart)
+    e = merging.shared_direction(below, above).unflatten(2, (-1, group))
+    coded = reference.encode(e, 4, "kivi", is_value=True, dtype=torch.bfloat16)
+    decoded = reference.decode(*coded, 4, depth, is_value=True)
+    q = torch.randn(batch, heads, tokens, depth, device=options.device).bfloat16()
+    whole = (shared, lower, upper, like, 0, group, 4, settings)
+
+    def choose() -> Tensor:
+        shared[7].zero_()
+        return pair_reference.keep(shared, apart, behind, settings)
+
     parts: dict[str, Any] = {
-        "magnitude": lambda: merging.direction_and_length(x),
-        "direction": lambda: merging.shared_direction(x, y),
-        "distance": lambda: merging.distance(u, v),
-        "retention": lambda: merging.kept_rows(apart, counted, bound, room, reading="distinct"),
-        "codes": lambda: reference.encode(grouped, 4, "kivi", is_value=True, dtype=torch.bfloat16),
-        "lengths": lambda: merging.folded_length(
-            x, reference.decode(*codes, 4, depth, is_value=True)
+        "magnitude, plain PyTorch": lambda: merging.direction_and_length(below),
+        "direction, plain PyTorch": lambda: merging.shared_direction(below, above),
+        "distance, plain PyTorch": lambda: merging.distance(u, v),
+        "codes, plain PyTorch": lambda: reference.encode(
+            e, 4, "kivi", is_value=True, dtype=torch.bfloat16
         ),
-        "attention of the prompt": lambda: torch.nn.functional.scaled_dot_product_attention(
-            q.expand(-1, -1, tokens, -1), x, y, is_causal=True, enable_gqa=True
+        "lengths, plain PyTorch": lambda: merging.folded_length(below, decoded),
+        "all, plain PyTorch": lambda: pair_reference.merge(*whole),
+        "choice of rows": choose,
+        "replacement: rows that are kept": lambda: pair_reference.keep_rows(
+            shared, lower, upper, like, 0
+        ),
+        "attention of the prompt, one layer": lambda: F.scaled_dot_product_attention(
+            q, below, like[1], is_causal=True, enable_gqa=True
         ),
     }
+    if options.device == "cuda":
+        keys, values = (like[0], like[2]), (like[1], like[3])
+        is_kept = choose()
+        parts |= {
+            "magnitude and distance, kernel": lambda: append_pairs.measure_prompt(
+                keys, values, group
+            ),
+            "direction, codes and lengths, kernels": lambda: [
+                append_pairs.code_prompt(
+                    shared, lower, upper, pair, is_kept, group, 4, settings, place
+                )
+                for place, pair in enumerate((keys, values))
+            ],
+            "all, kernels": lambda: append_pairs.merge_prompt(*whole),
+        }
     for name, function in parts.items():
-        found = timed(function, options.device, options.repeats)
-        row = {"what": "merging: prompt", "part": name, "batch": batch, "tokens": tokens}
-        rows.write(options.out, {**row, "us": found})
+        found = timed(function, options.device, options.repeats, inside=2)
+        row = {"what": "merging: prompt", "part": name, **facts, "us": found}
+        rows.write(options.out, row)
 
 
 def main() -> None:

@@ -199,7 +199,7 @@ def test_merging_is_measured_for_what_it_does_and_costs(
     sizes = {row["setting"]: row["bytes"] for row in found if row["what"] == "merging: memory"}
     assert set(sizes) == {row["setting"] for row in named}
     parts = [row for row in found if row["what"].startswith("merging: ") and "us" in row]
-    assert len(parts) == 2 * 6 + 7
+    assert len(parts) == 2 * 6 + 9
     assert all(row["us"]["median"] > 0 for row in parts)
     printed = script("merging_ablation", "--part", "table", "--out", str(out))
     assert all(row["setting"] in printed for row in answers)
