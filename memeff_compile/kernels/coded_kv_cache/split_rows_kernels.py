@@ -24,44 +24,29 @@ def _attend(
     is_seen,  # (TILE,) rows that count
     k_norm,  # (TILE,) fp32
     v_norm,
-    q,  # (D, ROWS), or (ROWS, D) with ACROSS
+    q,  # (D, ROWS)
     scale,
     largest,
     total,
     acc,
     DEPTH: tl.constexpr,
-    ACROSS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Add a tile of tokens."""
     depth = tl.arange(0, DEPTH)
     offs = place.to(tl.int64) * DEPTH
     k = tl.load(k_base + offs[:, None] + depth[None, :], mask=is_there[:, None], other=0.0)
-    if ACROSS:
-        v = tl.load(v_base + offs[:, None] + depth[None, :], mask=is_there[:, None], other=0.0)
-        score = tl.zeros((q.shape[0], k.shape[0]), dtype=tl.float32)
-        score = _dot(q, tl.trans(k), score, UPCAST) * (scale * k_norm)[None, :]
-        score = tl.where(is_seen[None, :], score, float("-inf"))
-        higher = tl.maximum(largest, tl.max(score, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(score - base[:, None])
-        shrink = tl.exp2(largest - base)
-        total = total * shrink + tl.sum(weight, axis=1)
-        weight = (weight * v_norm[None, :]).to(q.dtype)
-        acc = _dot(weight, v, acc * shrink[:, None], UPCAST)
-    else:
-        score = tl.zeros((k.shape[0], q.shape[1]), dtype=tl.float32)
-        score = _dot(k, q, score, UPCAST) * (scale * k_norm)[:, None]
-        score = tl.where(is_seen[:, None], score, float("-inf"))
-        higher = tl.maximum(largest, tl.max(score, axis=0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(score - base[None, :])
-        shrink = tl.exp2(largest - base)
-        total = total * shrink + tl.sum(weight, axis=0)
-        weight = (weight * v_norm[:, None]).to(q.dtype)
-        v = tl.load(v_base + offs[None, :] + depth[:, None], mask=is_there[None, :], other=0.0)
-        acc = _dot(v, weight, acc * shrink[None, :], UPCAST)
-    return higher, total, acc
+    score = tl.zeros((k.shape[0], q.shape[1]), dtype=tl.float32)
+    score = _dot(k, q, score, UPCAST) * (scale * k_norm)[:, None]
+    score = tl.where(is_seen[:, None], score, float("-inf"))
+    higher = tl.maximum(largest, tl.max(score, axis=0))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score - base[None, :])
+    shrink = tl.exp2(largest - base)
+    total = total * shrink + tl.sum(weight, axis=0)
+    weight = (weight * v_norm[:, None]).to(q.dtype)
+    v = tl.load(v_base + offs[None, :] + depth[:, None], mask=is_there[None, :], other=0.0)
+    return higher, total, _dot(v, weight, acc * shrink[None, :], UPCAST)
 
 
 @triton.jit
@@ -111,7 +96,6 @@ def _coded_kv_cache_rows_kernel(
     HAS_MASK: tl.constexpr,
     IS_ALONE: tl.constexpr,
     STAGES: tl.constexpr,
-    ACROSS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     pair = tl.program_id(0).to(tl.int64)
@@ -125,21 +109,12 @@ def _coded_kv_cache_rows_kernel(
     token = tl.arange(0, TILE)
     is_row = rows < REPEAT
     q_offs = (kv_head * REPEAT + rows) * stride_q_head + batch * stride_q_batch
-    if ACROSS:
-        q = tl.load(
-            q_ptr + q_offs[:, None] + depth[None, :] * stride_q_depth,
-            mask=is_row[:, None],
-            other=0.0,
-        )
-    else:
-        q = tl.load(
-            q_ptr + q_offs[None, :] + depth[:, None] * stride_q_depth,
-            mask=is_row[None, :],
-            other=0.0,
-        )
+    q = tl.load(
+        q_ptr + q_offs[None, :] + depth[:, None] * stride_q_depth, mask=is_row[None, :], other=0.0
+    )
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
-    acc = tl.zeros((ROWS, DEPTH) if ACROSS else (DEPTH, ROWS), dtype=tl.float32)
+    acc = tl.zeros((DEPTH, ROWS), dtype=tl.float32)
     one = tl.full((TILE,), 1.0, dtype=tl.float32)
     row_base = pair * row_count
     merged = tl.minimum(coded, row_count).to(tl.int32)
@@ -167,7 +142,6 @@ def _coded_kv_cache_rows_kernel(
             total,
             acc,
             DEPTH,
-            ACROSS,
             UPCAST,
         )
     TILES: tl.constexpr = (WINDOW + TILE - 1) // TILE
@@ -193,7 +167,6 @@ def _coded_kv_cache_rows_kernel(
             total,
             acc,
             DEPTH,
-            ACROSS,
             UPCAST,
         )
     if KEPT > 0:
@@ -226,12 +199,9 @@ def _coded_kv_cache_rows_kernel(
                 total,
                 acc,
                 DEPTH,
-                ACROSS,
                 UPCAST,
             )
     row_of = pair * REPEAT + rows
-    if ACROSS:
-        acc = tl.trans(acc)
     if IS_ALONE:
         tl.store(
             out_ptr + row_of[None, :] * DEPTH + depth[:, None],
