@@ -6,13 +6,15 @@
     python benchmarks/merging_ablation.py --part overhead
     python benchmarks/merging_ablation.py --part table
 
-`train`: a Llama of 12 layers of width 512 on the text of `corpus.py`, for `--seconds`.
+`train`: a Llama of 16 layers of width 512 on the text of `corpus.py`, for `--seconds`; with
+`--one-projection` all layers share theirs of keys and of values, so that neighbours are alike.
 
-`fidelity`: one row per setting: bits with and without merging; the configurations whose memory is
-published; the rule by the layer that merging starts from, layer by layer; the share of rows kept;
-gamma; t; both readings of the retention rule; both scales. Held-out text goes through the cache:
-a prompt, then pieces, each of which attends to what the cache says of all tokens before it. Losses
-count from the first piece on. Rows of named configurations also have what `fidelity_report` says.
+`fidelity`: one row per setting: the configurations whose memory is published; bits with and without
+merging; the rule by the layer that merging starts from, layer by layer; one pair of layers at a
+time; the share of rows kept; gamma; t; both readings of the retention rule; both scales. Held-out
+text goes through the cache: a prompt, then pieces, each of which attends to what the cache says of
+all tokens before it. Losses count from the first piece on. Rows of named configurations also have
+what `fidelity_report` says.
 
 `memory`: bytes of caches of Llama-3-8B's shape (32 layers, 8 key-value heads of 128), allocated,
 against bf16 keys and values; and those of Llama-2-7B's (32 heads).
@@ -28,6 +30,7 @@ copies in turn, so that what it reads comes from memory.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import functools
 import itertools
@@ -77,23 +80,31 @@ SHAPES = {
 """Layers, query heads, key-value heads, depth."""
 NAMED: dict[str, dict[str, Any]] = {
     "4 bits": {"bits": 4},
-    "merging alone, from a quarter on": {"bits": 16, "from": 0.25, "retained": 0.01},
-    "merging alone, from half on": {"bits": 16, "from": 0.5, "retained": 0.01},
-    "4 bits, merging from a quarter on": {"bits": 4, "from": 0.25, "retained": 0.01},
-    "4 bits, merging from half on": {"bits": 4, "from": 0.5, "retained": 0.01},
-    "4 bits, merging all layers": {"bits": 4, "from": 0.0, "retained": 0.01},
-    "4 bits, merging all layers, a twentieth kept": {"bits": 4, "from": 0.0, "retained": 0.05},
+    "3 bits": {"bits": 3},
     "2 bits": {"bits": 2},
-    "2 bits, merging from half on": {"bits": 2, "from": 0.5, "retained": 0.01},
+    "merging alone, from a quarter on": {"bits": 16, "from": 0.25},
+    "merging alone, from a quarter on, last layer apart": {"bits": 16, "from": 0.25, "apart": True},
+    "merging alone, from half on": {"bits": 16, "from": 0.5},
+    "4 bits, merging from a quarter on": {"bits": 4, "from": 0.25},
+    "4 bits, merging from a quarter on, last layer apart": {"bits": 4, "from": 0.25, "apart": True},
+    "4 bits, merging from half on": {"bits": 4, "from": 0.5},
+    "4 bits, merging from half on, last layer apart": {"bits": 4, "from": 0.5, "apart": True},
+    "4 bits, merging all layers": {"bits": 4, "from": 0.0},
+    "4 bits, merging all layers, a twentieth kept": {"bits": 4, "from": 0.0, "retained": 0.05},
+    "2 bits, merging from half on": {"bits": 2, "from": 0.5},
 }
-"""The configurations whose memory is published; each is run for its fidelity too."""
+"""The configurations whose memory is published; each is run for its fidelity too. Models of 16 and
+of 32 layers merge the same share of their layers."""
 
 
 def cache_settings(named: dict[str, Any], layers: int) -> dict[str, Any]:
     """Return the settings of `KVCache` that a named configuration stands for."""
     if "from" not in named:
         return {"bits": named["bits"], "merge": None}
-    merge = MiniCache(start_layer=int(layers * named["from"]), retained=named["retained"])
+    start = int(layers * named["from"])
+    if named.get("apart") and (layers - start) % 2 == 0:
+        start -= 1  # as many pairs, a layer earlier
+    merge = MiniCache(start_layer=start, retained=named.get("retained", 0.01))
     return {"bits": named["bits"], "merge": merge}
 
 
@@ -101,7 +112,12 @@ def cache_settings(named: dict[str, Any], layers: int) -> dict[str, Any]:
 
 RECIPES = {
     "h200": dataclasses.replace(
-        training.RECIPES["full"], vocabulary=8192, batch=8, length=2048, validation_batches=4
+        training.RECIPES["full"],
+        vocabulary=8192,
+        layers=16,
+        batch=8,
+        length=2048,
+        validation_batches=4,
     ),
     "tiny": dataclasses.replace(
         training.RECIPES["tiny"], length=128, batch=3, layers=4, warm_up=2, validation_batches=1
@@ -123,6 +139,10 @@ def train(options: argparse.Namespace) -> None:
     held_out = training.Tokens(options.corpus, "python-validation", recipe, device)
     order = text.order(100 * MEASURED_STEPS, 0)
     model = training.build_model(recipe, device)
+    attentions = [layer.self_attn for layer in model.model.layers]
+    if options.one_projection:
+        for each in attentions:
+            each.k_proj, each.v_proj = attentions[0].k_proj, attentions[0].v_proj
     small_training.compile_whole(model, "inductor", options.inner)
     curve: list[tuple[int, float]] = []
 
@@ -139,10 +159,22 @@ def train(options: argparse.Namespace) -> None:
     fitting = first + int((options.seconds - each * first) / each)
     loop.recipe = dataclasses.replace(recipe, steps=max(first + 1, min(len(order), fitting)))
     loop.run(first, loop.recipe.steps)
+    for each in attentions:  # a file has no two names for one tensor
+        each.k_proj, each.v_proj = map(copy.deepcopy, (each.k_proj, each.v_proj))
     training.save(model, options.corpus, options.model)
-    row = {"what": "merging: model", "recipe": dataclasses.asdict(loop.recipe), "curve": curve}
+    row = {
+        "what": "merging: model",
+        "projections": projections(options),
+        "recipe": dataclasses.asdict(loop.recipe),
+        "curve": curve,
+    }
     row |= {"corpus": training.corpus_digest(options.corpus), "step_ms": round(1e3 * each, 2)}
     rows.write(options.out, row)
+
+
+def projections(options: argparse.Namespace) -> str:
+    """Return whose projections of keys and values the layers have."""
+    return "one" if options.one_projection else "their own"
 
 
 def load(options: argparse.Namespace) -> Any:
@@ -199,6 +231,9 @@ def trials(layers: int) -> list[tuple[str, str, dict[str, Any]]]:
     for rule, start in itertools.product(merging.RULES, range(layers - 1)):
         merge = MiniCache(start_layer=start, rule=rule)
         found.append(("rule by start", f"{rule}, {start}", {"bits": 16, "merge": merge}))
+    for lower in range(layers - 1):
+        merge = MiniCache(start_layer=lower, end_layer=lower + 2)
+        found.append(("one pair", f"{lower}, {lower + 1}", {"bits": 16, "merge": merge}))
     for share in (0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.2, 1.0):
         merge = MiniCache(start_layer=half, gamma=1.0, retained=share)
         found.append(("share kept", str(share), {"bits": 16, "merge": merge}))
@@ -279,6 +314,7 @@ def fidelity(options: argparse.Namespace) -> None:
     facts = {"layers": config.num_hidden_layers, "hidden": config.hidden_size}
     facts |= {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
     facts |= {"sequences": options.sequences, **given, "group": options.group}
+    facts |= {"projections": projections(options)}
     held = {name: ids.to(model.device) for name, ids in texts(options, config.vocab_size).items()}
     answers = Answers(model, options)
     for study, name, settings in trials(config.num_hidden_layers):
@@ -315,6 +351,7 @@ def said(report: Any) -> dict[str, Any]:
 def table(options: argparse.Namespace) -> None:
     """Print the rows of `fidelity` as Markdown, a table per study."""
     found = [row for row in rows.read(options.out) if row["what"] == "merging: fidelity"]
+    found = [row for row in found if row["projections"] == projections(options)]
     studies = dict.fromkeys(row["study"] for row in found)
     for study in studies:
         print(f"\n{study}\n\n| setting | perplexity | | other text | | same token | kept |")
@@ -603,8 +640,9 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=HERE / "data-8192", help="folder of text")
     parser.add_argument("--seconds", type=float, default=90.0, help="of `train`, compiling aside")
     parser.add_argument("--inner", default="inductor", help="none: `train` does not compile")
+    parser.add_argument("--one-projection", action="store_true", help="a model of like layers")
     parser.add_argument("--study", nargs="*", default=[])
-    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--piece", type=int, default=64)
@@ -616,6 +654,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.one_projection and options.model == parser.get_default("model"):
+        options.model = options.model.with_name("merging_model_alike")
     options.device = "cuda" if torch.cuda.is_available() and options.size != "tiny" else "cpu"
     if options.size == "tiny":
         options.sequences, options.length, options.prompt, options.piece = 2, 128, 64, 16

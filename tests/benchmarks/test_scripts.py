@@ -179,7 +179,7 @@ def test_merging_is_measured_for_what_it_does_and_costs(
     out, model = tmp_path / "merging.jsonl", tmp_path / "model"
     given = ("--size", "tiny", "--corpus", str(corpus_folder), "--model", str(model))
     for part, more in (
-        ("train", ("--seconds", "2", "--inner", "none")),
+        ("train", ("--seconds", "2", "--inner", "none", "--one-projection")),
         ("fidelity", ("--study", "named", "t")),
         ("memory", ()),
         ("overhead", ()),
@@ -188,8 +188,8 @@ def test_merging_is_measured_for_what_it_does_and_costs(
     assert (model / "config.json").exists()
     found = rows.read(out)
     answers = [row for row in found if row["what"] == "merging: fidelity"]
-    assert [row["study"] for row in answers] == ["named"] * 9 + ["t"] * 5
-    named = answers[:9]
+    assert [row["study"] for row in answers] == ["named"] * 13 + ["t"] * 5
+    named = answers[:13]
     assert all(row["kl"] >= 0 and set(row["text"]) == {"python", "other"} for row in named)
     texts = [text for row in answers for text in row["text"].values()]
     assert all(text["perplexity"] > 1 and text["same"] <= 1 for text in texts)
