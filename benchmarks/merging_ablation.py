@@ -141,8 +141,8 @@ def train(options: argparse.Namespace) -> None:
     model = training.build_model(recipe, device)
     attentions = [layer.self_attn for layer in model.model.layers]
     if options.one_projection:
-        for each in attentions:
-            each.k_proj, each.v_proj = attentions[0].k_proj, attentions[0].v_proj
+        for layer in attentions:
+            layer.k_proj, layer.v_proj = attentions[0].k_proj, attentions[0].v_proj
     small_training.compile_whole(model, "inductor", options.inner)
     curve: list[tuple[int, float]] = []
 
@@ -159,15 +159,11 @@ def train(options: argparse.Namespace) -> None:
     fitting = first + int((options.seconds - each * first) / each)
     loop.recipe = dataclasses.replace(recipe, steps=max(first + 1, min(len(order), fitting)))
     loop.run(first, loop.recipe.steps)
-    for each in attentions:  # a file has no two names for one tensor
-        each.k_proj, each.v_proj = map(copy.deepcopy, (each.k_proj, each.v_proj))
+    for layer in attentions:  # a file has no two names for one tensor
+        layer.k_proj, layer.v_proj = map(copy.deepcopy, (layer.k_proj, layer.v_proj))
     training.save(model, options.corpus, options.model)
-    row = {
-        "what": "merging: model",
-        "projections": projections(options),
-        "recipe": dataclasses.asdict(loop.recipe),
-        "curve": curve,
-    }
+    row = {"what": "merging: model", "projections": projections(options), "curve": curve}
+    row |= {"recipe": dataclasses.asdict(loop.recipe)}
     row |= {"corpus": training.corpus_digest(options.corpus), "step_ms": round(1e3 * each, 2)}
     rows.write(options.out, row)
 
