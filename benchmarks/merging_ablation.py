@@ -158,7 +158,11 @@ def train(options: argparse.Namespace) -> None:
     each = (loop.seconds - loop.first_step_s) / max(1, first - 1)
     fitting = first + int((options.seconds - each * first) / each)
     loop.recipe = dataclasses.replace(recipe, steps=max(first + 1, min(len(order), fitting)))
-    loop.run(first, loop.recipe.steps)
+    loop.deadline = time.monotonic() + 1.15 * options.seconds
+    try:
+        loop.run(first, loop.recipe.steps)
+    except training.OutOfTime as stop:
+        print(stop, flush=True)
     for layer in attentions:  # a file has no two names for one tensor
         layer.k_proj, layer.v_proj = map(copy.deepcopy, (layer.k_proj, layer.v_proj))
     training.save(model, options.corpus, options.model)
