@@ -453,8 +453,8 @@ def counts_of(tokens: int, coded: int, device: str) -> Tensor:
     return found
 
 
-def timed(function: Any, device: str, repeats: int, inside: int = 20) -> dict[str, float]:
-    """Return percentiles of microseconds of calls in a CUDA graph, or as they are on a CPU."""
+def timed(function: Any, device: str, repeats: int, *, in_graph: bool = True) -> dict[str, float]:
+    """Return percentiles of microseconds of calls, in a CUDA graph if that is asked for."""
     for _ in range(2):
         function()
     samples = []
@@ -464,19 +464,22 @@ def timed(function: Any, device: str, repeats: int, inside: int = 20) -> dict[st
             function()
             samples.append((time.perf_counter() - start) * 1e6)
         return rows.percentiles(samples)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        for _ in range(inside):
-            function()
+    inside, run = 1, function
+    if in_graph:
+        inside, graph = 20, torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for _ in range(inside):
+                function()
+        run = graph.replay
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3 / inside)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        run()
+        first.record()
+        run()
+        last.record()
+        last.synchronize()
+        samples.append(first.elapsed_time(last) * 1e3 / inside)
     return rows.percentiles(samples)
 
 
@@ -625,7 +628,7 @@ def components(options: argparse.Namespace, shape: tuple[int, ...]) -> None:
             "all, kernels": lambda: append_pairs.merge_prompt(*whole),
         }
     for name, function in parts.items():
-        found = timed(function, options.device, options.repeats, inside=2)
+        found = timed(function, options.device, options.repeats, in_graph=False)
         row = {"what": "merging: prompt", "part": name, **facts, "us": found}
         rows.write(options.out, row)
 
