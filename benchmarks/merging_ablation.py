@@ -351,7 +351,7 @@ def said(report: Any) -> dict[str, Any]:
 def table(options: argparse.Namespace) -> None:
     """Print the rows of `fidelity` as Markdown, a table per study."""
     found = [row for row in rows.read(options.out) if row["what"] == "merging: fidelity"]
-    found = [row for row in found if row["projections"] == projections(options)]
+    found = [row for row in found if row.get("projections", "their own") == projections(options)]
     studies = dict.fromkeys(row["study"] for row in found)
     for study in studies:
         print(f"\n{study}\n\n| setting | perplexity | | other text | | same token | kept |")
