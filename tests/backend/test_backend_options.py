@@ -161,7 +161,7 @@ def test_other_inner_compilers_take_no_inductor_patches(
         ({"options": {"max_autotun": True}}, ["nor a config key of Inductor", "'max_autotune'"]),
         ({"options": {"max_autotune": "yes"}}, ["max_autotune is 'yes'", "takes bool"]),
         ({"options": {"memeff.inner": "inductr"}}, ["'inductr'", "Did you mean 'inductor'?"]),
-        ({"options": {"memeff.preset": "fast"}}, ["not available yet"]),
+        ({"options": {"memeff.preset": "quick"}}, ["'quick'", "'exact', 'fast', 'paper'"]),
         ({"options": {"memeff.strict": "fuse"}}, ["which does not exist"]),
         ({"mode": "fastest"}, ["mode is 'fastest'", "'reduce-overhead'"]),
     ],

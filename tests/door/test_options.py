@@ -71,6 +71,8 @@ def test_docs_page_is_current() -> None:
     ("key", "value"),
     [
         ("preset", "exact"),
+        ("preset", "fast"),
+        ("preset", "paper"),
         ("linear_cross_entropy", "off"),
         ("logits", "eager"),
         ("logits", "none"),
@@ -94,10 +96,48 @@ def test_available_value_is_stored(key: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        ("exact", ("exact", False, "exact")),
+        ("fast", ("mass", False, "8b")),
+        ("paper", ("block", True, "8b")),
+    ],
+)
+def test_a_preset_sets_what_was_not_given(preset: str, settings: tuple[str, bool, str]) -> None:
+    for options in (parse(preset=preset), Options(preset=preset)):
+        found = (
+            options.linear_cross_entropy,
+            options.linear_cross_entropy_sort_vocabulary,
+            options.attention,
+        )
+        assert found == settings
+        assert Options.parse(None, options.to_dict()) == options
+        assert pickle.loads(pickle.dumps(options)) == options
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"linear_cross_entropy": "exact"},
+        {"linear_cross_entropy": "mass"},
+        {"linear_cross_entropy": "off", "attention": "exact"},
+        {"linear_cross_entropy.sort_vocabulary": False},
+        {"attention": "off"},
+    ],
+    ids=str,
+)
+def test_what_is_given_goes_before_the_preset(given: dict[str, object]) -> None:
+    options = parse(preset="paper", **given)
+    for key, value in given.items():
+        assert getattr(options, key.replace(".", "_")) == value
+    if "linear_cross_entropy" in given:
+        assert not options.linear_cross_entropy_sort_vocabulary, "a knob of block"
+    assert Options.parse(None, options.to_dict()) == options
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("preset", "fast"),
-        ("preset", "paper"),
         ("weights", "win4"),
         ("weights", "tier"),
         ("weights", "rans"),
