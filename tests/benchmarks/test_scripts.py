@@ -180,7 +180,7 @@ def test_merging_is_measured_for_what_it_does_and_costs(
     given = ("--size", "tiny", "--corpus", str(corpus_folder), "--model", str(model))
     for part, more in (
         ("train", ("--seconds", "2", "--inner", "none", "--one-projection")),
-        ("fidelity", ("--study", "named", "t")),
+        ("fidelity", ("--study", "named", "t", "--budget", "1000")),
         ("memory", ()),
         ("overhead", ()),
     ):
