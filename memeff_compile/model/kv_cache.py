@@ -643,11 +643,14 @@ def _pair(
         for place, layer in enumerate(layers)
     ]
     start = len(layers) // 2 if merge.start_layer is None else merge.start_layer
-    pairs = pairs_of(kinds, start)
+    pairs = pairs_of(kinds, start, merge.end_layer)
     if not pairs:
+        where = f"from layer {start} on"
+        where += "" if merge.end_layer is None else f" and before layer {merge.end_layer}"
         refuse(
-            f"no two neighbouring layers from layer {start} on attend to all tokens, so none are "
-            f"merged ({len(layers)} layers). Lower MiniCache(start_layer=), or leave merge out."
+            f"no two neighbouring layers {where} attend to all tokens, so none are merged "
+            f"({len(layers)} layers). Set MiniCache(start_layer=, end_layer=) around more layers, "
+            "or leave merge out."
         )
     room = settings["kept"] + merge.capacity(max_cache_len)
     given = {**settings, "kept": room}

@@ -20,6 +20,8 @@ class MiniCache:
     Args:
         start_layer: layers before it stay apart; pairs are this layer and the next, and so on. By
             default half of the layers.
+        end_layer: layers from it on stay apart; by default none. The last layer alone may be what
+            costs most: `fidelity_report` says.
         rule: what direction stands for two: ``slerp``, on the arc between them; ``average``, their
             weighted mean; ``max_norm``, the longer row's.
         t: where on the arc, or what weight: 0 is the lower layer's, 1 the upper's.
@@ -39,6 +41,7 @@ class MiniCache:
     """
 
     start_layer: int | None = None
+    end_layer: int | None = None
     rule: str = "slerp"
     t: float = 0.5
     gamma: float = 0.05
@@ -58,11 +61,12 @@ class MiniCache:
                 raise UnsupportedInputError(
                     f"MiniCache: {name} is {given!r}; a number from 0 to 1 is needed."
                 )
-        start = self.start_layer
-        if start is not None and (not isinstance(start, int) or start < 0):
-            raise UnsupportedInputError(
-                f"MiniCache: start_layer is {start!r}; the number of a layer, from 0, is needed."
-            )
+        for name in ("start_layer", "end_layer"):
+            given = getattr(self, name)
+            if given is not None and (not isinstance(given, int) or given < 0):
+                raise UnsupportedInputError(
+                    f"MiniCache: {name} is {given!r}; the number of a layer, from 0, is needed."
+                )
 
     def capacity(self, tokens: int) -> int:
         """Return the rows that a cache for so many tokens has room for.
@@ -72,18 +76,19 @@ class MiniCache:
         return math.ceil(self.retained * tokens)
 
 
-def pairs_of(kinds: Sequence[object], start: int) -> list[tuple[int, int]]:
+def pairs_of(kinds: Sequence[object], start: int, end: int | None = None) -> list[tuple[int, int]]:
     """Return the pairs of neighbouring layers from `start` on, each layer in one at most.
 
     Args:
         kinds: what each layer is; None for layers that are never merged.
         start: first layer that may be in a pair.
+        end: first layer behind those that may.
 
     Example: pairs_of(["a", "a", "a", None, "a", "b"], 1) == [(1, 2)].
     """
     found = []
     at = start
-    while at + 1 < len(kinds):
+    while at + 1 < min(len(kinds), len(kinds) if end is None else end):
         if kinds[at] is not None and kinds[at] == kinds[at + 1]:
             found.append((at, at + 1))
             at += 1

@@ -171,21 +171,38 @@ def test_steps_with_a_coded_cache_are_timed_and_the_longest_one_found(tmp_path: 
 
 
 @pytest.mark.slow
-def test_merging_is_measured_for_what_it_does_and_costs(tmp_path: Path) -> None:
+def test_merging_is_measured_for_what_it_does_and_costs(
+    corpus_folder: Path, tmp_path: Path
+) -> None:
     import rows
 
-    out = tmp_path / "merging.jsonl"
-    for part, more in (("fidelity", ("--study", "named", "t")), ("memory", ()), ("overhead", ())):
-        script("merging_ablation", "--size", "tiny", "--part", part, *more, "--out", str(out))
+    out, model = tmp_path / "merging.jsonl", tmp_path / "model"
+    given = ("--size", "tiny", "--corpus", str(corpus_folder), "--model", str(model))
+    for part, more in (
+        ("train", ("--seconds", "2", "--inner", "none", "--one-projection")),
+        ("fidelity", ("--study", "named", "t", "--budget", "1000")),
+        ("memory", ()),
+        ("overhead", ()),
+    ):
+        script("merging_ablation", *given, "--part", part, *more, "--out", str(out))
+    assert (model / "config.json").exists()
     found = rows.read(out)
     answers = [row for row in found if row["what"] == "merging: fidelity"]
-    assert [row["study"] for row in answers] == ["named"] * 9 + ["t"] * 5
-    assert all(row["kl"] >= 0 and row["perplexity"] > 1 for row in answers)
+    assert [row["study"] for row in answers] == ["named"] * 13 + ["t"] * 5
+    named = answers[:13]
+    assert all(row["kl"] >= 0 and set(row["text"]) == {"python", "other"} for row in named)
+    texts = [text for row in answers for text in row["text"].values()]
+    assert all(text["perplexity"] > 1 and text["same"] <= 1 for text in texts)
+    assert [row["text"]["python"]["kept"] > 0 for row in named] == [
+        "merging" in row["setting"] for row in named
+    ]
     sizes = {row["setting"]: row["bytes"] for row in found if row["what"] == "merging: memory"}
-    assert set(sizes) == {row["setting"] for row in answers if row["study"] == "named"}
+    assert set(sizes) == {row["setting"] for row in named}
     parts = [row for row in found if row["what"].startswith("merging: ") and "us" in row]
-    assert len(parts) == 2 * 6 + 7
+    assert len(parts) == 2 * 6 + 9
     assert all(row["us"]["median"] > 0 for row in parts)
+    printed = script("merging_ablation", "--part", "table", "--out", str(out))
+    assert all(row["setting"] in printed for row in answers)
 
 
 def test_ternary_linears_are_compared_with_dense_ones(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -65,11 +66,16 @@ def test_appending_leaves_what_the_reference_leaves(
         part = [x[:, :, start:end] for x in rows]
         for pair, by_kernels in zip(pairs, (True, False), strict=True):
             both(pair, part, merging, by_kernels=by_kernels)
-    found, expected = pairs
+    compare(*pairs)
+
+
+def compare(found: Pair, expected: Pair) -> None:
+    """Require of a pair what the reference left in another, but for rounding."""
+    layout = found.layout
     assert found.filled() == expected.filled()
     length, coded = found.filled()[:2]
     # Two rows as far apart to 1e-6 may change places; all others are the same.
-    places = [pair.get("places").sort(-1).values for pair in pairs]
+    places = [pair.get("places").sort(-1).values for pair in (found, expected)]
     assert float((places[0] != places[1]).float().mean()) <= 0.05
     slots = torch.arange(coded, length, device="cuda") % layout.window
     for mine, theirs in ((found.lower, expected.lower), (found.upper, expected.upper)):
@@ -79,8 +85,33 @@ def test_appending_leaves_what_the_reference_leaves(
         wrong = (a - b).abs() > 2e-2 * b.abs() + 1e-6
         assert float(wrong.float().mean()) < 1e-2
     for is_value in (False, True):
-        a, b = (p.directions(is_value=is_value)[:, :, :coded] for p in pairs)
+        a, b = (p.directions(is_value=is_value)[:, :, :coded] for p in (found, expected))
         assert float((a - b).norm() / b.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", list(BUDGET), ids=str)
+@pytest.mark.parametrize(("layout", "merging"), CASES)
+def test_a_prompt_leaves_what_the_reference_leaves(
+    layout: Layout, merging: Merging, dtype: torch.dtype
+) -> None:
+    """Through the op, which has kernels for it, with keys as models have them: heads last."""
+    rows = draw(2, 2, 600, layout.depth, dtype, "cuda")
+    rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rows]
+    pairs = [make(layout, dtype) for _ in range(2)]
+    settings = (merging.keep_first, merging.rule, merging.t, merging.gamma, merging.reading)
+    sizes = (layout.bits, layout.recent, LIMIT)
+    with mock.patch.object(append_pairs, "merge_prompt", wraps=append_pairs.merge_prompt) as merge:
+        coded_kv_cache_append_pair(*pairs[0].all(), *rows, *sizes, *settings, merging.scale, True)
+    assert merge.call_count == 1
+    lower, upper = (rows[0], rows[1]), (rows[2], rows[3])
+    expected = pairs[1]
+    given = (expected.shared, expected.lower, expected.upper, lower, upper, *sizes, merging)
+    pair_reference.append(*given, is_first=True)
+    compare(*pairs)
+    is_same = pairs[0].get("places") == expected.get("places")
+    for place in (2, 3):  # kept rows, bit for bit
+        for mine, theirs in ((pairs[0].lower, expected.lower), (pairs[0].upper, expected.upper)):
+            assert torch.equal(mine[place][is_same], theirs[place][is_same])
 
 
 @pytest.mark.parametrize("dtype", list(BUDGET), ids=str)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from memeff_compile.kernels.coded_kv_cache import split_rows
 from memeff_compile.kernels.coded_kv_cache.layout import channel_group
-from memeff_compile.kernels.coded_kv_cache.shapes import MIN_ROWS, rows_for
+from memeff_compile.kernels.coded_kv_cache.shapes import rows_for
 from tests.support.cubins import stack_bytes
 
 pytestmark = pytest.mark.offline
@@ -25,6 +26,8 @@ POINTERS = {
     "kept_count_ptr": "*i32",
     "left_over_ptr": "*i32",
     "mask_ptr": "*u8",
+    "is_kept_ptr": "*u8",
+    "apart_ptr": "*fp32",
     "share_ptr": "*fp32",
     "stat_ptr": "*fp32",
 }
@@ -91,21 +94,40 @@ def append(capability: int, bits: int, depth: int = 128, **more: Any) -> Any:
     return build("append_pairs_kernels", name, capability, constants, 8)
 
 
-def rows(capability: int, *, repeat: int = 4, splits: int = 4, has_mask: bool = True) -> Any:
+def prompt(capability: int, bits: int, depth: int = 128, **more: Any) -> list[Any]:
+    """Build the passes over a prompt: what measures, what codes keys, what codes values."""
+    both = {"DEPTH": depth, "GROUP": 64}
+    channels = depth // 2 if bits == 16 else channel_group(depth, "kivi")
+    codes = {**both, "BITS": bits, "CHANNELS": channels, "RULE": 0, "IS_PROJECTED": False, **more}
+    module, name = "append_pairs_kernels", "_coded_kv_cache_code_pair_kernel"
+    return [
+        build(module, "_coded_kv_cache_measure_pair_kernel", capability, both, 8),
+        *(build(module, name, capability, {**codes, "IS_VALUE": x}, 8) for x in (False, True)),
+    ]
+
+
+def rows(
+    capability: int,
+    *,
+    repeat: int = 4,
+    splits: int = 4,
+    has_mask: bool = True,
+) -> Any:
+    plan = split_rows.plan_for(repeat)
     constants = {
         "REPEAT": repeat,
         "DEPTH": 128,
         "ROWS": rows_for(repeat),
-        "TILE": 64,
+        "TILE": plan.tile,
         "WINDOW": 192,
         "KEPT": 332,
         "HAS_MASK": has_mask,
         "IS_ALONE": splits == 1,
-        "STAGES": 2,
+        "STAGES": plan.stages,
         "UPCAST": False,
     }
-    warps = 4 if rows_for(repeat) == MIN_ROWS else 2
-    return build("split_rows_kernels", "_coded_kv_cache_rows_kernel", capability, constants, warps)
+    name = "_coded_kv_cache_rows_kernel"
+    return build("split_rows_kernels", name, capability, constants, plan.warps)
 
 
 CASES: list[tuple[int, dict[str, Any]]] = [
@@ -133,6 +155,26 @@ def test_append_compiles_within_the_limits(
     kernel = append(capability, bits, **more)
     assert kernel.metadata.shared <= SHARED_LIMITS[capability]
     assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "bits", "more"),
+    [
+        (90, 16, {}),
+        pytest.param(90, *CASES[0], marks=SLOW),
+        pytest.param(90, *CASES[2], marks=SLOW),
+        pytest.param(80, *CASES[0], marks=SLOW),
+        pytest.param(100, *CASES[0], marks=SLOW),
+    ],
+    ids=str,
+)
+def test_merging_a_prompt_compiles_within_the_limits(
+    capability: int, bits: int, more: dict[str, Any], tmp_path: Path
+) -> None:
+    for kernel in prompt(capability, bits, **more):
+        assert kernel.metadata.shared <= SHARED_LIMITS[capability]
+        assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+        assert "atom." not in kernel.asm["ptx"]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +211,7 @@ def test_appending_to_the_lower_layer_compiles(capability: int, tmp_path: Path) 
 def test_kernels_compile_for_sizes_of_one() -> None:
     append(90, 4)
     append(90, 16, HAS_LOWER=True)
+    prompt(90, 4)
     rows(90)
     constants = {"DEPTH": 128, "WINDOW": 192, "TOKENS": 1}
     build("append_pairs_kernels", "_coded_kv_cache_append_lower_kernel", 90, constants, 1)

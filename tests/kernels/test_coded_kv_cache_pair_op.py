@@ -67,17 +67,18 @@ def views(pair: Pair) -> list[Tensor]:
 def test_tokens_one_by_one_are_stored_as_tokens_at_once(bits: int) -> None:
     """The bound is set by the first tokens that are merged, so those are the same in both."""
     rows = draw(2, 2, 70, 16, torch.float64)
-    pairs = [Pair(Layout(16, bits, **SMALL), 2, 2, LIMIT, torch.float64) for _ in range(2)]
+    layout = Layout(16, bits, group=16, recent=16, kept=40)
+    pairs = [Pair(layout, 2, 2, LIMIT, torch.float64) for _ in range(2)]
     first = [x[:, :, :32] for x in rows]
     append(pairs[0], first, parked=True, is_first=True)
     append(pairs[0], [x[:, :, 32:] for x in rows], parked=True)
     append(pairs[1], [x[:, :, :1] for x in rows], parked=False, is_first=True)
     fill(pairs[1], rows, 1, 70)
     assert pairs[0].filled() == pairs[1].filled() == [70, 48] * 2
+    assert int(pairs[0].get("left_over").sum()) == 0, "a lack of room is met in another order"
+    assert int(pairs[0].get("kept_count").min()) > 0
     for found, other in zip(views(pairs[0]), views(pairs[1]), strict=True):
-        if int(pairs[0].get("left_over").sum()) == 0:
-            torch.testing.assert_close(found, other)
-        torch.testing.assert_close(found[:, :, 48:70], other[:, :, 48:70])
+        torch.testing.assert_close(found, other)
         assert torch.equal(found[:, :, 70:], torch.zeros_like(found[:, :, 70:]))
 
 
@@ -95,7 +96,31 @@ def test_kept_rows_and_recent_ones_come_back_bit_for_bit(bits: int, dtype: torch
             for h in range(2):
                 row = places[b, h][places[b, h] >= 0].long()
                 assert torch.equal(found[b, h, row], came[b, h, row])
-    assert int(pair.get("kept_count").max()) <= 6
+                merged = torch.ones(32, dtype=torch.bool)
+                merged[row] = False
+                merged[: 3 * b] = False  # padding comes back as anything
+                assert not (found[b, h, :32] == came[b, h, :32]).all(-1)[merged].any()
+    assert 0 < int(pair.get("kept_count").min()) <= int(pair.get("kept_count").max()) <= 6
+
+
+@pytest.mark.parametrize("reading", ["distinct", "similar"])
+def test_either_reading_keeps_the_rows_that_it_names(reading: str) -> None:
+    """Both ends of the same distances, computed here from the rows themselves."""
+    rows = draw(1, 2, 60, 16, torch.float64)
+    pair = Pair(Layout(16, PLAIN, group=16, recent=16, kept=40), 1, 2, LIMIT, torch.float64)
+    append(pair, rows, parked=True, is_first=True, keep_first=0, gamma=0.2, reading=reading)
+    angles = [torch.cosine_similarity(rows[at], rows[at + 2], dim=-1).acos() for at in (0, 1)]
+    apart = torch.maximum(*angles)[:, :, :32] / torch.pi
+    low, high = apart.aminmax(dim=-1, keepdim=True)
+    spread = 0.2 * (high - low)
+    is_kept = apart > high - spread if reading == "distinct" else apart < low + spread
+    for head in range(2):
+        places = pair.get("places")[0, head]
+        wanted = is_kept[0, head].nonzero().flatten()
+        assert 0 < len(wanted) < 32
+        assert places[places >= 0].sort().values.tolist() == wanted.tolist()
+        for found, came in zip(views(pair), rows, strict=True):
+            assert torch.equal(found[0, head, wanted], came[0, head, wanted])
 
 
 @pytest.mark.parametrize("t", [0.3, 0.5])
@@ -112,6 +137,7 @@ def test_plain_directions_are_wrong_by_their_angle_alone(t: float) -> None:
         for place, row, share in ((lower, x, t), (upper, y, 1 - t)):
             wrong = (found[place][:, :, :32] - row).norm(dim=-1) / row.norm(dim=-1)
             torch.testing.assert_close(wrong, 2 * (share * angle / 2).sin(), rtol=0, atol=1e-6)
+            assert float(wrong.min()) > 1e-3, "every row is merged"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

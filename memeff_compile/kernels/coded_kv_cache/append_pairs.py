@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.device import on_device
 from memeff_compile.kernels.coded_kv_cache.layout import PLAIN, channel_group
 from memeff_compile.kernels.coded_kv_cache.merging import RULES
-from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging
+from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging, keep, keep_rows
 
 
 def append_lower(
@@ -111,3 +112,124 @@ def append_pair(
             HAS_LOWER=lower_new is not None,
             num_warps=8,
         )
+
+
+def merge_prompt(
+    shared: Sequence[Tensor],
+    lower: Sequence[Tensor],
+    upper: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    coded: int,
+    group: int,
+    bits: int,
+    settings: Merging,
+) -> None:
+    """Merge the first tokens of an empty cache; as `pair_reference.merge`, with a kernel a pass.
+
+    Args:
+        shared, lower, upper: the tensors of a pair.
+        rows: keys and values of the lower layer, then of the upper, each (B, H, n * group, D).
+        coded: tokens merged so far, 0.
+        group: tokens per group.
+        bits: of a code, or PLAIN.
+        settings: how rows are merged.
+    """
+    count = rows[0].shape[2]
+    keys, values = _alike(rows[0], rows[2]), _alike(rows[1], rows[3])
+    apart = measure_prompt(keys, values, group)
+    behind = torch.arange(coded, coded + count, device=apart.device) - shared[5].unsqueeze(-1)
+    is_kept = keep(shared, apart, behind, settings)
+    keep_rows(shared, lower, upper, rows, coded)
+    for place, pair in enumerate((keys, values)):
+        code_prompt(shared, lower, upper, pair, is_kept, group, bits, settings, place)
+
+
+def measure_prompt(
+    keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], group: int
+) -> Tensor:
+    """Return (B, H, n): how far apart two layers are, the larger distance of keys and values.
+
+    Args:
+        keys, values: of the lower layer and of the upper, (B, H, n, D) of the same strides.
+        group: tokens per program.
+    """
+    from memeff_compile.kernels.coded_kv_cache import append_pairs_kernels as kernels
+
+    batch, heads, count, depth = keys[0].shape
+    apart = torch.empty((batch, heads, count), dtype=torch.float32, device=keys[0].device)
+    with on_device(apart):
+        kernels._coded_kv_cache_measure_pair_kernel[(batch * heads, count // group)](
+            *keys,
+            *_steps(keys[0]),
+            *values,
+            *_steps(values[0]),
+            apart,
+            heads,
+            count,
+            DEPTH=depth,
+            GROUP=group,
+            num_warps=8,
+        )
+    return apart
+
+
+def code_prompt(
+    shared: Sequence[Tensor],
+    lower: Sequence[Tensor],
+    upper: Sequence[Tensor],
+    pair: tuple[Tensor, Tensor],
+    is_kept: Tensor,
+    group: int,
+    bits: int,
+    settings: Merging,
+    place: int,
+) -> None:
+    """Store the shared directions of a prompt's keys or values, and both layers' lengths.
+
+    Args:
+        shared, lower, upper: the tensors of a pair of layers.
+        pair: keys, or values, of the lower layer and of the upper, of the same strides.
+        is_kept: bool (B, H, n).
+        group: tokens per group.
+        bits: of a code, or PLAIN.
+        settings: how rows are merged.
+        place: 0 for keys, 1 for values.
+    """
+    from memeff_compile.kernels.coded_kv_cache import append_pairs_kernels as kernels
+
+    batch, heads, count, depth = pair[0].shape
+    with on_device(is_kept):
+        kernels._coded_kv_cache_code_pair_kernel[(batch * heads, count // group)](
+            *pair,
+            *_steps(pair[0]),
+            shared[place],
+            shared[2 + place],
+            is_kept.view(torch.uint8),
+            shared[5],
+            lower[5],
+            upper[5],
+            heads,
+            shared[0].shape[2],
+            count,
+            float(settings.t),
+            DEPTH=depth,
+            BITS=bits,
+            GROUP=group,
+            CHANNELS=depth // 2 if bits == PLAIN else channel_group(depth, "kivi"),
+            RULE=RULES.index(settings.rule),
+            IS_PROJECTED=settings.scale == "projection",
+            IS_VALUE=place == 1,
+            num_warps=8,
+        )
+
+
+def _alike(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both with the same strides, a token some whole rows behind the one before."""
+    _, _, step, unit = lower.stride()
+    is_fine = unit == 1 and step % lower.shape[3] == 0 and lower.stride() == upper.stride()
+    return (lower, upper) if is_fine else (lower.contiguous(), upper.contiguous())
+
+
+def _steps(x: Tensor) -> tuple[int, int, int]:
+    """Return strides of sequences and heads, and the rows from a token to the next."""
+    return x.stride(0), x.stride(1), x.stride(2) // x.shape[3]

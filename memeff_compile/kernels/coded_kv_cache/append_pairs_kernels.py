@@ -6,6 +6,9 @@ One program per sequence and key-value head has keys and values of both layers, 
 kept depends on all four. A shared direction is a sum of the two rows with a factor each, which
 follow from three sums over channels; so rows are read a few channels at a time, and read again to
 be coded. How many tokens there are is read on the device; the last program writes the new counts.
+
+A prompt's groups are merged by programs of their own: one pass measures how far apart rows are, and
+the other, once it is known which are kept, codes keys or values. Both read the model's tensors.
 """
 
 from __future__ import annotations
@@ -607,3 +610,104 @@ def _coded_kv_cache_append_pair_kernel(
         tl.store(upper_counts_ptr + 2, 0)
         tl.store(lower_counts_ptr, lower_length)
         tl.store(lower_counts_ptr + 1, coded)
+
+
+@triton.jit
+def _coded_kv_cache_measure_pair_kernel(
+    lower_k_ptr,  # (B, KV_HEADS, count, D), a token `k_rows` times D behind the one before
+    upper_k_ptr,
+    stride_k_batch,
+    stride_k_head,
+    k_rows,
+    lower_v_ptr,
+    upper_v_ptr,
+    stride_v_batch,
+    stride_v_head,
+    v_rows,
+    apart_ptr,  # (B, KV_HEADS, count) fp32
+    kv_heads,
+    count,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    pair = tl.program_id(0).to(tl.int64)
+    batch = pair // kv_heads
+    head = pair % kv_heads
+    place = tl.program_id(1).to(tl.int64) * GROUP + tl.arange(0, GROUP)
+    k_base = batch * stride_k_batch + head * stride_k_head
+    v_base = batch * stride_v_batch + head * stride_v_head
+    SHARE: tl.constexpr = DEPTH // 2
+    k_cosine, _, _ = _measure(
+        lower_k_ptr + k_base, upper_k_ptr + k_base, place * k_rows, DEPTH, SHARE, GROUP
+    )
+    v_cosine, _, _ = _measure(
+        lower_v_ptr + v_base, upper_v_ptr + v_base, place * v_rows, DEPTH, SHARE, GROUP
+    )
+    # The larger of two angles has the smaller cosine.
+    apart = _angle(tl.minimum(k_cosine, v_cosine)) * 0.318309886183791
+    tl.store(apart_ptr + pair * count + place, apart)
+
+
+@triton.jit
+def _coded_kv_cache_code_pair_kernel(
+    lower_ptr,  # (B, KV_HEADS, count, D): keys or values
+    upper_ptr,
+    stride_batch,
+    stride_head,
+    rows,
+    codes_ptr,  # (B, KV_HEADS, groups, BLOCK)
+    scales_ptr,
+    is_kept_ptr,  # (B, KV_HEADS, count) bytes
+    starts_ptr,  # (B, KV_HEADS) int32
+    lower_norms_ptr,  # (B, KV_HEADS, groups * GROUP, 2)
+    upper_norms_ptr,
+    kv_heads,
+    groups,
+    count,
+    t,
+    DEPTH: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    RULE: tl.constexpr,
+    IS_PROJECTED: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+):
+    BLOCK: tl.constexpr = GROUP * DEPTH if BITS == 16 else GROUP * DEPTH * BITS // 8
+    SCALES: tl.constexpr = (
+        0 if BITS == 16 else 2 * GROUP * (DEPTH // CHANNELS) if IS_VALUE else 2 * DEPTH
+    )
+    pair = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1).to(tl.int64)
+    place = tile * GROUP + tl.arange(0, GROUP)
+    base = (pair // kv_heads) * stride_batch + (pair % kv_heads) * stride_head
+    lower = lower_ptr + base
+    upper = upper_ptr + base
+    slot = place * rows
+    cosine, m, n = _measure(lower, upper, slot, DEPTH, DEPTH // 2, GROUP)
+    is_kept = tl.load(is_kept_ptr + pair * count + place) != 0
+    is_left_out = is_kept | (place < tl.load(starts_ptr + pair))
+    block = pair * groups + tile
+    VALUE: tl.constexpr = 1 if IS_VALUE else 0
+    _code_directions(
+        lower,
+        upper,
+        codes_ptr + block * BLOCK,
+        scales_ptr + block * SCALES,
+        lower_norms_ptr + block * (2 * GROUP) + VALUE,
+        upper_norms_ptr + block * (2 * GROUP) + VALUE,
+        slot,
+        cosine,
+        m,
+        n,
+        t,
+        is_left_out,
+        is_kept,
+        DEPTH,
+        GROUP,
+        BITS,
+        CHANNELS,
+        RULE,
+        IS_PROJECTED,
+        IS_VALUE,
+    )

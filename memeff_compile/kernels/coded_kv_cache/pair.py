@@ -182,14 +182,16 @@ def _append_pair(*args: Any) -> None:
         return
     settings = Merging(rule, t, gamma, reading, scale, keep_first)
     new = None if lower_k is None else (lower_k, lower_v)
-    if not is_first and _on_kernels(upper[0], upper[0].shape[2] - recent):
-        from memeff_compile.kernels.coded_kv_cache.append_pairs import append_pair
+    given = (shared, lower, upper, new, (k, v), bits, recent, limit, settings)
+    if not _on_kernels(upper[0], upper[0].shape[2] - recent):
+        pair_reference.append(*given, is_first=is_first)
+        return
+    from memeff_compile.kernels.coded_kv_cache import append_pairs
 
-        append_pair(shared, lower, upper, new, (k, v), bits, recent, limit, settings)
+    if is_first:
+        pair_reference.append(*given, is_first=True, merging=append_pairs.merge_prompt)
     else:
-        pair_reference.append(
-            shared, lower, upper, new, (k, v), bits, recent, limit, settings, is_first=is_first
-        )
+        append_pairs.append_pair(*given)
 
 
 def _fake_append_pair(*args: Any) -> None:

@@ -8,7 +8,7 @@ Paper: MiniCache, arXiv 2405.14366.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +86,7 @@ def append(
     settings: Merging,
     *,
     is_first: bool = False,
+    merging: Callable[..., None] | None = None,
 ) -> None:
     """Write the upper layer's tokens, the lower's if they are given, and merge what is due.
 
@@ -99,6 +100,7 @@ def append(
         limit: tokens that the cache holds.
         settings: how rows are merged.
         is_first: the cache is empty; then nothing is read on the host.
+        merging: what merges rows, by default `merge`.
     """
     window, new = upper[0].shape[2], upper_new[0].shape[2]
     group = window - recent
@@ -126,7 +128,7 @@ def append(
     step = max(1, due) * group if is_first else group
     for at in range(0, due * group, step):
         some = [x[:, :, at : at + step] for x in rows]
-        merge(shared, lower, upper, some, coded + at, group, bits, settings)
+        (merging or merge)(shared, lower, upper, some, coded + at, group, bits, settings)
     fresh_slots = torch.arange(max(length, end - window), end, device=device)
     for own, (k, v) in ((lower, rows[:2]), (upper, rows[2:])):
         for held, x in zip(own[:2], (k, v), strict=True):
@@ -166,12 +168,8 @@ def merge(
     apart = torch.cat([_apart([x[:, :, span] for x in rows]) for span in spans], 2)
     position = torch.arange(coded, coded + count, device=places.device)
     behind = position - starts.unsqueeze(-1)  # the start of the sequence
-    is_kept = _keep(shared, apart, behind, settings)
-    is_here = (places >= coded) & (places < coded + count)
-    index = (places.long() - coded).clamp(0, count - 1).unsqueeze(-1).expand(-1, -1, -1, depth)
-    sources = zip((lower[2], lower[3], upper[2], upper[3]), rows, strict=True)
-    for kept, x in sources:
-        kept.copy_(torch.where(is_here.unsqueeze(-1), x.gather(2, index), kept))
+    is_kept = keep(shared, apart, behind, settings)
+    keep_rows(shared, lower, upper, rows, coded)
     left_out = is_kept | (behind < 0)
     for span in spans:
         part = [x[:, :, span] for x in rows]
@@ -196,8 +194,40 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _keep(shared: Sequence[Tensor], apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
-    """Choose what is kept, note where, and return bool (B, H, n)."""
+def keep_rows(
+    shared: Sequence[Tensor],
+    lower: Sequence[Tensor],
+    upper: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    coded: int,
+) -> None:
+    """Copy the rows that `keep` has noted among tokens from position `coded` on.
+
+    Args:
+        shared, lower, upper: the tensors of a pair.
+        rows: keys and values of the lower layer, then of the upper, each (B, H, n, D).
+        coded: tokens merged before.
+    """
+    places = shared[4]
+    count, depth = rows[0].shape[2:]
+    is_here = (places >= coded) & (places < coded + count)
+    index = (places.long() - coded).clamp(0, count - 1).unsqueeze(-1).expand(-1, -1, -1, depth)
+    for kept, x in zip((lower[2], lower[3], upper[2], upper[3]), rows, strict=True):
+        kept.copy_(torch.where(is_here.unsqueeze(-1), x.gather(2, index), kept))
+
+
+def keep(shared: Sequence[Tensor], apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
+    """Choose what is kept and note where.
+
+    Args:
+        shared: what a pair shares.
+        apart: (B, H, n) distances.
+        behind: (B, H, n) tokens since the beginning of the sequence, negative for padding.
+        settings: how rows are merged.
+
+    Returns:
+        bool (B, H, n).
+    """
     _, _, _, _, places, starts, bound, kept_count, left_over = shared
     is_pinned = (behind >= 0) & (behind < settings.keep_first)
     counted = behind >= settings.keep_first

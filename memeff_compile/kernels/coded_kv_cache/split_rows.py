@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,8 +17,33 @@ from memeff_compile.kernels._triton.device import on_device, processors
 from memeff_compile.kernels.coded_kv_cache.shapes import MIN_ROWS, rows_for, splits_for
 from memeff_compile.kernels.coded_kv_cache.split_codes import paired_norms
 
-TILE = 64
-"""Tokens per turn."""
+
+@dataclass(frozen=True)
+class Plan:
+    """What a launch is made of.
+
+    Attributes:
+        tile: tokens per turn.
+        warps: warps per program.
+        stages: turns in flight.
+        programs: programs per multiprocessor that are aimed at.
+    """
+
+    tile: int
+    warps: int
+    stages: int
+    programs: int
+
+
+def plan_for(repeat: int) -> Plan:
+    """Return the launch for so many query heads per key-value head.
+
+    The fastest of a sweep on an H200, 16 sequences of 32,768 tokens; larger tiles and more stages
+    are 0.3 % slower and more.
+
+    Example: plan_for(4) == Plan(tile=64, warps=4, stages=2, programs=3).
+    """
+    return Plan(64, 4 if rows_for(repeat) == MIN_ROWS else 2, 2, 3)
 
 
 def attend(
@@ -29,6 +55,7 @@ def attend(
     bits: int,
     *,
     splits: int | None = None,
+    plan: Plan | None = None,
 ) -> Tensor:
     """Attend with one query per sequence; the shapes are as the op has checked them.
 
@@ -40,6 +67,7 @@ def attend(
         scale: factor of the scores.
         bits: PLAIN.
         splits: programs per sequence and key-value head, by default from static sizes.
+        plan: the launch, by default what `plan_for` gives.
 
     Returns:
         (B, Hq, 1, D) in the dtype of q.
@@ -56,8 +84,10 @@ def attend(
     window, depth = k_window.shape[2:]
     heads = q.shape[1]
     repeat, pairs = heads // kv_heads, batch * kv_heads
+    plan = plan or plan_for(repeat)
     if splits is None:
-        splits = splits_for(pairs, -(-row_count // TILE), processors(q.device) * 3)
+        tiles = -(-row_count // plan.tile)
+        splits = splits_for(pairs, tiles, processors(q.device) * plan.programs)
     out = q.new_empty((batch, 1, heads, depth))
     share = stat = out
     stat_count = batch * heads * splits
@@ -94,14 +124,14 @@ def attend(
             REPEAT=repeat,
             DEPTH=depth,
             ROWS=rows_for(repeat),
-            TILE=TILE,
+            TILE=plan.tile,
             WINDOW=window,
             KEPT=k_kept.shape[2],
             HAS_MASK=mask is not None,
             IS_ALONE=splits == 1,
-            STAGES=2,
+            STAGES=plan.stages,
             UPCAST=not q.is_cuda,
-            num_warps=4 if rows_for(repeat) == MIN_ROWS else 2,
+            num_warps=plan.warps,
         )
         if splits > 1:
             split_codes_kernels._coded_kv_cache_combine_kernel[(batch * heads,)](

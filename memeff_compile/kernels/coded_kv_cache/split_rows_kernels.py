@@ -20,7 +20,8 @@ def _attend(
     k_base,
     v_base,
     place,  # (TILE,) rows
-    is_seen,  # (TILE,)
+    is_there,  # (TILE,) rows that are loaded
+    is_seen,  # (TILE,) rows that count
     k_norm,  # (TILE,) fp32
     v_norm,
     q,  # (D, ROWS)
@@ -34,7 +35,7 @@ def _attend(
     """Add a tile of tokens."""
     depth = tl.arange(0, DEPTH)
     offs = place.to(tl.int64) * DEPTH
-    k = tl.load(k_base + offs[:, None] + depth[None, :], mask=is_seen[:, None], other=0.0)
+    k = tl.load(k_base + offs[:, None] + depth[None, :], mask=is_there[:, None], other=0.0)
     score = tl.zeros((k.shape[0], q.shape[1]), dtype=tl.float32)
     score = _dot(k, q, score, UPCAST) * (scale * k_norm)[:, None]
     score = tl.where(is_seen[:, None], score, float("-inf"))
@@ -44,7 +45,7 @@ def _attend(
     shrink = tl.exp2(largest - base)
     total = total * shrink + tl.sum(weight, axis=0)
     weight = (weight * v_norm[:, None]).to(q.dtype)
-    v = tl.load(v_base + offs[None, :] + depth[:, None], mask=is_seen[None, :], other=0.0)
+    v = tl.load(v_base + offs[None, :] + depth[:, None], mask=is_there[None, :], other=0.0)
     return higher, total, _dot(v, weight, acc * shrink[None, :], UPCAST)
 
 
@@ -119,9 +120,10 @@ def _coded_kv_cache_rows_kernel(
     merged = tl.minimum(coded, row_count).to(tl.int32)
     for tile in tl.range(split, tl.cdiv(merged, TILE), splits, num_stages=STAGES):
         position = tile * TILE + token
-        is_seen = position < merged
+        is_there = position < merged
         k_norm, v_norm = _norms_of(norms_ptr + row_base * 2, tl.minimum(position, merged - 1))
-        is_seen = is_seen & (k_norm >= 0.0)
+        # Not a mask of the loads: those of keys and values would wait for the lengths.
+        is_seen = is_there & (k_norm >= 0.0)
         if HAS_MASK:
             is_seen = _seen(
                 mask_ptr, batch, stride_mask_batch, stride_mask_key, position, is_seen, mask_count
@@ -130,6 +132,7 @@ def _coded_kv_cache_rows_kernel(
             k_rows_ptr + row_base * DEPTH,
             v_rows_ptr + row_base * DEPTH,
             position,
+            is_there,
             is_seen,
             k_norm,
             v_norm,
@@ -154,6 +157,7 @@ def _coded_kv_cache_rows_kernel(
             k_window_ptr + pair * (WINDOW * DEPTH),
             v_window_ptr + pair * (WINDOW * DEPTH),
             slot,
+            is_seen,
             is_seen,
             one,
             one,
@@ -185,6 +189,7 @@ def _coded_kv_cache_rows_kernel(
                 k_kept_ptr + pair * (KEPT * DEPTH),
                 v_kept_ptr + pair * (KEPT * DEPTH),
                 row,
+                is_seen,
                 is_seen,
                 one,
                 one,
