@@ -354,11 +354,12 @@ def grouping(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     together = coded_weight.MAX_TOGETHER
     ways = {"dense": ("", 1), "win4, apart": ("win4", 1), "win4, grouped": ("win4", together)}
     runs: dict[str, Callable[[], object]] = {}
+    kept: list[object] = []  # what the graphs read
     found: dict[str, Tensor] = {}
     launches: dict[str, int] = {}
     for way, (codec, most) in ways.items():
         if codec and way == "win4, apart":
-            model = copy.deepcopy(model)  # graphs of the dense one hold its weights
+            model = copy.deepcopy(model)
             limit = 0 if options.size == "tiny" else 1 << 20
             memeff_compile.compress_(model, codec, min_size=limit, progress=False)
         torch._dynamo.reset()
@@ -377,6 +378,7 @@ def grouping(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for _ in range(2):
             found[way] = step().clone()
         runs[way] = _captured(step, options.device)
+        kept += [model, cache, step]
         records = memeff_compile.last_report().records
         launches[way] = sum("coded_weight_linears" in r.sentence for r in records)
     coded_weight.MAX_TOGETHER = together
