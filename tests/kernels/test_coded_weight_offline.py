@@ -263,8 +263,10 @@ def test_a_product_of_some_tokens_compiles_within_the_limits(
     assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", kernel.asm["ptx"]), "no tensor cores"
 
 
-@pytest.mark.parametrize(("tokens", "rows", "is_even"), [(2, 1024, False), (16, 14336, True)])
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+@pytest.mark.parametrize(
+    ("capability", "tokens", "rows", "is_even"),
+    [(80, 16, 14336, True), (90, 16, 14336, True), (90, 2, 1024, False), (100, 2, 14336, True)],
+)
 def test_operands_are_decoded_in_registers(
     capability: int, tokens: int, rows: int, is_even: bool, tmp_path: Path
 ) -> None:
@@ -276,7 +278,10 @@ def test_operands_are_decoded_in_registers(
     assert "shared" not in loop[0], "operands move between threads"
 
 
-@pytest.mark.parametrize("tokens", [64, 128, 256])
+@pytest.mark.parametrize(
+    "tokens",
+    [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)],
+)
 def test_products_run_while_the_next_operand_is_decoded(tokens: int, tmp_path: Path) -> None:
     kernel = _wide(tokens)
     _check(kernel, 90, tmp_path)
@@ -304,6 +309,7 @@ def test_kernels_compile_for_sizes_of_one() -> None:
     _encode(90, "rans")
 
 
+@pytest.mark.slow
 def test_products_in_gluon_compile_for_sizes_of_one() -> None:
     _wide(256, tokens_count=1, rows_count=1, groups=1)
     _matrix(90, 2, 1, is_even=False)
