@@ -291,8 +291,11 @@ def test_products_run_while_the_next_operand_is_decoded(tokens: int, tmp_path: P
 
 def test_columns_are_ordered_within_the_limits(tmp_path: Path) -> None:
     constants = {"TOKENS": shapes.ORDERED_TOKENS}
-    kernel = _compile("win4", "order", 90, constants, 4, turned_ptr="*i16")
+    kernel = _compile("win4", "order", 90, constants, 8, turned_ptr="*i16")
     _check(kernel, 90, tmp_path)
+    assert not re.search(r"st\.global\.\S*b(16|32) ", kernel.asm["ptx"].replace("v4.b32", "")), (
+        "narrow"
+    )
 
 
 def test_the_sum_of_shares_compiles_within_the_limits(tmp_path: Path) -> None:

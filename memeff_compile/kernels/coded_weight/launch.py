@@ -809,6 +809,6 @@ def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
             columns // GROUP,
             stride,
             TOKENS=shapes.ORDERED_TOKENS,
-            num_warps=4,
+            num_warps=8,
         )
     return ordered, turned

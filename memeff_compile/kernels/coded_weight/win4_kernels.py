@@ -196,16 +196,17 @@ def patches_kernel(
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
     marks = tl.load(marks_ptr + chunk)
-    if marks != 0:
-        place = tl.arange(0, CHUNK)
-        is_read = ((marks >> (place // 256)) & 1) == 1  # only groups that have patches
-        at_weight = weight_ptr + chunk.to(tl.int64) * CHUNK + place
-        pattern = tl.load(at_weight, mask=is_read, other=0)
-        count = is_win4_patch(pattern.to(tl.int32), header_ptr).to(tl.int32)
-        rank = at + tl.cumsum(count, 0) - count
-        is_patch = (count == 1) & (rank < room)
-        tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
-        tl.store(values_ptr + rank, pattern, mask=is_patch)
+    if marks != 0:  # only groups that have patches are read again; all at once took twice as long
+        for group in range(32):
+            if (marks >> group) & 1 == 1:
+                place = group * 256 + tl.arange(0, 256)
+                pattern = tl.load(weight_ptr + chunk.to(tl.int64) * CHUNK + place)
+                count = is_win4_patch(pattern.to(tl.int32), header_ptr).to(tl.int32)
+                rank = at + tl.cumsum(count, 0) - count
+                is_patch = (count == 1) & (rank < room)
+                tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
+                tl.store(values_ptr + rank, pattern, mask=is_patch)
+                at += tl.sum(count, 0)
 
 
 @triton.jit
@@ -525,12 +526,16 @@ def order_kernel(
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = (token < tokens_count)[:, None]
     word = tl.arange(0, 128)
-    begin = token.to(tl.int64)[:, None] * (groups * 128) + group * 128
-    pair = tl.load(x_ptr + begin + word[None, :], mask=is_token, other=0)
-    place = word // 16 % 2 * 64 + word // 32 * 16 + word % 4 * 4 + word // 4 % 4
-    tl.store(ordered_ptr + begin + place[None, :], pair, mask=is_token)
-    at = turned_ptr + (group.to(tl.int64) * 256 + 2 * word)[:, None] * stride + token[None, :]
-    is_in = (token < stride)[None, :]
-    turned = tl.trans(pair)
-    tl.store(at, turned.to(tl.int16), mask=is_in)
-    tl.store(at + stride, (turned >> 16).to(tl.int16), mask=is_in)
+    begin = token.to(tl.int64)[:, None] * (groups * 128) + group * 128 + word[None, :]
+    pair = tl.load(x_ptr + begin, mask=is_token, other=0)
+    parts = tl.reshape(pair, (TOKENS, 4, 2, 4, 4))  # pair, half, four lanes, lane
+    tl.store(
+        ordered_ptr + begin,
+        tl.reshape(tl.permute(parts, (0, 2, 1, 4, 3)), (TOKENS, 128)),
+        mask=is_token,
+    )
+    both = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16))
+    turned = tl.trans(tl.reshape(both, (TOKENS, 256)))
+    column = group.to(tl.int64) * 256 + tl.arange(0, 256)
+    at = turned_ptr + column[:, None] * stride + token[None, :]
+    tl.store(at, turned, mask=(token < stride)[None, :])
