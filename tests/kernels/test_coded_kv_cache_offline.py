@@ -12,6 +12,7 @@ import pytest
 from memeff_compile.kernels.coded_kv_cache.layout import channel_group
 from memeff_compile.kernels.coded_kv_cache.shapes import (
     MAX_SPLITS,
+    halves_for,
     part_width,
     rows_for,
     shapes_for,
@@ -83,7 +84,7 @@ def _attention(
     splits: int = 4,
     repeat: int = 4,
 ) -> Any:
-    shapes = shapes_for(depth, bits, rows_for(repeat))
+    shapes = shapes_for(depth, bits, repeat)
     channels = channel_group(depth, scheme)
     constants = {
         "REPEAT": repeat,
@@ -103,6 +104,7 @@ def _attention(
         "IS_ALONE": splits == 1,
         "STAGES": shapes.stages,
         "AT_ONCE": shapes.at_once,
+        "HALVES": halves_for(repeat),
         "PACKED": dtype == "bf16",
         "UPCAST": False,
     }
