@@ -12,9 +12,20 @@ from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
 
 WARPS = 8
 
+PIECES = 2
+"""Programs that share a group of keys, or of values, where one token comes."""
+
 
 def append(
-    pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
+    pool: Sequence[Tensor],
+    k: Tensor,
+    v: Tensor,
+    bits: int,
+    recent: int,
+    limit: int,
+    *,
+    warps: int = WARPS,
+    pieces: int = PIECES,
 ) -> None:
     """Write tokens and code what is due; the shapes are as the op has checked them.
 
@@ -26,6 +37,8 @@ def append(
         bits: of a code.
         recent: tokens at the end that are never in codes.
         limit: tokens that the cache holds.
+        warps: per program.
+        pieces: programs that share a group where one token comes.
     """
     from memeff_compile.kernels.coded_kv_cache import append_codes_kernels as kernels
 
@@ -34,8 +47,10 @@ def append(
     group = window - recent
     per_head = is_per_head(k_scales)
     new = k.shape[2]
+    # Several tokens may fill a group and code it at once, which one program has to see as a whole.
+    pieces = pieces if new == 1 and recent > 0 and depth >= 64 else 1
     with on_device(k):
-        kernels._coded_kv_cache_append_kernel[(batch * heads, 2)](
+        kernels._coded_kv_cache_append_kernel[(batch * heads, 2 * pieces)](
             k,
             *k.stride(),
             v,
@@ -52,6 +67,7 @@ def append(
             WINDOW=window,
             KEPT=k_kept.shape[2],
             TOKENS=min(group, 1 << (new - 1).bit_length()),
+            PIECES=pieces,
             IS_PER_HEAD=per_head,
-            num_warps=WARPS,
+            num_warps=warps,
         )

@@ -46,11 +46,32 @@ def _load_window(base, slot, column, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr
 
 
 @triton.jit
-def _pack(
+def _loaded(
     window_base,
-    codes_base,
     slot,
-    steps,  # (1 or parts): of columns for keys, of tokens otherwise
+    column,
+    DEPTH: tl.constexpr,
+    BITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+):
+    """Return the columns of each part of some tokens, as many parts as a byte has codes."""
+    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (8 if BITS == 3 else 8 // BITS)
+    SHARE: tl.constexpr = DEPTH // COUNT
+    found = ()
+    for part in tl.static_range(COUNT):
+        x = _load_window(window_base, slot, part * SHARE + column, DEPTH, IS_VALUE)
+        found = found + (x,)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _pack(
+    parts,  # of the group's numbers, as `_loaded` returns them
+    codes_base,
+    token,
+    column,
+    steps,  # of columns for keys, one tensor per part; of tokens otherwise, one per share
     zeros,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
@@ -59,20 +80,14 @@ def _pack(
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Code one group of the window with steps that are known, and store its bytes.
-
-    `steps` and `zeros` are one tensor per share of columns: of CHANNELS each where tokens have
-    scales of their own, of SHARE each where columns have.
-    """
+    """Code some tokens and columns of a group with steps that are known, and store the bytes."""
     COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (8 if BITS == 3 else 8 // BITS)
     SHARE: tl.constexpr = DEPTH // COUNT
-    token = tl.arange(0, GROUP)
-    column = tl.arange(0, SHARE)
-    low = tl.zeros((SHARE, GROUP) if IS_VALUE else (GROUP, SHARE), dtype=tl.int32)
+    low = tl.zeros(parts[0].shape, dtype=tl.int32)
     odd = low
     high = low
     for part in tl.static_range(COUNT):
-        x = _load_window(window_base, slot, part * SHARE + column, DEPTH, IS_VALUE)
+        x = parts[part]
         if IS_VALUE:
             step = steps[part * SHARE // CHANNELS][None, :]
             code = _codes(x, step, zeros[part * SHARE // CHANNELS][None, :], BITS, IS_PER_HEAD)
@@ -120,25 +135,32 @@ def _code_keys(
     window_base,
     codes_base,
     scales_base,
-    slot,
-    is_left_out,
+    coded,
+    first_coded,  # tokens before it have no say in scales
+    piece,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
-    """Code a group of keys with a scale and a zero per channel."""
+    """Code a group of keys, or a piece of each part's columns, with scales of its channels."""
     COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (8 if BITS == 3 else 8 // BITS)
     SHARE: tl.constexpr = DEPTH // COUNT
+    SOME: tl.constexpr = SHARE // PIECES
     kind: tl.constexpr = scales_base.dtype.element_ty
-    most = tl.full((SHARE,), (1 << BITS) - 1.0, tl.float32)
-    column = tl.arange(0, SHARE)
+    most = tl.full((SOME,), (1 << BITS) - 1.0, tl.float32)
+    token = tl.arange(0, GROUP)
+    column = piece * SOME + tl.arange(0, SOME)
+    oldest = coded + token
+    parts = _loaded(window_base, oldest % WINDOW, column, DEPTH, BITS, CHANNELS, False)
+    is_left_out = (oldest < first_coded)[:, None]
     steps = ()
     zeros = ()
     for part in tl.static_range(COUNT):
-        x = _load_window(window_base, slot, part * SHARE + column, DEPTH, False)
-        low = tl.min(tl.where(is_left_out[:, None], float("inf"), x), axis=0)
-        high = tl.max(tl.where(is_left_out[:, None], float("-inf"), x), axis=0)
+        low = tl.min(tl.where(is_left_out, float("inf"), parts[part]), axis=0)
+        high = tl.max(tl.where(is_left_out, float("-inf"), parts[part]), axis=0)
         is_empty = low > high
         low = tl.where(is_empty, 0.0, low)
         high = tl.where(is_empty, 0.0, high)
@@ -148,7 +170,9 @@ def _code_keys(
         tl.store(scales_base + 2 * (part * SHARE + column) + 1, zero.to(kind))
         steps = steps + (step,)  # noqa: RUF005
         zeros = zeros + (zero,)  # noqa: RUF005
-    _pack(window_base, codes_base, slot, steps, zeros, DEPTH, GROUP, BITS, CHANNELS, False, False)
+    _pack(
+        parts, codes_base, token, column, steps, zeros, DEPTH, GROUP, BITS, CHANNELS, False, False
+    )
 
 
 @triton.jit
@@ -156,40 +180,58 @@ def _code_tokens(
     window_base,
     codes_base,
     scales_base,
-    slot,
+    coded,
+    piece,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PIECES: tl.constexpr,
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
-    """Code a group with scales of its tokens: per share of channels, or one per head."""
-    token = tl.arange(0, GROUP)
+    """Code a group, or a piece of its tokens, with scales of its tokens."""
+    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (8 if BITS == 3 else 8 // BITS)
+    SHARE: tl.constexpr = DEPTH // COUNT
+    SHARES: tl.constexpr = DEPTH // CHANNELS
+    SOME: tl.constexpr = GROUP // PIECES
+    AXIS: tl.constexpr = 0 if IS_VALUE else 1
     kind: tl.constexpr = scales_base.dtype.element_ty
     TOP: tl.constexpr = ((1 << (BITS - 1)) if IS_PER_HEAD else (1 << BITS)) - 1.0
-    most = tl.full((GROUP,), TOP, tl.float32)
+    most = tl.full((SOME,), TOP, tl.float32)
+    token = piece * SOME + tl.arange(0, SOME)
+    column = tl.arange(0, SHARE)
+    slot = (coded + token) % WINDOW
+    parts = _loaded(window_base, slot, column, DEPTH, BITS, CHANNELS, IS_VALUE)
     steps = ()
     zeros = ()
-    for share in tl.static_range(DEPTH // CHANNELS):
-        column = share * CHANNELS + tl.arange(0, CHANNELS)
-        x = _load_window(window_base, slot, column, DEPTH, True)
+    for share in tl.static_range(SHARES):
+        one = parts[share * (COUNT // SHARES)]
+        low = tl.abs(one) if IS_PER_HEAD else one
+        high = low
+        for part in tl.static_range(COUNT // SHARES):
+            x = parts[share * (COUNT // SHARES) + part]
+            x = tl.abs(x) if IS_PER_HEAD else x
+            low = tl.minimum(low, x)
+            high = tl.maximum(high, x)
         if IS_PER_HEAD:
-            step = _stored(tl.div_rn(tl.max(tl.abs(x), axis=0), most), scales_base)
+            step = _stored(tl.div_rn(tl.max(high, axis=AXIS), most), scales_base)
             zero = step
             tl.store(scales_base + token, step.to(kind))
         else:
-            low = tl.min(x, axis=0)
-            step = _stored(tl.div_rn(tl.max(x, axis=0) - low, most), scales_base)
-            zero = low.to(kind).to(tl.float32)
+            least = tl.min(low, axis=AXIS)
+            step = _stored(tl.div_rn(tl.max(high, axis=AXIS) - least, most), scales_base)
+            zero = least.to(kind).to(tl.float32)
             tl.store(scales_base + 2 * (share * GROUP + token), step.to(kind))
             tl.store(scales_base + 2 * (share * GROUP + token) + 1, zero.to(kind))
         steps = steps + (step,)  # noqa: RUF005
         zeros = zeros + (zero,)  # noqa: RUF005
     _pack(
-        window_base,
+        parts,
         codes_base,
-        slot,
+        token,
+        column,
         steps,
         zeros,
         DEPTH,
@@ -215,6 +257,7 @@ def _walk(
     length,
     coded,
     first,
+    piece,
     kv_heads,
     groups,
     new,
@@ -226,6 +269,7 @@ def _walk(
     WINDOW: tl.constexpr,
     KEPT: tl.constexpr,
     TOKENS: tl.constexpr,
+    PIECES: tl.constexpr,
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
 ):
@@ -247,7 +291,7 @@ def _walk(
         done += new
     while done < new:
         count = tl.minimum(tl.minimum(new - done, coded + WINDOW - length), TOKENS)
-        is_token = (tokens < count)[:, None]
+        is_token = ((tokens < count) & (piece == 0))[:, None]
         position = length + tokens
         x = tl.load(
             source_base
@@ -265,7 +309,6 @@ def _walk(
         if length - coded == WINDOW:
             tl.debug_barrier()  # the tokens just written are read by other threads
             block = pair * groups + tl.minimum(coded // GROUP, groups - 1)
-            oldest = coded + tl.arange(0, GROUP)
             codes = codes_ptr + block * BLOCK
             scales = scales_ptr + block * SCALES
             if IS_VALUE or IS_PER_HEAD:
@@ -273,11 +316,14 @@ def _walk(
                     window,
                     codes,
                     scales,
-                    oldest % WINDOW,
+                    coded,
+                    piece,
                     DEPTH,
                     GROUP,
                     BITS,
                     CHANNELS,
+                    WINDOW,
+                    PIECES,
                     IS_VALUE,
                     IS_PER_HEAD,
                 )
@@ -286,12 +332,15 @@ def _walk(
                     window,
                     codes,
                     scales,
-                    oldest % WINDOW,
-                    oldest < first + KEPT,
+                    coded,
+                    first + KEPT,
+                    piece,
                     DEPTH,
                     GROUP,
                     BITS,
                     CHANNELS,
+                    WINDOW,
+                    PIECES,
                 )
             coded += GROUP
             tl.debug_barrier()  # the slots are free for the next tokens
@@ -331,6 +380,7 @@ def _coded_kv_cache_append_kernel(
     WINDOW: tl.constexpr,
     KEPT: tl.constexpr,
     TOKENS: tl.constexpr,  # written at once, at most a group
+    PIECES: tl.constexpr,  # programs that share a group; one unless TOKENS is
     IS_PER_HEAD: tl.constexpr,
 ):
     length = tl.load(counts_ptr)
@@ -338,7 +388,8 @@ def _coded_kv_cache_append_kernel(
     first = length * 0
     if KEPT > 0:
         first += tl.load(places_ptr + tl.program_id(0).to(tl.int64) * KEPT)
-    if tl.program_id(1) == 0:
+    piece = tl.program_id(1) // 2
+    if tl.program_id(1) % 2 == 0:
         length, coded = _walk(
             k_ptr,
             stride_k_batch,
@@ -352,6 +403,7 @@ def _coded_kv_cache_append_kernel(
             length,
             coded,
             first,
+            piece,
             kv_heads,
             groups,
             new,
@@ -363,6 +415,7 @@ def _coded_kv_cache_append_kernel(
             WINDOW,
             KEPT,
             TOKENS,
+            PIECES,
             False,
             IS_PER_HEAD,
         )
@@ -380,6 +433,7 @@ def _coded_kv_cache_append_kernel(
             length,
             coded,
             first,
+            piece,
             kv_heads,
             groups,
             new,
@@ -391,12 +445,13 @@ def _coded_kv_cache_append_kernel(
             WINDOW,
             KEPT,
             TOKENS,
+            PIECES,
             True,
             IS_PER_HEAD,
         )
     tl.debug_barrier()  # every thread has read the counts
     arrived = tl.atomic_add(counts_ptr + 2, 1)
-    if arrived == tl.num_programs(0) * 2 - 1:
+    if arrived == tl.num_programs(0) * (2 * PIECES) - 1:
         tl.store(counts_ptr, length)
         tl.store(counts_ptr + 1, coded)
         tl.store(counts_ptr + 2, 0)
