@@ -46,6 +46,76 @@ def _load_window(base, slot, column, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr
 
 
 @triton.jit
+def _put(
+    low,
+    high,
+    code,
+    codes_base,
+    token,
+    column,
+    PART: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    SHARE: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+):
+    """Return bytes, and bytes of high bits, with the codes of a part; store those of 8 bits."""
+    if BITS == 8:
+        if IS_VALUE:
+            offs = (PART * SHARE + column)[:, None] * GROUP + token[None, :]
+        else:
+            offs = token[:, None] * DEPTH + (PART * SHARE + column)[None, :]
+        tl.store(codes_base + offs, code.to(tl.uint8))
+    elif BITS == 3:
+        low |= (code & 3) << (2 * PART)
+        high |= (code >> 2) << ((2 * PART + 2) % 8)
+    else:
+        low |= code << (PART * BITS)
+    return low, high
+
+
+@triton.jit
+def _store_bytes(
+    low,
+    high,
+    codes_base,
+    token,
+    column,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    SHARE: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+):
+    """Store bytes that have the codes of all parts, of some tokens and columns of each part.
+
+    Of 3 bits the high ones of two tokens share a byte: neighbours of keys, of values those in the
+    two halves of `token`.
+    """
+    if BITS != 8:
+        if IS_VALUE:
+            offs = column[:, None] * GROUP + token[None, :]
+        else:
+            offs = token[:, None] * SHARE + column[None, :]
+        tl.store(codes_base + offs, low.to(tl.uint8))
+    if BITS == 3:
+        PAIRS: tl.constexpr = token.shape[0] // 2
+        behind = codes_base + GROUP * SHARE
+        second = tl.arange(0, 2)
+        if IS_VALUE:
+            both = high.reshape((column.shape[0], 2, PAIRS)) << second[None, :, None]
+            both = tl.sum(both, axis=1)
+            pair = tl.min(token.reshape((2, PAIRS)), axis=0)
+            offs = column[:, None] * (GROUP // 2) + pair[None, :]
+        else:
+            both = high.reshape((PAIRS, 2, column.shape[0])) << second[None, :, None]
+            both = tl.sum(both, axis=1)
+            pair = tl.min(token.reshape((PAIRS, 2)), axis=1) // 2
+            offs = pair[:, None] * SHARE + column[None, :]
+        tl.store(behind + offs, both.to(tl.uint8))
+
+
+@triton.jit
 def _loaded(
     window_base,
     slot,
@@ -56,7 +126,7 @@ def _loaded(
     IS_VALUE: tl.constexpr,
 ):
     """Return the columns of each part of some tokens, as many parts as a byte has codes."""
-    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (8 if BITS == 3 else 8 // BITS)
+    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
     SHARE: tl.constexpr = DEPTH // COUNT
     found = ()
     for part in tl.static_range(COUNT):
@@ -81,10 +151,9 @@ def _pack(
     IS_PER_HEAD: tl.constexpr,
 ):
     """Code some tokens and columns of a group with steps that are known, and store the bytes."""
-    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (8 if BITS == 3 else 8 // BITS)
+    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
     SHARE: tl.constexpr = DEPTH // COUNT
     low = tl.zeros(parts[0].shape, dtype=tl.int32)
-    odd = low
     high = low
     for part in tl.static_range(COUNT):
         x = parts[part]
@@ -95,39 +164,10 @@ def _pack(
             code = _codes(x, steps[0][:, None], zeros[0][:, None], BITS, IS_PER_HEAD)
         else:
             code = _codes(x, steps[part][None, :], zeros[part][None, :], BITS, IS_PER_HEAD)
-        if BITS == 8:
-            if IS_VALUE:
-                offs = (part * SHARE + column)[:, None] * GROUP + token[None, :]
-            else:
-                offs = token[:, None] * DEPTH + (part * SHARE + column)[None, :]
-            tl.store(codes_base + offs, code.to(tl.uint8))
-        elif BITS == 3:
-            high |= (code >> 2) << part
-            if part % 2 == 0:
-                low |= (code & 3) << (part // 2 * 2)
-            else:
-                odd |= (code & 3) << (part // 2 * 2)
-        else:
-            low |= code << (part * BITS)
-    if BITS == 3:
-        BEHIND: tl.constexpr = GROUP * (DEPTH // 4)
-        if IS_VALUE:
-            offs = column[:, None] * GROUP + token[None, :]
-            tl.store(codes_base + offs, low.to(tl.uint8))
-            tl.store(codes_base + SHARE * GROUP + offs, odd.to(tl.uint8))
-            tl.store(codes_base + BEHIND + offs, high.to(tl.uint8))
-        else:
-            offs = token[:, None] * (2 * SHARE) + column[None, :]
-            tl.store(codes_base + offs, low.to(tl.uint8))
-            tl.store(codes_base + SHARE + offs, odd.to(tl.uint8))
-            offs = token[:, None] * SHARE + column[None, :]
-            tl.store(codes_base + BEHIND + offs, high.to(tl.uint8))
-    elif BITS != 8:
-        if IS_VALUE:
-            offs = column[:, None] * GROUP + token[None, :]
-        else:
-            offs = token[:, None] * SHARE + column[None, :]
-        tl.store(codes_base + offs, low.to(tl.uint8))
+        low, high = _put(
+            low, high, code, codes_base, token, column, part, DEPTH, GROUP, BITS, SHARE, IS_VALUE
+        )
+    _store_bytes(low, high, codes_base, token, column, GROUP, BITS, SHARE, IS_VALUE)
 
 
 @triton.jit
@@ -146,7 +186,7 @@ def _code_keys(
     PIECES: tl.constexpr,
 ):
     """Code a group of keys, or a piece of each part's columns, with scales of its channels."""
-    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (8 if BITS == 3 else 8 // BITS)
+    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
     SHARE: tl.constexpr = DEPTH // COUNT
     SOME: tl.constexpr = SHARE // PIECES
     kind: tl.constexpr = scales_base.dtype.element_ty
@@ -192,7 +232,7 @@ def _code_tokens(
     IS_PER_HEAD: tl.constexpr,
 ):
     """Code a group, or a piece of its tokens, with scales of its tokens."""
-    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (8 if BITS == 3 else 8 // BITS)
+    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
     SHARE: tl.constexpr = DEPTH // COUNT
     SHARES: tl.constexpr = DEPTH // CHANNELS
     SOME: tl.constexpr = GROUP // PIECES
@@ -201,6 +241,9 @@ def _code_tokens(
     TOP: tl.constexpr = ((1 << (BITS - 1)) if IS_PER_HEAD else (1 << BITS)) - 1.0
     most = tl.full((SOME,), TOP, tl.float32)
     token = piece * SOME + tl.arange(0, SOME)
+    if BITS == 3 and IS_VALUE:  # a piece of either half, whose high bits share bytes
+        some = tl.arange(0, SOME)
+        token = some // (SOME // 2) * (GROUP // 2) + piece * (SOME // 2) + some % (SOME // 2)
     column = tl.arange(0, SHARE)
     slot = (coded + token) % WINDOW
     parts = _loaded(window_base, slot, column, DEPTH, BITS, CHANNELS, IS_VALUE)

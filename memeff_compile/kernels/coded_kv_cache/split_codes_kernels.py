@@ -61,10 +61,12 @@ _TAKE_2_0_0, _TAKE_2_0_1 = _take_two(0x03, 0), _take_two(0x03, 8)
 _TAKE_2_1_0, _TAKE_2_1_1 = _take_two(0x0C, 0), _take_two(0x0C, 8)
 _TAKE_2_2_0, _TAKE_2_2_1 = _take_two(0x30, 0), _take_two(0x30, 8)
 _TAKE_2_3_0, _TAKE_2_3_1 = _take_two(0xC0, 0), _take_two(0xC0, 8)
-_TAKE_3_0_0, _TAKE_3_0_1 = _take_two_high(0x03, 0, 0x04, -2), _take_two_high(0x03, 8, 0x04, 6)
-_TAKE_3_1_0, _TAKE_3_1_1 = _take_two_high(0x0C, 0, 0x10, -2), _take_two_high(0x0C, 8, 0x10, 6)
-_TAKE_3_2_0, _TAKE_3_2_1 = _take_two_high(0x30, 0, 0x40, -2), _take_two_high(0x30, 8, 0x40, 6)
-_TAKE_3_3_0, _TAKE_3_3_1 = _take_two_high(0x30, 2, 0x40, 0), _take_two_high(0x30, 10, 0x40, 8)
+_TAKE_3_0_0, _TAKE_3_0_1 = _take_two_high(0x03, 0, 0x04, 0), _take_two_high(0x03, 8, 0x04, 8)
+_TAKE_3_1_0, _TAKE_3_1_1 = _take_two_high(0x0C, 0, 0x10, 0), _take_two_high(0x0C, 8, 0x10, 8)
+_TAKE_3_2_0, _TAKE_3_2_1 = _take_two_high(0x30, 0, 0x40, 0), _take_two_high(0x30, 8, 0x40, 8)
+_TAKE_3_3_0, _TAKE_3_3_1 = _take_two_high(0x30, 2, 0x40, -6), _take_two_high(0x30, 10, 0x40, 2)
+# The high bits of the second of two tokens, put where those of the first are.
+_SECOND = tl.constexpr("shr.b32 $0, $1, 1;")
 
 
 @triton.jit
@@ -83,7 +85,8 @@ def _two_high(raw, high, ASM: tl.constexpr):
 def _code_of(raw, high, PLACE: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr):
     """Return codes at a place of 16 bits as numbers of a type."""
     if BITS == 3:
-        code = ((raw >> PLACE) & 3) | (((high >> PLACE) & 1) << 2)
+        HIGH_PLACE: tl.constexpr = PLACE // 8 * 8 + (PLACE + 2) % 8
+        code = ((raw >> PLACE) & 3) | (((high >> HIGH_PLACE) & 1) << 2)
     else:
         code = (raw >> PLACE) & ((1 << BITS) - 1)
     return code.to(kind)
@@ -247,13 +250,19 @@ def _choose(vectors, half, HALVES: tl.constexpr):
 
 
 @triton.jit
-def _spread(high, IS_VALUE: tl.constexpr):
-    """Return the bytes of high bits twice along the channels, the second time a bit further."""
-    both = tl.join(high, high >> 1)
-    if IS_VALUE:
-        found = tl.permute(both, (2, 0, 1)).reshape((2 * high.shape[0], high.shape[1]))
+def _of_both(high, IS_VALUE: tl.constexpr, PACKED: tl.constexpr):
+    """Return the high bits of the first tokens of pairs, then those of the second ones."""
+    if PACKED:
+        second = tl.inline_asm_elementwise(
+            _SECOND, "=r,r", [high], dtype=tl.uint16, is_pure=True, pack=2
+        )
     else:
+        second = high >> 1
+    both = tl.join(high, second)
+    if IS_VALUE:
         found = tl.permute(both, (0, 2, 1)).reshape((high.shape[0], 2 * high.shape[1]))
+    else:
+        found = tl.permute(both, (2, 0, 1)).reshape((2 * high.shape[0], high.shape[1]))
     return found
 
 
@@ -360,7 +369,6 @@ def _coded_kv_cache_attention_kernel(
 ):
     PARTS: tl.constexpr = DEPTH // WIDTH
     BLOCK: tl.constexpr = GROUP * DEPTH * BITS // 8
-    HIGH: tl.constexpr = DEPTH // 8  # bytes of a row of the plane of high bits
     # What queries and weights are multiplied by, and what their products are: with PACKED numbers
     # are very small; without, a weight's product with a scale uses the range of half precision.
     RAISE: tl.constexpr = 2.0**64 if PACKED else 1.0
@@ -420,8 +428,10 @@ def _coded_kv_cache_attention_kernel(
     v_place = width[:, None] * (GROUP // 2) + v_half[None, :]
     if BITS == 3:
         BEHIND: tl.constexpr = GROUP * WIDTH // 2
-        k_high = BEHIND + tokens[:, None] * (HIGH // 2) + tl.arange(0, HIGH // 2)[None, :]
-        v_high = BEHIND + tl.arange(0, HIGH)[:, None] * (GROUP // 2) + v_half[None, :]
+        k_pair = tl.arange(0, GROUP // 2)
+        v_pair = tl.arange(0, GROUP // 4)
+        k_high = BEHIND + k_pair[:, None] * (WIDTH // 2) + k_half[None, :]
+        v_high = BEHIND + width[:, None] * (GROUP // 4) + v_pair[None, :]
     PLACES: tl.constexpr = BLOCK // 2
     k_base = k_codes_ptr.to(tl.pointer_type(tl.uint16)) + pair * groups * PLACES
     v_base = v_codes_ptr.to(tl.pointer_type(tl.uint16)) + pair * groups * PLACES
@@ -447,7 +457,7 @@ def _coded_kv_cache_attention_kernel(
                 k_raw = tl.load(k_base + block * PLACES + k_place)
                 k_more = k_raw
                 if BITS == 3:
-                    k_more = _spread(tl.load(k_base + block * PLACES + k_high), False)
+                    k_more = _of_both(tl.load(k_base + block * PLACES + k_high), False, PACKED)
                 if IS_PER_HEAD:
                     scaled = _narrow(query, PACKED, kind)
                     bias = -TOP * whole_query
@@ -544,7 +554,7 @@ def _coded_kv_cache_attention_kernel(
                 v_raw = tl.load(v_base + block * PLACES + v_place)
                 v_more = v_raw
                 if BITS == 3:
-                    v_more = _spread(tl.load(v_base + block * PLACES + v_high), True)
+                    v_more = _of_both(tl.load(v_base + block * PLACES + v_high), True, PACKED)
                 new_accs = ()
                 for part in tl.static_range(PARTS):
                     if BITS == 8 and part > 0:
