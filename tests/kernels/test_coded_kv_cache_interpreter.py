@@ -49,6 +49,21 @@ def test_appending_leaves_what_the_reference_leaves(layout: Layout) -> None:
     assert filled(pools[0]) == (50, 32)
 
 
+@pytest.mark.parametrize("scheme", ["kivi", "per_head"])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_programs_that_share_a_group_leave_what_one_leaves(bits: int, scheme: str) -> None:
+    layout = Layout(64, bits, scheme, **SMALL)  # type: ignore[arg-type]
+    k, v = draw(1, 1, 32, 64, torch.float32)
+    pools = [allocate(layout, 1, 1, 48, torch.float32, first=(1,)) for _ in range(2)]
+    for pool in pools:
+        reference.append(pool, k[:, :, :31], v[:, :, :31], bits, 16, 48)
+    last = k[:, :, 31:], v[:, :, 31:]
+    append_codes.append(pools[0], *last, bits, 16, 48, pieces=4)
+    reference.append(pools[1], *last, bits, 16, 48)
+    compare(*pools)
+    assert filled(pools[0]) == (32, 16)
+
+
 @pytest.mark.parametrize("tokens", [31, 32])
 def test_a_group_is_coded_when_the_window_is_full(tokens: int) -> None:
     layout = Layout(16, 4, **SMALL)  # type: ignore[arg-type]
@@ -100,7 +115,7 @@ def check(
         assert norms[0] is not None
         norms[0][:, :, 5] *= -1
     q = draw(2, repeat, 1, layout.depth, dtype)[1]
-    shapes = split_codes.shapes_for(layout.depth, layout.bits)
+    shapes = split_codes.shapes_for(layout.depth, layout.bits, repeat)
     plan = split_codes.Plan(shapes, splits)
     scale = layout.depth**-0.5
     found = split_codes.attend(q, pool, norms, mask, scale, layout.bits, plan=plan)
@@ -127,7 +142,7 @@ def test_a_mask_hides_tokens_of_every_segment() -> None:
     assert found[1].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("repeat", [1, 12])
+@pytest.mark.parametrize("repeat", [1, 6, 12])
 def test_any_number_of_query_heads_shares_a_key_value_head(repeat: int) -> None:
     check(FOUR, tokens=40, splits=2, repeat=repeat)
 
