@@ -197,10 +197,18 @@ def _heads_of(text: Any, query_heads: int) -> int:  # noqa: ANN401
         return int(text.num_key_value_heads or query_heads)
     if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
         return 1
+    own = [name for name in vars(text) if any(word in name for word in _OF_KEYS) and getattr(text, name)]
+    if not own:
+        return int(query_heads)
     raise ExplainError(
-        f"{type(text).__name__} does not tell num_key_value_heads, so the size of its cache is not "
-        "known. Fill a KVCache with a short prompt and read its nbytes instead."
+        f"{type(text).__name__} does not tell num_key_value_heads but {' and '.join(own)}, so the "
+        "size of its cache is not known. Fill a KVCache with a short prompt and read its nbytes "
+        "instead."
     )
+
+
+_OF_KEYS = ("kv", "key_value", "query_group", "multi_query", "new_decoder_architecture")
+"""Words in settings that may give keys other heads than queries; without any they have as many."""
 
 
 _OWN_SIZES = ("qk_rope_head_dim", "v_head_dim", "global_head_dim", "num_global_key_value_heads")

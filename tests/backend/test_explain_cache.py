@@ -101,9 +101,28 @@ def test_falcon_keeps_one_head_and_what_is_not_told_is_refused() -> None:
         model(input_ids=torch.zeros(3, 8, dtype=torch.int64), past_key_values=cache)
     plan = memeff_compile.explain_cache(model, memory="2GiB", batch=3, length=300)
     assert plan.modes[0].total == cache.nbytes
-    for settings in ({"multi_query": False}, {"new_decoder_architecture": True}):
+    for settings in (
+        {"multi_query": False, "num_kv_heads": 4},
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+    ):
         with pytest.raises(ExplainError, match="does not tell num_key_value_heads"):
             memeff_compile.explain_cache(falcon(**settings), memory="2GiB")
+
+
+@pytest.mark.parametrize("family", ["GPT2", "OPT", "GPTNeoX", "GPTJ", "Bloom", "XGLM"])
+def test_where_nothing_is_said_of_keys_they_have_as_many_heads_as_queries(family: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    given = {"OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64}, "GPTJ": {"rotary_dim": 8}}
+    names = {"XGLM": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64}}
+    made = names.get(family, {**sizes, **given.get(family, {})})
+    config = getattr(transformers, f"{family}Config")(**{"vocab_size": 64, **made})
+    kind = {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
+    model = getattr(transformers, kind)(config).eval()
+    plan = memeff_compile.explain_cache(model, memory="4GiB", batch=3, length=300)
+    cache = KVCache(model.config, 300, 16)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(3, 8, dtype=torch.int64), past_key_values=cache)
+    assert plan.modes[0].total == cache.nbytes
 
 
 def test_keys_and_values_of_sizes_of_their_own_are_refused() -> None:
