@@ -151,6 +151,24 @@ def test_norms_multiply_codes_and_kept_tokens_replace_them() -> None:
     check(FOUR, tokens=50, splits=2, has_norms=True)
 
 
+def test_small_weights_keep_their_digits_in_half_precision() -> None:
+    """A token without a value takes nearly all the weight; what the others leave is not rounded."""
+    layout = Layout(16, 8, **SMALL)  # type: ignore[arg-type]
+    k, v = draw(1, 1, 96, 16, torch.float16)
+    k[..., 3] = 0.0
+    k[:, :, -1], v[:, :, -1] = 0.0, 0.0
+    k[:, :, -1, 3] = 40.0
+    pool = allocate(layout, 1, 1, 96, torch.float16)
+    reference.append(pool, k, v, 8, 16, 96)
+    q = torch.zeros(1, 1, 1, 16, dtype=torch.float16)
+    q[..., 3] = 1.0
+    plan = split_codes.Plan(split_codes.shapes_for(16, 8), 1)
+    found = split_codes.attend(q, pool, (None, None), None, 0.25, 8, plan=plan)
+    expected = by_hand(q, pool, 8, 0.25)
+    assert 0 < float(expected.abs().max()) < 1e-2
+    assert float((found.double() - expected).norm() / expected.norm()) < 2e-3
+
+
 def test_the_plan_of_the_sizes_is_right_too() -> None:
     k, v = draw(1, 2, 70, 16, torch.float32)
     pool = allocate(FOUR, 1, 2, 80, torch.float32)

@@ -202,6 +202,21 @@ def test_attention_equals_a_float64_softmax(tokens: int) -> None:
     assert found[1].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("scheme", ["kivi", "per_head"])
+def test_a_group_is_coded_once_and_never_again(scheme: str) -> None:
+    layout = Layout(16, 4, scheme, group=16, recent=16, kept=2)
+    pool = allocate(layout, 1, 2, 90, torch.float32)
+    k, v = draw(1, 2, 80, 16, torch.float32)
+    append(pool, k[:, :, :40], v[:, :, :40], layout)
+    assert filled(pool) == (40, 16)
+    before = [pool[place][:, :, :1].clone() for place in range(4)]
+    for token in range(40, 80):
+        append(pool, k[:, :, token : token + 1], v[:, :, token : token + 1], layout)
+    assert filled(pool)[1] == 64
+    for place, held in enumerate(before):
+        assert torch.equal(pool[place][:, :, :1], held), POOL[place]
+
+
 def test_too_many_tokens_raise_and_leave_the_cache_alone() -> None:
     pool = allocate(SMALL, 1, 2, 90, torch.float32)
     k, v = draw(1, 2, 91, 16, torch.float32)
