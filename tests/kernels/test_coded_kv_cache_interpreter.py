@@ -156,8 +156,8 @@ def test_small_weights_keep_their_digits_in_half_precision() -> None:
     layout = Layout(16, 8, **SMALL)  # type: ignore[arg-type]
     k, v = draw(1, 1, 96, 16, torch.float16)
     k[..., 3] = 0.0
-    k[:, :, -1], v[:, :, -1] = 0.0, 0.0
-    k[:, :, -1, 3] = 40.0
+    k[:, :, 5], v[:, :, 5] = 0.0, 0.0
+    k[:, :, 5, 3] = 40.0
     pool = allocate(layout, 1, 1, 96, torch.float16)
     reference.append(pool, k, v, 8, 16, 96)
     q = torch.zeros(1, 1, 1, 16, dtype=torch.float16)
