@@ -375,7 +375,9 @@ def _coded_kv_cache_attention_kernel(
     V_RAISE: tl.constexpr = 2.0**64 if PACKED else 2.0 ** (BITS - 2)
     K_LOWER: tl.constexpr = 2.0**69 if PACKED else 1.0
     V_LOWER: tl.constexpr = 2.0**69 if PACKED else 1.0 / V_RAISE
-    K_WIDTH: tl.constexpr = DEPTH if BITS == 8 else WIDTH  # channels of keys whose codes share bytes
+    K_WIDTH: tl.constexpr = (
+        DEPTH if BITS == 8 else WIDTH
+    )  # channels of keys whose codes share bytes
     TOP: tl.constexpr = 1 << (BITS - 1)
     LANES: tl.constexpr = ROWS // HALVES
     kind: tl.constexpr = q_ptr.dtype.element_ty
@@ -561,9 +563,7 @@ def _coded_kv_cache_attention_kernel(
                         v_raw = tl.load(
                             v_base + block * PLACES + v_place + part * WIDTH * (GROUP // 2)
                         )
-                    scaled = _only(
-                        scaled_of[part * WIDTH // CHANNELS], keep, side, HALVES, PACKED
-                    )
+                    scaled = _only(scaled_of[part * WIDTH // CHANNELS], keep, side, HALVES, PACKED)
                     numbers = _numbers(
                         v_raw, v_more, 0 if BITS == 8 else part, BITS, WIDTH, GROUP, PACKED, kind
                     )
@@ -574,7 +574,8 @@ def _coded_kv_cache_attention_kernel(
     whole = ()
     for part in tl.static_range(PARTS):
         whole = whole + (  # noqa: RUF005
-            accs[part] * (V_LOWER / _gain(part, BITS, PACKED)) + tl.sum(zeros[part * WIDTH // CHANNELS], axis=0)[None, :],
+            accs[part] * (V_LOWER / _gain(part, BITS, PACKED))
+            + tl.sum(zeros[part * WIDTH // CHANNELS], axis=0)[None, :],
         )
     accs = whole
     # What is not in codes is the first half's.
