@@ -5,15 +5,17 @@
 Program i of n takes the turns i, i + n, i + 2n ... of a few groups of codes each, then tiles of the
 window and of the kept tokens in the same manner. Scores stand with tokens down and query heads
 across: then keys and values are both the left operand of their product, read as bytes and unpacked
-in registers, and eight query heads fill a tile. Codes stay whole numbers: a key's scales multiply
-the query, a value's the weight, and zeros are added once per tile. Weights are summed token by
-token in registers and across tokens at the end, so a turn has two reductions: the zeros of keys,
-and the largest score. Sums run in a fixed order.
+in registers, and eight query heads fill a tile. Where they fill no more than half of it, two groups
+lie side by side, HALVES: of one group the second half of the columns is zeros, of the next one the
+first, and both products are one sum; from there on each half is a share of its own. Codes stay
+whole numbers: a key's scales multiply the query, a value's the weight, and zeros are added once per
+turn. Weights are summed token by token in registers and across tokens at the end, so a turn has two
+reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
 
-PACKED unpacks four bytes at a time with 32-bit instructions into bf16 numbers 128 + code, which are
-exact. Of keys 128 is taken out with the zeros; of values it is taken off, with the middle code,
-before they are summed over many tokens, where a large sum would lose what is small. The interpreter
-cannot run it, nor multiply bf16: there PACKED is off and UPCAST widens operands to fp32.
+PACKED unpacks four bytes at a time with 32-bit instructions into bf16 numbers, which are exact and
+very small; queries and weights are multiplied by 2 ** 64 for it, products by 2 ** 69. The
+interpreter cannot run it, nor multiply bf16: there PACKED is off and UPCAST widens operands to
+fp32.
 
 Axis letters: tokens run over one group, rows are the query heads of one key-value head, part is a
 share of the channels that one product covers.
@@ -25,9 +27,9 @@ import triton
 import triton.language as tl
 
 # Codes are loaded as numbers of 16 bits, two bytes each, and two of these become two bf16 numbers
-# by leaving nothing but the bits of one code of each. As bf16 numbers, whole numbers n below 256 are
-# n * 2 ** -133: those below 128 have no exponent, and the least exponent is the next bit. A code
-# that lies n bits up from the last counts 2 ** n times.
+# by leaving nothing but the bits of one code of each. As bf16 numbers, whole numbers n below 256
+# are n * 2 ** -133: those below 128 have no exponent, and the least exponent is the next bit. A
+# code that lies n bits up from the last counts 2 ** n times.
 _KEEP = "0x{0:04x}{0:04x}"
 
 
