@@ -105,7 +105,7 @@ def _attention(
         "STAGES": shapes.stages,
         "AT_ONCE": shapes.at_once,
         "HALVES": halves_for(repeat),
-        "PACKED": dtype == "bf16",
+        "PACKED": True,
         "UPCAST": False,
     }
     return _compile(

@@ -281,22 +281,23 @@ def test_what_cannot_be_served_is_said_in_a_sentence(case: str) -> None:
 
 
 def test_what_a_gpu_should_not_be_given_is_named() -> None:
-    pool = allocate(Layout(128, 4), 1, 2, 300, torch.bfloat16)
-    queries = [torch.ones(1, heads, 1, 128).bfloat16() for heads in (16, 18)]
-    assert not any(unproven(q, pool, 4) for q in queries)
-    with planned_for(torch.device("cuda", 0)):
-        assert unproven(queries[0], pool, 4) is None
-        assert "9 query heads share" in str(unproven(queries[1], pool, 4))
-        for depth in (64, 256):
-            other = allocate(Layout(depth, 4), 1, 2, 300, torch.bfloat16)
-            q = torch.ones(1, 4, 1, depth).bfloat16()
-            assert f"head dimension is {depth}" in str(unproven(q, other, 4))
-        by_head = allocate(Layout(128, 4, scheme="per_head"), 1, 2, 300, torch.bfloat16)
-        assert "per_head" in str(unproven(queries[0], by_head, 4))
-        half = allocate(Layout(128, 2), 1, 2, 300, torch.float16)
-        assert "2 bits serve float16" in str(unproven(queries[0].half(), half, 2))
-        double = allocate(Layout(128, 4), 1, 2, 300, torch.float64)
-        assert "do not serve float64" in str(unproven(queries[0].double(), double, 4))
+    served = [
+        (Layout(128, 4), torch.bfloat16),
+        (Layout(64, 2, kept=0), torch.float16),
+        (Layout(256, 4), torch.bfloat16),
+        (Layout(128, 3, "per_head"), torch.float16),
+    ]
+    refused = [(Layout(128, 4), torch.float64), (Layout(128, 4, group=16), torch.bfloat16)]
+    for layout, dtype in (*served, *refused):
+        pool = allocate(layout, 1, 2, 300, dtype)
+        q = torch.ones(1, 32, 1, layout.depth, dtype=dtype)
+        assert unproven(q, pool, layout.bits) is None
+        with planned_for(torch.device("cuda", 0)):
+            sentence = unproven(q, pool, layout.bits)
+            assert (sentence is None) == ((layout, dtype) in served), sentence
+            assert sentence is None or "kernels do not serve" in sentence
+            many = torch.ones(1, 34, 1, layout.depth, dtype=dtype)
+            assert unproven(many, pool, layout.bits) is not None
 
 
 def test_an_append_of_something_else_is_refused() -> None:

@@ -160,7 +160,7 @@ def attend(
             STAGES=plan.shapes.stages,
             AT_ONCE=plan.shapes.at_once,
             HALVES=halves,
-            PACKED=q.is_cuda and q.dtype == torch.bfloat16,
+            PACKED=q.is_cuda,
             UPCAST=not q.is_cuda,
             num_warps=plan.shapes.warps,
         )

@@ -12,8 +12,8 @@ whole numbers: a key's scales multiply the query, a value's the weight, and zero
 turn. Weights are summed token by token in registers and across tokens at the end, so a turn has two
 reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
 
-PACKED unpacks four bytes at a time with 32-bit instructions into bf16 numbers, which are exact and
-very small; queries and weights are multiplied by 2 ** 64 for it, products by 2 ** 69. The
+PACKED unpacks four bytes at a time with 32-bit instructions into numbers that are exact and very
+small; in bf16 queries and weights are multiplied by 2 ** 64 for it, and products by 2 ** 69. The
 interpreter cannot run it, nor multiply bf16: there PACKED is off and UPCAST widens operands to
 fp32.
 
@@ -28,8 +28,8 @@ import triton.language as tl
 
 # Codes are loaded as numbers of 16 bits, two bytes each, and two of these become two bf16 numbers
 # by leaving nothing but the bits of one code of each. As bf16 numbers, whole numbers n below 256
-# are n * 2 ** -133: those below 128 have no exponent, and the least exponent is the next bit. A
-# code that lies n bits up from the last counts 2 ** n times.
+# are n * 2 ** -133: those below 128 have no exponent, and the least exponent is the next bit. In
+# half precision they are n * 2 ** -24. A code that lies n bits up from the last counts 2 ** n times.
 _KEEP = "0x{0:04x}{0:04x}"
 
 
@@ -72,15 +72,22 @@ _SECOND = tl.constexpr("shr.b32 $0, $1, 1;")
 
 
 @triton.jit
-def _two(raw, ASM: tl.constexpr):
-    return tl.inline_asm_elementwise(ASM, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
+def _two(raw, ASM: tl.constexpr, kind: tl.constexpr):
+    if kind == tl.bfloat16:
+        found = tl.inline_asm_elementwise(ASM, "=r,r", [raw], tl.bfloat16, is_pure=True, pack=2)
+    else:
+        found = tl.inline_asm_elementwise(ASM, "=r,r", [raw], tl.float16, is_pure=True, pack=2)
+    return found
 
 
 @triton.jit
-def _two_high(raw, high, ASM: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        ASM, "=r,r,r", [raw, high], dtype=tl.bfloat16, is_pure=True, pack=2
-    )
+def _two_high(raw, high, ASM: tl.constexpr, kind: tl.constexpr):
+    both = [raw, high]
+    if kind == tl.bfloat16:
+        found = tl.inline_asm_elementwise(ASM, "=r,r,r", both, tl.bfloat16, is_pure=True, pack=2)
+    else:
+        found = tl.inline_asm_elementwise(ASM, "=r,r,r", both, tl.float16, is_pure=True, pack=2)
+    return found
 
 
 @triton.jit
@@ -113,24 +120,24 @@ def _numbers(
         even = _code_of(raw, high, PART * (2 if BITS == 3 else BITS), BITS, kind)
         odd = _code_of(raw, high, PART * (2 if BITS == 3 else BITS) + 8, BITS, kind)
     elif BITS == 8:
-        even = _two(raw, _TAKE_8_0_0)
-        odd = _two(raw, _TAKE_8_0_1)
+        even = _two(raw, _TAKE_8_0_0, kind)
+        odd = _two(raw, _TAKE_8_0_1, kind)
     elif BITS == 4:
-        even = _two(raw, _TAKE_4_0_0 if PART == 0 else _TAKE_4_1_0)
-        odd = _two(raw, _TAKE_4_0_1 if PART == 0 else _TAKE_4_1_1)
+        even = _two(raw, _TAKE_4_0_0 if PART == 0 else _TAKE_4_1_0, kind)
+        odd = _two(raw, _TAKE_4_0_1 if PART == 0 else _TAKE_4_1_1, kind)
     elif BITS == 2:
         if PART < 2:
-            even = _two(raw, _TAKE_2_0_0 if PART == 0 else _TAKE_2_1_0)
-            odd = _two(raw, _TAKE_2_0_1 if PART == 0 else _TAKE_2_1_1)
+            even = _two(raw, _TAKE_2_0_0 if PART == 0 else _TAKE_2_1_0, kind)
+            odd = _two(raw, _TAKE_2_0_1 if PART == 0 else _TAKE_2_1_1, kind)
         else:
-            even = _two(raw, _TAKE_2_2_0 if PART == 2 else _TAKE_2_3_0)
-            odd = _two(raw, _TAKE_2_2_1 if PART == 2 else _TAKE_2_3_1)
+            even = _two(raw, _TAKE_2_2_0 if PART == 2 else _TAKE_2_3_0, kind)
+            odd = _two(raw, _TAKE_2_2_1 if PART == 2 else _TAKE_2_3_1, kind)
     elif PART < 2:
-        even = _two_high(raw, high, _TAKE_3_0_0 if PART == 0 else _TAKE_3_1_0)
-        odd = _two_high(raw, high, _TAKE_3_0_1 if PART == 0 else _TAKE_3_1_1)
+        even = _two_high(raw, high, _TAKE_3_0_0 if PART == 0 else _TAKE_3_1_0, kind)
+        odd = _two_high(raw, high, _TAKE_3_0_1 if PART == 0 else _TAKE_3_1_1, kind)
     else:
-        even = _two_high(raw, high, _TAKE_3_2_0 if PART == 2 else _TAKE_3_3_0)
-        odd = _two_high(raw, high, _TAKE_3_2_1 if PART == 2 else _TAKE_3_3_1)
+        even = _two_high(raw, high, _TAKE_3_2_0 if PART == 2 else _TAKE_3_3_0, kind)
+        odd = _two_high(raw, high, _TAKE_3_2_1 if PART == 2 else _TAKE_3_3_1, kind)
     return tl.permute(tl.join(even, odd), (0, 2, 1)).reshape((ROWS, COLUMNS))
 
 
@@ -179,7 +186,7 @@ def _only(x, keep, HALF: tl.constexpr, HALVES: tl.constexpr, PACKED: tl.constexp
             "lop3.b32 $0, $1, $2, $2, 0x30;" if HALF == 0 else "and.b32 $0, $1, $2;",
             "=r,r,r",
             [x, keep],
-            dtype=tl.bfloat16,
+            dtype=x.dtype,
             is_pure=True,
             pack=2,
         )
@@ -193,44 +200,52 @@ def _as_codes_come(x, DEPTH: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.cons
     return tl.permute(parts, (0, 2, 1, 3)).reshape((DEPTH, COLUMNS))
 
 
+_NARROW_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_NARROW_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+
+
 @triton.jit
 def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
-    """Return x in a type; with PACKED bf16, two numbers at a time."""
-    if PACKED:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+    """Return x in a type; with PACKED two numbers at a time."""
+    if not PACKED:
+        found = x.to(kind)
+    elif kind == tl.bfloat16:
+        found = tl.inline_asm_elementwise(
+            _NARROW_BF16, "=r,r,r", [x], tl.bfloat16, is_pure=True, pack=2
         )
-    return x.to(kind)
+    else:
+        found = tl.inline_asm_elementwise(
+            _NARROW_FP16, "=r,r,r", [x], tl.float16, is_pure=True, pack=2
+        )
+    return found
 
 
 @triton.jit
 def _pair_of(base, place):
-    """Return the step and the zero at a place, in fp32; two bf16 numbers are one load."""
-    kind: tl.constexpr = base.dtype.element_ty
-    if kind == tl.bfloat16:
-        both = tl.load(base.to(tl.pointer_type(tl.uint32)) + place)
-        step = (both << 16).to(tl.float32, bitcast=True)
-        zero = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
-    else:
-        step = tl.load(base + 2 * place).to(tl.float32)
-        zero = tl.load(base + 2 * place + 1).to(tl.float32)
-    return step, zero
-
-
-@triton.jit
-def _norms_of(base, place):
-    """Return what keys and what values are multiplied by, in fp32; two numbers are one load.
+    """Return two numbers that lie side by side, in fp32; two of 16 bits are one load.
 
     Loads of less than four bytes are not made ahead of time, and waiting for them would cost more
     than all the rest of a turn.
     """
-    if base.dtype.element_ty == tl.float16:
+    kind: tl.constexpr = base.dtype.element_ty
+    if kind == tl.bfloat16:
+        both = tl.load(base.to(tl.pointer_type(tl.uint32)) + place)
+        first = (both << 16).to(tl.float32, bitcast=True)
+        second = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
+    elif kind == tl.float16:
         both = tl.load(base.to(tl.pointer_type(tl.uint32)) + place)
         first = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         second = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        first, second = _pair_of(base, place)
+        first = tl.load(base + 2 * place).to(tl.float32)
+        second = tl.load(base + 2 * place + 1).to(tl.float32)
     return first, second
+
+
+@triton.jit
+def _norms_of(base, place):
+    """Return what keys and what values are multiplied by, in fp32."""
+    return _pair_of(base, place)
 
 
 @triton.jit
@@ -371,18 +386,21 @@ def _coded_kv_cache_attention_kernel(
 ):
     PARTS: tl.constexpr = DEPTH // WIDTH
     BLOCK: tl.constexpr = GROUP * DEPTH * BITS // 8
-    # What queries and weights are multiplied by, and what their products are: with PACKED numbers
-    # are very small; without, a weight's product with a scale uses the range of half precision.
-    RAISE: tl.constexpr = 2.0**64 if PACKED else 1.0
-    V_RAISE: tl.constexpr = 2.0**64 if PACKED else 2.0 ** (BITS - 2)
-    K_LOWER: tl.constexpr = 2.0**69 if PACKED else 1.0
-    V_LOWER: tl.constexpr = 2.0**69 if PACKED else 1.0 / V_RAISE
+    # What queries and weights are multiplied by, and what their products are. With PACKED numbers
+    # are very small. A weight's product with a scale uses the range of half precision, which cannot
+    # overflow there: a scale is at most 2 ** 17 / (2 ** BITS - 1).
+    kind: tl.constexpr = q_ptr.dtype.element_ty
+    IS_WIDE: tl.constexpr = PACKED and kind == tl.bfloat16
+    SMALL: tl.constexpr = 2.0 ** (-133 if IS_WIDE else -24) if PACKED else 1.0
+    RAISE: tl.constexpr = 2.0**64 if IS_WIDE else 1.0
+    V_RAISE: tl.constexpr = 2.0**64 if IS_WIDE else 2.0 ** (BITS - 2)
+    K_LOWER: tl.constexpr = 1.0 / (SMALL * RAISE)
+    V_LOWER: tl.constexpr = 1.0 / (SMALL * V_RAISE)
     K_WIDTH: tl.constexpr = (
         DEPTH if BITS == 8 else WIDTH
     )  # channels of keys whose codes share bytes
     TOP: tl.constexpr = 1 << (BITS - 1)
     LANES: tl.constexpr = ROWS // HALVES
-    kind: tl.constexpr = q_ptr.dtype.element_ty
     pair = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     batch = pair // kv_heads
