@@ -24,7 +24,7 @@ BUDGET = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 KINDS = [
     *[Layout(128, bits) for bits in (8, 4, 3, 2)],
-    *[Layout(128, bits, "per_head") for bits in (4, 3)],
+    *[Layout(128, bits, "per_head") for bits in (8, 4, 3)],
     Layout(64, 4),
     Layout(64, 2, kept=0),
     Layout(256, 4, recent=64),
@@ -64,6 +64,22 @@ def test_appending_leaves_what_the_reference_leaves(layout: Layout, dtype: torch
         assert torch.equal(found, expected), name
 
 
+@pytest.mark.parametrize("size", [1e-36, 1e-20, 1e20, 1e36])
+@pytest.mark.parametrize("scheme", ["kivi", "per_head"])
+def test_tiny_and_huge_numbers_are_coded_as_the_reference_codes_them(
+    size: float, scheme: str
+) -> None:
+    layout = Layout(64, 4, scheme)
+    rows = [x * size for x in draw(2, 2, 320, 64, torch.float32, "cuda")]
+    pools = [allocate(layout, 2, 2, 400, torch.float32, device="cuda") for _ in range(2)]
+    for run, pool in zip((coded_kv_cache_append, reference.append), pools, strict=True):
+        for start, end in ((0, 191), (191, 192), (192, 320)):
+            new = [x[:, :, start:end] for x in rows]
+            run(*([*pool] if run is coded_kv_cache_append else [pool]), *new, 4, 128, 400)
+    for name, found, expected in zip(POOL[:4], *(pool[:4] for pool in pools), strict=True):
+        assert torch.equal(found, expected), name
+
+
 @pytest.mark.parametrize("dtype", list(BUDGET), ids=str)
 @pytest.mark.parametrize("layout", KINDS, ids=str)
 def test_attention_equals_float64(layout: Layout, dtype: torch.dtype) -> None:
@@ -72,12 +88,11 @@ def test_attention_equals_float64(layout: Layout, dtype: torch.dtype) -> None:
     assert engine_for(torch.device("cuda"), dtype, layout.group) == expected
     for tokens in (1, layout.window - 1, layout.window, 700):
         pool = fill(layout, 2, tokens, dtype)
-        for repeat in (1, 4, 12, 16):
+        mask = torch.rand(2, 1, 1, tokens + 30, device="cuda") < 0.7
+        for repeat, seen in ((1, None), (4, None), (4, mask), (8, mask), (12, None), (16, mask)):
             q = torch.randn(2, 2 * repeat, 1, layout.depth, device="cuda", dtype=dtype)
-            mask = torch.rand(2, 1, 1, tokens + 30, device="cuda") < 0.7
-            for seen in (None, mask):
-                found = coded_kv_cache_attention(q, *pool, None, None, layout.bits, seen, scale)
-                assert_close(found, by_hand(q, pool, layout.bits, scale, seen))
+            found = coded_kv_cache_attention(q, *pool, None, None, layout.bits, seen, scale)
+            assert_close(found, by_hand(q, pool, layout.bits, scale, seen))
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])

@@ -129,7 +129,9 @@ def _append(
         "WINDOW": 192,
         "KEPT": 4,
         "TOKENS": tokens,
+        "PIECES": 2 if tokens == 1 else 1,
         "IS_PER_HEAD": scheme == "per_head",
+        "IS_FAST": True,
     }
     return _compile(
         "append_codes_kernels",

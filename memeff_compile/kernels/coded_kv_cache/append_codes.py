@@ -69,5 +69,6 @@ def append(
             TOKENS=min(group, 1 << (new - 1).bit_length()),
             PIECES=pieces,
             IS_PER_HEAD=per_head,
+            IS_FAST=k.is_cuda,
             num_warps=warps,
         )

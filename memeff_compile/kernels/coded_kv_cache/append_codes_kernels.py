@@ -16,14 +16,40 @@ import triton.language as tl
 
 
 @triton.jit
-def _codes(x, step, zero, BITS: tl.constexpr, IS_PER_HEAD: tl.constexpr):
+def _over(x, step, IS_FAST: tl.constexpr):
+    """Return x / step, rounded to nearest; with IS_FAST without branches, by fused products."""
+    if IS_FAST:
+        # Powers of two keep all that follows away from where numbers of 32 bits end.
+        by = tl.where(step < 2.0**-40, 2.0**64, tl.where(step > 2.0**40, 2.0**-64, 1.0))
+        step = step * by
+        one = tl.full(step.shape, 1.0, tl.float32)
+        inverse = tl.broadcast_to(tl.div_rn(one, step), x.shape)
+        less = tl.broadcast_to(-step, x.shape)
+        x = x * by
+        found = x * inverse
+        found = tl.fma(tl.fma(found, less, x), inverse, found)
+        found = tl.fma(tl.fma(found, less, x), inverse, found)
+    else:
+        found = tl.div_rn(x, tl.broadcast_to(step, x.shape))
+    return found
+
+
+@triton.jit
+def _codes(
+    x,
+    step,
+    zero,
+    BITS: tl.constexpr,
+    IS_PER_HEAD: tl.constexpr,
+    IS_FAST: tl.constexpr = False,
+):
     """Return the codes of x as int32; `zero` is not used with IS_PER_HEAD."""
     if IS_PER_HEAD:
         TOP: tl.constexpr = 1 << (BITS - 1)
-        number = tl.floor(tl.div_rn(x, tl.broadcast_to(step, x.shape)) + 0.5)
+        number = tl.floor(_over(x, step, IS_FAST) + 0.5)
         number = tl.clamp(number, 1.0 - TOP, TOP - 1.0) + TOP
     else:
-        number = tl.floor(tl.div_rn(x - zero, tl.broadcast_to(step, x.shape)) + 0.5)
+        number = tl.floor(_over(x - zero, step, IS_FAST) + 0.5)
         number = tl.clamp(number, 0.0, (1 << BITS) - 1.0)
     return number.to(tl.int32)
 
@@ -149,6 +175,7 @@ def _pack(
     CHANNELS: tl.constexpr,
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
+    IS_FAST: tl.constexpr,
 ):
     """Code some tokens and columns of a group with steps that are known, and store the bytes."""
     COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
@@ -159,11 +186,13 @@ def _pack(
         x = parts[part]
         if IS_VALUE:
             step = steps[part * SHARE // CHANNELS][None, :]
-            code = _codes(x, step, zeros[part * SHARE // CHANNELS][None, :], BITS, IS_PER_HEAD)
+            code = _codes(
+                x, step, zeros[part * SHARE // CHANNELS][None, :], BITS, IS_PER_HEAD, IS_FAST
+            )
         elif IS_PER_HEAD:
-            code = _codes(x, steps[0][:, None], zeros[0][:, None], BITS, IS_PER_HEAD)
+            code = _codes(x, steps[0][:, None], zeros[0][:, None], BITS, IS_PER_HEAD, IS_FAST)
         else:
-            code = _codes(x, steps[part][None, :], zeros[part][None, :], BITS, IS_PER_HEAD)
+            code = _codes(x, steps[part][None, :], zeros[part][None, :], BITS, IS_PER_HEAD, IS_FAST)
         low, high = _put(
             low, high, code, codes_base, token, column, part, DEPTH, GROUP, BITS, SHARE, IS_VALUE
         )
@@ -184,6 +213,7 @@ def _code_keys(
     CHANNELS: tl.constexpr,
     WINDOW: tl.constexpr,
     PIECES: tl.constexpr,
+    IS_FAST: tl.constexpr,
 ):
     """Code a group of keys, or a piece of each part's columns, with scales of its channels."""
     COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
@@ -211,7 +241,19 @@ def _code_keys(
         steps = steps + (step,)  # noqa: RUF005
         zeros = zeros + (zero,)  # noqa: RUF005
     _pack(
-        parts, codes_base, token, column, steps, zeros, DEPTH, GROUP, BITS, CHANNELS, False, False
+        parts,
+        codes_base,
+        token,
+        column,
+        steps,
+        zeros,
+        DEPTH,
+        GROUP,
+        BITS,
+        CHANNELS,
+        False,
+        False,
+        IS_FAST,
     )
 
 
@@ -230,6 +272,7 @@ def _code_tokens(
     PIECES: tl.constexpr,
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
+    IS_FAST: tl.constexpr,
 ):
     """Code a group, or a piece of its tokens, with scales of its tokens."""
     COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
@@ -283,6 +326,7 @@ def _code_tokens(
         CHANNELS,
         IS_VALUE,
         IS_PER_HEAD,
+        IS_FAST,
     )
 
 
@@ -315,6 +359,7 @@ def _walk(
     PIECES: tl.constexpr,
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
+    IS_FAST: tl.constexpr,
 ):
     """Write the new keys, or values, of one sequence and head; return the counts behind them."""
     pair = tl.program_id(0).to(tl.int64)
@@ -369,6 +414,7 @@ def _walk(
                     PIECES,
                     IS_VALUE,
                     IS_PER_HEAD,
+                    IS_FAST,
                 )
             else:
                 _code_keys(
@@ -384,6 +430,7 @@ def _walk(
                     CHANNELS,
                     WINDOW,
                     PIECES,
+                    IS_FAST,
                 )
             coded += GROUP
             tl.debug_barrier()  # the slots are free for the next tokens
@@ -425,6 +472,7 @@ def _coded_kv_cache_append_kernel(
     TOKENS: tl.constexpr,  # written at once, at most a group
     PIECES: tl.constexpr,  # programs that share a group; one unless TOKENS is
     IS_PER_HEAD: tl.constexpr,
+    IS_FAST: tl.constexpr,  # divides by fused products, which the interpreter rounds twice
 ):
     length = tl.load(counts_ptr)
     coded = tl.load(counts_ptr + 1)
@@ -461,6 +509,7 @@ def _coded_kv_cache_append_kernel(
             PIECES,
             False,
             IS_PER_HEAD,
+            IS_FAST,
         )
     else:
         length, coded = _walk(
@@ -491,6 +540,7 @@ def _coded_kv_cache_append_kernel(
             PIECES,
             True,
             IS_PER_HEAD,
+            IS_FAST,
         )
     tl.debug_barrier()  # every thread has read the counts
     arrived = tl.atomic_add(counts_ptr + 2, 1)

@@ -6,8 +6,8 @@ Program i of n takes the turns i, i + n, i + 2n ... of a few groups of codes eac
 window and of the kept tokens in the same manner. Scores stand with tokens down and query heads
 across: then keys and values are both the left operand of their product, read as bytes and unpacked
 in registers, and eight query heads fill a tile. Where they fill no more than half of it, two groups
-lie side by side, HALVES: of one group the second half of the columns is zeros, of the next one the
-first, and both products are one sum; from there on each half is a share of its own. Codes stay
+lie side by side, HALVES: the columns of one group's queries, then those of the next one's. Of each
+product the columns that are of its group count; from there on each half is a share of its own. Codes stay
 whole numbers: a key's scales multiply the query, a value's the weight, and zeros are added once per
 turn. Weights are summed token by token in registers and across tokens at the end, so a turn has two
 reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
@@ -29,7 +29,8 @@ import triton.language as tl
 # Codes are loaded as numbers of 16 bits, two bytes each, and two of these become two bf16 numbers
 # by leaving nothing but the bits of one code of each. As bf16 numbers, whole numbers n below 256
 # are n * 2 ** -133: those below 128 have no exponent, and the least exponent is the next bit. In
-# half precision they are n * 2 ** -24. A code that lies n bits up from the last counts 2 ** n times.
+# half precision they are n * 2 ** -24. A code that lies n bits up from the last counts 2 ** n
+# times.
 _KEEP = "0x{0:04x}{0:04x}"
 
 
@@ -174,30 +175,6 @@ def _beside(a, b):
     """Return the columns of a, then those of b."""
     both = tl.permute(tl.join(a, b), (0, 2, 1))
     return both.reshape((a.shape[0], 2 * a.shape[1]))
-
-
-@triton.jit
-def _only(x, keep, HALF: tl.constexpr, HALVES: tl.constexpr, PACKED: tl.constexpr):
-    """Return x with zeros in the columns of the other half; `keep` has ones in the second."""
-    if HALVES == 1:
-        return x
-    if PACKED:
-        return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $2, 0x30;" if HALF == 0 else "and.b32 $0, $1, $2;",
-            "=r,r,r",
-            [x, keep],
-            dtype=x.dtype,
-            is_pure=True,
-            pack=2,
-        )
-    return tl.where((keep != 0) == (HALF == 1), x, 0.0)
-
-
-@triton.jit
-def _as_codes_come(x, DEPTH: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Put the channels of x into the order of `_all_numbers`: a part's even ones, then its odd."""
-    parts = x.reshape((DEPTH // WIDTH, WIDTH // 2, 2, COLUMNS))
-    return tl.permute(parts, (0, 2, 1, 3)).reshape((DEPTH, COLUMNS))
 
 
 _NARROW_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
@@ -421,9 +398,12 @@ def _coded_kv_cache_attention_kernel(
     q_base = q_ptr + kv_head * REPEAT * stride_q_head + batch * stride_q_batch
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     sums = tl.zeros((GROUP, ROWS), dtype=tl.float32)
-    keep = tl.broadcast_to((half * 0xFFFF).to(tl.int16)[None, :], (GROUP, ROWS))
     accs = ()
+    others = ()  # of the second half, whose columns alone count there
     zeros = ()
+    # Channels of keys in the order in which their codes come: a part's even ones, then its odd.
+    inside = depth % K_WIDTH
+    come = depth - inside + inside % (K_WIDTH // 2) * 2 + inside // (K_WIDTH // 2)
     # A key's code of a part counts as often as `_take_two` says; its query is that much smaller.
     gains = tl.full((DEPTH,), 1.0 / RAISE, dtype=tl.float32)
     if PACKED and BITS == 4:
@@ -433,13 +413,14 @@ def _coded_kv_cache_attention_kernel(
     if PACKED and BITS == 2:
         gains *= tl.where(depth < 3 * WIDTH, 1.0, 4.0)
     whole_query = tl.load(
-        q_base + lanes[None, :] * stride_q_head + depth[:, None] * stride_q_depth,
+        q_base + lanes[None, :] * stride_q_head + come[:, None] * stride_q_depth,
         mask=(lanes < REPEAT)[None, :],
         other=0.0,
     ).to(tl.float32)
     query = whole_query / gains[:, None]
     for _ in tl.static_range(PARTS):
         accs = accs + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
+        others = others + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
     for _ in tl.static_range(DEPTH // CHANNELS):
         zeros = zeros + (tl.zeros((GROUP, ROWS), dtype=tl.float32),)  # noqa: RUF005
 
@@ -469,38 +450,41 @@ def _coded_kv_cache_attention_kernel(
         best = tl.full((GROUP, ROWS), float("-inf"), dtype=tl.float32)
         for at in tl.static_range(AT_ONCE):
             tile = (turn * AT_ONCE + at) * HALVES
-            score = tl.zeros((GROUP, ROWS), dtype=tl.float32)
+            none = tl.zeros((GROUP, ROWS), dtype=tl.float32)
             biases = ()
+            queries = ()
             k_steps = ()
             k_norms = ()
             more = ()
             for side in tl.static_range(HALVES):
                 block = wide_zero + tl.minimum(tile + side, tiles - 1)
-                k_raw = tl.load(k_base + block * PLACES + k_place)
-                k_more = k_raw
-                if BITS == 3:
-                    k_more = _of_both(tl.load(k_base + block * PLACES + k_high), False, PACKED)
                 if IS_PER_HEAD:
                     scaled = _narrow(query, PACKED, kind)
                     bias = -TOP * whole_query
                     step = tl.load(ks_base + block * K_SCALES + tokens).to(tl.float32)
                     k_steps = k_steps + (step,)  # noqa: RUF005
                 else:
-                    step, zero = _pair_of(ks_base + block * K_SCALES, depth)
+                    step, zero = _pair_of(ks_base + block * K_SCALES, come)
                     scaled = _narrow(query * step[:, None], PACKED, kind)
                     bias = whole_query * zero[:, None]
+                queries = queries + (scaled,)  # noqa: RUF005
                 biases = biases + (bias,)  # noqa: RUF005
-                if HALVES == 2:
-                    none = tl.zeros((DEPTH, LANES), dtype=kind)
-                    scaled = _beside(scaled, none) if side == 0 else _beside(none, scaled)
-                scaled = _as_codes_come(scaled, DEPTH, K_WIDTH, ROWS)
-                numbers = _all_numbers(k_raw, k_more, BITS, GROUP, DEPTH, PACKED, kind)
-                score = _dot(numbers, scaled, score, UPCAST)
                 if HAS_NORMS:
                     place = block * GROUP + tokens
                     k_norm, v_norm = _norms_of(norms_ptr + pair * norm_count * 2, place)
                     k_norms = k_norms + (k_norm,)  # noqa: RUF005
                     more = more + (v_norm,)  # noqa: RUF005
+            scaled = queries[0] if HALVES == 1 else _beside(queries[0], queries[1])
+            score = none
+            for side in tl.static_range(HALVES):
+                block = wide_zero + tl.minimum(tile + side, tiles - 1)
+                k_raw = tl.load(k_base + block * PLACES + k_place)
+                k_more = k_raw
+                if BITS == 3:
+                    k_more = _of_both(tl.load(k_base + block * PLACES + k_high), False, PACKED)
+                numbers = _all_numbers(k_raw, k_more, BITS, GROUP, DEPTH, PACKED, kind)
+                found = _dot(numbers, scaled, none, UPCAST)
+                score = found if side == 0 else tl.where((half == 0)[None, :], score, found)
             bias = tl.sum(biases[0] if HALVES == 1 else _beside(biases[0], biases[1]), axis=0)
             # By fma, not a sum: Triton would let the product wait for what zeros add.
             score = tl.fma(
@@ -535,12 +519,17 @@ def _coded_kv_cache_attention_kernel(
         largest = higher
         sums = sums * shrink[None, :]
         new_accs = ()
+        new_others = ()
         new_zeros = ()
         for part in tl.static_range(PARTS):
             new_accs = new_accs + (accs[part] * shrink[None, :],)  # noqa: RUF005
+            if HALVES == 2:
+                new_others = new_others + (others[part] * shrink[None, :],)  # noqa: RUF005
         for share in tl.static_range(DEPTH // CHANNELS):
             new_zeros = new_zeros + (zeros[share] * shrink[None, :],)  # noqa: RUF005
         accs = new_accs
+        if HALVES == 2:
+            others = new_others
         zeros = new_zeros
         for at in tl.static_range(AT_ONCE):
             tile = (turn * AT_ONCE + at) * HALVES
@@ -583,20 +572,25 @@ def _coded_kv_cache_attention_kernel(
                         v_raw = tl.load(
                             v_base + block * PLACES + v_place + part * WIDTH * (GROUP // 2)
                         )
-                    scaled = _only(scaled_of[part * WIDTH // CHANNELS], keep, side, HALVES, PACKED)
+                    scaled = scaled_of[part * WIDTH // CHANNELS]
                     numbers = _numbers(
                         v_raw, v_more, 0 if BITS == 8 else part, BITS, WIDTH, GROUP, PACKED, kind
                     )
-                    new_accs = new_accs + (_dot(numbers, scaled, accs[part], UPCAST),)  # noqa: RUF005
-                accs = new_accs
+                    acc = accs[part] if side == 0 else others[part]
+                    new_accs = new_accs + (_dot(numbers, scaled, acc, UPCAST),)  # noqa: RUF005
+                if side == 0:
+                    accs = new_accs
+                else:
+                    others = new_accs
 
     total = tl.sum(sums, axis=0)
     whole = ()
     for part in tl.static_range(PARTS):
-        whole = whole + (  # noqa: RUF005
-            accs[part] * (V_LOWER / _gain(part, BITS, PACKED))
-            + tl.sum(zeros[part * WIDTH // CHANNELS], axis=0)[None, :],
-        )
+        acc = accs[part]
+        if HALVES == 2:
+            acc = tl.where((half == 0)[None, :], acc, others[part])
+        zero = tl.sum(zeros[part * WIDTH // CHANNELS], axis=0)
+        whole = whole + (acc * (V_LOWER / _gain(part, BITS, PACKED)) + zero[None, :],)  # noqa: RUF005
     accs = whole
     # What is not in codes is the first half's.
     is_row = rows < REPEAT
