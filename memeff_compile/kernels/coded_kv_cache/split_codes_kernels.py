@@ -7,10 +7,10 @@ window and of the kept tokens in the same manner. Scores stand with tokens down 
 across: then keys and values are both the left operand of their product, read as bytes and unpacked
 in registers, and eight query heads fill a tile. Where they fill no more than half of it, two groups
 lie side by side, HALVES: the columns of one group's queries, then those of the next one's. Of each
-product the columns that are of its group count; from there on each half is a share of its own. Codes stay
-whole numbers: a key's scales multiply the query, a value's the weight, and zeros are added once per
-turn. Weights are summed token by token in registers and across tokens at the end, so a turn has two
-reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
+product the columns of its own group count; from there on each half is a share of its own. Codes
+stay whole numbers: a key's scales multiply the query, a value's the weight, and zeros are added
+once per turn. Weights are summed token by token in registers and across tokens at the end, so a
+turn has two reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
 
 PACKED unpacks four bytes at a time with 32-bit instructions into numbers that are exact and very
 small; in bf16 queries and weights are multiplied by 2 ** 64 for it, and products by 2 ** 69. The
