@@ -95,9 +95,11 @@ def test_attention_equals_float64(layout: Layout, dtype: torch.dtype) -> None:
             assert_close(found, by_hand(q, pool, layout.bits, scale, seen))
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
-def test_norms_multiply_codes_and_kept_tokens_replace_them(bits: int) -> None:
-    layout = Layout(128, bits, kept=100)
+@pytest.mark.parametrize(
+    ("bits", "depth"), [(8, 128), (4, 128), (3, 128), (2, 128), (4, 64), (4, 256)]
+)
+def test_norms_multiply_codes_and_kept_tokens_replace_them(bits: int, depth: int) -> None:
+    layout = Layout(depth, bits, kept=100)
     pool = fill(layout, 2, 700, torch.bfloat16)
     norms = [torch.rand(2, 2, 730, device="cuda").bfloat16() + 0.5 for _ in range(2)]
     places = pool[POOL.index("places")]
@@ -105,9 +107,9 @@ def test_norms_multiply_codes_and_kept_tokens_replace_them(bits: int) -> None:
     for row in range(70):
         places[:, :, row] = 3 * row
         norms[0][:, :, 3 * row] *= -1
-    q = torch.randn(2, 8, 1, 128, device="cuda").bfloat16()
+    q = torch.randn(2, 8, 1, depth, device="cuda").bfloat16()
     found = coded_kv_cache_attention(q, *pool, *norms, bits, None, None)
-    assert_close(found, by_hand(q, pool, bits, 128**-0.5, None, (norms[0], norms[1])))
+    assert_close(found, by_hand(q, pool, bits, depth**-0.5, None, (norms[0], norms[1])))
 
 
 def test_a_graph_is_replayed_while_the_cache_fills_up() -> None:
