@@ -27,8 +27,8 @@ StaticCache and for a KVCache. The formula gives the length for what the device 
 values through their own append.
 
 `batch`: decoding steps of four layers, 8192 tokens, against the number of sequences: bf16 in a
-StaticCache, codes of 2 bits in KIVI's own groups, and ours; with 8 and with 32 key-value heads. One
-step is a CUDA graph of PyTorch's own kernels around attention.
+StaticCache, codes of 2 bits in KIVI's own groups, and ours; with 8 and with 32 key-value heads, or
+with those of --shapes. One step is a CUDA graph of PyTorch's own kernels around attention.
 
 `size`: bytes per token and layer that the allocator gives, and the formula's.
 
@@ -432,7 +432,8 @@ def batch(options: argparse.Namespace) -> None:
     heads, _, depth = options.heads
     is_tiny = options.size == "tiny"
     tokens, batches = (300, (1, 2)) if is_tiny else (8192, (64, 1, 16))
-    for name, widths in SHAPES.items():
+    for name in options.shapes:
+        widths = SHAPES[name]
         base = {**kv_decode.MODELS[options.size], "hidden_size": heads * depth}
         config = LlamaConfig(**(base if is_tiny else {**base, **widths, "num_hidden_layers": 4}))
         own = argparse.Namespace(**vars(options))
@@ -767,6 +768,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--budget", type=float, default=60.0)
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 4])
+    parser.add_argument("--shapes", choices=list(SHAPES), nargs="+", default=list(SHAPES))
     parser.add_argument("--mode", default=None)
     parser.add_argument("--reserve", type=float, default=2.5)
     parser.add_argument("--out", type=Path, default=Path("coded_kv.jsonl"))

@@ -33,6 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="decoding instead of training: what KV caches of 16 to 2 bits take, and what fits",
     )
+    parser.add_argument(
+        "--merge",
+        nargs="?",
+        type=int,
+        const=-1,
+        metavar="LAYER",
+        help="with --cache: layers share directions, from this one or from the middle on",
+    )
     parser.add_argument("--json", type=Path, help="write the plan and the report here")
     parser.add_argument("--png", type=Path, help="draw the plan here")
 
@@ -98,7 +106,14 @@ def _caches(given: argparse.Namespace, model: object) -> int:
             "--cache asks what fits into a device: give --memory, such as 141GB. It draws nothing, "
             "so --png does not go with it."
         )
-    plan = explain_cache(model, memory=given.memory, batch=given.batch, length=given.length)
+    merge = None
+    if given.merge is not None:
+        from .model.minicache import MiniCache
+
+        merge = MiniCache(start_layer=None if given.merge == -1 else given.merge)
+    plan = explain_cache(
+        model, memory=given.memory, batch=given.batch, length=given.length, merge=merge
+    )
     sys.stdout.write(f"{plan}\n")
     if given.json is not None:
         given.json.write_text(json.dumps(plan.to_dict(), indent=2) + "\n")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -112,6 +113,7 @@ def explain_cache(
     group: int = 64,
     recent: int = 128,
     keep_first: int = 4,
+    merge: Any = None,  # noqa: ANN401 - a MiniCache, or its name
 ) -> CachePlan:
     """Say how long a context and how large a batch fit, with a `KVCache` of each number of bits.
 
@@ -122,7 +124,8 @@ def explain_cache(
         memory: of the device: bytes, or a size such as "141GB".
         batch: sequences, for the longest context.
         length: tokens per sequence, for the largest batch.
-        scheme, group, recent, keep_first: as for `KVCache`.
+        scheme, group, recent, keep_first, merge: as for `KVCache`. With `merge` 16 bits are merged
+            too: two layers share their directions without codes.
 
     Raises:
         ExplainError: the memory is no size, or the model's config does not tell its layers, the
@@ -136,6 +139,7 @@ def explain_cache(
         raise ExplainError(f"batch is {batch} and length {length}; both have to be at least 1.")
     total = read_memory(memory)
     settings = {"scheme": scheme, "group": group, "recent": recent, "keep_first": keep_first}
+    settings |= {"merge": merge}
     shape = _shape_of(model, settings)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     room = total - weights - STEP_ROOM
@@ -148,10 +152,14 @@ def explain_cache(
 class _Shape:
     """Layers that see all tokens, windows of the others, heads, channels, bytes of a number.
 
-    `states` counts layers that keep no keys and values but a state of one size.
+    `states` counts layers that keep no keys and values but a state of one size, `pairs` those that
+    share directions two and two, which are not among `layers`; `retained` is the share of tokens
+    that a pair has room for as they came.
     """
 
     layers: int
+    pairs: int
+    retained: float
     windows: tuple[int, ...]
     states: int
     heads: int
@@ -187,8 +195,10 @@ def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:  # noqa: ANN401
     # Without a length: a state, or, where another layer's keys are read, nothing at all.
     windows = tuple(window for window in others if 0 <= window < most)
     states = sum(hasattr(layer, "update_recurrent_state") for layer in layers)
-    coded = len(layers) - len(others)
-    return _Shape(coded, windows, states, heads, depth, dtype.itemsize)
+    merged = [layer.pair for layer in layers if hasattr(layer, "pair")]
+    coded = len(layers) - len(others) - len(merged)
+    retained = merged[0].merge.retained if merged else 0.0
+    return _Shape(coded, len(merged) // 2, retained, windows, states, heads, depth, dtype.itemsize)
 
 
 def _heads_of(text: Any, query_heads: int) -> int:  # noqa: ANN401
@@ -197,10 +207,22 @@ def _heads_of(text: Any, query_heads: int) -> int:  # noqa: ANN401
         return int(text.num_key_value_heads or query_heads)
     if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
         return 1
+    own = [
+        name
+        for name in vars(text)
+        if any(word in name for word in _OF_KEYS) and getattr(text, name)
+    ]
+    if not own:
+        return int(query_heads)
     raise ExplainError(
-        f"{type(text).__name__} does not tell num_key_value_heads, so the size of its cache is not "
-        "known. Fill a KVCache with a short prompt and read its nbytes instead."
+        f"{type(text).__name__} does not tell num_key_value_heads but {' and '.join(own)}, so the "
+        "size of its cache is not known. Fill a KVCache with a short prompt and read its nbytes "
+        "instead."
     )
+
+
+_OF_KEYS = ("kv", "key_value", "query_group", "multi_query", "new_decoder_architecture")
+"""Words in settings that may give keys other heads than queries; without any they have as many."""
 
 
 _OWN_SIZES = ("qk_rope_head_dim", "v_head_dim", "global_head_dim", "num_global_key_value_heads")
@@ -223,53 +245,89 @@ def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the numbers of bits that `KVCache` has codes of for this model, and what to say."""
     notes = []
     coded = tuple(bits for bits in MODES if bits != 16)
-    if shape.layers and (not 16 <= shape.depth <= 256 or shape.depth & (shape.depth - 1)):
+    if (shape.layers or shape.pairs) and (
+        not 16 <= shape.depth <= 256 or shape.depth & (shape.depth - 1)
+    ):
         coded = ()
         notes.append(
             f"16 bits only: the head dimension is {shape.depth}, and codes are for 16, 32, 64, 128 "
             "or 256."
         )
-    if not shape.layers and not shape.states:
+    if not shape.layers and not shape.pairs and not shape.states:
         notes.append("Every layer sees a window of tokens: the cache does not grow beyond it.")
     if shape.states:
         notes.append(f"The states of {shape.states} layers without keys and values are left out.")
+    if shape.pairs:
+        notes.append(
+            f"{2 * shape.pairs} layers share the directions of their older tokens two and two, at "
+            "16 bits too; what that loses depends on the model (fidelity_report)."
+        )
     return coded, tuple(notes)
 
 
 def _mode(
     bits: int, shape: _Shape, settings: dict[str, Any], room: int, batch: int, length: int
 ) -> CacheMode:
-    layout = None
-    if bits != 16:
-        layout = op_folder.Layout(
-            shape.depth,
-            bits,
-            settings["scheme"],
-            settings["group"],
-            settings["recent"],
-            settings["keep_first"],
-        )
+    held = op_folder.Layout(
+        shape.depth,
+        op_folder.PLAIN if bits == 16 else bits,
+        settings["scheme"],
+        settings["group"],
+        settings["recent"],
+        settings["keep_first"],
+    )
+    layout = None if bits == 16 else held
     each, fixed = _per_layer(shape, layout)
 
     def size(sequences: int, tokens: int) -> int:
         """Return the bytes of the cache of all layers."""
         windows = sum(min(window, tokens) for window in shape.windows)
         exact = 2 * shape.heads * shape.depth * shape.itemsize
-        if layout is None:
-            return sequences * exact * (shape.layers * tokens + windows)
-        held = op_folder.bytes_after(layout, sequences, shape.heads, tokens, shape.itemsize)
-        return shape.layers * held + sequences * exact * windows
+        one = sequences * exact * tokens
+        if layout is not None:
+            one = op_folder.bytes_after(layout, sequences, shape.heads, tokens, shape.itemsize)
+        found = shape.layers * one + sequences * exact * windows
+        if shape.pairs:
+            kept = held.kept + math.ceil(shape.retained * tokens)
+            more = replace(held, kept=kept)
+            pair = op_folder.pair_bytes(more, sequences, shape.heads, tokens, shape.itemsize)
+            found += shape.pairs * pair
+        return found
 
     b, n = sympy.symbols("B N", integer=True, positive=True)
     windows = 2 * shape.heads * shape.depth * shape.itemsize * sum(shape.windows)
+    pair_each, pair = _per_pair(shape, held, n)
     return CacheMode(
         bits=bits,
-        formula=b * (shape.layers * each * n + shape.layers * fixed + windows),
-        bytes_per_token=float(shape.layers * each),
+        formula=b * (shape.layers * each * n + shape.layers * fixed + shape.pairs * pair + windows),
+        bytes_per_token=float(shape.layers * each + shape.pairs * pair_each),
         total=size(batch, length),
         longest=_longest(shape, lambda tokens: size(batch, tokens) <= room),
         largest_batch=_most(lambda sequences: size(sequences, length) <= room),
     )
+
+
+def _per_pair(
+    shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
+) -> tuple[sympy.Expr, sympy.Expr]:
+    """Return the bytes of one more token of two layers that share directions, and of all."""
+    row = 2 * shape.heads * shape.depth * shape.itemsize
+    codes: Any = sympy.Integer(row)
+    if layout.bits != op_folder.PLAIN:
+        codes = op_folder.bytes_per_token(
+            shape.heads,
+            shape.depth,
+            layout.bits,
+            group=layout.group,
+            shares=shape.depth // layout.channel_group,
+            itemsize=shape.itemsize,
+        )
+    merged = codes + 4 * shape.heads * shape.itemsize  # and the lengths of both
+    retained = sympy.Rational(shape.retained).limit_denominator(10**9)
+    kept = layout.kept + sympy.ceiling(retained * tokens)
+    whole = merged * (tokens - layout.recent) + 2 * row * (layout.window + kept)
+    whole += 4 * shape.heads * (kept + 4)
+    return merged + retained * (2 * row + 4 * shape.heads), whole
 
 
 def _per_layer(shape: _Shape, layout: op_folder.Layout | None) -> tuple[sympy.Expr, sympy.Expr]:
@@ -292,7 +350,7 @@ def _per_layer(shape: _Shape, layout: op_folder.Layout | None) -> tuple[sympy.Ex
 
 def _longest(shape: _Shape, fits: Any) -> int | None:  # noqa: ANN401 - of a number
     """Return the longest context that fits, None where the cache stops growing and any does."""
-    if not shape.layers and fits(max(shape.windows, default=1)):
+    if not shape.layers and not shape.pairs and fits(max(shape.windows, default=1)):
         return None
     return _most(fits)
 

@@ -55,6 +55,33 @@ def test_the_bytes_are_those_of_a_cache_that_is_filled(
         assert mode.total == cache.nbytes + shared * max(0, coded - 1), mode.bits
 
 
+@pytest.mark.parametrize("start", [0, 1])
+def test_the_bytes_of_merged_layers_are_those_of_a_cache_that_is_filled(start: int) -> None:
+    merge = memeff_compile.MiniCache(start_layer=start, retained=0.03)
+    model = build("Llama", "cpu", num_hidden_layers=4).eval()
+    asked = {"memory": "2GiB", "batch": 3, "merge": merge}
+    plan = memeff_compile.explain_cache(model, length=700, **asked)  # type: ignore[arg-type]
+    for mode in plan.modes:
+        cache = KVCache(model.config, 700, mode.bits, merge=merge)
+        with torch.no_grad():
+            model(input_ids=torch.zeros(3, 8, dtype=torch.int64), past_key_values=cache)
+        alone = sum(hasattr(x, "counts") and not hasattr(x, "pair") for x in cache.layers)
+        shared = 3 * 2 * 4 * 4  # the places of the tokens that layers keep: the plan's are each's
+        assert abs(mode.total - cache.nbytes) <= shared * max(1, alone), mode.bits
+    assert f"{4 - 2 * start} layers share" in str(plan)
+    full = memeff_compile.explain_cache(model, length=128 + 9 * 64, **asked)  # type: ignore[arg-type]
+    for mode in full.modes:
+        names = {str(symbol): symbol for symbol in mode.formula.free_symbols}
+        assert mode.formula.subs({names["B"]: 3, names["N"]: 704}) == mode.total
+    longest = full.modes[2].longest or 0
+    again = [
+        memeff_compile.explain_cache(model, length=longest + more, **asked).modes[2].total  # type: ignore[arg-type]
+        for more in (0, 1)
+    ]
+    room = full.memory - full.weights - STEP_ROOM
+    assert again[0] <= room < again[1]
+
+
 def test_what_is_said_to_fit_fits_and_one_more_does_not() -> None:
     model = build()
     asked = {"memory": "1100MiB", "scheme": "per_head", "group": 32}
@@ -101,9 +128,28 @@ def test_falcon_keeps_one_head_and_what_is_not_told_is_refused() -> None:
         model(input_ids=torch.zeros(3, 8, dtype=torch.int64), past_key_values=cache)
     plan = memeff_compile.explain_cache(model, memory="2GiB", batch=3, length=300)
     assert plan.modes[0].total == cache.nbytes
-    for settings in ({"multi_query": False}, {"new_decoder_architecture": True}):
+    for settings in (
+        {"multi_query": False, "num_kv_heads": 4},
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+    ):
         with pytest.raises(ExplainError, match="does not tell num_key_value_heads"):
             memeff_compile.explain_cache(falcon(**settings), memory="2GiB")
+
+
+@pytest.mark.parametrize("family", ["GPT2", "OPT", "GPTNeoX", "GPTJ", "Bloom", "XGLM"])
+def test_where_nothing_is_said_of_keys_they_have_as_many_heads_as_queries(family: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    given = {"OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64}, "GPTJ": {"rotary_dim": 8}}
+    names = {"XGLM": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64}}
+    made = names.get(family, {**sizes, **given.get(family, {})})
+    config = getattr(transformers, f"{family}Config")(**{"vocab_size": 64, **made})
+    kind = {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
+    model = getattr(transformers, kind)(config).eval()
+    plan = memeff_compile.explain_cache(model, memory="4GiB", batch=3, length=300)
+    cache = KVCache(model.config, 300, 16)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(3, 8, dtype=torch.int64), past_key_values=cache)
+    assert plan.modes[0].total == cache.nbytes
 
 
 def test_keys_and_values_of_sizes_of_their_own_are_refused() -> None:
@@ -164,5 +210,7 @@ def test_the_command_prints_a_table_and_writes_it(
     plan = json.loads(data.read_text())
     assert [mode["bits"] for mode in plan["modes"]] == [16, 8, 4, 3, 2]
     assert f"{plan['modes'][2]['longest']:,}" in printed.out
+    assert command_line.main([*arguments, "--memory", "2GiB", "--merge", "0"]) == 0
+    assert "2 layers share" in capsys.readouterr().out
     assert command_line.main(arguments) == 1
     assert "give --memory" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 import memeff_compile
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import bytes_after, op
+from memeff_compile.model import use_low_bit_heads_
 from memeff_compile.model.kv_cache import CodedLayer, ExactLayer, KVCache, use_kv_cache_
 from tests.support.cached_models import logits, make, prompt
 
@@ -90,6 +91,20 @@ def test_compiled_decoding_reads_codes_and_equals_eager(model: Any) -> None:
             assert all(call.args[3] <= 70 for call in views.call_args_list)
     assert fired() == [("rewrote", "rewrote")] * LAYERS
     assert "coded_kv_cache_view(" not in memeff_compile.graphs()[-1].after
+
+
+def test_queries_of_few_bits_read_codes_too(model: Any) -> None:
+    """BitNet a4.8's smallest heads: 4-bit queries, 3-bit keys and values, the first token apart."""
+    settings = {"bits": 3, "scheme": "per_head", "keep_first": 1, **SHORT}
+    ids = prompt(tokens=70)
+    plain = logits(model, model, KVCache(model.config, LENGTH, **settings), ids, 60)
+    with use_low_bit_heads_(model, query=4, key_value=16):
+        compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
+        expected = logits(model, model, KVCache(model.config, LENGTH, **settings), ids, 60)
+        found = logits(model, compiled, KVCache(model.config, LENGTH, **settings), ids, 60)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert fired() == [("rewrote", "rewrote")] * LAYERS
+    assert 0 < float((expected - plain).norm() / plain.norm()) < 0.1
 
 
 @pytest.mark.slow
@@ -473,6 +488,16 @@ def test_training_and_offloading_are_refused(model: Any) -> None:
         model(input_ids=prompt(), past_key_values=cache)
     with pytest.raises(UnsupportedInputError, match="offloading"):
         cache.layers[0].offload()
+
+
+def test_another_number_of_sequences_is_refused(model: Any) -> None:
+    cache = fill(model, KVCache(model.config, LENGTH, 4, **SHORT))
+    before = [tensor.clone() for tensor in cache.layers[0].pool()]
+    ids, wanted = prompt(tokens=3)[:1].repeat(3, 1), r"k is \(3, .*'tokens', .* is needed"
+    with pytest.raises(UnsupportedInputError, match=wanted), torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    for found, held in zip(cache.layers[0].pool(), before, strict=True):
+        assert torch.equal(found, held)
 
 
 def test_a_mask_of_other_sequences_is_refused(model: Any) -> None:

@@ -24,7 +24,7 @@ BUDGET = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 KINDS = [
     *[Layout(128, bits) for bits in (8, 4, 3, 2)],
-    *[Layout(128, bits, "per_head") for bits in (4, 3)],
+    *[Layout(128, bits, "per_head") for bits in (8, 4, 3)],
     Layout(64, 4),
     Layout(64, 2, kept=0),
     Layout(256, 4, recent=64),
@@ -42,8 +42,10 @@ def fill(layout: Layout, batch: int, tokens: int, dtype: torch.dtype) -> list[Te
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    difference = (found.double() - expected).abs().max()
-    assert difference <= BUDGET[found.dtype] * max(1.0, float(expected.abs().max()))
+    difference = float((found.double() - expected).abs().max())
+    # A query times a scale is rounded once; a score of few channels is divided by less afterwards.
+    budget = BUDGET[found.dtype] * max(1.0, (64 / found.shape[3]) ** 0.5)
+    assert difference <= budget * max(1.0, float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", list(BUDGET), ids=str)
@@ -64,25 +66,43 @@ def test_appending_leaves_what_the_reference_leaves(layout: Layout, dtype: torch
         assert torch.equal(found, expected), name
 
 
+@pytest.mark.parametrize("size", [1e-36, 1e-20, 1e20, 1e36])
+@pytest.mark.parametrize("scheme", ["kivi", "per_head"])
+def test_tiny_and_huge_numbers_are_coded_as_the_reference_codes_them(
+    size: float, scheme: str
+) -> None:
+    layout = Layout(64, 4, scheme)
+    rows = [x * size for x in draw(2, 2, 320, 64, torch.float32, "cuda")]
+    pools = [allocate(layout, 2, 2, 400, torch.float32, device="cuda") for _ in range(2)]
+    for run, pool in zip((coded_kv_cache_append, reference.append), pools, strict=True):
+        for start, end in ((0, 191), (191, 192), (192, 320)):
+            new = [x[:, :, start:end] for x in rows]
+            run(*([*pool] if run is coded_kv_cache_append else [pool]), *new, 4, 128, 400)
+    for name, found, expected in zip(POOL[:4], *(pool[:4] for pool in pools), strict=True):
+        assert torch.equal(found, expected), name
+
+
 @pytest.mark.parametrize("dtype", list(BUDGET), ids=str)
 @pytest.mark.parametrize("layout", KINDS, ids=str)
 def test_attention_equals_float64(layout: Layout, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
     scale = layout.depth**-0.5
     expected = "reference" if dtype == torch.float32 else "codes"
     assert engine_for(torch.device("cuda"), dtype, layout.group) == expected
     for tokens in (1, layout.window - 1, layout.window, 700):
         pool = fill(layout, 2, tokens, dtype)
-        for repeat in (1, 4, 12, 16):
+        mask = torch.rand(2, 1, 1, tokens + 30, device="cuda") < 0.7
+        for repeat, seen in ((1, None), (4, None), (4, mask), (8, mask), (12, None), (16, mask)):
             q = torch.randn(2, 2 * repeat, 1, layout.depth, device="cuda", dtype=dtype)
-            mask = torch.rand(2, 1, 1, tokens + 30, device="cuda") < 0.7
-            for seen in (None, mask):
-                found = coded_kv_cache_attention(q, *pool, None, None, layout.bits, seen, scale)
-                assert_close(found, by_hand(q, pool, layout.bits, scale, seen))
+            found = coded_kv_cache_attention(q, *pool, None, None, layout.bits, seen, scale)
+            assert_close(found, by_hand(q, pool, layout.bits, scale, seen))
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
-def test_norms_multiply_codes_and_kept_tokens_replace_them(bits: int) -> None:
-    layout = Layout(128, bits, kept=100)
+@pytest.mark.parametrize(
+    ("bits", "depth"), [(8, 128), (4, 128), (3, 128), (2, 128), (4, 64), (4, 256)]
+)
+def test_norms_multiply_codes_and_kept_tokens_replace_them(bits: int, depth: int) -> None:
+    layout = Layout(depth, bits, kept=100)
     pool = fill(layout, 2, 700, torch.bfloat16)
     norms = [torch.rand(2, 2, 730, device="cuda").bfloat16() + 0.5 for _ in range(2)]
     places = pool[POOL.index("places")]
@@ -90,9 +110,9 @@ def test_norms_multiply_codes_and_kept_tokens_replace_them(bits: int) -> None:
     for row in range(70):
         places[:, :, row] = 3 * row
         norms[0][:, :, 3 * row] *= -1
-    q = torch.randn(2, 8, 1, 128, device="cuda").bfloat16()
+    q = torch.randn(2, 8, 1, depth, device="cuda").bfloat16()
     found = coded_kv_cache_attention(q, *pool, *norms, bits, None, None)
-    assert_close(found, by_hand(q, pool, bits, 128**-0.5, None, (norms[0], norms[1])))
+    assert_close(found, by_hand(q, pool, bits, depth**-0.5, None, (norms[0], norms[1])))
 
 
 def test_a_graph_is_replayed_while_the_cache_fills_up() -> None:

@@ -49,6 +49,21 @@ def test_appending_leaves_what_the_reference_leaves(layout: Layout) -> None:
     assert filled(pools[0]) == (50, 32)
 
 
+@pytest.mark.parametrize("scheme", ["kivi", "per_head"])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_programs_that_share_a_group_leave_what_one_leaves(bits: int, scheme: str) -> None:
+    layout = Layout(64, bits, scheme, **SMALL)  # type: ignore[arg-type]
+    k, v = draw(1, 1, 32, 64, torch.float32)
+    pools = [allocate(layout, 1, 1, 48, torch.float32, first=(1,)) for _ in range(2)]
+    for pool in pools:
+        reference.append(pool, k[:, :, :31], v[:, :, :31], bits, 16, 48)
+    last = k[:, :, 31:], v[:, :, 31:]
+    append_codes.append(pools[0], *last, bits, 16, 48, pieces=4)
+    reference.append(pools[1], *last, bits, 16, 48)
+    compare(*pools)
+    assert filled(pools[0]) == (32, 16)
+
+
 @pytest.mark.parametrize("tokens", [31, 32])
 def test_a_group_is_coded_when_the_window_is_full(tokens: int) -> None:
     layout = Layout(16, 4, **SMALL)  # type: ignore[arg-type]
@@ -100,7 +115,7 @@ def check(
         assert norms[0] is not None
         norms[0][:, :, 5] *= -1
     q = draw(2, repeat, 1, layout.depth, dtype)[1]
-    shapes = split_codes.shapes_for(layout.depth, layout.bits)
+    shapes = split_codes.shapes_for(layout.depth, layout.bits, repeat)
     plan = split_codes.Plan(shapes, splits)
     scale = layout.depth**-0.5
     found = split_codes.attend(q, pool, norms, mask, scale, layout.bits, plan=plan)
@@ -127,13 +142,31 @@ def test_a_mask_hides_tokens_of_every_segment() -> None:
     assert found[1].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("repeat", [1, 12])
+@pytest.mark.parametrize("repeat", [1, 6, 12])
 def test_any_number_of_query_heads_shares_a_key_value_head(repeat: int) -> None:
     check(FOUR, tokens=40, splits=2, repeat=repeat)
 
 
 def test_norms_multiply_codes_and_kept_tokens_replace_them() -> None:
     check(FOUR, tokens=50, splits=2, has_norms=True)
+
+
+def test_small_weights_keep_their_digits_in_half_precision() -> None:
+    """A token without a value takes nearly all the weight; what the others leave is not rounded."""
+    layout = Layout(16, 8, **SMALL)  # type: ignore[arg-type]
+    k, v = draw(1, 1, 96, 16, torch.float16)
+    k[..., 3] = 0.0
+    k[:, :, 5], v[:, :, 5] = 0.0, 0.0
+    k[:, :, 5, 3] = 40.0
+    pool = allocate(layout, 1, 1, 96, torch.float16)
+    reference.append(pool, k, v, 8, 16, 96)
+    q = torch.zeros(1, 1, 1, 16, dtype=torch.float16)
+    q[..., 3] = 1.0
+    plan = split_codes.Plan(split_codes.shapes_for(16, 8), 1)
+    found = split_codes.attend(q, pool, (None, None), None, 0.25, 8, plan=plan)
+    expected = by_hand(q, pool, 8, 0.25)
+    assert 0 < float(expected.abs().max()) < 1e-2
+    assert float((found.double() - expected).norm() / expected.norm()) < 2e-3
 
 
 def test_the_plan_of_the_sizes_is_right_too() -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from memeff_compile.kernels.coded_kv_cache import append_codes
 from memeff_compile.kernels.coded_kv_cache.layout import channel_group
 from memeff_compile.kernels.coded_kv_cache.shapes import (
     MAX_SPLITS,
+    halves_for,
     part_width,
     rows_for,
     shapes_for,
@@ -83,7 +85,7 @@ def _attention(
     splits: int = 4,
     repeat: int = 4,
 ) -> Any:
-    shapes = shapes_for(depth, bits, rows_for(repeat))
+    shapes = shapes_for(depth, bits, repeat)
     channels = channel_group(depth, scheme)
     constants = {
         "REPEAT": repeat,
@@ -103,7 +105,8 @@ def _attention(
         "IS_ALONE": splits == 1,
         "STAGES": shapes.stages,
         "AT_ONCE": shapes.at_once,
-        "PACKED": dtype == "bf16",
+        "HALVES": halves_for(repeat),
+        "PACKED": True,
         "UPCAST": False,
     }
     return _compile(
@@ -127,7 +130,9 @@ def _append(
         "WINDOW": 192,
         "KEPT": 4,
         "TOKENS": tokens,
+        "PIECES": append_codes.cut(bits)[0] if tokens == 1 else 1,
         "IS_PER_HEAD": scheme == "per_head",
+        "IS_FAST": True,
     }
     return _compile(
         "append_codes_kernels",
@@ -135,7 +140,7 @@ def _append(
         capability,
         dtype,
         constants,
-        8,
+        append_codes.cut(bits)[1] if tokens == 1 else append_codes.WARPS,
     )
 
 
@@ -229,41 +234,56 @@ def _run(code: str, *words: int) -> int:
     def read(name: str) -> int:
         return registers[name] if name in registers else int(name, 0)
 
-    for line in code.strip("{} ").split(";"):
+    for line in code.strip("{} ").strip(";").split(";"):
         operation, _, rest = line.strip().partition(" ")
         names = [name.strip() for name in rest.split(",")]
         if operation in ("shr.b32", "shl.b32"):
             shift = read(names[2])
             value = read(names[1])
             registers[names[0]] = value >> shift if operation[2] == "r" else value << shift
+        elif operation == "and.b32":
+            registers[names[0]] = read(names[1]) & read(names[2])
         elif operation == "lop3.b32":
             assert int(names[4], 0) == (0xF0 & 0xCC) | 0xAA, "not (a and b) or c"
             registers[names[0]] = read(names[1]) & read(names[2]) | read(names[3])
+        else:
+            assert operation == ".reg", f"{operation} is not known"
         registers = {name: value & 0xFFFFFFFF for name, value in registers.items()}
     return registers["$0"]
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2])
-@pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
-def test_the_instructions_that_unpack_make_128_and_the_code(bits: int, is_value: bool) -> None:
-    """Each byte of each half of a word, every part: bf16 numbers 128 + gain * code."""
+def _number(word: int, half: int) -> float:
+    """Return the bf16 number in half of a 32-bit word."""
+    found: float = struct.unpack("<f", struct.pack("<I", (word >> (16 * half) & 0xFFFF) << 16))[0]
+    return found
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_the_instructions_that_unpack_make_very_small_numbers_of_the_codes(bits: int) -> None:
+    """Each byte of each half of a word, every part: bf16 numbers gain * code * 2 ** -133."""
     import random
 
     from memeff_compile.kernels.coded_kv_cache import split_codes_kernels as kernels
 
     draw = random.Random(0)
+    apart = 2 if bits == 3 else bits
     for _ in range(200):
         word, high = draw.getrandbits(32), draw.getrandbits(32)
-        for part in range(2 if bits == 4 else 4):
-            gain = 1 if bits == 4 else (16 if is_value else (1, 4, 16, 16)[part])
-            kind = "V" if is_value and bits != 4 and part < 2 else "K"
+        for part in range(8 // apart):
+            gain = (1, 4, 16, 16)[part] if bits == 3 else 2 ** (part * apart)
             for byte in range(2):
-                code = getattr(kernels, f"_{kind}_{bits}_{part}_{byte}").value
+                code = getattr(kernels, f"_TAKE_{bits}_{part}_{byte}").value
                 found = _run(code, word, high)
                 for half in range(2):
-                    place = 16 * half + 8 * byte + part * (4 if bits == 4 else 2)
-                    wanted = word >> place & (15 if bits == 4 else 3)
+                    place = 16 * half + 8 * byte
+                    wanted = word >> (place + part * apart) & (2**apart - 1)
                     if bits == 3:
-                        wanted |= (high >> place & 1) << 2
-                    number = (found >> (16 * half) & 0xFFFF) << 16
-                    assert struct.unpack("<f", struct.pack("<I", number))[0] == 128 + gain * wanted
+                        wanted |= (high >> (place + (2 * part + 2) % 8) & 1) << 2
+                    assert _number(found, half) == gain * wanted * 2.0**-133
+
+
+def test_the_second_high_bits_are_moved_to_where_the_first_ones_are() -> None:
+    from memeff_compile.kernels.coded_kv_cache import split_codes_kernels as kernels
+
+    for place in (1, 3, 5, 7, 9, 11, 13, 15, 17, 31):
+        assert _run(kernels._SECOND.value, 1 << place) == 1 << (place - 1)

@@ -55,9 +55,10 @@ def view(pool: list[Tensor], layout: Layout, tokens: int = 90) -> tuple[Tensor, 
 @pytest.mark.parametrize("is_value", [False, True], ids=["keys", "values"])
 def test_packed_codes_come_back(bits: int, is_value: bool) -> None:
     codes = torch.randint(0, 2**bits, (3, 2, 32, 64), dtype=torch.uint8)
-    packed = pack(codes, bits)
-    assert packed.shape[-1] == 64 * bits // 8
-    assert torch.equal(unpack(packed, bits), codes)
+    if bits != 3:
+        packed = pack(codes, bits)
+        assert packed.shape[-1] == 64 * bits // 8
+        assert torch.equal(unpack(packed, bits), codes)
     block = block_of(codes, bits, is_value=is_value)
     assert block.shape == (3, 2, 32 * 64 * bits // 8)
     assert torch.equal(codes_of(block, bits, 64, is_value=is_value), codes)
@@ -68,9 +69,26 @@ def test_a_byte_holds_the_channels_that_the_layout_says() -> None:
     assert pack(codes, 4).tolist() == [j | (j + 8) << 4 for j in range(8)]
     two = codes % 4
     assert pack(two, 2).tolist() == [j | j << 2 | j << 4 | j << 6 for j in range(4)]
-    three = codes % 8
-    high = [sum(int(three[j + 2 * i] >> 2) << i for i in range(8)) for j in range(2)]
-    assert pack(three, 3).tolist() == [*pack(three & 3, 2).tolist(), *high]
+
+
+def test_codes_of_3_bits_are_two_planes_and_two_tokens_share_a_byte_of_high_bits() -> None:
+    codes = torch.randint(0, 8, (16, 16), dtype=torch.uint8)
+    for is_value in (False, True):
+        block = block_of(codes, 3, is_value=is_value)
+        low, high = block[:64], block[64:]
+        shape = (4, 16) if is_value else (16, 4)
+        low = low.view(shape).T if is_value else low.view(shape)
+        assert torch.equal(low, pack(codes & 3, 2))
+        high = high.view(4, 8).T if is_value else high.view(8, 4)
+        for row in range(8):
+            tokens = (row, row + 8) if is_value else (2 * row, 2 * row + 1)
+            for byte in range(4):
+                wanted = 0
+                for second, token in enumerate(tokens):
+                    for part, place in enumerate((2, 4, 6, 0)):
+                        bit = int(codes[token, part * 4 + byte]) >> 2
+                        wanted |= bit << (place + second)
+                assert int(high[row, byte]) == wanted
 
 
 def by_definition(x: Tensor, bits: int) -> Tensor:
@@ -184,6 +202,21 @@ def test_attention_equals_a_float64_softmax(tokens: int) -> None:
     assert found[1].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("scheme", ["kivi", "per_head"])
+def test_a_group_is_coded_once_and_never_again(scheme: str) -> None:
+    layout = Layout(16, 4, scheme, group=16, recent=16, kept=2)
+    pool = allocate(layout, 1, 2, 90, torch.float32)
+    k, v = draw(1, 2, 80, 16, torch.float32)
+    append(pool, k[:, :, :40], v[:, :, :40], layout)
+    assert filled(pool) == (40, 16)
+    before = [pool[place][:, :, :1].clone() for place in range(4)]
+    for token in range(40, 80):
+        append(pool, k[:, :, token : token + 1], v[:, :, token : token + 1], layout)
+    assert filled(pool)[1] == 64
+    for place, held in enumerate(before):
+        assert torch.equal(pool[place][:, :, :1], held), POOL[place]
+
+
 def test_too_many_tokens_raise_and_leave_the_cache_alone() -> None:
     pool = allocate(SMALL, 1, 2, 90, torch.float32)
     k, v = draw(1, 2, 91, 16, torch.float32)
@@ -248,22 +281,27 @@ def test_what_cannot_be_served_is_said_in_a_sentence(case: str) -> None:
 
 
 def test_what_a_gpu_should_not_be_given_is_named() -> None:
-    pool = allocate(Layout(128, 4), 1, 2, 300, torch.bfloat16)
-    queries = [torch.ones(1, heads, 1, 128).bfloat16() for heads in (16, 18)]
-    assert not any(unproven(q, pool, 4) for q in queries)
-    with planned_for(torch.device("cuda", 0)):
-        assert unproven(queries[0], pool, 4) is None
-        assert "9 query heads share" in str(unproven(queries[1], pool, 4))
-        for depth in (64, 256):
-            other = allocate(Layout(depth, 4), 1, 2, 300, torch.bfloat16)
-            q = torch.ones(1, 4, 1, depth).bfloat16()
-            assert f"head dimension is {depth}" in str(unproven(q, other, 4))
-        by_head = allocate(Layout(128, 4, scheme="per_head"), 1, 2, 300, torch.bfloat16)
-        assert "per_head" in str(unproven(queries[0], by_head, 4))
-        half = allocate(Layout(128, 2), 1, 2, 300, torch.float16)
-        assert "2 bits serve float16" in str(unproven(queries[0].half(), half, 2))
-        double = allocate(Layout(128, 4), 1, 2, 300, torch.float64)
-        assert "do not serve float64" in str(unproven(queries[0].double(), double, 4))
+    served = [
+        (Layout(128, 4), torch.bfloat16),
+        (Layout(64, 2, kept=0), torch.float16),
+        (Layout(256, 4), torch.bfloat16),
+        (Layout(128, 3, "per_head"), torch.float16),
+    ]
+    refused = [
+        (Layout(128, 4), torch.float64),
+        (Layout(128, 4, group=16), torch.bfloat16),
+        (Layout(32, 4), torch.bfloat16),
+    ]
+    for layout, dtype in (*served, *refused):
+        pool = allocate(layout, 1, 2, 300, dtype)
+        q = torch.ones(1, 32, 1, layout.depth, dtype=dtype)
+        assert unproven(q, pool, layout.bits) is None
+        with planned_for(torch.device("cuda", 0)):
+            sentence = unproven(q, pool, layout.bits)
+            assert (sentence is None) == ((layout, dtype) in served), sentence
+            assert sentence is None or "do not serve" in sentence or "64 and more" in sentence
+            many = torch.ones(1, 34, 1, layout.depth, dtype=dtype)
+            assert unproven(many, pool, layout.bits) is not None
 
 
 def test_an_append_of_something_else_is_refused() -> None:

@@ -16,14 +16,40 @@ import triton.language as tl
 
 
 @triton.jit
-def _codes(x, step, zero, BITS: tl.constexpr, IS_PER_HEAD: tl.constexpr):
+def _over(x, step, IS_FAST: tl.constexpr):
+    """Return x / step, rounded to nearest; with IS_FAST without branches, by fused products."""
+    if IS_FAST:
+        # Powers of two keep all that follows away from where numbers of 32 bits end.
+        by = tl.where(step < 2.0**-40, 2.0**64, tl.where(step > 2.0**40, 2.0**-64, 1.0))
+        step = step * by
+        one = tl.full(step.shape, 1.0, tl.float32)
+        inverse = tl.broadcast_to(tl.div_rn(one, step), x.shape)
+        less = tl.broadcast_to(-step, x.shape)
+        x = x * by
+        found = x * inverse
+        found = tl.fma(tl.fma(found, less, x), inverse, found)
+        found = tl.fma(tl.fma(found, less, x), inverse, found)
+    else:
+        found = tl.div_rn(x, tl.broadcast_to(step, x.shape))
+    return found
+
+
+@triton.jit
+def _codes(
+    x,
+    step,
+    zero,
+    BITS: tl.constexpr,
+    IS_PER_HEAD: tl.constexpr,
+    IS_FAST: tl.constexpr = False,
+):
     """Return the codes of x as int32; `zero` is not used with IS_PER_HEAD."""
     if IS_PER_HEAD:
         TOP: tl.constexpr = 1 << (BITS - 1)
-        number = tl.floor(tl.div_rn(x, tl.broadcast_to(step, x.shape)) + 0.5)
+        number = tl.floor(_over(x, step, IS_FAST) + 0.5)
         number = tl.clamp(number, 1.0 - TOP, TOP - 1.0) + TOP
     else:
-        number = tl.floor(tl.div_rn(x - zero, tl.broadcast_to(step, x.shape)) + 0.5)
+        number = tl.floor(_over(x - zero, step, IS_FAST) + 0.5)
         number = tl.clamp(number, 0.0, (1 << BITS) - 1.0)
     return number.to(tl.int32)
 
@@ -46,11 +72,102 @@ def _load_window(base, slot, column, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr
 
 
 @triton.jit
-def _pack(
-    window_base,
+def _put(
+    low,
+    high,
+    code,
     codes_base,
+    token,
+    column,
+    PART: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    SHARE: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+):
+    """Return bytes, and bytes of high bits, with the codes of a part; store those of 8 bits."""
+    if BITS == 8:
+        if IS_VALUE:
+            offs = (PART * SHARE + column)[:, None] * GROUP + token[None, :]
+        else:
+            offs = token[:, None] * DEPTH + (PART * SHARE + column)[None, :]
+        tl.store(codes_base + offs, code.to(tl.uint8))
+    elif BITS == 3:
+        low |= (code & 3) << (2 * PART)
+        high |= (code >> 2) << ((2 * PART + 2) % 8)
+    else:
+        low |= code << (PART * BITS)
+    return low, high
+
+
+@triton.jit
+def _store_bytes(
+    low,
+    high,
+    codes_base,
+    token,
+    column,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    SHARE: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+):
+    """Store bytes that have the codes of all parts, of some tokens and columns of each part.
+
+    Of 3 bits the high ones of two tokens share a byte: neighbours of keys, of values those in the
+    two halves of `token`.
+    """
+    if BITS != 8:
+        if IS_VALUE:
+            offs = column[:, None] * GROUP + token[None, :]
+        else:
+            offs = token[:, None] * SHARE + column[None, :]
+        tl.store(codes_base + offs, low.to(tl.uint8))
+    if BITS == 3:
+        PAIRS: tl.constexpr = token.shape[0] // 2
+        behind = codes_base + GROUP * SHARE
+        second = tl.arange(0, 2)
+        if IS_VALUE:
+            both = high.reshape((column.shape[0], 2, PAIRS)) << second[None, :, None]
+            both = tl.sum(both, axis=1)
+            pair = tl.min(token.reshape((2, PAIRS)), axis=0)
+            offs = column[:, None] * (GROUP // 2) + pair[None, :]
+        else:
+            both = high.reshape((PAIRS, 2, column.shape[0])) << second[None, :, None]
+            both = tl.sum(both, axis=1)
+            pair = tl.min(token.reshape((PAIRS, 2)), axis=1) // 2
+            offs = pair[:, None] * SHARE + column[None, :]
+        tl.store(behind + offs, both.to(tl.uint8))
+
+
+@triton.jit
+def _loaded(
+    window_base,
     slot,
-    steps,  # (1 or parts): of columns for keys, of tokens otherwise
+    column,
+    DEPTH: tl.constexpr,
+    BITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+):
+    """Return the columns of each part of some tokens, as many parts as a byte has codes."""
+    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
+    SHARE: tl.constexpr = DEPTH // COUNT
+    found = ()
+    for part in tl.static_range(COUNT):
+        x = _load_window(window_base, slot, part * SHARE + column, DEPTH, IS_VALUE)
+        found = found + (x,)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _pack(
+    parts,  # of the group's numbers, as `_loaded` returns them
+    codes_base,
+    token,
+    column,
+    steps,  # of columns for keys, one tensor per part; of tokens otherwise, one per share
     zeros,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
@@ -58,61 +175,28 @@ def _pack(
     CHANNELS: tl.constexpr,
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
+    IS_FAST: tl.constexpr,
 ):
-    """Code one group of the window with steps that are known, and store its bytes.
-
-    `steps` and `zeros` are one tensor per share of columns: of CHANNELS each where tokens have
-    scales of their own, of SHARE each where columns have.
-    """
-    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (8 if BITS == 3 else 8 // BITS)
+    """Code some tokens and columns of a group with steps that are known, and store the bytes."""
+    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
     SHARE: tl.constexpr = DEPTH // COUNT
-    token = tl.arange(0, GROUP)
-    column = tl.arange(0, SHARE)
-    low = tl.zeros((SHARE, GROUP) if IS_VALUE else (GROUP, SHARE), dtype=tl.int32)
-    odd = low
+    low = tl.zeros(parts[0].shape, dtype=tl.int32)
     high = low
     for part in tl.static_range(COUNT):
-        x = _load_window(window_base, slot, part * SHARE + column, DEPTH, IS_VALUE)
+        x = parts[part]
         if IS_VALUE:
             step = steps[part * SHARE // CHANNELS][None, :]
-            code = _codes(x, step, zeros[part * SHARE // CHANNELS][None, :], BITS, IS_PER_HEAD)
+            code = _codes(
+                x, step, zeros[part * SHARE // CHANNELS][None, :], BITS, IS_PER_HEAD, IS_FAST
+            )
         elif IS_PER_HEAD:
-            code = _codes(x, steps[0][:, None], zeros[0][:, None], BITS, IS_PER_HEAD)
+            code = _codes(x, steps[0][:, None], zeros[0][:, None], BITS, IS_PER_HEAD, IS_FAST)
         else:
-            code = _codes(x, steps[part][None, :], zeros[part][None, :], BITS, IS_PER_HEAD)
-        if BITS == 8:
-            if IS_VALUE:
-                offs = (part * SHARE + column)[:, None] * GROUP + token[None, :]
-            else:
-                offs = token[:, None] * DEPTH + (part * SHARE + column)[None, :]
-            tl.store(codes_base + offs, code.to(tl.uint8))
-        elif BITS == 3:
-            high |= (code >> 2) << part
-            if part % 2 == 0:
-                low |= (code & 3) << (part // 2 * 2)
-            else:
-                odd |= (code & 3) << (part // 2 * 2)
-        else:
-            low |= code << (part * BITS)
-    if BITS == 3:
-        BEHIND: tl.constexpr = GROUP * (DEPTH // 4)
-        if IS_VALUE:
-            offs = column[:, None] * GROUP + token[None, :]
-            tl.store(codes_base + offs, low.to(tl.uint8))
-            tl.store(codes_base + SHARE * GROUP + offs, odd.to(tl.uint8))
-            tl.store(codes_base + BEHIND + offs, high.to(tl.uint8))
-        else:
-            offs = token[:, None] * (2 * SHARE) + column[None, :]
-            tl.store(codes_base + offs, low.to(tl.uint8))
-            tl.store(codes_base + SHARE + offs, odd.to(tl.uint8))
-            offs = token[:, None] * SHARE + column[None, :]
-            tl.store(codes_base + BEHIND + offs, high.to(tl.uint8))
-    elif BITS != 8:
-        if IS_VALUE:
-            offs = column[:, None] * GROUP + token[None, :]
-        else:
-            offs = token[:, None] * SHARE + column[None, :]
-        tl.store(codes_base + offs, low.to(tl.uint8))
+            code = _codes(x, steps[part][None, :], zeros[part][None, :], BITS, IS_PER_HEAD, IS_FAST)
+        low, high = _put(
+            low, high, code, codes_base, token, column, part, DEPTH, GROUP, BITS, SHARE, IS_VALUE
+        )
+    _store_bytes(low, high, codes_base, token, column, GROUP, BITS, SHARE, IS_VALUE)
 
 
 @triton.jit
@@ -120,25 +204,33 @@ def _code_keys(
     window_base,
     codes_base,
     scales_base,
-    slot,
-    is_left_out,
+    coded,
+    first_coded,  # tokens before it have no say in scales
+    piece,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PIECES: tl.constexpr,
+    IS_FAST: tl.constexpr,
 ):
-    """Code a group of keys with a scale and a zero per channel."""
-    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (8 if BITS == 3 else 8 // BITS)
+    """Code a group of keys, or a piece of each part's columns, with scales of its channels."""
+    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
     SHARE: tl.constexpr = DEPTH // COUNT
+    SOME: tl.constexpr = SHARE // PIECES
     kind: tl.constexpr = scales_base.dtype.element_ty
-    most = tl.full((SHARE,), (1 << BITS) - 1.0, tl.float32)
-    column = tl.arange(0, SHARE)
+    most = tl.full((SOME,), (1 << BITS) - 1.0, tl.float32)
+    token = tl.arange(0, GROUP)
+    column = piece * SOME + tl.arange(0, SOME)
+    oldest = coded + token
+    parts = _loaded(window_base, oldest % WINDOW, column, DEPTH, BITS, CHANNELS, False)
+    is_left_out = (oldest < first_coded)[:, None]
     steps = ()
     zeros = ()
     for part in tl.static_range(COUNT):
-        x = _load_window(window_base, slot, part * SHARE + column, DEPTH, False)
-        low = tl.min(tl.where(is_left_out[:, None], float("inf"), x), axis=0)
-        high = tl.max(tl.where(is_left_out[:, None], float("-inf"), x), axis=0)
+        low = tl.min(tl.where(is_left_out, float("inf"), parts[part]), axis=0)
+        high = tl.max(tl.where(is_left_out, float("-inf"), parts[part]), axis=0)
         is_empty = low > high
         low = tl.where(is_empty, 0.0, low)
         high = tl.where(is_empty, 0.0, high)
@@ -148,7 +240,21 @@ def _code_keys(
         tl.store(scales_base + 2 * (part * SHARE + column) + 1, zero.to(kind))
         steps = steps + (step,)  # noqa: RUF005
         zeros = zeros + (zero,)  # noqa: RUF005
-    _pack(window_base, codes_base, slot, steps, zeros, DEPTH, GROUP, BITS, CHANNELS, False, False)
+    _pack(
+        parts,
+        codes_base,
+        token,
+        column,
+        steps,
+        zeros,
+        DEPTH,
+        GROUP,
+        BITS,
+        CHANNELS,
+        False,
+        False,
+        IS_FAST,
+    )
 
 
 @triton.jit
@@ -156,40 +262,62 @@ def _code_tokens(
     window_base,
     codes_base,
     scales_base,
-    slot,
+    coded,
+    piece,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PIECES: tl.constexpr,
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
+    IS_FAST: tl.constexpr,
 ):
-    """Code a group with scales of its tokens: per share of channels, or one per head."""
-    token = tl.arange(0, GROUP)
+    """Code a group, or a piece of its tokens, with scales of its tokens."""
+    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
+    SHARE: tl.constexpr = DEPTH // COUNT
+    SHARES: tl.constexpr = DEPTH // CHANNELS
+    SOME: tl.constexpr = GROUP // PIECES
+    AXIS: tl.constexpr = 0 if IS_VALUE else 1
     kind: tl.constexpr = scales_base.dtype.element_ty
     TOP: tl.constexpr = ((1 << (BITS - 1)) if IS_PER_HEAD else (1 << BITS)) - 1.0
-    most = tl.full((GROUP,), TOP, tl.float32)
+    most = tl.full((SOME,), TOP, tl.float32)
+    token = piece * SOME + tl.arange(0, SOME)
+    if BITS == 3 and IS_VALUE:  # a piece of either half, whose high bits share bytes
+        some = tl.arange(0, SOME)
+        token = some // (SOME // 2) * (GROUP // 2) + piece * (SOME // 2) + some % (SOME // 2)
+    column = tl.arange(0, SHARE)
+    slot = (coded + token) % WINDOW
+    parts = _loaded(window_base, slot, column, DEPTH, BITS, CHANNELS, IS_VALUE)
     steps = ()
     zeros = ()
-    for share in tl.static_range(DEPTH // CHANNELS):
-        column = share * CHANNELS + tl.arange(0, CHANNELS)
-        x = _load_window(window_base, slot, column, DEPTH, True)
+    for share in tl.static_range(SHARES):
+        one = parts[share * (COUNT // SHARES)]
+        low = tl.abs(one) if IS_PER_HEAD else one
+        high = low
+        for part in tl.static_range(COUNT // SHARES):
+            x = parts[share * (COUNT // SHARES) + part]
+            x = tl.abs(x) if IS_PER_HEAD else x
+            low = tl.minimum(low, x)
+            high = tl.maximum(high, x)
         if IS_PER_HEAD:
-            step = _stored(tl.div_rn(tl.max(tl.abs(x), axis=0), most), scales_base)
+            step = _stored(tl.div_rn(tl.max(high, axis=AXIS), most), scales_base)
             zero = step
             tl.store(scales_base + token, step.to(kind))
         else:
-            low = tl.min(x, axis=0)
-            step = _stored(tl.div_rn(tl.max(x, axis=0) - low, most), scales_base)
-            zero = low.to(kind).to(tl.float32)
+            least = tl.min(low, axis=AXIS)
+            step = _stored(tl.div_rn(tl.max(high, axis=AXIS) - least, most), scales_base)
+            zero = least.to(kind).to(tl.float32)
             tl.store(scales_base + 2 * (share * GROUP + token), step.to(kind))
             tl.store(scales_base + 2 * (share * GROUP + token) + 1, zero.to(kind))
         steps = steps + (step,)  # noqa: RUF005
         zeros = zeros + (zero,)  # noqa: RUF005
     _pack(
-        window_base,
+        parts,
         codes_base,
-        slot,
+        token,
+        column,
         steps,
         zeros,
         DEPTH,
@@ -198,6 +326,7 @@ def _code_tokens(
         CHANNELS,
         IS_VALUE,
         IS_PER_HEAD,
+        IS_FAST,
     )
 
 
@@ -215,6 +344,7 @@ def _walk(
     length,
     coded,
     first,
+    piece,
     kv_heads,
     groups,
     new,
@@ -226,8 +356,10 @@ def _walk(
     WINDOW: tl.constexpr,
     KEPT: tl.constexpr,
     TOKENS: tl.constexpr,
+    PIECES: tl.constexpr,
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
+    IS_FAST: tl.constexpr,
 ):
     """Write the new keys, or values, of one sequence and head; return the counts behind them."""
     pair = tl.program_id(0).to(tl.int64)
@@ -247,7 +379,7 @@ def _walk(
         done += new
     while done < new:
         count = tl.minimum(tl.minimum(new - done, coded + WINDOW - length), TOKENS)
-        is_token = (tokens < count)[:, None]
+        is_token = ((tokens < count) & (piece == 0))[:, None]
         position = length + tokens
         x = tl.load(
             source_base
@@ -265,7 +397,6 @@ def _walk(
         if length - coded == WINDOW:
             tl.debug_barrier()  # the tokens just written are read by other threads
             block = pair * groups + tl.minimum(coded // GROUP, groups - 1)
-            oldest = coded + tl.arange(0, GROUP)
             codes = codes_ptr + block * BLOCK
             scales = scales_ptr + block * SCALES
             if IS_VALUE or IS_PER_HEAD:
@@ -273,25 +404,33 @@ def _walk(
                     window,
                     codes,
                     scales,
-                    oldest % WINDOW,
+                    coded,
+                    piece,
                     DEPTH,
                     GROUP,
                     BITS,
                     CHANNELS,
+                    WINDOW,
+                    PIECES,
                     IS_VALUE,
                     IS_PER_HEAD,
+                    IS_FAST,
                 )
             else:
                 _code_keys(
                     window,
                     codes,
                     scales,
-                    oldest % WINDOW,
-                    oldest < first + KEPT,
+                    coded,
+                    first + KEPT,
+                    piece,
                     DEPTH,
                     GROUP,
                     BITS,
                     CHANNELS,
+                    WINDOW,
+                    PIECES,
+                    IS_FAST,
                 )
             coded += GROUP
             tl.debug_barrier()  # the slots are free for the next tokens
@@ -331,14 +470,17 @@ def _coded_kv_cache_append_kernel(
     WINDOW: tl.constexpr,
     KEPT: tl.constexpr,
     TOKENS: tl.constexpr,  # written at once, at most a group
+    PIECES: tl.constexpr,  # programs that share a group; one unless TOKENS is
     IS_PER_HEAD: tl.constexpr,
+    IS_FAST: tl.constexpr,  # divides by fused products, which the interpreter rounds twice
 ):
     length = tl.load(counts_ptr)
     coded = tl.load(counts_ptr + 1)
     first = length * 0
     if KEPT > 0:
         first += tl.load(places_ptr + tl.program_id(0).to(tl.int64) * KEPT)
-    if tl.program_id(1) == 0:
+    piece = tl.program_id(1) // 2
+    if tl.program_id(1) % 2 == 0:
         length, coded = _walk(
             k_ptr,
             stride_k_batch,
@@ -352,6 +494,7 @@ def _coded_kv_cache_append_kernel(
             length,
             coded,
             first,
+            piece,
             kv_heads,
             groups,
             new,
@@ -363,8 +506,10 @@ def _coded_kv_cache_append_kernel(
             WINDOW,
             KEPT,
             TOKENS,
+            PIECES,
             False,
             IS_PER_HEAD,
+            IS_FAST,
         )
     else:
         length, coded = _walk(
@@ -380,6 +525,7 @@ def _coded_kv_cache_append_kernel(
             length,
             coded,
             first,
+            piece,
             kv_heads,
             groups,
             new,
@@ -391,12 +537,14 @@ def _coded_kv_cache_append_kernel(
             WINDOW,
             KEPT,
             TOKENS,
+            PIECES,
             True,
             IS_PER_HEAD,
+            IS_FAST,
         )
     tl.debug_barrier()  # every thread has read the counts
     arrived = tl.atomic_add(counts_ptr + 2, 1)
-    if arrived == tl.num_programs(0) * 2 - 1:
+    if arrived == tl.num_programs(0) * (2 * PIECES) - 1:
         tl.store(counts_ptr, length)
         tl.store(counts_ptr + 1, coded)
         tl.store(counts_ptr + 2, 0)

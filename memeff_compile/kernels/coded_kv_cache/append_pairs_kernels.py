@@ -19,6 +19,8 @@ import triton.language as tl
 from memeff_compile.kernels.coded_kv_cache.append_codes_kernels import (
     _codes,
     _load_window,
+    _put,
+    _store_bytes,
     _stored,
 )
 
@@ -127,7 +129,7 @@ def _code_directions(
     IS_VALUE: tl.constexpr,
 ):
     """Code the shared directions of one group of keys, or of values, and store both lengths."""
-    COUNT: tl.constexpr = 8 if BITS == 3 else (DEPTH // CHANNELS if BITS >= 8 else 8 // BITS)
+    COUNT: tl.constexpr = 4 if BITS == 3 else (DEPTH // CHANNELS if BITS >= 8 else 8 // BITS)
     SHARE: tl.constexpr = DEPTH // COUNT
     TURNED: tl.constexpr = IS_VALUE and BITS != 16
     AXIS: tl.constexpr = 0 if TURNED else 1
@@ -168,7 +170,6 @@ def _code_directions(
     first = tl.zeros((GROUP,), dtype=tl.float32)
     second = tl.zeros((GROUP,), dtype=tl.float32)
     bits_low = tl.zeros((SHARE, GROUP) if TURNED else (GROUP, SHARE), dtype=tl.int32)
-    bits_odd = bits_low
     bits_high = bits_low
     for part in tl.static_range(COUNT):
         at = part * SHARE + column
@@ -186,45 +187,28 @@ def _code_directions(
                 zero = zeros[part][None, :]
             code = _codes(e, step, zero, BITS, False)
             decoded = code.to(tl.float32) * step + zero
-            if BITS == 8:
-                if TURNED:
-                    offs = at[:, None] * GROUP + token[None, :]
-                else:
-                    offs = token[:, None] * DEPTH + at[None, :]
-                tl.store(codes_base + offs, code.to(tl.uint8))
-            elif BITS == 3:
-                bits_high |= (code >> 2) << part
-                if part % 2 == 0:
-                    bits_low |= (code & 3) << (part // 2 * 2)
-                else:
-                    bits_odd |= (code & 3) << (part // 2 * 2)
-            else:
-                bits_low |= code << (part * BITS)
+            bits_low, bits_high = _put(
+                bits_low,
+                bits_high,
+                code,
+                codes_base,
+                token,
+                column,
+                part,
+                DEPTH,
+                GROUP,
+                BITS,
+                SHARE,
+                TURNED,
+            )
         square += tl.sum(decoded * decoded, axis=AXIS)
         if IS_PROJECTED:
             x = _load_window(lower, slot, at, DEPTH, TURNED)
             first += tl.sum(x * decoded, axis=AXIS)
             y = _load_window(upper, slot, at, DEPTH, TURNED)
             second += tl.sum(y * decoded, axis=AXIS)
-    if BITS == 3:
-        BEHIND: tl.constexpr = GROUP * (DEPTH // 4)
-        if TURNED:
-            offs = column[:, None] * GROUP + token[None, :]
-            tl.store(codes_base + offs, bits_low.to(tl.uint8))
-            tl.store(codes_base + SHARE * GROUP + offs, bits_odd.to(tl.uint8))
-            tl.store(codes_base + BEHIND + offs, bits_high.to(tl.uint8))
-        else:
-            offs = token[:, None] * (2 * SHARE) + column[None, :]
-            tl.store(codes_base + offs, bits_low.to(tl.uint8))
-            tl.store(codes_base + SHARE + offs, bits_odd.to(tl.uint8))
-            offs = token[:, None] * SHARE + column[None, :]
-            tl.store(codes_base + BEHIND + offs, bits_high.to(tl.uint8))
-    elif BITS < 8:
-        if TURNED:
-            offs = column[:, None] * GROUP + token[None, :]
-        else:
-            offs = token[:, None] * SHARE + column[None, :]
-        tl.store(codes_base + offs, bits_low.to(tl.uint8))
+    if BITS != 16:
+        _store_bytes(bits_low, bits_high, codes_base, token, column, GROUP, BITS, SHARE, TURNED)
     if IS_PROJECTED:
         lower_norm = tl.maximum(first / tl.maximum(square, 1e-24), 0.0)
         upper_norm = tl.maximum(second / tl.maximum(square, 1e-24), 0.0)

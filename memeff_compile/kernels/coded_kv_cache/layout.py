@@ -3,12 +3,15 @@
 Tokens are coded in groups. A group's codes are one contiguous block of bytes: keys token by token,
 values channel by channel, so that a tensor core takes either as it comes. Within a row of D
 channels, codes of 4 bits put channel j and channel j + D/2 into one byte, low and high; codes of 2
-bits put four channels there, D/4 apart. Codes of 3 bits are two planes, their low two bits packed
-as codes of 2 bits and their high bits eight to a byte, D/8 apart.
+bits put four channels there, D/4 apart. Codes of 3 bits are two planes: their low two bits as codes
+of 2 bits, and behind them the high bits of two tokens to a byte, of keys those of tokens 2t and
+2t + 1, of values those of tokens t and t + group/2. There the high bit of the p-th of four channels
+is bit 2p + 2 of the byte, of the last bit 0, and that of the second token the next bit.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -118,23 +121,17 @@ def group_of(block: int, depth: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes into bytes.
+    """Pack codes of a row into bytes.
 
     Args:
         codes: (..., D) uint8, each below 2 ** bits.
-        bits: 8, 4, 3 or 2.
+        bits: 8, 4 or 2.
 
     Returns:
         (..., D * bits / 8) uint8.
 
     Example: pack(torch.tensor([1, 2], dtype=torch.uint8), 4).tolist() == [33].
     """
-    if bits == 3:
-        return torch.cat([pack(codes & 3, 2), _fold(codes >> 2, 1)], -1)
-    return _fold(codes, bits)
-
-
-def _fold(codes: Tensor, bits: int) -> Tensor:
     count = 8 // bits
     parts = torch.chunk(codes, count, -1)
     packed = parts[0].clone()
@@ -148,28 +145,47 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
     Args:
         packed: (..., D * bits / 8) uint8.
-        bits: 8, 4, 3 or 2.
+        bits: 8, 4 or 2.
 
     Returns:
         (..., D) uint8.
     """
-    if bits == 3:
-        low, high = packed.split([packed.shape[-1] * 2 // 3, packed.shape[-1] // 3], -1)
-        return _unfold(low, 2) | (_unfold(high, 1) << 2)
-    return _unfold(packed, bits)
-
-
-def _unfold(packed: Tensor, bits: int) -> Tensor:
     places = range(0, 8, bits)
     return torch.cat([(packed >> place) & ((1 << bits) - 1) for place in places], -1)
 
 
-def planes(bits: int) -> tuple[int, ...]:
-    """Return the bits of each plane of codes.
+_HIGH_PLACES = (2, 4, 6, 0)
+"""Where a byte of high bits has those of the first token, by channel."""
 
-    Example: planes(3) == (2, 1) and planes(4) == (4,).
+
+def _high_plane(bits: Tensor, *, is_value: bool) -> Tensor:
+    """Pack the high bits of a group of codes.
+
+    Args:
+        bits: (..., group, D) uint8, 0 or 1.
+        is_value: whether tokens half a group apart share a byte, rather than neighbours.
+
+    Returns:
+        (..., group / 2, D / 4) uint8.
     """
-    return (2, 1) if bits == 3 else (bits,)
+    tokens = bits.unflatten(-2, (2, -1) if is_value else (-1, 2))
+    first, second = tokens.unbind(-3 if is_value else -2)
+    both = first | second << 1
+    packed = torch.zeros_like(both[..., : both.shape[-1] // 4])
+    for place, part in zip(_HIGH_PLACES, both.chunk(4, -1), strict=True):
+        packed |= part << place
+    return packed
+
+
+def _from_high_plane(packed: Tensor, *, is_value: bool) -> Tensor:
+    """Undo `_high_plane`."""
+    tokens = [
+        torch.cat([(packed >> (place + second)) & 1 for place in _HIGH_PLACES], -1)
+        for second in range(2)
+    ]
+    if is_value:
+        return torch.cat(tokens, -2)
+    return torch.stack(tokens, -2).flatten(-3, -2)
 
 
 def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
@@ -183,9 +199,9 @@ def block_of(codes: Tensor, bits: int, *, is_value: bool) -> Tensor:
     Returns:
         (..., group * D * bits / 8) uint8.
     """
-    rows = pack(codes, bits)
-    widths = [codes.shape[-1] * plane // 8 for plane in planes(bits)]
-    parts = rows.split(widths, -1)
+    parts = [pack(codes & 3, 2) if bits == 3 else pack(codes, bits)]
+    if bits == 3:
+        parts.append(_high_plane(codes >> 2, is_value=is_value))
     turned = [part.transpose(-1, -2) if is_value else part for part in parts]
     return torch.cat([part.flatten(-2) for part in turned], -1)
 
@@ -203,10 +219,15 @@ def codes_of(block: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
         (..., group, D) uint8.
     """
     group = block.shape[-1] * 8 // (depth * bits)
-    widths = [depth * plane // 8 for plane in planes(bits)]
+    shapes = [(group, depth // 4), (group // 2, depth // 4)]
+    if bits != 3:
+        shapes = [(group, depth * bits // 8)]
     parts = []
-    for part, width in zip(block.split([group * w for w in widths], -1), widths, strict=True):
-        shape = (width, group) if is_value else (group, width)
-        rows = part.unflatten(-1, shape)
-        parts.append(rows.transpose(-1, -2) if is_value else rows)
-    return unpack(torch.cat(parts, -1), bits)
+    for part, (rows, width) in zip(
+        block.split([math.prod(shape) for shape in shapes], -1), shapes, strict=True
+    ):
+        plane = part.unflatten(-1, (width, rows) if is_value else (rows, width))
+        parts.append(plane.transpose(-1, -2) if is_value else plane)
+    if bits != 3:
+        return unpack(parts[0], bits)
+    return unpack(parts[0], 2) | _from_high_plane(parts[1], is_value=is_value) << 2

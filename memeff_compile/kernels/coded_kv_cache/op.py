@@ -22,6 +22,12 @@ from memeff_compile.kernels.coded_kv_cache.layout import BITS, PLAIN, channel_gr
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_DEPTH = 256
 
+LEAST_DEPTH = 64
+"""Channels per head, of which the kernels have been compared with float64 on a GPU."""
+
+MOST_HEADS = 16
+"""Query heads per key-value head that the kernels have been compared with float64 for."""
+
 POOL = (
     "k_codes",
     "v_codes",
@@ -221,20 +227,16 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
             f"the kernels do not serve {_short(q.dtype)} in groups of {_group(pool, bits)} here, "
             "and without them the number of tokens would have to be read from the GPU"
         )
-    kv_heads, depth = pool[4].shape[1], pool[4].shape[3]
-    if depth != 128:
-        return f"the head dimension is {depth}; 128 has been compared with float64 on a GPU."
-    if reference.is_per_head(pool[POOL.index("k_scales")]):
-        return "the scheme is per_head; kivi has been compared with float64 on a GPU."
-    if q.dtype != torch.bfloat16 and bits != 4:
+    heads, depth = q.shape[1] // pool[4].shape[1], pool[4].shape[3]
+    if depth < LEAST_DEPTH:
         return (
-            f"{bits} bits serve {_short(q.dtype)}; there 4 bits have been compared with float64 "
-            "on a GPU, and all in bfloat16."
+            f"the head dimension is {depth}; {LEAST_DEPTH} and more have been compared with "
+            "float64 on a GPU."
         )
-    if q.shape[1] > 8 * kv_heads:
+    if heads > MOST_HEADS:
         return (
-            f"{q.shape[1] // kv_heads} query heads share a key-value head; up to 8 have been "
-            "compared with float64 on a GPU."
+            f"{heads} query heads share a key-value head; up to {MOST_HEADS} have been compared "
+            "with float64 on a GPU."
         )
     return None
 

@@ -21,7 +21,7 @@ class Shapes:
     Attributes:
         warps: warps per program.
         stages: turns in flight.
-        at_once: groups of codes per turn.
+        at_once: groups of codes per turn, times `halves_for`.
         programs: programs per multiprocessor that are aimed at.
     """
 
@@ -31,24 +31,24 @@ class Shapes:
     programs: int
 
 
-def shapes_for(depth: int, bits: int, rows: int = MIN_ROWS) -> Shapes:
-    """Return the launch for a head dimension, a number of bits and the rows of a tile.
+def shapes_for(depth: int, bits: int, repeat: int = 1) -> Shapes:
+    """Return the launch for a head dimension, bits, and query heads per key-value head.
 
-    Two warps, or few rows, keep to the tensor core's instructions for single warps: those for four
-    warps, on 16 rows, came out wrong.
+    One or two warps, or few rows, keep to the tensor core's instructions for single warps: those
+    for four warps, on 16 rows, came out wrong.
     Chosen by `benchmarks/coded_kv.py --part sweep` on an H200.
 
-    Example: shapes_for(128, 4) == Shapes(warps=2, stages=3, at_once=2, programs=4).
+    Example: shapes_for(128, 4) == Shapes(warps=2, stages=3, at_once=1, programs=4).
     """
-    if rows > MIN_ROWS:
+    if rows_for(repeat) > MIN_ROWS:
         return Shapes(2, 2, 1, 3)
     if depth > 128:
         return Shapes(4, 2, 1, 2)
     if bits == 8:
-        return Shapes(2, 3, 1, 4)
-    if bits == 3:
-        return Shapes(2, 3, 1, 6)
-    return Shapes(2, 3, 2, 4 if bits == 4 else 6)
+        return Shapes(2, 3, 1, 3)  # three fill the shared memory
+    if bits == 2:
+        return Shapes(1, 3, 1, 8)
+    return Shapes(2, 3, 1, 6 if bits == 3 else 4)
 
 
 def rows_for(repeat: int) -> int:
@@ -57,6 +57,14 @@ def rows_for(repeat: int) -> int:
     Example: rows_for(4) == 8 and rows_for(12) == 16.
     """
     return max(MIN_ROWS, 1 << (repeat - 1).bit_length())
+
+
+def halves_for(repeat: int) -> int:
+    """Return how many groups lie side by side in the columns of a tile: two if the heads allow it.
+
+    Example: halves_for(4) == 2 and halves_for(8) == 1.
+    """
+    return 2 if 2 * repeat <= rows_for(repeat) else 1
 
 
 def part_width(depth: int, bits: int, channels: int) -> int:

@@ -22,6 +22,7 @@ from memeff_compile.kernels.coded_kv_cache.layout import channel_group
 from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
 from memeff_compile.kernels.coded_kv_cache.shapes import (
     Shapes,
+    halves_for,
     part_width,
     rows_for,
     shapes_for,
@@ -52,7 +53,7 @@ def plan_for(
         device: where it runs; an H200 is assumed off CUDA.
         repeat: query heads per key-value head.
     """
-    shapes = shapes_for(depth, bits, rows_for(repeat))
+    shapes = shapes_for(depth, bits, repeat)
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 
 
@@ -110,10 +111,12 @@ def attend(
     if plan is None:
         plan = plan_for(pairs, groups, depth, bits, q.device, repeat)
     splits = plan.splits
+    halves = halves_for(repeat)
+    shares = splits * halves
     out = q.new_empty((batch, 1, heads, depth))
     share = stat = out
-    stat_count = batch * heads * splits
-    if splits > 1:
+    stat_count = batch * heads * shares
+    if shares > 1:
         share = q.new_empty((stat_count, depth), dtype=torch.float32)
         stat = q.new_empty((2, stat_count), dtype=torch.float32)
     seen = counts if mask is None else mask.view(torch.uint8)
@@ -153,22 +156,23 @@ def attend(
             IS_PER_HEAD=per_head,
             HAS_NORMS=norms[0] is not None,
             HAS_MASK=mask is not None,
-            IS_ALONE=splits == 1,
+            IS_ALONE=shares == 1,
             STAGES=plan.shapes.stages,
             AT_ONCE=plan.shapes.at_once,
-            PACKED=q.is_cuda and q.dtype == torch.bfloat16,
+            HALVES=halves,
+            PACKED=q.is_cuda,
             UPCAST=not q.is_cuda,
             num_warps=plan.shapes.warps,
         )
-        if splits > 1:
+        if shares > 1:
             kernels._coded_kv_cache_combine_kernel[(batch * heads,)](
                 share,
                 stat,
                 out,
-                splits,
+                shares,
                 stat_count,
                 DEPTH=depth,
-                SPLIT_BLOCK=1 << (splits - 1).bit_length(),
+                SPLIT_BLOCK=1 << (shares - 1).bit_length(),
                 num_warps=4,
             )
     return out.transpose(1, 2)

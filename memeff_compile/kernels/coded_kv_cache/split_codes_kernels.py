@@ -5,15 +5,17 @@
 Program i of n takes the turns i, i + n, i + 2n ... of a few groups of codes each, then tiles of the
 window and of the kept tokens in the same manner. Scores stand with tokens down and query heads
 across: then keys and values are both the left operand of their product, read as bytes and unpacked
-in registers, and eight query heads fill a tile. Codes stay whole numbers: a key's scales multiply
-the query, a value's the weight, and zeros are added once per tile. Weights are summed token by
-token in registers and across tokens at the end, so a turn has two reductions: the zeros of keys,
-and the largest score. Sums run in a fixed order.
+in registers, and eight query heads fill a tile. Where they fill no more than half of it, two groups
+lie side by side, HALVES: the columns of one group's queries, then those of the next one's. Of each
+product the columns of its own group count; from there on each half is a share of its own. Codes
+stay whole numbers: a key's scales multiply the query, a value's the weight, and zeros are added
+once per turn. Weights are summed token by token in registers and across tokens at the end, so a
+turn has two reductions: the zeros of keys, and the largest score. Sums run in a fixed order.
 
-PACKED unpacks four bytes at a time with 32-bit instructions into bf16 numbers 128 + code, which are
-exact. Of keys 128 is taken out with the zeros; of values it is taken off, with the middle code,
-before they are summed over many tokens, where a large sum would lose what is small. The interpreter
-cannot run it, nor multiply bf16: there PACKED is off and UPCAST widens operands to fp32.
+PACKED unpacks four bytes at a time with 32-bit instructions into numbers that are exact and very
+small; in bf16 queries and weights are multiplied by 2 ** 64 for it, and products by 2 ** 69. The
+interpreter cannot run it, nor multiply bf16: there PACKED is off and UPCAST widens operands to
+fp32.
 
 Axis letters: tokens run over one group, rows are the query heads of one key-value head, part is a
 share of the channels that one product covers.
@@ -25,8 +27,10 @@ import triton
 import triton.language as tl
 
 # Codes are loaded as numbers of 16 bits, two bytes each, and two of these become two bf16 numbers
-# in as few as one instruction: the bits of one code of each stay where they are, and the exponent
-# of 128 is put above them. A code that lies n bits up from the last counts 2 ** n times.
+# by leaving nothing but the bits of one code of each. As bf16 numbers, whole numbers n below 256
+# are n * 2 ** -133: those below 128 have no exponent, and the least exponent is the next bit. In
+# half precision they are n * 2 ** -24. A code that lies n bits up from the last counts 2 ** n
+# times.
 _KEEP = "0x{0:04x}{0:04x}"
 
 
@@ -35,76 +39,64 @@ def _moved(name: str, source: int, right: int) -> str:
     return f"{'shr' if right >= 0 else 'shl'}.b32 {name}, ${source}, {abs(right)}; "
 
 
-def _take_two(right: int, mask: int) -> tl.constexpr:
+def _take_two(mask: int, right: int) -> tl.constexpr:
     """Return code that makes numbers of the codes at a place in two times 16 bits."""
     keep = _KEEP.format(mask)
-    return tl.constexpr(
-        "{ .reg .b32 t; " + _moved("t", 1, right) + f"lop3.b32 $0, t, {keep}, 0x43004300, 0xEA; }}"
-    )
+    return tl.constexpr("{ .reg .b32 t; " + _moved("t", 1, right) + f"and.b32 $0, t, {keep}; }}")
 
 
-def _take_two_high(right: int, mask: int, high_right: int, high_mask: int) -> tl.constexpr:
+def _take_two_high(mask: int, right: int, high_mask: int, high_right: int) -> tl.constexpr:
     """Return code as `_take_two`, with a bit from a second operand."""
     keep, more = _KEEP.format(mask), _KEEP.format(high_mask)
     return tl.constexpr(
         "{ .reg .b32 t, u; "
         + _moved("t", 1, right)
         + _moved("u", 2, high_right)
-        + f"lop3.b32 t, t, {keep}, 0x43004300, 0xEA; lop3.b32 $0, u, {more}, t, 0xEA; }}"
+        + f"and.b32 t, t, {keep}; lop3.b32 $0, u, {more}, t, 0xEA; }}"
     )
 
 
-# Keys take codes where they lie; of values all count 16 times, so that 128 is less against them.
 # Names end in bits, part and byte.
-_K_4_0_0, _K_4_0_1 = _take_two(0, 0x0F), _take_two(8, 0x0F)
-_K_4_1_0, _K_4_1_1 = _take_two(4, 0x0F), _take_two(12, 0x0F)
-_K_2_0_0, _K_2_0_1 = _take_two(0, 0x03), _take_two(8, 0x03)
-_K_2_1_0, _K_2_1_1 = _take_two(0, 0x0C), _take_two(8, 0x0C)
-_K_2_2_0, _K_2_2_1 = _take_two(0, 0x30), _take_two(8, 0x30)
-_K_2_3_0, _K_2_3_1 = _take_two(2, 0x30), _take_two(10, 0x30)
-_V_2_0_0, _V_2_0_1 = _take_two(-4, 0x30), _take_two(4, 0x30)
-_V_2_1_0, _V_2_1_1 = _take_two(-2, 0x30), _take_two(6, 0x30)
-_K_3_0_0, _K_3_0_1 = _take_two_high(0, 0x03, -2, 0x04), _take_two_high(8, 0x03, 6, 0x04)
-_K_3_1_0, _K_3_1_1 = _take_two_high(0, 0x0C, -2, 0x10), _take_two_high(8, 0x0C, 6, 0x10)
-_K_3_2_0, _K_3_2_1 = _take_two_high(0, 0x30, -2, 0x40), _take_two_high(8, 0x30, 6, 0x40)
-_K_3_3_0, _K_3_3_1 = _take_two_high(2, 0x30, 0, 0x40), _take_two_high(10, 0x30, 8, 0x40)
-_V_3_0_0, _V_3_0_1 = _take_two_high(-4, 0x30, -6, 0x40), _take_two_high(4, 0x30, 2, 0x40)
-_V_3_1_0, _V_3_1_1 = _take_two_high(-2, 0x30, -4, 0x40), _take_two_high(6, 0x30, 4, 0x40)
-
-# A byte is two halves: (128 + high) * 16 - 2304 + (128 + low) = code - 128, exact throughout.
-_TAKE_8 = tl.constexpr(
-    "{ .reg .b32 t, u, a, b, c, d, one, many, less; mov.b32 one, 0x3F803F80; "
-    "mov.b32 many, 0x41804180; mov.b32 less, 0xC510C510; and.b32 t, $2, 0x0F0F0F0F; "
-    "prmt.b32 a, t, 0x43434343, 0x4140; prmt.b32 b, t, 0x43434343, 0x4342; "
-    "shr.b32 u, $2, 4; and.b32 u, u, 0x0F0F0F0F; "
-    "prmt.b32 c, u, 0x43434343, 0x4140; prmt.b32 d, u, 0x43434343, 0x4342; "
-    "fma.rn.bf16x2 c, c, many, less; fma.rn.bf16x2 d, d, many, less; "
-    "fma.rn.bf16x2 $0, a, one, c; fma.rn.bf16x2 $1, b, one, d; }"
-)
+_TAKE_8_0_0, _TAKE_8_0_1 = _take_two(0xFF, 0), _take_two(0xFF, 8)
+_TAKE_4_0_0, _TAKE_4_0_1 = _take_two(0x0F, 0), _take_two(0x0F, 8)
+_TAKE_4_1_0, _TAKE_4_1_1 = _take_two(0xF0, 0), _take_two(0xF0, 8)
+_TAKE_2_0_0, _TAKE_2_0_1 = _take_two(0x03, 0), _take_two(0x03, 8)
+_TAKE_2_1_0, _TAKE_2_1_1 = _take_two(0x0C, 0), _take_two(0x0C, 8)
+_TAKE_2_2_0, _TAKE_2_2_1 = _take_two(0x30, 0), _take_two(0x30, 8)
+_TAKE_2_3_0, _TAKE_2_3_1 = _take_two(0xC0, 0), _take_two(0xC0, 8)
+_TAKE_3_0_0, _TAKE_3_0_1 = _take_two_high(0x03, 0, 0x04, 0), _take_two_high(0x03, 8, 0x04, 8)
+_TAKE_3_1_0, _TAKE_3_1_1 = _take_two_high(0x0C, 0, 0x10, 0), _take_two_high(0x0C, 8, 0x10, 8)
+_TAKE_3_2_0, _TAKE_3_2_1 = _take_two_high(0x30, 0, 0x40, 0), _take_two_high(0x30, 8, 0x40, 8)
+_TAKE_3_3_0, _TAKE_3_3_1 = _take_two_high(0x30, 2, 0x40, -6), _take_two_high(0x30, 10, 0x40, 2)
+# The high bits of the second of two tokens, put where those of the first are.
+_SECOND = tl.constexpr("shr.b32 $0, $1, 1;")
 
 
 @triton.jit
-def _take(raw, ASM: tl.constexpr):
-    return tl.inline_asm_elementwise(ASM, "=r,=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4)
+def _two(raw, ASM: tl.constexpr, kind: tl.constexpr):
+    if kind == tl.bfloat16:
+        found = tl.inline_asm_elementwise(ASM, "=r,r", [raw], tl.bfloat16, is_pure=True, pack=2)
+    else:
+        found = tl.inline_asm_elementwise(ASM, "=r,r", [raw], tl.float16, is_pure=True, pack=2)
+    return found
 
 
 @triton.jit
-def _two(raw, ASM: tl.constexpr):
-    return tl.inline_asm_elementwise(ASM, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
-
-
-@triton.jit
-def _two_high(raw, high, ASM: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        ASM, "=r,r,r", [raw, high], dtype=tl.bfloat16, is_pure=True, pack=2
-    )
+def _two_high(raw, high, ASM: tl.constexpr, kind: tl.constexpr):
+    both = [raw, high]
+    if kind == tl.bfloat16:
+        found = tl.inline_asm_elementwise(ASM, "=r,r,r", both, tl.bfloat16, is_pure=True, pack=2)
+    else:
+        found = tl.inline_asm_elementwise(ASM, "=r,r,r", both, tl.float16, is_pure=True, pack=2)
+    return found
 
 
 @triton.jit
 def _code_of(raw, high, PLACE: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr):
     """Return codes at a place of 16 bits as numbers of a type."""
     if BITS == 3:
-        code = ((raw >> PLACE) & 3) | (((high >> PLACE) & 1) << 2)
+        HIGH_PLACE: tl.constexpr = PLACE // 8 * 8 + (PLACE + 2) % 8
+        code = ((raw >> PLACE) & 3) | (((high >> HIGH_PLACE) & 1) << 2)
     else:
         code = (raw >> PLACE) & ((1 << BITS) - 1)
     return code.to(kind)
@@ -118,39 +110,35 @@ def _numbers(
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    IS_VALUE: tl.constexpr,
     PACKED: tl.constexpr,
     kind: tl.constexpr,
 ):
     """Return (ROWS, COLUMNS): codes of a part as numbers, first of even bytes, then of odd ones.
 
-    With PACKED 128 is added, and codes count as often as `_take_two` says.
+    With PACKED they are very small, and count as often as `_take_two` says.
     """
     if not PACKED:
         even = _code_of(raw, high, PART * (2 if BITS == 3 else BITS), BITS, kind)
         odd = _code_of(raw, high, PART * (2 if BITS == 3 else BITS) + 8, BITS, kind)
+    elif BITS == 8:
+        even = _two(raw, _TAKE_8_0_0, kind)
+        odd = _two(raw, _TAKE_8_0_1, kind)
     elif BITS == 4:
-        even = _two(raw, _K_4_0_0 if PART == 0 else _K_4_1_0)
-        odd = _two(raw, _K_4_0_1 if PART == 0 else _K_4_1_1)
+        even = _two(raw, _TAKE_4_0_0 if PART == 0 else _TAKE_4_1_0, kind)
+        odd = _two(raw, _TAKE_4_0_1 if PART == 0 else _TAKE_4_1_1, kind)
     elif BITS == 2:
-        if PART == 0:
-            even = _two(raw, _V_2_0_0 if IS_VALUE else _K_2_0_0)
-            odd = _two(raw, _V_2_0_1 if IS_VALUE else _K_2_0_1)
-        elif PART == 1:
-            even = _two(raw, _V_2_1_0 if IS_VALUE else _K_2_1_0)
-            odd = _two(raw, _V_2_1_1 if IS_VALUE else _K_2_1_1)
+        if PART < 2:
+            even = _two(raw, _TAKE_2_0_0 if PART == 0 else _TAKE_2_1_0, kind)
+            odd = _two(raw, _TAKE_2_0_1 if PART == 0 else _TAKE_2_1_1, kind)
         else:
-            even = _two(raw, _K_2_2_0 if PART == 2 else _K_2_3_0)
-            odd = _two(raw, _K_2_2_1 if PART == 2 else _K_2_3_1)
-    elif PART == 0:
-        even = _two_high(raw, high, _V_3_0_0 if IS_VALUE else _K_3_0_0)
-        odd = _two_high(raw, high, _V_3_0_1 if IS_VALUE else _K_3_0_1)
-    elif PART == 1:
-        even = _two_high(raw, high, _V_3_1_0 if IS_VALUE else _K_3_1_0)
-        odd = _two_high(raw, high, _V_3_1_1 if IS_VALUE else _K_3_1_1)
+            even = _two(raw, _TAKE_2_2_0 if PART == 2 else _TAKE_2_3_0, kind)
+            odd = _two(raw, _TAKE_2_2_1 if PART == 2 else _TAKE_2_3_1, kind)
+    elif PART < 2:
+        even = _two_high(raw, high, _TAKE_3_0_0 if PART == 0 else _TAKE_3_1_0, kind)
+        odd = _two_high(raw, high, _TAKE_3_0_1 if PART == 0 else _TAKE_3_1_1, kind)
     else:
-        even = _two_high(raw, high, _K_3_2_0 if PART == 2 else _K_3_3_0)
-        odd = _two_high(raw, high, _K_3_2_1 if PART == 2 else _K_3_3_1)
+        even = _two_high(raw, high, _TAKE_3_2_0 if PART == 2 else _TAKE_3_3_0, kind)
+        odd = _two_high(raw, high, _TAKE_3_2_1 if PART == 2 else _TAKE_3_3_1, kind)
     return tl.permute(tl.join(even, odd), (0, 2, 1)).reshape((ROWS, COLUMNS))
 
 
@@ -167,64 +155,113 @@ def _all_numbers(
     """Return (ROWS, COLUMNS): the codes of all parts of keys, part after part."""
     PARTS: tl.constexpr = 8 // BITS if BITS != 3 else 4
     WIDTH: tl.constexpr = COLUMNS // PARTS
-    first = _numbers(raw, high, 0, BITS, ROWS, WIDTH, False, PACKED, kind)
-    second = _numbers(raw, high, 1, BITS, ROWS, WIDTH, False, PACKED, kind)
+    first = _numbers(raw, high, 0, BITS, ROWS, WIDTH, PACKED, kind)
+    found = first
     if PARTS == 2:
+        second = _numbers(raw, high, 1, BITS, ROWS, WIDTH, PACKED, kind)
         both = tl.join(first, second)  # (ROWS, WIDTH, 2)
         found = tl.permute(both, (0, 2, 1)).reshape((ROWS, COLUMNS))
-    else:
-        third = _numbers(raw, high, 2, BITS, ROWS, WIDTH, False, PACKED, kind)
-        fourth = _numbers(raw, high, 3, BITS, ROWS, WIDTH, False, PACKED, kind)
+    if PARTS == 4:
+        second = _numbers(raw, high, 1, BITS, ROWS, WIDTH, PACKED, kind)
+        third = _numbers(raw, high, 2, BITS, ROWS, WIDTH, PACKED, kind)
+        fourth = _numbers(raw, high, 3, BITS, ROWS, WIDTH, PACKED, kind)
         four = tl.join(tl.join(first, third), tl.join(second, fourth))  # (ROWS, WIDTH, 2, 2)
         found = tl.permute(four, (0, 2, 3, 1)).reshape((ROWS, COLUMNS))
     return found
 
 
 @triton.jit
-def _as_codes_come(x, DEPTH: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Put the channels of x into the order of `_all_numbers`: a part's even ones, then its odd."""
-    parts = x.reshape((DEPTH // WIDTH, WIDTH // 2, 2, COLUMNS))
-    return tl.permute(parts, (0, 2, 1, 3)).reshape((DEPTH, COLUMNS))
+def _side_by_side(tiles, HALVES: tl.constexpr):
+    """Return the columns of the first of HALVES tiles, then those of the second."""
+    if HALVES == 1:
+        found = tiles[0]
+    else:
+        both = tl.permute(tl.join(tiles[0], tiles[1]), (0, 2, 1))
+        found = both.reshape((both.shape[0], 2 * both.shape[2]))
+    return found
+
+
+_NARROW_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_NARROW_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 
 
 @triton.jit
 def _narrow(x, PACKED: tl.constexpr, kind: tl.constexpr):
-    """Return x in a type; with PACKED bf16, two numbers at a time."""
-    if PACKED:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+    """Return x in a type; with PACKED two numbers at a time."""
+    if not PACKED:
+        found = x.to(kind)
+    elif kind == tl.bfloat16:
+        found = tl.inline_asm_elementwise(
+            _NARROW_BF16, "=r,r,r", [x], tl.bfloat16, is_pure=True, pack=2
         )
-    return x.to(kind)
+    else:
+        found = tl.inline_asm_elementwise(
+            _NARROW_FP16, "=r,r,r", [x], tl.float16, is_pure=True, pack=2
+        )
+    return found
 
 
 @triton.jit
 def _pair_of(base, place):
-    """Return the step and the zero at a place, in fp32; two bf16 numbers are one load."""
-    kind: tl.constexpr = base.dtype.element_ty
-    if kind == tl.bfloat16:
-        both = tl.load(base.to(tl.pointer_type(tl.uint32)) + place)
-        step = (both << 16).to(tl.float32, bitcast=True)
-        zero = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
-    else:
-        step = tl.load(base + 2 * place).to(tl.float32)
-        zero = tl.load(base + 2 * place + 1).to(tl.float32)
-    return step, zero
-
-
-@triton.jit
-def _norms_of(base, place):
-    """Return what keys and what values are multiplied by, in fp32; two numbers are one load.
+    """Return two numbers that lie side by side, in fp32; two of 16 bits are one load.
 
     Loads of less than four bytes are not made ahead of time, and waiting for them would cost more
     than all the rest of a turn.
     """
-    if base.dtype.element_ty == tl.float16:
+    kind: tl.constexpr = base.dtype.element_ty
+    if kind == tl.bfloat16:
+        both = tl.load(base.to(tl.pointer_type(tl.uint32)) + place)
+        first = (both << 16).to(tl.float32, bitcast=True)
+        second = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
+    elif kind == tl.float16:
         both = tl.load(base.to(tl.pointer_type(tl.uint32)) + place)
         first = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         second = (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        first, second = _pair_of(base, place)
+        first = tl.load(base + 2 * place).to(tl.float32)
+        second = tl.load(base + 2 * place + 1).to(tl.float32)
     return first, second
+
+
+@triton.jit
+def _norms_of(base, place):
+    """Return what keys and what values are multiplied by, in fp32."""
+    return _pair_of(base, place)
+
+
+@triton.jit
+def _gain(PART: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr):
+    """Return how often a code of a part counts."""
+    AS_IT_LIES: tl.constexpr = PACKED and BITS != 8
+    PLACE: tl.constexpr = 2 if BITS == 3 and PART == 3 else PART
+    return (2 ** (PLACE * (4 if BITS == 4 else 2))) * 1.0 if AS_IT_LIES else 1.0
+
+
+@triton.jit
+def _choose(vectors, half, HALVES: tl.constexpr):
+    """Return (tokens, columns), or (tokens, 1): of each half of the columns its own vector."""
+    if HALVES == 1:
+        found = vectors[0][:, None]
+    else:
+        found = tl.where((half == 0)[None, :], vectors[0][:, None], vectors[1][:, None])
+    return found
+
+
+@triton.jit
+def _of_both(high, IS_VALUE: tl.constexpr, PACKED: tl.constexpr):
+    """Return the high bits of the first tokens of pairs, then those of the second ones."""
+    if PACKED:
+        second = tl.inline_asm_elementwise(
+            _SECOND, "=r,r", [high], dtype=tl.uint16, is_pure=True, pack=2
+        )
+    else:
+        second = high >> 1
+    both = tl.join(high, second)
+    if IS_VALUE:
+        found = tl.permute(both, (0, 2, 1)).reshape((high.shape[0], 2 * high.shape[1]))
+    else:
+        found = tl.permute(both, (2, 0, 1)).reshape((2 * high.shape[0], high.shape[1]))
+    return found
 
 
 @triton.jit
@@ -248,6 +285,7 @@ def _attend_exact(
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
+    LANES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Add a tile of tokens that are stored as they came."""
@@ -257,7 +295,8 @@ def _attend_exact(
     k = tl.load(k_base + offs[:, None] + depth[None, :], mask=is_seen[:, None], other=0.0)
     score = tl.zeros((k.shape[0], q.shape[1]), dtype=tl.float32)
     score = _dot(k, q, score, UPCAST) * scale
-    score = tl.where(is_seen[:, None], score, float("-inf"))
+    is_mine = tl.arange(0, q.shape[1]) < LANES
+    score = tl.where(is_seen[:, None] & is_mine[None, :], score, float("-inf"))
     higher = tl.maximum(largest, tl.max(score, axis=0))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weight = tl.exp2(score - base[None, :])
@@ -321,17 +360,28 @@ def _coded_kv_cache_attention_kernel(
     HAS_MASK: tl.constexpr,
     IS_ALONE: tl.constexpr,
     STAGES: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # groups per turn
+    AT_ONCE: tl.constexpr,  # times HALVES groups per turn
+    HALVES: tl.constexpr,  # groups side by side in the columns of a tile
     PACKED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     PARTS: tl.constexpr = DEPTH // WIDTH
     BLOCK: tl.constexpr = GROUP * DEPTH * BITS // 8
-    HIGH: tl.constexpr = DEPTH // 8  # bytes of a row of the plane of high bits
-    OFFSET: tl.constexpr = (-128.0 if BITS == 8 else 128.0) if PACKED else 0.0
-    TOP: tl.constexpr = 1 << (BITS - 1)
-    V_GAIN: tl.constexpr = 16.0 if PACKED and BITS < 4 else 1.0
+    # What queries and weights are multiplied by, and what their products are. With PACKED numbers
+    # are very small. A weight's product with a scale uses the range of half precision, which cannot
+    # overflow there: a scale is at most 2 ** 17 / (2 ** BITS - 1).
     kind: tl.constexpr = q_ptr.dtype.element_ty
+    IS_WIDE: tl.constexpr = PACKED and kind == tl.bfloat16
+    SMALL: tl.constexpr = 2.0 ** (-133 if IS_WIDE else -24) if PACKED else 1.0
+    RAISE: tl.constexpr = 2.0**64 if IS_WIDE else 1.0
+    V_RAISE: tl.constexpr = 2.0**64 if IS_WIDE else 2.0 ** (BITS - 2)
+    K_LOWER: tl.constexpr = 1.0 / (SMALL * RAISE)
+    V_LOWER: tl.constexpr = 1.0 / (SMALL * V_RAISE)
+    K_WIDTH: tl.constexpr = (
+        DEPTH if BITS == 8 else WIDTH
+    )  # channels of keys whose codes share bytes
+    TOP: tl.constexpr = 1 << (BITS - 1)
+    LANES: tl.constexpr = ROWS // HALVES
     pair = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     batch = pair // kv_heads
@@ -343,100 +393,117 @@ def _coded_kv_cache_attention_kernel(
     if KEPT > 0:
         first = tl.load(places_ptr + pair * KEPT)
     rows = tl.arange(0, ROWS)
+    lanes = tl.arange(0, LANES)
+    half = rows // LANES
     depth = tl.arange(0, DEPTH)
     width = tl.arange(0, WIDTH)
     tokens = tl.arange(0, GROUP)  # in the order in which their codes come, as channels of keys
-    if BITS != 8:
-        tokens = tokens % (GROUP // 2) * 2 + tokens // (GROUP // 2)
-    is_row = rows < REPEAT
-    q_offs = (kv_head * REPEAT + rows) * stride_q_head + batch * stride_q_batch
+    tokens = tokens % (GROUP // 2) * 2 + tokens // (GROUP // 2)
+    q_base = q_ptr + kv_head * REPEAT * stride_q_head + batch * stride_q_batch
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     sums = tl.zeros((GROUP, ROWS), dtype=tl.float32)
     accs = ()
+    others = ()  # of the second half, whose columns alone count there
     zeros = ()
+    # Channels of keys in the order in which their codes come: a part's even ones, then its odd.
+    inside = depth % K_WIDTH
+    come = depth - inside + inside % (K_WIDTH // 2) * 2 + inside // (K_WIDTH // 2)
     # A key's code of a part counts as often as `_take_two` says; its query is that much smaller.
-    gains = tl.full((DEPTH,), 1.0, dtype=tl.float32)
+    gains = tl.full((DEPTH,), 1.0 / RAISE, dtype=tl.float32)
+    if PACKED and BITS == 4:
+        gains *= tl.where(depth < WIDTH, 1.0, 16.0)
     if PACKED and BITS < 4:
-        gains = tl.where(depth < WIDTH, 1.0, tl.where(depth < 2 * WIDTH, 4.0, 16.0))
+        gains *= tl.where(depth < WIDTH, 1.0, tl.where(depth < 2 * WIDTH, 4.0, 16.0))
+    if PACKED and BITS == 2:
+        gains *= tl.where(depth < 3 * WIDTH, 1.0, 4.0)
     whole_query = tl.load(
-        q_ptr + q_offs[None, :] + depth[:, None] * stride_q_depth, mask=is_row[None, :], other=0.0
+        q_base + lanes[None, :] * stride_q_head + come[:, None] * stride_q_depth,
+        mask=(lanes < REPEAT)[None, :],
+        other=0.0,
     ).to(tl.float32)
     query = whole_query / gains[:, None]
     for _ in tl.static_range(PARTS):
         accs = accs + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
+        others = others + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
     for _ in tl.static_range(DEPTH // CHANNELS):
         zeros = zeros + (tl.zeros((GROUP, ROWS), dtype=tl.float32),)  # noqa: RUF005
 
     # Offsets of bytes within a block: keys token by token, values channel by channel.
-    if BITS == 8:
-        k_place = tokens[:, None] * DEPTH + depth[None, :]
-        v_place = width[:, None] * GROUP + tokens[None, :]
-        k_base = k_codes_ptr
-        v_base = v_codes_ptr
-    else:
-        k_half = tl.arange(0, WIDTH // 2)
-        v_half = tl.arange(0, GROUP // 2)
-        k_place = tokens[:, None] * (WIDTH // 2) + k_half[None, :]
-        v_place = width[:, None] * (GROUP // 2) + v_half[None, :]
-        k_base = k_codes_ptr.to(tl.pointer_type(tl.uint16))
-        v_base = v_codes_ptr.to(tl.pointer_type(tl.uint16))
-        if BITS == 3:
-            # A high bit's byte serves two channels, HIGH apart, the second a bit up.
-            BEHIND: tl.constexpr = GROUP * WIDTH // 2
-            k_high = BEHIND + tokens[:, None] * (HIGH // 2) + (k_half % (HIGH // 2))[None, :]
-            v_high = BEHIND + (width % HIGH)[:, None] * (GROUP // 2) + v_half[None, :]
-            k_nudge = (k_half // (HIGH // 2)).to(tl.uint16)
-            v_nudge = (width // HIGH).to(tl.uint16)
-    PLACES: tl.constexpr = BLOCK if BITS == 8 else BLOCK // 2
-    k_base += pair * groups * PLACES
-    v_base += pair * groups * PLACES
+    k_half = tl.arange(0, K_WIDTH // 2)
+    v_half = tl.arange(0, GROUP // 2)
+    k_place = tokens[:, None] * (K_WIDTH // 2) + k_half[None, :]
+    v_place = width[:, None] * (GROUP // 2) + v_half[None, :]
+    if BITS == 3:
+        BEHIND: tl.constexpr = GROUP * WIDTH // 2
+        k_pair = tl.arange(0, GROUP // 2)
+        v_pair = tl.arange(0, GROUP // 4)
+        k_high = BEHIND + k_pair[:, None] * (WIDTH // 2) + k_half[None, :]
+        v_high = BEHIND + width[:, None] * (GROUP // 4) + v_pair[None, :]
+    PLACES: tl.constexpr = BLOCK // 2
+    k_base = k_codes_ptr.to(tl.pointer_type(tl.uint16)) + pair * groups * PLACES
+    v_base = v_codes_ptr.to(tl.pointer_type(tl.uint16)) + pair * groups * PLACES
     K_SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * DEPTH
     V_SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * GROUP * (DEPTH // CHANNELS)
     ks_base = k_scales_ptr + pair * groups * K_SCALES
     vs_base = v_scales_ptr + pair * groups * V_SCALES
     wide_zero = pair * 0  # makes addresses 64-bit numbers
 
-    for turn in tl.range(split, tl.cdiv(tiles, AT_ONCE), splits, num_stages=STAGES):
+    for turn in tl.range(split, tl.cdiv(tiles, AT_ONCE * HALVES), splits, num_stages=STAGES):
         scores = ()
         v_norms = ()
         best = tl.full((GROUP, ROWS), float("-inf"), dtype=tl.float32)
         for at in tl.static_range(AT_ONCE):
-            tile = turn * AT_ONCE + at
-            block = wide_zero + tl.minimum(tile, tiles - 1)
-            k_raw = tl.load(k_base + block * PLACES + k_place)
-            k_more = k_raw
-            if BITS == 3:
-                k_more = tl.load(k_base + block * PLACES + k_high) >> k_nudge[None, :]
-            score = tl.zeros((GROUP, ROWS), dtype=tl.float32)
-            if IS_PER_HEAD:
-                scaled = _narrow(query, PACKED, kind)
-                bias = -(OFFSET / gains[:, None] + TOP) * (scaled.to(tl.float32) * gains[:, None])
-            else:
-                step, zero = _pair_of(ks_base + block * K_SCALES, depth)
-                scaled = _narrow(query * step[:, None], PACKED, kind)
-                bias = whole_query * zero[:, None] - OFFSET * scaled.to(tl.float32)
-            if BITS != 8:
-                scaled = _as_codes_come(scaled, DEPTH, WIDTH, ROWS)
-            if BITS == 8:
-                numbers = _take(k_raw, _TAKE_8) if PACKED else k_raw.to(kind)
-            else:
+            tile = (turn * AT_ONCE + at) * HALVES
+            none = tl.zeros((GROUP, ROWS), dtype=tl.float32)
+            biases = ()
+            queries = ()
+            k_steps = ()
+            k_norms = ()
+            more = ()
+            for side in tl.static_range(HALVES):
+                block = wide_zero + tl.minimum(tile + side, tiles - 1)
+                if IS_PER_HEAD:
+                    scaled = _narrow(query, PACKED, kind)
+                    bias = -TOP * whole_query
+                    step = tl.load(ks_base + block * K_SCALES + tokens).to(tl.float32)
+                    k_steps = k_steps + (step,)  # noqa: RUF005
+                else:
+                    step, zero = _pair_of(ks_base + block * K_SCALES, come)
+                    scaled = _narrow(query * step[:, None], PACKED, kind)
+                    bias = whole_query * zero[:, None]
+                queries = queries + (scaled,)  # noqa: RUF005
+                biases = biases + (bias,)  # noqa: RUF005
+                if HAS_NORMS:
+                    place = block * GROUP + tokens
+                    k_norm, v_norm = _norms_of(norms_ptr + pair * norm_count * 2, place)
+                    k_norms = k_norms + (k_norm,)  # noqa: RUF005
+                    more = more + (v_norm,)  # noqa: RUF005
+            scaled = _side_by_side(queries, HALVES)
+            score = none
+            for side in tl.static_range(HALVES):
+                block = wide_zero + tl.minimum(tile + side, tiles - 1)
+                k_raw = tl.load(k_base + block * PLACES + k_place)
+                k_more = k_raw
+                if BITS == 3:
+                    k_more = _of_both(tl.load(k_base + block * PLACES + k_high), False, PACKED)
                 numbers = _all_numbers(k_raw, k_more, BITS, GROUP, DEPTH, PACKED, kind)
-            score = _dot(numbers, scaled, score, UPCAST)
+                found = _dot(numbers, scaled, none, UPCAST)
+                score = found if side == 0 else tl.where((half == 0)[None, :], score, found)
+            bias = tl.sum(_side_by_side(biases, HALVES), axis=0)
             # By fma, not a sum: Triton would let the product wait for what zeros add.
             score = tl.fma(
                 score,
-                tl.full((GROUP, ROWS), 1.0, tl.float32) * scale,
-                tl.broadcast_to((tl.sum(bias, axis=0) * scale)[None, :], (GROUP, ROWS)),
+                tl.full((GROUP, ROWS), K_LOWER, tl.float32) * scale,
+                tl.broadcast_to((bias * scale)[None, :], (GROUP, ROWS)),
             )
             if IS_PER_HEAD:
-                score *= tl.load(ks_base + block * K_SCALES + tokens).to(tl.float32)[:, None]
-            position = tile * GROUP + tokens
+                score *= _choose(k_steps, half, HALVES)
+            position = (tile + half)[None, :] * GROUP + tokens[:, None]
             is_seen = position < tiles * GROUP
             if HAS_NORMS:
-                place = block * GROUP + tokens
-                k_norm, v_norm = _norms_of(norms_ptr + pair * norm_count * 2, place)
-                v_norms = v_norms + (v_norm,)  # noqa: RUF005
-                score *= k_norm[:, None]
+                k_norm = _choose(k_norms, half, HALVES)
+                v_norms = v_norms + (more,)  # noqa: RUF005
+                score *= k_norm
                 is_seen = is_seen & (k_norm >= 0.0)  # the others are among the kept tokens
             elif KEPT > 0:
                 is_seen = is_seen & ((position < first) | (position >= first + KEPT))
@@ -447,7 +514,7 @@ def _coded_kv_cache_attention_kernel(
                     other=0,
                 )
                 is_seen = is_seen & (seen != 0)
-            score = tl.where(is_seen[:, None], score, float("-inf"))
+            score = tl.where(is_seen, score, float("-inf"))
             best = tl.maximum(best, score)
             scores = scores + (score,)  # noqa: RUF005
         higher = tl.maximum(largest, tl.max(best, axis=0))
@@ -455,66 +522,86 @@ def _coded_kv_cache_attention_kernel(
         shrink = tl.exp2(largest - base)
         largest = higher
         sums = sums * shrink[None, :]
-        fresh = ()  # of this turn alone: the 128 must not add up over many
+        new_accs = ()
+        new_others = ()
         new_zeros = ()
-        for _ in tl.static_range(PARTS):
-            fresh = fresh + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
+        for part in tl.static_range(PARTS):
+            new_accs = new_accs + (accs[part] * shrink[None, :],)  # noqa: RUF005
+            if HALVES == 2:
+                new_others = new_others + (others[part] * shrink[None, :],)  # noqa: RUF005
         for share in tl.static_range(DEPTH // CHANNELS):
             new_zeros = new_zeros + (zeros[share] * shrink[None, :],)  # noqa: RUF005
+        accs = new_accs
+        if HALVES == 2:
+            others = new_others
         zeros = new_zeros
         for at in tl.static_range(AT_ONCE):
-            tile = turn * AT_ONCE + at
-            block = wide_zero + tl.minimum(tile, tiles - 1)
-            v_raw = tl.load(v_base + block * PLACES + v_place)
-            v_more = v_raw
-            if BITS == 3:
-                v_more = tl.load(v_base + block * PLACES + v_high) >> v_nudge[:, None]
+            tile = (turn * AT_ONCE + at) * HALVES
             weight = tl.exp2(scores[at] - base[None, :])
             sums += weight
             if HAS_NORMS:
-                weight *= v_norms[at][:, None]
-            new_fresh = ()
+                weight *= _choose(v_norms[at], half, HALVES)
+            scaled_of = ()
             new_zeros = ()
-            for part in tl.static_range(PARTS):
-                if BITS == 8 and part > 0:
-                    v_raw = tl.load(v_base + block * PLACES + v_place + part * WIDTH * GROUP)
-                if part * WIDTH % CHANNELS == 0:
-                    share = part * WIDTH // CHANNELS
+            for share in tl.static_range(DEPTH // CHANNELS):
+                steps = ()
+                pairs = ()
+                for side in tl.static_range(HALVES):
+                    block = wide_zero + tl.minimum(tile + side, tiles - 1)
                     if IS_PER_HEAD:
                         step = tl.load(vs_base + block * V_SCALES + tokens).to(tl.float32)
-                        scaled = _narrow(weight * step[:, None], PACKED, kind)
-                        taken = -TOP * scaled.to(tl.float32)
+                        steps = steps + (step,)  # noqa: RUF005
                     else:
                         step, zero = _pair_of(vs_base + block * V_SCALES, share * GROUP + tokens)
-                        scaled = _narrow(weight * step[:, None], PACKED, kind)
-                        taken = weight * zero[:, None]
-                    if PACKED:
-                        taken -= OFFSET / V_GAIN * scaled.to(tl.float32)
-                    new_zeros = new_zeros + (zeros[part * WIDTH // CHANNELS] + taken,)  # noqa: RUF005
-                if BITS == 8:
-                    numbers = _take(v_raw, _TAKE_8) if PACKED else v_raw.to(kind)
+                        steps = steps + (step,)  # noqa: RUF005
+                        pairs = pairs + (zero,)  # noqa: RUF005
+                step = _choose(steps, half, HALVES)
+                scaled = _narrow(weight * (step * V_RAISE), PACKED, kind)
+                if IS_PER_HEAD:
+                    taken = (-TOP / V_RAISE) * scaled.to(tl.float32)
                 else:
-                    numbers = _numbers(v_raw, v_more, part, BITS, WIDTH, GROUP, True, PACKED, kind)
-                new_fresh = new_fresh + (_dot(numbers, scaled, fresh[part], UPCAST),)  # noqa: RUF005
-            fresh = new_fresh
+                    taken = weight * _choose(pairs, half, HALVES)
+                scaled_of = scaled_of + (scaled,)  # noqa: RUF005
+                new_zeros = new_zeros + (zeros[share] + taken,)  # noqa: RUF005
             zeros = new_zeros
-        new_accs = ()
-        for part in tl.static_range(PARTS):
-            # By fma, not a sum: Triton would start the product at what is summed.
-            new_accs = new_accs + (  # noqa: RUF005
-                tl.fma(accs[part], tl.broadcast_to(shrink[None, :], (WIDTH, ROWS)), fresh[part]),
-            )
-        accs = new_accs
+            for side in tl.static_range(HALVES):
+                block = wide_zero + tl.minimum(tile + side, tiles - 1)
+                v_raw = tl.load(v_base + block * PLACES + v_place)
+                v_more = v_raw
+                if BITS == 3:
+                    v_more = _of_both(tl.load(v_base + block * PLACES + v_high), True, PACKED)
+                new_accs = ()
+                for part in tl.static_range(PARTS):
+                    if BITS == 8 and part > 0:
+                        v_raw = tl.load(
+                            v_base + block * PLACES + v_place + part * WIDTH * (GROUP // 2)
+                        )
+                    scaled = scaled_of[part * WIDTH // CHANNELS]
+                    numbers = _numbers(
+                        v_raw, v_more, 0 if BITS == 8 else part, BITS, WIDTH, GROUP, PACKED, kind
+                    )
+                    acc = accs[part] if side == 0 else others[part]  # type: ignore[var-annotated]
+                    new_accs = new_accs + (_dot(numbers, scaled, acc, UPCAST),)  # noqa: RUF005
+                if side == 0:
+                    accs = new_accs
+                else:
+                    others = new_accs
 
     total = tl.sum(sums, axis=0)
     whole = ()
     for part in tl.static_range(PARTS):
-        whole = whole + (  # noqa: RUF005
-            accs[part] * (1.0 / V_GAIN) + tl.sum(zeros[part * WIDTH // CHANNELS], axis=0)[None, :],
-        )
+        acc = accs[part]
+        if HALVES == 2:
+            acc = tl.where((half == 0)[None, :], acc, others[part])
+        zero = tl.sum(zeros[part * WIDTH // CHANNELS], axis=0)
+        whole = whole + (acc * (V_LOWER / _gain(part, BITS, PACKED)) + zero[None, :],)  # noqa: RUF005
     accs = whole
+    # What is not in codes is the first half's.
+    is_row = rows < REPEAT
     whole_q = tl.load(
-        q_ptr + q_offs[None, :] + depth[:, None] * stride_q_depth, mask=is_row[None, :], other=0.0
+        q_base + rows[None, :] * stride_q_head + depth[:, None] * stride_q_depth,
+        mask=is_row[None, :],
+        other=0.0,
     )
     TILES: tl.constexpr = (WINDOW + WINDOW_TILE - 1) // WINDOW_TILE
     for tile in tl.range(split, TILES, splits, num_stages=1):
@@ -541,6 +628,7 @@ def _coded_kv_cache_attention_kernel(
             DEPTH,
             WIDTH,
             PARTS,
+            LANES,
             UPCAST,
         )
     if KEPT > 0:
@@ -569,9 +657,13 @@ def _coded_kv_cache_attention_kernel(
                 DEPTH,
                 WIDTH,
                 PARTS,
+                LANES,
                 UPCAST,
             )
-    row_of = pair * REPEAT + rows
+    # Either half of the columns is a share of its own.
+    is_row = rows % LANES < REPEAT
+    row_of = pair * REPEAT + rows % LANES
+    share_of = split * HALVES + half
     for part in tl.static_range(PARTS):
         channel = (part * WIDTH + width)[:, None]
         if IS_ALONE:
@@ -584,13 +676,14 @@ def _coded_kv_cache_attention_kernel(
             )
         else:
             tl.store(
-                share_ptr + (row_of * splits + split)[None, :] * DEPTH + channel,
+                share_ptr + (row_of * splits * HALVES + share_of)[None, :] * DEPTH + channel,
                 accs[part],
                 mask=(is_row & (largest != float("-inf")))[None, :],
             )
     if not IS_ALONE:
-        tl.store(stat_ptr + row_of * splits + split, largest, mask=is_row)
-        tl.store(stat_ptr + stat_count + row_of * splits + split, total, mask=is_row)
+        place = row_of * splits * HALVES + share_of
+        tl.store(stat_ptr + place, largest, mask=is_row)
+        tl.store(stat_ptr + stat_count + place, total, mask=is_row)
 
 
 @triton.jit
