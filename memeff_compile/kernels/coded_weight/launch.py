@@ -501,7 +501,7 @@ def product(
     bias: Tensor | None,
     shape: Sequence[int],
     *,
-    setting: shapes.RowTile | shapes.Tile | None = None,
+    setting: shapes.RowTile | shapes.Tile | shapes.MatrixTile | shapes.WideTile | None = None,
 ) -> Tensor:
     """Multiply (M, K) bf16 with the transpose of a win4 weight of (N, K), decoding on the way.
 
@@ -526,6 +526,10 @@ def product(
         setting = shapes.tile(tokens, shape[0], shape[1], processors(x.device))
     if isinstance(setting, shapes.RowTile):
         return _one_row(x, parts, bias, shape, setting)
+    if isinstance(setting, shapes.MatrixTile):
+        return _matrix(x, parts, bias, shape, setting)
+    if isinstance(setting, shapes.WideTile):
+        return _wide(x, parts, bias, shape, setting)
     return _tiles(x, parts, bias, shape, setting)
 
 
@@ -596,11 +600,128 @@ def _tiles(
             STAGES=setting.stages,
             num_warps=setting.warps,
         )
-    if splits == 1:
-        return out
-    total = x.new_empty((tokens, rows))
-    with on_device(x):
+    return out if splits == 1 else _summed(out, x)
+
+
+def _summed(parts: Tensor, like: Tensor) -> Tensor:
+    """Add shares of the columns and round them: (splits, M, N) fp32 to (M, N)."""
+    from memeff_compile.kernels.coded_weight import win4_kernels
+
+    total = like.new_empty(parts.shape[1:])
+    with on_device(like):
         win4_kernels.sum_kernel[(-(-total.numel() // shapes.SUM_BLOCK),)](
-            out, total, total.numel(), SPLITS=splits, BLOCK=shapes.SUM_BLOCK, num_warps=4
+            parts,
+            total,
+            total.numel(),
+            SPLITS=parts.shape[0],
+            BLOCK=shapes.SUM_BLOCK,
+            num_warps=4,
         )
     return total
+
+
+def _matrix(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    shape: Sequence[int],
+    setting: shapes.MatrixTile,
+) -> Tensor:
+    from memeff_compile.kernels.coded_weight import matrix_kernels
+
+    (rows, columns), tokens, splits = shape, x.shape[0], setting.splits
+    out = (
+        x.new_empty((tokens, rows))
+        if splits == 1
+        else x.new_empty((splits, tokens, rows), dtype=torch.float32)
+    )
+    grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
+    with on_device(x):
+        matrix_kernels.matrix_kernel[grid](
+            x,
+            *parts,
+            x if bias is None else bias,
+            out,
+            tokens,
+            rows,
+            columns // GROUP,
+            HAS_BIAS=bias is not None,
+            IS_EVEN=not (rows % setting.rows or tokens % setting.tokens)
+            and columns // GROUP % splits == 0,
+            ROWS=setting.rows,
+            TOKENS=setting.tokens,
+            CHUNKS=shapes.chunks_touched(setting.rows, columns),
+            PATCHES=setting.patches,
+            SPLITS=splits,
+            AHEAD=setting.is_ahead,
+            WARPS=setting.warps,
+            num_warps=setting.warps,
+        )
+    return out if splits == 1 else _summed(out, x)
+
+
+def _wide(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    shape: Sequence[int],
+    setting: shapes.WideTile,
+) -> Tensor:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from memeff_compile.kernels.coded_weight import matrix_kernels, win4_kernels
+
+    (rows, columns), tokens = shape, x.shape[0]
+    header, codes, starts, places, values, signs = parts
+    stride = -(-tokens // 16) * 16
+    ordered, turned = torch.empty_like(x), x.new_empty((columns, stride))
+    out = x.new_empty((tokens, rows))
+    warps = setting.rows // 16
+    of_words = NVMMASharedLayout(64, 32, 2)
+
+    def by_row(words: Tensor) -> TensorDescriptor:
+        width = columns // 8 if words is codes else columns // 4
+        rect = words[: rows * width].view(rows, width)
+        return TensorDescriptor.from_tensor(rect, [setting.rows, 16], of_words)
+
+    with on_device(x):
+        block = 32
+        win4_kernels.order_kernel[(columns // GROUP, -(-tokens // block))](
+            x.view(torch.int32),
+            ordered.view(torch.int32),
+            turned.view(torch.int16),
+            tokens,
+            columns // GROUP,
+            stride,
+            TOKENS=block,
+            num_warps=4,
+        )
+        matrix_kernels.wide_kernel[(-(-rows // setting.rows), -(-tokens // setting.tokens))](
+            TensorDescriptor.from_tensor(
+                ordered, [setting.tokens, 64], NVMMASharedLayout(128, 16, 2)
+            ),
+            by_row(codes),
+            by_row(signs),
+            turned,
+            header,
+            starts,
+            places,
+            values,
+            x if bias is None else bias,
+            out,
+            tokens,
+            rows,
+            columns // GROUP,
+            stride,
+            HAS_BIAS=bias is not None,
+            ROWS=setting.rows,
+            TOKENS=setting.tokens,
+            CHUNKS=shapes.chunks_touched(setting.rows, columns),
+            PATCHES=64,
+            X_STAGES=setting.x_stages,
+            STAGES=setting.stages,
+            WARPS=warps,
+            num_warps=warps,
+        )
+    return out

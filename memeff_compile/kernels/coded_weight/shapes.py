@@ -33,6 +33,41 @@ class Tile:
     splits: int = 1
 
 
+@dataclass(frozen=True)
+class MatrixTile:
+    """A few tokens, codes decoded in registers: rows, tokens and warps per program.
+
+    Attributes:
+        splits: programs that share the columns of a row.
+        is_ahead: codes are loaded one group ahead.
+        patches: patches that are multiplied at once.
+    """
+
+    rows: int
+    tokens: int
+    warps: int
+    splits: int = 1
+    is_ahead: bool = True
+    patches: int = 32
+
+
+@dataclass(frozen=True)
+class WideTile:
+    """More tokens, each weight decoded once for all of a program; for Hopper.
+
+    Attributes:
+        rows: 64 or 128, of the weight.
+        tokens: of x; a power of two.
+        x_stages: pieces of 64 columns of x in shared memory.
+        stages: pieces of 128 columns of codes there.
+    """
+
+    rows: int
+    tokens: int
+    x_stages: int = 4
+    stages: int = 4
+
+
 WIN4_DECODE_WORDS = 512
 WIN4_DECODE_WARPS = 4
 WIN4_ENCODE_WORDS = 1024

@@ -442,3 +442,29 @@ def sum_kernel(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constex
     for split in tl.static_range(SPLITS):
         total += tl.load(parts_ptr + tl.cast(split, tl.int64) * size + place, mask=is_in, other=0)
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def order_kernel(
+    x_ptr,  # (M, K / 2) pair words
+    ordered_ptr,  # the same, columns in the order of the operands of `matrix_kernels.wide_kernel`
+    turned_ptr,  # (K, STRIDE) 16-bit patterns, the transpose of x
+    tokens_count,
+    groups,  # K / 256
+    stride,
+    TOKENS: tl.constexpr,
+):
+    """Write one group of columns of x twice: in another order, and transposed."""
+    group = tl.program_id(0)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_token = (token < tokens_count)[:, None]
+    word = tl.arange(0, 128)
+    begin = token.to(tl.int64)[:, None] * (groups * 128) + group * 128
+    pair = tl.load(x_ptr + begin + word[None, :], mask=is_token, other=0)
+    place = word // 16 % 2 * 64 + word // 32 * 16 + word % 4 * 4 + word // 4 % 4
+    tl.store(ordered_ptr + begin + place[None, :], pair, mask=is_token)
+    at = turned_ptr + (group.to(tl.int64) * 256 + 2 * word)[:, None] * stride + token[None, :]
+    is_in = (token < stride)[None, :]
+    turned = tl.trans(pair)
+    tl.store(at, turned.to(tl.int16), mask=is_in)
+    tl.store(at + stride, (turned >> 16).to(tl.int16), mask=is_in)
