@@ -106,8 +106,13 @@ def _decode(capability: int, codec: str, field: int, block: int, *, steps: bool 
 
 def _encode(capability: int, name: str) -> Any:
     if name == "win4":
-        constants = {"WORDS": shapes.WIN4_ENCODE_WORDS}
-        return _compile("win4", "encode", capability, constants, shapes.WIN4_ENCODE_WARPS)
+        return _compile("win4", "encode", capability, {}, shapes.WIN4_ENCODE_WARPS)
+    if name == "win4 patches":
+        return _compile("win4", "patches", capability, {}, 1)
+    if name == "starts":
+        return _compile("win4", "starts", capability, {"BLOCK": shapes.STARTS_BLOCK}, 8)
+    if name == "window":
+        return _compile("win4", "window", capability, {}, 4)
     if name == "tier":
         return _compile("tier", "encode", capability, {}, shapes.TIER_ENCODE_WARPS)
     if name == "count":
@@ -117,7 +122,7 @@ def _encode(capability: int, name: str) -> Any:
         types = {"words_ptr": "*i16"}
         return _compile("rans", "encode", capability, constants, shapes.RANS_WARPS, **types)
     constants = {
-        "patches": {"IS_TIER": False, "BLOCK": 1024},
+        "patches": {"BLOCK": 1024},
         "histogram": {"BLOCKS": 16, "BLOCK": 1024},
         "signs": {"BLOCK": 512},
         "shelter": {"COUNT": 3, "BLOCK": 1024},
@@ -159,7 +164,11 @@ def test_decoding_with_a_step_compiles_within_the_limits(
 
 
 @pytest.mark.parametrize(
-    "name", ["win4", "tier", "count", "rans", "patches", "histogram", "signs", "shelter"]
+    "name",
+    [
+        *("win4", "win4 patches", "starts", "window"),
+        *("tier", "count", "rans", "patches", "histogram", "signs", "shelter"),
+    ],
 )
 @pytest.mark.parametrize("capability", list(SHARED_LIMITS))
 def test_encoding_compiles_within_the_limits(capability: int, name: str, tmp_path: Path) -> None:

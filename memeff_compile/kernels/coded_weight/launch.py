@@ -26,7 +26,6 @@ from memeff_compile.kernels.coded_weight.layout import (
     frequencies,
     padded,
     tier_header,
-    win4_header,
 )
 from memeff_compile.kernels.coded_weight.reference import as_patterns, rans_table
 
@@ -166,13 +165,14 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
         room: spare room, so that `encode_into` can be used on the parts.
     """
     patterns = as_patterns(weight)
-    counts = histogram(patterns).tolist()
+    counts = histogram(patterns)
+    if form.codec == "win4":
+        return _encode_win4(patterns, _best_window(counts), room)
+    found = counts.tolist()
     if form.codec == "rans":
-        return _encode_rans(patterns, counts, room)
-    choose = win4_header if form.codec == "win4" else tier_header
-    header = torch.tensor(choose(counts), dtype=torch.int32, device=weight.device)
-    code = _encode_win4 if form.codec == "win4" else _encode_tier
-    return code(patterns, header, room)
+        return _encode_rans(patterns, found, room)
+    header = torch.tensor(tier_header(found), dtype=torch.int32, device=weight.device)
+    return _encode_tier(patterns, header, room)
 
 
 def encode_into(parts: Sequence[Tensor], weight: Tensor, form: Format) -> bool:
@@ -207,9 +207,7 @@ def _list(like: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(length, dtype=dtype, device=like.device)
 
 
-def _write_patches(
-    patterns: Tensor, header: Tensor, lists: Sequence[Tensor], *, is_tier: bool
-) -> None:
+def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
     """Fill a list of patches: (starts, places, values); starts are there already."""
     from memeff_compile.kernels.coded_weight import pair_kernels
 
@@ -222,7 +220,6 @@ def _write_patches(
             places,
             values,
             places.numel(),
-            IS_TIER=is_tier,
             BLOCK=1024,
             num_warps=4,
         )
@@ -232,40 +229,70 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
     return [starts, *(_list(starts, room.length(total), torch.int16) for _ in range(2))]
 
 
-def _write_win4(patterns: Tensor, header: Tensor, codes: Tensor, signs: Tensor) -> Tensor:
-    """Write codes and signs; return how many patches each chunk has."""
+def _write_win4(
+    patterns: Tensor, header: Tensor, codes: Tensor, signs: Tensor, starts: Tensor
+) -> Tensor:
+    """Write codes, signs and starts; return which groups of each chunk have patches."""
     from memeff_compile.kernels.coded_weight import win4_kernels
 
-    counts = _empty(patterns, patterns.numel() // CHUNK)
+    chunks = patterns.numel() // CHUNK
+    counts, marks = _empty(patterns, chunks), _empty(patterns, chunks)
     with on_device(patterns):
-        win4_kernels.encode_kernel[(counts.numel(),)](
+        win4_kernels.encode_kernel[(chunks,)](
             patterns.view(torch.int32),
             header,
             codes,
             signs,
             counts,
-            WORDS=shapes.WIN4_ENCODE_WORDS,
+            marks,
             num_warps=shapes.WIN4_ENCODE_WARPS,
         )
-    return counts
+        win4_kernels.starts_kernel[(1,)](
+            counts, starts, chunks, BLOCK=shapes.STARTS_BLOCK, num_warps=8
+        )
+    return marks
+
+
+def _write_win4_patches(
+    patterns: Tensor, header: Tensor, marks: Tensor, lists: Sequence[Tensor]
+) -> None:
+    """Fill a list of patches: (starts, places, values); starts are there already."""
+    from memeff_compile.kernels.coded_weight import win4_kernels
+
+    starts, places, values = lists
+    if not places.numel():
+        return
+    with on_device(patterns):
+        win4_kernels.patches_kernel[(marks.numel(),)](
+            patterns, header, marks, starts, places, values, places.numel(), num_warps=1
+        )
+
+
+def _best_window(counts: Tensor) -> Tensor:
+    """Return the header for weights with these exponents, without waiting for the GPU."""
+    from memeff_compile.kernels.coded_weight import win4_kernels
+
+    header = _empty(counts, 1)
+    with on_device(counts):
+        win4_kernels.window_kernel[(1,)](counts, header, num_warps=4)
+    return header
 
 
 def _encode_win4(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
     size = patterns.numel()
     codes, signs = _empty(patterns, size // 8), _empty(patterns, size // 4)
-    starts = _starts(_write_win4(patterns, header, codes, signs))
+    starts = _empty(patterns, size // CHUNK + 1)
+    marks = _write_win4(patterns, header, codes, signs, starts)
     lists = _patch_lists(starts, int(starts[-1]), room)
-    if lists[1].numel():
-        _write_patches(patterns, header, lists, is_tier=False)
+    _write_win4_patches(patterns, header, marks, lists)
     return [header, codes, *lists, signs]
 
 
 def _encode_win4_again(patterns: Tensor, parts: Sequence[Tensor]) -> Outcome:
     header, codes, *lists, signs = parts
-    starts = _starts(_write_win4(patterns, header, codes, signs), lists[0])
-    if lists[1].numel():
-        _write_patches(patterns, header, lists, is_tier=False)
-    return Outcome(starts[-1:], [lists[1].numel()])
+    marks = _write_win4(patterns, header, codes, signs, lists[0])
+    _write_win4_patches(patterns, header, marks, lists)
+    return Outcome(lists[0][-1:], [lists[1].numel()])
 
 
 def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
@@ -314,7 +341,7 @@ def _encode_tier(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
     ]
     _write_tier(patterns, parts)
     if patched:
-        _write_patches(patterns, header, parts[5:8], is_tier=True)
+        _write_tier_patches(patterns, header, parts[5:8])
     return parts
 
 
@@ -327,7 +354,7 @@ def _encode_tier_again(patterns: Tensor, parts: Sequence[Tensor]) -> Outcome:
     third.zero_()
     _write_tier(patterns, parts)
     if lists[1].numel():
-        _write_patches(patterns, header, lists, is_tier=True)
+        _write_tier_patches(patterns, header, lists)
     rooms = [second.numel() - _STREAM_TAIL, third.numel() - _STREAM_TAIL, lists[1].numel()]
     return Outcome(starts[-1], rooms)
 

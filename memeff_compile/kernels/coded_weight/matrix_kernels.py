@@ -250,7 +250,9 @@ def _half_operand(pair, other, scale, layout: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_codes(codes_desc, signs_desc, bars, codes, signs, more, half, halves, row, STAGES: gl.constexpr):
+def _fetch_codes(
+    codes_desc, signs_desc, bars, codes, signs, more, half, halves, row, STAGES: gl.constexpr
+):
     """Have the codes of half a group brought to shared memory."""
     slot = half % STAGES
     bar = bars.index(slot)
@@ -400,7 +402,9 @@ def wide_kernel(
 
     # patches: columns of x, gathered from its transpose
     plain: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    copied: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // TOKENS, TOKENS // 8], [WARPS, 1], [1, 0])
+    copied: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 * 8 // TOKENS, TOKENS // 8], [WARPS, 1], [1, 0]
+    )
     flat_smem: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     row_length = groups * 256
     first = gl.cast(first_row, gl.int64) * row_length

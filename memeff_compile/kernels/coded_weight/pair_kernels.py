@@ -167,20 +167,16 @@ def patches_kernel(
     places_ptr,
     values_ptr,
     room,  # elements of the list
-    IS_TIER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the patches of one chunk, in order; those beyond the list are dropped."""
+    """Write the patches of one chunk of tiers, in order; those beyond the list are dropped."""
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
     if tl.load(starts_ptr + chunk + 1) > at:
         for first in range(0, CHUNK, BLOCK):
             place = first + tl.arange(0, BLOCK)
             pattern = tl.load(weight_ptr + chunk.to(tl.int64) * CHUNK + place)
-            if IS_TIER:
-                is_patch = is_tier_patch(pattern.to(tl.int32), header_ptr)
-            else:
-                is_patch = is_win4_patch(pattern.to(tl.int32), header_ptr)
+            is_patch = is_tier_patch(pattern.to(tl.int32), header_ptr)
             count = is_patch.to(tl.int32)
             found = tl.sum(count, 0)
             if found > 0:  # seldom: a prefix sum costs more than reading the weights
