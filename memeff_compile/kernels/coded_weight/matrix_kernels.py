@@ -2,10 +2,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Products of several tokens with win4 weights, in Gluon: codes become operands in registers.
 
-A tensor core takes pairs of neighbours along K as 32-bit words, and so does a decoded weight lie in
-a pair word. Each thread loads the codes of just those weights that it has to hand to the tensor
-core, four words at once, so that nothing moves between threads and no shared memory is used. Along K
-the order of a sum is free, if the weights and x are permuted alike.
+A tensor core takes pairs of neighbours along K as 32-bit words, and so does a decoded weight lie
+in a pair word. Each thread loads the codes of just those weights that it has to hand to the tensor
+core, four words at once, so that nothing moves between threads. Along K the order of a sum is
+free, if the weights and x are permuted alike.
 
 Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
 """
@@ -133,8 +133,7 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
     """Load columns of x."""
     if IS_EVEN:
         return gl.load(at)
-    else:
-        return gl.load(at, mask=is_token, other=0.0)
+    return gl.load(at, mask=is_token, other=0.0)
 
 
 @gluon.jit
