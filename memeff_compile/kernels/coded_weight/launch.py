@@ -710,7 +710,9 @@ def _wide(
     def by_row(words: Tensor) -> TensorDescriptor:
         width = columns // 8 if words is codes else columns // 4
         rect = words[: rows * width].view(rows, width)
-        return TensorDescriptor.from_tensor(rect, [setting.rows, 16], of_words)
+        return TensorDescriptor.from_tensor(
+            rect, [64 if setting.is_split else setting.rows, 16], of_words
+        )
 
     with on_device(x):
         block = 32
@@ -724,7 +726,9 @@ def _wide(
             TOKENS=block,
             num_warps=4,
         )
-        matrix_kernels.wide_kernel[(-(-rows // setting.rows), -(-tokens // setting.tokens))](
+        kernel = matrix_kernels.split_kernel if setting.is_split else matrix_kernels.wide_kernel
+        more = {"REGS": 232} if setting.is_split else {"PATCHES": 64, "WARPS": warps}
+        kernel[(-(-rows // setting.rows), -(-tokens // setting.tokens))](
             TensorDescriptor.from_tensor(
                 ordered, [setting.tokens, 64], NVMMASharedLayout(128, 16, 2)
             ),
@@ -745,10 +749,9 @@ def _wide(
             ROWS=setting.rows,
             TOKENS=setting.tokens,
             CHUNKS=shapes.chunks_touched(setting.rows, columns),
-            PATCHES=64,
             X_STAGES=setting.x_stages,
             STAGES=setting.stages,
-            WARPS=warps,
-            num_warps=warps,
+            **more,
+            num_warps=4 if setting.is_split else warps,
         )
     return out

@@ -446,3 +446,228 @@ def wide_kernel(
     place = out_token.to(gl.int64)[None, :] * rows_count + out_row[:, None]
     is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
     gl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=is_out)
+
+
+@gluon.jit
+def _ws_load(
+    x_desc, codes_desc, signs_desc, bars, x, codes, signs, more, first_row, first_token, groups,
+    ROWS: gl.constexpr, X_STAGES: gl.constexpr, STAGES: gl.constexpr,
+):
+    """Bring x and codes to shared memory, for all other warps."""
+    x_full, x_empty, codes_full, codes_empty = bars
+    bytes_of_codes: gl.constexpr = 3 * codes_desc.block_type.nbytes
+    for half in range(0, groups * 2):
+        slot = half % STAGES
+        phase = ((half // STAGES) & 1) ^ 1
+        at = (half // 2) * 32 + 16 * (half % 2)
+        signs_at = (half // 2) * 64 + 16 * (half % 2)
+        for part in gl.static_range(ROWS // 64):
+            place = slot * (ROWS // 64) + part
+            row = first_row + 64 * part
+            bar = codes_full.index(place)
+            mbarrier.wait(codes_empty.index(place), phase)
+            mbarrier.expect(bar, bytes_of_codes)
+            tma.async_copy_global_to_shared(codes_desc, [row, at], bar, codes.index(place))
+            tma.async_copy_global_to_shared(signs_desc, [row, signs_at], bar, signs.index(place))
+            tma.async_copy_global_to_shared(
+                signs_desc, [row, signs_at + 32], bar, more.index(place)
+            )
+        for part in gl.static_range(2):
+            step = 2 * half + part
+            slot_x = step % X_STAGES
+            bar = x_full.index(slot_x)
+            mbarrier.wait(x_empty.index(slot_x), ((step // X_STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, x_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                x_desc, [first_token, step * 64], bar, x.index(slot_x)
+            )
+
+
+@gluon.jit
+def _ws_multiply(
+    bars, x, codes, signs, more, pointers, first_row, first_token, tokens_count, rows_count, groups,
+    xt_stride, PART: gl.constexpr, HAS_BIAS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    CHUNKS: gl.constexpr, X_STAGES: gl.constexpr, STAGES: gl.constexpr,
+):
+    """Multiply 64 rows with the tokens of the program."""
+    x_full, x_empty, codes_full, codes_empty = bars
+    xt_ptr, header_ptr, starts_ptr, places_ptr, values_ptr, bias_ptr, out_ptr = pointers
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    words: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 16],
+    )
+    parts: gl.constexpr = ROWS // 64
+    halves = groups * 2
+    power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
+    scale = gl.full([64, 16], 0, gl.int32, words) + power
+    acc = gl.full([64, TOKENS], 0.0, gl.float32, mma)
+    mbarrier.wait(codes_full.index(PART), 0)
+    code = codes.index(PART).load(words)
+    sign = signs.index(PART).load(words)
+    later = more.index(PART).load(words)
+    _barrier()
+    mbarrier.arrive(codes_empty.index(PART), count=1)
+    operand = _half_operand(
+        _even_bytes(sign) | ((code << 7) & 0x07800780),
+        _odd_bytes(sign) | ((code << 3) & 0x07800780),
+        scale,
+        left,
+    )
+    for half in range(0, halves):
+        step = 2 * half
+        slot = step % X_STAGES
+        mbarrier.wait(x_full.index(slot), (step // X_STAGES) & 1)
+        acc = warpgroup_mma(operand, x.index(slot).permute((1, 0)), acc, is_async=True)
+        second = _half_operand(
+            _even_bytes(later) | ((code >> 1) & 0x07800780),
+            _odd_bytes(later) | ((code >> 5) & 0x07800780),
+            scale,
+            left,
+        )
+        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+        _barrier()
+        mbarrier.arrive(x_empty.index(slot), count=1)
+        step = step + 1
+        slot = step % X_STAGES
+        mbarrier.wait(x_full.index(slot), (step // X_STAGES) & 1)
+        acc = warpgroup_mma(second, x.index(slot).permute((1, 0)), acc, is_async=True)
+        following = half + 1
+        place = (following % STAGES) * parts + PART
+        is_more = following < halves
+        mbarrier.wait(codes_full.index(place), (following // STAGES) & 1, pred=is_more)
+        code = codes.index(place).load(words)
+        sign = signs.index(place).load(words)
+        later = more.index(place).load(words)
+        operand = _half_operand(
+            _even_bytes(sign) | ((code << 7) & 0x07800780),
+            _odd_bytes(sign) | ((code << 3) & 0x07800780),
+            scale,
+            left,
+        )
+        acc, second = warpgroup_mma_wait(0, deps=[acc, second])
+        _barrier()
+        mbarrier.arrive(codes_empty.index(place), count=1, pred=is_more)
+        mbarrier.arrive(x_empty.index(slot), count=1)
+    # The slots of x serve the patches now: the others have to be done with them.
+    last = ((groups * 4 - 1 - PART) // X_STAGES) & 1
+    mine = (groups * 4 - 1 - PART) % X_STAGES
+    mbarrier.wait(x_empty.index(mine), last)
+
+    first_row = first_row + 64 * PART
+    plain: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    copied: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 * 8 // TOKENS, TOKENS // 8], [4, 1], [1, 0]
+    )
+    row_length = groups * 256
+    first = gl.cast(first_row, gl.int64) * row_length
+    final = gl.cast(gl.minimum(first_row + 64, rows_count), gl.int64) * row_length
+    chunk = first // CHUNK
+    chunks = ((final + CHUNK - 1) // CHUNK - chunk).to(gl.int32)
+    inside = (first % CHUNK).to(gl.int32)
+    is_here = first_row < rows_count
+    patch = gl.load(starts_ptr + chunk, mask=is_here, other=0)
+    end = gl.load(starts_ptr + chunk + chunks, mask=is_here, other=0)
+    number = gl.arange(0, CHUNKS, layout=gl.SliceLayout(0, plain))
+    ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, left))
+    token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, copied))
+    gathered = x.index(mine)
+    for start in range(patch, end, 64):
+        each = start + gl.arange(0, 64, layout=gl.SliceLayout(1, plain))
+        place = gl.load(places_ptr + each, mask=each < end, other=0).to(gl.int32)
+        weight = gl.load(values_ptr + each, mask=each < end, other=0)
+        passed = gl.sum((each[:, None] >= ends[None, :]).to(gl.int32), 1)
+        flat = passed * CHUNK + place - inside
+        its_row = gl.where((flat < 0) | (each >= end), -1, flat // row_length)
+        column = gl.where((its_row < 0) | (its_row >= 64), 0, flat % row_length)
+        column = gl.convert_layout(column, gl.SliceLayout(1, copied))
+        at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]
+        found = gl.load(at, mask=(token < xt_stride)[None, :], other=0.0)
+        its_row = gl.convert_layout(its_row, gl.SliceLayout(0, left))
+        weight = gl.convert_layout(weight, gl.SliceLayout(0, left))
+        a = gl.where(its_row[None, :] == row[:, None], weight[None, :], 0)
+        a = a.to(gl.bfloat16, bitcast=True)
+        gathered.store(found.permute((1, 0)))
+        fence_async_shared()
+        _barrier()
+        acc = warpgroup_mma(a, gathered.permute((1, 0)), acc)
+        _barrier()
+    out_row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    out_token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, mma))
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
+        acc += bias.to(gl.float32)[:, None]
+    place = out_token.to(gl.int64)[None, :] * rows_count + out_row[:, None]
+    is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
+    gl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=is_out)
+
+
+@gluon.jit
+def split_kernel(
+    x_desc,
+    codes_desc,
+    signs_desc,
+    xt_ptr,
+    header_ptr,
+    starts_ptr,
+    places_ptr,
+    values_ptr,
+    bias_ptr,
+    out_ptr,
+    tokens_count,
+    rows_count,
+    groups,
+    xt_stride,
+    HAS_BIAS: gl.constexpr,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGS: gl.constexpr,
+):
+    """As `wide_kernel`; one warp loads, and each 64 rows have four warps that wait for nobody else."""
+    parts: gl.constexpr = ROWS // 64
+    first_row = gl.program_id(0) * ROWS
+    first_token = gl.program_id(1) * TOKENS
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], layout)
+    x_empty = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], layout)
+    codes_full = gl.allocate_shared_memory(gl.int64, [STAGES * parts, 1], layout)
+    codes_empty = gl.allocate_shared_memory(gl.int64, [STAGES * parts, 1], layout)
+    for stage in gl.static_range(X_STAGES):
+        mbarrier.init(x_full.index(stage), count=1)
+        mbarrier.init(x_empty.index(stage), count=parts)
+    for stage in gl.static_range(STAGES * parts):
+        mbarrier.init(codes_full.index(stage), count=1)
+        mbarrier.init(codes_empty.index(stage), count=1)
+    fence_async_shared()
+    x = gl.allocate_shared_memory(gl.bfloat16, [X_STAGES, TOKENS, 64], x_desc.layout)
+    codes = gl.allocate_shared_memory(gl.int32, [STAGES * parts, 64, 16], codes_desc.layout)
+    signs = gl.allocate_shared_memory(gl.int32, [STAGES * parts, 64, 16], signs_desc.layout)
+    more = gl.allocate_shared_memory(gl.int32, [STAGES * parts, 64, 16], signs_desc.layout)
+    bars = (x_full, x_empty, codes_full, codes_empty)
+    pointers = (xt_ptr, header_ptr, starts_ptr, places_ptr, values_ptr, bias_ptr, out_ptr)
+    gl.warp_specialize(
+        [
+            (_ws_multiply, (
+                bars, x, codes, signs, more, pointers, first_row, first_token, tokens_count,
+                rows_count, groups, xt_stride, 0, HAS_BIAS, ROWS, TOKENS, CHUNKS, X_STAGES, STAGES,
+            )),
+            (_ws_multiply, (
+                bars, x, codes, signs, more, pointers, first_row, first_token, tokens_count,
+                rows_count, groups, xt_stride, 1, HAS_BIAS, ROWS, TOKENS, CHUNKS, X_STAGES, STAGES,
+            )),
+            (_ws_load, (
+                x_desc, codes_desc, signs_desc, bars, x, codes, signs, more, first_row, first_token,
+                groups, ROWS, X_STAGES, STAGES,
+            )),
+        ],
+        [4, 1],
+        [REGS, 24],
+    )

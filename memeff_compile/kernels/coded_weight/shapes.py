@@ -66,6 +66,7 @@ class WideTile:
     tokens: int
     x_stages: int = 4
     stages: int = 4
+    is_split: bool = False
 
 
 WIN4_DECODE_WORDS = 512
