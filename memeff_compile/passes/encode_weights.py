@@ -96,7 +96,9 @@ class EncodeWeights:
                 # Matches are found before any edit: one linear's input may be another's result.
                 for node in (n and info.current(n) for n in (match.x, match.bias))
             )
-            new = editor.call(op_folder.coded_weight_linear, x, match.weight, bias)
+            out = info.tensor(match.node)
+            trains = out is None or out.requires_grad
+            new = editor.call(op_folder.coded_weight_linear, x, match.weight, bias, trains)
         editor.replace(match.node, new)
         return Done(new, _sentence(info, match, weight), sites=1)
 

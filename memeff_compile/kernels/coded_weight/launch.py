@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import on_device, processors
+from memeff_compile.kernels._triton.device import is_hopper, on_device, processors
 from memeff_compile.kernels.coded_weight import shapes
 from memeff_compile.kernels.coded_weight.layout import (
     CHUNK,
@@ -512,14 +512,33 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
 # --- products -------------------------------------------------------------------------------------
 
 
-def fuses(form: Format, tokens: int, shape: Sequence[int]) -> bool:
-    """Say whether a product with this many tokens decodes on the way."""
-    return (
-        form == Format("win4")
-        and len(shape) == 2
-        and shape[1] % GROUP == 0
-        and 0 < tokens <= shapes.MAX_FUSED_TOKENS
+def fuses(
+    form: Format,
+    tokens: int,
+    shape: Sequence[int],
+    device: torch.device | None = None,
+    *,
+    trains: bool = False,
+) -> bool:
+    """Say whether a product with this many tokens decodes on the way.
+
+    Args:
+        form: of the weight.
+        tokens: M.
+        shape: (N, K) of the weight.
+        device: where it is; some kernels are for Hopper.
+        trains: a gradient is wanted: sums are taken as in the dense layer, bit for bit.
+    """
+    if trains or form != Format("win4") or len(shape) != 2 or shape[1] % GROUP:
+        return False
+    return 0 < tokens <= shapes.MAX_FUSED_TOKENS or (
+        device is not None and _is_wide(tokens, device)
     )
+
+
+def _is_wide(tokens: int, device: torch.device) -> bool:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return shapes.MAX_FUSED_TOKENS < tokens <= shapes.MAX_WIDE_TOKENS and is_hopper(index)
 
 
 def product(

@@ -81,6 +81,8 @@ PATCHES = 32
 
 MAX_FUSED_TOKENS = 16
 """Tokens up to which a product decodes on the way; with more, the weight is decoded first."""
+MAX_WIDE_TOKENS = 16
+"""The same on Hopper, whose tensor cores read x from shared memory."""
 
 
 ROW_TILES = (
