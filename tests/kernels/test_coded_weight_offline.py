@@ -86,6 +86,48 @@ def _tile(capability: int, tokens: int) -> Any:
     return _compile("win4", "tile", capability, constants, tile.warps, out_ptr=out)
 
 
+def _gluon(name: str, capability: int, constants: dict[str, Any], warps: int, **types: str) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from memeff_compile.kernels.coded_weight import matrix_kernels
+
+    kernel = getattr(matrix_kernels, f"{name}_kernel")
+    types = {"x_ptr": "*bf16", "xt_ptr": "*bf16", **types}
+    signature, hints = {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+            continue
+        plain = POINTERS.get(argument, "*i32") if argument.endswith("_ptr") else "i32"
+        signature[argument] = types.get(argument, plain)
+        if not argument.endswith("_desc"):
+            hints[(place,)] = [["tt.divisibility", 16]]
+    return triton.compile(
+        GluonASTSource(kernel, signature, constants, hints),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps},
+    )
+
+
+def _matrix(capability: int, tokens: int, rows: int, *, is_even: bool) -> Any:
+    tile = shapes.matrix_tile(tokens, rows, 132)
+    constants = {
+        "HAS_BIAS": True,
+        "IS_EVEN": is_even,
+        "ROWS": tile.rows,
+        "TOKENS": tile.tokens,
+        "CHUNKS": shapes.chunks_touched(tile.rows, 4096),
+        "PATCHES": tile.patches,
+        "SPLITS": tile.splits,
+        "AHEAD": tile.is_ahead,
+        "WARPS": tile.warps,
+    }
+    out = "*bf16" if tile.splits == 1 else "*fp32"
+    return _gluon("matrix", capability, constants, tile.warps, out_ptr=out)
+
+
 def _decode(capability: int, codec: str, field: int, block: int, *, steps: bool = False) -> Any:
     step = {"STEP": steps, "HAS_DECAY": steps}
     constants: dict[str, Any] = {"FIELD": field, "BLOCK": block, "PATCHES": shapes.PATCHES, **step}

@@ -121,9 +121,19 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def first_patches(begin, end, places_ptr, values_ptr, PATCHES: tl.constexpr):
+    """Load the first patches from `begin` on, place -1 behind the last: long before their store."""
+    each = begin + tl.arange(0, PATCHES)
+    place = tl.load(places_ptr + each, mask=each < end, other=-1).to(tl.int32)
+    return place, tl.load(values_ptr + each, mask=each < end, other=0)
+
+
+@triton.jit
 def store_patches(
     begin,
     end,
+    place,
+    value,
     places_ptr,
     values_ptr,
     out_ptr,
@@ -131,11 +141,16 @@ def store_patches(
     WEIGHTS: tl.constexpr,
     PATCHES: tl.constexpr,
 ):
-    """Write patches begin to end over what the program has stored: `WEIGHTS` from `first` on."""
+    """Write patches begin to end over what the program has stored: `WEIGHTS` from `first` on.
+
+    The first of them are `place` and `value`, as `first_patches` loads them.
+    """
     inside = (first % CHUNK).to(tl.int32)
     if end > begin:
         tl.debug_barrier()
-        for start in range(begin, end, PATCHES):
+        is_ours = (place >= inside) & (place < inside + WEIGHTS)
+        tl.store(out_ptr + first + place - inside, value, mask=is_ours)
+        for start in range(begin + PATCHES, end, PATCHES):
             each = start + tl.arange(0, PATCHES)
             place = tl.load(places_ptr + each, mask=each < end, other=-1).to(tl.int32) - inside
             is_ours = (place >= 0) & (place < WEIGHTS)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from memeff_compile.kernels.coded_weight.pair_kernels import (
     even_bytes,
+    first_patches,
     high_float,
     is_win4_patch,
     low_float,
@@ -68,6 +69,8 @@ def decode_kernel(
     begin = tl.load(starts_ptr + chunk)  # long before they are needed
     end = tl.load(starts_ptr + chunk + 1)
     base = tl.load(header_ptr) << 7
+    if not STEP:
+        place, value = first_patches(begin, end, places_ptr, values_ptr, PATCHES)
     codes = tl.load(codes_ptr + first + word, eviction_policy="evict_first")
     if FIELD == 8:
         sign_at = signs_ptr + group * 64 + lane
@@ -79,15 +82,15 @@ def decode_kernel(
         pair_3 = odd_bytes(more) | _exponents(codes, base, 3)
     else:
         signs = tl.load(signs_ptr + first + word).to(tl.int32)
-        place = group * 256 + 2 * lane
+        at = group * 256 + 2 * lane
         pair_0 = narrow_fields(signs, 0, FIELD) | _exponents(codes, base, 0)
         pair_1 = narrow_fields(signs, 1, FIELD) | _exponents(codes, base, 1)
         pair_2 = narrow_fields(signs, 2, FIELD) | _exponents(codes, base, 2)
         pair_3 = narrow_fields(signs, 3, FIELD) | _exponents(codes, base, 3)
-        pair_0 = scaled(pair_0, norms_ptr, place, BLOCK)
-        pair_1 = scaled(pair_1, norms_ptr, place + 64, BLOCK)
-        pair_2 = scaled(pair_2, norms_ptr, place + 128, BLOCK)
-        pair_3 = scaled(pair_3, norms_ptr, place + 192, BLOCK)
+        pair_0 = scaled(pair_0, norms_ptr, at, BLOCK)
+        pair_1 = scaled(pair_1, norms_ptr, at + 64, BLOCK)
+        pair_2 = scaled(pair_2, norms_ptr, at + 128, BLOCK)
+        pair_3 = scaled(pair_3, norms_ptr, at + 192, BLOCK)
     out = words_ptr + group * 128 + lane
     if STEP:
         pair_0 = stepped_pair(pair_0, tl.load(out), rate, decay, HAS_DECAY)
@@ -107,11 +110,23 @@ def decode_kernel(
             PATCHES,
             HAS_DECAY,
         )
+        place, value = first_patches(begin, end, places_ptr, values_ptr, PATCHES)
     tl.store(out, pair_0)
     tl.store(out + 32, pair_1)
     tl.store(out + 64, pair_2)
     tl.store(out + 96, pair_3)
-    store_patches(begin, end, places_ptr, values_ptr, out_ptr, first * 8, WORDS * 8, PATCHES)
+    store_patches(
+        begin,
+        end,
+        place,
+        value,
+        places_ptr,
+        values_ptr,
+        out_ptr,
+        first * 8,
+        WORDS * 8,
+        PATCHES,
+    )
 
 
 @triton.jit
