@@ -171,11 +171,11 @@ def decode_kernel(
         tl.store(out + 64 * half, even)
         tl.store(out + 64 * half + 32, odd)
     if end > begin:  # seldom
-        place, value = first_patches(begin, end, places_ptr, values_ptr, PATCHES)
+        listed, value = first_patches(begin, end, places_ptr, values_ptr, PATCHES)
         store_patches(
             begin,
             end,
-            place,
+            listed,
             value,
             places_ptr,
             values_ptr,
