@@ -11,27 +11,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import is_hopper, on_device, processors
+from memeff_compile.kernels._triton.device import capability, on_device, processors
 from memeff_compile.kernels.coded_weight import shapes
 from memeff_compile.kernels.coded_weight.layout import (
     CHUNK,
     GROUP,
     LANES,
     RANS_CHUNK,
+    RUN,
     Format,
     frequencies,
     padded,
+    sampled,
     tier_header,
 )
 from memeff_compile.kernels.coded_weight.reference import as_patterns, rans_table
 
 _STREAM_TAIL = 3
 """Words behind a stream that a reader may touch."""
-_HISTOGRAM = (16, 1024)
 
 
 @dataclass(frozen=True)
@@ -140,15 +143,15 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
     return torch.empty(count, dtype=dtype, device=like.device)
 
 
-def histogram(patterns: Tensor) -> Tensor:
-    """Return how often each of the 256 exponents occurs, int32."""
+def histogram(patterns: Tensor, every: int = 1) -> Tensor:
+    """Return how often each of the 256 exponents occurs in every so manieth run, int32."""
     from memeff_compile.kernels.coded_weight import pair_kernels
 
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
-    blocks, block = _HISTOGRAM
+    block = 1024
     with on_device(patterns):
-        pair_kernels.histogram_kernel[(patterns.numel() // (blocks * block),)](
-            patterns, counts, BLOCKS=blocks, BLOCK=block, num_warps=4
+        pair_kernels.histogram_kernel[(-(-patterns.numel() // (RUN * every)),)](
+            patterns, counts, every, BLOCKS=RUN // block, BLOCK=block, num_warps=4
         )
     return counts
 
@@ -165,10 +168,10 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
         room: spare room, so that `encode_into` can be used on the parts.
     """
     patterns = as_patterns(weight)
-    counts = histogram(patterns)
     if form.codec == "win4":
+        counts = histogram(patterns, sampled(patterns.numel()))
         return _encode_win4(patterns, _best_window(counts), room)
-    found = counts.tolist()
+    found = histogram(patterns).tolist()
     if form.codec == "rans":
         return _encode_rans(patterns, found, room)
     header = torch.tensor(tier_header(found), dtype=torch.int32, device=weight.device)
@@ -537,8 +540,9 @@ def fuses(
 
 
 def _is_wide(tokens: int, device: torch.device) -> bool:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return shapes.MAX_FUSED_TOKENS < tokens <= shapes.MAX_WIDE_TOKENS and is_hopper(index)
+    if not shapes.MAX_FUSED_TOKENS < tokens <= shapes.MAX_WIDE_TOKENS:
+        return False
+    return capability(device) == (9, 0) and _has_gluon()
 
 
 def product(
@@ -547,7 +551,7 @@ def product(
     bias: Tensor | None,
     shape: Sequence[int],
     *,
-    setting: shapes.RowTile | shapes.Tile | shapes.MatrixTile | shapes.WideTile | None = None,
+    setting: Setting | None = None,
 ) -> Tensor:
     """Multiply (M, K) bf16 with the transpose of a win4 weight of (N, K), decoding on the way.
 
@@ -566,10 +570,7 @@ def product(
     if x.storage_offset() % 2 or x.data_ptr() % 4:
         x = x.clone()
     bias = None if bias is None else bias.expand(shape[0]).contiguous()
-    if setting is None and tokens == 1:
-        setting = shapes.row_tile(shape[0], processors(x.device))
-    elif setting is None:
-        setting = shapes.tile(tokens, shape[0], shape[1], processors(x.device))
+    setting = setting or _setting(tokens, shape, x.device)
     if isinstance(setting, shapes.RowTile):
         return _one_row(x, parts, bias, shape, setting)
     if isinstance(setting, shapes.MatrixTile):
@@ -577,6 +578,30 @@ def product(
     if isinstance(setting, shapes.WideTile):
         return _wide(x, parts, bias, shape, setting)
     return _tiles(x, parts, bias, shape, setting)
+
+
+Setting: TypeAlias = shapes.RowTile | shapes.Tile | shapes.MatrixTile | shapes.WideTile
+"""Which kernel multiplies, and with which tile."""
+
+
+def _setting(tokens: int, shape: Sequence[int], device: torch.device) -> Setting:
+    if tokens == 1:
+        return shapes.row_tile(shape[0], processors(device))
+    if device.type != "cuda" or not _has_gluon():
+        return shapes.tile(tokens, shape[0], shape[1], processors(device))
+    if tokens > shapes.MAX_FUSED_TOKENS:
+        return shapes.wide_tile(tokens)
+    return shapes.matrix_tile(tokens, shape[0], shape[1], processors(device))
+
+
+@lru_cache(maxsize=1)
+def _has_gluon() -> bool:
+    """Say whether this Triton has Gluon as `matrix_kernels` is written in; it still changes."""
+    try:
+        import memeff_compile.kernels.coded_weight.matrix_kernels
+    except (ImportError, AttributeError):
+        return False
+    return memeff_compile.kernels.coded_weight.matrix_kernels is not None
 
 
 def _one_row(
@@ -716,43 +741,24 @@ def _wide(
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from memeff_compile.kernels.coded_weight import matrix_kernels, win4_kernels
+    from memeff_compile.kernels.coded_weight import matrix_kernels
 
     (rows, columns), tokens = shape, x.shape[0]
     header, codes, starts, places, values, signs = parts
-    stride = -(-tokens // 16) * 16
-    ordered, turned = torch.empty_like(x), x.new_empty((columns, stride))
+    ordered, turned = _ordered(x)
     out = x.new_empty((tokens, rows))
-    warps = setting.rows // 16
-    of_words = NVMMASharedLayout(64, 32, 2)
-
-    def by_row(words: Tensor) -> TensorDescriptor:
-        width = columns // 8 if words is codes else columns // 4
-        rect = words[: rows * width].view(rows, width)
-        return TensorDescriptor.from_tensor(
-            rect, [64 if setting.is_split else setting.rows, 16], of_words
+    of_x, of_words = NVMMASharedLayout(128, 16, 2), NVMMASharedLayout(64, 32, 2)
+    by_row = [
+        TensorDescriptor.from_tensor(
+            words[: rows * width].view(rows, width), [setting.rows, 16], of_words
         )
-
+        for words, width in ((codes, columns // 8), (signs, columns // 4))
+    ]
+    grid = (-(-rows // setting.rows), -(-tokens // setting.tokens))
     with on_device(x):
-        block = 32
-        win4_kernels.order_kernel[(columns // GROUP, -(-tokens // block))](
-            x.view(torch.int32),
-            ordered.view(torch.int32),
-            turned.view(torch.int16),
-            tokens,
-            columns // GROUP,
-            stride,
-            TOKENS=block,
-            num_warps=4,
-        )
-        kernel = matrix_kernels.split_kernel if setting.is_split else matrix_kernels.wide_kernel
-        more = {"REGS": 232} if setting.is_split else {"PATCHES": 64, "WARPS": warps}
-        kernel[(-(-rows // setting.rows), -(-tokens // setting.tokens))](
-            TensorDescriptor.from_tensor(
-                ordered, [setting.tokens, 64], NVMMASharedLayout(128, 16, 2)
-            ),
-            by_row(codes),
-            by_row(signs),
+        matrix_kernels.wide_kernel[grid](
+            TensorDescriptor.from_tensor(ordered, [setting.tokens, 64], of_x),
+            *by_row,
             turned,
             header,
             starts,
@@ -763,14 +769,39 @@ def _wide(
             tokens,
             rows,
             columns // GROUP,
-            stride,
+            turned.shape[1],
             HAS_BIAS=bias is not None,
             ROWS=setting.rows,
             TOKENS=setting.tokens,
-            CHUNKS=shapes.chunks_touched(setting.rows, columns),
+            SEARCH=shapes.chunks_touched(setting.rows, columns).bit_length() - 1,
+            NOTED=setting.noted,
             X_STAGES=setting.x_stages,
             STAGES=setting.stages,
-            **more,
-            num_warps=4 if setting.is_split else warps,
+            WARPS=setting.warps,
+            num_warps=setting.warps,
         )
     return out
+
+
+def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x with its columns in the order of `wide_kernel`, and its transpose.
+
+    The transpose is padded to whole sixteens of tokens; what stands there is not defined.
+    """
+    from memeff_compile.kernels.coded_weight import win4_kernels
+
+    tokens, columns = x.shape
+    stride = -(-tokens // 16) * 16
+    ordered, turned = torch.empty_like(x), x.new_empty((columns, stride))
+    with on_device(x):
+        win4_kernels.order_kernel[(columns // GROUP, -(-tokens // shapes.ORDERED_TOKENS))](
+            x.view(torch.int32),
+            ordered.view(torch.int32),
+            turned.view(torch.int16),
+            tokens,
+            columns // GROUP,
+            stride,
+            TOKENS=shapes.ORDERED_TOKENS,
+            num_warps=4,
+        )
+    return ordered, turned

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -249,36 +249,75 @@ def _half_operand(pair, other, scale, layout: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_codes(
-    codes_desc, signs_desc, bars, codes, signs, more, half, halves, row, STAGES: gl.constexpr
-):
+def _expect(bars, slot, size: gl.constexpr, wanted):
+    mbarrier.expect(bars.index(slot), size, pred=wanted)
+
+
+@gluon.jit
+def _fetch_codes(codes_desc, signs_desc, bar, codes, signs, more, half, row, wanted):
     """Have the codes of half a group brought to shared memory."""
-    slot = half % STAGES
-    bar = bars.index(slot)
-    wanted = half < halves
     group = half // 2
     lane = 16 * (half % 2)
-    mbarrier.expect(bar, 3 * codes_desc.block_type.nbytes, pred=wanted)
+    tma.async_copy_global_to_shared(codes_desc, [row, group * 32 + lane], bar, codes, pred=wanted)
+    tma.async_copy_global_to_shared(signs_desc, [row, group * 64 + lane], bar, signs, pred=wanted)
     tma.async_copy_global_to_shared(
-        codes_desc, [row, group * 32 + lane], bar, codes.index(slot), pred=wanted
-    )
-    tma.async_copy_global_to_shared(
-        signs_desc, [row, group * 64 + lane], bar, signs.index(slot), pred=wanted
-    )
-    tma.async_copy_global_to_shared(
-        signs_desc, [row, group * 64 + 32 + lane], bar, more.index(slot), pred=wanted
+        signs_desc, [row, group * 64 + 32 + lane], bar, more, pred=wanted
     )
 
 
 @gluon.jit
-def _fetch_x(x_desc, bars, slots, step, steps, token, STAGES: gl.constexpr):
-    """Have 64 columns of x brought to shared memory."""
-    slot = step % STAGES
-    bar = bars.index(slot)
-    mbarrier.expect(bar, x_desc.block_type.nbytes, pred=step < steps)
-    tma.async_copy_global_to_shared(
-        x_desc, [token, step * 64], bar, slots.index(slot), pred=step < steps
-    )
+def _note_patches(
+    rows_note,  # (NOTED,) in shared memory: the row, counted from the first, or -1
+    columns_note,
+    values_note,
+    begin,
+    end,
+    starts_ptr,
+    places_ptr,
+    values_ptr,
+    chunk,
+    chunks,
+    inside,
+    row_length,
+    ROWS: gl.constexpr,
+    SEARCH: gl.constexpr,  # steps of a search among the chunks
+    NOTED: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Write down rows, columns and values of patches from `begin` on."""
+    each_thread: gl.constexpr = NOTED // (32 * WARPS)
+    layout: gl.constexpr = gl.BlockedLayout([each_thread], [32], [WARPS], [0])
+    each = begin + gl.arange(0, NOTED, layout=layout)
+    is_patch = each < end
+    place = gl.load(places_ptr + each, mask=is_patch, other=0).to(gl.int32)
+    value = gl.load(values_ptr + each, mask=is_patch, other=0)
+    passed = gl.full([NOTED], 0, gl.int32, layout)
+    for step in gl.static_range(SEARCH):
+        middle = passed + (1 << (SEARCH - 1 - step))
+        start = gl.load(starts_ptr + chunk + middle, mask=middle < chunks, other=0x7FFFFFFF)
+        passed = gl.where(each >= start, middle, passed)
+    flat = passed * CHUNK + place - inside
+    row = flat // row_length
+    is_ours = is_patch & (flat >= 0) & (row < ROWS)
+    rows_note.store(gl.where(is_ours, row, -1))
+    columns_note.store(gl.where(is_ours, flat - row * row_length, 0))
+    values_note.store(value)
+
+
+@gluon.jit
+def _noted(notes, batch, layout: gl.constexpr):
+    """Read what is written down of 64 patches."""
+    several: gl.constexpr = [notes.shape[0] // 64, 64]
+    return notes._reinterpret(notes.dtype, several, notes.layout).index(batch).load(layout)
+
+
+@gluon.jit
+def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.constexpr):
+    """Have the columns of x of 64 patches copied to a slot."""
+    column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
+    at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]
+    async_copy.async_copy_global_to_shared(slot, at, mask=(token < xt_stride)[None, :])
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -286,13 +325,13 @@ def wide_kernel(
     x_desc,  # (M, K) bf16, columns in the order of the operands
     codes_desc,
     signs_desc,
-    xt_ptr,  # (K, M) bf16
+    xt_ptr,  # (K, xt_stride) bf16, tokens behind the last hold anything
     header_ptr,
     starts_ptr,
     places_ptr,
     values_ptr,
     bias_ptr,
-    out_ptr,  # (M, N) bf16, or (SPLITS, M, N) fp32
+    out_ptr,  # (M, N) bf16
     tokens_count,
     rows_count,
     groups,  # K / 256
@@ -300,13 +339,18 @@ def wide_kernel(
     HAS_BIAS: gl.constexpr,
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    PATCHES: gl.constexpr,
+    SEARCH: gl.constexpr,
+    NOTED: gl.constexpr,
     X_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """A tile of ROWS x TOKENS products: each weight is decoded once for all tokens of the tile."""
+    """A tile of ROWS x TOKENS products: each weight is decoded once for all tokens of the tile.
+
+    Codes and x come to shared memory by themselves, some steps of 64 columns ahead. While the
+    tensor cores multiply one step, the operand of the next one is decoded. At last come the
+    patches: 64 at a time are one more step, with columns of x that are gathered.
+    """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     warps: gl.constexpr = [[16, 0], [32, 0], [64, 0]] if WARPS == 8 else [[16, 0], [32, 0]]
@@ -317,26 +361,78 @@ def wide_kernel(
         [],
         [ROWS, 16],
     )
+    bytes_of_codes: gl.constexpr = 3 * codes_desc.block_type.nbytes
+    bytes_of_x: gl.constexpr = x_desc.block_type.nbytes
     first_row = gl.program_id(0) * ROWS
     first_token = gl.program_id(1) * TOKENS
     steps = groups * 4
     halves = groups * 2
     bars = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     code_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(X_STAGES):
-        mbarrier.init(bars.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(code_bars.index(stage), count=1)
     x = gl.allocate_shared_memory(gl.bfloat16, [X_STAGES, TOKENS, 64], x_desc.layout)
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 16], codes_desc.layout)
     signs = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 16], signs_desc.layout)
     more = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 16], signs_desc.layout)
+    notes: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    rows_note = gl.allocate_shared_memory(gl.int32, [NOTED], notes)
+    columns_note = gl.allocate_shared_memory(gl.int32, [NOTED], notes)
+    values_note = gl.allocate_shared_memory(gl.int16, [NOTED], notes)
+    for stage in gl.static_range(X_STAGES):
+        mbarrier.init(bars.index(stage), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(code_bars.index(stage), count=1)
+    fence_async_shared()
+    for stage in gl.static_range(STAGES):
+        _expect(code_bars, stage, bytes_of_codes, stage < halves)
+    for stage in gl.static_range(X_STAGES):
+        _expect(bars, stage, bytes_of_x, stage < steps)
+    _barrier()
     for stage in gl.static_range(STAGES):
         _fetch_codes(
-            codes_desc, signs_desc, code_bars, codes, signs, more, stage, halves, first_row, STAGES
+            codes_desc,
+            signs_desc,
+            code_bars.index(stage),
+            codes.index(stage),
+            signs.index(stage),
+            more.index(stage),
+            stage,
+            first_row,
+            stage < halves,
         )
     for stage in gl.static_range(X_STAGES):
-        _fetch_x(x_desc, bars, x, stage, steps, first_token, X_STAGES)
+        tma.async_copy_global_to_shared(
+            x_desc,
+            [first_token, stage * 64],
+            bars.index(stage),
+            x.index(stage),
+            pred=stage < steps,
+        )
+    row_length = groups * 256
+    first = gl.cast(first_row, gl.int64) * row_length
+    last = gl.cast(gl.minimum(first_row + ROWS, rows_count), gl.int64) * row_length
+    chunk = first // CHUNK
+    chunks = ((last + CHUNK - 1) // CHUNK - chunk).to(gl.int32)
+    inside = (first % CHUNK).to(gl.int32)
+    patch = gl.load(starts_ptr + chunk)
+    end = gl.load(starts_ptr + chunk + chunks)
+    _note_patches(
+        rows_note,
+        columns_note,
+        values_note,
+        patch,
+        end,
+        starts_ptr,
+        places_ptr,
+        values_ptr,
+        chunk,
+        chunks,
+        inside,
+        row_length,
+        ROWS,
+        SEARCH,
+        NOTED,
+        WARPS,
+    )
     power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
     scale = gl.full([ROWS, 16], 0, gl.int32, words) + power
     acc = gl.full([ROWS, TOKENS], 0.0, gl.float32, mma)
@@ -350,324 +446,137 @@ def wide_kernel(
         scale,
         left,
     )
+    second = operand
     for half in range(0, halves):
         step = 2 * half
         slot = step % X_STAGES
         mbarrier.wait(bars.index(slot), (step // X_STAGES) & 1)
         acc = warpgroup_mma(operand, x.index(slot).permute((1, 0)), acc, is_async=True)
-        second = _half_operand(
+        following_second = _half_operand(
             _even_bytes(later) | ((code >> 1) & 0x07800780),
             _odd_bytes(later) | ((code >> 5) & 0x07800780),
             scale,
             left,
         )
-        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+        # All but the product just begun are done: their slot is free.
+        acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
+        second = following_second
+        before = step - 1 + X_STAGES
+        slot = before % X_STAGES
+        wanted = (step > 0) & (before < steps)
+        _expect(bars, slot, bytes_of_x, wanted)
         _barrier()
-        _fetch_x(x_desc, bars, x, step + X_STAGES, steps, first_token, X_STAGES)
-        _fetch_codes(
-            codes_desc,
-            signs_desc,
-            code_bars,
-            codes,
-            signs,
-            more,
-            half + STAGES,
-            halves,
-            first_row,
-            STAGES,
+        tma.async_copy_global_to_shared(
+            x_desc, [first_token, before * 64], bars.index(slot), x.index(slot), pred=wanted
         )
-        slot = (step + 1) % X_STAGES
-        mbarrier.wait(bars.index(slot), ((step + 1) // X_STAGES) & 1)
+        step = step + 1
+        slot = step % X_STAGES
+        mbarrier.wait(bars.index(slot), (step // X_STAGES) & 1)
         acc = warpgroup_mma(second, x.index(slot).permute((1, 0)), acc, is_async=True)
         following = half + 1
-        slot = following % STAGES
-        mbarrier.wait(code_bars.index(slot), (following // STAGES) & 1, pred=following < halves)
-        code = codes.index(slot).load(words)
-        sign = signs.index(slot).load(words)
-        later = more.index(slot).load(words)
-        operand = _half_operand(
+        place = following % STAGES
+        mbarrier.wait(code_bars.index(place), (following // STAGES) & 1, pred=following < halves)
+        code = codes.index(place).load(words)
+        sign = signs.index(place).load(words)
+        later = more.index(place).load(words)
+        following_operand = _half_operand(
             _even_bytes(sign) | ((code << 7) & 0x07800780),
             _odd_bytes(sign) | ((code << 3) & 0x07800780),
             scale,
             left,
         )
-        acc, second = warpgroup_mma_wait(0, deps=[acc, second])
+        acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
+        operand = following_operand
+        before = step - 1 + X_STAGES
+        slot = before % X_STAGES
+        wanted = before < steps
+        far = half + STAGES
+        place = far % STAGES  # that of this half, whose words are in registers by now
+        _expect(bars, slot, bytes_of_x, wanted)
+        _expect(code_bars, place, bytes_of_codes, far < halves)
         _barrier()
-        _fetch_x(x_desc, bars, x, step + 1 + X_STAGES, steps, first_token, X_STAGES)
+        tma.async_copy_global_to_shared(
+            x_desc, [first_token, before * 64], bars.index(slot), x.index(slot), pred=wanted
+        )
+        _fetch_codes(
+            codes_desc,
+            signs_desc,
+            code_bars.index(place),
+            codes.index(place),
+            signs.index(place),
+            more.index(place),
+            far,
+            first_row,
+            far < halves,
+        )
+    acc, second = warpgroup_mma_wait(0, deps=[acc, second])
+    _barrier()
     for stage in gl.static_range(X_STAGES):
         mbarrier.invalidate(bars.index(stage))
     for stage in gl.static_range(STAGES):
         mbarrier.invalidate(code_bars.index(stage))
 
-    # patches: columns of x, gathered from its transpose
-    plain: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     copied: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 * 8 // TOKENS, TOKENS // 8], [WARPS, 1], [1, 0]
     )
-    flat_smem: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    row_length = groups * 256
-    first = gl.cast(first_row, gl.int64) * row_length
-    last = gl.cast(gl.minimum(first_row + ROWS, rows_count), gl.int64) * row_length
-    chunk = first // CHUNK
-    chunks = ((last + CHUNK - 1) // CHUNK - chunk).to(gl.int32)
-    inside = (first % CHUNK).to(gl.int32)
-    patch = gl.load(starts_ptr + chunk)
-    end = gl.load(starts_ptr + chunk + chunks)
-    number = gl.arange(0, CHUNKS, layout=gl.SliceLayout(0, plain))
-    ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
+    turned: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, left))
     token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, copied))
-    gathered = gl.allocate_shared_memory(gl.bfloat16, [PATCHES, TOKENS], flat_smem)
-    for start in range(patch, end, PATCHES):
-        each = start + gl.arange(0, PATCHES, layout=gl.SliceLayout(1, plain))
-        place = gl.load(places_ptr + each, mask=each < end, other=0).to(gl.int32)
-        weight = gl.load(values_ptr + each, mask=each < end, other=0)
-        passed = gl.sum((each[:, None] >= ends[None, :]).to(gl.int32), 1)
-        flat = passed * CHUNK + place - inside
-        its_row = gl.where((flat < 0) | (each >= end), -1, flat // row_length)
-        column = gl.where((its_row < 0) | (its_row >= ROWS), 0, flat % row_length)
-        column = gl.convert_layout(column, gl.SliceLayout(1, copied))
-        at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]
-        found = gl.load(at, mask=(token < xt_stride)[None, :], other=0.0)
-        its_row = gl.convert_layout(its_row, gl.SliceLayout(0, left))
-        weight = gl.convert_layout(weight, gl.SliceLayout(0, left))
-        a = gl.where(its_row[None, :] == row[:, None], weight[None, :], 0)
-        a = a.to(gl.bfloat16, bitcast=True)
-        gathered.store(found)
-        fence_async_shared()
-        _barrier()
-        acc = warpgroup_mma(a, gathered, acc)
-        _barrier()
-    out_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))
-    out_token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, mma))
+    for start in range(patch, end, NOTED):
+        if start > patch:
+            _barrier()
+            _note_patches(
+                rows_note,
+                columns_note,
+                values_note,
+                start,
+                end,
+                starts_ptr,
+                places_ptr,
+                values_ptr,
+                chunk,
+                chunks,
+                inside,
+                row_length,
+                ROWS,
+                SEARCH,
+                NOTED,
+                WARPS,
+            )
+            _barrier()
+        batches = (gl.minimum(end - start, NOTED) + 63) // 64
+        for several in range(0, batches, X_STAGES):
+            for stage in gl.static_range(X_STAGES):
+                if several + stage < batches:
+                    _gather(
+                        columns_note,
+                        several + stage,
+                        x.index(stage)._reinterpret(gl.bfloat16, [64, TOKENS], turned),
+                        xt_ptr,
+                        token,
+                        xt_stride,
+                        copied,
+                    )
+            async_copy.wait_group(0)
+            fence_async_shared()
+            _barrier()
+            for stage in gl.static_range(X_STAGES):
+                if several + stage < batches:
+                    its_row = _noted(rows_note, several + stage, gl.SliceLayout(0, left))
+                    value = _noted(values_note, several + stage, gl.SliceLayout(0, left))
+                    a = gl.where(its_row[None, :] == row[:, None], value[None, :], 0)
+                    a = a.to(gl.bfloat16, bitcast=True)
+                    gathered = x.index(stage)._reinterpret(gl.bfloat16, [64, TOKENS], turned)
+                    acc = warpgroup_mma(a, gathered, acc)
+            _barrier()
+    out: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
     if HAS_BIAS:
+        out_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))
         bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
         acc += bias.to(gl.float32)[:, None]
+    out_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out))
+    out_token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, out))
+    result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), out)
     place = out_token.to(gl.int64)[None, :] * rows_count + out_row[:, None]
     is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
-    gl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=is_out)
-
-
-@gluon.jit
-def _ws_load(
-    x_desc, codes_desc, signs_desc, bars, x, codes, signs, more, first_row, first_token, groups,
-    ROWS: gl.constexpr, X_STAGES: gl.constexpr, STAGES: gl.constexpr,
-):
-    """Bring x and codes to shared memory, for all other warps."""
-    x_full, x_empty, codes_full, codes_empty = bars
-    bytes_of_codes: gl.constexpr = 3 * codes_desc.block_type.nbytes
-    for half in range(0, groups * 2):
-        slot = half % STAGES
-        phase = ((half // STAGES) & 1) ^ 1
-        at = (half // 2) * 32 + 16 * (half % 2)
-        signs_at = (half // 2) * 64 + 16 * (half % 2)
-        for part in gl.static_range(ROWS // 64):
-            place = slot * (ROWS // 64) + part
-            row = first_row + 64 * part
-            bar = codes_full.index(place)
-            mbarrier.wait(codes_empty.index(place), phase)
-            mbarrier.expect(bar, bytes_of_codes)
-            tma.async_copy_global_to_shared(codes_desc, [row, at], bar, codes.index(place))
-            tma.async_copy_global_to_shared(signs_desc, [row, signs_at], bar, signs.index(place))
-            tma.async_copy_global_to_shared(
-                signs_desc, [row, signs_at + 32], bar, more.index(place)
-            )
-        for part in gl.static_range(2):
-            step = 2 * half + part
-            slot_x = step % X_STAGES
-            bar = x_full.index(slot_x)
-            mbarrier.wait(x_empty.index(slot_x), ((step // X_STAGES) & 1) ^ 1)
-            mbarrier.expect(bar, x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                x_desc, [first_token, step * 64], bar, x.index(slot_x)
-            )
-
-
-@gluon.jit
-def _ws_multiply(
-    bars, x, codes, signs, more, pointers, first_row, first_token, tokens_count, rows_count, groups,
-    xt_stride, PART: gl.constexpr, HAS_BIAS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    CHUNKS: gl.constexpr, X_STAGES: gl.constexpr, STAGES: gl.constexpr,
-):
-    """Multiply 64 rows with the tokens of the program."""
-    x_full, x_empty, codes_full, codes_empty = bars
-    xt_ptr, header_ptr, starts_ptr, places_ptr, values_ptr, bias_ptr, out_ptr = pointers
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    words: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 16],
-    )
-    parts: gl.constexpr = ROWS // 64
-    halves = groups * 2
-    power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
-    scale = gl.full([64, 16], 0, gl.int32, words) + power
-    acc = gl.full([64, TOKENS], 0.0, gl.float32, mma)
-    mbarrier.wait(codes_full.index(PART), 0)
-    code = codes.index(PART).load(words)
-    sign = signs.index(PART).load(words)
-    later = more.index(PART).load(words)
-    _barrier()
-    mbarrier.arrive(codes_empty.index(PART), count=1)
-    operand = _half_operand(
-        _even_bytes(sign) | ((code << 7) & 0x07800780),
-        _odd_bytes(sign) | ((code << 3) & 0x07800780),
-        scale,
-        left,
-    )
-    for half in range(0, halves):
-        step = 2 * half
-        slot = step % X_STAGES
-        mbarrier.wait(x_full.index(slot), (step // X_STAGES) & 1)
-        acc = warpgroup_mma(operand, x.index(slot).permute((1, 0)), acc, is_async=True)
-        second = _half_operand(
-            _even_bytes(later) | ((code >> 1) & 0x07800780),
-            _odd_bytes(later) | ((code >> 5) & 0x07800780),
-            scale,
-            left,
-        )
-        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
-        _barrier()
-        mbarrier.arrive(x_empty.index(slot), count=1)
-        step = step + 1
-        slot = step % X_STAGES
-        mbarrier.wait(x_full.index(slot), (step // X_STAGES) & 1)
-        acc = warpgroup_mma(second, x.index(slot).permute((1, 0)), acc, is_async=True)
-        following = half + 1
-        place = (following % STAGES) * parts + PART
-        is_more = following < halves
-        mbarrier.wait(codes_full.index(place), (following // STAGES) & 1, pred=is_more)
-        code = codes.index(place).load(words)
-        sign = signs.index(place).load(words)
-        later = more.index(place).load(words)
-        operand = _half_operand(
-            _even_bytes(sign) | ((code << 7) & 0x07800780),
-            _odd_bytes(sign) | ((code << 3) & 0x07800780),
-            scale,
-            left,
-        )
-        acc, second = warpgroup_mma_wait(0, deps=[acc, second])
-        _barrier()
-        mbarrier.arrive(codes_empty.index(place), count=1, pred=is_more)
-        mbarrier.arrive(x_empty.index(slot), count=1)
-    # The slots of x serve the patches now: the others have to be done with them.
-    last = ((groups * 4 - 1 - PART) // X_STAGES) & 1
-    mine = (groups * 4 - 1 - PART) % X_STAGES
-    mbarrier.wait(x_empty.index(mine), last)
-
-    first_row = first_row + 64 * PART
-    plain: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    copied: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 * 8 // TOKENS, TOKENS // 8], [4, 1], [1, 0]
-    )
-    row_length = groups * 256
-    first = gl.cast(first_row, gl.int64) * row_length
-    final = gl.cast(gl.minimum(first_row + 64, rows_count), gl.int64) * row_length
-    chunk = first // CHUNK
-    chunks = ((final + CHUNK - 1) // CHUNK - chunk).to(gl.int32)
-    inside = (first % CHUNK).to(gl.int32)
-    is_here = first_row < rows_count
-    patch = gl.load(starts_ptr + chunk, mask=is_here, other=0)
-    end = gl.load(starts_ptr + chunk + chunks, mask=is_here, other=0)
-    number = gl.arange(0, CHUNKS, layout=gl.SliceLayout(0, plain))
-    ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, left))
-    token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, copied))
-    gathered = x.index(mine)
-    for start in range(patch, end, 64):
-        each = start + gl.arange(0, 64, layout=gl.SliceLayout(1, plain))
-        place = gl.load(places_ptr + each, mask=each < end, other=0).to(gl.int32)
-        weight = gl.load(values_ptr + each, mask=each < end, other=0)
-        passed = gl.sum((each[:, None] >= ends[None, :]).to(gl.int32), 1)
-        flat = passed * CHUNK + place - inside
-        its_row = gl.where((flat < 0) | (each >= end), -1, flat // row_length)
-        column = gl.where((its_row < 0) | (its_row >= 64), 0, flat % row_length)
-        column = gl.convert_layout(column, gl.SliceLayout(1, copied))
-        at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]
-        found = gl.load(at, mask=(token < xt_stride)[None, :], other=0.0)
-        its_row = gl.convert_layout(its_row, gl.SliceLayout(0, left))
-        weight = gl.convert_layout(weight, gl.SliceLayout(0, left))
-        a = gl.where(its_row[None, :] == row[:, None], weight[None, :], 0)
-        a = a.to(gl.bfloat16, bitcast=True)
-        gathered.store(found.permute((1, 0)))
-        fence_async_shared()
-        _barrier()
-        acc = warpgroup_mma(a, gathered.permute((1, 0)), acc)
-        _barrier()
-    out_row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
-    out_token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, mma))
-    if HAS_BIAS:
-        bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
-        acc += bias.to(gl.float32)[:, None]
-    place = out_token.to(gl.int64)[None, :] * rows_count + out_row[:, None]
-    is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
-    gl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=is_out)
-
-
-@gluon.jit
-def split_kernel(
-    x_desc,
-    codes_desc,
-    signs_desc,
-    xt_ptr,
-    header_ptr,
-    starts_ptr,
-    places_ptr,
-    values_ptr,
-    bias_ptr,
-    out_ptr,
-    tokens_count,
-    rows_count,
-    groups,
-    xt_stride,
-    HAS_BIAS: gl.constexpr,
-    ROWS: gl.constexpr,
-    TOKENS: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    X_STAGES: gl.constexpr,
-    STAGES: gl.constexpr,
-    REGS: gl.constexpr,
-):
-    """As `wide_kernel`; one warp loads, and each 64 rows have four warps that wait for nobody else."""
-    parts: gl.constexpr = ROWS // 64
-    first_row = gl.program_id(0) * ROWS
-    first_token = gl.program_id(1) * TOKENS
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
-    x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], layout)
-    x_empty = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], layout)
-    codes_full = gl.allocate_shared_memory(gl.int64, [STAGES * parts, 1], layout)
-    codes_empty = gl.allocate_shared_memory(gl.int64, [STAGES * parts, 1], layout)
-    for stage in gl.static_range(X_STAGES):
-        mbarrier.init(x_full.index(stage), count=1)
-        mbarrier.init(x_empty.index(stage), count=parts)
-    for stage in gl.static_range(STAGES * parts):
-        mbarrier.init(codes_full.index(stage), count=1)
-        mbarrier.init(codes_empty.index(stage), count=1)
-    fence_async_shared()
-    x = gl.allocate_shared_memory(gl.bfloat16, [X_STAGES, TOKENS, 64], x_desc.layout)
-    codes = gl.allocate_shared_memory(gl.int32, [STAGES * parts, 64, 16], codes_desc.layout)
-    signs = gl.allocate_shared_memory(gl.int32, [STAGES * parts, 64, 16], signs_desc.layout)
-    more = gl.allocate_shared_memory(gl.int32, [STAGES * parts, 64, 16], signs_desc.layout)
-    bars = (x_full, x_empty, codes_full, codes_empty)
-    pointers = (xt_ptr, header_ptr, starts_ptr, places_ptr, values_ptr, bias_ptr, out_ptr)
-    gl.warp_specialize(
-        [
-            (_ws_multiply, (
-                bars, x, codes, signs, more, pointers, first_row, first_token, tokens_count,
-                rows_count, groups, xt_stride, 0, HAS_BIAS, ROWS, TOKENS, CHUNKS, X_STAGES, STAGES,
-            )),
-            (_ws_multiply, (
-                bars, x, codes, signs, more, pointers, first_row, first_token, tokens_count,
-                rows_count, groups, xt_stride, 1, HAS_BIAS, ROWS, TOKENS, CHUNKS, X_STAGES, STAGES,
-            )),
-            (_ws_load, (
-                x_desc, codes_desc, signs_desc, bars, x, codes, signs, more, first_row, first_token,
-                groups, ROWS, X_STAGES, STAGES,
-            )),
-        ],
-        [4, 1],
-        [REGS, 24],
-    )
+    gl.store(out_ptr + place, result, mask=is_out)

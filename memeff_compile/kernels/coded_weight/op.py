@@ -272,9 +272,7 @@ def _fake_product_backward(
 # --- what autograd sees ---------------------------------------------------------------------------
 
 
-def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False
-) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
     """Serve a dense weight; a coded one is taken apart before it gets here."""
     del trains
     return F.linear(x, weight, bias)

@@ -226,10 +226,10 @@ def shelter_kernel(
             tl.store(refuge_ptr + place, value, mask=place < size)
 
 
-@triton.jit
-def histogram_kernel(weight_ptr, counts_ptr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the exponents of BLOCKS * BLOCK weights to 256 counts: integers, in any order."""
-    first = tl.program_id(0).to(tl.int64) * BLOCKS * BLOCK
+@triton.jit(do_not_specialize=["every"])
+def histogram_kernel(weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the exponents of every so manieth BLOCKS * BLOCK weights to 256 counts, in any order."""
+    first = tl.program_id(0).to(tl.int64) * every * BLOCKS * BLOCK
     counts = tl.zeros((256,), tl.int32)
     for block in range(BLOCKS):
         pattern = tl.load(weight_ptr + first + block * BLOCK + tl.arange(0, BLOCK))

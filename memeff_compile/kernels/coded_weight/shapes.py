@@ -65,8 +65,17 @@ class WideTile:
     rows: int
     tokens: int
     x_stages: int = 4
-    stages: int = 4
-    is_split: bool = False
+    stages: int = 3
+
+    @property
+    def warps(self) -> int:
+        """Return the warps of a program: sixteen rows have one."""
+        return self.rows // 16
+
+    @property
+    def noted(self) -> int:
+        """Return the patches whose places a program writes down at once."""
+        return 8 * self.rows
 
 
 WIN4_DECODE_WORDS = 512
@@ -77,11 +86,12 @@ TIER_ENCODE_WARPS = 8
 RANS_WARPS = 1
 SUM_BLOCK = 512
 STARTS_BLOCK = 4096
+ORDERED_TOKENS = 32
 PATCHES = 32
 
 MAX_FUSED_TOKENS = 16
 """Tokens up to which a product decodes on the way; with more, the weight is decoded first."""
-MAX_WIDE_TOKENS = 16
+MAX_WIDE_TOKENS = 256
 """The same on Hopper, whose tensor cores read x from shared memory."""
 
 
@@ -94,6 +104,8 @@ ROW_TILES = (
 WARPS_PER_PROCESSOR = 8
 
 
+WARPS_FOR_SOME = 6
+"""Warps of each multiprocessor with some tokens: what hides the time until the codes are there."""
 PROGRAMS_PER_PROCESSOR = 12
 """With several tokens: what hides the time until the codes are there."""
 
@@ -109,6 +121,32 @@ def row_tile(rows: int, processors: int) -> RowTile:
         if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
             return found
     return ROW_TILES[-1]
+
+
+def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
+    """Return the tile for a few tokens where codes are decoded in registers.
+
+    Args:
+        tokens, rows, columns: M, N and K.
+        processors: multiprocessors of the GPU.
+    """
+    height = 16 if tokens <= 8 else 32
+    splits = 2
+    while rows // height * splits < WARPS_FOR_SOME * processors and splits < 8:
+        splits *= 2
+    splits = min(splits, max(1, columns // 512))
+    return MatrixTile(height, 8 if tokens <= 8 else 16, 1, splits)
+
+
+def wide_tile(tokens: int) -> WideTile:
+    """Return the tile for more tokens, on Hopper.
+
+    Args:
+        tokens: M.
+    """
+    if tokens <= 128:
+        return WideTile(64, 64 if tokens <= 64 else 128)
+    return WideTile(128, 256)
 
 
 def tile(tokens: int, rows: int, columns: int, processors: int) -> Tile:
