@@ -519,7 +519,7 @@ def wide_kernel(
     copied: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 * 8 // TOKENS, TOKENS // 8], [WARPS, 1], [1, 0]
     )
-    turned: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    turned: gl.constexpr = gl.NVMMASharedLayout(128 if TOKENS >= 64 else 64, 16, 2)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, left))
     token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, copied))
     for start in range(patch, end, NOTED):

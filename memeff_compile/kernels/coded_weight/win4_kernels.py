@@ -71,11 +71,11 @@ def decode_kernel(
     base = tl.load(header_ptr) << 7
     if not STEP:
         place, value = first_patches(begin, end, places_ptr, values_ptr, PATCHES)
-    codes = tl.load(codes_ptr + first + word, eviction_policy="evict_first")
+    codes = tl.load(codes_ptr + first + word)
     if FIELD == 8:
         sign_at = signs_ptr + group * 64 + lane
-        signs = tl.load(sign_at, eviction_policy="evict_first")
-        more = tl.load(sign_at + 32, eviction_policy="evict_first")
+        signs = tl.load(sign_at)
+        more = tl.load(sign_at + 32)
         pair_0 = even_bytes(signs) | _exponents(codes, base, 0)
         pair_1 = odd_bytes(signs) | _exponents(codes, base, 1)
         pair_2 = even_bytes(more) | _exponents(codes, base, 2)
