@@ -48,7 +48,7 @@ def test_every_pattern_comes_back(codec: str) -> None:
     assert torch.equal(bits(found.decode()), bits(weight))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 65, 300])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 17, 64, 65, 200, 300])
 @pytest.mark.parametrize(("rows", "columns"), [(33, 256), (4096, 14336), (14336, 4096)])
 def test_a_linear_is_as_close_as_the_dense_one(rows: int, columns: int, tokens: int) -> None:
     weight = trained(rows, columns).cuda()
@@ -60,8 +60,16 @@ def test_a_linear_is_as_close_as_the_dense_one(rows: int, columns: int, tokens: 
     found, dense = F.linear(x, coded, bias), F.linear(x, weight, bias)
     off, usual = (float((y.double() - exact).abs().max()) for y in (found, dense))
     assert off <= 1.5 * usual
-    if not launch.fuses(parse("win4"), tokens, weight.shape):
+    if not launch.fuses(parse("win4"), tokens, weight.shape, x.device):
         assert torch.equal(found, dense)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+def test_a_linear_that_trains_has_the_bits_of_the_dense_one(tokens: int) -> None:
+    weight = trained(1024, 4096).cuda()
+    coded = CodedWeight(encode(weight, "win4"), "win4", weight.shape, True)
+    x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(F.linear(x, coded), F.linear(x, weight))
 
 
 def test_a_product_can_be_captured_in_a_graph() -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memeff_compile.errors import CodedWeightError, DoubleBackwardError, UnsupportedInputError
 from memeff_compile.kernels.coded_weight import (
@@ -28,6 +29,7 @@ from memeff_compile.kernels.coded_weight import (
     encode,
     encode_into,
     engine_for,
+    launch,
     parse,
     supports_weight,
 )
@@ -36,7 +38,15 @@ from memeff_compile.kernels.coded_weight.op import (
     coded_weight_product,
     coded_weight_product_backward,
 )
-from memeff_compile.kernels.coded_weight.shapes import ROW_TILES, chunks_touched, row_tile, tile
+from memeff_compile.kernels.coded_weight.shapes import (
+    MAX_WIDE_TOKENS,
+    ROW_TILES,
+    chunks_touched,
+    matrix_tile,
+    row_tile,
+    tile,
+    wide_tile,
+)
 from tests.support.hostile_weights import all_patterns, bits, hostile, normal, trained
 from tests.support.live_bytes import LiveBytes
 
@@ -275,6 +285,32 @@ def test_a_weight_stored_anew_before_the_backward_is_noticed() -> None:
         loss.backward()
 
 
+def test_a_linear_says_whether_it_trains() -> None:
+    """Where it does, sums are taken as in the dense layer, however few tokens there are."""
+    seen: list[bool] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is coded_weight_linear:
+                seen.append(args[3] if len(args) > 3 else False)
+            return func(*args, **(kwargs or {}))
+
+    frozen, trained = coded(normal(64, 256)), coded(normal(64, 256), requires_grad=True)
+    x = normal(3, 256)
+    with Calls():
+        F.linear(x, frozen)
+        F.linear(x, trained)
+        F.linear(x.clone().requires_grad_(), frozen)
+        with torch.no_grad():
+            F.linear(x, trained)
+    assert seen == [False, True, True, False]
+    for tokens in (1, 16, 256):
+        assert not launch.fuses(parse("win4"), tokens, (64, 256), trains=True)
+    assert launch.fuses(parse("win4"), 16, (64, 256))
+
+
 def test_a_second_derivative_is_refused() -> None:
     x = normal(3, 256).requires_grad_()
     out = coded_weight_linear(x, coded(normal(48, 256), requires_grad=True))
@@ -412,6 +448,23 @@ def test_tiles_fit_what_they_are_for(tokens: int, rows: int, columns: int) -> No
     assert found.tokens >= 16
     assert found.tokens * 2 > min(tokens, 128)
     assert chunks_touched(found.rows, columns) * 8192 >= found.rows * columns + 8192
+
+
+@pytest.mark.parametrize("tokens", [2, 8, 9, 16])
+@pytest.mark.parametrize(("rows", "columns"), [(33, 256), (1024, 4096), (28672, 8192)])
+def test_tiles_in_registers_hold_their_tokens(tokens: int, rows: int, columns: int) -> None:
+    found = matrix_tile(tokens, rows, columns, 132)
+    assert tokens <= found.tokens <= 16
+    assert found.rows % (16 * found.warps) == 0
+    assert found.splits <= max(1, columns // 256)
+
+
+def test_wide_tiles_fit_into_shared_memory() -> None:
+    for tokens in range(17, MAX_WIDE_TOKENS + 1):
+        found = wide_tile(tokens)
+        assert found.tokens >= min(tokens, 256)
+        of_x, of_codes = 128 * found.tokens * found.x_stages, 192 * found.rows * found.stages
+        assert of_x + of_codes + 10 * found.noted + 1024 <= 232448
 
 
 def test_few_rows_get_more_threads_each() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
-from memeff_compile.kernels.coded_weight import CODECS, CodedWeight, encode
+from memeff_compile.kernels.coded_weight import CODECS, CodedWeight, encode, op
 from memeff_compile.report import Record
 from tests.support.closeness import needs_compiler
 from tests.support.hostile_weights import normal
@@ -240,3 +240,22 @@ def test_inductor_runs_it_and_equals_eager() -> None:
         assert a is not None
         assert b is not None
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_the_op_knows_whether_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def fuses(*args: Any, trains: bool) -> bool:
+        seen.append(trains)
+        return False
+
+    block = Block(lambda weight: weight)
+    monkeypatch.setattr(op, "_uses_kernels", lambda tensor: tensor.dtype == torch.bfloat16)
+    monkeypatch.setattr(op.launch, "fuses", fuses)
+    for grad in (True, False):
+        torch._dynamo.reset()
+        settings = {"memeff.inner": "aot_eager"}
+        function = torch.compile(block, backend="memeff", options=settings)
+        with torch.set_grad_enabled(grad):
+            function(normal(3, 256))
+    assert seen == [True, True, False, False]
