@@ -84,7 +84,7 @@ def check() -> None:
         if not torch.equal(bits(a), bits(b)):
             print("WRONG", form)
     for rows, columns, tokens in itertools.product(
-        (33, 512, 4096), (256, 4096, 14336), (1, 2, 16, 17, 64)
+        (33, 512, 4096), (256, 4096, 14336), (1, 2, 16, 17, 64, 200)
     ):
         weight = trained_like(rows, columns)
         weight.view(-1)[:: rows * 7] = 300.0
@@ -157,19 +157,24 @@ ROW_TILES = [
         for stages in (1, 3)
     ],
 ]
-TILES = {
+TILES: dict[int, list[shapes.Tile | shapes.MatrixTile | shapes.WideTile]] = {
+    8: [
+        shapes.MatrixTile(rows, 8, 1, splits, is_ahead)
+        for rows, splits, is_ahead in itertools.product((16, 32), (1, 2, 4, 8), (True, False))
+    ],
     16: [
+        shapes.Tile(32, 16, 32, 2, 3, 4),
         *[
-            shapes.Tile(rows, 16, words, 4, stages, splits)
-            for rows, words, stages, splits in itertools.product(
-                (32, 64), (32, 64), (1, 2), (1, 2, 4)
-            )
+            shapes.MatrixTile(rows, 16, 1, splits, is_ahead)
+            for rows, splits, is_ahead in itertools.product((16, 32), (1, 2, 4, 8), (True, False))
         ],
-        *[shapes.Tile(16, 16, words, 1, 1, splits) for words in (32, 64) for splits in (1, 2, 4)],
-        *[shapes.Tile(16, 16, words, 2, 1, splits) for words in (64, 128) for splits in (1, 2, 4)],
-        shapes.Tile(64, 16, 128, 8, 1, 1),
-        shapes.Tile(64, 16, 128, 8, 1, 2),
-        shapes.Tile(128, 16, 64, 8, 1, 2),
+        *[shapes.MatrixTile(32 * warps, 16, warps, 4, False) for warps in (2, 4)],
+    ],
+    64: [shapes.WideTile(rows, 64, x, codes) for rows, x, codes in ((64, 4, 3), (128, 6, 3))],
+    128: [shapes.WideTile(rows, 128, x, codes) for rows, x, codes in ((64, 4, 3), (128, 6, 3))],
+    256: [
+        shapes.WideTile(rows, 256, x, codes)
+        for rows, x, codes in ((128, 4, 3), (128, 3, 3), (64, 4, 3))
     ],
 }
 
@@ -328,7 +333,7 @@ def main() -> None:
             if not number:
                 encode_times(weights[0], codec)
             if codec == "win4":
-                for tokens in (1,) if number else (1, *TILES):
+                for tokens in (1, *TILES):
                     product_times(coded, weights, tokens)
         print(f"{time.time() - started:.0f} s", flush=True)
     one_token_times()
