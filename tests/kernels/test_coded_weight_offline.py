@@ -175,7 +175,7 @@ def _encode(capability: int, name: str) -> Any:
     if name == "win4":
         return _compile("win4", "encode", capability, {}, shapes.WIN4_ENCODE_WARPS)
     if name == "win4 patches":
-        return _compile("win4", "patches", capability, {}, 1)
+        return _compile("win4", "patches", capability, {}, shapes.PATCHES_WARPS)
     if name == "starts":
         return _compile("win4", "starts", capability, {"BLOCK": shapes.STARTS_BLOCK}, 8)
     if name == "window":

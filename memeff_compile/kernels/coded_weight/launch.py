@@ -267,7 +267,14 @@ def _write_win4_patches(
         return
     with on_device(patterns):
         win4_kernels.patches_kernel[(marks.numel(),)](
-            patterns, header, marks, starts, places, values, places.numel(), num_warps=1
+            patterns,
+            header,
+            marks,
+            starts,
+            places,
+            values,
+            places.numel(),
+            num_warps=shapes.PATCHES_WARPS,
         )
 
 

@@ -196,17 +196,16 @@ def patches_kernel(
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
     marks = tl.load(marks_ptr + chunk)
-    if marks != 0:  # only groups that have patches are read again
-        for group in range(32):
-            if (marks >> group) & 1 == 1:
-                place = group * 256 + tl.arange(0, 256)
-                pattern = tl.load(weight_ptr + chunk.to(tl.int64) * CHUNK + place)
-                count = is_win4_patch(pattern.to(tl.int32), header_ptr).to(tl.int32)
-                rank = at + tl.cumsum(count, 0) - count
-                is_patch = (count == 1) & (rank < room)
-                tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
-                tl.store(values_ptr + rank, pattern, mask=is_patch)
-                at += tl.sum(count, 0)
+    if marks != 0:
+        place = tl.arange(0, CHUNK)
+        is_read = ((marks >> (place // 256)) & 1) == 1  # only groups that have patches
+        at_weight = weight_ptr + chunk.to(tl.int64) * CHUNK + place
+        pattern = tl.load(at_weight, mask=is_read, other=0)
+        count = is_win4_patch(pattern.to(tl.int32), header_ptr).to(tl.int32)
+        rank = at + tl.cumsum(count, 0) - count
+        is_patch = (count == 1) & (rank < room)
+        tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
+        tl.store(values_ptr + rank, pattern, mask=is_patch)
 
 
 @triton.jit
