@@ -154,3 +154,12 @@ def test_products_of_a_strided_input() -> None:
     found = launch.product(x, launch.encode(weight, WIN4), None, weight.shape)
     exact = x.double() @ weight.double().t()
     assert float((found.double() - exact).abs().max()) <= 2**-6 * float(exact.abs().max())
+
+
+def test_columns_are_ordered_for_operands_and_turned() -> None:
+    x = normal(33, 512)
+    ordered, turned = launch._ordered(x)
+    assert torch.equal(turned[:, :33], x.t())
+    place = torch.arange(512).view(2, 4, 2, 4, 4, 2)  # group, pair, half, fours of lanes, lane, low
+    expected = place.permute(0, 2, 1, 4, 3, 5).reshape(-1)
+    assert torch.equal(ordered, x[:, expected])

@@ -594,11 +594,11 @@ Setting: TypeAlias = shapes.RowTile | shapes.Tile | shapes.MatrixTile | shapes.W
 def _setting(tokens: int, shape: Sequence[int], device: torch.device) -> Setting:
     if tokens == 1:
         return shapes.row_tile(shape[0], processors(device))
-    if device.type != "cuda" or not _has_gluon():
-        return shapes.tile(tokens, shape[0], shape[1], processors(device))
-    if tokens > shapes.MAX_FUSED_TOKENS:
+    if device.type == "cuda" and _has_gluon() and tokens <= shapes.MAX_FUSED_TOKENS:
+        return shapes.matrix_tile(tokens, shape[0], shape[1], processors(device))
+    if device.type == "cuda" and _is_wide(tokens, device):
         return shapes.wide_tile(tokens)
-    return shapes.matrix_tile(tokens, shape[0], shape[1], processors(device))
+    return shapes.tile(tokens, shape[0], shape[1], processors(device))
 
 
 @lru_cache(maxsize=1)
