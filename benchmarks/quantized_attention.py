@@ -8,7 +8,8 @@
 in queries, keys and values (bias), 4096 tokens of two heads: cosine, relative L1, root mean square.
 
 `speed` times one attention, bf16, from q, k and v to the output, codes included, as a CUDA graph
-over copies of the inputs that together exceed the L2 cache; the methods take turns. `flash` and
+of as many calls as take milliseconds, over copies of the inputs that together exceed the L2 cache;
+the methods take turns. `flash` and
 `cudnn` are PyTorch's, `flex` is FlexAttention, compiled, `math` PyTorch's own, `exact`
 memeff::attention, which serves masks that PyTorch's kernels do not know. TFLOP/s count 4 D
 operations for each query and key that count.
@@ -45,6 +46,8 @@ from memeff_compile.kernels.attention import attention
 from memeff_compile.kernels.quantized_attention import LEVELS, quantized_attention
 
 CACHED_BYTES = 100 << 20
+LEAST_WORK = 2.0e12
+"""Operations in one graph: some 3 ms, of which the graph's own launch is no part to speak of."""
 METHODS = (*LEVELS, "flash", "cudnn", "exact", "flex", "math")
 MOST_SCORES_OF_MATH = 1 << 31
 
@@ -225,6 +228,8 @@ def _speed_of(
     heads = settings.heads
     count = max(1, CACHED_BYTES // (2 * (heads + 2 * groups) * length * depth))
     copies = [draw(settings.device, heads, groups, length, depth, seed=i) for i in range(count)]
+    work = 4 * depth * heads * length * length / (2 if is_causal else 1)
+    copies *= max(1, math.ceil(LEAST_WORK / (work * count)))
     functions = {}
     for name in settings.methods:
         if name == "math" and heads * length * length > MOST_SCORES_OF_MATH:
@@ -234,9 +239,8 @@ def _speed_of(
         except Exception as error:
             print(f"{name}, D {depth}, N {length}: {str(error)[:200]}", flush=True)
     times = timed(functions, settings.repeats + 1)
-    work = 4 * depth * heads * length * length / (2 if is_causal else 1)
     for name, found in times.items():
-        ordered = sorted(each / count for each in found[1:])
+        ordered = sorted(each / len(copies) for each in found[1:])
         median = statistics.median(ordered)
         row = {"part": "speed", "method": name, "H": heads, "G": groups, "N": length, "D": depth}
         row |= {

@@ -28,7 +28,7 @@ from memeff_compile.kernels.quantized_attention.shapes import (
     depth_block,
     shape_for,
 )
-from memeff_compile.kernels.quantized_attention.tiles import FIRST_DESCRIBED
+from memeff_compile.kernels.quantized_attention.tiles import FIRST_DESCRIBED, FIRST_EARLY
 from tests.support.cubins import stack_bytes
 
 pytestmark = pytest.mark.offline
@@ -57,6 +57,8 @@ PLAIN = {
     "HAS_CORRECTION": False,
     "HAS_REST": True,
     "WITH_LSE": False,
+    "CODES_QUERIES": True,
+    "LIMIT": 127,
     "UPCAST": False,
 }
 EVERY = {
@@ -66,6 +68,7 @@ EVERY = {
     "HAS_IDS": True,
     "HAS_BOUNDS": True,
     "HAS_CORRECTION": True,
+    "CODES_QUERIES": False,
     "WITH_LSE": True,
 }
 
@@ -124,6 +127,8 @@ def _attention(
         name: f"tensordesc<{kind}[{rows},{columns}]>" if is_described else f"*{kind}"
         for name, (kind, rows, columns) in tiles.items()
     }
+    if flags["CODES_QUERIES"]:
+        codes["q_codes"] = "*i8"
     constants = {
         "DEPTH": depth,
         "DEPTH_BLOCK": wide,
@@ -134,6 +139,7 @@ def _attention(
         "QUERY_BLOCK": BLOCK,
         "MAGIC_SUM": shape.magic,
         "DESCRIBED": is_described,
+        "EARLY": is_described,
         **flags,
     }
     kernel = tiles_kernels._quantized_attention_kernel
@@ -243,6 +249,7 @@ def _preparation(depth: int = 128, **changes: Any) -> dict[str, Any]:
         "HAS_KEY_MASK": False,
         "WITH_LSE": False,
         "UPCAST": False,
+        "EARLY": False,
         "ROWS": BLOCK if changes.get("SMOOTH_Q") else QUERY_ROWS,
         "SAMPLE": 8,
         **changes,
@@ -254,7 +261,8 @@ def _prepared(capability: int, depth: int, **changes: Any) -> list[Any]:
     from memeff_compile.kernels.quantized_attention import prepare_kernels as kernels
 
     value = "*fp16" if capability < 89 else "*fp8e4nv"
-    constants = _preparation(depth, HAS_REST=value == "*fp8e4nv", **changes)
+    flags = {"HAS_REST": value == "*fp8e4nv", "EARLY": capability // 10 >= FIRST_EARLY}
+    constants = _preparation(depth, **flags, **changes)
     width = max(1, depth_block(depth) // 128)
     launches = (
         (kernels._look_kernel, LOOK_KEYS, LOOK_WARPS * width),

@@ -14,9 +14,6 @@ others left.
 Queries that share a large part, their mean, turn the rounding of a key into an error of its score
 that is alike for all of them. `_aligned` rounds keys so that this part of the error all but
 vanishes: in two channels codes are moved by whole numbers.
-
-A number that is not finite makes its scale nan: int8 has no nan, and without that a code of it
-would come out as an ordinary weight.
 """
 
 from __future__ import annotations
@@ -24,15 +21,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels.quantized_attention.tiles_kernels import _e4m3_in_fp32
+from memeff_compile.kernels.quantized_attention.rounding_kernels import (
+    LEAST,
+    _codes_of_rows,
+    _e4m3_in_fp32,
+    _load_tile,
+    _nearest,
+    _scale_of,
+    _size_bits,
+    _whole,
+)
 
-LEAST = tl.constexpr(1.0e-16)  # of queries and keys that are all zeros: two scales multiply
-LEAST_VALUE = tl.constexpr(1.0e-30)
 HUGE = tl.constexpr(3.0e38)
 INFINITE = tl.constexpr(float("inf"))
+LEAST_VALUE = tl.constexpr(1.0e-30)
 LARGEST_E4M3 = tl.constexpr(448.0)
-MAGIC = tl.constexpr(0x4B400000)
-MAGIC_VALUE = tl.constexpr(12582912.0)
 LEAST_SHARE = tl.constexpr(0.6)  # of the queries' energy in their mean, from which it is heeded
 FINER = tl.constexpr(3.0)  # the mean's size in the first of two channels over that in the second
 MOST_STEPS = tl.constexpr(16.0)  # by which a code is moved
@@ -41,45 +44,11 @@ BLOCKS_TOGETHER = tl.constexpr(64)
 
 
 @triton.jit
-def _load_tile(ptr, stride, place, is_place, depth, DEPTH: tl.constexpr, DEPTH_BLOCK: tl.constexpr):
-    mask = is_place[:, None]
-    if DEPTH != DEPTH_BLOCK:
-        mask = mask & (depth < DEPTH)[None, :]
-    ptrs = ptr + place.to(tl.int64)[:, None] * stride + depth[None, :]
-    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _nearest(x):
-    """Round to the nearest int8, ties to even; |x| is far below 2^22."""
-    return ((x + MAGIC_VALUE).to(tl.int32, bitcast=True) - MAGIC).to(tl.int8)
-
-
-@triton.jit
-def _whole(x):
-    """Round to the nearest whole number, ties to even, as fp32; |x| is far below 2^22."""
-    return (x + MAGIC_VALUE) - MAGIC_VALUE
-
-
-@triton.jit
 def _is_counted(place, keys, mask_ptr, HAS_KEY_MASK: tl.constexpr):
     found = place < keys
     if HAS_KEY_MASK:
         found = found & (tl.load(mask_ptr + place, mask=found, other=0) != 0)
     return found
-
-
-@triton.jit
-def _sizes(x):
-    """Return |x|, infinity for what is not finite."""
-    size = tl.abs(x)
-    return tl.where(size <= HUGE, size, INFINITE)
-
-
-@triton.jit
-def _scale_of(size, least, limit):
-    """Return the scale of numbers up to `size`: not 0, and nan where size is not finite."""
-    return (tl.maximum(size, least) + (size - size)) * (1.0 / limit)
 
 
 # --- look -----------------------------------------------------------------------------------------
@@ -112,11 +81,19 @@ def _look(
     for first in tl.range(start, stop, KEYS, num_stages=2):
         place = first + tl.arange(0, KEYS)
         is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
-        v = _load_tile(v_ptr, stride_v_key, place, is_place, depth, DEPTH, DEPTH_BLOCK)
-        v_sum += v
-        low = tl.minimum(low, tl.where(is_place[:, None], v, HUGE))
-        high = tl.maximum(high, tl.where(is_place[:, None], v, -HUGE))
-        v_count += is_place.to(tl.float32)
+        is_one = is_place.to(tl.float32)
+        if HAS_KEY_MASK:
+            v = _load_tile(v_ptr, stride_v_key, place, is_place, depth, DEPTH, DEPTH_BLOCK)
+            v_sum += v
+            low = tl.minimum(low, tl.where(is_place[:, None], v, HUGE))
+            high = tl.maximum(high, tl.where(is_place[:, None], v, -HUGE))
+        else:  # the last key stands for those after it, which changes no extreme
+            place = tl.minimum(place, keys - 1)
+            v = _load_tile(v_ptr, stride_v_key, place, place >= 0, depth, DEPTH, DEPTH_BLOCK)
+            v_sum += v * is_one[:, None]
+            low = tl.minimum(low, v)
+            high = tl.maximum(high, v)
+        v_count += is_one
         sampled = first + tl.arange(0, KEYS // SAMPLE) * SAMPLE
         is_sampled = _is_counted(sampled, keys, mask_ptr, HAS_KEY_MASK)
         k = _load_tile(k_ptr, stride_k_key, sampled, is_sampled, depth, DEPTH, DEPTH_BLOCK)
@@ -141,34 +118,44 @@ def _write_queries(
     row,
     block,
     blocks,
-    stride_sampled,
-    samples,
     queries,
     LIMIT: tl.constexpr,
     DEPTH: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    SMOOTH_Q: tl.constexpr,
-    ALIGN: tl.constexpr,
 ):
+    """Write codes of a block of queries without its mean."""
     depth = tl.arange(0, DEPTH_BLOCK)
     place = block * ROWS + tl.arange(0, ROWS)
     is_row = place < queries
     q = _load_tile(q_ptr, stride, place, is_row, depth, DEPTH, DEPTH_BLOCK) * scale
-    if SMOOTH_Q:
-        count = tl.minimum(queries - block * ROWS, ROWS)
-        q_mean = tl.sum(q, axis=0) / count
-        tl.store(mean_ptr + (row * blocks + block) * DEPTH_BLOCK + depth, q_mean)
-        q = tl.where(is_row[:, None], q - q_mean[None, :], 0.0)
-    elif ALIGN:  # known when compiling, unlike the next line  # noqa: SIM102
-        if block % stride_sampled == 0:
-            sample = (row * samples + block // stride_sampled) * 2 * DEPTH_BLOCK
-            tl.store(mean_ptr + sample + depth, tl.sum(q, axis=0))
-            tl.store(mean_ptr + sample + DEPTH_BLOCK + depth, tl.sum(q * q, axis=0))
-    q_scale = _scale_of(tl.max(_sizes(q), axis=1), LEAST, LIMIT)
+    count = tl.minimum(queries - block * ROWS, ROWS)
+    q_mean = tl.sum(q, axis=0) / count
+    tl.store(mean_ptr + (row * blocks + block) * DEPTH_BLOCK + depth, q_mean)
+    codes, q_scale = _codes_of_rows(tl.where(is_row[:, None], q - q_mean[None, :], 0.0), LIMIT)
     tl.store(scale_ptr + row * queries + place, q_scale, mask=is_row)
     found = codes_ptr + (row * queries + place)[:, None] * DEPTH_BLOCK + depth[None, :]
-    tl.store(found, _nearest(q * (1.0 / q_scale)[:, None]), mask=is_row[:, None])
+    tl.store(found, codes, mask=is_row[:, None])
+
+
+@triton.jit
+def _sample_queries(
+    q_ptr,
+    stride,
+    sample_ptr,
+    scale,
+    block,
+    queries,
+    DEPTH: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write the sums of a block of queries and of their squares."""
+    depth = tl.arange(0, DEPTH_BLOCK)
+    place = block * ROWS + tl.arange(0, ROWS)
+    q = _load_tile(q_ptr, stride, place, place < queries, depth, DEPTH, DEPTH_BLOCK) * scale
+    tl.store(sample_ptr + depth, tl.sum(q, axis=0))
+    tl.store(sample_ptr + DEPTH_BLOCK + depth, tl.sum(q * q, axis=0))
 
 
 @triton.jit
@@ -188,21 +175,20 @@ def _look_kernel(
     key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
     stride_mask_batch,
     sums_ptr,  # (B * G, chunks, 5, DEPTH_BLOCK) fp32: keys, values, their extremes, counts
-    q_codes_ptr,  # (B * H, M, DEPTH_BLOCK) int8
-    q_scale_ptr,  # (B * H, M) fp32
-    q_mean_ptr,  # (B * H, query blocks, DEPTH_BLOCK) fp32 with SMOOTH_Q; with ALIGN
-    # (B * H, samples, 2, DEPTH_BLOCK): sums and sums of squares of some blocks
+    q_codes_ptr,  # (B * H, M, DEPTH_BLOCK) int8, with SMOOTH_Q
+    q_scale_ptr,  # (B * H, M) fp32, the same
+    q_mean_ptr,  # (B * H, query blocks, DEPTH_BLOCK) fp32 with SMOOTH_Q; else
+    # (B * H, query blocks, 2, DEPTH_BLOCK): sums and sums of squares
     scale,  # of attention, in base 2
     heads,
     groups,
     queries,
     keys,
-    query_blocks,
+    query_blocks,  # with SMOOTH_Q all, else those that are sampled
     stride_sampled,  # every how many blocks of queries is one
-    samples,
     chunk,  # keys per chunk, a multiple of KEYS
     chunks,
-    looks,  # programs that look: B * G * chunks; the others write codes of q
+    looks,  # programs that look at keys and values: B * G * chunks; the others are of queries
     LIMIT: tl.constexpr,  # the largest code: 127 or 7
     DEPTH: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
@@ -210,9 +196,11 @@ def _look_kernel(
     ROWS: tl.constexpr,  # queries per program; with SMOOTH_Q those that share a mean
     SAMPLE: tl.constexpr,  # every how many keys are looked at for their mean; divides KEYS
     SMOOTH_Q: tl.constexpr,
-    ALIGN: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if program < looks:
         row = (program // chunks).to(tl.int64)
@@ -237,26 +225,37 @@ def _look_kernel(
     else:
         row = ((program - looks) // query_blocks).to(tl.int64)
         batch, head = row // heads, row % heads
-        _write_queries(
-            q_ptr + batch * stride_q_batch + head * stride_q_head,
-            stride_q_query,
-            q_codes_ptr,
-            q_scale_ptr,
-            q_mean_ptr,
-            scale,
-            row,
-            (program - looks) % query_blocks,
-            query_blocks,
-            stride_sampled,
-            samples,
-            queries,
-            LIMIT,
-            DEPTH,
-            DEPTH_BLOCK,
-            ROWS,
-            SMOOTH_Q,
-            ALIGN,
-        )
+        block = (program - looks) % query_blocks
+        q_ptr += batch * stride_q_batch + head * stride_q_head
+        if SMOOTH_Q:
+            _write_queries(
+                q_ptr,
+                stride_q_query,
+                q_codes_ptr,
+                q_scale_ptr,
+                q_mean_ptr,
+                scale,
+                row,
+                block,
+                query_blocks,
+                queries,
+                LIMIT,
+                DEPTH,
+                DEPTH_BLOCK,
+                ROWS,
+            )
+        else:
+            _sample_queries(
+                q_ptr,
+                stride_q_query,
+                q_mean_ptr + (row * query_blocks + block) * 2 * DEPTH_BLOCK,
+                scale,
+                block * stride_sampled,
+                queries,
+                DEPTH,
+                DEPTH_BLOCK,
+                ROWS,
+            )
 
 
 # --- settle ---------------------------------------------------------------------------------------
@@ -273,34 +272,51 @@ def _chunk_values(
 
 
 @triton.jit
-def _settle_means(
+def _counted(
+    sums_ptr, chunks, WHICH: tl.constexpr, CHUNKS: tl.constexpr, DEPTH_BLOCK: tl.constexpr
+):
+    """Return how many keys were sampled (WHICH 0) or looked at (1) in all chunks, at least 1."""
+    part = tl.arange(0, CHUNKS)
+    ptrs = sums_ptr + (part * 5 + 4) * DEPTH_BLOCK + WHICH
+    return tl.maximum(tl.sum(tl.load(ptrs, mask=part < chunks, other=0.0), axis=0), 1.0)
+
+
+@triton.jit
+def _settle_keys(
     sums_ptr,
     k_mean_ptr,
-    v_scale_ptr,
     chunks,
     DEPTH_BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     SMOOTH_K: tl.constexpr,
+):
+    depth = tl.arange(0, DEPTH_BLOCK)
+    k_mean = tl.zeros((DEPTH_BLOCK,), dtype=tl.float32)
+    if SMOOTH_K:
+        k_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 0, CHUNKS, DEPTH_BLOCK), axis=0)
+        k_mean = k_sum / _counted(sums_ptr, chunks, 0, CHUNKS, DEPTH_BLOCK)
+    tl.store(k_mean_ptr + depth, k_mean)
+
+
+@triton.jit
+def _settle_values(
+    sums_ptr,
+    v_scale_ptr,
+    chunks,
+    DEPTH_BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     SMOOTH_V: tl.constexpr,
 ):
     depth = tl.arange(0, DEPTH_BLOCK)
-    k_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 0, CHUNKS, DEPTH_BLOCK), axis=0)
     v_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 1, CHUNKS, DEPTH_BLOCK), axis=0)
     low = tl.min(_chunk_values(sums_ptr, chunks, HUGE, 2, CHUNKS, DEPTH_BLOCK), axis=0)
     high = tl.max(_chunk_values(sums_ptr, chunks, -HUGE, 3, CHUNKS, DEPTH_BLOCK), axis=0)
-    counts = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 4, CHUNKS, DEPTH_BLOCK), axis=0)
-    k_count = tl.sum(tl.where(depth == 0, counts, 0.0), axis=0)
-    v_count = tl.sum(tl.where(depth == 1, counts, 0.0), axis=0)
-    k_mean = k_sum / tl.maximum(k_count, 1.0)
-    true_mean = v_sum / tl.maximum(v_count, 1.0)
+    true_mean = v_sum / _counted(sums_ptr, chunks, 1, CHUNKS, DEPTH_BLOCK)
     v_mean = true_mean
-    if not SMOOTH_K:
-        k_mean = tl.zeros((DEPTH_BLOCK,), dtype=tl.float32)
     if not SMOOTH_V:
         v_mean = tl.zeros((DEPTH_BLOCK,), dtype=tl.float32)
     size = tl.maximum(tl.maximum(high - v_mean, v_mean - low), LEAST_VALUE)
     v_scale = (size + (true_mean - true_mean)) * (1.0 / LARGEST_E4M3)
-    tl.store(k_mean_ptr + depth, k_mean)
     tl.store(v_scale_ptr + depth, v_scale)
     tl.store(v_scale_ptr + DEPTH_BLOCK + depth, v_mean)
 
@@ -343,7 +359,7 @@ def _settle_direction(samples_ptr, found_ptr, samples, queries, DEPTH_BLOCK: tl.
 @triton.jit
 def _settle_kernel(
     sums_ptr,  # what _look_kernel left
-    samples_ptr,  # the same of queries, with ALIGN
+    samples_ptr,  # the same of queries
     k_mean_ptr,  # (B * G, 3, DEPTH_BLOCK) fp32: the keys' mean, queries' direction, its channels
     v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
     chunks,
@@ -353,21 +369,21 @@ def _settle_kernel(
     CHUNKS: tl.constexpr,
     SMOOTH_K: tl.constexpr,
     SMOOTH_V: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Settle the means of a row of heads; with ALIGN, programs beside settle the direction."""
+    """Settle the keys' mean, values' scale and mean, and the direction of queries, if wanted."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    sums_ptr += row * chunks * 5 * DEPTH_BLOCK
     k_mean_ptr += row * 3 * DEPTH_BLOCK
-    if tl.program_id(1) == 0:
-        _settle_means(
-            sums_ptr + row * chunks * 5 * DEPTH_BLOCK,
-            k_mean_ptr,
-            v_scale_ptr + row * 2 * DEPTH_BLOCK,
-            chunks,
-            DEPTH_BLOCK,
-            CHUNKS,
-            SMOOTH_K,
-            SMOOTH_V,
-        )
+    if part == 0:
+        _settle_keys(sums_ptr, k_mean_ptr, chunks, DEPTH_BLOCK, CHUNKS, SMOOTH_K)
+    elif part == 1:
+        v_scale_ptr += row * 2 * DEPTH_BLOCK
+        _settle_values(sums_ptr, v_scale_ptr, chunks, DEPTH_BLOCK, CHUNKS, SMOOTH_V)
     else:
         _settle_direction(
             samples_ptr + row * samples * 2 * DEPTH_BLOCK,
@@ -420,27 +436,34 @@ def _write_keys(
 ):
     depth = tl.arange(0, DEPTH_BLOCK)
     place = block * BLOCK + tl.arange(0, BLOCK)
-    is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
-    k = _load_tile(k_ptr, stride, place, is_place, depth, DEPTH, DEPTH_BLOCK)
+    found = codes_ptr + (row * blocks * BLOCK + place)[:, None] * DEPTH_BLOCK + depth[None, :]
     mean_ptr += row * 3 * DEPTH_BLOCK
+    if HAS_KEY_MASK:
+        is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
+        k = _load_tile(k_ptr, stride, place, is_place, depth, DEPTH, DEPTH_BLOCK)
+        if SMOOTH_K:
+            k = tl.where(is_place[:, None], k - tl.load(mean_ptr + depth)[None, :], 0.0)
+    else:  # the last key stands for those after it, which nobody reads
+        place = tl.minimum(place, keys - 1)
+        k = _load_tile(k_ptr, stride, place, place >= 0, depth, DEPTH, DEPTH_BLOCK)
+        if SMOOTH_K:
+            k -= tl.load(mean_ptr + depth)[None, :]
+    size = tl.max(tl.max(_size_bits(k), axis=1), axis=0).to(tl.float32, bitcast=True)
+    k_scale = _scale_of(size, LEAST, LIMIT)
+    tl.store(scale_ptr + row * blocks + block, k_scale)
+    at_first = 0.0
     if ALIGN:
-        direction = tl.load(mean_ptr + DEPTH_BLOCK + depth)
         at_first = tl.load(mean_ptr + 2 * DEPTH_BLOCK)
+    if at_first != 0.0:
+        direction = tl.load(mean_ptr + DEPTH_BLOCK + depth)
         at_second = tl.load(mean_ptr + 2 * DEPTH_BLOCK + 1)
         first = depth == tl.load(mean_ptr + 2 * DEPTH_BLOCK + 2).to(tl.int32)
         second = depth == tl.load(mean_ptr + 2 * DEPTH_BLOCK + 3).to(tl.int32)
-    if SMOOTH_K:
-        k_mean = tl.load(mean_ptr + depth)
-        k = tl.where(is_place[:, None], k - k_mean[None, :], 0.0)
-    size = tl.max(tl.max(_sizes(k), axis=1), axis=0)
-    k_scale = _scale_of(size, LEAST, LIMIT)
-    tl.store(scale_ptr + row * blocks + block, k_scale)
-    found = (row * blocks * BLOCK + place)[:, None] * DEPTH_BLOCK + depth[None, :]
-    k = k * (1.0 / k_scale)
-    if ALIGN:  # noqa: SIM102
-        if at_first != 0.0:
-            k = _aligned(k, direction, at_first, at_second, first, second, LIMIT)
-    tl.store(codes_ptr + found, _nearest(k))
+        k *= 1.0 / k_scale
+        k = _aligned(k, direction, at_first, at_second, first, second, LIMIT)
+        tl.store(found, _nearest(k))
+    else:
+        tl.store(found, _nearest(k * (1.0 / k_scale)))
 
 
 @triton.jit
@@ -472,10 +495,16 @@ def _write_values(
         offs = offs - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2
     place = block * BLOCK + offs
     is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
-    v = _load_tile(v_ptr, stride, place, is_place, depth, DEPTH, DEPTH_BLOCK)
-    v_scale = tl.load(scale_ptr + row * 2 * DEPTH_BLOCK + depth)
-    v_mean = tl.load(scale_ptr + (row * 2 + 1) * DEPTH_BLOCK + depth)
-    v = tl.where(is_place[:, None], (v - v_mean[None, :]) * (1.0 / v_scale)[None, :], 0.0)
+    scale_ptr += row * 2 * DEPTH_BLOCK
+    inverse = 1.0 / tl.load(scale_ptr + depth)
+    v_mean = tl.load(scale_ptr + DEPTH_BLOCK + depth)
+    if HAS_KEY_MASK:
+        v = _load_tile(v_ptr, stride, place, is_place, depth, DEPTH, DEPTH_BLOCK)
+        v = tl.where(is_place[:, None], (v - v_mean[None, :]) * inverse[None, :], 0.0)
+    else:  # the last key stands for those after it, whose weight is 0
+        place = tl.minimum(place, keys - 1)
+        v = _load_tile(v_ptr, stride, place, place >= 0, depth, DEPTH, DEPTH_BLOCK)
+        v = (v - v_mean[None, :]) * inverse[None, :]
     exact = v
     if UPCAST and is_8_bit:
         v = _e4m3_in_fp32(v)
@@ -483,11 +512,11 @@ def _write_values(
     line = (row * DEPTH_BLOCK + depth)[:, None] * (blocks * BLOCK)
     tl.store(codes_ptr + line + (block * BLOCK + column)[None, :], tl.trans(rounded))
     if HAS_REST:
-        rest = tl.sum(exact - rounded.to(tl.float32), axis=0)
+        is_one = is_place.to(tl.float32)
+        rest = tl.sum((exact - rounded.to(tl.float32)) * is_one[:, None], axis=0)
         tl.store(rest_ptr + (row * (blocks + 1) + block + 1) * DEPTH_BLOCK + depth, rest)
         if HAS_KEY_MASK:
-            count = tl.sum(is_place.to(tl.float32), axis=0)
-            tl.store(counts_ptr + row * (blocks + 1) + block + 1, count)
+            tl.store(counts_ptr + row * (blocks + 1) + block + 1, tl.sum(is_one, axis=0))
 
 
 @triton.jit
@@ -557,7 +586,11 @@ def _write_kernel(
     HAS_REST: tl.constexpr,
     WITH_LSE: tl.constexpr,
     UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     if program < programs:
         row = (program // key_blocks).to(tl.int64)
@@ -634,8 +667,12 @@ def _total_kernel(
     DEPTH_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Add up what rounding took from the values of all blocks up to each."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64) * (key_blocks + 1)
     part = tl.program_id(1)
     column = part * COLUMNS + tl.arange(0, COLUMNS)

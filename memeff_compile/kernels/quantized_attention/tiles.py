@@ -46,6 +46,9 @@ from memeff_compile.kernels.quantized_attention.shapes import (
 FIRST_DESCRIBED = 9
 """The first major compute capability that loads tiles by descriptors."""
 
+FIRST_EARLY = 9
+"""The first major compute capability whose kernels start before those that they wait for end."""
+
 MOST_ROWS = 1 << 31
 
 
@@ -54,10 +57,11 @@ class Packed:
     """Codes as the attention kernel reads them; D is padded, N is a multiple of `BLOCK`.
 
     Attributes:
-        q: (B * H * M, D) int8.
+        q: (B * H * M, D) int8; without `q_scale` room for them: the attention kernel codes queries
+            as it loads them.
         k: (B * G * N, D) int8.
         v: (B * G * D, N) E4M3, its keys in the order of `tiles_kernels._reordered`, or fp16.
-        q_scale: (B * H, M) fp32.
+        q_scale: (B * H, M) fp32, or None.
         k_scale: (B * G, N / BLOCK) fp32, or (B * G, N) with `is_scaled_per_key`.
         v_scale: (B * G, 2, D) fp32: scale and mean of each channel.
         correction: (B * H, query blocks, N) fp32, or None.
@@ -71,7 +75,7 @@ class Packed:
     q: Tensor
     k: Tensor
     v: Tensor
-    q_scale: Tensor
+    q_scale: Tensor | None
     k_scale: Tensor
     v_scale: Tensor
     correction: Tensor | None
@@ -79,6 +83,11 @@ class Packed:
     rest: Tensor | None
     counts: Tensor | None
     is_scaled_per_key: bool
+
+
+def starts_early(tensor: Tensor) -> bool:
+    """Say whether a kernel may start while the one before it ends, and wait before it reads."""
+    return tensor.is_cuda and capability(tensor.device)[0] >= FIRST_EARLY
 
 
 def _blocks(length: int, size: int) -> int:
@@ -137,35 +146,32 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     stride, samples, sampled = sampled_queries(queries)
     chunk, chunks = _chunks(batch * groups, keys, q.device)
     found = _empty(q, (batch, heads, groups, queries, keys, wide), given, settings)
-    sums = found.q_scale.new_empty((batch * groups, chunks, 5, wide))
+    sums = found.k_scale.new_empty((batch * groups, chunks, 5, wide))
     k_mean = sums.new_empty((batch * groups, 3, wide))
-    means = k_mean
-    if is_smooth:
-        means = sums.new_empty((batch, heads, query_blocks, wide))
-    elif settings.aligns:
-        means = sums.new_empty((batch, heads, samples, 2, wide))
+    looked = query_blocks if is_smooth else samples
+    means = sums.new_empty((batch, heads, looked, *(() if is_smooth else (2,)), wide))
     looks, programs = batch * groups * chunks, batch * groups * key_blocks
     shifts = batch * heads * query_blocks if settings.with_lse else 0
     operands = _strided(q, k, v, given)
     scale = given.scale * math.log2(math.e)
     sizes = {"DEPTH": depth, "DEPTH_BLOCK": wide, "HAS_KEY_MASK": given.key_mask is not None}
-    sizes |= {"LIMIT": settings.limit, "ROWS": rows, "ALIGN": settings.aligns}
+    sizes |= {"LIMIT": settings.limit, "ROWS": rows, "EARLY": starts_early(q)}
     width = wide // 128 or 1
+    early = {"launch_pdl": True} if starts_early(q) else {}
     with on_device(q):
-        kernels._look_kernel[(looks + batch * heads * query_blocks,)](
+        kernels._look_kernel[(looks + batch * heads * looked,)](
             *operands,
             sums,
             found.q,
-            found.q_scale,
+            sums if found.q_scale is None else found.q_scale,
             means,
             scale,
             heads,
             groups,
             queries,
             keys,
-            query_blocks,
+            looked,
             stride,
-            samples,
             chunk,
             chunks,
             looks,
@@ -175,7 +181,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             num_warps=LOOK_WARPS * width,
             **sizes,
         )
-        kernels._settle_kernel[(batch * groups, 2 if settings.aligns else 1)](
+        kernels._settle_kernel[(batch * groups, 3 if settings.aligns else 2)](
             sums,
             means,
             k_mean,
@@ -187,7 +193,9 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             CHUNKS=max(2, 1 << (chunks - 1).bit_length()),
             SMOOTH_K="k" in settings.smooth,
             SMOOTH_V="v" in settings.smooth,
+            EARLY=starts_early(q),
             num_warps=SETTLE_WARPS,
+            **early,
         )
         kernels._write_kernel[(2 * programs + shifts,)](
             *operands,
@@ -209,11 +217,13 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             programs,
             BLOCK=BLOCK,
             SMOOTH_K="k" in settings.smooth,
+            ALIGN=settings.aligns,
             HAS_REST=found.rest is not None,
             WITH_LSE=settings.with_lse,
             UPCAST=not q.is_cuda,
             num_warps=WRITE_WARPS * width,
             **sizes,
+            **early,
         )
         if found.rest is not None:
             kernels._total_kernel[(batch * groups, wide // TOTAL_COLUMNS)](
@@ -223,7 +233,9 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
                 DEPTH_BLOCK=wide,
                 COLUMNS=TOTAL_COLUMNS,
                 HAS_KEY_MASK=found.counts is not None,
+                EARLY=starts_early(q),
                 num_warps=TOTAL_WARPS,
+                **early,
             )
     return _with_correction(found, means[..., :depth], k, given, settings) if is_smooth else found
 
@@ -274,7 +286,7 @@ def _empty(
         empty(int8, query_rows * queries, depth),
         empty(int8, key_rows * blocks * BLOCK, depth),
         empty(dtype, key_rows * depth, blocks * BLOCK),
-        empty(fp32, query_rows, queries),
+        empty(fp32, query_rows, queries) if "q" in settings.smooth else None,
         empty(fp32, key_rows, blocks),
         empty(fp32, key_rows, 2, depth),
         None,
@@ -372,10 +384,11 @@ def attend_packed(
     from memeff_compile.kernels.quantized_attention import tiles_kernels as kernels
 
     batch, heads, queries, depth = q.shape
-    wide, key_blocks = made.q.shape[1], made.v.shape[1] // BLOCK
+    wide, key_blocks = made.k.shape[1], made.v.shape[1] // BLOCK
+    q = _rows(q)
     tiles = _blocks(queries, shape.rows)
     out = q.new_empty((batch, queries, heads, depth))
-    lse = made.q_scale.new_empty((batch, heads, queries if settings.with_lse else 0))
+    lse = made.k_scale.new_empty((batch, heads, queries if settings.with_lse else 0))
     given = _within(given, queries, keys)
     flags = {
         "HAS_AHEAD": given.ahead is not None,
@@ -390,18 +403,18 @@ def attend_packed(
     with on_device(q):
         bounds = _bounds(given, q, tables, positions, sizes, shape, flags)
         kernels._quantized_attention_kernel[(batch * heads * tiles,)](
-            *_operands(made, shape, is_described),
-            made.q_scale,
+            *_operands(made, q, given, shape, is_described),
+            made.k_scale if made.q_scale is None else made.q_scale,
             made.k_scale,
             made.v_scale,
-            made.q_scale if made.correction is None else made.correction,
-            made.q_scale if made.shift is None else made.shift,
-            made.q_scale if made.rest is None else made.rest,
-            made.q_scale if made.counts is None else made.counts,
+            made.k_scale if made.correction is None else made.correction,
+            made.k_scale if made.shift is None else made.shift,
+            made.k_scale if made.rest is None else made.rest,
+            made.k_scale if made.counts is None else made.counts,
             *tables,
             bounds,
             out,
-            lse if settings.with_lse else made.q_scale,
+            lse if settings.with_lse else made.k_scale,
             *positions,
             together or math.gcd(batch * heads, HEADS_TOGETHER),
             heads,
@@ -424,25 +437,40 @@ def attend_packed(
             WITH_LSE=settings.with_lse,
             MAGIC_SUM=shape.magic,
             DESCRIBED=is_described,
+            CODES_QUERIES=made.q_scale is None,
+            LIMIT=settings.limit,
             UPCAST=not q.is_cuda,
+            EARLY=starts_early(q),
             num_warps=shape.warps,
+            **({"launch_pdl": True} if starts_early(q) else {}),
             **({} if shape.registers is None else {"maxnreg": shape.registers}),
             **flags,
         )
     return out.transpose(1, 2), lse
 
 
-def _operands(made: Packed, shape: Shape, is_described: bool) -> tuple[Any, ...]:
-    """Return the codes of q, k and v, as descriptors of tiles where the GPU loads by them."""
+def _operands(
+    made: Packed, q: Tensor, given: Conditions, shape: Shape, is_described: bool
+) -> tuple[Any, ...]:
+    """Return the codes of q, k and v, as descriptors of tiles where the GPU loads by them.
+
+    Before these stand q itself, its strides and the scale, of which queries may yet be coded.
+    """
+    facts = (q, *q.stride()[:3], given.scale * math.log2(math.e))
     if not is_described:
-        return made.q, made.k, made.v
+        return *facts, made.q, made.k, made.v
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     wide = made.q.shape[1]
+
+    def tiles(codes: Tensor, rows: int, columns: int) -> object:
+        return TensorDescriptor.from_tensor(codes, [rows, columns])
+
     return (
-        TensorDescriptor.from_tensor(made.q, [shape.rows, wide]),
-        TensorDescriptor.from_tensor(made.k, [shape.keys, wide]),
-        TensorDescriptor.from_tensor(made.v, [wide, shape.keys]),
+        *facts,
+        made.q if made.q_scale is None else tiles(made.q, shape.rows, wide),
+        tiles(made.k, shape.keys, wide),
+        tiles(made.v, wide, shape.keys),
     )
 
 

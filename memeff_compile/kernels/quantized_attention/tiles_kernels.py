@@ -22,22 +22,17 @@ import triton
 import triton.language as tl
 
 from memeff_compile.kernels.attention.tiles_kernels import _bounds, _counts, _edge_tile
+from memeff_compile.kernels.quantized_attention.rounding_kernels import (
+    MAGIC,
+    MAGIC_VALUE,
+    _codes_of_rows,
+    _e4m3_in_fp32,
+    _load_tile,
+)
 
 NOTHING = tl.constexpr(-1.0e30)  # below every score in base 2; finite, so differences are numbers
 OFFSET = tl.constexpr(8.807)  # log2 of 448, rounded down
 LN_2 = tl.constexpr(0.6931471805599453)
-MAGIC = tl.constexpr(0x4B400000)  # 1.5 * 2^23: an integer added to its bits is added to its value
-MAGIC_VALUE = tl.constexpr(12582912.0)
-
-
-@triton.jit
-def _e4m3_in_fp32(x):
-    """Round to the nearest number of E4M3, ties to even; |x| is at most 448."""
-    bits = x.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    large = bits.to(tl.float32, bitcast=True)
-    small = ((x * 512.0 + 12582912.0) - 12582912.0) / 512.0
-    return tl.where(tl.abs(x) < 0.015625, small, large)
 
 
 @triton.jit
@@ -214,10 +209,15 @@ def _mean_rest(
 # Sizes stay numbers at 1, too: what Triton unrolls for a single key reads values too early.
 @triton.jit(do_not_specialize=["ahead", "behind", "together", "keys", "key_blocks"])
 def _quantized_attention_kernel(
-    q_codes,  # (B * H * M, D) int8
+    q_ptr,  # (B, H, M, D), with CODES_QUERIES
+    stride_q_batch,
+    stride_q_head,
+    stride_q_query,
+    scale,  # of attention, in base 2, the same
+    q_codes,  # (B * H * M, D) int8: room for them with CODES_QUERIES
     k_codes,  # (B * G * N, D) int8, N a multiple of KEY_BLOCK
     v_codes,  # (B * G * D, N) E4M3 in the order of `_reordered`, or fp16
-    q_scale_ptr,  # (B * H, M) fp32, in base 2, with the scale of attention
+    q_scale_ptr,  # (B * H, M) fp32, in base 2, with the scale of attention; not with CODES_QUERIES
     k_scale_ptr,  # (B * G, N / KEY_BLOCK) fp32, or (B * G, N) with SCALE_PER_KEY
     v_scale_ptr,  # (B * G, 2, D) fp32: scale and mean of each channel
     correction_ptr,  # (B * H, query blocks, N) fp32, with HAS_CORRECTION
@@ -261,7 +261,10 @@ def _quantized_attention_kernel(
     WITH_LSE: tl.constexpr,
     MAGIC_SUM: tl.constexpr,
     DESCRIBED: tl.constexpr,  # codes are descriptors, not addresses
+    CODES_QUERIES: tl.constexpr,  # queries are coded here
+    LIMIT: tl.constexpr,  # the largest code of queries
     UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,  # started while the kernel before may still be running
 ):
     # The last queries see most keys under causal masks: they start first.
     ours = tl.program_id(0) % (together * query_tiles)
@@ -273,10 +276,22 @@ def _quantized_attention_kernel(
     query = tile * ROWS + tl.arange(0, ROWS)
     is_row = query < queries
     place = row.to(tl.int64) * queries + query
-    q = _load_codes(
-        q_codes, row * queries + tile * ROWS, 0, DEPTH_BLOCK, ROWS, DEPTH_BLOCK, DESCRIBED
-    )
-    q_scale = tl.load(q_scale_ptr + place, mask=is_row, other=0.0)
+    if CODES_QUERIES:  # through memory: a product would hold in registers what was not loaded
+        q_ptr += batch * stride_q_batch + head.to(tl.int64) * stride_q_head
+        wide = tl.arange(0, DEPTH_BLOCK)
+        q = _load_tile(q_ptr, stride_q_query, query, is_row, wide, DEPTH, DEPTH_BLOCK)
+        codes, q_scale = _codes_of_rows(q * scale, LIMIT)
+        q_places = q_codes + place[:, None] * DEPTH_BLOCK + wide[None, :]
+        tl.store(q_places, codes, mask=is_row[:, None])
+        tl.debug_barrier()
+        q = tl.load(q_places, mask=is_row[:, None], other=0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if not CODES_QUERIES:
+        q = _load_codes(
+            q_codes, row * queries + tile * ROWS, 0, DEPTH_BLOCK, ROWS, DEPTH_BLOCK, DESCRIBED
+        )
+        q_scale = tl.load(q_scale_ptr + place, mask=is_row, other=0.0)
     scales = key_blocks * KEY_BLOCK if SCALE_PER_KEY else key_blocks
     k_scale_ptr += group * scales
     if HAS_CORRECTION:

@@ -1,0 +1,66 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Rounding to 8 bits on the device, for the kernels that make codes and those that read them.
+
+A number that is not finite makes its scale nan: int8 has no nan, and without that a code of it
+would come out as an ordinary weight.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MAGIC = tl.constexpr(0x4B400000)  # 1.5 * 2^23: an integer added to its bits is added to its value
+MAGIC_VALUE = tl.constexpr(12582912.0)
+LEAST = tl.constexpr(1.0e-16)  # of queries and keys that are all zeros: two scales multiply
+
+
+@triton.jit
+def _e4m3_in_fp32(x):
+    """Round to the nearest number of E4M3, ties to even; |x| is at most 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    large = bits.to(tl.float32, bitcast=True)
+    small = ((x * 512.0 + 12582912.0) - 12582912.0) / 512.0
+    return tl.where(tl.abs(x) < 0.015625, small, large)
+
+
+@triton.jit
+def _load_tile(ptr, stride, place, is_place, depth, DEPTH: tl.constexpr, DEPTH_BLOCK: tl.constexpr):
+    mask = is_place[:, None]
+    if DEPTH != DEPTH_BLOCK:
+        mask = mask & (depth < DEPTH)[None, :]
+    ptrs = ptr + place.to(tl.int64)[:, None] * stride + depth[None, :]
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _nearest(x):
+    """Round to the nearest int8, ties to even; |x| is far below 2^22."""
+    return ((x + MAGIC_VALUE).to(tl.int32, bitcast=True) - MAGIC).to(tl.int8)
+
+
+@triton.jit
+def _whole(x):
+    """Round to the nearest whole number, ties to even, as fp32; |x| is far below 2^22."""
+    return (x + MAGIC_VALUE) - MAGIC_VALUE
+
+
+@triton.jit
+def _size_bits(x):
+    """Return the bits of |x|, which order like the numbers; nan is above infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _scale_of(size, least, limit):
+    """Return the scale of numbers up to `size`: not 0, and nan where size is not finite."""
+    return (tl.maximum(size, least) + (size - size)) * (1.0 / limit)
+
+
+@triton.jit
+def _codes_of_rows(x, LIMIT: tl.constexpr):
+    """Return rows as int8 codes, and the scale of each."""
+    scale = _scale_of(tl.max(_size_bits(x), axis=1).to(tl.float32, bitcast=True), LEAST, LIMIT)
+    return _nearest(x * (1.0 / scale)[:, None]), scale
