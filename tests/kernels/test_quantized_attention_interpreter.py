@@ -89,7 +89,7 @@ def test_keys_are_rounded_with_the_queries_in_view_and_values_restored(
 ) -> None:
     monkeypatch.setattr(settings_module, "MOST_SAMPLES", 2)  # of four blocks of queries
     case = biased(draw(1, 1, 1, 200, 150, 16, torch.float32), "bias")
-    assert bool(reference.direction_of(case.q, 1).any())
+    assert bool(reference.direction_of(case.q, 1)[0].any())
     if masked:
         case = Case(case.q, case.k, case.v, (torch.arange(150)[None] % 3 > 0, None, None))
     settings = settings_for("8b")
@@ -99,9 +99,8 @@ def test_keys_are_rounded_with_the_queries_in_view_and_values_restored(
     assert made.rest is not None
     assert wanted.rest is not None
     torch.testing.assert_close(made.rest[..., :16], wanted.rest.flatten(0, 1), rtol=1e-3, atol=0.05)
-    assert (made.counts is not None) == masked
-    if made.counts is not None:
-        torch.testing.assert_close(made.counts, wanted.counts.expand_as(made.counts))
+    assert made.counts is not None
+    torch.testing.assert_close(made.counts, wanted.counts.flatten(0, 1), rtol=1e-4, atol=1e-4)
     ours = made.k.view(1, -1, 64)[:, :150, :16].float()
     assert float((ours != wanted.k[0]).float().mean()) <= 2e-3
 

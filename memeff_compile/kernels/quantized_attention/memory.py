@@ -32,12 +32,12 @@ def code_bytes(
         depth: the padded head dimension.
         value_bytes: 1 for E4M3, 2 for fp16.
 
-    Example: code_bytes(1, 32, 8, 16384, 16384, 128) is 102 MiB, where q, k and v take 192.
+    Example: code_bytes(1, 32, 8, 16384, 16384, 128) is 97 MiB, where q, k and v take 192.
     """
     padded = sympy.ceiling(sympy.sympify(keys) / BLOCK) * BLOCK
-    q = sympy.sympify(batch) * heads * queries * (depth + 4)
+    q = sympy.sympify(batch) * heads * queries * depth
     k = sympy.sympify(batch) * groups * (padded * depth + 4 * padded / BLOCK)
     v = sympy.sympify(batch) * groups * depth * (value_bytes * padded + 8)
     if value_bytes == 1:  # what rounding took from each block
-        v += sympy.sympify(batch) * groups * depth * 4 * (padded / BLOCK + 1)
+        v += sympy.sympify(batch) * groups * 4 * ((depth + 2) * (padded / BLOCK + 1) + padded)
     return sympy.expand(q + k + v)

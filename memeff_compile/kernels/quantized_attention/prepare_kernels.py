@@ -4,8 +4,8 @@
 
     _look_kernel    sums and extremes of keys and values, chunk by chunk; codes of q
     _settle_kernel  means, the scales of values and the direction of queries, from the chunks
-    _write_kernel   codes of k and v, and what rounding took from each block of values
-    _total_kernel   the same for all blocks up to each
+    _write_kernel   codes of k and v, and sums of values by block
+    _total_kernel   what rounding took from the values of all blocks up to each
 
 All values are looked at, and of the keys every SAMPLE-th: their mean need not be the true one.
 Nothing is accumulated across programs but in `_settle_kernel` and `_total_kernel`, which read what
@@ -39,8 +39,8 @@ LARGEST_E4M3 = tl.constexpr(448.0)
 LEAST_SHARE = tl.constexpr(0.6)  # of the queries' energy in their mean, from which it is heeded
 FINER = tl.constexpr(3.0)  # the mean's size in the first of two channels over that in the second
 MOST_STEPS = tl.constexpr(16.0)  # by which a code is moved
+MOST_SCORE = tl.constexpr(30.0)  # in base 2, that weighs what rounding took from a value
 SAMPLES_TOGETHER = tl.constexpr(32)
-BLOCKS_TOGETHER = tl.constexpr(64)
 
 
 @triton.jit
@@ -323,7 +323,7 @@ def _settle_values(
 
 @triton.jit
 def _settle_direction(samples_ptr, found_ptr, samples, queries, DEPTH_BLOCK: tl.constexpr):
-    """Write the sum of sampled queries, its numbers in two channels, and which these are.
+    """Write the sum of sampled queries, its numbers in two channels, which these are, and a share.
 
     Zeros where little of the queries' energy is in their mean. The first channel is that in which
     the sum is largest, the second one where it is a third of that.
@@ -354,6 +354,7 @@ def _settle_direction(samples_ptr, found_ptr, samples, queries, DEPTH_BLOCK: tl.
     tl.store(found_ptr + 1, tl.sum(tl.where(second, found, 0.0), axis=0))
     tl.store(found_ptr + 2, first_place.to(tl.float32))
     tl.store(found_ptr + 3, second_place.to(tl.float32))
+    tl.store(found_ptr + 4, 1.0 / queries)
 
 
 @triton.jit
@@ -467,14 +468,34 @@ def _write_keys(
 
 
 @triton.jit
+def _key_at(place):
+    """Return the key that stands at a place of 8-bit values, see tiles_kernels._reordered."""
+    inside = place % 16
+    return place - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2
+
+
+@triton.jit
+def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
+    """Return what the queries' mean gives each of these keys, up to a factor."""
+    k -= tl.load(mean_ptr + depth)[None, :]
+    direction = tl.load(mean_ptr + DEPTH_BLOCK + depth)
+    score = tl.sum(k * direction[None, :], axis=1) * tl.load(mean_ptr + 2 * DEPTH_BLOCK + 4)
+    return tl.exp2(tl.minimum(tl.maximum(score, -MOST_SCORE), MOST_SCORE))
+
+
+@triton.jit
 def _write_values(
     v_ptr,
     stride,
+    k_ptr,
+    stride_k,
     mask_ptr,
+    k_mean_ptr,
     codes_ptr,
     scale_ptr,
     rest_ptr,
     counts_ptr,
+    weights_ptr,
     row,
     block,
     blocks,
@@ -482,41 +503,46 @@ def _write_values(
     DEPTH: tl.constexpr,
     DEPTH_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr,
     HAS_REST: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Write codes of a block of values and the sum of these, each weighed.
+
+    A weight is 1, or where the queries share a large part, what their mean gives the key.
+    """
     is_8_bit: tl.constexpr = codes_ptr.dtype.element_ty == tl.float8e4nv
     depth = tl.arange(0, DEPTH_BLOCK)
     column = tl.arange(0, BLOCK)
-    offs = column
-    if is_8_bit:  # the key that stands at a place, see tiles_kernels._reordered
-        inside = offs % 16
-        offs = offs - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2
-    place = block * BLOCK + offs
+    place = block * BLOCK + (_key_at(column) if is_8_bit else column)
     is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
     scale_ptr += row * 2 * DEPTH_BLOCK
     inverse = 1.0 / tl.load(scale_ptr + depth)
     v_mean = tl.load(scale_ptr + DEPTH_BLOCK + depth)
-    if HAS_KEY_MASK:
-        v = _load_tile(v_ptr, stride, place, is_place, depth, DEPTH, DEPTH_BLOCK)
-        v = tl.where(is_place[:, None], (v - v_mean[None, :]) * inverse[None, :], 0.0)
-    else:  # the last key stands for those after it, whose weight is 0
+    if not HAS_KEY_MASK:  # the last key stands for those after it, whose weight is 0
         place = tl.minimum(place, keys - 1)
-        v = _load_tile(v_ptr, stride, place, place >= 0, depth, DEPTH, DEPTH_BLOCK)
-        v = (v - v_mean[None, :]) * inverse[None, :]
-    exact = v
+    is_loaded = is_place if HAS_KEY_MASK else place >= 0
+    weight = is_place.to(tl.float32)
+    if HAS_REST and ALIGN:
+        k_mean_ptr += row * 3 * DEPTH_BLOCK
+        if tl.load(k_mean_ptr + 2 * DEPTH_BLOCK) != 0.0:
+            k = _load_tile(k_ptr, stride_k, place, is_loaded, depth, DEPTH, DEPTH_BLOCK)
+            weight *= _weights_of(k, k_mean_ptr, depth, DEPTH_BLOCK)
+    v = _load_tile(v_ptr, stride, place, is_loaded, depth, DEPTH, DEPTH_BLOCK)
+    if HAS_REST:
+        after = row * (blocks + 1) + block + 1
+        tl.store(rest_ptr + after * DEPTH_BLOCK + depth, tl.sum(v * weight[:, None], axis=0))
+        tl.store(counts_ptr + after, tl.sum(weight, axis=0))
+        tl.store(weights_ptr + row * blocks * BLOCK + block * BLOCK + column, weight)
+    v = (v - v_mean[None, :]) * inverse[None, :]
+    if HAS_KEY_MASK:
+        v = tl.where(is_place[:, None], v, 0.0)
     if UPCAST and is_8_bit:
         v = _e4m3_in_fp32(v)
-    rounded = v.to(codes_ptr.dtype.element_ty)
     line = (row * DEPTH_BLOCK + depth)[:, None] * (blocks * BLOCK)
-    tl.store(codes_ptr + line + (block * BLOCK + column)[None, :], tl.trans(rounded))
-    if HAS_REST:
-        is_one = is_place.to(tl.float32)
-        rest = tl.sum((exact - rounded.to(tl.float32)) * is_one[:, None], axis=0)
-        tl.store(rest_ptr + (row * (blocks + 1) + block + 1) * DEPTH_BLOCK + depth, rest)
-        if HAS_KEY_MASK:
-            tl.store(counts_ptr + row * (blocks + 1) + block + 1, tl.sum(is_one, axis=0))
+    places = codes_ptr + line + (block * BLOCK + column)[None, :]
+    tl.store(places, tl.trans(v.to(codes_ptr.dtype.element_ty)))
 
 
 @triton.jit
@@ -565,8 +591,10 @@ def _write_kernel(
     v_codes_ptr,  # (B * G, DEPTH_BLOCK, key blocks * BLOCK) E4M3 or fp16
     k_scale_ptr,  # (B * G, key blocks) fp32
     shift_ptr,  # (B * H, M) fp32, with WITH_LSE
-    rest_ptr,  # (B * G, key blocks + 1, DEPTH_BLOCK) fp32: values less their codes, with HAS_REST
-    counts_ptr,  # (B * G, key blocks + 1) fp32: keys that count, with HAS_REST and HAS_KEY_MASK
+    rest_ptr,  # (B * G, key blocks + 1, DEPTH_BLOCK) fp32: weighed sums of values by block, with
+    # HAS_REST
+    counts_ptr,  # (B * G, key blocks + 1) fp32: sums of weights by block, with HAS_REST
+    weights_ptr,  # (B * G, key blocks * BLOCK) fp32: of the keys at places of codes, with HAS_REST
     scale,  # of attention, in base 2
     heads,
     groups,
@@ -620,11 +648,15 @@ def _write_kernel(
         _write_values(
             v_ptr + batch * stride_v_batch + head * stride_v_head,
             stride_v_key,
+            k_ptr + batch * stride_k_batch + head * stride_k_head,
+            stride_k_key,
             key_mask_ptr + batch * stride_mask_batch,
+            k_mean_ptr,
             v_codes_ptr,
             v_scale_ptr,
             rest_ptr,
             counts_ptr,
+            weights_ptr,
             row,
             (program - programs) % key_blocks,
             key_blocks,
@@ -632,6 +664,7 @@ def _write_kernel(
             DEPTH,
             DEPTH_BLOCK,
             BLOCK,
+            ALIGN,
             HAS_KEY_MASK,
             HAS_REST,
             UPCAST,
@@ -661,39 +694,55 @@ def _write_kernel(
 
 @triton.jit
 def _total_kernel(
-    rest_ptr,  # (B * G, key blocks + 1, DEPTH_BLOCK) fp32: by block, then up to each block
-    counts_ptr,  # (B * G, key blocks + 1) fp32, the same, with HAS_KEY_MASK
+    v_codes_ptr,  # (B * G, DEPTH_BLOCK, key blocks * BLOCK) E4M3
+    v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
+    rest_ptr,  # (B * G, key blocks + 1, DEPTH_BLOCK) fp32: weighed sums of values by block; then,
+    # in steps of their scale, what codes lack of them, up to each block
+    counts_ptr,  # (B * G, key blocks + 1) fp32: sums of weights by block
+    totals_ptr,  # (B * G, key blocks + 1) fp32: the same up to each block
+    weights_ptr,  # (B * G, key blocks * BLOCK) fp32
     key_blocks,
     DEPTH_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
+    TOGETHER: tl.constexpr,  # blocks
     EARLY: tl.constexpr,
 ):
     """Add up what rounding took from the values of all blocks up to each."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64) * (key_blocks + 1)
+    row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
-    rest_ptr += row * DEPTH_BLOCK
-    counts_ptr += row
+    v_codes_ptr += (row * DEPTH_BLOCK + column)[:, None] * (key_blocks * BLOCK)
+    v_scale_ptr += row * 2 * DEPTH_BLOCK
+    weights_ptr += row * key_blocks * BLOCK
+    rest_ptr += row * (key_blocks + 1) * DEPTH_BLOCK
+    counts_ptr += row * (key_blocks + 1)
+    totals_ptr += row * (key_blocks + 1)
+    inverse = 1.0 / tl.load(v_scale_ptr + column)
+    v_mean = tl.load(v_scale_ptr + DEPTH_BLOCK + column)
     so_far = tl.zeros((COLUMNS,), dtype=tl.float32)
+    counted = 0.0
     tl.store(rest_ptr + column, so_far)
-    for start in tl.range(0, key_blocks, BLOCKS_TOGETHER):
-        block = start + 1 + tl.arange(0, BLOCKS_TOGETHER)
-        ptrs = rest_ptr + block[:, None] * DEPTH_BLOCK + column[None, :]
-        is_block = (block <= key_blocks)[:, None]
-        rest = tl.load(ptrs, mask=is_block, other=0.0)
-        tl.store(ptrs, tl.cumsum(rest, axis=0) + so_far[None, :], mask=is_block)
-        so_far += tl.sum(rest, axis=0)
-    if HAS_KEY_MASK:  # noqa: SIM102
-        if part == 0:
-            tl.store(counts_ptr, 0.0)
-            total = 0.0
-            for start in tl.range(0, key_blocks, BLOCKS_TOGETHER):
-                block = start + 1 + tl.arange(0, BLOCKS_TOGETHER)
-                is_block = block <= key_blocks
-                count = tl.load(counts_ptr + block, mask=is_block, other=0.0)
-                tl.store(counts_ptr + block, tl.cumsum(count, axis=0) + total, mask=is_block)
-                total += tl.sum(count, axis=0)
+    tl.store(totals_ptr, counted, mask=part == 0)
+    for start in tl.range(0, key_blocks, TOGETHER):
+        place = start * BLOCK + tl.arange(0, TOGETHER * BLOCK)
+        is_place = place < key_blocks * BLOCK
+        codes = tl.load(v_codes_ptr + place[None, :], mask=is_place[None, :], other=0.0)
+        weight = tl.load(weights_ptr + place, mask=is_place, other=0.0)
+        codes = codes.to(tl.float32) * weight[None, :]
+        codes = tl.sum(tl.reshape(codes, (COLUMNS, TOGETHER, BLOCK)), axis=2)
+        block = start + 1 + tl.arange(0, TOGETHER)
+        is_block = block <= key_blocks
+        count = tl.load(counts_ptr + block, mask=is_block, other=0.0)
+        until = tl.cumsum(count, axis=0) + counted
+        tl.store(totals_ptr + block, until, mask=is_block & (part == 0))
+        counted += tl.sum(count, axis=0)
+        ptrs = rest_ptr + block[None, :] * DEPTH_BLOCK + column[:, None]
+        rest = tl.load(ptrs, mask=is_block[None, :], other=0.0) - v_mean[:, None] * count[None, :]
+        rest = rest * inverse[:, None] - codes
+        until = tl.cumsum(rest, axis=1) + so_far[:, None]
+        tl.store(ptrs, until, mask=is_block[None, :])
+        so_far += tl.sum(rest, axis=1)

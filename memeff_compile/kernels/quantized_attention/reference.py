@@ -40,6 +40,12 @@ FINER = 3.0
 MOST_STEPS = 16
 """By how much a code of a key is moved."""
 
+MOST_SCORE = 30.0
+"""The largest score, in base 2, that weighs what rounding took from a value."""
+
+MOST_REST = 16.0
+"""The most that rounding takes from a value, in steps of its scale: half a step of E4M3 at 448."""
+
 BLOCK_SCORES = 1 << 22
 
 
@@ -55,7 +61,7 @@ class Codes:
         shift: (B, H, M) what the keys' mean adds to every score of a query.
         rest: (B, G, blocks + 1, D) what rounding took from the values of all blocks up to each, in
             steps of their scale, or None.
-        counts: (B or 1, blocks + 1) how many keys of these count.
+        counts: (B, G, blocks + 1) what these keys weigh, of which `rest` is a sum.
     """
 
     q: Tensor
@@ -97,10 +103,13 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
     v_scale = _sizes(v.abs().amax(2), v.sum(2), LEAST_VALUE) / kind.top
     v = v / v_scale[:, :, None]
     v_codes = kind.rounded(v)
-    k = k / k_scale[..., None]
-    k_codes = k.round()
+    weight = _weights_of_none(given.key_mask, k)
+    coded = k / k_scale[..., None]
+    k_codes = coded.round()
     if settings.aligns:
-        k_codes = _aligned(k, k_codes, direction_of(q, k.shape[1]), settings.limit)
+        direction, mean = direction_of(q, k.shape[1])
+        weight = weight * weights_of(mean, k)
+        k_codes = _aligned(coded, k_codes, direction, settings.limit)
     return Codes(
         (q / q_scale[..., None]).round(),
         q_scale,
@@ -111,13 +120,16 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
         v_mean[:, :, 0],
         correction,
         shift,
-        _by_block(v - v_codes) if settings.restores else None,
-        _counts(given.key_mask, k),
+        _by_block((v - v_codes) * weight[..., None]) if settings.restores else None,
+        _by_block(weight[..., None])[..., 0],
     )
 
 
-def direction_of(q: Tensor, groups: int) -> Tensor:
-    """Return the sum of sampled queries (B, G, D), zeros where little of them is in their mean."""
+def direction_of(q: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Return sum and mean of sampled queries (B, G, D).
+
+    Zeros where little of their energy is in their mean.
+    """
     batch, heads, queries, depth = q.shape
     stride, _, sampled = sampled_queries(queries)
     place = torch.arange(queries, device=q.device)
@@ -125,7 +137,14 @@ def direction_of(q: Tensor, groups: int) -> Tensor:
     found = seen.sum(2)
     energy = seen.square().sum((2, 3)) * (sampled * (heads // groups))
     is_shared = found.square().sum(2) > LEAST_SHARE * energy
-    return torch.where(is_shared[..., None], found, torch.zeros_like(found))
+    found = torch.where(is_shared[..., None], found, torch.zeros_like(found))
+    return found, found / (sampled * (heads // groups))
+
+
+def weights_of(mean: Tensor, k: Tensor) -> Tensor:
+    """Return what the mean query (B, G, D) gives each key (B, G, N), up to a factor."""
+    score = torch.matmul(k, mean[..., None])[..., 0]
+    return torch.exp2(score.nan_to_num(0.0).clamp(-MOST_SCORE, MOST_SCORE))
 
 
 def _aligned(x: Tensor, codes: Tensor, direction: Tensor, limit: int) -> Tensor:
@@ -161,9 +180,10 @@ def _by_block(rest: Tensor) -> Tensor:
     return torch.nn.functional.pad(sums, (0, 0, 1, 0))
 
 
-def _counts(key_mask: Tensor | None, k: Tensor) -> Tensor:
-    counted = k.new_ones((1, k.shape[2])) if key_mask is None else key_mask.to(k.dtype)
-    return _by_block(counted[:, None, :, None])[:, 0, :, 0]
+def _weights_of_none(key_mask: Tensor | None, k: Tensor) -> Tensor:
+    """Return ones for keys that count, (B, G, N)."""
+    found = k.new_ones(k.shape[:3])
+    return found if key_mask is None else found * key_mask[:, None]
 
 
 def means(
@@ -302,8 +322,8 @@ def _mean_rest(made: Codes, given: Conditions, first: int, stop: int) -> Tensor:
         low, high = given.keys_of(start, end, queries, keys)
         low, high = low // BLOCK, max(low // BLOCK, -(-high // BLOCK))
         rest = made.rest[:, :, high] - made.rest[:, :, low]
-        count = (made.counts[:, high] - made.counts[:, low]).clamp_min(1.0)
-        mean = rest / count[:, None, None]
+        count = made.counts[:, :, high] - made.counts[:, :, low]
+        mean = (rest / count.clamp_min(LEAST_VALUE)[..., None]).clamp(-MOST_REST, MOST_REST)
         found.append(mean[:, :, None].expand(-1, -1, end - start, -1))
     return torch.cat(found, 2)
 

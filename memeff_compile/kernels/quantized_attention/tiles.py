@@ -35,6 +35,7 @@ from memeff_compile.kernels.quantized_attention.shapes import (
     MOST_CHUNKS,
     PROGRAMS_PER_PROCESSOR,
     SETTLE_WARPS,
+    TOTAL_BLOCKS,
     TOTAL_COLUMNS,
     TOTAL_WARPS,
     WRITE_WARPS,
@@ -67,8 +68,8 @@ class Packed:
         correction: (B * H, query blocks, N) fp32, or None.
         shift: (B * H, M) fp32, or None.
         rest: (B * G, N / BLOCK + 1, D) fp32: what rounding took from the values of all blocks up to
-            each, in steps of their scale; or None.
-        counts: (B * G, N / BLOCK + 1) fp32: keys of these that count, with `rest` and a mask.
+            each, weighed, in steps of their scale; or None.
+        counts: (B * G, N / BLOCK + 1) fp32: what these weigh, with `rest`.
         is_scaled_per_key: whether each key has a scale.
     """
 
@@ -145,11 +146,15 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     query_blocks, key_blocks = _blocks(queries, rows), _blocks(keys, BLOCK)
     stride, samples, sampled = sampled_queries(queries)
     chunk, chunks = _chunks(batch * groups, keys, q.device)
-    found = _empty(q, (batch, heads, groups, queries, keys, wide), given, settings)
+    found = _empty(q, (batch, heads, groups, queries, keys, wide), settings)
     sums = found.k_scale.new_empty((batch * groups, chunks, 5, wide))
     k_mean = sums.new_empty((batch * groups, 3, wide))
     looked = query_blocks if is_smooth else samples
     means = sums.new_empty((batch, heads, looked, *(() if is_smooth else (2,)), wide))
+    counts = weights = k_mean
+    if found.counts is not None:
+        counts = torch.empty_like(found.counts)
+        weights = k_mean.new_empty((batch * groups, key_blocks * BLOCK))
     looks, programs = batch * groups * chunks, batch * groups * key_blocks
     shifts = batch * heads * query_blocks if settings.with_lse else 0
     operands = _strided(q, k, v, given)
@@ -206,7 +211,8 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             found.k_scale,
             k_mean if found.shift is None else found.shift,
             k_mean if found.rest is None else found.rest,
-            k_mean if found.counts is None else found.counts,
+            counts,
+            weights,
             scale,
             heads,
             groups,
@@ -227,12 +233,17 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         )
         if found.rest is not None:
             kernels._total_kernel[(batch * groups, wide // TOTAL_COLUMNS)](
+                found.v,
+                found.v_scale,
                 found.rest,
-                k_mean if found.counts is None else found.counts,
+                counts,
+                found.counts,
+                weights,
                 key_blocks,
                 DEPTH_BLOCK=wide,
+                BLOCK=BLOCK,
                 COLUMNS=TOTAL_COLUMNS,
-                HAS_KEY_MASK=found.counts is not None,
+                TOGETHER=TOTAL_BLOCKS,
                 EARLY=starts_early(q),
                 num_warps=TOTAL_WARPS,
                 **early,
@@ -269,7 +280,6 @@ def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
 def _empty(
     like: Tensor,
     sizes: tuple[int, int, int, int, int, int],
-    given: Conditions,
     settings: Settings,
 ) -> Packed:
     batch, heads, groups, queries, keys, depth = sizes
@@ -281,7 +291,6 @@ def _empty(
         return like.new_empty(shape, dtype=dtype)
 
     key_rows, query_rows, has_rest = batch * groups, batch * heads, settings.restores
-    has_counts = has_rest and given.key_mask is not None
     return Packed(
         empty(int8, query_rows * queries, depth),
         empty(int8, key_rows * blocks * BLOCK, depth),
@@ -292,7 +301,7 @@ def _empty(
         None,
         empty(fp32, query_rows, queries) if settings.with_lse else None,
         empty(fp32, key_rows, blocks + 1, depth) if has_rest else None,
-        empty(fp32, key_rows, blocks + 1) if has_counts else None,
+        empty(fp32, key_rows, blocks + 1) if has_rest else None,
         False,
     )
 

@@ -32,6 +32,8 @@ from memeff_compile.kernels.quantized_attention.rounding_kernels import (
 
 NOTHING = tl.constexpr(-1.0e30)  # below every score in base 2; finite, so differences are numbers
 OFFSET = tl.constexpr(8.807)  # log2 of 448, rounded down
+LEAST_COUNT = tl.constexpr(1.0e-30)
+MOST_REST = tl.constexpr(16.0)  # half a step of E4M3 at 448
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -186,10 +188,7 @@ def _mean_rest(
     counts_ptr,
     first,
     stop,
-    keys,
     DEPTH_BLOCK: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
 ):
     """Return what rounding took from values on average, over blocks from `first` to `stop`.
 
@@ -199,11 +198,9 @@ def _mean_rest(
     stop = tl.maximum(first, stop)
     rest = tl.load(rest_ptr + stop * DEPTH_BLOCK + depth)
     rest -= tl.load(rest_ptr + first * DEPTH_BLOCK + depth)
-    if HAS_KEY_MASK:
-        count = tl.load(counts_ptr + stop) - tl.load(counts_ptr + first)
-    else:
-        count = tl.cast(tl.minimum(stop * KEY_BLOCK, keys) - first * KEY_BLOCK, tl.float32)
-    return rest / tl.maximum(count, 1.0)
+    count = tl.load(counts_ptr + stop) - tl.load(counts_ptr + first)
+    mean = rest / tl.maximum(count, LEAST_COUNT)
+    return tl.minimum(tl.maximum(mean, -MOST_REST), MOST_REST)
 
 
 # Sizes stay numbers at 1, too: what Triton unrolls for a single key reads values too early.
@@ -223,8 +220,8 @@ def _quantized_attention_kernel(
     correction_ptr,  # (B * H, query blocks, N) fp32, with HAS_CORRECTION
     shift_ptr,  # (B * H, M) fp32: what the keys' mean adds to the scores, with WITH_LSE
     rest_ptr,  # (B * G, N / KEY_BLOCK + 1, D) fp32: what rounding took from the values of all
-    # blocks up to each, in steps of their scale, with HAS_REST
-    counts_ptr,  # (B * G, N / KEY_BLOCK + 1) fp32: keys of these that count, the same
+    # blocks up to each, weighed, in steps of their scale, with HAS_REST
+    counts_ptr,  # (B * G, N / KEY_BLOCK + 1) fp32: what these weigh, the same
     key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
     stride_mask_batch,
     query_ids_ptr,  # (B or 1, M), with HAS_IDS
@@ -275,13 +272,13 @@ def _quantized_attention_kernel(
     group = (row // repeat).to(tl.int64)
     query = tile * ROWS + tl.arange(0, ROWS)
     is_row = query < queries
-    place = row.to(tl.int64) * queries + query
+    place = row * queries + query  # fewer than 2^31, see tiles.MOST_ROWS
     if CODES_QUERIES:  # through memory: a product would hold in registers what was not loaded
         q_ptr += batch * stride_q_batch + head.to(tl.int64) * stride_q_head
         wide = tl.arange(0, DEPTH_BLOCK)
         q = _load_tile(q_ptr, stride_q_query, query, is_row, wide, DEPTH, DEPTH_BLOCK)
         codes, q_scale = _codes_of_rows(q * scale, LIMIT)
-        q_places = q_codes + place[:, None] * DEPTH_BLOCK + wide[None, :]
+        q_places = q_codes + place.to(tl.int64)[:, None] * DEPTH_BLOCK + wide[None, :]
         tl.store(q_places, codes, mask=is_row[:, None])
         tl.debug_barrier()
         q = tl.load(q_places, mask=is_row[:, None], other=0)
@@ -412,10 +409,7 @@ def _quantized_attention_kernel(
             counts_ptr + group * (key_blocks + 1),
             first * KEYS // KEY_BLOCK,
             (stop * KEYS + KEY_BLOCK - 1) // KEY_BLOCK,
-            keys,
             DEPTH_BLOCK,
-            KEY_BLOCK,
-            HAS_KEY_MASK,
         )
     out = (acc * share[:, None]) * v_scale[None, :] + v_mean[None, :]
     out = tl.where(is_empty[:, None], 0.0, out)
