@@ -98,9 +98,12 @@ def test_keys_are_rounded_with_the_queries_in_view_and_values_restored(
     wanted = reference.codes(case.q, case.k, case.v, conditions(case), settings)
     assert made.rest is not None
     assert wanted.rest is not None
-    torch.testing.assert_close(made.rest[..., :16], wanted.rest.flatten(0, 1), rtol=1e-3, atol=0.05)
     assert made.counts is not None
-    torch.testing.assert_close(made.counts, wanted.counts.flatten(0, 1), rtol=1e-4, atol=1e-4)
+    sums = wanted.counts.flatten(0, 1)
+    torch.testing.assert_close(made.counts, sums, rtol=1e-4, atol=1e-4)
+    assert float(sums.diff().std()) > 1.0, "keys weigh the same"
+    means = (made.rest[:, 1:, :16] / sums[:, 1:, None], wanted.rest[0, :, 1:] / sums[:, 1:, None])
+    torch.testing.assert_close(*means, rtol=1e-2, atol=0.02)
     ours = made.k.view(1, -1, 64)[:, :150, :16].float()
     assert float((ours != wanted.k[0]).float().mean()) <= 2e-3
 
