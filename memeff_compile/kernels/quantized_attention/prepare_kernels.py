@@ -38,6 +38,7 @@ LEAST_VALUE = tl.constexpr(1.0e-30)
 LARGEST_E4M3 = tl.constexpr(448.0)
 LEAST_SHARE = tl.constexpr(0.6)  # of the queries' energy in their mean, from which it is heeded
 FINER = tl.constexpr(3.0)  # the mean's size in the first of two channels over that in the second
+EVEN = tl.constexpr(0.7)  # of the mean's largest size, to which larger ones are divided
 MOST_STEPS = tl.constexpr(16.0)  # by which a code is moved
 MOST_SCORE = tl.constexpr(30.0)  # in base 2, that weighs what rounding took from a value
 SAMPLES_TOGETHER = tl.constexpr(32)
@@ -340,6 +341,9 @@ def _settle_direction(samples_ptr, found_ptr, samples, queries, DEPTH_BLOCK: tl.
     energy = tl.sum(tl.sum(squares, axis=0), axis=0)
     shared = tl.sum(found * found, axis=0)
     found = tl.where(shared > energy * (queries * LEAST_SHARE), found, 0.0)
+    most = tl.maximum(tl.max(tl.abs(found), axis=0) * EVEN, 1.0e-30)
+    evened = tl.maximum(tl.abs(found) / most, 1.0)
+    found /= evened
     size = tl.abs(found)
     largest = tl.max(size, axis=0)
     first_place = tl.argmax(size, axis=0)
@@ -349,6 +353,7 @@ def _settle_direction(samples_ptr, found_ptr, samples, queries, DEPTH_BLOCK: tl.
     second_place = tl.argmin(away, axis=0)
     second = depth == second_place
     tl.store(found_ptr + depth, found)
+    tl.store(found_ptr + 2 * DEPTH_BLOCK + depth, evened)
     found_ptr += DEPTH_BLOCK
     tl.store(found_ptr, tl.sum(tl.where(first, found, 0.0), axis=0))
     tl.store(found_ptr + 1, tl.sum(tl.where(second, found, 0.0), axis=0))
@@ -361,7 +366,8 @@ def _settle_direction(samples_ptr, found_ptr, samples, queries, DEPTH_BLOCK: tl.
 def _settle_kernel(
     sums_ptr,  # what _look_kernel left
     samples_ptr,  # the same of queries
-    k_mean_ptr,  # (B * G, 3, DEPTH_BLOCK) fp32: the keys' mean, queries' direction, its channels
+    k_mean_ptr,  # (B * G, 4, DEPTH_BLOCK) fp32: the keys' mean, queries' direction, its channels,
+    # and by what queries are divided in each, and keys multiplied
     v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
     chunks,
     samples,  # blocks of queries that were sampled for each of the rows
@@ -379,7 +385,7 @@ def _settle_kernel(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     sums_ptr += row * chunks * 5 * DEPTH_BLOCK
-    k_mean_ptr += row * 3 * DEPTH_BLOCK
+    k_mean_ptr += row * 4 * DEPTH_BLOCK
     if part == 0:
         _settle_keys(sums_ptr, k_mean_ptr, chunks, DEPTH_BLOCK, CHUNKS, SMOOTH_K)
     elif part == 1:
@@ -438,7 +444,7 @@ def _write_keys(
     depth = tl.arange(0, DEPTH_BLOCK)
     place = block * BLOCK + tl.arange(0, BLOCK)
     found = codes_ptr + (row * blocks * BLOCK + place)[:, None] * DEPTH_BLOCK + depth[None, :]
-    mean_ptr += row * 3 * DEPTH_BLOCK
+    mean_ptr += row * 4 * DEPTH_BLOCK
     if HAS_KEY_MASK:
         is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
         k = _load_tile(k_ptr, stride, place, is_place, depth, DEPTH, DEPTH_BLOCK)
@@ -449,6 +455,8 @@ def _write_keys(
         k = _load_tile(k_ptr, stride, place, place >= 0, depth, DEPTH, DEPTH_BLOCK)
         if SMOOTH_K:
             k -= tl.load(mean_ptr + depth)[None, :]
+    if ALIGN:
+        k *= tl.load(mean_ptr + 3 * DEPTH_BLOCK + depth)[None, :]
     size = tl.max(tl.max(_size_bits(k), axis=1), axis=0).to(tl.float32, bitcast=True)
     k_scale = _scale_of(size, LEAST, LIMIT)
     tl.store(scale_ptr + row * blocks + block, k_scale)
@@ -479,6 +487,7 @@ def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
     """Return what the queries' mean gives each of these keys, up to a factor."""
     k -= tl.load(mean_ptr + depth)[None, :]
     direction = tl.load(mean_ptr + DEPTH_BLOCK + depth)
+    direction *= tl.load(mean_ptr + 3 * DEPTH_BLOCK + depth)
     score = tl.sum(k * direction[None, :], axis=1) * tl.load(mean_ptr + 2 * DEPTH_BLOCK + 4)
     return tl.exp2(tl.minimum(tl.maximum(score, -MOST_SCORE), MOST_SCORE))
 
@@ -525,7 +534,7 @@ def _write_values(
     is_loaded = is_place if HAS_KEY_MASK else place >= 0
     weight = is_place.to(tl.float32)
     if HAS_REST and ALIGN:
-        k_mean_ptr += row * 3 * DEPTH_BLOCK
+        k_mean_ptr += row * 4 * DEPTH_BLOCK
         if tl.load(k_mean_ptr + 2 * DEPTH_BLOCK) != 0.0:
             k = _load_tile(k_ptr, stride_k, place, is_loaded, depth, DEPTH, DEPTH_BLOCK)
             weight *= _weights_of(k, k_mean_ptr, depth, DEPTH_BLOCK)
@@ -565,7 +574,7 @@ def _write_shift(
     place = block * ROWS + tl.arange(0, ROWS)
     is_row = place < queries
     q = _load_tile(q_ptr, stride, place, is_row, depth, DEPTH, DEPTH_BLOCK) * scale
-    k_mean = tl.load(mean_ptr + group * 3 * DEPTH_BLOCK + depth)
+    k_mean = tl.load(mean_ptr + group * 4 * DEPTH_BLOCK + depth)
     tl.store(shift_ptr + row * queries + place, tl.sum(q * k_mean[None, :], axis=1), mask=is_row)
 
 
@@ -585,7 +594,8 @@ def _write_kernel(
     stride_v_key,
     key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
     stride_mask_batch,
-    k_mean_ptr,  # (B * G, 3, DEPTH_BLOCK) fp32: the keys' mean, queries' direction, its channels
+    k_mean_ptr,  # (B * G, 4, DEPTH_BLOCK) fp32: the keys' mean, queries' direction, its channels,
+    # and by what queries are divided in each, and keys multiplied
     v_scale_ptr,  # (B * G, 2, DEPTH_BLOCK) fp32: scale and mean
     k_codes_ptr,  # (B * G, key blocks * BLOCK, DEPTH_BLOCK) int8
     v_codes_ptr,  # (B * G, DEPTH_BLOCK, key blocks * BLOCK) E4M3 or fp16

@@ -37,6 +37,9 @@ LEAST_SHARE = 0.6
 FINER = 3.0
 """The size of the queries' mean in the first of two channels over that in the second."""
 
+EVEN = 0.7
+"""The share of the largest size of the queries' mean to which larger ones are divided."""
+
 MOST_STEPS = 16
 """By how much a code of a key is moved."""
 
@@ -95,6 +98,12 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
     k, v = _shown(k - k_mean, given.key_mask), _shown(v - v_mean, given.key_mask)
     shift = (q * k_mean.repeat_interleave(repeat, 1)).sum(-1)
     q, correction = _smooth_queries(q, k, repeat, settings)
+    weight = _weights_of_none(given.key_mask, k)
+    if settings.aligns:
+        direction, mean = direction_of(q, k.shape[1])
+        weight = weight * weights_of(mean, k)
+        evened = evened_by(direction)
+        q, k = q / evened.repeat_interleave(repeat, 1)[:, :, None], k * evened[:, :, None]
     of_queries = groups_of_queries(settings.granularity, q.shape[2], q.device)
     of_keys = groups_of_keys(settings.granularity, k.shape[2], k.device)
     q_scale = _largest(q, of_queries) / settings.limit
@@ -103,13 +112,10 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
     v_scale = _sizes(v.abs().amax(2), v.sum(2), LEAST_VALUE) / kind.top
     v = v / v_scale[:, :, None]
     v_codes = kind.rounded(v)
-    weight = _weights_of_none(given.key_mask, k)
     coded = k / k_scale[..., None]
     k_codes = coded.round()
     if settings.aligns:
-        direction, mean = direction_of(q, k.shape[1])
-        weight = weight * weights_of(mean, k)
-        k_codes = _aligned(coded, k_codes, direction, settings.limit)
+        k_codes = _aligned(coded, k_codes, direction / evened, settings.limit)
     return Codes(
         (q / q_scale[..., None]).round(),
         q_scale,
@@ -139,6 +145,16 @@ def direction_of(q: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     is_shared = found.square().sum(2) > LEAST_SHARE * energy
     found = torch.where(is_shared[..., None], found, torch.zeros_like(found))
     return found, found / (sampled * (heads // groups))
+
+
+def evened_by(direction: Tensor) -> Tensor:
+    """Return by what queries are divided in each channel, and keys multiplied: (B, G, D).
+
+    Scores stay, and a few channels in which queries share a large number no longer widen the steps
+    of all.
+    """
+    size = direction.abs()
+    return (size / (EVEN * size.amax(2, keepdim=True)).clamp_min(1e-30)).clamp_min(1.0)
 
 
 def weights_of(mean: Tensor, k: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ class Packed:
         rest: (B * G, N / BLOCK + 1, D) fp32: what rounding took from the values of all blocks up to
             each, weighed, in steps of their scale; or None.
         counts: (B * G, N / BLOCK + 1) fp32: what these weigh, with `rest`.
+        k_mean: (B * G, 4, D) fp32, without `q_scale`: the last are by what queries are divided.
         is_scaled_per_key: whether each key has a scale.
     """
 
@@ -83,6 +84,7 @@ class Packed:
     shift: Tensor | None
     rest: Tensor | None
     counts: Tensor | None
+    k_mean: Tensor | None
     is_scaled_per_key: bool
 
 
@@ -148,7 +150,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     chunk, chunks = _chunks(batch * groups, keys, q.device)
     found = _empty(q, (batch, heads, groups, queries, keys, wide), settings)
     sums = found.k_scale.new_empty((batch * groups, chunks, 5, wide))
-    k_mean = sums.new_empty((batch * groups, 3, wide))
+    k_mean = sums.new_empty((batch * groups, 4, wide)) if found.k_mean is None else found.k_mean
     looked = query_blocks if is_smooth else samples
     means = sums.new_empty((batch, heads, looked, *(() if is_smooth else (2,)), wide))
     counts = weights = k_mean
@@ -302,6 +304,7 @@ def _empty(
         empty(fp32, query_rows, queries) if settings.with_lse else None,
         empty(fp32, key_rows, blocks + 1, depth) if has_rest else None,
         empty(fp32, key_rows, blocks + 1) if has_rest else None,
+        empty(fp32, key_rows, 4, depth) if settings.aligns else None,
         False,
     )
 
@@ -334,6 +337,7 @@ def packed(made: reference.Codes, settings: Settings) -> Packed:
         pad(scales, (0, missing)).flatten(0, 1).contiguous(),
         None if correction is None else pad(correction, (0, after)).flatten(0, 1).contiguous(),
         made.shift.flatten(0, 1).contiguous() if settings.with_lse else None,
+        None,
         None,
         None,
         True,
@@ -465,7 +469,8 @@ def _operands(
 
     Before these stand q itself, its strides and the scale, of which queries may yet be coded.
     """
-    facts = (q, *q.stride()[:3], given.scale * math.log2(math.e))
+    k_mean = made.k_scale if made.k_mean is None else made.k_mean
+    facts = (q, *q.stride()[:3], given.scale * math.log2(math.e), k_mean)
     if not is_described:
         return *facts, made.q, made.k, made.v
     from triton.tools.tensor_descriptor import TensorDescriptor

@@ -211,6 +211,7 @@ def _quantized_attention_kernel(
     stride_q_head,
     stride_q_query,
     scale,  # of attention, in base 2, the same
+    k_mean_ptr,  # (B * G, 4, D) fp32, the same: by what queries are divided is the last
     q_codes,  # (B * H * M, D) int8: room for them with CODES_QUERIES
     k_codes,  # (B * G * N, D) int8, N a multiple of KEY_BLOCK
     v_codes,  # (B * G * D, N) E4M3 in the order of `_reordered`, or fp16
@@ -273,18 +274,19 @@ def _quantized_attention_kernel(
     query = tile * ROWS + tl.arange(0, ROWS)
     is_row = query < queries
     place = row * queries + query  # fewer than 2^31, see tiles.MOST_ROWS
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     if CODES_QUERIES:  # through memory: a product would hold in registers what was not loaded
         q_ptr += batch * stride_q_batch + head.to(tl.int64) * stride_q_head
         wide = tl.arange(0, DEPTH_BLOCK)
         q = _load_tile(q_ptr, stride_q_query, query, is_row, wide, DEPTH, DEPTH_BLOCK)
-        codes, q_scale = _codes_of_rows(q * scale, LIMIT)
+        evened = tl.load(k_mean_ptr + (group * 4 + 3) * DEPTH_BLOCK + wide)
+        codes, q_scale = _codes_of_rows(q * (scale / evened)[None, :], LIMIT)
         q_places = q_codes + place.to(tl.int64)[:, None] * DEPTH_BLOCK + wide[None, :]
         tl.store(q_places, codes, mask=is_row[:, None])
         tl.debug_barrier()
         q = tl.load(q_places, mask=is_row[:, None], other=0)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    if not CODES_QUERIES:
+    else:
         q = _load_codes(
             q_codes, row * queries + tile * ROWS, 0, DEPTH_BLOCK, ROWS, DEPTH_BLOCK, DESCRIBED
         )
