@@ -8,7 +8,8 @@
 
 `curves`: the Llama of `convergence.py` in bf16, AdamW in the backward, on dense and on compressed
 weights, from the same start on the same text: the losses, and how many of them differ in any bit.
-`t5`: an encoder-decoder likewise; then its loss on held-out text for every number of mantissa bits.
+`t5`: the loss of an encoder-decoder on held-out text for every number of mantissa bits; then its
+training, likewise.
 `exponents`: how often each exponent occurs in the weights that `curves` trains, and the entropy of
 sign, exponent and mantissa. `throughput`: bytes of bf16 per second, encoding and decoding, beside
 moving the weight to pinned memory of the host and back, and int8 codes with a scale per row,
@@ -204,26 +205,38 @@ def held_out(model: nn.Module, text: Text, batches: int) -> float:
 
 
 def t5(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Compare training of an encoder-decoder, and its loss with fewer mantissa bits."""
+    """Compare the loss of an encoder-decoder with fewer mantissa bits, then its training."""
+    yield from kept_bits(options)
     twenty = min(20, STEPS[options.size])
     ways = {"SGD": (sgd, twenty), "AdamW": (adamw, twenty)}
     for row in compared(options, t5_model, second_half_loss, ways):
         yield {"model": "T5", **row}
+
+
+def kept_bits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train an encoder-decoder; yield its held-out loss dense and for every number of bits kept."""
     text, other = Text(options, "train"), Text(options, "validation")
     model = t5_model(options, text.vocabulary).train()
-    train(model, text, 2 * STEPS[options.size], second_half_loss, adamw)
+    steps = 2 * STEPS[options.size]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
+    for step in range(steps):
+        second_half_loss(model, text[step]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del optimizer
     trained = {name: value.clone() for name, value in model.state_dict().items()}
     batches = 8 if options.size == "h200" else 1
-    base = {"model": "T5", "batches": batches, "steps": 2 * STEPS[options.size]}
+    base = {"model": "T5", "batches": batches, "steps": steps}
     yield {**base, "kept": "dense", "bits": 16.0, "loss": held_out(model, other, batches)}
-    for kept in KEPT:
-        memeff_compile.decompress_(model)
-        model.load_state_dict(trained)
-        report = memeff_compile.compress_(
-            model, options.codec[0], mantissa=kept, min_size=0, progress=False
-        )
-        loss = held_out(model, other, batches)
-        yield {**base, "kept": kept, "bits": round(report.bits, 4), "loss": loss}
+    for codec in options.codec:
+        for kept in KEPT:
+            memeff_compile.decompress_(model)
+            model.load_state_dict(trained)
+            report = memeff_compile.compress_(
+                model, codec, mantissa=kept, min_size=0, progress=False
+            )
+            row = {**base, "kept": kept, "codec": codec, "bits": round(report.bits, 4)}
+            yield {**row, "loss": held_out(model, other, batches)}
 
 
 def entropy(counts: Tensor) -> float:

@@ -26,6 +26,7 @@ from memeff_compile.kernels.coded_weight import (
     bits_per_weight,
     encode,
     parse,
+    side_by_side,
     supports_weight,
 )
 
@@ -169,6 +170,8 @@ def compress_(
     for place in _with_progress(places, progress):
         reason = _reason(place, name, skip, min_size, memory)
         found.append(_compress_one(place, name) if not reason else _dense(place, reason))
+    names = {each.name for each in found if each.codec}
+    side_by_side(w for place, w in _coded_places(model) if place.name in names)
     return CompressionReport(tuple(found))
 
 
@@ -361,11 +364,13 @@ def _decode_in_state_dict(
 
 def compressed_weights(model: nn.Module) -> dict[str, CodedWeight]:
     """Return the compressed weights of a model by the first name each is found under."""
-    return {
-        place.name: place.parameter
-        for place in _places(model)
-        if isinstance(place.parameter, CodedWeight)
-    }
+    return {place.name: weight for place, weight in _coded_places(model)}
+
+
+def _coded_places(model: nn.Module) -> Iterator[tuple[_Place, CodedWeight]]:
+    for place in _places(model):
+        if isinstance(place.parameter, CodedWeight):
+            yield place, place.parameter
 
 
 def put_coded(

@@ -31,6 +31,7 @@ from memeff_compile.kernels.coded_weight.op import encode_into as encode_into
 from memeff_compile.kernels.coded_weight.op import engine_for as engine_for
 from memeff_compile.kernels.coded_weight.op import make_refuge as make_refuge
 from memeff_compile.kernels.coded_weight.op import supports_weight as supports_weight
+from memeff_compile.kernels.coded_weight.slabs import side_by_side as side_by_side
 from memeff_compile.kernels.coded_weight.tensor import OWN_ATTRIBUTES as OWN_ATTRIBUTES
 from memeff_compile.kernels.coded_weight.tensor import CodedWeight as CodedWeight
 from memeff_compile.kernels.coded_weight.tensor import Unsettled as Unsettled

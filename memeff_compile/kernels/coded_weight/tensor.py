@@ -27,7 +27,7 @@ _SET_ITEM = Tensor.__setitem__
 
 
 OWN_ATTRIBUTES = frozenset(
-    ["codec", "room", "shares_with", "unsettled", "_is_param"]
+    ["codec", "room", "shares_with", "unsettled", "times_anew", "_is_param"]
     + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
 )
 """Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""
@@ -88,12 +88,14 @@ class CodedWeight(Tensor):
         room: spare room that lists get when they have to be made anew.
         shares_with: for what `.data` and `.detach()` give, the weight whose parts these are.
         unsettled: a new value that may still turn out not to have fitted.
+        times_anew: how often it was encoded into new parts.
     """
 
     codec: str
     room: launch.Room
     shares_with: CodedWeight | None = None
     unsettled: Unsettled | None = None
+    times_anew: int = 0
 
     @staticmethod
     def __new__(
@@ -228,9 +230,14 @@ class CodedWeight(Tensor):
     def encode_anew(self, dense: Tensor) -> None:
         """Encode a bf16 tensor of this shape into new parts, with room as `self.room` says."""
         parts = op.encode(dense, self.codec, self.room)
+        for name, part in zip(parse(self.codec).parts, parts, strict=True):
+            self.show(name, part)
+        self.times_anew += 1
+
+    def show(self, name: str, part: Tensor) -> None:
+        """Take other memory for a part, which holds the same or belongs to a new value."""
         for owner in self._owners():
-            for name, part in zip(parse(self.codec).parts, parts, strict=True):
-                setattr(owner, name, part)
+            setattr(owner, name, part)
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         """Say which attributes are tensors; compilers take the weight apart with it."""
