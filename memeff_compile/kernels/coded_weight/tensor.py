@@ -301,7 +301,7 @@ class CodedWeight(Tensor):
         del types
         kwargs = dict(kwargs or {})
         serve = _SERVED.get(func)
-        if serve is not None and isinstance(args[_place(func)], CodedWeight):
+        if serve is not None and _is_on_weight(func, args):
             found = serve(func, *args, **kwargs)
             if found is not NotImplemented:
                 return found
@@ -368,6 +368,19 @@ def _product_backward(func: object, grad: Tensor, weight: CodedWeight) -> Tensor
     return cast("Tensor", op.coded_weight_product_backward(grad, weight.parts, weight.codec, size))
 
 
+def _products(
+    func: object, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> object:
+    del func
+    coded = [weight for weight in weights if isinstance(weight, CodedWeight)]
+    codecs = {weight.codec for weight in coded}
+    if len(coded) != len(weights) or len(codecs) != 1:
+        return NotImplemented
+    parts = [part for weight in coded for part in weight.parts]
+    sizes = [size for weight in coded for size in weight.shape]
+    return op.coded_weight_products(x, parts, biases, coded[0].codec, sizes)
+
+
 _SERVED: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _share,
     _aten.alias.default: _share,
@@ -375,14 +388,16 @@ _SERVED: dict[Any, Callable[..., Any]] = {
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy_,
     op.coded_weight_linear: _product,
+    op.coded_weight_linears: _products,
     op.coded_weight_linear_backward: _product_backward,
 }
-_AT_SECOND = (op.coded_weight_linear, op.coded_weight_linear_backward)
+_AT_SECOND = (op.coded_weight_linear, op.coded_weight_linears, op.coded_weight_linear_backward)
 
 
-def _place(func: object) -> int:
-    """Return which argument of a served op is the weight."""
-    return 1 if func in _AT_SECOND else 0
+def _is_on_weight(func: object, args: Sequence[object]) -> bool:
+    """Say whether what a served op takes as its weight, or as the first of them, is coded."""
+    given = args[1 if func in _AT_SECOND else 0]
+    return isinstance(given[0] if isinstance(given, (list, tuple)) else given, CodedWeight)
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
