@@ -171,7 +171,8 @@ def compress_(
         reason = _reason(place, name, skip, min_size, memory)
         found.append(_compress_one(place, name) if not reason else _dense(place, reason))
     names = {each.name for each in found if each.codec}
-    side_by_side(w for place, w in _coded_places(model) if place.name in names)
+    # What FSDP2 keeps of a shard shows its lists where they are.
+    side_by_side(w for p, w in _coded_places(model) if p.name in names and w is p.parameter)
     return CompressionReport(tuple(found))
 
 
@@ -188,6 +189,9 @@ def decompress_(model: nn.Module) -> int:
     count = 0
     for place in _places(model):
         coded = place.parameter
+        shard = compat.local_part(coded)
+        if isinstance(shard, CodedWeight) and shard is not coded:
+            count += _put_shard(place, shard.decode().clone())
         if isinstance(coded, CodedWeight):
             dense = nn.Parameter(coded.decode().clone(), requires_grad=coded.requires_grad)
             dense.grad = coded.grad
@@ -259,6 +263,10 @@ def _reason(
         pattern = _skipped(path, skip)
         if pattern:
             return f"skip names {pattern!r}"
+    if compat.is_dtensor(weight):
+        return _shard_reason(weight, codec, min_size)
+    if compat.is_sharded_by_fsdp(weight):
+        return "FSDP has gathered it; call reshard() on the model (FSDP2) before compress_"
     if type(weight) is not nn.Parameter:
         return f"it is a {type(weight).__name__}; compress it before it is sharded or quantised"
     if weight.numel() < min_size:
@@ -269,6 +277,29 @@ def _reason(
     if len(memory[compat.storage_key(weight)]) > 1:
         return "its memory is shared with another tensor of the model"
     return _unmovable(weight)
+
+
+def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
+    """Return why a sharded weight is left as it is, or "" if this rank's shard is to be coded."""
+    local = compat.local_part(weight)
+    if isinstance(local, CodedWeight):
+        return f"it is compressed already, with {local.codec}"
+    if not compat.is_fsdp_shard(weight):
+        return "it is a DTensor that FSDP2 (fully_shard) does not hold in shards on their device"
+    if weight.requires_grad:
+        return (
+            "it is sharded and trained, and a compressed shard cannot be updated; freeze it with "
+            "requires_grad_(False) and train adapters"
+        )
+    if local.shape[1:] != weight.shape[1:] or local.shape[0] * _ranks(weight) != weight.shape[0]:
+        return "it is not cut into equal shards of whole rows, which a coded shard has to be"
+    if local.numel() < min_size:
+        return f"its shard has {local.numel()} elements, fewer than min_size, which is {min_size}"
+    return supports_weight(local, codec) or _unmovable(weight)
+
+
+def _ranks(weight: Any) -> int:  # noqa: ANN401 - a DTensor
+    return int(weight.device_mesh.size())
 
 
 def _is_linear(module: nn.Module, attribute: str) -> bool:
@@ -303,7 +334,7 @@ def _dense(place: _Place, reason: str) -> CompressedWeight:
 
 
 def _compress_one(place: _Place, codec: str) -> CompressedWeight:
-    weight = place.parameter
+    weight = compat.local_part(place.parameter)
     parts = encode(weight, codec)
     after = sum(part.nbytes for part in parts)
     if after > LARGEST_SHARE * weight.nbytes:
@@ -312,6 +343,10 @@ def _compress_one(place: _Place, codec: str) -> CompressedWeight:
     trains = weight.requires_grad and parse(codec).is_lossless
     coded = CodedWeight(parts, codec, weight.shape)
     found = CompressedWeight(place.name, tuple(weight.shape), codec, weight.nbytes, after)
+    if weight is not place.parameter:
+        if not _put_shard(place, coded):
+            return _dense(place, "FSDP has gathered it; call reshard() on the model first")
+        return found
     _put(place, nn.Parameter(coded, requires_grad=trains))
     return found
 
@@ -334,6 +369,20 @@ def _put(place: _Place, value: nn.Parameter) -> None:
     for _, module, attribute in place.owners:
         module._parameters[attribute] = value
         watch_state_dict(module)
+
+
+def _put_shard(place: _Place, local: Tensor) -> bool:
+    """Make a tensor this rank's shard of a weight that FSDP2 holds; say whether it was possible."""
+    for _, module, attribute in place.owners:
+        old = module._parameters[attribute]
+        assert old is not None
+        if not compat.put_fsdp_shard(module, attribute, local):
+            return False
+        new = module._parameters[attribute]
+        assert new is not None
+        _keep_attributes(old, new)
+        watch_state_dict(module)
+    return True
 
 
 def _keep_attributes(old: Tensor, new: Tensor) -> None:
@@ -360,6 +409,10 @@ def _decode_in_state_dict(
         value = state_dict.get(prefix + name)
         if isinstance(value, CodedWeight) and not isinstance(value, nn.Parameter):
             state_dict[prefix + name] = value.decode()
+        elif value is not None and compat.is_dtensor(value):
+            local = compat.local_part(value)
+            if isinstance(local, CodedWeight):
+                state_dict[prefix + name] = compat.with_local_part(value, local.decode())
 
 
 def compressed_weights(model: nn.Module) -> dict[str, CodedWeight]:
@@ -369,8 +422,9 @@ def compressed_weights(model: nn.Module) -> dict[str, CodedWeight]:
 
 def _coded_places(model: nn.Module) -> Iterator[tuple[_Place, CodedWeight]]:
     for place in _places(model):
-        if isinstance(place.parameter, CodedWeight):
-            yield place, place.parameter
+        local = compat.local_part(place.parameter)
+        if isinstance(local, CodedWeight):
+            yield place, local
 
 
 def put_coded(

@@ -516,6 +516,7 @@ def test_plain_tensors_belong_to_no_group() -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
 @probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward")
+@probes("is_fsdp_shard", "put_fsdp_shard", "with_local_part")
 def test_parameters_of_fsdp2_are_found() -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -530,12 +531,21 @@ def test_parameters_of_fsdp2_are_found() -> None:
         fully_shard(model, mesh=mesh)
         assert compat.is_dtensor(outer.weight)
         assert not compat.is_dtensor(compat.local_part(outer.weight))
+        assert compat.is_fsdp_shard(outer.weight)
+        doubled = compat.local_part(outer.weight).detach() * 2
+        assert torch.equal(compat.with_local_part(outer.weight, doubled).to_local(), doubled)
+        assert compat.put_fsdp_shard(outer, "weight", doubled)
+        assert torch.equal(compat.local_part(outer.weight), doubled)
+        assert not outer.weight.requires_grad
         inner.unshard()
         model.unshard()
         assert isinstance(compat.fsdp_shard(outer.weight), Tensor)
         assert compat.fsdp_frees_after_forward(inner.weight)
         assert compat.is_sharded_by_fsdp(inner.weight)
         assert compat.is_sharded_by_fsdp(outer.weight)
+        assert torch.equal(outer.weight, doubled)
+        assert not compat.is_fsdp_shard(outer.weight)
+        assert not compat.put_fsdp_shard(outer, "weight", doubled)
         model(torch.ones(1, 4)).sum().backward()
     finally:
         dist.destroy_process_group()

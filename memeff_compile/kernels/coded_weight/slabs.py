@@ -75,7 +75,7 @@ def _move(group: Sequence[CodedWeight], room: Room) -> None:
             length = room.length(part.numel())
             # Memory of its own to autograd: a write to one weight's list is none to another's.
             place = torch.empty(0, dtype=part.dtype, device=part.device)
-            place.set_(slab.untyped_storage(), start // part.element_size(), (length,))
+            place.set_(slab.untyped_storage(), start // part.element_size(), (length,), (1,))
             place[: part.numel()].copy_(part)
             weight.show(name, place)
             start += _bytes(part, room)

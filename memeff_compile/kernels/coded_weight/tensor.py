@@ -239,6 +239,30 @@ class CodedWeight(Tensor):
         for owner in self._owners():
             setattr(owner, name, part)
 
+    def fsdp_pre_all_gather(
+        self,
+        mesh: object,
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+        module: torch.nn.Module,
+        mp_policy: Any,  # noqa: ANN401 - FSDP2's MixedPrecisionPolicy
+    ) -> tuple[tuple[Tensor], None]:
+        """Give FSDP2 what it gathers: this rank's values."""
+        del mesh, outer_size, outer_stride, module
+        return (self.decode().to(mp_policy.param_dtype or self.dtype),), None
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[Tensor],
+        metadata: None,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[()]] | None:
+        """Give FSDP2 the gathered weight: what arrived, which is dense."""
+        del metadata, dtype
+        return None if out is not None else (gathered[0], ())
+
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         """Say which attributes are tensors; compilers take the weight apart with it."""
         self.settle()
@@ -337,6 +361,17 @@ def _share(func: object, weight: CodedWeight, *args: object, **kwargs: object) -
     return found
 
 
+def _view(func: object, weight: CodedWeight, size: Sequence[int]) -> object:
+    """Serve a view of the same shape and one as a row of elements; FSDP2 makes both of a shard."""
+    if tuple(size) == tuple(weight.shape):
+        return _share(func, weight)
+    if len(size) != 1 or size[0] not in (-1, weight.numel()):
+        return NotImplemented
+    found = CodedWeight(weight.parts, weight.codec, (weight.numel(),), room=weight.room)
+    found.shares_with = weight
+    return found
+
+
 def _clone(func: object, weight: CodedWeight, **kwargs: object) -> CodedWeight:
     del func, kwargs
     return weight.like([part.clone() for part in weight.parts])
@@ -384,6 +419,7 @@ def _products(
 _SERVED: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _share,
     _aten.alias.default: _share,
+    _aten.view.default: _view,
     _aten.clone.default: _clone,
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy_,
