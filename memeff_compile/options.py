@@ -367,10 +367,6 @@ def _choice(
 _NO_LOSSY = (
     "no lossy mode has shipped, because none has a fidelity run behind it. Use 'exact' meanwhile."
 )
-_NO_WEIGHTS = (
-    "the backend does not replace weights of yours by itself. Call "
-    "memeff_compile.compress_(model, codec=...) before compiling, and leave this at 'exact'."
-)
 
 
 @dataclass(frozen=True)
@@ -514,9 +510,13 @@ class Options:
         "weights",
         "exact",
         "off",
+        "win4",
+        "tier",
+        "rans",
         meaning="Whether linears with weights that `memeff_compile.compress_` compressed run as "
-        "one op that keeps nothing decoded for the backward. `off`: each is decoded, and kept.",
-        later={"win4": _NO_WEIGHTS, "tier": _NO_WEIGHTS, "rans": _NO_WEIGHTS},
+        "one op that keeps nothing decoded for the backward. `off`: each is decoded, and kept. A "
+        "codec: in inference, weights that nothing but the model holds are compressed after some "
+        "calls, and the report names the others.",
     )
     skip: Mapping[str, tuple[str, ...]] = _option(
         _FrozenMapping(),

@@ -12,7 +12,7 @@ import fnmatch
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,13 @@ LARGEST_SHARE = 0.9
 
 SKIPPED = ("lm_head", "embed_out", "output_projection")
 """Modules left dense unless asked for: heads, whose losses the backend fuses on dense weights."""
+
+
+MIN_SIZE = 1 << 20
+"""Elements of the smallest weight that is compressed unless asked for."""
+
+Owners: TypeAlias = Sequence[tuple[nn.Module, str]]
+"""Modules, and the attributes under which they hold a weight."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +136,7 @@ def compress_(
     mantissa: int = 7,
     block: int = 512,
     skip: Sequence[str] = SKIPPED,
-    min_size: int = 1 << 20,
+    min_size: int = MIN_SIZE,
     progress: bool | None = None,
 ) -> CompressionReport:
     """Compress the weights of a model's linears in place.
@@ -335,13 +342,11 @@ def _dense(place: _Place, reason: str) -> CompressedWeight:
 
 def _compress_one(place: _Place, codec: str) -> CompressedWeight:
     weight = compat.local_part(place.parameter)
-    parts = encode(weight, codec)
-    after = sum(part.nbytes for part in parts)
-    if after > LARGEST_SHARE * weight.nbytes:
-        bits = bits_per_weight(after, weight.numel())
-        return _dense(place, f"its code would take {bits:.1f} bits a weight")
+    coded = coded_or_reason(weight, codec)
+    if isinstance(coded, str):
+        return _dense(place, coded)
+    after = coded.coded_bytes
     trains = weight.requires_grad and parse(codec).is_lossless
-    coded = CodedWeight(parts, codec, weight.shape)
     found = CompressedWeight(place.name, tuple(weight.shape), codec, weight.nbytes, after)
     if weight is not place.parameter:
         if not _put_shard(place, coded):
@@ -349,6 +354,41 @@ def _compress_one(place: _Place, codec: str) -> CompressedWeight:
         return found
     _put(place, nn.Parameter(coded, requires_grad=trains))
     return found
+
+
+def coded_or_reason(weight: Tensor, codec: str) -> CodedWeight | str:
+    """Encode a weight; return why it is not worth it where its code is hardly smaller."""
+    parts = encode(weight, codec)
+    after = sum(part.nbytes for part in parts)
+    if after > LARGEST_SHARE * weight.nbytes:
+        return f"its code would take {bits_per_weight(after, weight.numel()):.1f} bits a weight"
+    return CodedWeight(parts, codec, weight.shape)
+
+
+def why_left_dense(weight: Tensor, path: str, owners: Owners, codec: str) -> str:
+    """Return why `compress_` would leave a weight dense, or "".
+
+    Args:
+        weight: of a linear.
+        path: of its module.
+        owners: everyone who holds it.
+        codec: name of the codec.
+    """
+    if not owners:
+        return "no module owns it"
+    place = _Place(path, weight, tuple((path, module, name) for module, name in owners))
+    alone = {compat.storage_key(weight): {id(weight)}}
+    return _reason(place, codec, SKIPPED, MIN_SIZE, alone)
+
+
+def put_parameter(owners: Owners, old: Tensor, value: Tensor) -> None:
+    """Give modules a parameter of this value in the place of another, with its attributes."""
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    _keep_attributes(old, new)
+    for module, name in owners:
+        module._parameters[name] = new
+        if isinstance(value, CodedWeight):
+            watch_state_dict(module)
 
 
 def _put(place: _Place, value: nn.Parameter) -> None:
