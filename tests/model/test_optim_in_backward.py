@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
-from memeff_compile.kernels.coded_weight import CODECS, CodedWeight, Step
+from memeff_compile.kernels.coded_weight import CODECS, CodedWeight, Step, launch, op
 from memeff_compile.model.compress import compress_, compressed_weights, decompress_
 from memeff_compile.model.optim_in_backward import (
     TRAINING_ROOM,
@@ -306,15 +306,58 @@ def test_a_weight_stays_and_an_older_value_waits_on_where_no_room_can_be_made() 
     assert oldest.failures < 0
 
 
-def test_a_value_that_could_not_be_coded_anew_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def fails_when_coded_anew(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CodedWeight, "encode_anew", lambda *_: FailsOnce().settle())
+
+
+def fails_half_written(patch: pytest.MonkeyPatch) -> None:
+    def encode(parts: list[Tensor], *_: object) -> None:
+        parts[1].zero_()
+        raise MemoryError("no room on the host")
+
+    patch.setattr(op, "encode_soon", encode)
+
+
+def fails_at_the_refuge(patch: pytest.MonkeyPatch) -> None:
+    def encode(parts: list[Tensor], *_: object) -> launch.Outcome:
+        parts[1].zero_()
+        return launch.Outcome(torch.ones(1, dtype=torch.int32), [0])
+
+    patch.setattr(op, "encode_soon", encode)
+    patch.setattr(launch.Outcome, "fetch", lambda _: FailsOnce().settle())
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [fails_when_coded_anew, fails_half_written, fails_at_the_refuge],
+    ids=lambda f: f.__name__,
+)
+def test_a_value_that_could_not_be_encoded_is_kept(
+    fail: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = compressed(nn.Linear(256, 256, bias=False).bfloat16()).weight
     assert isinstance(weight, CodedWeight)
     value = torch.randn(256, 256).bfloat16() * 1e30
     with monkeypatch.context() as patch:
-        patch.setattr(CodedWeight, "encode_anew", lambda *_: FailsOnce().settle())
-        with pytest.raises(torch.OutOfMemoryError):
+        fail(patch)
+        with pytest.raises(CodedWeightError, match=r"no room.*It is kept, dense.*smaller batches"):
             weight.store_soon(value)
     assert torch.equal(weight.decode(), value)
+
+
+def test_training_goes_on_after_memory_ran_out_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [nn.Linear(256, 256, bias=False).bfloat16() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    compressed(models[1])
+    x = torch.randn(4, 256, dtype=torch.bfloat16)
+    for model in models:
+        optim_in_backward(model, FACTORIES["SGD"])
+        with monkeypatch.context() as patch:
+            fails_half_written(patch)
+            with suppress(CodedWeightError):
+                model(x).float().sum().backward()
+        model(x).float().sum().backward()
+    assert torch.equal(models[0].weight, models[1].weight.decode())
 
 
 def test_another_thread_waits_until_a_place_is_taken() -> None:

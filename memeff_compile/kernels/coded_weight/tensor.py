@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
-from memeff_compile.errors import CodedWeightError
+from memeff_compile.errors import CodedWeightError, UnsupportedInputError
 from memeff_compile.kernels.coded_weight import launch, op
 from memeff_compile.kernels.coded_weight.layout import CODECS, parse
 
@@ -34,30 +34,34 @@ OWN_ATTRIBUTES = frozenset(
 
 
 class Unsettled:
-    """A new value of a weight, encoded, of which is not known yet whether it fitted.
+    """A new value of a weight of which is not known yet whether its code fitted.
 
     Where it did not, it is taken from the refuge, or from the value, which is kept until then.
     """
 
-    def __init__(
-        self,
-        weight: CodedWeight,
-        value: Tensor,
-        outcome: launch.Outcome | bool,
-        refuge: Tensor | None = None,
-    ) -> None:
-        """Mark the weight: whoever reads it settles first."""
-        self._weight, self._outcome = weight, outcome
+    def __init__(self, weight: CodedWeight, value: Tensor) -> None:
+        """Mark the weight, whose parts are about to be written: whoever reads it settles first."""
+        self._weight = weight
+        self._outcome: launch.Outcome | bool = False
         self._lock = threading.RLock()
         self._kept: Tensor | None = value
-        if refuge is not None and isinstance(outcome, launch.Outcome):
-            self._kept = refuge[: value.numel()]
-            outcome.shelter(value, refuge)
         weight.unsettled = self
-        if isinstance(outcome, launch.Outcome):
-            outcome.fetch()
-        else:
+
+    def encoded(self, outcome: launch.Outcome | bool, refuge: Tensor | None = None) -> None:
+        """Take what is known of the code, and what shelters the value, which may then be given up.
+
+        The value is kept until it is in the refuge, whatever fails before.
+        """
+        self._outcome = outcome
+        if isinstance(outcome, bool):
             self.settle()
+            return
+        value = self._kept
+        if refuge is not None and value is not None:
+            outcome.shelter(value, refuge)
+        outcome.fetch()
+        if refuge is not None and value is not None:
+            self._kept = refuge[: value.numel()]
 
     @property
     def is_settled(self) -> bool:
@@ -200,11 +204,25 @@ class CodedWeight(Tensor):
 
         Returns:
             What has to be settled; reading the weight does so too.
+
+        Raises:
+            CodedWeightError: Memory ran out while codes were written. The value is kept as it is,
+                and encoded anew when the weight is next read.
         """
-        value = value.contiguous()
-        outcome = op.encode_soon(self.parts, value, self.codec)
-        found = Unsettled(self, value, outcome, refuge)
+        value, parts = value.contiguous(), self.parts
+        found = Unsettled(self, value)
         torch.autograd.graph.increment_version(self)
+        try:
+            found.encoded(op.encode_soon(parts, value, self.codec), refuge)
+        except UnsupportedInputError:
+            self.unsettled = None  # nothing was written
+            raise
+        except (RuntimeError, MemoryError) as error:
+            raise CodedWeightError(
+                f"a new value of a compressed weight of {tuple(self.shape)} could not be encoded "
+                f"({error}). It is kept, dense, and encoded when the weight is next read; if "
+                "memory ran out, free some on the GPU and the host, or train with smaller batches."
+            ) from error
         return found
 
     def steps(self, gradient: Tensor) -> bool:
