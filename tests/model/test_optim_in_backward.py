@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -141,6 +142,30 @@ def test_checkpointed_steps_equal_the_dense_run() -> None:
 
 
 @pytest.mark.slow
+def test_a_checkpoint_does_not_multiply_again_what_only_its_result_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with dense weights, computing again ends before the last product of the region."""
+    model = compressed(
+        nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).bfloat16()
+    )
+    decoded: list[tuple[int, ...]] = []
+    plain = op.reference.decode
+
+    def decode(parts: Any, form: Any, size: Any) -> Tensor:
+        decoded.append(tuple(size))
+        return plain(parts, form, size)
+
+    monkeypatch.setattr(op.reference, "decode", decode)
+    x = torch.ones(1, 128, dtype=torch.bfloat16, requires_grad=True)
+    out = checkpoint(model, x, use_reentrant=False)
+    assert decoded == [(256, 128), (128, 256)]
+    decoded.clear()
+    out.float().sum().backward()
+    # The first linear again; then the gradients of both.
+    assert decoded == [(256, 128), (128, 256), (256, 128)]
+
+
 def test_compiled_steps_equal_the_dense_run_and_compile_once() -> None:
     losses = []
     for is_coded in (False, True):

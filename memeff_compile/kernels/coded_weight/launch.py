@@ -78,7 +78,7 @@ class Outcome:
             needed: lengths that the lists have to have, int32, on the weight's device.
             rooms: lengths that they have.
         """
-        self._needed, self._rooms = needed, list(rooms)
+        self._needed, self._rooms = needed.contiguous(), list(rooms)
         self._fetched: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -196,9 +196,9 @@ def encode_soon(parts: Sequence[Tensor], weight: Tensor, form: Format) -> Outcom
 
 
 def _starts(counts: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return running sums that start with 0, along the first dimension."""
+    """Return running sums that start with 0."""
     if out is None:
-        out = counts.new_zeros((counts.shape[0] + 1, *counts.shape[1:]))
+        out = counts.new_zeros(counts.shape[0] + 1)
     torch.cumsum(counts, 0, dtype=torch.int32, out=out[1:])
     return out
 
@@ -276,7 +276,11 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
     with on_device(patterns):
         tier_kernels.count_kernel[(chunks,)](patterns, header, counts, BLOCK=1024, num_warps=4)
-    return _starts(counts)
+    # PyTorch adds up along the last dimension in parallel, along the first one number by number.
+    by_list = counts.t().contiguous()
+    starts = by_list.new_zeros((3, chunks + 1))
+    torch.cumsum(by_list, 1, dtype=torch.int32, out=starts[:, 1:])
+    return starts.t()
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:

@@ -373,6 +373,57 @@ def _gradients(
     return grad_x, grad_weight, grad_bias
 
 
+def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Run the linear with its gradients, keeping what the backward needs before it is computed.
+
+    An activation checkpoint computes again until everything is kept that was kept before, and stops
+    there: with the library's linear that is before the last product of the region. An op's autograd
+    formula keeps its operands after it has run; so this is two nodes, one that keeps and one that
+    multiplies, with a tensor of no memory between them.
+    """
+    token = _Keep.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    found: Tensor = _Multiply.apply(token, (x, weight, bias))  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Keep(torch.autograd.Function):
+    """Keeps the operands; its backward has the gradient of the product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        del bias
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        shape = (*x.shape[:-1], weight.shape[0])
+        return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401
+        return _link(ctx, grad)[:3]
+
+
+class _Multiply(torch.autograd.Function):
+    """Multiplies; hands the gradient of the product on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        token: Tensor,
+        operands: tuple[Tensor, Tensor, Tensor | None],
+    ) -> Tensor:
+        del ctx, token
+        found: Tensor = coded_weight_linear(*operands)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return grad, None
+
+
 class _Once(torch.autograd.Function):
     """The gradients where a second derivative may be asked for: it is refused."""
 

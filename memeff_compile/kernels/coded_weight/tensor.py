@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
+from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, UnsupportedInputError
 from memeff_compile.kernels.coded_weight import launch, op
 from memeff_compile.kernels.coded_weight.layout import CODECS, parse
@@ -366,6 +367,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
         bias = None if bias is None else bias.to(weight.dtype)
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
         return None  # the dense layer raises, and so does this
+    needs_gradient = any(each is not None and each.requires_grad for each in (x, weight, bias))
+    if torch.is_grad_enabled() and needs_gradient and not compat.is_functorch_active():
+        return op.linear_in_autograd(x, weight, bias)
     return cast("Tensor", op.coded_weight_linear(x, weight, bias))
 
 
