@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
@@ -179,6 +181,36 @@ def test_compiled_steps_equal_the_dense_run_and_compile_once() -> None:
         with torch._dynamo.config.patch(error_on_recompile=True):
             losses[-1] += train(model, optimizer, 2)
     assert losses[0] == losses[1]
+
+
+def phi3() -> nn.Module:
+    torch.manual_seed(0)
+    config = Phi3Config(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        pad_token_id=0,
+    )
+    return Phi3ForCausalLM(config).to(torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_packed_projections_are_compressed_and_train_alike_when_compiled() -> None:
+    """One weight that makes gate and up, or queries, keys and values, is cut behind its linear."""
+    models = [phi3(), phi3()]
+    report = compress_(models[1], min_size=0, progress=False)
+    names = {each.name.split(".")[-2] for each in report.compressed}
+    assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    losses = []
+    for model in models:
+        torch._dynamo.reset()
+        optimizer = optim_in_backward(model, FACTORIES["SGD"])
+        model.compile(backend="memeff", options={"memeff.inner": "aot_eager"})
+        losses.append(train(model, optimizer, 3))
+    assert losses[0] == losses[1]
+    assert same_weights(*models)
 
 
 def test_weights_that_outgrow_their_room_are_coded_anew() -> None:
