@@ -130,10 +130,7 @@ def decode_settings(codec: str) -> list[Setting]:
 
 
 ENCODE_SETTINGS = {
-    "win4": [
-        {"WIN4_ENCODE_WORDS": words, "WIN4_ENCODE_WARPS": warps}
-        for words, warps in ((512, 4), (1024, 4))
-    ],
+    "win4": [{"WIN4_ENCODE_WARPS": warps} for warps in (4, 8)],
     "tier": [{"TIER_ENCODE_WARPS": warps} for warps in (8, 16)],
     "rans": [{"RANS_WARPS": 1}],
 }

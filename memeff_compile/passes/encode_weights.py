@@ -155,7 +155,10 @@ class EncodeWeights:
             x = _as_coded(info, editor, first.x)
             biases = [_as_coded(info, editor, site.bias) for site in match.sites]
             if len(match.sites) == 1:
-                news = [editor.call(op_folder.coded_weight_linear, x, first.weight, biases[0])]
+                out = info.tensor(first.node)
+                trains = out is None or out.requires_grad
+                operands = (x, first.weight, biases[0], trains)
+                news = [editor.call(op_folder.coded_weight_linear, *operands)]
             else:
                 weights = [site.weight for site in match.sites]
                 op = editor.call(op_folder.coded_weight_linears, x, weights, biases)

@@ -106,6 +106,73 @@ def _tile(capability: int, tokens: int) -> Any:
     return _compile("win4", "tile", capability, constants, tile.warps, out_ptr=out)
 
 
+def _gluon(name: str, capability: int, constants: dict[str, Any], warps: int, **types: str) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from memeff_compile.kernels.coded_weight import matrix_kernels
+
+    kernel = getattr(matrix_kernels, f"{name}_kernel")
+    types = {"x_ptr": "*bf16", "xt_ptr": "*bf16", **types}
+    signature, hints = {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+            continue
+        plain = POINTERS.get(argument, "*i32") if argument.endswith("_ptr") else "i32"
+        signature[argument] = types.get(argument, plain)
+        if not argument.endswith("_desc"):
+            hints[(place,)] = [["tt.divisibility", 16]]
+    return triton.compile(
+        GluonASTSource(kernel, signature, constants, hints),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps},
+    )
+
+
+def _matrix(capability: int, tokens: int, rows: int, *, is_even: bool) -> Any:
+    tile = shapes.matrix_tile(tokens, rows, 4096, 132)
+    constants = {
+        "HAS_BIAS": True,
+        "IS_EVEN": is_even,
+        "ROWS": tile.rows,
+        "TOKENS": tile.tokens,
+        "CHUNKS": shapes.chunks_touched(tile.rows, 4096),
+        "PATCHES": tile.patches,
+        "SPLITS": tile.splits,
+        "AHEAD": tile.is_ahead,
+        "WARPS": tile.warps,
+    }
+    out = "*bf16" if tile.splits == 1 else "*fp32"
+    return _gluon("matrix", capability, constants, tile.warps, out_ptr=out)
+
+
+def _wide(tokens: int, **sizes: int) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    tile = shapes.wide_tile(tokens)
+    constants = {
+        "HAS_BIAS": True,
+        "ROWS": tile.rows,
+        "TOKENS": tile.tokens,
+        "SEARCH": shapes.chunks_touched(tile.rows, 8192).bit_length() - 1,
+        "NOTED": tile.noted,
+        "X_STAGES": tile.x_stages,
+        "STAGES": tile.stages,
+        "WARPS": tile.warps,
+        **sizes,
+    }
+    words = f"tensordesc<i32[{tile.rows}, 16],{NVMMASharedLayout(64, 32, 2)!r}>"
+    types = {
+        "x_desc": f"tensordesc<bf16[{tile.tokens}, 64],{NVMMASharedLayout(128, 16, 2)!r}>",
+        "codes_desc": words,
+        "signs_desc": words,
+        "out_ptr": "*bf16",
+    }
+    return _gluon("wide", 90, constants, tile.warps, **types)
+
+
 def _decode(capability: int, codec: str, field: int, block: int, *, steps: bool = False) -> Any:
     step = {"STEP": steps, "HAS_DECAY": steps}
     constants: dict[str, Any] = {"FIELD": field, "BLOCK": block, "PATCHES": shapes.PATCHES, **step}
@@ -126,8 +193,13 @@ def _decode(capability: int, codec: str, field: int, block: int, *, steps: bool 
 
 def _encode(capability: int, name: str) -> Any:
     if name == "win4":
-        constants = {"WORDS": shapes.WIN4_ENCODE_WORDS}
-        return _compile("win4", "encode", capability, constants, shapes.WIN4_ENCODE_WARPS)
+        return _compile("win4", "encode", capability, {}, shapes.WIN4_ENCODE_WARPS)
+    if name == "win4 patches":
+        return _compile("win4", "patches", capability, {}, 1)
+    if name == "starts":
+        return _compile("win4", "starts", capability, {"BLOCK": shapes.STARTS_BLOCK}, 8)
+    if name == "window":
+        return _compile("win4", "window", capability, {}, 4)
     if name == "tier":
         return _compile("tier", "encode", capability, {}, shapes.TIER_ENCODE_WARPS)
     if name == "count":
@@ -137,7 +209,7 @@ def _encode(capability: int, name: str) -> Any:
         types = {"words_ptr": "*i16"}
         return _compile("rans", "encode", capability, constants, shapes.RANS_WARPS, **types)
     constants = {
-        "patches": {"IS_TIER": False, "BLOCK": 1024},
+        "patches": {"BLOCK": 1024},
         "histogram": {"BLOCKS": 16, "BLOCK": 1024},
         "signs": {"BLOCK": 512},
         "shelter": {"COUNT": 3, "BLOCK": 1024},
@@ -179,7 +251,11 @@ def test_decoding_with_a_step_compiles_within_the_limits(
 
 
 @pytest.mark.parametrize(
-    "name", ["win4", "tier", "count", "rans", "patches", "histogram", "signs", "shelter"]
+    "name",
+    [
+        *("win4", "win4 patches", "starts", "window"),
+        *("tier", "count", "rans", "patches", "histogram", "signs", "shelter"),
+    ],
 )
 @pytest.mark.parametrize("capability", list(SHARED_LIMITS))
 def test_encoding_compiles_within_the_limits(capability: int, name: str, tmp_path: Path) -> None:
@@ -214,6 +290,33 @@ def test_a_product_of_some_tokens_compiles_within_the_limits(
     assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", kernel.asm["ptx"]), "no tensor cores"
 
 
+@pytest.mark.parametrize(("tokens", "rows", "is_even"), [(2, 1024, False), (16, 14336, True)])
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_operands_are_decoded_in_registers(
+    capability: int, tokens: int, rows: int, is_even: bool, tmp_path: Path
+) -> None:
+    kernel = _matrix(capability, tokens, rows, is_even=is_even)
+    _check(kernel, capability, tmp_path)
+    assert "mma.sync" in kernel.asm["ptx"], "no tensor cores"
+    loop = re.search(r"ld\.global\.\S*v4\.b32[\s\S]*?mma\.sync", kernel.asm["ptx"])
+    assert loop is not None, "narrow loads"
+    assert "shared" not in loop[0], "operands move between threads"
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 256])
+def test_products_run_while_the_next_operand_is_decoded(tokens: int, tmp_path: Path) -> None:
+    kernel = _wide(tokens)
+    _check(kernel, 90, tmp_path)
+    assert "wgmma.mma_async" in kernel.asm["ptx"], "no tensor cores of Hopper"
+    assert "wgmma.wait_group.sync.aligned 1" in kernel.asm["ptx"], "one after the other"
+
+
+def test_columns_are_ordered_within_the_limits(tmp_path: Path) -> None:
+    constants = {"TOKENS": shapes.ORDERED_TOKENS}
+    kernel = _compile("win4", "order", 90, constants, 4, turned_ptr="*i16")
+    _check(kernel, 90, tmp_path)
+
+
 def test_the_sum_of_shares_compiles_within_the_limits(tmp_path: Path) -> None:
     constants = {"SPLITS": 4, "BLOCK": shapes.SUM_BLOCK}
     kernel = _compile("win4", "sum", 90, constants, 4, parts_ptr="*fp32", out_ptr="*bf16")
@@ -227,3 +330,8 @@ def test_kernels_compile_for_sizes_of_one() -> None:
     _tile(90, 16)
     _decode(90, "rans", 8, 0)
     _encode(90, "rans")
+
+
+def test_products_in_gluon_compile_for_sizes_of_one() -> None:
+    _wide(256, tokens_count=1, rows_count=1, groups=1)
+    _matrix(90, 2, 1, is_even=False)

@@ -11,28 +11,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import on_device, processors
+from memeff_compile.kernels._triton.device import capability, on_device, processors
 from memeff_compile.kernels.coded_weight import shapes
 from memeff_compile.kernels.coded_weight.layout import (
     CHUNK,
     GROUP,
     LANES,
     RANS_CHUNK,
+    RUN,
     Format,
     frequencies,
     padded,
+    sampled,
     tier_header,
-    win4_header,
 )
 from memeff_compile.kernels.coded_weight.reference import as_patterns, rans_table
 
 _STREAM_TAIL = 3
 """Words behind a stream that a reader may touch."""
-_HISTOGRAM = (16, 1024)
 
 
 @dataclass(frozen=True)
@@ -141,15 +143,15 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
     return torch.empty(count, dtype=dtype, device=like.device)
 
 
-def histogram(patterns: Tensor) -> Tensor:
-    """Return how often each of the 256 exponents occurs, int32."""
+def histogram(patterns: Tensor, every: int = 1) -> Tensor:
+    """Return how often each of the 256 exponents occurs in every so manieth run, int32."""
     from memeff_compile.kernels.coded_weight import pair_kernels
 
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
-    blocks, block = _HISTOGRAM
+    block = 1024
     with on_device(patterns):
-        pair_kernels.histogram_kernel[(patterns.numel() // (blocks * block),)](
-            patterns, counts, BLOCKS=blocks, BLOCK=block, num_warps=4
+        pair_kernels.histogram_kernel[(-(-patterns.numel() // (RUN * every)),)](
+            patterns, counts, every, BLOCKS=RUN // block, BLOCK=block, num_warps=4
         )
     return counts
 
@@ -166,13 +168,14 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
         room: spare room, so that `encode_into` can be used on the parts.
     """
     patterns = as_patterns(weight)
-    counts = histogram(patterns).tolist()
+    if form.codec == "win4":
+        counts = histogram(patterns, sampled(patterns.numel()))
+        return _encode_win4(patterns, _best_window(counts), room)
+    found = histogram(patterns).tolist()
     if form.codec == "rans":
-        return _encode_rans(patterns, counts, room)
-    choose = win4_header if form.codec == "win4" else tier_header
-    header = torch.tensor(choose(counts), dtype=torch.int32, device=weight.device)
-    code = _encode_win4 if form.codec == "win4" else _encode_tier
-    return code(patterns, header, room)
+        return _encode_rans(patterns, found, room)
+    header = torch.tensor(tier_header(found), dtype=torch.int32, device=weight.device)
+    return _encode_tier(patterns, header, room)
 
 
 def encode_into(parts: Sequence[Tensor], weight: Tensor, form: Format) -> bool:
@@ -207,9 +210,7 @@ def _list(like: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(length, dtype=dtype, device=like.device)
 
 
-def _write_patches(
-    patterns: Tensor, header: Tensor, lists: Sequence[Tensor], *, is_tier: bool
-) -> None:
+def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
     """Fill a list of patches: (starts, places, values); starts are there already."""
     from memeff_compile.kernels.coded_weight import pair_kernels
 
@@ -222,7 +223,6 @@ def _write_patches(
             places,
             values,
             places.numel(),
-            IS_TIER=is_tier,
             BLOCK=1024,
             num_warps=4,
         )
@@ -232,40 +232,70 @@ def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
     return [starts, *(_list(starts, room.length(total), torch.int16) for _ in range(2))]
 
 
-def _write_win4(patterns: Tensor, header: Tensor, codes: Tensor, signs: Tensor) -> Tensor:
-    """Write codes and signs; return how many patches each chunk has."""
+def _write_win4(
+    patterns: Tensor, header: Tensor, codes: Tensor, signs: Tensor, starts: Tensor
+) -> Tensor:
+    """Write codes, signs and starts; return which groups of each chunk have patches."""
     from memeff_compile.kernels.coded_weight import win4_kernels
 
-    counts = _empty(patterns, patterns.numel() // CHUNK)
+    chunks = patterns.numel() // CHUNK
+    counts, marks = _empty(patterns, chunks), _empty(patterns, chunks)
     with on_device(patterns):
-        win4_kernels.encode_kernel[(counts.numel(),)](
+        win4_kernels.encode_kernel[(chunks,)](
             patterns.view(torch.int32),
             header,
             codes,
             signs,
             counts,
-            WORDS=shapes.WIN4_ENCODE_WORDS,
+            marks,
             num_warps=shapes.WIN4_ENCODE_WARPS,
         )
-    return counts
+        win4_kernels.starts_kernel[(1,)](
+            counts, starts, chunks, BLOCK=shapes.STARTS_BLOCK, num_warps=8
+        )
+    return marks
+
+
+def _write_win4_patches(
+    patterns: Tensor, header: Tensor, marks: Tensor, lists: Sequence[Tensor]
+) -> None:
+    """Fill a list of patches: (starts, places, values); starts are there already."""
+    from memeff_compile.kernels.coded_weight import win4_kernels
+
+    starts, places, values = lists
+    if not places.numel():
+        return
+    with on_device(patterns):
+        win4_kernels.patches_kernel[(marks.numel(),)](
+            patterns, header, marks, starts, places, values, places.numel(), num_warps=1
+        )
+
+
+def _best_window(counts: Tensor) -> Tensor:
+    """Return the header for weights with these exponents, without waiting for the GPU."""
+    from memeff_compile.kernels.coded_weight import win4_kernels
+
+    header = _empty(counts, 1)
+    with on_device(counts):
+        win4_kernels.window_kernel[(1,)](counts, header, num_warps=4)
+    return header
 
 
 def _encode_win4(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
     size = patterns.numel()
     codes, signs = _empty(patterns, size // 8), _empty(patterns, size // 4)
-    starts = _starts(_write_win4(patterns, header, codes, signs))
+    starts = _empty(patterns, size // CHUNK + 1)
+    marks = _write_win4(patterns, header, codes, signs, starts)
     lists = _patch_lists(starts, int(starts[-1]), room)
-    if lists[1].numel():
-        _write_patches(patterns, header, lists, is_tier=False)
+    _write_win4_patches(patterns, header, marks, lists)
     return [header, codes, *lists, signs]
 
 
 def _encode_win4_again(patterns: Tensor, parts: Sequence[Tensor]) -> Outcome:
     header, codes, *lists, signs = parts
-    starts = _starts(_write_win4(patterns, header, codes, signs), lists[0])
-    if lists[1].numel():
-        _write_patches(patterns, header, lists, is_tier=False)
-    return Outcome(starts[-1:], [lists[1].numel()])
+    marks = _write_win4(patterns, header, codes, signs, lists[0])
+    _write_win4_patches(patterns, header, marks, lists)
+    return Outcome(lists[0][-1:], [lists[1].numel()])
 
 
 def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
@@ -318,7 +348,7 @@ def _encode_tier(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
     ]
     _write_tier(patterns, parts)
     if patched:
-        _write_patches(patterns, header, parts[5:8], is_tier=True)
+        _write_tier_patches(patterns, header, parts[5:8])
     return parts
 
 
@@ -331,7 +361,7 @@ def _encode_tier_again(patterns: Tensor, parts: Sequence[Tensor]) -> Outcome:
     third.zero_()
     _write_tier(patterns, parts)
     if lists[1].numel():
-        _write_patches(patterns, header, lists, is_tier=True)
+        _write_tier_patches(patterns, header, lists)
     rooms = [second.numel() - _STREAM_TAIL, third.numel() - _STREAM_TAIL, lists[1].numel()]
     return Outcome(starts[-1], rooms)
 
@@ -489,14 +519,34 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
 # --- products -------------------------------------------------------------------------------------
 
 
-def fuses(form: Format, tokens: int, shape: Sequence[int]) -> bool:
-    """Say whether a product with this many tokens decodes on the way."""
-    return (
-        form == Format("win4")
-        and len(shape) == 2
-        and shape[1] % GROUP == 0
-        and 0 < tokens <= shapes.MAX_FUSED_TOKENS
+def fuses(
+    form: Format,
+    tokens: int,
+    shape: Sequence[int],
+    device: torch.device | None = None,
+    *,
+    trains: bool = False,
+) -> bool:
+    """Say whether a product with this many tokens decodes on the way.
+
+    Args:
+        form: of the weight.
+        tokens: M.
+        shape: (N, K) of the weight.
+        device: where it is; some kernels are for Hopper.
+        trains: a gradient is wanted: sums are taken as in the dense layer, bit for bit.
+    """
+    if trains or form != Format("win4") or len(shape) != 2 or shape[1] % GROUP:
+        return False
+    return 0 < tokens <= shapes.MAX_FUSED_TOKENS or (
+        device is not None and _is_wide(tokens, device)
     )
+
+
+def _is_wide(tokens: int, device: torch.device) -> bool:
+    if not shapes.MAX_FUSED_TOKENS < tokens <= shapes.MAX_WIDE_TOKENS:
+        return False
+    return capability(device) == (9, 0) and _has_gluon()
 
 
 def product(
@@ -505,7 +555,7 @@ def product(
     bias: Tensor | None,
     shape: Sequence[int],
     *,
-    setting: shapes.RowTile | shapes.Tile | None = None,
+    setting: Setting | None = None,
 ) -> Tensor:
     """Multiply (M, K) bf16 with the transpose of a win4 weight of (N, K), decoding on the way.
 
@@ -522,13 +572,38 @@ def product(
     tokens = x.shape[0]
     x = _aligned(x)
     bias = None if bias is None else bias.expand(shape[0]).contiguous()
-    if setting is None and tokens == 1:
-        setting = shapes.row_tile(shape[0], processors(x.device))
-    elif setting is None:
-        setting = shapes.tile(tokens, shape[0], shape[1], processors(x.device))
+    setting = setting or _setting(tokens, shape, x.device)
     if isinstance(setting, shapes.RowTile):
         return _one_row(x, parts, bias, shape, setting)
+    if isinstance(setting, shapes.MatrixTile):
+        return _matrix(x, parts, bias, shape, setting)
+    if isinstance(setting, shapes.WideTile):
+        return _wide(x, parts, bias, shape, setting)
     return _tiles(x, parts, bias, shape, setting)
+
+
+Setting: TypeAlias = shapes.RowTile | shapes.Tile | shapes.MatrixTile | shapes.WideTile
+"""Which kernel multiplies, and with which tile."""
+
+
+def _setting(tokens: int, shape: Sequence[int], device: torch.device) -> Setting:
+    if tokens == 1:
+        return shapes.row_tile(shape[0], processors(device))
+    if device.type != "cuda" or not _has_gluon():
+        return shapes.tile(tokens, shape[0], shape[1], processors(device))
+    if tokens > shapes.MAX_FUSED_TOKENS:
+        return shapes.wide_tile(tokens)
+    return shapes.matrix_tile(tokens, shape[0], shape[1], processors(device))
+
+
+@lru_cache(maxsize=1)
+def _has_gluon() -> bool:
+    """Say whether this Triton has Gluon as `matrix_kernels` is written in; it still changes."""
+    try:
+        import memeff_compile.kernels.coded_weight.matrix_kernels
+    except (ImportError, AttributeError):
+        return False
+    return memeff_compile.kernels.coded_weight.matrix_kernels is not None
 
 
 def _one_row(
@@ -671,11 +746,137 @@ def _tiles(
             STAGES=setting.stages,
             num_warps=setting.warps,
         )
-    if splits == 1:
-        return out
-    total = x.new_empty((tokens, rows))
-    with on_device(x):
+    return out if splits == 1 else _summed(out, x)
+
+
+def _summed(parts: Tensor, like: Tensor) -> Tensor:
+    """Add shares of the columns and round them: (splits, M, N) fp32 to (M, N)."""
+    from memeff_compile.kernels.coded_weight import win4_kernels
+
+    total = like.new_empty(parts.shape[1:])
+    with on_device(like):
         win4_kernels.sum_kernel[(-(-total.numel() // shapes.SUM_BLOCK),)](
-            out, total, total.numel(), SPLITS=splits, BLOCK=shapes.SUM_BLOCK, num_warps=4
+            parts,
+            total,
+            total.numel(),
+            SPLITS=parts.shape[0],
+            BLOCK=shapes.SUM_BLOCK,
+            num_warps=4,
         )
     return total
+
+
+def _matrix(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    shape: Sequence[int],
+    setting: shapes.MatrixTile,
+) -> Tensor:
+    from memeff_compile.kernels.coded_weight import matrix_kernels
+
+    (rows, columns), tokens, splits = shape, x.shape[0], setting.splits
+    out = (
+        x.new_empty((tokens, rows))
+        if splits == 1
+        else x.new_empty((splits, tokens, rows), dtype=torch.float32)
+    )
+    grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
+    with on_device(x):
+        matrix_kernels.matrix_kernel[grid](
+            x,
+            *parts,
+            x if bias is None else bias,
+            out,
+            tokens,
+            rows,
+            columns // GROUP,
+            HAS_BIAS=bias is not None,
+            IS_EVEN=not (rows % setting.rows or tokens % setting.tokens)
+            and columns // GROUP % splits == 0,
+            ROWS=setting.rows,
+            TOKENS=setting.tokens,
+            CHUNKS=shapes.chunks_touched(setting.rows, columns),
+            PATCHES=setting.patches,
+            SPLITS=splits,
+            AHEAD=setting.is_ahead,
+            WARPS=setting.warps,
+            num_warps=setting.warps,
+        )
+    return out if splits == 1 else _summed(out, x)
+
+
+def _wide(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    shape: Sequence[int],
+    setting: shapes.WideTile,
+) -> Tensor:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from memeff_compile.kernels.coded_weight import matrix_kernels
+
+    (rows, columns), tokens = shape, x.shape[0]
+    header, codes, starts, places, values, signs = parts
+    ordered, turned = _ordered(x)
+    out = x.new_empty((tokens, rows))
+    of_x, of_words = NVMMASharedLayout(128, 16, 2), NVMMASharedLayout(64, 32, 2)
+    by_row = [
+        TensorDescriptor.from_tensor(
+            words[: rows * width].view(rows, width), [setting.rows, 16], of_words
+        )
+        for words, width in ((codes, columns // 8), (signs, columns // 4))
+    ]
+    grid = (-(-rows // setting.rows), -(-tokens // setting.tokens))
+    with on_device(x):
+        matrix_kernels.wide_kernel[grid](
+            TensorDescriptor.from_tensor(ordered, [setting.tokens, 64], of_x),
+            *by_row,
+            turned,
+            header,
+            starts,
+            places,
+            values,
+            x if bias is None else bias,
+            out,
+            tokens,
+            rows,
+            columns // GROUP,
+            turned.shape[1],
+            HAS_BIAS=bias is not None,
+            ROWS=setting.rows,
+            TOKENS=setting.tokens,
+            SEARCH=shapes.chunks_touched(setting.rows, columns).bit_length() - 1,
+            NOTED=setting.noted,
+            X_STAGES=setting.x_stages,
+            STAGES=setting.stages,
+            WARPS=setting.warps,
+            num_warps=setting.warps,
+        )
+    return out
+
+
+def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x with its columns in the order of `wide_kernel`, and its transpose.
+
+    The transpose is padded to whole sixteens of tokens; what stands there is not defined.
+    """
+    from memeff_compile.kernels.coded_weight import win4_kernels
+
+    tokens, columns = x.shape
+    stride = -(-tokens // 16) * 16
+    ordered, turned = torch.empty_like(x), x.new_empty((columns, stride))
+    with on_device(x):
+        win4_kernels.order_kernel[(columns // GROUP, -(-tokens // shapes.ORDERED_TOKENS))](
+            x.view(torch.int32),
+            ordered.view(torch.int32),
+            turned.view(torch.int16),
+            tokens,
+            columns // GROUP,
+            stride,
+            TOKENS=shapes.ORDERED_TOKENS,
+            num_warps=4,
+        )
+    return ordered, turned

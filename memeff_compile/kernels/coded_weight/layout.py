@@ -26,6 +26,10 @@ LANES = 32
 RANS_CHUNK = 2 * CHUNK
 """Weights that one set of 32 states codes; weights are padded to whole ones."""
 RANS_STEPS = RANS_CHUNK // LANES
+RUN = RANS_CHUNK
+"""Weights that a sample takes or leaves together."""
+SAMPLED_RUNS = 256
+"""Runs that win4 chooses its window by, at least, in a weight that has more."""
 RANS_BITS = 10
 RANS_FLOOR = 1 << 16
 """States of the entropy coder stay in [2^16, 2^32); words are 16 bits wide."""
@@ -107,6 +111,14 @@ def parse(name: str) -> Format:
 def padded(count: int) -> int:
     """Return `count` rounded up to whole chunks of either kind."""
     return -(-count // RANS_CHUNK) * RANS_CHUNK
+
+
+def sampled(count: int) -> int:
+    """Return how many runs win4's choice of a window goes on by: 1 takes all of them.
+
+    Example: sampled(14336 * 4096) == 14.
+    """
+    return max(1, padded(count) // (RUN * SAMPLED_RUNS))
 
 
 def best_window(counts: Sequence[int], width: int, first: int, last: int) -> int:

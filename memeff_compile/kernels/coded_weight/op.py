@@ -39,8 +39,8 @@ _LIBRARY.define(
     "coded_weight_decode(Tensor[] parts, str codec, SymInt[] size) -> Tensor", tags=_COMPLIANT
 )
 _LIBRARY.define(
-    "coded_weight_product(Tensor x, Tensor[] parts, Tensor? bias, str codec, SymInt[] size) "
-    "-> Tensor",
+    "coded_weight_product(Tensor x, Tensor[] parts, Tensor? bias, str codec, SymInt[] size, "
+    "bool trains=False) -> Tensor",
     tags=_COMPLIANT,
 )
 _LIBRARY.define(
@@ -58,7 +58,8 @@ _LIBRARY.define(
     tags=_COMPLIANT,
 )
 _LIBRARY.define(
-    "coded_weight_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", tags=_COMPLIANT
+    "coded_weight_linear(Tensor x, Tensor weight, Tensor? bias=None, bool trains=False) -> Tensor",
+    tags=_COMPLIANT,
 )
 _LIBRARY.define(
     "coded_weight_linear_backward(Tensor grad, Tensor weight) -> Tensor", tags=_COMPLIANT
@@ -228,12 +229,18 @@ def _require_fit(
 
 
 def _product(
-    x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, codec: str, size: Sequence[int]
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    codec: str,
+    size: Sequence[int],
+    trains: bool = False,
 ) -> Tensor:
     form = _sizes(codec, parts, size)
     _require_fit(x, parts, bias, size)
     tokens = math.prod(x.shape[:-1])
-    if _uses_kernels(x) and x.shape[-1] == size[1] and launch.fuses(form, tokens, size):
+    is_near = _uses_kernels(x) and x.shape[-1] == size[1]
+    if is_near and launch.fuses(form, tokens, size, x.device, trains=trains):
         rows = launch.product(x.reshape(tokens, size[1]), parts, bias, size)
         return rows.view(*x.shape[:-1], size[0])
     weight = _decode(parts, codec, size)
@@ -242,8 +249,14 @@ def _product(
 
 
 def _fake_product(
-    x: Tensor, parts: Sequence[Tensor], bias: Tensor | None, codec: str, size: Sequence[int]
+    x: Tensor,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    codec: str,
+    size: Sequence[int],
+    trains: bool = False,
 ) -> Tensor:
+    del trains
     _sizes(codec, parts, size)
     _require_fit(x, parts, bias, size)
     return x.new_empty((*x.shape[:-1], size[0]))
@@ -316,12 +329,16 @@ def _fake_product_backward(
 # --- what autograd sees ---------------------------------------------------------------------------
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:
     """Serve a dense weight; a coded one is taken apart before it gets here."""
+    del trains
     return F.linear(x, weight, bias)
 
 
-def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _fake_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False
+) -> Tensor:
+    del trains
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -346,7 +363,7 @@ def _fake_linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
     del output
-    x, weight, bias = inputs
+    x, weight, bias, *_ = inputs
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
     ctx.bias_shape = None if bias is None else bias.shape
 
@@ -354,8 +371,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  
 def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     x, weight = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
-        return _Once.apply(ctx.needs_input_grad, grad, x, weight)  # type: ignore[no-untyped-call,no-any-return]
-    return _gradients(ctx.needs_input_grad, grad, x, weight)
+        found = _Once.apply(ctx.needs_input_grad, grad, x, weight)  # type: ignore[no-untyped-call]
+        return (*found, None)
+    return (*_gradients(ctx.needs_input_grad, grad, x, weight), None)
 
 
 def _gradients(
@@ -416,7 +434,7 @@ class _Multiply(torch.autograd.Function):
         operands: tuple[Tensor, Tensor, Tensor | None],
     ) -> Tensor:
         del ctx, token
-        found: Tensor = coded_weight_linear(*operands)
+        found: Tensor = coded_weight_linear(*operands, True)
         return found
 
     @staticmethod

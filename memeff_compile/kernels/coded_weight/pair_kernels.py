@@ -121,9 +121,19 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def first_patches(begin, end, places_ptr, values_ptr, PATCHES: tl.constexpr):
+    """Load the first patches from `begin` on, place -1 behind the last: long before their store."""
+    each = begin + tl.arange(0, PATCHES)
+    place = tl.load(places_ptr + each, mask=each < end, other=-1).to(tl.int32)
+    return place, tl.load(values_ptr + each, mask=each < end, other=0)
+
+
+@triton.jit
 def store_patches(
     begin,
     end,
+    place,
+    value,
     places_ptr,
     values_ptr,
     out_ptr,
@@ -131,11 +141,16 @@ def store_patches(
     WEIGHTS: tl.constexpr,
     PATCHES: tl.constexpr,
 ):
-    """Write patches begin to end over what the program has stored: `WEIGHTS` from `first` on."""
+    """Write patches begin to end over what the program has stored: `WEIGHTS` from `first` on.
+
+    The first of them are `place` and `value`, as `first_patches` loads them.
+    """
     inside = (first % CHUNK).to(tl.int32)
     if end > begin:
         tl.debug_barrier()
-        for start in range(begin, end, PATCHES):
+        is_ours = (place >= inside) & (place < inside + WEIGHTS)
+        tl.store(out_ptr + first + place - inside, value, mask=is_ours)
+        for start in range(begin + PATCHES, end, PATCHES):
             each = start + tl.arange(0, PATCHES)
             place = tl.load(places_ptr + each, mask=each < end, other=-1).to(tl.int32) - inside
             is_ours = (place >= 0) & (place < WEIGHTS)
@@ -167,20 +182,16 @@ def patches_kernel(
     places_ptr,
     values_ptr,
     room,  # elements of the list
-    IS_TIER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the patches of one chunk, in order; those beyond the list are dropped."""
+    """Write the patches of one chunk of tiers, in order; those beyond the list are dropped."""
     chunk = tl.program_id(0)
     at = tl.load(starts_ptr + chunk)
     if tl.load(starts_ptr + chunk + 1) > at:
         for first in range(0, CHUNK, BLOCK):
             place = first + tl.arange(0, BLOCK)
             pattern = tl.load(weight_ptr + chunk.to(tl.int64) * CHUNK + place)
-            if IS_TIER:
-                is_patch = is_tier_patch(pattern.to(tl.int32), header_ptr)
-            else:
-                is_patch = is_win4_patch(pattern.to(tl.int32), header_ptr)
+            is_patch = is_tier_patch(pattern.to(tl.int32), header_ptr)
             count = is_patch.to(tl.int32)
             found = tl.sum(count, 0)
             if found > 0:  # seldom: a prefix sum costs more than reading the weights
@@ -215,10 +226,10 @@ def shelter_kernel(
             tl.store(refuge_ptr + place, value, mask=place < size)
 
 
-@triton.jit
-def histogram_kernel(weight_ptr, counts_ptr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the exponents of BLOCKS * BLOCK weights to 256 counts: integers, in any order."""
-    first = tl.program_id(0).to(tl.int64) * BLOCKS * BLOCK
+@triton.jit(do_not_specialize=["every"])
+def histogram_kernel(weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the exponents of every so manieth BLOCKS * BLOCK weights to 256 counts, in any order."""
+    first = tl.program_id(0).to(tl.int64) * every * BLOCKS * BLOCK
     counts = tl.zeros((256,), tl.int32)
     for block in range(BLOCKS):
         pattern = tl.load(weight_ptr + first + block * BLOCK + tl.arange(0, BLOCK))

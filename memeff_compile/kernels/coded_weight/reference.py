@@ -21,9 +21,11 @@ from memeff_compile.kernels.coded_weight.layout import (
     RANS_CHUNK,
     RANS_FLOOR,
     RANS_STEPS,
+    RUN,
     Format,
     frequencies,
     padded,
+    sampled,
     tier_header,
     win4_header,
 )
@@ -44,9 +46,10 @@ def as_patterns(weight: Tensor) -> Tensor:
     return flat if is_aligned else F.pad(flat, (0, missing))
 
 
-def histogram(patterns: Tensor) -> Tensor:
-    """Return how often each of the 256 exponents occurs, int64."""
+def histogram(patterns: Tensor, every: int = 1) -> Tensor:
+    """Return how often each of the 256 exponents occurs in every so manieth run, int64."""
     counts = torch.zeros(256, dtype=torch.int64, device=patterns.device)
+    patterns = patterns.view(-1, RUN)[::every].reshape(-1) if every > 1 else patterns
     for piece in patterns.split(PIECE):
         counts += torch.bincount(_exponents(piece).int(), minlength=256)
     return counts
@@ -422,7 +425,8 @@ def encode(weight: Tensor, form: Format) -> list[Tensor]:
     if not form.is_lossless:
         patterns, blocks = normalise(whole, form)
         norms = [blocks]
-    parts, left = _ENCODERS[form.codec](patterns, histogram(patterns).tolist())
+    every = sampled(patterns.numel()) if form.codec == "win4" else 1
+    parts, left = _ENCODERS[form.codec](patterns, histogram(patterns, every).tolist())
     if norms and "patch_values" in form.parts:  # a patch is the weight itself
         starts, places, values = (parts[form.parts.index(name)] for name in PATCH_PARTS)
         values.copy_(whole[_patched(starts, places)])

@@ -33,18 +33,66 @@ class Tile:
     splits: int = 1
 
 
+@dataclass(frozen=True)
+class MatrixTile:
+    """A few tokens, codes decoded in registers: rows, tokens and warps per program.
+
+    Attributes:
+        splits: programs that share the columns of a row.
+        is_ahead: codes are loaded one group ahead.
+        patches: patches that are multiplied at once.
+    """
+
+    rows: int
+    tokens: int
+    warps: int
+    splits: int = 1
+    is_ahead: bool = True
+    patches: int = 32
+
+
+@dataclass(frozen=True)
+class WideTile:
+    """More tokens, each weight decoded once for all of a program; for Hopper.
+
+    Attributes:
+        rows: 64 or 128, of the weight.
+        tokens: of x; a power of two.
+        x_stages: pieces of 64 columns of x in shared memory.
+        stages: pieces of 128 columns of codes there.
+    """
+
+    rows: int
+    tokens: int
+    x_stages: int = 4
+    stages: int = 3
+
+    @property
+    def warps(self) -> int:
+        """Return the warps of a program: sixteen rows have one."""
+        return self.rows // 16
+
+    @property
+    def noted(self) -> int:
+        """Return the patches whose places a program writes down at once."""
+        return 8 * self.rows
+
+
 WIN4_DECODE_WORDS = 512
 WIN4_DECODE_WARPS = 4
-WIN4_ENCODE_WORDS = 1024
 WIN4_ENCODE_WARPS = 4
 TIER_DECODE_WARPS = 8
 TIER_ENCODE_WARPS = 8
 RANS_WARPS = 1
 SUM_BLOCK = 512
+STARTS_BLOCK = 4096
+ORDERED_TOKENS = 32
 PATCHES = 32
 
 MAX_FUSED_TOKENS = 16
 """Tokens up to which a product decodes on the way; with more, the weight is decoded first."""
+MAX_WIDE_TOKENS = 256
+"""The same on Hopper, whose tensor cores read x from shared memory."""
 
 
 ROW_TILES = (
@@ -56,6 +104,8 @@ ROW_TILES = (
 WARPS_PER_PROCESSOR = 8
 
 
+WARPS_FOR_SOME = 6
+"""Warps of each multiprocessor with some tokens: what hides the time until the codes are there."""
 PROGRAMS_PER_PROCESSOR = 12
 """With several tokens: what hides the time until the codes are there."""
 
@@ -71,6 +121,32 @@ def row_tile(rows: int, processors: int) -> RowTile:
         if rows // found.rows * found.warps >= WARPS_PER_PROCESSOR * processors:
             return found
     return ROW_TILES[-1]
+
+
+def matrix_tile(tokens: int, rows: int, columns: int, processors: int) -> MatrixTile:
+    """Return the tile for a few tokens where codes are decoded in registers.
+
+    Args:
+        tokens, rows, columns: M, N and K.
+        processors: multiprocessors of the GPU.
+    """
+    height = 16 if tokens <= 8 else 32
+    splits = 2
+    while rows // height * splits < WARPS_FOR_SOME * processors and splits < 8:
+        splits *= 2
+    splits = min(splits, max(1, columns // 512))
+    return MatrixTile(height, 8 if tokens <= 8 else 16, 1, splits)
+
+
+def wide_tile(tokens: int) -> WideTile:
+    """Return the tile for more tokens, on Hopper.
+
+    Args:
+        tokens: M.
+    """
+    if tokens <= 128:
+        return WideTile(64, 64 if tokens <= 64 else 128)
+    return WideTile(128, 256)
 
 
 def tile(tokens: int, rows: int, columns: int, processors: int) -> Tile:

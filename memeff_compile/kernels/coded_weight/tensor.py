@@ -368,9 +368,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
         return None  # the dense layer raises, and so does this
     needs_gradient = any(each is not None and each.requires_grad for each in (x, weight, bias))
-    if torch.is_grad_enabled() and needs_gradient and not compat.is_functorch_active():
+    trains = torch.is_grad_enabled() and needs_gradient
+    if trains and not compat.is_functorch_active():
         return op.linear_in_autograd(x, weight, bias)
-    return cast("Tensor", op.coded_weight_linear(x, weight, bias))
+    return cast("Tensor", op.coded_weight_linear(x, weight, bias, trains))
 
 
 # --- what is served in coded form -----------------------------------------------------------------
@@ -413,10 +414,17 @@ def _copy_(func: object, weight: CodedWeight, value: Tensor, *args: object) -> C
     return weight
 
 
-def _product(func: object, x: Tensor, weight: CodedWeight, bias: Tensor | None = None) -> Tensor:
+def _product(
+    func: object,
+    x: Tensor,
+    weight: CodedWeight,
+    bias: Tensor | None = None,
+    trains: bool = False,
+) -> Tensor:
     del func
     size = list(weight.shape)
-    return cast("Tensor", op.coded_weight_product(x, weight.parts, bias, weight.codec, size))
+    parts, codec = weight.parts, weight.codec
+    return cast("Tensor", op.coded_weight_product(x, parts, bias, codec, size, trains))
 
 
 def _product_backward(func: object, grad: Tensor, weight: CodedWeight) -> Tensor:

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from memeff_compile.kernels.coded_weight.pair_kernels import (
     even_bytes,
+    first_patches,
     is_tier_patch,
     narrow_fields,
     odd_bytes,
@@ -169,7 +170,20 @@ def decode_kernel(
             odd = stepped_pair(odd, tl.load(out + 64 * half + 32), rate, decay, HAS_DECAY)
         tl.store(out + 64 * half, even)
         tl.store(out + 64 * half + 32, odd)
-    store_patches(begin, end, places_ptr, values_ptr, out_ptr, chunk * CHUNK, CHUNK, PATCHES)
+    if end > begin:  # seldom
+        listed, value = first_patches(begin, end, places_ptr, values_ptr, PATCHES)
+        store_patches(
+            begin,
+            end,
+            listed,
+            value,
+            places_ptr,
+            values_ptr,
+            out_ptr,
+            chunk * CHUNK,
+            CHUNK,
+            PATCHES,
+        )
 
 
 @triton.jit

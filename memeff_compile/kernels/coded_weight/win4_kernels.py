@@ -17,7 +17,9 @@ import triton.language as tl
 
 from memeff_compile.kernels.coded_weight.pair_kernels import (
     even_bytes,
+    first_patches,
     high_float,
+    is_win4_patch,
     low_float,
     narrow_fields,
     odd_bytes,
@@ -67,26 +69,28 @@ def decode_kernel(
     begin = tl.load(starts_ptr + chunk)  # long before they are needed
     end = tl.load(starts_ptr + chunk + 1)
     base = tl.load(header_ptr) << 7
-    codes = tl.load(codes_ptr + first + word, eviction_policy="evict_first")
+    if not STEP:
+        place, value = first_patches(begin, end, places_ptr, values_ptr, PATCHES)
+    codes = tl.load(codes_ptr + first + word)
     if FIELD == 8:
         sign_at = signs_ptr + group * 64 + lane
-        signs = tl.load(sign_at, eviction_policy="evict_first")
-        more = tl.load(sign_at + 32, eviction_policy="evict_first")
+        signs = tl.load(sign_at)
+        more = tl.load(sign_at + 32)
         pair_0 = even_bytes(signs) | _exponents(codes, base, 0)
         pair_1 = odd_bytes(signs) | _exponents(codes, base, 1)
         pair_2 = even_bytes(more) | _exponents(codes, base, 2)
         pair_3 = odd_bytes(more) | _exponents(codes, base, 3)
     else:
         signs = tl.load(signs_ptr + first + word).to(tl.int32)
-        place = group * 256 + 2 * lane
+        at = group * 256 + 2 * lane
         pair_0 = narrow_fields(signs, 0, FIELD) | _exponents(codes, base, 0)
         pair_1 = narrow_fields(signs, 1, FIELD) | _exponents(codes, base, 1)
         pair_2 = narrow_fields(signs, 2, FIELD) | _exponents(codes, base, 2)
         pair_3 = narrow_fields(signs, 3, FIELD) | _exponents(codes, base, 3)
-        pair_0 = scaled(pair_0, norms_ptr, place, BLOCK)
-        pair_1 = scaled(pair_1, norms_ptr, place + 64, BLOCK)
-        pair_2 = scaled(pair_2, norms_ptr, place + 128, BLOCK)
-        pair_3 = scaled(pair_3, norms_ptr, place + 192, BLOCK)
+        pair_0 = scaled(pair_0, norms_ptr, at, BLOCK)
+        pair_1 = scaled(pair_1, norms_ptr, at + 64, BLOCK)
+        pair_2 = scaled(pair_2, norms_ptr, at + 128, BLOCK)
+        pair_3 = scaled(pair_3, norms_ptr, at + 192, BLOCK)
     out = words_ptr + group * 128 + lane
     if STEP:
         pair_0 = stepped_pair(pair_0, tl.load(out), rate, decay, HAS_DECAY)
@@ -106,11 +110,23 @@ def decode_kernel(
             PATCHES,
             HAS_DECAY,
         )
+        place, value = first_patches(begin, end, places_ptr, values_ptr, PATCHES)
     tl.store(out, pair_0)
     tl.store(out + 32, pair_1)
     tl.store(out + 64, pair_2)
     tl.store(out + 96, pair_3)
-    store_patches(begin, end, places_ptr, values_ptr, out_ptr, first * 8, WORDS * 8, PATCHES)
+    store_patches(
+        begin,
+        end,
+        place,
+        value,
+        places_ptr,
+        values_ptr,
+        out_ptr,
+        first * 8,
+        WORDS * 8,
+        PATCHES,
+    )
 
 
 @triton.jit
@@ -140,30 +156,81 @@ def encode_kernel(
     codes_ptr,
     signs_ptr,
     counts_ptr,  # (chunks,) int32, patches of each
-    WORDS: tl.constexpr,
+    marks_ptr,  # (chunks,) int32, a bit for each group that has patches
 ):
-    """Write the codes and signs of one chunk; count its patches."""
+    """Write the codes and signs of one chunk; count its patches and say where they are."""
     chunk = tl.program_id(0)
     base = tl.load(header_ptr)
-    count = tl.zeros((WORDS,), tl.int32)
-    for start in range(0, CHUNK // 8, WORDS):
-        first = chunk.to(tl.int64) * (CHUNK // 8) + start
-        word = tl.arange(0, WORDS)
-        group = first // 32 + word // 32
-        lane = word % 32
-        pairs = words_ptr + group * 128 + lane
-        pair_0, pair_1 = tl.load(pairs), tl.load(pairs + 32)
-        pair_2, pair_3 = tl.load(pairs + 64), tl.load(pairs + 96)
-        codes_0, bytes_0, count_0 = _coded_pair(pair_0, base, 0)
-        codes_1, bytes_1, count_1 = _coded_pair(pair_1, base, 1)
-        codes_2, bytes_2, count_2 = _coded_pair(pair_2, base, 2)
-        codes_3, bytes_3, count_3 = _coded_pair(pair_3, base, 3)
-        tl.store(codes_ptr + first + word, codes_0 | codes_1 | codes_2 | codes_3)
-        signs = signs_ptr + group * 64 + lane
-        tl.store(signs, bytes_0 | (bytes_1 << 8))
-        tl.store(signs + 32, bytes_2 | (bytes_3 << 8))
-        count += count_0 + count_1 + count_2 + count_3
-    tl.store(counts_ptr + chunk, tl.sum(count, 0))
+    word = tl.arange(0, 1024)
+    first = chunk.to(tl.int64) * 1024
+    group = first // 32 + word // 32
+    lane = word % 32
+    pairs = words_ptr + group * 128 + lane
+    pair_0, pair_1 = tl.load(pairs), tl.load(pairs + 32)
+    pair_2, pair_3 = tl.load(pairs + 64), tl.load(pairs + 96)
+    codes_0, bytes_0, count_0 = _coded_pair(pair_0, base, 0)
+    codes_1, bytes_1, count_1 = _coded_pair(pair_1, base, 1)
+    codes_2, bytes_2, count_2 = _coded_pair(pair_2, base, 2)
+    codes_3, bytes_3, count_3 = _coded_pair(pair_3, base, 3)
+    tl.store(codes_ptr + first + word, codes_0 | codes_1 | codes_2 | codes_3)
+    signs = signs_ptr + group * 64 + lane
+    tl.store(signs, bytes_0 | (bytes_1 << 8))
+    tl.store(signs + 32, bytes_2 | (bytes_3 << 8))
+    found = tl.sum(tl.reshape(count_0 + count_1 + count_2 + count_3, (32, 32)), 1)
+    marks = tl.where(found > 0, 1 << tl.arange(0, 32), 0)
+    tl.store(counts_ptr + chunk, tl.sum(found, 0))
+    tl.store(marks_ptr + chunk, tl.sum(marks, 0))
+
+
+@triton.jit(do_not_specialize=["room"])
+def patches_kernel(
+    weight_ptr,  # 16-bit patterns
+    header_ptr,
+    marks_ptr,
+    starts_ptr,  # (chunks + 1,) int32
+    places_ptr,
+    values_ptr,
+    room,  # elements of the list
+):
+    """Write the patches of one chunk, in order; those beyond the list are dropped."""
+    chunk = tl.program_id(0)
+    at = tl.load(starts_ptr + chunk)
+    marks = tl.load(marks_ptr + chunk)
+    if marks != 0:  # only groups that have patches are read again
+        for group in range(32):
+            if (marks >> group) & 1 == 1:
+                place = group * 256 + tl.arange(0, 256)
+                pattern = tl.load(weight_ptr + chunk.to(tl.int64) * CHUNK + place)
+                count = is_win4_patch(pattern.to(tl.int32), header_ptr).to(tl.int32)
+                rank = at + tl.cumsum(count, 0) - count
+                is_patch = (count == 1) & (rank < room)
+                tl.store(places_ptr + rank, place.to(tl.int16), mask=is_patch)
+                tl.store(values_ptr + rank, pattern, mask=is_patch)
+                at += tl.sum(count, 0)
+
+
+@triton.jit
+def starts_kernel(counts_ptr, starts_ptr, chunks, BLOCK: tl.constexpr):
+    """Write running sums that start with 0: (chunks,) to (chunks + 1,)."""
+    before = 0
+    tl.store(starts_ptr, before)
+    for first in range(0, chunks, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        count = tl.load(counts_ptr + place, mask=place < chunks, other=0)
+        tl.store(starts_ptr + 1 + place, before + tl.cumsum(count, 0), mask=place < chunks)
+        before += tl.sum(count, 0)
+
+
+@triton.jit
+def window_kernel(counts_ptr, header_ptr):
+    """Write the exponent below the window of 15 that holds most weights, as `win4_header`."""
+    exponent = tl.arange(0, 256)
+    count = tl.load(counts_ptr + exponent)
+    start = 1 + tl.arange(0, 128)
+    is_in = (exponent[None, :] >= start[:, None]) & (exponent[None, :] < start[:, None] + 15)
+    held = tl.sum(tl.where(is_in, count[None, :], 0), 1)
+    best = tl.max(held, 0)
+    tl.store(header_ptr, tl.min(tl.where(held == best, start, 256), 0) - 1)
 
 
 @triton.jit
@@ -618,3 +685,29 @@ def sum_kernel(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constex
     for split in tl.static_range(SPLITS):
         total += tl.load(parts_ptr + tl.cast(split, tl.int64) * size + place, mask=is_in, other=0)
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def order_kernel(
+    x_ptr,  # (M, K / 2) pair words
+    ordered_ptr,  # the same, columns in the order of the operands of `matrix_kernels.wide_kernel`
+    turned_ptr,  # (K, STRIDE) 16-bit patterns, the transpose of x
+    tokens_count,
+    groups,  # K / 256
+    stride,
+    TOKENS: tl.constexpr,
+):
+    """Write one group of columns of x twice: in another order, and transposed."""
+    group = tl.program_id(0)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    is_token = (token < tokens_count)[:, None]
+    word = tl.arange(0, 128)
+    begin = token.to(tl.int64)[:, None] * (groups * 128) + group * 128
+    pair = tl.load(x_ptr + begin + word[None, :], mask=is_token, other=0)
+    place = word // 16 % 2 * 64 + word // 32 * 16 + word % 4 * 4 + word // 4 % 4
+    tl.store(ordered_ptr + begin + place[None, :], pair, mask=is_token)
+    at = turned_ptr + (group.to(tl.int64) * 256 + 2 * word)[:, None] * stride + token[None, :]
+    is_in = (token < stride)[None, :]
+    turned = tl.trans(pair)
+    tl.store(at, turned.to(tl.int16), mask=is_in)
+    tl.store(at + stride, (turned >> 16).to(tl.int16), mask=is_in)

@@ -1,0 +1,582 @@
+# ruff: noqa: ANN001, ANN201, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Products of several tokens with win4 weights, in Gluon: codes become operands in registers.
+
+A tensor core takes pairs of neighbours along K as 32-bit words, and so does a decoded weight lie
+in a pair word. Each thread loads the codes of just those weights that it has to hand to the tensor
+core, four words at once, so that nothing moves between threads. Along K the order of a sum is
+free, if the weights and x are permuted alike.
+
+Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, words are codes.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+CHUNK: gl.constexpr = gl.constexpr(8192)
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def _even_bytes(word):
+    return (word & 0x007F007F) | ((word << 8) & -0x7FFF8000)
+
+
+@gluon.jit
+def _odd_bytes(word):
+    return ((word >> 8) & 0x007F007F) | (word & -0x7FFF8000)
+
+
+@gluon.jit
+def _scaled_pair(pair, scale):
+    """Multiply both bf16 of a pair word with 2^base; adding -0.0 keeps the sign of a zero."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
+        "=r,r,r",
+        [pair, scale],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _operand(pair, scale, layout: gl.constexpr):
+    """Return pair words as bf16 along K, in the layout of an operand; no register is moved."""
+    pair = _scaled_pair(pair, scale)
+    low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    joined = gl.join(low, high).reshape([pair.shape[0], 2 * pair.shape[1]])
+    return gl.convert_layout(joined, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _patched(
+    acc,
+    x_ptr,
+    starts_ptr,
+    places_ptr,
+    values_ptr,
+    token,  # for the operand of x
+    tokens_count,
+    first_row,
+    rows_count,
+    row_length,
+    ROWS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    PATCHES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Add the products of the patches of some rows with x."""
+    mma: gl.constexpr = acc.type.layout
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    lanes: gl.constexpr = 32 if CHUNKS <= 16 else 4
+    plain: gl.constexpr = gl.BlockedLayout([1, 1], [lanes, 32 // lanes], [WARPS, 1], [1, 0])
+    first = gl.cast(first_row, gl.int64) * row_length
+    last = gl.cast(gl.minimum(first_row + ROWS, rows_count), gl.int64) * row_length
+    chunk = first // CHUNK
+    chunks = ((last + CHUNK - 1) // CHUNK - chunk).to(gl.int32)
+    inside = (first % CHUNK).to(gl.int32)
+    patch = gl.load(starts_ptr + chunk)
+    end = gl.load(starts_ptr + chunk + chunks)
+    number = gl.arange(0, CHUNKS, layout=gl.SliceLayout(0, plain))
+    ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, left))
+    for start in range(patch, end, PATCHES):
+        each = start + gl.arange(0, PATCHES, layout=gl.SliceLayout(1, plain))
+        is_patch = each < end
+        place = gl.load(places_ptr + each, mask=is_patch, other=0).to(gl.int32)
+        weight = gl.load(values_ptr + each, mask=is_patch, other=0)
+        passed = gl.sum((each[:, None] >= ends[None, :]).to(gl.int32), 1)
+        flat = passed * CHUNK + place - inside
+        its_row = gl.where((flat < 0) | (each >= end), -1, flat // row_length)
+        column = gl.where(its_row < 0, 0, flat % row_length)
+        column = gl.where(its_row < ROWS, column, 0)
+        its_row = gl.convert_layout(its_row, gl.SliceLayout(0, left))
+        weight = gl.convert_layout(weight, gl.SliceLayout(0, left))
+        column = gl.convert_layout(column, gl.SliceLayout(1, right))
+        a = gl.where(its_row[None, :] == row[:, None], weight[None, :], 0)
+        a = a.to(gl.bfloat16, bitcast=True)
+        at = x_ptr + token.to(gl.int64)[None, :] * row_length + column[:, None]
+        b = gl.load(at, mask=(token < tokens_count)[None, :], other=0.0)
+        acc = mma_v2(a, b, acc)
+    return acc
+
+
+@gluon.jit
+def _codes(codes_at, signs_at, group, is_row, IS_EVEN: gl.constexpr):
+    """Load the words of one group: codes, signs, and the other signs."""
+    if IS_EVEN:
+        codes = gl.load(codes_at + group * 32, eviction_policy="evict_first")
+        signs = gl.load(signs_at + group * 64, eviction_policy="evict_first")
+        more = gl.load(signs_at + (group * 64 + 32), eviction_policy="evict_first")
+    else:
+        codes = gl.load(codes_at + group * 32, mask=is_row, other=0)
+        signs = gl.load(signs_at + group * 64, mask=is_row, other=0)
+        more = gl.load(signs_at + (group * 64 + 32), mask=is_row, other=0)
+    return codes, signs, more
+
+
+@gluon.jit
+def _columns(at, is_token, IS_EVEN: gl.constexpr):
+    """Load columns of x."""
+    if IS_EVEN:
+        return gl.load(at)
+    return gl.load(at, mask=is_token, other=0.0)
+
+
+@gluon.jit
+def matrix_kernel(
+    x_ptr,  # (M, K) bf16
+    header_ptr,
+    codes_ptr,
+    starts_ptr,
+    places_ptr,
+    values_ptr,
+    signs_ptr,
+    bias_ptr,
+    out_ptr,  # (M, N) bf16, or (SPLITS, M, N) fp32
+    tokens_count,
+    rows_count,
+    groups,  # K / 256
+    HAS_BIAS: gl.constexpr,
+    IS_EVEN: gl.constexpr,  # ROWS divides N, TOKENS M, SPLITS the groups
+    ROWS: gl.constexpr,  # 16 for each warp, or a multiple
+    TOKENS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    PATCHES: gl.constexpr,
+    SPLITS: gl.constexpr,
+    AHEAD: gl.constexpr,  # codes of the next group are loaded before this one is multiplied
+    WARPS: gl.constexpr,
+):
+    """A tile of ROWS x TOKENS products; with SPLITS, over a share of the columns."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
+    first_row = gl.program_id(0) * ROWS
+    split = gl.program_id(2)
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, words))
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, words))
+    first_token = gl.program_id(1) * TOKENS
+    token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, right))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(1, right))
+    is_token = (token < tokens_count)[None, :]
+    share = (groups + SPLITS - 1) // SPLITS
+    begin = split * share
+    end = gl.minimum(begin + share, groups)
+    power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
+    scale = gl.full([ROWS, 32], 0, gl.int32, words) + power
+    row_groups = row.to(gl.int64)[:, None] * groups
+    codes_at = codes_ptr + row_groups * 32 + lane[None, :]
+    signs_at = signs_ptr + row_groups * 64 + lane[None, :]
+    x_at = x_ptr + token.to(gl.int64)[None, :] * (groups * 256) + column[:, None]
+    acc = gl.full([ROWS, TOKENS], 0.0, gl.float32, mma)
+    is_row = (row < gl.where(begin < end, rows_count, 0))[:, None]
+    if AHEAD:
+        codes, signs, more = _codes(codes_at, signs_at, begin, is_row, IS_EVEN)
+    for group in range(begin, end):
+        if AHEAD:
+            codes_now, signs_now, more_now = codes, signs, more
+            following = gl.minimum(group + 1, end - 1)
+            codes, signs, more = _codes(codes_at, signs_at, following, is_row, IS_EVEN)
+        else:
+            codes_now, signs_now, more_now = _codes(codes_at, signs_at, group, is_row, IS_EVEN)
+        here = x_at + group * 256
+        x_0 = _columns(here, is_token, IS_EVEN)
+        x_1 = _columns(here + 64, is_token, IS_EVEN)
+        pair = _even_bytes(signs_now) | ((codes_now << 7) & 0x07800780)
+        acc = mma_v2(_operand(pair, scale, left), x_0, acc)
+        pair = _odd_bytes(signs_now) | ((codes_now << 3) & 0x07800780)
+        acc = mma_v2(_operand(pair, scale, left), x_1, acc)
+        x_2 = _columns(here + 128, is_token, IS_EVEN)
+        x_3 = _columns(here + 192, is_token, IS_EVEN)
+        pair = _even_bytes(more_now) | ((codes_now >> 1) & 0x07800780)
+        acc = mma_v2(_operand(pair, scale, left), x_2, acc)
+        pair = _odd_bytes(more_now) | ((codes_now >> 5) & 0x07800780)
+        acc = mma_v2(_operand(pair, scale, left), x_3, acc)
+    out_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))
+    out_token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, mma))
+    if split == 0:
+        short: gl.constexpr = gl.SliceLayout(0, gl.DotOperandLayout(1, mma, 2))
+        acc = _patched(
+            acc,
+            x_ptr,
+            starts_ptr,
+            places_ptr,
+            values_ptr,
+            first_token + gl.arange(0, TOKENS, layout=short),
+            tokens_count,
+            first_row,
+            rows_count,
+            groups * 256,
+            ROWS,
+            CHUNKS,
+            PATCHES,
+            WARPS,
+        )
+        if HAS_BIAS:
+            bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
+            acc += bias.to(gl.float32)[:, None]
+    place = (split * tokens_count + out_token).to(gl.int64)[None, :] * rows_count + out_row[:, None]
+    is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
+    gl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=is_out)
+
+
+@gluon.jit
+def _half_operand(pair, other, scale, layout: gl.constexpr):
+    """Return two pairs of half a group as bf16 along K: 64 columns, in the order `x_order` says."""
+    pair = _scaled_pair(pair, scale)
+    other = _scaled_pair(other, scale)
+    rows: gl.constexpr = pair.shape[0]
+    both = gl.join(pair, other).reshape([rows, 4, 2, 2, 2])  # lanes in fours, i1, i0, which
+    both = both.permute([0, 4, 2, 3, 1]).reshape([rows, 32])
+    low = both.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (both >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    joined = gl.join(low, high).reshape([rows, 64])
+    return gl.convert_layout(joined, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _expect(bars, slot, size: gl.constexpr, wanted):
+    mbarrier.expect(bars.index(slot), size, pred=wanted)
+
+
+@gluon.jit
+def _fetch_codes(codes_desc, signs_desc, bar, codes, signs, more, half, row, wanted):
+    """Have the codes of half a group brought to shared memory."""
+    group = half // 2
+    lane = 16 * (half % 2)
+    tma.async_copy_global_to_shared(codes_desc, [row, group * 32 + lane], bar, codes, pred=wanted)
+    tma.async_copy_global_to_shared(signs_desc, [row, group * 64 + lane], bar, signs, pred=wanted)
+    tma.async_copy_global_to_shared(
+        signs_desc, [row, group * 64 + 32 + lane], bar, more, pred=wanted
+    )
+
+
+@gluon.jit
+def _note_patches(
+    rows_note,  # (NOTED,) in shared memory: the row, counted from the first, or -1
+    columns_note,
+    values_note,
+    begin,
+    end,
+    starts_ptr,
+    places_ptr,
+    values_ptr,
+    chunk,
+    chunks,
+    inside,
+    row_length,
+    ROWS: gl.constexpr,
+    SEARCH: gl.constexpr,  # steps of a search among the chunks
+    NOTED: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Write down rows, columns and values of patches from `begin` on."""
+    each_thread: gl.constexpr = NOTED // (32 * WARPS)
+    layout: gl.constexpr = gl.BlockedLayout([each_thread], [32], [WARPS], [0])
+    each = begin + gl.arange(0, NOTED, layout=layout)
+    is_patch = each < end
+    place = gl.load(places_ptr + each, mask=is_patch, other=0).to(gl.int32)
+    value = gl.load(values_ptr + each, mask=is_patch, other=0)
+    passed = gl.full([NOTED], 0, gl.int32, layout)
+    for step in gl.static_range(SEARCH):
+        middle = passed + (1 << (SEARCH - 1 - step))
+        start = gl.load(starts_ptr + chunk + middle, mask=middle < chunks, other=0x7FFFFFFF)
+        passed = gl.where(each >= start, middle, passed)
+    flat = passed * CHUNK + place - inside
+    row = flat // row_length
+    is_ours = is_patch & (flat >= 0) & (row < ROWS)
+    rows_note.store(gl.where(is_ours, row, -1))
+    columns_note.store(gl.where(is_ours, flat - row * row_length, 0))
+    values_note.store(value)
+
+
+@gluon.jit
+def _noted(notes, batch, layout: gl.constexpr):
+    """Read what is written down of 64 patches."""
+    several: gl.constexpr = [notes.shape[0] // 64, 64]
+    return notes._reinterpret(notes.dtype, several, notes.layout).index(batch).load(layout)
+
+
+@gluon.jit
+def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.constexpr):
+    """Have the columns of x of 64 patches copied to a slot."""
+    column = _noted(columns_note, batch, gl.SliceLayout(1, copied))
+    at = xt_ptr + column.to(gl.int64)[:, None] * xt_stride + token[None, :]
+    async_copy.async_copy_global_to_shared(slot, at, mask=(token < xt_stride)[None, :])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def wide_kernel(
+    x_desc,  # (M, K) bf16, columns in the order of the operands
+    codes_desc,
+    signs_desc,
+    xt_ptr,  # (K, xt_stride) bf16, tokens behind the last hold anything
+    header_ptr,
+    starts_ptr,
+    places_ptr,
+    values_ptr,
+    bias_ptr,
+    out_ptr,  # (M, N) bf16
+    tokens_count,
+    rows_count,
+    groups,  # K / 256
+    xt_stride,
+    HAS_BIAS: gl.constexpr,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    SEARCH: gl.constexpr,
+    NOTED: gl.constexpr,
+    X_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """A tile of ROWS x TOKENS products: each weight is decoded once for all tokens of the tile.
+
+    Codes and x come to shared memory by themselves, some steps of 64 columns ahead. While the
+    tensor cores multiply one step, the operand of the next one is decoded. At last come the
+    patches: 64 at a time are one more step, with columns of x that are gathered.
+    """
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    warps: gl.constexpr = [[16, 0], [32, 0], [64, 0]] if WARPS == 8 else [[16, 0], [32, 0]]
+    words: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warps,
+        [],
+        [ROWS, 16],
+    )
+    bytes_of_codes: gl.constexpr = 3 * codes_desc.block_type.nbytes
+    bytes_of_x: gl.constexpr = x_desc.block_type.nbytes
+    first_row = gl.program_id(0) * ROWS
+    first_token = gl.program_id(1) * TOKENS
+    steps = groups * 4
+    halves = groups * 2
+    bars = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
+    code_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    x = gl.allocate_shared_memory(gl.bfloat16, [X_STAGES, TOKENS, 64], x_desc.layout)
+    codes = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 16], codes_desc.layout)
+    signs = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 16], signs_desc.layout)
+    more = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 16], signs_desc.layout)
+    notes: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    rows_note = gl.allocate_shared_memory(gl.int32, [NOTED], notes)
+    columns_note = gl.allocate_shared_memory(gl.int32, [NOTED], notes)
+    values_note = gl.allocate_shared_memory(gl.int16, [NOTED], notes)
+    for stage in gl.static_range(X_STAGES):
+        mbarrier.init(bars.index(stage), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(code_bars.index(stage), count=1)
+    fence_async_shared()
+    for stage in gl.static_range(STAGES):
+        _expect(code_bars, stage, bytes_of_codes, stage < halves)
+    for stage in gl.static_range(X_STAGES):
+        _expect(bars, stage, bytes_of_x, stage < steps)
+    _barrier()
+    for stage in gl.static_range(STAGES):
+        _fetch_codes(
+            codes_desc,
+            signs_desc,
+            code_bars.index(stage),
+            codes.index(stage),
+            signs.index(stage),
+            more.index(stage),
+            stage,
+            first_row,
+            stage < halves,
+        )
+    for stage in gl.static_range(X_STAGES):
+        tma.async_copy_global_to_shared(
+            x_desc,
+            [first_token, stage * 64],
+            bars.index(stage),
+            x.index(stage),
+            pred=stage < steps,
+        )
+    row_length = groups * 256
+    first = gl.cast(first_row, gl.int64) * row_length
+    last = gl.cast(gl.minimum(first_row + ROWS, rows_count), gl.int64) * row_length
+    chunk = first // CHUNK
+    chunks = ((last + CHUNK - 1) // CHUNK - chunk).to(gl.int32)
+    inside = (first % CHUNK).to(gl.int32)
+    patch = gl.load(starts_ptr + chunk)
+    end = gl.load(starts_ptr + chunk + chunks)
+    _note_patches(
+        rows_note,
+        columns_note,
+        values_note,
+        patch,
+        end,
+        starts_ptr,
+        places_ptr,
+        values_ptr,
+        chunk,
+        chunks,
+        inside,
+        row_length,
+        ROWS,
+        SEARCH,
+        NOTED,
+        WARPS,
+    )
+    power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
+    scale = gl.full([ROWS, 16], 0, gl.int32, words) + power
+    acc = gl.full([ROWS, TOKENS], 0.0, gl.float32, mma)
+    mbarrier.wait(code_bars.index(0), 0)
+    code = codes.index(0).load(words)
+    sign = signs.index(0).load(words)
+    later = more.index(0).load(words)
+    operand = _half_operand(
+        _even_bytes(sign) | ((code << 7) & 0x07800780),
+        _odd_bytes(sign) | ((code << 3) & 0x07800780),
+        scale,
+        left,
+    )
+    second = operand
+    for half in range(0, halves):
+        step = 2 * half
+        slot = step % X_STAGES
+        mbarrier.wait(bars.index(slot), (step // X_STAGES) & 1)
+        acc = warpgroup_mma(operand, x.index(slot).permute((1, 0)), acc, is_async=True)
+        following_second = _half_operand(
+            _even_bytes(later) | ((code >> 1) & 0x07800780),
+            _odd_bytes(later) | ((code >> 5) & 0x07800780),
+            scale,
+            left,
+        )
+        # All but the product just begun are done: their slot is free.
+        acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
+        second = following_second
+        before = step - 1 + X_STAGES
+        slot = before % X_STAGES
+        wanted = (step > 0) & (before < steps)
+        _expect(bars, slot, bytes_of_x, wanted)
+        _barrier()
+        tma.async_copy_global_to_shared(
+            x_desc, [first_token, before * 64], bars.index(slot), x.index(slot), pred=wanted
+        )
+        step = step + 1
+        slot = step % X_STAGES
+        mbarrier.wait(bars.index(slot), (step // X_STAGES) & 1)
+        acc = warpgroup_mma(second, x.index(slot).permute((1, 0)), acc, is_async=True)
+        following = half + 1
+        place = following % STAGES
+        mbarrier.wait(code_bars.index(place), (following // STAGES) & 1, pred=following < halves)
+        code = codes.index(place).load(words)
+        sign = signs.index(place).load(words)
+        later = more.index(place).load(words)
+        following_operand = _half_operand(
+            _even_bytes(sign) | ((code << 7) & 0x07800780),
+            _odd_bytes(sign) | ((code << 3) & 0x07800780),
+            scale,
+            left,
+        )
+        acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
+        operand = following_operand
+        before = step - 1 + X_STAGES
+        slot = before % X_STAGES
+        wanted = before < steps
+        far = half + STAGES
+        place = far % STAGES  # that of this half, whose words are in registers by now
+        _expect(bars, slot, bytes_of_x, wanted)
+        _expect(code_bars, place, bytes_of_codes, far < halves)
+        _barrier()
+        tma.async_copy_global_to_shared(
+            x_desc, [first_token, before * 64], bars.index(slot), x.index(slot), pred=wanted
+        )
+        _fetch_codes(
+            codes_desc,
+            signs_desc,
+            code_bars.index(place),
+            codes.index(place),
+            signs.index(place),
+            more.index(place),
+            far,
+            first_row,
+            far < halves,
+        )
+    acc, second = warpgroup_mma_wait(0, deps=[acc, second])
+    _barrier()
+    for stage in gl.static_range(X_STAGES):
+        mbarrier.invalidate(bars.index(stage))
+    for stage in gl.static_range(STAGES):
+        mbarrier.invalidate(code_bars.index(stage))
+
+    copied: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 * 8 // TOKENS, TOKENS // 8], [WARPS, 1], [1, 0]
+    )
+    turned: gl.constexpr = gl.NVMMASharedLayout(128 if TOKENS >= 64 else 64, 16, 2)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, left))
+    token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, copied))
+    for start in range(patch, end, NOTED):
+        if start > patch:
+            _barrier()
+            _note_patches(
+                rows_note,
+                columns_note,
+                values_note,
+                start,
+                end,
+                starts_ptr,
+                places_ptr,
+                values_ptr,
+                chunk,
+                chunks,
+                inside,
+                row_length,
+                ROWS,
+                SEARCH,
+                NOTED,
+                WARPS,
+            )
+            _barrier()
+        batches = (gl.minimum(end - start, NOTED) + 63) // 64
+        for several in range(0, batches, X_STAGES):
+            for stage in gl.static_range(X_STAGES):
+                if several + stage < batches:
+                    _gather(
+                        columns_note,
+                        several + stage,
+                        x.index(stage)._reinterpret(gl.bfloat16, [64, TOKENS], turned),
+                        xt_ptr,
+                        token,
+                        xt_stride,
+                        copied,
+                    )
+            async_copy.wait_group(0)
+            fence_async_shared()
+            _barrier()
+            for stage in gl.static_range(X_STAGES):
+                if several + stage < batches:
+                    its_row = _noted(rows_note, several + stage, gl.SliceLayout(0, left))
+                    value = _noted(values_note, several + stage, gl.SliceLayout(0, left))
+                    a = gl.where(its_row[None, :] == row[:, None], value[None, :], 0)
+                    a = a.to(gl.bfloat16, bitcast=True)
+                    gathered = x.index(stage)._reinterpret(gl.bfloat16, [64, TOKENS], turned)
+                    acc = warpgroup_mma(a, gathered, acc)
+            _barrier()
+    out: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
+    if HAS_BIAS:
+        out_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))
+        bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
+        acc += bias.to(gl.float32)[:, None]
+    out_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out))
+    out_token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, out))
+    result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), out)
+    place = out_token.to(gl.int64)[None, :] * rows_count + out_row[:, None]
+    is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]
+    gl.store(out_ptr + place, result, mask=is_out)
