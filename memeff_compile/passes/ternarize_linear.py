@@ -32,7 +32,7 @@ from .canonical import aten, read_one
 from .editor import Editor
 from .graph_info import GraphInfo, node_name
 from .ternary_chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
-from .ternary_neighbours import Entering, read_added, read_entering
+from .ternary_neighbours import Entering, is_computed, read_added, read_entering
 from .ternary_products import Product, read_product
 
 
@@ -63,12 +63,14 @@ class Calls:
         nodes: The calls.
         entering: What stands before them and can be part of one call.
         added: The sum behind the only result, and what is added; or None.
+        is_early: A kernel of this graph runs before, and nobody writes to the weights.
         owned: What is erased in the end.
     """
 
     nodes: list[Node]
     entering: Entering
     added: tuple[Node, Node] | None = None
+    is_early: bool = False
     owned: list[Node] = field(default_factory=list)
 
 
@@ -530,7 +532,7 @@ def _with_neighbours(info: GraphInfo, nodes: list[Node]) -> Calls:
         first = min(entering.chain, key=info.positions.__getitem__)
         if info.written_between(read, first, nodes[0]) is not None:
             entering = Entering(x)
-    return Calls(nodes, entering, _added(info, nodes))
+    return Calls(nodes, entering, _added(info, nodes), is_computed(entering.source))
 
 
 FIRST_NEIGHBOUR = 6 + len(op_folder.Quantizer().arguments())
@@ -569,7 +571,7 @@ def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:
         around = (entering.up, entering.norm, None if added is None else added[1])
         up, norm, sum_ = (None if n is None else info.current(n) for n in around)
         compat.hold_constant(entering.eps)
-        settings += [up, norm, compat.known_number(entering.eps), sum_]
+        settings += [up, norm, compat.known_number(entering.eps), sum_, match.is_early]
     with editor.at(first):
         source = info.current(entering.source)
         found = editor.call(op_folder.ternary_linear, source, *lists, *settings)

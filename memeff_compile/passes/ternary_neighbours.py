@@ -186,3 +186,28 @@ def read_added(item: Node) -> tuple[Node, Node] | None:
         return None
     values = [compat.example_value(node) for node in (item, other, users[0])]
     return (users[0], other) if _are_alike(values) else None
+
+
+# --- what ran before ------------------------------------------------------------------------------
+
+_VIEWS = "view reshape transpose slice unsqueeze squeeze expand permute contiguous clone to alias"
+_COMPUTED = (
+    "add mul embedding linear ternary_linear kv_cache_attention scaled_dot_product_attention"
+)
+
+
+def is_computed(node: Node) -> bool:
+    """Return whether a kernel of this graph makes the value, for certain."""
+    for _ in range(16):
+        if node.op in ("placeholder", "get_attr") or not node.all_input_nodes:
+            return False
+        call = read_one(node)
+        name = _name(call) if call is not None else getattr(node.target, "__name__", "")
+        if name.split(".")[0] in _COMPUTED.split():
+            return True
+        if call is not None and name not in _VIEWS.split():
+            return False
+        if call is None and name != "getitem":
+            return False
+        node = node.all_input_nodes[0]
+    return False
