@@ -19,12 +19,15 @@ same model ternarised and packed. Both are compiled by memeff, so that attention
 
 `sweep`: every tile, number of warps and stages per shape; the fastest are printed.
 
+`--turns FILE:COUNT` lets COUNT processes compile beside one another and measure one by one.
+
 `--size tiny` runs everything on the CPU in seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import itertools
 import multiprocessing
@@ -32,6 +35,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,9 +124,13 @@ def measure_kernels(options: argparse.Namespace) -> None:
         error = error_of(x, packed, scale, Quantizer())
         graphs = {name: Repeated(calls) for name, calls in methods(x, packed, scale)}
         samples: dict[str, list[float]] = {name: [] for name in graphs}
-        for _ in range(options.repeats):
+        if options.alone:
             for name, graph in graphs.items():
-                samples[name].append(graph.microseconds())
+                samples[name] = [rested(graph) for _ in range(options.repeats)]
+        else:
+            for _ in range(options.repeats):
+                for name, graph in graphs.items():
+                    samples[name].append(graph.microseconds())
         for name, found in samples.items():
             row = {
                 "kind": "ternary linear",
@@ -131,12 +139,20 @@ def measure_kernels(options: argparse.Namespace) -> None:
                 "rows": height,
                 "tokens": tokens,
                 "us": records.percentiles(found),
+                "alone": options.alone,
             }
             if name == "memeff, int8":
                 row["error"] = error
             records.write(options.out, row)
         del graphs
         clean()
+
+
+def rested(graph: Repeated) -> float:
+    """Return the time of a call on a GPU that has had time to cool, and whose clock is up again."""
+    time.sleep(0.1)
+    graph.microseconds()
+    return graph.microseconds()
 
 
 def clean() -> None:
@@ -162,7 +178,13 @@ MODELS = {
 LAYERS = {"h200": {"step": 24, "decode": 26}, "tiny": {"step": 1, "decode": 1}}
 BATCH = {"h200": (4, 2048), "tiny": (1, 16)}
 FILLED = {"h200": (2048, 512), "tiny": (32, 8)}
-BACKENDS = ("inductor", "memeff", "memeff, ternary alone", "memeff, no ternary")
+BACKENDS = (
+    "inductor",
+    "memeff",
+    "memeff, ternary alone",
+    "memeff, no ternary",
+    "memeff, gates kept",
+)
 
 
 def model_of(options: argparse.Namespace, part: str) -> torch.nn.Module:
@@ -201,16 +223,22 @@ def make_online(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def settings_of(backend: str) -> dict[str, Any]:
+def settings_of(backend: str, mode: str = "") -> dict[str, Any]:
     """Return what torch.compile is called with."""
     if backend == "inductor":
-        return {"backend": "inductor"}
+        return {"backend": "inductor", **({"mode": mode} if mode else {})}
     chosen: dict[str, Any] = {}
     if backend == "memeff, ternary alone":
         chosen = {"memeff.linear_cross_entropy": "off", "memeff.logits": "eager"}
         chosen |= {"memeff.attention": "off", "memeff.embedding": "off"}
     if backend == "memeff, no ternary":
         chosen = {"memeff.ternary": "off"}
+    if backend == "memeff, gates kept":
+        chosen = {"memeff.ternary_gate": "keep"}
+    if mode and not chosen:
+        return {"backend": "memeff", "mode": mode}
+    if mode:
+        chosen["triton.cudagraphs"] = mode == "reduce-overhead"
     return {"backend": "memeff", "options": chosen}
 
 
@@ -242,34 +270,61 @@ def back_to_back(call: Call, count: int = 5) -> float:
     return marks[0].elapsed_time(marks[1]) / count
 
 
+@contextmanager
+def my_turn(name: str) -> Iterator[None]:
+    """Wait until as many processes as `FILE:COUNT` says are ready; then they measure one by one."""
+    if not name:
+        yield
+        return
+    path, count = name.rsplit(":", 1)
+    with Path(path).open("a+") as stream:
+        stream.write("ready\n")
+        stream.flush()
+        while Path(path).read_text().count("ready") < int(count):
+            time.sleep(0.5)
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        time.sleep(1.0)
+        yield
+
+
 def measure_step(options: argparse.Namespace) -> None:
     """Write time and peak memory of forward and backward."""
     model = make_online(model_of(options, "step"))
     batch, length = BATCH[options.size]
     vocabulary = 32000 if options.size == "h200" else 128
     ids = torch.randint(3, vocabulary, (batch, length), device=options.device)
-    compiled = torch.compile(model, **settings_of(options.backend))
+    compiled = torch.compile(model, **settings_of(options.backend, options.mode))
 
     def step() -> None:
+        if options.mode:
+            torch.compiler.cudagraph_mark_step_begin()
         compiled(input_ids=ids, labels=ids).loss.backward()
         model.zero_grad()
 
     started = time.perf_counter()
     step()
     compiling = time.perf_counter() - started
+    for _ in range(3):
+        step()
     clean()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    samples = clock(step, options.repeats)
+    with my_turn(options.turns):
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        samples = clock(step, options.repeats)
+        ahead = back_to_back(step) if torch.cuda.is_available() else 0.0
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
     row = {
         "kind": "ternary training step",
         "method": options.backend,
         "layers": options.layers or LAYERS[options.size]["step"],
         "batch": batch,
         "length": length,
+        "mode": options.mode or "default",
         "ms": records.percentiles(samples),
+        "ms_host_ahead": round(ahead, 3),
         "peak_gib": round(peak / 2**30, 3),
+        "reserved_gib": round(reserved / 2**30, 3),
         "weights_gib": round(sum(p.nbytes for p in model.parameters()) / 2**30, 3),
         "compile_s": round(compiling, 1),
         "ternarized": 0,
@@ -301,8 +356,9 @@ def measure_decode(options: argparse.Namespace) -> None:
 
     for _ in range(4):
         step()
-    samples = [back_to_back(step) for _ in range(options.repeats)]
-    waited = clock(step, options.repeats)
+    with my_turn(options.turns):
+        samples = [back_to_back(step) for _ in range(options.repeats)]
+        waited = clock(step, options.repeats)
     held = sum(t.nbytes for t in model.state_dict().values())
     ends = 2 * vocabulary * model.config.hidden_size * 2
     row = {
@@ -458,6 +514,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shapes", default="", help="columns x rows, as 4096x14336,2560x6912")
     parser.add_argument("--tokens", default="", help="numbers of tokens, as 1,16")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--mode", default="", help="of torch.compile, in a training step")
+    parser.add_argument("--alone", action="store_true", help="each method for itself, with pauses")
+    parser.add_argument("--turns", default="", help="FILE:COUNT of processes that share a GPU")
     parser.add_argument("--best", type=int, default=4, help="launches that a sweep prints")
     parser.add_argument("--seconds", type=float, default=600.0, help="after which a sweep stops")
     parser.add_argument(

@@ -88,6 +88,17 @@ def has_checkpoint_policy(gm: GraphModule) -> bool:
     return gm.meta.get("_checkpoint_context_fn") is not None
 
 
+def recompute_in_backward(node: Node) -> None:
+    """Have the partition of AOTAutograd compute a call again in the backward, and keep its inputs.
+
+    The mark is that of activation checkpoints, on a single call.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta.setdefault("ac_graph_id", 0)
+
+
 def compile_id() -> str:
     """Return the id of the compile in progress, such as ``0/1``, or an empty string."""
     from torch._guards import CompileContext

@@ -510,6 +510,13 @@ class Options:
         "off",
         meaning="Whether linears with ternary weights keep and multiply packed codes.",
     )
+    ternary_gate: str = _choice(
+        "ternary_gate",
+        "recompute",
+        "keep",
+        meaning="Whether training keeps the results of ternary gate and up projections for the "
+        "backward, or multiplies their codes again there: the same integers, in less memory.",
+    )
     weights: str = _choice(
         "weights",
         "exact",

@@ -32,7 +32,13 @@ from .canonical import aten, read_one
 from .editor import Editor
 from .graph_info import GraphInfo, node_name
 from .ternary_chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
-from .ternary_neighbours import Entering, is_computed, read_added, read_entering
+from .ternary_neighbours import (
+    Entering,
+    is_computed,
+    meet_in_gate,
+    read_added,
+    read_entering,
+)
 from .ternary_products import Product, read_product
 
 
@@ -486,8 +492,19 @@ def _train(info: GraphInfo, match: Group, editor: Editor) -> None:
             first.weight.quantizer.is_step,
         )
         outputs = [editor.item(product, place) for place in range(len(weights))]
+    if _is_made_again(info, match):
+        compat.recompute_in_backward(product)
     for site, out in zip(match.sites, outputs, strict=True):
         editor.replace(site.linear, out)
+
+
+def _is_made_again(info: GraphInfo, match: Group) -> bool:
+    """Return whether the backward multiplies again instead of keeping the results.
+
+    The body of a checkpoint does so anyhow.
+    """
+    is_wanted = info.options.ternary_gate == "recompute" and info.parent is None
+    return is_wanted and meet_in_gate([site.linear for site in match.sites])
 
 
 def _infer(info: GraphInfo, match: Group, editor: Editor) -> None:

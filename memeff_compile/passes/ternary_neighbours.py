@@ -173,6 +173,46 @@ def _without_cast(node: Node, chain: list[Node]) -> Node:
 
 # --- after the linear -----------------------------------------------------------------------------
 
+_ACTIVATIONS = "relu silu gelu sigmoid square pow mul to"
+_MOST_ACTIVATIONS = 4
+
+
+def meet_in_gate(results: Sequence[Node]) -> bool:
+    """Return whether two results are only used as factors of one another, as gate and up are.
+
+    Activation functions may be on the way. Nothing else needs their values then, besides the
+    backward of these.
+    """
+    if len(results) != 2:
+        return False
+    ends = [_activated(node) for node in results]
+    users = [list(end.users) for end in ends]
+    if any(len(found) != 1 for found in users) or users[0] != users[1]:
+        return False
+    call = read_one(users[0][0])
+    return (
+        call is not None
+        and call.op is aten.mul.Tensor
+        and {call.args["self"], call.args["other"]} == set(ends)
+        and len(set(ends)) == 2
+    )
+
+
+def _activated(node: Node) -> Node:
+    """Follow the only user of a value as long as it is an activation function of nothing else."""
+    for _ in range(_MOST_ACTIVATIONS):
+        users = list(node.users)
+        call = read_one(users[0]) if len(users) == 1 else None
+        if call is None or _name(call) not in _ACTIVATIONS.split():
+            break
+        if any(other is not node for other in users[0].all_input_nodes):
+            break
+        node = users[0]
+    return node
+
+
+# --- after the linear -----------------------------------------------------------------------------
+
 
 def read_added(item: Node) -> tuple[Node, Node] | None:
     """Return the sum that is the only user of a result, and its other operand; or None."""

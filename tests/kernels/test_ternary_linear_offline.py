@@ -122,6 +122,7 @@ def _vectors(
         "ROWS": shapes.rows,
         "TILES": shapes.tiles,
         "WORDS": words,
+        "LINES": 16 if shapes.prefetches else 0,
         "BYTEWISE": False,
     }
     kinds = {"codes_ptr": "*i32"}

@@ -14,11 +14,15 @@ MAX_COLUMNS = 1 << 15
 
 @dataclass(frozen=True)
 class VectorShapes:
-    """A launch for few tokens: rows of weights per tile, warps, tiles per program."""
+    """A launch for few tokens: rows of weights per tile, warps, tiles per program.
+
+    With `prefetches`, a program asks for all its tiles before it waits for the tokens.
+    """
 
     rows: int
     warps: int
     tiles: int = 1
+    prefetches: bool = False
 
 
 @dataclass(frozen=True)

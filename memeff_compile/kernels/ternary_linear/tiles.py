@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.device import capability, on_device, processors
+from memeff_compile.kernels._triton.launch import launch
 from memeff_compile.kernels.ternary_linear.quantizer import (
     KINDS,
     NO_ENTRY,
@@ -55,6 +56,7 @@ Coded: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Codes, scales and sums, as `quantize` returns them."""
 
 
+@lru_cache(maxsize=1024)
 def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
@@ -114,18 +116,17 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
     packed = weight.new_empty((rows, words), dtype=torch.int32)
     block = min(_power_of_two(words), 128)
     with on_device(weight):
-        kernels._ternary_pack_kernel[(rows, -(-words // block))](
-            weight,
-            *weight.stride(),
-            scale,
-            packed,
-            columns,
-            words,
-            WORDS=block,
-            IS_STEP=is_step,
-            DTYPE=_dtype(weight.dtype, is_native=is_native),
-            num_warps=4,
-            enable_fp_fusion=False,
+        launch(
+            kernels._ternary_pack_kernel,
+            (rows, -(-words // block)),
+            (weight, *weight.stride(), scale, packed, columns, words),
+            {
+                "WORDS": block,
+                "IS_STEP": is_step,
+                "DTYPE": _dtype(weight.dtype, is_native=is_native),
+                **_ROUNDED,
+            },
+            (block, is_step, is_native),
         )
     return packed
 
@@ -164,25 +165,60 @@ def quantize(
     codes = x.new_empty((tokens, 4, 4 * words), dtype=torch.int8)
     scale = x.new_empty((tokens,), dtype=torch.float32)
     sums = x.new_empty((tokens,), dtype=torch.int32)
-    block = _power_of_two(words * 16)
+    around = _entering(x, entry)
+    asked = (is_chained, is_early, around["HAS_UP"], around["HAS_NORM"])
+    warps = _quantize_warps(_power_of_two(words * 16), tokens)
+    name = (quantizer, x.dtype, columns, x.is_cuda, warps, *asked)
+    numbers, constants = _quantize_constants(*name)
     with on_device(x):
-        kernels._ternary_quantize_kernel[(tokens,)](
-            x,
-            x.stride(0),
-            codes_ptr=codes.view(torch.int32),
-            scale_ptr=scale,
-            sums_ptr=sums,
-            columns=columns,
-            words=words,
-            COLUMNS=block,
-            **_entering(x, entry),
-            IS_CHAINED=is_chained,
-            IS_EARLY=is_early,
-            num_warps=_quantize_warps(block, tokens),
-            **({"launch_pdl": True} if is_early else {}),
-            **_settings(x, quantizer),
+        launch(
+            kernels._ternary_quantize_kernel,
+            (tokens,),
+            (
+                x,
+                x.stride(0),
+                around["up_ptr"],
+                around["stride_up"],
+                around["norm_ptr"],
+                codes.view(torch.int32),
+                scale,
+                sums,
+                columns,
+                words,
+                around["norm_eps"],
+                *numbers,
+            ),
+            constants,
+            name,
         )
     return codes, scale, sums
+
+
+@lru_cache(maxsize=256)
+def _quantize_constants(
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    columns: int,
+    is_cuda: bool,
+    warps: int,
+    is_chained: bool,
+    is_early: bool,
+    has_up: bool,
+    has_norm: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the numbers that a quantiser gives its kernel, and the constants."""
+    constants = dict(_settings_of(quantizer, dtype, columns, is_cuda))
+    numbers = tuple(constants.pop(name) for name in ("kept", "eps", "eps_rounded"))
+    constants |= {
+        "COLUMNS": _power_of_two(words_for(columns) * 16),
+        "HAS_UP": has_up,
+        "HAS_NORM": has_norm,
+        "IS_CHAINED": is_chained,
+        "IS_EARLY": is_early,
+        "num_warps": warps,
+        **({"launch_pdl": True} if is_early else {}),
+    }
+    return numbers, constants
 
 
 def _quantize_warps(columns: int, tokens: int) -> int:
@@ -190,6 +226,9 @@ def _quantize_warps(columns: int, tokens: int) -> int:
     if tokens <= MAX_VECTORS:
         return max(1, min(16, columns // 512))
     return max(1, min(16, max(4, columns // 1024), columns // 32))
+
+
+_tile_shapes = lru_cache(maxsize=1024)(tile_shapes)
 
 
 def chains(device: torch.device) -> bool:
@@ -305,6 +344,7 @@ def _launch_vectors(
             HAS_ADDED=added is not None,
             IS_CODED=coded is not None,
             IS_EARLY=is_early,
+            LINES=_lines(shapes, words) if x.is_cuda else 0,
             **dict(zip(_HAS_BIAS, three([b is not None for b in bias]), strict=True)),
             GROUP=len(packed),
             TOKENS=tokens,
@@ -318,6 +358,13 @@ def _launch_vectors(
             **_settings(x, quantizer),
         )
     return outs
+
+
+def _lines(shapes: VectorShapes, words: int) -> int:
+    """Return how many lines of 128 bytes hold the tiles of a program behind its first."""
+    if not shapes.prefetches or shapes.tiles == 1:
+        return 0
+    return _power_of_two(-(-(shapes.tiles - 1) * shapes.rows * words // 32) + 1)
 
 
 def _lettered(name: str, values: Sequence[Any]) -> dict[str, Any]:
@@ -354,69 +401,69 @@ def product(
     if shapes is None:
         device = codes.device
         is_hopper = capability(device)[0] == 9
-        shapes = tile_shapes(tokens, rows, width, processors(device), is_hopper=is_hopper)
+        shapes = _tile_shapes(tokens, rows, width, processors(device), is_hopper=is_hopper)
     tiles = -(-width // shapes.bytes)
     share = -(-tiles // shapes.splits) * shapes.bytes
     splits = -(-width // share)
     out = codes.new_empty((tokens, rows), dtype=dtype)
     part = codes.new_empty((splits, tokens, rows), dtype=torch.int32) if splits > 1 else sums
-    settings: dict[str, Any] = {
-        "HAS_BIAS": bias is not None,
-        "HAS_ADDED": added is not None,
-        "IS_STEP": is_step,
-        "WEIGHT_IS_STEP": weight_is_step,
-        "enable_fp_fusion": False,
-    }
+    is_pair = (bias is not None, added is not None, is_step, weight_is_step)
+    settings = dict(zip(_SETTINGS, is_pair, strict=True), enable_fp_fusion=False)
+    plain = weight_scale if bias is None else bias.contiguous()
+    held = out if added is None else added.contiguous()
     grid = (-(-tokens // shapes.tokens) * -(-rows // shapes.rows), splits)
+    is_even = width % shapes.bytes == 0
+    lines = _power_of_two(-(-share // 128)) if shapes.prefetches else 0
     with on_device(codes):
-        kernels._ternary_tiles_kernel[grid](
-            codes,
-            packed.view(torch.uint8),
-            scale,
-            sums,
-            weight_scale,
-            weight_scale if bias is None else bias.contiguous(),
-            out if added is None else added.contiguous(),
-            out,
-            part,
-            tokens,
-            rows,
-            width,
-            share,
-            ROWS=shapes.rows,
-            TOKENS=shapes.tokens,
-            BYTES=shapes.bytes,
-            GROUP=shapes.group,
-            STAGES=shapes.stages,
-            IS_EVEN=width % shapes.bytes == 0,
-            IS_PART=splits > 1,
-            IS_CHAINED=is_chained,
-            LINES=_power_of_two(-(-share // 128)) if shapes.prefetches else 0,
-            BYTEWISE=not codes.is_cuda,
-            num_warps=shapes.warps,
-            **({"launch_pdl": True} if is_chained else {}),
-            **settings,
-        )
-        if splits > 1:
-            block = min(1024, _power_of_two(rows))
-            kernels._ternary_parts_kernel[(tokens, -(-rows // block))](
-                part,
+        launch(
+            kernels._ternary_tiles_kernel,
+            grid,
+            (
+                codes,
+                packed.view(torch.uint8),
                 scale,
                 sums,
                 weight_scale,
-                weight_scale if bias is None else bias.contiguous(),
-                out if added is None else added.contiguous(),
+                plain,
+                held,
                 out,
+                part,
                 tokens,
                 rows,
-                SPLITS=splits,
-                ROWS=block,
-                num_warps=4,
+                width,
+                share,
+            ),
+            {
+                "ROWS": shapes.rows,
+                "TOKENS": shapes.tokens,
+                "BYTES": shapes.bytes,
+                "GROUP": shapes.group,
+                "STAGES": shapes.stages,
+                "IS_EVEN": is_even,
+                "IS_PART": splits > 1,
+                "IS_CHAINED": is_chained,
+                "LINES": lines,
+                "BYTEWISE": not codes.is_cuda,
+                "num_warps": shapes.warps,
+                **({"launch_pdl": True} if is_chained else {}),
                 **settings,
+            },
+            (shapes, is_even, splits > 1, is_chained, lines, is_pair),
+        )
+        if splits > 1:
+            block = min(1024, _power_of_two(rows))
+            launch(
+                kernels._ternary_parts_kernel,
+                (tokens, -(-rows // block)),
+                (part, scale, sums, weight_scale, plain, held, out, tokens, rows),
+                {"SPLITS": splits, "ROWS": block, "num_warps": 4, **settings},
+                (splits, block, is_pair),
             )
     return out
 
 
+_SETTINGS = ("HAS_BIAS", "HAS_ADDED", "IS_STEP", "WEIGHT_IS_STEP")
+_ROUNDED: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 _WORDS = 128
 """Words of 16 columns, at the most, of one program that dequantises."""
 
@@ -432,16 +479,12 @@ def dequantized_weights(
     out = packed.new_empty((rows, columns), dtype=dtype)
     block = min(_power_of_two(words), _WORDS)
     with on_device(packed):
-        kernels._ternary_weights_kernel[(rows, -(-words // block))](
-            packed,
-            scale,
-            out,
-            columns,
-            words,
-            WORDS=block,
-            IS_STEP=is_step,
-            num_warps=4,
-            enable_fp_fusion=False,
+        launch(
+            kernels._ternary_weights_kernel,
+            (rows, -(-words // block)),
+            (packed, scale, out, columns, words),
+            {"WORDS": block, "IS_STEP": is_step, **_ROUNDED},
+            (block, is_step),
         )
     return out
 
@@ -457,15 +500,11 @@ def dequantized_tokens(
     out = codes.new_empty((tokens, columns), dtype=dtype)
     block = min(_power_of_two(words), _WORDS)
     with on_device(codes):
-        kernels._ternary_tokens_kernel[(tokens, -(-words // block))](
-            codes.view(torch.int32),
-            scale,
-            out,
-            columns,
-            words,
-            WORDS=block,
-            IS_STEP=is_step,
-            num_warps=4,
-            enable_fp_fusion=False,
+        launch(
+            kernels._ternary_tokens_kernel,
+            (tokens, -(-words // block)),
+            (codes.view(torch.int32), scale, out, columns, words),
+            {"WORDS": block, "IS_STEP": is_step, **_ROUNDED},
+            (block, is_step),
         )
     return out

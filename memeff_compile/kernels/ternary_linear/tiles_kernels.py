@@ -359,6 +359,19 @@ def _ternary_tokens_kernel(
     tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=offs < columns)
 
 
+@triton.jit
+def _ask_for(address):
+    """Bring the lines at these addresses into the cache of the GPU."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [address.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 # --- few tokens -----------------------------------------------------------------------------------
 
 
@@ -481,6 +494,7 @@ def _ternary_vectors_kernel(
     HAS_ADDED: tl.constexpr,
     IS_CODED: tl.constexpr,  # tokens were quantised before
     IS_EARLY: tl.constexpr,  # started while the kernel before may still be running
+    LINES: tl.constexpr,  # of 128 bytes of its weights that a program asks for at once, or 0
     BYTEWISE: tl.constexpr,
 ):
     if IS_EARLY:
@@ -517,6 +531,11 @@ def _ternary_vectors_kernel(
     # Weights are asked for first: they come from far, the token is near.
     weight = _weight_tile(packed_ptr, tile * (ROWS * TILES), rows, word, words, ROWS)
     weight_scale = tl.load(weight_scale_ptr)
+    if LINES > 0:  # the rows of a program lie behind one another
+        after = (tile * (ROWS * TILES) + ROWS).to(tl.int64) * words
+        end = tl.minimum(tile * (ROWS * TILES) + ROWS * TILES, rows).to(tl.int64) * words
+        held = tl.minimum(after + tl.arange(0, LINES) * 32, end - 1)
+        _ask_for(packed_ptr + held)
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
     for token in tl.static_range(TOKENS):
@@ -624,19 +643,6 @@ def _field(packed, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
         dtype=tl.int8,
         is_pure=True,
         pack=4,
-    )
-
-
-@triton.jit
-def _ask_for(address):
-    """Bring the lines at these addresses into the cache of the GPU."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [address.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 
