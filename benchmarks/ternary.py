@@ -311,7 +311,6 @@ def measure_step(options: argparse.Namespace) -> None:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         samples = clock(step, options.repeats)
-        ahead = back_to_back(step) if torch.cuda.is_available() else 0.0
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
     row = {
@@ -322,7 +321,6 @@ def measure_step(options: argparse.Namespace) -> None:
         "length": length,
         "mode": options.mode or "default",
         "ms": records.percentiles(samples),
-        "ms_host_ahead": round(ahead, 3),
         "peak_gib": round(peak / 2**30, 3),
         "reserved_gib": round(reserved / 2**30, 3),
         "weights_gib": round(sum(p.nbytes for p in model.parameters()) / 2**30, 3),

@@ -35,9 +35,9 @@ from .ternary_chains import Quantized, Unread, are_codes, other_user, read_quant
 from .ternary_neighbours import (
     Entering,
     is_computed,
-    meet_in_gate,
     read_added,
     read_entering,
+    read_gate,
 )
 from .ternary_products import Product, read_product
 
@@ -492,19 +492,21 @@ def _train(info: GraphInfo, match: Group, editor: Editor) -> None:
             first.weight.quantizer.is_step,
         )
         outputs = [editor.item(product, place) for place in range(len(weights))]
-    if _is_made_again(info, match):
-        compat.recompute_in_backward(product)
+    gate = _made_again(info, match)
+    for node in [] if gate is None else [product, *gate]:
+        compat.recompute_in_backward(node)
     for site, out in zip(match.sites, outputs, strict=True):
         editor.replace(site.linear, out)
 
 
-def _is_made_again(info: GraphInfo, match: Group) -> bool:
-    """Return whether the backward multiplies again instead of keeping the results.
+def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
+    """Return what becomes of gate and up, where the backward computes it again with them.
 
     The body of a checkpoint does so anyhow.
     """
-    is_wanted = info.options.ternary_gate == "recompute" and info.parent is None
-    return is_wanted and meet_in_gate([site.linear for site in match.sites])
+    if info.options.ternary_gate != "recompute" or info.parent is not None:
+        return None
+    return read_gate([site.linear for site in match.sites])
 
 
 def _infer(info: GraphInfo, match: Group, editor: Editor) -> None:

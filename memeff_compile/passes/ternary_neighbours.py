@@ -177,38 +177,39 @@ _ACTIVATIONS = "relu silu gelu sigmoid square pow mul to"
 _MOST_ACTIVATIONS = 4
 
 
-def meet_in_gate(results: Sequence[Node]) -> bool:
-    """Return whether two results are only used as factors of one another, as gate and up are.
+def read_gate(results: Sequence[Node]) -> list[Node] | None:
+    """Return the activation functions of two results that are then factors of one another.
 
-    Activation functions may be on the way. Nothing else needs their values then, besides the
-    backward of these.
+    That is what becomes of gate and up, and None of others: nothing else needs the values, besides
+    the backward of these functions and of the product.
     """
     if len(results) != 2:
-        return False
-    ends = [_activated(node) for node in results]
+        return None
+    chains = [_activations(node) for node in results]
+    ends = [chain[-1] for chain in chains]
     users = [list(end.users) for end in ends]
-    if any(len(found) != 1 for found in users) or users[0] != users[1]:
-        return False
+    if any(len(found) != 1 for found in users) or users[0] != users[1] or ends[0] is ends[1]:
+        return None
     call = read_one(users[0][0])
-    return (
-        call is not None
-        and call.op is aten.mul.Tensor
-        and {call.args["self"], call.args["other"]} == set(ends)
-        and len(set(ends)) == 2
-    )
+    if call is None or call.op is not aten.mul.Tensor:
+        return None
+    if {call.args["self"], call.args["other"]} != set(ends):
+        return None
+    return [node for chain in chains for node in chain[1:]]
 
 
-def _activated(node: Node) -> Node:
+def _activations(node: Node) -> list[Node]:
     """Follow the only user of a value as long as it is an activation function of nothing else."""
+    found = [node]
     for _ in range(_MOST_ACTIVATIONS):
-        users = list(node.users)
+        users = list(found[-1].users)
         call = read_one(users[0]) if len(users) == 1 else None
         if call is None or _name(call) not in _ACTIVATIONS.split():
             break
-        if any(other is not node for other in users[0].all_input_nodes):
+        if any(other is not found[-1] for other in users[0].all_input_nodes):
             break
-        node = users[0]
-    return node
+        found.append(users[0])
+    return found
 
 
 # --- after the linear -----------------------------------------------------------------------------

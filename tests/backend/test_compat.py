@@ -432,6 +432,30 @@ def test_checkpoint_bodies_hang_on_a_known_operator() -> None:
     assert names == ["tag_activation_checkpoint"]
 
 
+@probes("recompute_in_backward")
+def test_a_marked_call_is_computed_again_instead_of_kept() -> None:
+    def saved(*, is_marked: bool) -> int:
+        def question(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            for node in gm.graph.nodes:
+                if is_marked and node.name == "product":
+                    compat.recompute_in_backward(node)
+            return compat.compile_with_aot_eager(gm, example_inputs)
+
+        def function(x: Tensor) -> Tensor:
+            product = x @ x
+            return product.sin().cos()
+
+        x, held = torch.ones(8, 8, requires_grad=True), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+            torch.compile(function, backend=question, fullgraph=True)(x).sum().backward()
+        return sum(t.nbytes for t in held if t.data_ptr() != x.data_ptr())
+
+    torch._dynamo.reset()
+    kept = saved(is_marked=False)
+    torch._dynamo.reset()
+    assert saved(is_marked=True) < kept
+
+
 @probes("has_checkpoint_policy")
 @pytest.mark.parametrize("has_policy", [True, False], ids=["policy", "no policy"])
 def test_a_checkpoints_policy_hangs_on_its_body(has_policy: bool) -> None:

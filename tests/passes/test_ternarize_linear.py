@@ -283,6 +283,63 @@ def test_codes_and_packed_weights_are_what_is_kept_for_the_backward() -> None:
     assert sum(kept.values()) == expected
 
 
+class Gated(nn.Module):
+    """The gated half of a block; what else becomes of gate and up is the case's."""
+
+    def __init__(
+        self,
+        activated: Callable[[Tensor], Tensor] = lambda gate: F.relu(gate).square(),
+        rest: Callable[[Tensor, Tensor], Tensor | float] = lambda gate, up: 0.0,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = (
+            Detached(*sizes) for sizes in ((64, 96), (64, 96), (96, 64))
+        )
+        self.activated, self.rest = activated, rest
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate(x), self.up(x)
+        out: Tensor = self.down(self.activated(gate) * up) + self.rest(gate, up)
+        return out
+
+
+def trained(model: nn.Module, **options: Any) -> tuple[int, list[Tensor]]:
+    """Return the bytes kept for the backward, and result and gradients of a step."""
+    twin, held = copy.deepcopy(model), []
+    torch.manual_seed(1)
+    x = torch.randn(40, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        out = compiled(twin, **options)(x)
+    out.square().sum().backward()
+    own = {t.data_ptr() for t in (*twin.parameters(), x)}
+    size = sum(t.nbytes for t in held if t.data_ptr() not in own)
+    return size, [out.detach(), x.grad, *(p.grad for p in twin.parameters())]
+
+
+@pytest.mark.parametrize(
+    "activated",
+    [lambda gate: F.relu(gate).square(), F.silu],
+    ids=["squared relu", "silu"],
+)
+def test_gate_and_up_are_multiplied_again_in_the_backward(activated: Any) -> None:
+    model = Gated(activated)
+    size, found = trained(model)
+    kept, wanted = trained(model, ternary_gate="keep")
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert kept - size >= 2 * 40 * 96 * 4 - 40 * 4, "less is saved than gate and up take"
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [lambda gate, up: gate[:, :64].sin(), lambda gate, up: up.mean()],
+    ids=["gate", "up"],
+)
+def test_what_is_read_elsewhere_is_not_multiplied_again(rest: Any) -> None:
+    model = Gated(rest=rest)
+    assert trained(model)[0] == trained(model, ternary_gate="keep")[0]
+
+
 def test_the_gain_is_that_formula() -> None:
     compiled(Block(Detached))(torch.randn(6, 20)).sum().backward()
     both, down = records()

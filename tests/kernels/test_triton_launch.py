@@ -1,0 +1,125 @@
+"""Launches from compiled kernels: what is looked up, and when Triton is asked again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from memeff_compile.kernels._triton import launch as launches
+
+
+class Kernel:
+    """Stands in for a kernel of Triton: remembers who compiled and who launched."""
+
+    arg_names = ("x_ptr", "size", "factor", "BLOCK", "IS_ON")
+    device_caches = ()
+
+    def __init__(self) -> None:
+        self.pre_run_hooks: list[Callable[..., None]] = []
+        self.asked: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def run(*arguments: Any, **constants: Any) -> Any:
+            self.asked.append((grid, *arguments, constants))
+            return SimpleNamespace(
+                run=lambda *given: self.launched.append(given),
+                function="function",
+                packed_metadata="metadata",
+            )
+
+        return run
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU whose number can be changed."""
+    from triton.runtime import driver
+
+    found = SimpleNamespace(number=0)
+    active = SimpleNamespace(
+        get_current_device=lambda: found.number,
+        get_current_stream=lambda number: 100 + number,
+    )
+    monkeypatch.setattr(launches, "_compiled", {})
+    monkeypatch.setattr(driver, "_active", active)
+    return found
+
+
+CONSTANTS = {"BLOCK": 32, "IS_ON": True, "num_warps": 4}
+
+
+def run(kernel: Kernel, *arguments: Any, name: tuple[Any, ...] = (32, True)) -> None:
+    launches.launch(kernel, (3, 2), arguments, CONSTANTS, name)
+
+
+@pytest.mark.usefixtures("device")
+def test_what_was_compiled_is_launched_with_the_arguments_in_their_order() -> None:
+    kernel, x, other = Kernel(), torch.ones(64), torch.zeros(64)
+    run(kernel, x, 48, 0.5)
+    run(kernel, other, 96, 0.25)
+    assert kernel.asked == [((3, 2), x, 48, 0.5, CONSTANTS)]
+    (given,) = kernel.launched
+    assert given[:9] == (3, 2, 1, 100, "function", "metadata", None, None, None)
+    assert given[9] is other
+    assert given[10:] == (96, 0.25, 32, True)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        (torch.ones(64)[1:], 48, 0.5),
+        (torch.ones(64, dtype=torch.float16), 48, 0.5),
+        (torch.ones(64), 47, 0.5),
+        (torch.ones(64), 1, 0.5),
+        (torch.ones(64), 1 << 40, 0.5),
+    ],
+    ids=["no multiple of 16 bytes", "dtype", "no multiple of 16", "one", "64 bits"],
+)
+def test_triton_is_asked_again_where_it_would_compile_anew(changed: tuple[Any, ...]) -> None:
+    kernel = Kernel()
+    run(kernel, torch.ones(64), 48, 0.5)
+    run(kernel, *changed)
+    assert len(kernel.asked) == 2
+    assert not kernel.launched
+
+
+def test_constants_and_devices_have_launches_of_their_own(device: SimpleNamespace) -> None:
+    kernel, x = Kernel(), torch.ones(64)
+    run(kernel, x, 48, 0.5)
+    run(kernel, x, 48, 0.5, name=(64, True))
+    device.number = 1
+    run(kernel, x, 48, 0.5)
+    assert len(kernel.asked) == 3
+    run(kernel, x, 48, 0.5)
+    assert kernel.launched[0][3] == 101
+
+
+@pytest.mark.usefixtures("device")
+def test_who_watches_launches_sees_each_of_them() -> None:
+    from triton import knobs
+
+    kernel, x = Kernel(), torch.ones(64)
+    run(kernel, x, 48, 0.5)
+    watcher = lambda metadata: None  # noqa: E731
+    knobs.runtime.launch_enter_hook.add(watcher)
+    run(kernel, x, 48, 0.5)
+    knobs.runtime.launch_enter_hook.remove(watcher)
+    kernel.pre_run_hooks.append(lambda *arguments: None)
+    run(kernel, x, 48, 0.5)
+    assert len(kernel.asked) == 3
+    assert not kernel.launched
+
+
+@pytest.mark.usefixtures("device")
+def test_only_so_many_launches_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "_MOST", 2)
+    kernel, x = Kernel(), torch.ones(64)
+    for size in range(5):
+        run(kernel, x, 48, 0.5, name=(size,))
+    assert len(launches._compiled) <= 2
