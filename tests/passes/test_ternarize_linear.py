@@ -482,6 +482,12 @@ def halved_wide(x: Tensor) -> Tensor:
     return (tokens_int8(wide) * half(wide)).to(x.dtype)
 
 
+def halved_by_least(x: Tensor) -> Tensor:
+    """The least of the larger half, wherever it stands among them."""
+    values = x.abs().topk(x.shape[-1] // 2, sorted=False).values
+    return tokens_int8(x) * (x.abs() >= values.amin(-1, keepdim=True))
+
+
 def half_in_any_order(x: Tensor) -> Tensor:
     return x.abs() >= x.abs().topk(x.shape[-1] // 2, sorted=False).values[..., -1:]
 
@@ -495,7 +501,7 @@ def halved_by_rounded(x: Tensor) -> Tensor:
     return tokens_int8(x) * half(x.to(torch.bfloat16)).to(x.dtype)
 
 
-HALVES = [halved_after, halved_before, halved_wide]
+HALVES = [halved_after, halved_before, halved_wide, halved_by_least]
 
 
 @pytest.mark.parametrize("tokens", HALVES)
