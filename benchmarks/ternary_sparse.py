@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -156,15 +157,20 @@ def draw(columns: int, zeros: float) -> Tensor:
     return x.mul_(torch.rand_like(x) >= zeros).to(torch.bfloat16)
 
 
+def linear(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """Return what the op of the package gives."""
+    return ternary_linear(x, [packed], [scale], [None], x.dtype)[0]
+
+
 def measure(columns: int, rows: int, zeros: float, options: argparse.Namespace) -> None:
     """Write a row for one shape and share of zeros."""
     x, scale = draw(columns, zeros), torch.full((), 40.0, device="cuda")
     packed = draw_packed(columns, rows, "cuda")
     turned = turned_of(packed, columns)
-    (wanted,) = ternary_linear(x, [packed], [scale], [None], x.dtype)
+    wanted = linear(x, packed, scale)
     codes, by_token, sums = ternary_linear_quantize(x, *Quantizer().arguments())
     held = copies_of(packed)
-    dense = Repeated([lambda w=w: ternary_linear(x, [w], [scale], [None], x.dtype) for w in held])
+    dense = Repeated([partial(linear, x, w, scale) for w in held])
     best: dict[str, list[Repeated]] = {}
     found: dict[str, float] = {}
     wide = copies_of(turned)
@@ -184,7 +190,7 @@ def measure(columns: int, rows: int, zeros: float, options: argparse.Namespace) 
             return lists.product(w, by_token, sums, scale)
 
         for name, call in (("whole", whole), ("product alone", alone)):
-            graph = Repeated([lambda w=w, call=call: call(w) for w in wide])
+            graph = Repeated([partial(call, w) for w in wide])
             us = min(graph.microseconds() for _ in range(3))
             if us < found.get(name, float("inf")):
                 found[name], best[name] = us, [graph]
