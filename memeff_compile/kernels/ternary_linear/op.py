@@ -405,6 +405,7 @@ def _linear(
                 added=flat,
                 is_early=is_early and start == 0,
                 coded=coded,
+                leading=x.shape[:-1],
             )
     else:
         is_chained = engine.chains(x.device)
@@ -423,10 +424,11 @@ def _linear(
                     weight_is_step=weight_is_step,
                     added=flat,
                     is_chained=is_chained,
+                    leading=x.shape[:-1],
                 )
             )
             is_chained = False  # the kernel before the next product is this one
-    return [_shaped(out, x) for out in found]
+    return found
 
 
 def _fake_linear(
@@ -455,13 +457,6 @@ def _fake_linear(
 
 def _empty_linear(x: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((*x.shape[:-1], packed.shape[0]), dtype=dtype)
-
-
-def _shaped(out: Tensor, x: Tensor) -> Tensor:
-    """Return (M, N) in the shape of the tokens, and not as a view: an op in place may follow."""
-    shape = (*x.shape[:-1], out.shape[1])
-    shaped: Tensor = torch.ops.aten._unsafe_view.default(out, shape)
-    return shaped
 
 
 def _no_backward(ctx: object, *grads: object) -> None:
@@ -548,8 +543,9 @@ def _product(
             dtype=dtype,
             is_step=is_step,
             weight_is_step=weight_is_step,
+            leading=x.shape[:-1],
         )
-        found.append(_shaped(out, x))
+        found.append(out)
     return found
 
 

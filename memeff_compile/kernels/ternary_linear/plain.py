@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -47,8 +49,12 @@ def product(
     weight_is_step: bool,
     added: Tensor | None = None,
     is_chained: bool = False,
+    leading: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return (M, N) from codes in planes; the sums are not needed."""
+    """Return (M, N) or (*leading, N) from codes in planes; the sums are not needed.
+
+    It is no view: an op in place may follow.
+    """
     del sums, is_chained
     found = reference.product(
         reference.from_planes(codes, 16 * packed.shape[1]),
@@ -60,7 +66,10 @@ def product(
         is_step=is_step,
         weight_is_step=weight_is_step,
     )
-    return found if added is None else added + found
+    found = found if added is None else added + found
+    shape = (*(found.shape[:1] if leading is None else leading), found.shape[1])
+    shaped: Tensor = torch.ops.aten._unsafe_view.default(found, shape)
+    return shaped
 
 
 def dequantized_tokens(

@@ -249,12 +249,14 @@ def vectors(
     added: Tensor | None = None,
     is_early: bool = False,
     coded: Coded | None = None,
+    leading: Sequence[int] | None = None,
     shapes: VectorShapes | None = None,
 ) -> list[Tensor]:
     """Multiply up to four tokens with up to three matrices, quantising on the way.
 
-    With `coded` the tokens are quantised already. With `is_early` the kernel may start, and read
-    weights, while the one before it in the stream is still running.
+    Results are (M, N), or (*leading, N). With `coded` the tokens are quantised already. With
+    `is_early` the kernel may start, and read weights, while the one before it in the stream is
+    still running.
     """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
     if any(len(kind) > 1 for kind in kinds):  # a launch knows one dtype of each
@@ -270,6 +272,7 @@ def vectors(
                 weight_is_step=weight_is_step,
                 is_early=is_early and i == 0,
                 coded=coded,
+                leading=leading,
                 shapes=shapes,
             )
             for i in range(len(packed))
@@ -287,6 +290,7 @@ def vectors(
         added=added,
         is_early=is_early,
         coded=coded,
+        leading=leading,
         shapes=shapes,
     )
 
@@ -304,6 +308,7 @@ def _launch_vectors(
     added: Tensor | None,
     is_early: bool,
     coded: Coded | None,
+    leading: Sequence[int] | None,
     shapes: VectorShapes | None,
 ) -> list[Tensor]:
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
@@ -316,7 +321,8 @@ def _launch_vectors(
     if shapes is None:
         choose = vector_shapes if coded is None else coded_shapes
         shapes = choose(words, sum(count), tokens, processors(x.device))
-    outs = [x.new_empty((tokens, rows), dtype=dtype) for rows in count]
+    front = (tokens,) if leading is None else tuple(leading)
+    outs = [x.new_empty((*front, rows), dtype=dtype) for rows in count]
     tiles = [-(-rows // (shapes.rows * shapes.tiles)) for rows in count]
     anything = next((b for b in bias if b is not None), weight_scale[0])
     biases = [anything if b is None else b.contiguous() for b in bias]
@@ -388,9 +394,10 @@ def product(
     weight_is_step: bool,
     added: Tensor | None = None,
     is_chained: bool = False,
+    leading: Sequence[int] | None = None,
     shapes: TileShapes | None = None,
 ) -> Tensor:
-    """Return (M, N) from quantised tokens.
+    """Return (M, N) from quantised tokens, or (*leading, N), which are as many.
 
     With `is_chained` the kernel before this one in the stream is a chained `quantize`.
     """
@@ -405,7 +412,7 @@ def product(
     tiles = -(-width // shapes.bytes)
     share = -(-tiles // shapes.splits) * shapes.bytes
     splits = -(-width // share)
-    out = codes.new_empty((tokens, rows), dtype=dtype)
+    out = codes.new_empty((tokens, rows) if leading is None else (*leading, rows), dtype=dtype)
     part = codes.new_empty((splits, tokens, rows), dtype=torch.int32) if splits > 1 else sums
     is_pair = (bias is not None, added is not None, is_step, weight_is_step)
     settings = dict(zip(_SETTINGS, is_pair, strict=True), enable_fp_fusion=False)
