@@ -5,14 +5,19 @@
     python benchmarks/coded_weight_models.py --part t5 --folder text
     python benchmarks/coded_weight_models.py --part exponents --folder text
     python benchmarks/coded_weight_models.py --part throughput
+    python benchmarks/coded_weight_models.py --part grouping
 
 `curves`: the Llama of `convergence.py` in bf16, AdamW in the backward, on dense and on compressed
 weights, from the same start on the same text: the losses, and how many of them differ in any bit.
-`t5`: an encoder-decoder likewise; then its loss on held-out text for every number of mantissa bits.
+`t5`: the loss of an encoder-decoder on held-out text for every number of mantissa bits; then its
+training, likewise.
 `exponents`: how often each exponent occurs in the weights that `curves` trains, and the entropy of
 sign, exponent and mantissa. `throughput`: bytes of bf16 per second, encoding and decoding, beside
 moving the weight to pinned memory of the host and back, and int8 codes with a scale per row,
-written as plain PyTorch.
+written as plain PyTorch. `grouping`: one token through a model of Llama-3-8B's shape, compiled by
+this backend with nothing but its passes, in CUDA graphs: dense, compressed with linears of one
+input in one launch, and with one launch for each; the results of the latter two are compared bit
+for bit.
 
 `--size tiny` runs everything on the CPU in seconds, on random tokens.
 """
@@ -20,6 +25,7 @@ written as plain PyTorch.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import os
 import sys
@@ -37,7 +43,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import rows
 import training
-from coded_weights import draw, spread, synchronize
+from coded_weights import build, draw, seconds, spread, synchronize
 
 import memeff_compile
 from memeff_compile.kernels.coded_weight import CODECS, Room, coded_weight_decode, encode
@@ -204,26 +210,38 @@ def held_out(model: nn.Module, text: Text, batches: int) -> float:
 
 
 def t5(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Compare training of an encoder-decoder, and its loss with fewer mantissa bits."""
+    """Compare the loss of an encoder-decoder with fewer mantissa bits, then its training."""
+    yield from kept_bits(options)
     twenty = min(20, STEPS[options.size])
     ways = {"SGD": (sgd, twenty), "AdamW": (adamw, twenty)}
     for row in compared(options, t5_model, second_half_loss, ways):
         yield {"model": "T5", **row}
+
+
+def kept_bits(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train an encoder-decoder; yield its held-out loss dense and for every number of bits kept."""
     text, other = Text(options, "train"), Text(options, "validation")
     model = t5_model(options, text.vocabulary).train()
-    train(model, text, 2 * STEPS[options.size], second_half_loss, adamw)
+    steps = 2 * STEPS[options.size]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
+    for step in range(steps):
+        second_half_loss(model, text[step]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del optimizer
     trained = {name: value.clone() for name, value in model.state_dict().items()}
     batches = 8 if options.size == "h200" else 1
-    base = {"model": "T5", "batches": batches, "steps": 2 * STEPS[options.size]}
+    base = {"model": "T5", "batches": batches, "steps": steps}
     yield {**base, "kept": "dense", "bits": 16.0, "loss": held_out(model, other, batches)}
-    for kept in KEPT:
-        memeff_compile.decompress_(model)
-        model.load_state_dict(trained)
-        report = memeff_compile.compress_(
-            model, options.codec[0], mantissa=kept, min_size=0, progress=False
-        )
-        loss = held_out(model, other, batches)
-        yield {**base, "kept": kept, "bits": round(report.bits, 4), "loss": loss}
+    for codec in options.codec:
+        for kept in KEPT:
+            memeff_compile.decompress_(model)
+            model.load_state_dict(trained)
+            report = memeff_compile.compress_(
+                model, codec, mantissa=kept, min_size=0, progress=False
+            )
+            row = {**base, "kept": kept, "codec": codec, "bits": round(report.bits, 4)}
+            yield {**row, "loss": held_out(model, other, batches)}
 
 
 def entropy(counts: Tensor) -> float:
@@ -320,7 +338,85 @@ def throughput(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield row
 
 
-PARTS = {"curves": curves, "t5": t5, "exponents": exponents, "throughput": throughput}
+# --- grouping -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def grouping(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Time one token through the whole model; graphs of all ways take turns."""
+    from transformers import StaticCache
+
+    from memeff_compile.kernels import coded_weight
+
+    model = build(options).eval()
+    ids = torch.randint(0, model.config.vocab_size, (1, 1), device=options.device)
+    place = torch.tensor([64], device=options.device)
+    together = coded_weight.MAX_TOGETHER
+    ways = {"dense": ("", 1), "win4, apart": ("win4", 1), "win4, grouped": ("win4", together)}
+    runs: dict[str, Callable[[], object]] = {}
+    kept: list[object] = []  # what the graphs read
+    found: dict[str, Tensor] = {}
+    launches: dict[str, int] = {}
+    for way, (codec, most) in ways.items():
+        if codec and way == "win4, apart":
+            model = copy.deepcopy(model)
+            limit = 0 if options.size == "tiny" else 1 << 20
+            memeff_compile.compress_(model, codec, min_size=limit, progress=False)
+        torch._dynamo.reset()
+        coded_weight.MAX_TOGETHER = most
+        run = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
+        cache = StaticCache(config=model.config, max_cache_len=512)
+
+        def step(run: Any = run, cache: Any = cache) -> Tensor:
+            return run(
+                input_ids=ids,
+                past_key_values=cache,
+                cache_position=place,
+                position_ids=place[None],
+            ).logits
+
+        for _ in range(2):
+            found[way] = step().clone()
+        runs[way] = _captured(step, options.device)
+        kept += [model, cache, step]
+        records = memeff_compile.last_report().records
+        launches[way] = sum("coded_weight_linears" in r.sentence for r in records)
+    coded_weight.MAX_TOGETHER = together
+    _wait(options.wait_for)
+    taken: dict[str, list[float]] = {way: [] for way in runs}
+    for _ in range(25 if options.device == "cuda" else 1):
+        for way, replay in runs.items():
+            taken[way].append(1e6 * seconds(replay, options.device))
+    for way, times in taken.items():
+        yield {"way": way, "graph": options.device == "cuda", "us": spread(times)}
+    same = torch.equal(found["win4, apart"], found["win4, grouped"])
+    yield {"same_bits": same, "records_of_groups": launches["win4, grouped"]}
+
+
+def _captured(step: Callable[[], object], device: str) -> Callable[[], object]:
+    """Return what replays a step: what it was compiled to may be forgotten then."""
+    if device != "cuda":
+        return step
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _wait(flag: Path | None) -> None:
+    """Wait until a file is there: others may use the GPU before."""
+    while flag is not None and not flag.exists():
+        time.sleep(0.2)
+
+
+PARTS = {
+    "curves": curves,
+    "t5": t5,
+    "exponents": exponents,
+    "throughput": throughput,
+    "grouping": grouping,
+}
 
 
 def main() -> None:
@@ -331,6 +427,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="of the corpus")
     parser.add_argument("--codec", choices=CODECS, action="append")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the rows")
+    parser.add_argument("--wait-for", type=Path, help="a file that ends compiling; time then")
     options = parser.parse_args()
     options.device = "cpu" if options.size == "tiny" else "cuda"
     options.codec = options.codec or ["win4", "tier"]

@@ -18,10 +18,13 @@ from torch.fx import GraphModule
 from . import compat, report
 from .deferred import accept, attach
 from .errors import MemeffError
+from .kernels.coded_weight import CODECS
 from .kernels.linear_cross_entropy import decided_by_measurement
+from .model.compress_when_safe import CompressWhenSafe
 from .op_by_op import keep
 from .options import Options
 from .passes import PASSES
+from .passes.encode_weights import dense_weights
 from .passes.pipeline import run
 from .verify import verified
 
@@ -55,6 +58,7 @@ def memeff(
     original = None if chosen.verify == "off" else keep(gm, chosen)
     # A checkpoint around the compiled function would count what our fake operations save.
     with compat.unseen_by_saved_tensor_hooks():
+        dense = dense_weights(gm, chosen) if chosen.weights in CODECS else []
         outcome = run(gm, PASSES, chosen)
     report.record_graph(outcome.report)
     rewritten = keep(gm, chosen) if original is not None and outcome.changed else None
@@ -71,6 +75,8 @@ def memeff(
         compiled = attach(
             compiled, outcome.deferred, clone_hidden=reuses, use=outcome.report.logits
         )
+    if dense and not outcome.report.training:
+        compiled = CompressWhenSafe(compiled, dense, chosen.weights, outcome.report)
     if original is None or rewritten is None:
         return compiled
     return verified(

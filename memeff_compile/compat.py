@@ -355,10 +355,75 @@ def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
     return shard
 
 
+def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> bool:
+    """Make ``local`` what this rank holds of a parameter that FSDP2 shards.
+
+    ``local`` may be of a subclass with FSDP2's hooks around its all-gather. Gradients are switched
+    off for the parameter.
+
+    Returns:
+        Whether FSDP2 shards it, keeps shards on their device, and has it in shards now.
+    """
+    old: Any = module._parameters[name]
+    param = _find_fsdp2_shard(old)
+    if param is None or param.offload_to_cpu or param.sharded_state.name != "SHARDED":
+        return False
+    new = with_local_part(old, local)
+    module._parameters[name] = torch.nn.Parameter(new, requires_grad=False)
+    # What it keeps flat goes first: it would look for the memory behind the new shard.
+    param._sharded_param_data = local_part(module._parameters[name]).view(-1)  # type: ignore[arg-type]
+    param.reset_sharded_param()
+    param._init_extensions()
+    return True
+
+
+def is_fsdp_shard(weight: torch.Tensor) -> bool:
+    """Return whether ``weight`` is a parameter that FSDP2 holds in shards on their device."""
+    param = _find_fsdp2_shard(weight)
+    return param is not None and not param.offload_to_cpu
+
+
+def _find_fsdp2_shard(weight: torch.Tensor) -> Any:
+    return next((p for p, _ in _fsdp2_parameters() if p.sharded_param is weight), None)
+
+
+def _fsdp2_parameters() -> Iterator[tuple[Any, Any]]:
+    """Yield FSDP2's objects for every parameter it shards, and for its group."""
+    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if states is None:
+        return
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for entry in list(_module_state_mapping.values()):
+        state = entry() if isinstance(entry, weakref.ref) else entry
+        if not isinstance(state, states.FSDPState):
+            continue
+        groups = getattr(state, "_fsdp_param_groups", None)  # one group, unnumbered, before 2.12
+        for group in (state._fsdp_param_group,) if groups is None else groups:
+            for param in () if group is None else group.fsdp_params:
+                yield param, group
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor that this rank holds of a distributed one."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
+
+
+def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a distributed tensor like ``tensor``, of which this rank holds ``local``."""
+    from torch.distributed.tensor import DTensor
+
+    like: Any = tensor
+    found: torch.Tensor = DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return found
 
 
 def fsdp_frees_after_forward(weight: Any) -> bool:
@@ -390,27 +455,18 @@ _fsdp2_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
     """Return FSDP2's objects for a gathered parameter and its group; (None, None) if it is none."""
-    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
-    if states is None:
+    if "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:
         return None, None
     if weight not in _fsdp2_owners:
-        _fsdp2_owners[weight] = _find_fsdp2_owner(weight, states)
+        _fsdp2_owners[weight] = _find_fsdp2_owner(weight)
     param, group = (reference() for reference in _fsdp2_owners[weight])
     return param, group
 
 
-def _find_fsdp2_owner(weight: torch.Tensor, states: Any) -> tuple[Any, Any]:
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for entry in list(_module_state_mapping.values()):
-        state = entry() if isinstance(entry, weakref.ref) else entry
-        if not isinstance(state, states.FSDPState):
-            continue
-        groups = getattr(state, "_fsdp_param_groups", None)  # one group, unnumbered, before 2.12
-        for group in (state._fsdp_param_group,) if groups is None else groups:
-            for param in () if group is None else group.fsdp_params:
-                if getattr(param, "_unsharded_param", None) is weight:
-                    return weakref.ref(param), weakref.ref(group)
+def _find_fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
+    for param, group in _fsdp2_parameters():
+        if getattr(param, "_unsharded_param", None) is weight:
+            return weakref.ref(param), weakref.ref(group)
     return _nothing, _nothing
 
 
@@ -542,6 +598,11 @@ def is_sole_owner(held: list[torch.Tensor]) -> bool:
     hence False, where Dynamo traces.
     """
     return not torch.compiler.is_compiling() and references(held) == SOLE_OWNER
+
+
+def memory_holders(tensor: torch.Tensor) -> int:
+    """Return how many tensors hold the memory of this one: itself, views, what autograd saved."""
+    return references([tensor])[0] - SOLE_OWNER[0] + 1
 
 
 def revive_hooks(tensor: torch.Tensor) -> None:

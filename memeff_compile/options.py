@@ -119,13 +119,9 @@ def _suggest(name: str, candidates: Iterable[str]) -> str:
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
-def _check_choice(
-    key: str, value: object, *, values: tuple[str, ...], later: Mapping[str, str]
-) -> object:
-    if isinstance(value, str) and value in later:
-        raise OptionError(f"{key} is {value!r}, which is not available yet: {later[value]}")
+def _check_choice(key: str, value: object, *, values: tuple[str, ...]) -> object:
     if not isinstance(value, str) or value not in values:
-        suggestion = _suggest(str(value), (*values, *later))
+        suggestion = _suggest(str(value), values)
         allowed = ", ".join(map(repr, values))
         raise OptionError(f"{_seen(key, value)}; it takes {allowed}.{suggestion}")
     return value
@@ -162,7 +158,7 @@ def _check_mode(key: str, value: object) -> object:
 def _check_verify(key: str, value: object) -> object:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return _check_choice(key, value, values=("off", "on", "raise"), later={})
+    return _check_choice(key, value, values=("off", "on", "raise"))
 
 
 def _check_factor(key: str, value: object) -> object:
@@ -212,7 +208,7 @@ _SITE_LEVELS = (*ATTENTION_LEVELS, "exact")
 def _check_attention(key: str, value: object) -> object:
     """Accept a form of attention, or a table of levels per site, as calibration returns it."""
     if not isinstance(value, Mapping):
-        return _check_choice(key, value, values=("exact", *ATTENTION_LEVELS, "off"), later={})
+        return _check_choice(key, value, values=("exact", *ATTENTION_LEVELS, "off"))
     levels = value.get("levels", value)
     if not isinstance(levels, Mapping) or not levels:
         raise OptionError(
@@ -361,25 +357,15 @@ def _option(
     return field(default=default, metadata={"info": info})
 
 
-def _choice(
-    key: str, *values: str, meaning: str, later: Mapping[str, str] | None = None, status: str = ""
-) -> Any:  # noqa: ANN401
-    later = later or {}
-    not_yet = f"not available yet: {', '.join(f'`{value}`' for value in later)}" if later else ""
+def _choice(key: str, *values: str, meaning: str, status: str = "available") -> Any:  # noqa: ANN401
     return _option(
         values[0],
         key=key,
-        values=", ".join(f"`{value}`" for value in (*values, *later)),
+        values=", ".join(f"`{value}`" for value in values),
         meaning=meaning,
-        check=partial(_check_choice, values=values, later=later),
-        status="; ".join(filter(None, (status, not_yet))) or "available",
+        check=partial(_check_choice, values=values),
+        status=status,
     )
-
-
-_NO_WEIGHTS = (
-    "the backend does not replace weights of yours by itself. Call "
-    "memeff_compile.compress_(model, codec=...) before compiling, and leave this at 'exact'."
-)
 
 
 @dataclass(frozen=True)
@@ -525,9 +511,13 @@ class Options:
         "weights",
         "exact",
         "off",
+        "win4",
+        "tier",
+        "rans",
         meaning="Whether linears with weights that `memeff_compile.compress_` compressed run as "
-        "one op that keeps nothing decoded for the backward. `off`: each is decoded, and kept.",
-        later={"win4": _NO_WEIGHTS, "tier": _NO_WEIGHTS, "rans": _NO_WEIGHTS},
+        "one op that keeps nothing decoded for the backward. `off`: each is decoded, and kept. A "
+        "codec: in inference, weights that nothing but the model holds are compressed after some "
+        "calls, and the report names the others.",
     )
     skip: Mapping[str, tuple[str, ...]] = _option(
         _FrozenMapping(),

@@ -12,7 +12,7 @@ import fnmatch
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from memeff_compile.kernels.coded_weight import (
     bits_per_weight,
     encode,
     parse,
+    side_by_side,
     supports_weight,
 )
 
@@ -34,6 +35,13 @@ LARGEST_SHARE = 0.9
 
 SKIPPED = ("lm_head", "embed_out", "output_projection")
 """Modules left dense unless asked for: heads, whose losses the backend fuses on dense weights."""
+
+
+MIN_SIZE = 1 << 20
+"""Elements of the smallest weight that is compressed unless asked for."""
+
+Owners: TypeAlias = Sequence[tuple[nn.Module, str]]
+"""Modules, and the attributes under which they hold a weight."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,7 @@ def compress_(
     mantissa: int = 7,
     block: int = 512,
     skip: Sequence[str] = SKIPPED,
-    min_size: int = 1 << 20,
+    min_size: int = MIN_SIZE,
     progress: bool | None = None,
 ) -> CompressionReport:
     """Compress the weights of a model's linears in place.
@@ -169,6 +177,9 @@ def compress_(
     for place in _with_progress(places, progress):
         reason = _reason(place, name, skip, min_size, memory)
         found.append(_compress_one(place, name) if not reason else _dense(place, reason))
+    names = {each.name for each in found if each.codec}
+    # What FSDP2 keeps of a shard shows its lists where they are.
+    side_by_side(w for p, w in _coded_places(model) if p.name in names and w is p.parameter)
     return CompressionReport(tuple(found))
 
 
@@ -185,6 +196,9 @@ def decompress_(model: nn.Module) -> int:
     count = 0
     for place in _places(model):
         coded = place.parameter
+        shard = compat.local_part(coded)
+        if isinstance(shard, CodedWeight) and shard is not coded:
+            count += _put_shard(place, shard.decode().clone())
         if isinstance(coded, CodedWeight):
             dense = nn.Parameter(coded.decode().clone(), requires_grad=coded.requires_grad)
             dense.grad = coded.grad
@@ -256,6 +270,10 @@ def _reason(
         pattern = _skipped(path, skip)
         if pattern:
             return f"skip names {pattern!r}"
+    if compat.is_dtensor(weight):
+        return _shard_reason(weight, codec, min_size)
+    if compat.is_sharded_by_fsdp(weight):
+        return "FSDP has gathered it; call reshard() on the model (FSDP2) before compress_"
     if type(weight) is not nn.Parameter:
         return f"it is a {type(weight).__name__}; compress it before it is sharded or quantised"
     if weight.numel() < min_size:
@@ -266,6 +284,29 @@ def _reason(
     if len(memory[compat.storage_key(weight)]) > 1:
         return "its memory is shared with another tensor of the model"
     return _unmovable(weight)
+
+
+def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
+    """Return why a sharded weight is left as it is, or "" if this rank's shard is to be coded."""
+    local = compat.local_part(weight)
+    if isinstance(local, CodedWeight):
+        return f"it is compressed already, with {local.codec}"
+    if not compat.is_fsdp_shard(weight):
+        return "it is a DTensor that FSDP2 (fully_shard) does not hold in shards on their device"
+    if weight.requires_grad:
+        return (
+            "it is sharded and trained, and a compressed shard cannot be updated; freeze it with "
+            "requires_grad_(False) and train adapters"
+        )
+    if local.shape[1:] != weight.shape[1:] or local.shape[0] * _ranks(weight) != weight.shape[0]:
+        return "it is not cut into equal shards of whole rows, which a coded shard has to be"
+    if local.numel() < min_size:
+        return f"its shard has {local.numel()} elements, fewer than min_size, which is {min_size}"
+    return supports_weight(local, codec) or _unmovable(weight)
+
+
+def _ranks(weight: Any) -> int:  # noqa: ANN401 - a DTensor
+    return int(weight.device_mesh.size())
 
 
 def _is_linear(module: nn.Module, attribute: str) -> bool:
@@ -300,17 +341,54 @@ def _dense(place: _Place, reason: str) -> CompressedWeight:
 
 
 def _compress_one(place: _Place, codec: str) -> CompressedWeight:
-    weight = place.parameter
+    weight = compat.local_part(place.parameter)
+    coded = coded_or_reason(weight, codec)
+    if isinstance(coded, str):
+        return _dense(place, coded)
+    after = coded.coded_bytes
+    trains = weight.requires_grad and parse(codec).is_lossless
+    found = CompressedWeight(place.name, tuple(weight.shape), codec, weight.nbytes, after)
+    if weight is not place.parameter:
+        if not _put_shard(place, coded):
+            return _dense(place, "FSDP has gathered it; call reshard() on the model first")
+        return found
+    _put(place, nn.Parameter(coded, requires_grad=trains))
+    return found
+
+
+def coded_or_reason(weight: Tensor, codec: str) -> CodedWeight | str:
+    """Encode a weight; return why it is not worth it where its code is hardly smaller."""
     parts = encode(weight, codec)
     after = sum(part.nbytes for part in parts)
     if after > LARGEST_SHARE * weight.nbytes:
-        bits = bits_per_weight(after, weight.numel())
-        return _dense(place, f"its code would take {bits:.1f} bits a weight")
-    trains = weight.requires_grad and parse(codec).is_lossless
-    coded = CodedWeight(parts, codec, weight.shape)
-    found = CompressedWeight(place.name, tuple(weight.shape), codec, weight.nbytes, after)
-    _put(place, nn.Parameter(coded, requires_grad=trains))
-    return found
+        return f"its code would take {bits_per_weight(after, weight.numel()):.1f} bits a weight"
+    return CodedWeight(parts, codec, weight.shape)
+
+
+def why_left_dense(weight: Tensor, path: str, owners: Owners, codec: str) -> str:
+    """Return why `compress_` would leave a weight dense, or "".
+
+    Args:
+        weight: of a linear.
+        path: of its module.
+        owners: everyone who holds it.
+        codec: name of the codec.
+    """
+    if not owners:
+        return "no module owns it"
+    place = _Place(path, weight, tuple((path, module, name) for module, name in owners))
+    alone = {compat.storage_key(weight): {id(weight)}}
+    return _reason(place, codec, SKIPPED, MIN_SIZE, alone)
+
+
+def put_parameter(owners: Owners, old: Tensor, value: Tensor) -> None:
+    """Give modules a parameter of this value in the place of another, with its attributes."""
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    _keep_attributes(old, new)
+    for module, name in owners:
+        module._parameters[name] = new
+        if isinstance(value, CodedWeight):
+            watch_state_dict(module)
 
 
 def _put(place: _Place, value: nn.Parameter) -> None:
@@ -331,6 +409,20 @@ def _put(place: _Place, value: nn.Parameter) -> None:
     for _, module, attribute in place.owners:
         module._parameters[attribute] = value
         watch_state_dict(module)
+
+
+def _put_shard(place: _Place, local: Tensor) -> bool:
+    """Make a tensor this rank's shard of a weight that FSDP2 holds; say whether it was possible."""
+    for _, module, attribute in place.owners:
+        old = module._parameters[attribute]
+        assert old is not None
+        if not compat.put_fsdp_shard(module, attribute, local):
+            return False
+        new = module._parameters[attribute]
+        assert new is not None
+        _keep_attributes(old, new)
+        watch_state_dict(module)
+    return True
 
 
 def _keep_attributes(old: Tensor, new: Tensor) -> None:
@@ -357,15 +449,22 @@ def _decode_in_state_dict(
         value = state_dict.get(prefix + name)
         if isinstance(value, CodedWeight) and not isinstance(value, nn.Parameter):
             state_dict[prefix + name] = value.decode()
+        elif value is not None and compat.is_dtensor(value):
+            local = compat.local_part(value)
+            if isinstance(local, CodedWeight):
+                state_dict[prefix + name] = compat.with_local_part(value, local.decode())
 
 
 def compressed_weights(model: nn.Module) -> dict[str, CodedWeight]:
     """Return the compressed weights of a model by the first name each is found under."""
-    return {
-        place.name: place.parameter
-        for place in _places(model)
-        if isinstance(place.parameter, CodedWeight)
-    }
+    return {place.name: weight for place, weight in _coded_places(model)}
+
+
+def _coded_places(model: nn.Module) -> Iterator[tuple[_Place, CodedWeight]]:
+    for place in _places(model):
+        local = compat.local_part(place.parameter)
+        if isinstance(local, CodedWeight):
+            yield place, local
 
 
 def put_coded(

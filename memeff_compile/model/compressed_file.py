@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, MemeffError
 from memeff_compile.kernels.coded_weight import CodedWeight, parse
 from memeff_compile.model.compress import compressed_weights, put_coded, watch_state_dict
@@ -46,6 +47,11 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> None:
         raise CodedWeightError(
             "save_compressed: no weight of this model is compressed. Call "
             "memeff_compile.compress_(model) first, or save its state_dict."
+        )
+    if any(compat.is_dtensor(parameter) for parameter in model.parameters()):
+        raise CodedWeightError(
+            "save_compressed: parameters of this model are sharded, and each process holds a part "
+            "of them. Save its state_dict with torch.distributed.checkpoint, which is dense."
         )
     tensors: dict[str, Tensor] = {}
     table: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -29,12 +30,15 @@ from memeff_compile.kernels.coded_weight import (
     Unsettled,
     make_refuge,
     parse,
+    side_by_side,
 )
 
 Factory = Callable[[nn.Parameter], Optimizer]
 
-TRAINING_ROOM = Room(share=0.02, least=1024)
+TRAINING_ROOM = Room(share=0.01, least=512)
 """Spare room in lists: weights move, and lists that grow are new memory and a new compilation."""
+LEFT_ALONE = 16
+"""Weights coded anew, in memory of their own, until all lists are put side by side again."""
 
 UNSETTLED = 2
 """Weights whose dense values are kept where the host has no memory that the GPU can write to."""
@@ -224,6 +228,7 @@ class BackwardOptimizer(Optimizer):
         """Hook the updates; `optim_in_backward` makes them."""
         self._updates = list(updates)
         self._queue = queue
+        self._times_anew = sum(each.times_anew for each in self._coded())
         self.accumulate = accumulate
         self.max_norm = max_norm
         held = [update.held for update in self._updates]
@@ -277,6 +282,7 @@ class BackwardOptimizer(Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._queue.settle()
+        self._tidy()
         for update in self._updates:
             if update.seen == 0 and update.parameter.grad is not None:
                 raise MemeffError(
@@ -286,6 +292,19 @@ class BackwardOptimizer(Optimizer):
                     "where it will train."
                 )
         return result
+
+    @torch.no_grad()
+    def _tidy(self) -> None:
+        """Put lists side by side again where many weights have outgrown theirs."""
+        coded = self._coded()
+        anew = sum(weight.times_anew for weight in coded)
+        if anew - self._times_anew >= min(LEFT_ALONE, max(len(coded), 1)):
+            self._times_anew = anew
+            with suppress(torch.OutOfMemoryError):  # where they are is good enough
+                side_by_side(coded)
+
+    def _coded(self) -> list[CodedWeight]:
+        return [u.parameter for u in self._updates if isinstance(u.parameter, CodedWeight)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that have not led to an update yet."""
@@ -374,13 +393,14 @@ def optim_in_backward(
     _refuse_several_processes()
     updates = []
     trained = [p for p in model.parameters() if isinstance(p, CodedWeight) and p.requires_grad]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            _refuse_what_cannot_be_updated(name, parameter)
+    _make_room(trained)
     queue = _Queue(trained)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        _refuse_what_cannot_be_updated(name, parameter)
-        if isinstance(parameter, CodedWeight):
-            _make_room(parameter)
         updates.append(_Update(name, parameter, factory, queue))
     if not updates:
         raise OptionError(
@@ -403,12 +423,13 @@ def _refuse_what_cannot_be_updated(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _make_room(weight: CodedWeight) -> None:
-    """Give the lists of a compressed weight room to grow in place."""
-    if weight.room == TRAINING_ROOM:
-        return
-    weight.room = TRAINING_ROOM
-    weight.encode_anew(weight.decode())
+@torch.no_grad()
+def _make_room(weights: Sequence[CodedWeight]) -> None:
+    """Give the lists of compressed weights room to grow in place."""
+    tight = [weight for weight in weights if weight.room != TRAINING_ROOM]
+    for weight in tight:
+        weight.room = TRAINING_ROOM
+    side_by_side(tight, TRAINING_ROOM)
 
 
 def _refuse_several_processes() -> None:

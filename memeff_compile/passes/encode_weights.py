@@ -8,6 +8,12 @@ backward: all that was saved, and the time of decoding on top. The op keeps the 
 and decodes again. That has to happen before autograd is traced, and so it does here; inside
 checkpoints too.
 
+Where nothing is trained, two or three linears of one input, as those of queries, keys and values,
+are one op, which one launch serves for one token:
+
+    before: q, k, v = linear(x, Q), linear(x, K), linear(x, V)
+    after:  q, k, v = memeff.coded_weight_linears(x, [Q, K, V], [None, None, None])
+
 A compressed weight that something else reads (an embedding, a product by hand) is decoded there,
 which is right and not small; it is reported.
 """
@@ -20,15 +26,16 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 from torch._ops import HigherOrderOperator
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from .. import compat
 from ..kernels import coded_weight as op_folder
+from ..options import Options
 from ..report import format_bytes
 from .base import Decline, Done
 from .canonical import aten, read_one
 from .editor import Editor
-from .graph_info import GraphInfo, node_name
+from .graph_info import GraphInfo, ambient_region, node_name
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,14 @@ class Coded:
     weight: Node
     x: Node | None = None
     bias: Node | None = None
+
+
+@dataclass(frozen=True)
+class Several:
+    """Linears of one input, in order; `split` says why others of it are not among them."""
+
+    sites: tuple[Coded, ...]
+    split: str = ""
 
 
 class EncodeWeights:
@@ -54,57 +69,107 @@ class EncodeWeights:
 
     # --- find -------------------------------------------------------------------------------------
 
-    def find(self, info: GraphInfo) -> Iterable[Coded]:
-        """Yield every reader of a compressed weight."""
+    def find(self, info: GraphInfo) -> Iterable[Several | Decline]:
+        """Yield every reader of a compressed weight, linears of one input together."""
+        yield from _not_in_training(info)
+        yield from self._coded_linears(info)
+
+    def _coded_linears(self, info: GraphInfo) -> Iterable[Several]:
+        found: list[Several] = []
+        open_groups: dict[Node | None, int] = {}
         for node in info.gm.graph.nodes:
             if node.op not in ("call_function", "call_method") or _is_region(node):
                 continue
             weights = [n for n in node.all_input_nodes if _coded(n) is not None]
-            if weights:
-                yield _read(node) or Coded(node, weights[0])
+            if not weights:
+                continue
+            site = _read(node) or Coded(node, weights[0])
+            at = open_groups.get(site.x)
+            why = "" if at is None else self._why_apart(info, found[at].sites, site)
+            if at is not None and not why:
+                found[at] = replace(found[at], sites=(*found[at].sites, site))
+                continue
+            if self._check_site(info, site) is None and not self._is_skipped(info, site):
+                open_groups[site.x] = len(found)
+            found.append(Several((site,), why))
+        return found
+
+    def _why_apart(self, info: GraphInfo, group: Sequence[Coded], site: Coded) -> str:
+        """Say why a linear is no part of a group with its input, or return an empty string."""
+        first = group[0]
+        codecs = [_codec(each) for each in (first, site)]
+        needed = [n for n in (site.x, site.weight, site.bias) if n is not None]
+        outs = [info.tensor(each.node) for each in (first, site)]
+        if self._check_site(info, site) is not None or self._is_skipped(info, site):
+            return "it is declined or skipped"
+        if codecs[0] != codecs[1]:
+            return f"one is coded as {codecs[0]}, the other as {codecs[1]}"
+        if codecs[0] != "win4":
+            return f"{codecs[0]} is not multiplied while it is decoded"
+        if any(out is None or out.requires_grad for out in outs):
+            return "they are trained, or what comes before them is"
+        if len(group) == op_folder.MAX_TOGETHER:
+            return f"one launch serves {op_folder.MAX_TOGETHER}"
+        if not all(info.positions[n] < info.positions[first.node] for n in needed):
+            return "its weight or bias is computed in between"
+        if info.written_between(needed, first.node, site.node) is not None:
+            return "an operand is written to in between"
+        return ""
 
     # --- check ------------------------------------------------------------------------------------
 
-    def check(self, info: GraphInfo, match: Coded) -> Decline | None:
+    def check(self, info: GraphInfo, match: Several) -> Decline | None:
         """Return why the place must be left alone, or None."""
-        found = _other_reader(match) or _subclass(match) or _cast(info, match)
-        # Blocks are alike: equal answers are one record, with their count.
-        return None if found is None else replace(found, node=match.node, sites=1)
+        for site in match.sites:
+            found = self._check_site(info, site)
+            if found is not None:
+                # Blocks are alike: equal answers are one record, with their count.
+                return replace(found, node=site.node, sites=1)
+        return None
 
-    def gain(self, info: GraphInfo, match: Coded) -> None:
+    def _check_site(self, info: GraphInfo, site: Coded) -> Decline | None:
+        return _other_reader(site) or _subclass(site) or _cast(info, site)
+
+    def _is_skipped(self, info: GraphInfo, site: Coded) -> bool:
+        path = info.module_path(site.node)
+        return bool(path) and info.options.skips(self.name, path)
+
+    def gain(self, info: GraphInfo, match: Several) -> None:
         """Return None: a layer's saving is said in the sentence, where equal layers are counted."""
 
-    def anchor(self, match: Coded) -> Node:
-        """Return the linear."""
-        return match.node
+    def anchor(self, match: Several) -> Node:
+        """Return the first linear."""
+        return match.sites[0].node
 
-    def places(self, match: Coded) -> Iterable[Node]:
-        """Return the linear."""
-        return (match.node,)
+    def places(self, match: Several) -> Iterable[Node]:
+        """Return the linears."""
+        return [site.node for site in match.sites]
 
     # --- rewrite ----------------------------------------------------------------------------------
 
-    def rewrite(self, info: GraphInfo, match: Coded, editor: Editor) -> Done:
-        """Replace the linear by the op."""
-        weight = _coded(match.weight)
-        assert weight is not None
-        with editor.at(match.node):
-            x, bias = (
-                node
-                if node is None or _dtype(info, node) == weight.dtype
-                else editor.call(aten.to.dtype, node, weight.dtype)
-                # Matches are found before any edit: one linear's input may be another's result.
-                for node in (n and info.current(n) for n in (match.x, match.bias))
-            )
-            out = info.tensor(match.node)
-            trains = out is None or out.requires_grad
-            new = editor.call(op_folder.coded_weight_linear, x, match.weight, bias, trains)
-        editor.replace(match.node, new)
-        return Done(new, _sentence(info, match, weight), sites=1)
+    def rewrite(self, info: GraphInfo, match: Several, editor: Editor) -> Done:
+        """Replace the linears by the op."""
+        first = match.sites[0]
+        sentence = _sentence(info, match)
+        with editor.at(first.node):
+            x = _as_coded(info, editor, first.x)
+            biases = [_as_coded(info, editor, site.bias) for site in match.sites]
+            if len(match.sites) == 1:
+                out = info.tensor(first.node)
+                trains = out is None or out.requires_grad
+                operands = (x, first.weight, biases[0], trains)
+                news = [editor.call(op_folder.coded_weight_linear, *operands)]
+            else:
+                weights = [site.weight for site in match.sites]
+                op = editor.call(op_folder.coded_weight_linears, x, weights, biases)
+                news = [editor.item(op, place) for place in range(len(weights))]
+        for site, new in zip(match.sites, news, strict=True):
+            editor.replace(site.node, new)
+        return Done(news[0], sentence, sites=len(match.sites))
 
-    def dead(self, match: Coded) -> Sequence[Node]:
+    def dead(self, match: Several) -> Sequence[Node]:
         """Return what nobody reads any more."""
-        return (match.node,)
+        return [site.node for site in match.sites]
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -113,6 +178,11 @@ class EncodeWeights:
 def _coded(node: Node) -> op_folder.CodedWeight | None:
     value = compat.example_value(node)
     return value if isinstance(value, op_folder.CodedWeight) else None
+
+
+def _codec(site: Coded) -> str:
+    weight = _coded(site.weight)
+    return "" if weight is None else weight.codec
 
 
 def _is_region(node: Node) -> bool:
@@ -128,6 +198,49 @@ def _read(node: Node) -> Coded | None:
     if _coded(weight) is None or any(_coded(n) is not None for n in (x, bias) if n is not None):
         return None
     return Coded(node, weight, x, bias)
+
+
+def dense_weights(gm: GraphModule, options: Options) -> list[tuple[int, str]]:
+    """Return which arguments of a graph are bf16 weights that nothing but linears read.
+
+    Returns:
+        The place of each among the arguments, and the path of the module that it is read for.
+    """
+    return _dense_weights(GraphInfo(gm, options, ambient_region()))
+
+
+def _dense_weights(info: GraphInfo) -> list[tuple[int, str]]:
+    found = []
+    for place, node in enumerate(info.placeholders):
+        value = info.tensor(node)
+        if value is None or value.dtype != torch.bfloat16 or value.dim() != 2:
+            continue
+        if _coded(node) is None and node.users and all(_is_weight(node, u) for u in node.users):
+            found.append((place, info.module_path(next(iter(node.users)))))
+    return found
+
+
+def _is_weight(node: Node, user: Node) -> bool:
+    if user.op not in ("call_function", "call_method") or _is_region(user):
+        return False
+    call = read_one(user)
+    if call is None or call.op is not aten.linear.default:
+        return False
+    return call.args["weight"] is node and node not in (call.args["input"], call.args["bias"])
+
+
+def _not_in_training(info: GraphInfo) -> Iterable[Decline]:
+    """Say why memeff.weights=win4 compresses nothing where weights are trained."""
+    if info.options.weights not in op_folder.CODECS or not info.needs_grad or info.parent:
+        return
+    for place, _ in _dense_weights(info)[:1]:
+        yield Decline(
+            "weights_trained",
+            "this graph records gradients, and training writes to dense weights; "
+            f"memeff.weights={info.options.weights!r} compresses where gradients are off",
+            "call memeff_compile.compress_(model) and optim_in_backward, or run under no_grad",
+            node=next(iter(info.placeholders[place].users)),
+        )
 
 
 # --- conditions -----------------------------------------------------------------------------------
@@ -169,23 +282,43 @@ def _cast(info: GraphInfo, match: Coded) -> Decline | None:
     )
 
 
-def _dtype(info: GraphInfo, node: Node) -> torch.dtype:
+# --- emitting -------------------------------------------------------------------------------------
+
+
+def _as_coded(info: GraphInfo, editor: Editor, node: Node | None) -> Node | None:
+    """Return an operand in the dtype of coded weights, as autocast would hand it over."""
+    if node is None:
+        return None
     value = info.tensor(node)
     assert value is not None
-    return value.dtype
+    # Matches are found before any edit: one linear's input may be another's result.
+    current = info.current(node)
+    if value.dtype == torch.bfloat16:
+        return current
+    return editor.call(aten.to.dtype, current, torch.bfloat16)
 
 
 # --- saying it ------------------------------------------------------------------------------------
 
 
-def _sentence(info: GraphInfo, match: Coded, weight: op_folder.CodedWeight) -> str:
+def _sentence(info: GraphInfo, match: Several) -> str:
+    site = match.sites[0]
+    weight = _coded(site.weight)
+    assert weight is not None
     name = op_folder.engine_for(weight.device)
+    engine = f"engine {name}: {op_folder.ENGINES[name]}"
+    if len(match.sites) > 1:
+        return (
+            f"{len(match.sites)} linears of one input -> memeff::coded_weight_linears on weights "
+            f"coded as {weight.codec}; {engine}. One token is one launch"
+        )
+    apart = f"; apart from another linear of its input: {match.split}" if match.split else ""
     said = (
-        f"linear -> memeff::coded_weight_linear on a weight coded as {weight.codec}; engine "
-        f"{name}: {op_folder.ENGINES[name]}"
+        f"linear -> memeff::coded_weight_linear on a weight coded as {weight.codec}; "
+        f"{engine}{apart}"
     )
-    out = info.tensor(match.node)
-    if out is None or not out.requires_grad or not info.regions[match.node].grad:
+    out = info.tensor(site.node)
+    if out is None or not out.requires_grad or not info.regions[site.node].grad:
         return said
     n, k = sympy.symbols("N K", integer=True, positive=True)
     kept = int(op_folder.bytes_before(n, k).subs({n: weight.shape[0], k: weight.shape[1]}))

@@ -503,6 +503,18 @@ def test_autograd_beside_the_callers_is_seen_by_nobody() -> None:
 # --- distributed ------------------------------------------------------------------------------------------
 
 
+@probes("memory_holders")
+def test_holders_of_memory_are_counted() -> None:
+    weight = nn.Parameter(torch.ones(2, 3))
+    assert compat.memory_holders(weight) == 1
+    view = weight[0]
+    assert compat.memory_holders(weight) == 2
+    array = weight.detach().numpy()
+    assert compat.memory_holders(weight) == 3
+    del view, array
+    assert compat.memory_holders(weight) == 1
+
+
 @probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward", "is_sharded_by_fsdp")
 def test_plain_tensors_belong_to_no_group() -> None:
     weight = nn.Parameter(torch.ones(2))
@@ -516,6 +528,7 @@ def test_plain_tensors_belong_to_no_group() -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed package")
 @probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward")
+@probes("is_fsdp_shard", "put_fsdp_shard", "with_local_part")
 def test_parameters_of_fsdp2_are_found() -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -530,12 +543,21 @@ def test_parameters_of_fsdp2_are_found() -> None:
         fully_shard(model, mesh=mesh)
         assert compat.is_dtensor(outer.weight)
         assert not compat.is_dtensor(compat.local_part(outer.weight))
+        assert compat.is_fsdp_shard(outer.weight)
+        doubled = compat.local_part(outer.weight).detach() * 2
+        assert torch.equal(compat.with_local_part(outer.weight, doubled).to_local(), doubled)
+        assert compat.put_fsdp_shard(outer, "weight", doubled)
+        assert torch.equal(compat.local_part(outer.weight), doubled)
+        assert not outer.weight.requires_grad
         inner.unshard()
         model.unshard()
         assert isinstance(compat.fsdp_shard(outer.weight), Tensor)
         assert compat.fsdp_frees_after_forward(inner.weight)
         assert compat.is_sharded_by_fsdp(inner.weight)
         assert compat.is_sharded_by_fsdp(outer.weight)
+        assert torch.equal(outer.weight, doubled)
+        assert not compat.is_fsdp_shard(outer.weight)
+        assert not compat.put_fsdp_shard(outer, "weight", doubled)
         model(torch.ones(1, 4)).sum().backward()
     finally:
         dist.destroy_process_group()

@@ -484,8 +484,9 @@ def test_small_models_with_compressed_weights_train_alike_and_are_drawn(tmp_path
     script("coded_weight_models", "--size", "tiny", "--out", str(tmp_path))
     found = {
         name: rows.read(tmp_path / f"coded-weight-{name}.jsonl")
-        for name in ("curves", "t5", "exponents", "throughput")
+        for name in ("curves", "t5", "exponents", "throughput", "grouping")
     }
+    assert found["grouping"][-1]["same_bits"]
     compared = [row for row in (*found["curves"], *found["t5"]) if "way" in row]
     assert {row["way"] for row in compared} == {"dense", "win4", "tier"}
     assert not any(row["differing_losses"] or row["differing_weights"] for row in compared)
@@ -494,3 +495,13 @@ def test_small_models_with_compressed_weights_train_alike_and_are_drawn(tmp_path
     assert kept[7] == kept["dense"]
     assert plot.exponents(found["exponents"]) is not None
     assert plot.coded_weight_throughput(found["throughput"]) is not None
+
+
+@pytest.mark.slow
+def test_ways_to_train_compressed_weights_are_measured_one_by_one(tmp_path: Path) -> None:
+    import rows
+
+    out = tmp_path / "designs.jsonl"
+    script("coded_weight_designs", "--size", "tiny", "--out", str(out))
+    ways = [row["way"] for row in rows.read(out)]
+    assert {"dense", "win4", "tier", "tier, lists apart"} <= set(ways)

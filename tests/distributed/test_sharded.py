@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import memeff_compile
 from memeff_compile.errors import StaleLogitsError
+from tests.distributed.compressed_shards import compressed_shards
 from tests.distributed.models import (
     OPTIONS,
     TRAINING,
@@ -407,6 +408,7 @@ def all_of_it() -> None:
     a_tensor_parallel_head()
     ternary_linears()
     verify_leaves_sharded_models_alone()
+    compressed_shards()
 
 
 def test_sharded_models(tmp_path: Path) -> None:

@@ -136,21 +136,6 @@ def test_what_is_given_goes_before_the_preset(given: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("weights", "win4"),
-        ("weights", "tier"),
-        ("weights", "rans"),
-    ],
-)
-def test_announced_value_says_not_available_yet(key: str, value: object) -> None:
-    with pytest.raises(OptionError, match="not available yet") as caught:
-        parse(**{key: value})
-    assert f"memeff.{key}" in str(caught.value)
-    assert repr(value) in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("options", "nearest"),
     [
         ({"memeff.logit": "eager"}, "memeff.logits"),

@@ -15,6 +15,8 @@ from memeff_compile.kernels.coded_weight import (
     CODECS,
     CodedWeight,
     Room,
+    coded_weight_linear,
+    coded_weight_linears,
     encode,
     launch,
     make_refuge,
@@ -161,6 +163,32 @@ def test_values_that_do_not_fit_come_back_from_the_host_one_after_the_other(code
         each(x).float().sum().backward()
     for found, expected in zip(model, dense, strict=True):
         assert torch.equal(bits(found.weight.decode()), bits(expected.weight.detach()))
+
+
+@pytest.mark.parametrize("rows", [(4096, 1024, 1024), (14336, 14336), (130, 70, 1)], ids=str)
+def test_weights_of_one_input_give_the_bits_of_each_alone(rows: tuple[int, ...]) -> None:
+    columns = 4096 if rows[0] > 1000 else 768
+    weights = [torch.randn(n, columns, device="cuda").mul_(0.02).to(torch.bfloat16) for n in rows]
+    weights[0][::3, ::37] = 300.0
+    coded = [CodedWeight(encode(w, "win4"), "win4", w.shape) for w in weights]
+    biases = [torch.randn(rows[0], device="cuda", dtype=torch.bfloat16), None, None][: len(rows)]
+    for tokens in (1, 5):
+        x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+        found = coded_weight_linears(x, coded, biases)
+        for out, weight, bias in zip(found, coded, biases, strict=True):
+            assert torch.equal(bits(out), bits(coded_weight_linear(x, weight, bias)))
+
+
+@pytest.mark.parametrize("codec", ["win4", "tier"])
+def test_lists_of_many_weights_take_what_they_hold(codec: str) -> None:
+    with torch.device("cuda"):
+        layers = [nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16) for _ in range(24)]
+    model = nn.Sequential(*layers)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    report = compress_(model, codec, progress=False)
+    freed = before - torch.cuda.memory_allocated()
+    assert report.bytes_before - report.bytes_after - freed <= 3 << 20
 
 
 @pytest.mark.parametrize("codec", ["win4", "tier"])

@@ -137,6 +137,19 @@ def test_one_token_is_multiplied_while_decoding(
     product(outliers(21, 768), 1, setting, has_bias=True)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_one_token_and_several_weights_give_the_bits_of_each_alone(count: int) -> None:
+    weights = [outliers(rows, 512) for rows in (21, 2, 9)[:count]]
+    parts = [launch.encode(weight, WIN4) for weight in weights]
+    biases = [normal(21, seed=2), None, None][:count]
+    x = normal(2, 513)[1:, 1:]
+    sizes = [weight.shape for weight in weights]
+    found = launch.products(x, parts, biases, sizes)
+    alone = [launch.product(x, *each) for each in zip(parts, biases, sizes, strict=True)]
+    for one, other in zip(found, alone, strict=True):
+        assert torch.equal(bits(one), bits(other))
+
+
 @pytest.mark.parametrize(
     ("tokens", "setting"),
     [(3, None), (17, shapes.Tile(32, 16, 64, 4, 2, 3)), (16, shapes.Tile(16, 16, 32, 1, 1, 2))],

@@ -69,6 +69,26 @@ def _row(capability: int, rows: int = 14336) -> Any:
     return _compile("win4", "row", capability, constants, tile.warps, out_ptr="*bf16")
 
 
+def _rows(capability: int) -> Any:
+    """Queries, keys and values of Llama-3-8B in one launch."""
+    constants: dict[str, Any] = {"COUNT": 3, "PATCHES": shapes.PATCHES, "PACKED": True}
+    types: dict[str, str] = {}
+    for place, rows in enumerate((4096, 1024, 1024)):
+        tile = shapes.row_tile(rows, 132)
+        constants |= {
+            f"HAS_BIAS_{place}": place == 0,
+            f"IS_EVEN_{place}": True,
+            f"ROWS_{place}": tile.rows,
+            f"WORDS_{place}": tile.words,
+            f"STAGES_{place}": tile.stages,
+            f"CHUNKS_{place}": shapes.chunks_touched(tile.rows, 4096),
+        }
+        names = ("places", "values"), ("bias", "out")
+        for kind, group in zip(("*i16", "*bf16"), names, strict=True):
+            types |= {f"{name}_{place}_ptr": kind for name in group}
+    return _compile("win4", "rows", capability, constants, 1, **types)
+
+
 def _tile(capability: int, tokens: int) -> Any:
     tile = shapes.tile(tokens, 14336, 4096, 132)
     constants = {
@@ -253,6 +273,13 @@ def test_a_product_of_one_token_compiles_within_the_limits(
     assert "cp.async.cg.shared.global" in kernel.asm["ptx"], "codes are not loaded ahead"
 
 
+@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+def test_products_of_one_token_compile_within_the_limits(capability: int, tmp_path: Path) -> None:
+    kernel = _rows(capability)
+    _check(kernel, capability, tmp_path)
+    assert kernel.asm["ptx"].count("cp.async.commit_group") >= 3, "codes are not loaded ahead"
+
+
 @pytest.mark.parametrize("tokens", [2, 16])
 @pytest.mark.parametrize("capability", list(SHARED_LIMITS))
 def test_a_product_of_some_tokens_compiles_within_the_limits(
@@ -307,6 +334,7 @@ def test_the_sum_of_shares_compiles_within_the_limits(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("sizes_of_one")
 def test_kernels_compile_for_sizes_of_one() -> None:
     _row(90)
+    _rows(90)
     _tile(90, 16)
     _decode(90, "rans", 8, 0)
     _encode(90, "rans")

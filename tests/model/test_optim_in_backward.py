@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
@@ -23,7 +26,7 @@ from transformers import (
 )
 
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
-from memeff_compile.kernels.coded_weight import CODECS, CodedWeight, Step
+from memeff_compile.kernels.coded_weight import CODECS, CodedWeight, Step, launch, op
 from memeff_compile.model.compress import compress_, compressed_weights, decompress_
 from memeff_compile.model.optim_in_backward import (
     TRAINING_ROOM,
@@ -141,6 +144,30 @@ def test_checkpointed_steps_equal_the_dense_run() -> None:
 
 
 @pytest.mark.slow
+def test_a_checkpoint_does_not_multiply_again_what_only_its_result_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with dense weights, computing again ends before the last product of the region."""
+    model = compressed(
+        nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).bfloat16()
+    )
+    decoded: list[tuple[int, ...]] = []
+    plain = op.reference.decode
+
+    def decode(parts: Any, form: Any, size: Any) -> Tensor:
+        decoded.append(tuple(size))
+        return plain(parts, form, size)
+
+    monkeypatch.setattr(op.reference, "decode", decode)
+    x = torch.ones(1, 128, dtype=torch.bfloat16, requires_grad=True)
+    out = checkpoint(model, x, use_reentrant=False)
+    assert decoded == [(256, 128), (128, 256)]
+    decoded.clear()
+    out.float().sum().backward()
+    # The first linear again; then the gradients of both.
+    assert decoded == [(256, 128), (128, 256), (256, 128)]
+
+
 def test_compiled_steps_equal_the_dense_run_and_compile_once() -> None:
     losses = []
     for is_coded in (False, True):
@@ -154,6 +181,36 @@ def test_compiled_steps_equal_the_dense_run_and_compile_once() -> None:
         with torch._dynamo.config.patch(error_on_recompile=True):
             losses[-1] += train(model, optimizer, 2)
     assert losses[0] == losses[1]
+
+
+def phi3() -> nn.Module:
+    torch.manual_seed(0)
+    config = Phi3Config(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        pad_token_id=0,
+    )
+    return Phi3ForCausalLM(config).to(torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_packed_projections_are_compressed_and_train_alike_when_compiled() -> None:
+    """One weight that makes gate and up, or queries, keys and values, is cut behind its linear."""
+    models = [phi3(), phi3()]
+    report = compress_(models[1], min_size=0, progress=False)
+    names = {each.name.split(".")[-2] for each in report.compressed}
+    assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    losses = []
+    for model in models:
+        torch._dynamo.reset()
+        optimizer = optim_in_backward(model, FACTORIES["SGD"])
+        model.compile(backend="memeff", options={"memeff.inner": "aot_eager"})
+        losses.append(train(model, optimizer, 3))
+    assert losses[0] == losses[1]
+    assert same_weights(*models)
 
 
 def test_weights_that_outgrow_their_room_are_coded_anew() -> None:
@@ -306,15 +363,58 @@ def test_a_weight_stays_and_an_older_value_waits_on_where_no_room_can_be_made() 
     assert oldest.failures < 0
 
 
-def test_a_value_that_could_not_be_coded_anew_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def fails_when_coded_anew(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CodedWeight, "encode_anew", lambda *_: FailsOnce().settle())
+
+
+def fails_half_written(patch: pytest.MonkeyPatch) -> None:
+    def encode(parts: list[Tensor], *_: object) -> None:
+        parts[1].zero_()
+        raise MemoryError("no room on the host")
+
+    patch.setattr(op, "encode_soon", encode)
+
+
+def fails_at_the_refuge(patch: pytest.MonkeyPatch) -> None:
+    def encode(parts: list[Tensor], *_: object) -> launch.Outcome:
+        parts[1].zero_()
+        return launch.Outcome(torch.ones(1, dtype=torch.int32), [0])
+
+    patch.setattr(op, "encode_soon", encode)
+    patch.setattr(launch.Outcome, "fetch", lambda _: FailsOnce().settle())
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [fails_when_coded_anew, fails_half_written, fails_at_the_refuge],
+    ids=lambda f: f.__name__,
+)
+def test_a_value_that_could_not_be_encoded_is_kept(
+    fail: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = compressed(nn.Linear(256, 256, bias=False).bfloat16()).weight
     assert isinstance(weight, CodedWeight)
     value = torch.randn(256, 256).bfloat16() * 1e30
     with monkeypatch.context() as patch:
-        patch.setattr(CodedWeight, "encode_anew", lambda *_: FailsOnce().settle())
-        with pytest.raises(torch.OutOfMemoryError):
+        fail(patch)
+        with pytest.raises(CodedWeightError, match=r"no room.*It is kept, dense.*smaller batches"):
             weight.store_soon(value)
     assert torch.equal(weight.decode(), value)
+
+
+def test_training_goes_on_after_memory_ran_out_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [nn.Linear(256, 256, bias=False).bfloat16() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    compressed(models[1])
+    x = torch.randn(4, 256, dtype=torch.bfloat16)
+    for model in models:
+        optim_in_backward(model, FACTORIES["SGD"])
+        with monkeypatch.context() as patch:
+            fails_half_written(patch)
+            with suppress(CodedWeightError):
+                model(x).float().sum().backward()
+        model(x).float().sum().backward()
+    assert torch.equal(models[0].weight, models[1].weight.decode())
 
 
 def test_another_thread_waits_until_a_place_is_taken() -> None:

@@ -103,6 +103,102 @@ def test_what_is_kept_for_the_backward_is_the_code() -> None:
         assert bool([t for t in kept if not isinstance(t, CodedWeight)]) is is_kept
 
 
+class Branches(nn.Module):
+    """Linears of one input, as those of queries, keys and values."""
+
+    def __init__(self, make: Callable[[nn.Parameter], nn.Parameter], *codecs: str) -> None:
+        super().__init__()
+        coded_ones = (coded(16 + 8 * n, 256, c, seed=n) for n, c in enumerate(codecs))
+        self.weights = nn.ParameterList(make(each) for each in coded_ones)
+        self.bias = nn.Parameter(normal(24, seed=9))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        biases = [self.bias if w.shape[0] == 24 else None for w in self.weights]
+        return [F.linear(x, w, b) for w, b in zip(self.weights, biases, strict=True)]
+
+
+class WrittenBetween(Branches):
+    """The input changes between two of them."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        y = x + 1
+        first = F.linear(y, self.weights[0])
+        y.mul_(2)
+        return [first, F.linear(y, self.weights[1])]
+
+
+class Adapted(Branches):
+    """Low-rank adapters stand beside the linears."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        added = (x[..., :4] @ x.new_ones(4, 1)).expand(*x.shape[:-1], 16)
+        return [F.linear(x, self.weights[0]) + added, F.linear(x, self.weights[1])]
+
+
+def inferred(module: nn.Module, x: Tensor, *, compiled: bool, **options: Any) -> list[Tensor]:
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    settings = {"memeff.inner": "aot_eager", **options}
+    function = torch.compile(module, backend="memeff", options=settings) if compiled else module
+    with torch.no_grad():
+        found: list[Tensor] = function(x)
+    return found
+
+
+TOGETHER = {
+    "three": (Branches, ("win4",) * 3, [3]),
+    "two": (Branches, ("win4",) * 2, [2]),
+    "four": (Branches, ("win4",) * 4, [3, 1]),
+    "with adapters": (Adapted, ("win4",) * 2, [2]),
+    "another codec": (Branches, ("win4", "tier"), [1, 1]),
+    "not while decoding": (Branches, ("tier", "tier"), [1, 1]),
+    "lossy": (Branches, ("win4:k3:b32", "win4:k3:b32"), [1, 1]),
+    "written between": (WrittenBetween, ("win4", "win4"), [1, 1]),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_linears_of_one_input_are_one_op_where_nothing_is_trained(case: str) -> None:
+    kind, codecs, counts = TOGETHER[case]
+    for x in (normal(1, 1, 256, seed=5), normal(2, 3, 256, seed=5))[: 2 if case == "three" else 1]:
+        expected = inferred(kind(dense, *codecs), x, compiled=False)
+        found = inferred(kind(lambda w: w, *codecs), x, compiled=True)
+        assert same(list(found), list(expected))
+    after = memeff_compile.graphs()[0].after
+    ops = [line.count("coded_weight_linear(") for line in after.splitlines()]
+    assert sum(ops) == counts.count(1)
+    assert ("coded_weight_linears" in after) is (max(counts) > 1)
+    assert sum(r.sites for r in records()) == sum(counts)
+    apart = [r for r in records() if "apart from another linear" in r.sentence]
+    assert bool(apart) is (len(counts) > 1)
+
+
+def test_linears_that_are_trained_stay_apart_and_the_report_says_why() -> None:
+    x = normal(2, 256)
+    for module in (Branches(lambda w: w, "win4", "win4"),):
+        torch._dynamo.reset()
+        torch.compile(module, backend="memeff", options={"memeff.inner": "aot_eager"})(x)
+    assert "they are trained" in records()[-1].sentence
+
+
+def test_a_skipped_linear_is_not_taken_along() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(256, 128, bias=False).bfloat16() for _ in range(3))
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [self.a(x), self.b(x), self.c(x)]
+
+    model = Model()
+    memeff_compile.compress_(model, min_size=0, progress=False)
+    x = normal(1, 256)
+    expected = inferred(model, x, compiled=False)
+    found = inferred(model, x, compiled=True, **{"memeff.skip": "a"})
+    assert same(list(found), list(expected))
+    assert sum(r.sites for r in records() if r.action == "rewrote") == 2
+
+
 def test_off_leaves_the_graph_alone_and_right() -> None:
     x = normal(4, 256, seed=5)
     expected = run(Block(dense), x, compiled=False)

@@ -15,6 +15,7 @@ information in 8. Three codecs store it in fewer, and every pattern comes back b
 from __future__ import annotations
 
 from memeff_compile.kernels.coded_weight.launch import EXACT_FIT as EXACT_FIT
+from memeff_compile.kernels.coded_weight.launch import MAX_TOGETHER as MAX_TOGETHER
 from memeff_compile.kernels.coded_weight.launch import Room as Room
 from memeff_compile.kernels.coded_weight.launch import Step as Step
 from memeff_compile.kernels.coded_weight.layout import CODECS as CODECS
@@ -26,11 +27,13 @@ from memeff_compile.kernels.coded_weight.memory import bytes_before as bytes_bef
 from memeff_compile.kernels.coded_weight.op import ENGINES as ENGINES
 from memeff_compile.kernels.coded_weight.op import coded_weight_decode as coded_weight_decode
 from memeff_compile.kernels.coded_weight.op import coded_weight_linear as coded_weight_linear
+from memeff_compile.kernels.coded_weight.op import coded_weight_linears as coded_weight_linears
 from memeff_compile.kernels.coded_weight.op import encode as encode
 from memeff_compile.kernels.coded_weight.op import encode_into as encode_into
 from memeff_compile.kernels.coded_weight.op import engine_for as engine_for
 from memeff_compile.kernels.coded_weight.op import make_refuge as make_refuge
 from memeff_compile.kernels.coded_weight.op import supports_weight as supports_weight
+from memeff_compile.kernels.coded_weight.slabs import side_by_side as side_by_side
 from memeff_compile.kernels.coded_weight.tensor import OWN_ATTRIBUTES as OWN_ATTRIBUTES
 from memeff_compile.kernels.coded_weight.tensor import CodedWeight as CodedWeight
 from memeff_compile.kernels.coded_weight.tensor import Unsettled as Unsettled

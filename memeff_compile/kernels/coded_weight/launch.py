@@ -80,7 +80,7 @@ class Outcome:
             needed: lengths that the lists have to have, int32, on the weight's device.
             rooms: lengths that they have.
         """
-        self._needed, self._rooms = needed, list(rooms)
+        self._needed, self._rooms = needed.contiguous(), list(rooms)
         self._fetched: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -199,9 +199,9 @@ def encode_soon(parts: Sequence[Tensor], weight: Tensor, form: Format) -> Outcom
 
 
 def _starts(counts: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return running sums that start with 0, along the first dimension."""
+    """Return running sums that start with 0."""
     if out is None:
-        out = counts.new_zeros((counts.shape[0] + 1, *counts.shape[1:]))
+        out = counts.new_zeros(counts.shape[0] + 1)
     torch.cumsum(counts, 0, dtype=torch.int32, out=out[1:])
     return out
 
@@ -313,7 +313,11 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
     with on_device(patterns):
         tier_kernels.count_kernel[(chunks,)](patterns, header, counts, BLOCK=1024, num_warps=4)
-    return _starts(counts)
+    # PyTorch adds up along the last dimension in parallel, along the first one number by number.
+    by_list = counts.t().contiguous()
+    starts = by_list.new_zeros((3, chunks + 1))
+    torch.cumsum(by_list, 1, dtype=torch.int32, out=starts[:, 1:])
+    return starts.t()
 
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
@@ -573,9 +577,7 @@ def product(
         (M, N) bf16; sums are taken in fp32.
     """
     tokens = x.shape[0]
-    x = x.contiguous()
-    if x.storage_offset() % 2 or x.data_ptr() % 4:
-        x = x.clone()
+    x = _aligned(x)
     bias = None if bias is None else bias.expand(shape[0]).contiguous()
     setting = setting or _setting(tokens, shape, x.device)
     if isinstance(setting, shapes.RowTile):
@@ -631,7 +633,7 @@ def _one_row(
             rows,
             columns // 8,
             HAS_BIAS=bias is not None,
-            IS_EVEN=rows % setting.rows == 0 and columns % (8 * setting.words) == 0,
+            IS_EVEN=_is_even(setting, rows, columns),
             ROWS=setting.rows,
             WORDS=setting.words,
             STAGES=setting.stages,
@@ -641,6 +643,79 @@ def _one_row(
             num_warps=setting.warps,
         )
     return out
+
+
+MAX_TOGETHER = 3
+"""Weights that one launch multiplies with one token."""
+
+
+def products(
+    x: Tensor,
+    parts: Sequence[Sequence[Tensor]],
+    biases: Sequence[Tensor | None],
+    sizes: Sequence[Sequence[int]],
+) -> list[Tensor]:
+    """Multiply one token, (1, K) bf16, with several win4 weights in one launch.
+
+    Each weight has the tiles that it has alone, and so gets the bits of `product`.
+
+    Args:
+        x: (1, K) bf16.
+        parts: parts of each weight, lossless win4; two or three of them.
+        biases: (N,) bf16 or None, of each.
+        sizes: (N, K) of each, one K.
+
+    Returns:
+        (1, N) bf16 for each.
+    """
+    count = len(parts)
+    tiles = [shapes.row_tile(shape[0], processors(x.device)) for shape in sizes]
+    columns = sizes[0][1]
+    if not 2 <= count <= MAX_TOGETHER or len({tile.warps for tile in tiles}) > 1:
+        return [product(x, *each) for each in zip(parts, biases, sizes, strict=True)]
+    from memeff_compile.kernels.coded_weight import win4_kernels
+
+    x = _aligned(x)
+    outs = [x.new_empty((1, shape[0])) for shape in sizes]
+    operands: list[Tensor | int] = []
+    settings: dict[str, int | bool] = {}
+    for place in range(MAX_TOGETHER):
+        at = min(place, count - 1)  # what stands for a third that is not there is not read
+        rows, tile, bias = sizes[at][0], tiles[at], biases[at]
+        bias = None if bias is None else bias.expand(rows).contiguous()
+        operands += [*parts[at], outs[at] if bias is None else bias, outs[at], rows]
+        settings |= {
+            f"HAS_BIAS_{place}": bias is not None,
+            f"IS_EVEN_{place}": _is_even(tile, rows, columns),
+            f"ROWS_{place}": tile.rows,
+            f"WORDS_{place}": tile.words,
+            f"STAGES_{place}": tile.stages,
+            f"CHUNKS_{place}": shapes.chunks_touched(tile.rows, columns),
+        }
+    programs = sum(-(-o.numel() // tile.rows) for o, tile in zip(outs, tiles, strict=True))
+    with on_device(x):
+        win4_kernels.rows_kernel[(programs,)](
+            x.view(torch.int32),
+            *operands,
+            columns // 8,
+            **settings,
+            COUNT=count,
+            PATCHES=shapes.PATCHES,
+            PACKED=tiles[0].packed and x.is_cuda,
+            num_warps=tiles[0].warps,
+        )
+    return outs
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return x in memory that can be read as pair words."""
+    flat = x.contiguous().view(-1)  # a single row may have any stride
+    flat = flat.clone() if flat.storage_offset() % 2 or flat.data_ptr() % 4 else flat
+    return flat.view(x.shape)
+
+
+def _is_even(tile: shapes.RowTile, rows: int, columns: int) -> bool:
+    return rows % tile.rows == 0 and columns % (8 * tile.words) == 0
 
 
 def _tiles(

@@ -44,6 +44,15 @@ _LIBRARY.define(
     tags=_COMPLIANT,
 )
 _LIBRARY.define(
+    "coded_weight_products(Tensor x, Tensor[] parts, Tensor?[] biases, str codec, SymInt[] sizes) "
+    "-> Tensor[]",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
+    "coded_weight_linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
+    tags=_COMPLIANT,
+)
+_LIBRARY.define(
     "coded_weight_product_backward(Tensor grad, Tensor[] parts, str codec, SymInt[] size) "
     "-> Tensor",
     tags=_COMPLIANT,
@@ -253,6 +262,54 @@ def _fake_product(
     return x.new_empty((*x.shape[:-1], size[0]))
 
 
+def _apart(
+    parts: Sequence[Tensor], biases: Sequence[Tensor | None], codec: str, sizes: Sequence[int]
+) -> list[tuple[Sequence[Tensor], Tensor | None, Sequence[int]]]:
+    """Return parts, bias and size of each weight from those of all."""
+    each = len(parse(codec).parts)
+    count = len(biases)
+    if len(parts) != each * count or len(sizes) != 2 * count:
+        raise UnsupportedInputError(
+            f"coded_weight_linears: {len(parts)} parts and {len(sizes)} sizes were given for "
+            f"{count} weights; {codec} has {each} parts a weight, and a size is two numbers."
+        )
+    return [
+        (parts[n * each : (n + 1) * each], bias, sizes[2 * n : 2 * n + 2])
+        for n, bias in enumerate(biases)
+    ]
+
+
+def _products(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    codec: str,
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    """Multiply with several weights: one launch for one token, else one after the other."""
+    several = _apart(parts, biases, codec, sizes)
+    tokens, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    form = parse(codec)
+    is_fused = tokens == 1 and _uses_kernels(x)
+    if not is_fused or not all(s[1] == columns and launch.fuses(form, 1, s) for *_, s in several):
+        return [_product(x, own, bias, codec, size) for own, bias, size in several]
+    for own, bias, size in several:
+        _require_fit(x, own, bias, size)
+    found = launch.products(x.reshape(1, columns), *zip(*several, strict=True))
+    return [rows.view(*x.shape[:-1], rows.shape[-1]) for rows in found]
+
+
+def _fake_products(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    codec: str,
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    several = _apart(parts, biases, codec, sizes)
+    return [_fake_product(x, own, bias, codec, size) for own, bias, size in several]
+
+
 def _product_backward(
     grad: Tensor, parts: Sequence[Tensor], codec: str, size: Sequence[int]
 ) -> Tensor:
@@ -283,6 +340,17 @@ def _fake_linear(
 ) -> Tensor:
     del trains
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """Serve dense weights; coded ones are taken apart before they get here."""
+    return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def _fake_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    return [_fake_linear(x, *each) for each in zip(weights, biases, strict=True)]
 
 
 def _linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
@@ -323,6 +391,57 @@ def _gradients(
     return grad_x, grad_weight, grad_bias
 
 
+def linear_in_autograd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Run the linear with its gradients, keeping what the backward needs before it is computed.
+
+    An activation checkpoint computes again until everything is kept that was kept before, and stops
+    there: with the library's linear that is before the last product of the region. An op's autograd
+    formula keeps its operands after it has run; so this is two nodes, one that keeps and one that
+    multiplies, with a tensor of no memory between them.
+    """
+    token = _Keep.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    found: Tensor = _Multiply.apply(token, (x, weight, bias))  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Keep(torch.autograd.Function):
+    """Keeps the operands; its backward has the gradient of the product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        del bias
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        shape = (*x.shape[:-1], weight.shape[0])
+        return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401
+        return _link(ctx, grad)[:3]
+
+
+class _Multiply(torch.autograd.Function):
+    """Multiplies; hands the gradient of the product on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        token: Tensor,
+        operands: tuple[Tensor, Tensor, Tensor | None],
+    ) -> Tensor:
+        del ctx, token
+        found: Tensor = coded_weight_linear(*operands, True)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return grad, None
+
+
 class _Once(torch.autograd.Function):
     """The gradients where a second derivative may be asked for: it is refused."""
 
@@ -340,11 +459,15 @@ class _Once(torch.autograd.Function):
 
 _LIBRARY.impl("coded_weight_decode", _decode, "CompositeExplicitAutograd")
 _LIBRARY.impl("coded_weight_product", _product, "CompositeExplicitAutograd")
+_LIBRARY.impl("coded_weight_products", _products, "CompositeExplicitAutograd")
+_LIBRARY.impl("coded_weight_linears", _linears, "CompositeExplicitAutograd")
 _LIBRARY.impl("coded_weight_product_backward", _product_backward, "CompositeExplicitAutograd")
 _LIBRARY.impl("coded_weight_linear", _linear, "CompositeExplicitAutograd")
 _LIBRARY.impl("coded_weight_linear_backward", _linear_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("memeff::coded_weight_decode", _fake_decode, lib=_LIBRARY)
 torch.library.register_fake("memeff::coded_weight_product", _fake_product, lib=_LIBRARY)
+torch.library.register_fake("memeff::coded_weight_products", _fake_products, lib=_LIBRARY)
+torch.library.register_fake("memeff::coded_weight_linears", _fake_linears, lib=_LIBRARY)
 torch.library.register_fake(
     "memeff::coded_weight_product_backward", _fake_product_backward, lib=_LIBRARY
 )
@@ -358,6 +481,8 @@ torch.library.register_autograd(
 
 coded_weight_decode = torch.ops.memeff.coded_weight_decode.default
 coded_weight_product = torch.ops.memeff.coded_weight_product.default
+coded_weight_products = torch.ops.memeff.coded_weight_products.default
+coded_weight_linears = torch.ops.memeff.coded_weight_linears.default
 coded_weight_product_backward = torch.ops.memeff.coded_weight_product_backward.default
 coded_weight_linear = torch.ops.memeff.coded_weight_linear.default
 coded_weight_linear_backward = torch.ops.memeff.coded_weight_linear_backward.default

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
-from memeff_compile.errors import CodedWeightError
+from memeff_compile import compat
+from memeff_compile.errors import CodedWeightError, UnsupportedInputError
 from memeff_compile.kernels.coded_weight import launch, op
 from memeff_compile.kernels.coded_weight.layout import CODECS, parse
 
@@ -27,37 +28,41 @@ _SET_ITEM = Tensor.__setitem__
 
 
 OWN_ATTRIBUTES = frozenset(
-    ["codec", "room", "shares_with", "unsettled", "_is_param"]
+    ["codec", "room", "shares_with", "unsettled", "times_anew", "_is_param"]
     + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
 )
 """Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""
 
 
 class Unsettled:
-    """A new value of a weight, encoded, of which is not known yet whether it fitted.
+    """A new value of a weight of which is not known yet whether its code fitted.
 
     Where it did not, it is taken from the refuge, or from the value, which is kept until then.
     """
 
-    def __init__(
-        self,
-        weight: CodedWeight,
-        value: Tensor,
-        outcome: launch.Outcome | bool,
-        refuge: Tensor | None = None,
-    ) -> None:
-        """Mark the weight: whoever reads it settles first."""
-        self._weight, self._outcome = weight, outcome
+    def __init__(self, weight: CodedWeight, value: Tensor) -> None:
+        """Mark the weight, whose parts are about to be written: whoever reads it settles first."""
+        self._weight = weight
+        self._outcome: launch.Outcome | bool = False
         self._lock = threading.RLock()
         self._kept: Tensor | None = value
-        if refuge is not None and isinstance(outcome, launch.Outcome):
-            self._kept = refuge[: value.numel()]
-            outcome.shelter(value, refuge)
         weight.unsettled = self
-        if isinstance(outcome, launch.Outcome):
-            outcome.fetch()
-        else:
+
+    def encoded(self, outcome: launch.Outcome | bool, refuge: Tensor | None = None) -> None:
+        """Take what is known of the code, and what shelters the value, which may then be given up.
+
+        The value is kept until it is in the refuge, whatever fails before.
+        """
+        self._outcome = outcome
+        if isinstance(outcome, bool):
             self.settle()
+            return
+        value = self._kept
+        if refuge is not None and value is not None:
+            outcome.shelter(value, refuge)
+        outcome.fetch()
+        if refuge is not None and value is not None:
+            self._kept = refuge[: value.numel()]
 
     @property
     def is_settled(self) -> bool:
@@ -88,12 +93,14 @@ class CodedWeight(Tensor):
         room: spare room that lists get when they have to be made anew.
         shares_with: for what `.data` and `.detach()` give, the weight whose parts these are.
         unsettled: a new value that may still turn out not to have fitted.
+        times_anew: how often it was encoded into new parts.
     """
 
     codec: str
     room: launch.Room
     shares_with: CodedWeight | None = None
     unsettled: Unsettled | None = None
+    times_anew: int = 0
 
     @staticmethod
     def __new__(
@@ -198,11 +205,25 @@ class CodedWeight(Tensor):
 
         Returns:
             What has to be settled; reading the weight does so too.
+
+        Raises:
+            CodedWeightError: Memory ran out while codes were written. The value is kept as it is,
+                and encoded anew when the weight is next read.
         """
-        value = value.contiguous()
-        outcome = op.encode_soon(self.parts, value, self.codec)
-        found = Unsettled(self, value, outcome, refuge)
+        value, parts = value.contiguous(), self.parts
+        found = Unsettled(self, value)
         torch.autograd.graph.increment_version(self)
+        try:
+            found.encoded(op.encode_soon(parts, value, self.codec), refuge)
+        except UnsupportedInputError:
+            self.unsettled = None  # nothing was written
+            raise
+        except (RuntimeError, MemoryError) as error:
+            raise CodedWeightError(
+                f"a new value of a compressed weight of {tuple(self.shape)} could not be encoded "
+                f"({error}). It is kept, dense, and encoded when the weight is next read; if "
+                "memory ran out, free some on the GPU and the host, or train with smaller batches."
+            ) from error
         return found
 
     def steps(self, gradient: Tensor) -> bool:
@@ -228,9 +249,38 @@ class CodedWeight(Tensor):
     def encode_anew(self, dense: Tensor) -> None:
         """Encode a bf16 tensor of this shape into new parts, with room as `self.room` says."""
         parts = op.encode(dense, self.codec, self.room)
+        for name, part in zip(parse(self.codec).parts, parts, strict=True):
+            self.show(name, part)
+        self.times_anew += 1
+
+    def show(self, name: str, part: Tensor) -> None:
+        """Take other memory for a part, which holds the same or belongs to a new value."""
         for owner in self._owners():
-            for name, part in zip(parse(self.codec).parts, parts, strict=True):
-                setattr(owner, name, part)
+            setattr(owner, name, part)
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: object,
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
+        module: torch.nn.Module,
+        mp_policy: Any,  # noqa: ANN401 - FSDP2's MixedPrecisionPolicy
+    ) -> tuple[tuple[Tensor], None]:
+        """Give FSDP2 what it gathers: this rank's values."""
+        del mesh, outer_size, outer_stride, module
+        return (self.decode().to(mp_policy.param_dtype or self.dtype),), None
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[Tensor],
+        metadata: None,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[()]] | None:
+        """Give FSDP2 the gathered weight: what arrived, which is dense."""
+        del metadata, dtype
+        return None if out is not None else (gathered[0], ())
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         """Say which attributes are tensors; compilers take the weight apart with it."""
@@ -294,7 +344,7 @@ class CodedWeight(Tensor):
         del types
         kwargs = dict(kwargs or {})
         serve = _SERVED.get(func)
-        if serve is not None and isinstance(args[_place(func)], CodedWeight):
+        if serve is not None and _is_on_weight(func, args):
             found = serve(func, *args, **kwargs)
             if found is not NotImplemented:
                 return found
@@ -319,6 +369,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
         return None  # the dense layer raises, and so does this
     needs_gradient = any(each is not None and each.requires_grad for each in (x, weight, bias))
     trains = torch.is_grad_enabled() and needs_gradient
+    if trains and not compat.is_functorch_active():
+        return op.linear_in_autograd(x, weight, bias)
     return cast("Tensor", op.coded_weight_linear(x, weight, bias, trains))
 
 
@@ -328,6 +380,17 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
 def _share(func: object, weight: CodedWeight, *args: object, **kwargs: object) -> CodedWeight:
     del func, args, kwargs
     found = weight.like(weight.parts)
+    found.shares_with = weight
+    return found
+
+
+def _view(func: object, weight: CodedWeight, size: Sequence[int]) -> object:
+    """Serve a view of the same shape and one as a row of elements; FSDP2 makes both of a shard."""
+    if tuple(size) == tuple(weight.shape):
+        return _share(func, weight)
+    if len(size) != 1 or size[0] not in (-1, weight.numel()):
+        return NotImplemented
+    found = CodedWeight(weight.parts, weight.codec, (weight.numel(),), room=weight.room)
     found.shares_with = weight
     return found
 
@@ -370,21 +433,37 @@ def _product_backward(func: object, grad: Tensor, weight: CodedWeight) -> Tensor
     return cast("Tensor", op.coded_weight_product_backward(grad, weight.parts, weight.codec, size))
 
 
+def _products(
+    func: object, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> object:
+    del func
+    coded = [weight for weight in weights if isinstance(weight, CodedWeight)]
+    codecs = {weight.codec for weight in coded}
+    if len(coded) != len(weights) or len(codecs) != 1:
+        return NotImplemented
+    parts = [part for weight in coded for part in weight.parts]
+    sizes = [size for weight in coded for size in weight.shape]
+    return op.coded_weight_products(x, parts, biases, coded[0].codec, sizes)
+
+
 _SERVED: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _share,
     _aten.alias.default: _share,
+    _aten.view.default: _view,
     _aten.clone.default: _clone,
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy_,
     op.coded_weight_linear: _product,
+    op.coded_weight_linears: _products,
     op.coded_weight_linear_backward: _product_backward,
 }
-_AT_SECOND = (op.coded_weight_linear, op.coded_weight_linear_backward)
+_AT_SECOND = (op.coded_weight_linear, op.coded_weight_linears, op.coded_weight_linear_backward)
 
 
-def _place(func: object) -> int:
-    """Return which argument of a served op is the weight."""
-    return 1 if func in _AT_SECOND else 0
+def _is_on_weight(func: object, args: Sequence[object]) -> bool:
+    """Say whether what a served op takes as its weight, or as the first of them, is coded."""
+    given = args[1 if func in _AT_SECOND else 0]
+    return isinstance(given[0] if isinstance(given, (list, tuple)) else given, CodedWeight)
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401

@@ -317,7 +317,8 @@ def _products(codes, signs, more, x_ptr, place, is_in, scale, acc):
 
 
 @triton.jit
-def row_kernel(
+def _some_rows(
+    program,
     x_ptr,  # (K / 2,) pair words
     header_ptr,
     codes_ptr,
@@ -343,7 +344,7 @@ def row_kernel(
     The code is the exponent less base, and as an exponent makes a tiny number: code 0 with no
     mantissa is zero, the others are scaled by 2^base.
     """
-    first_row = tl.program_id(0) * ROWS
+    first_row = program * ROWS
     row_length = row_words * 8
     chunk, chunks, inside = _first_chunk(first_row, ROWS, rows_count, row_length)
     patch = tl.load(starts_ptr + chunk)  # long before they are needed
@@ -391,6 +392,181 @@ def row_kernel(
     if HAS_BIAS:
         total += tl.load(bias_ptr + row, mask=row < rows_count, other=0).to(tl.float32)
     tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=row < rows_count)
+
+
+@triton.jit
+def row_kernel(
+    x_ptr,
+    header_ptr,
+    codes_ptr,
+    starts_ptr,
+    places_ptr,
+    values_ptr,
+    signs_ptr,
+    bias_ptr,
+    out_ptr,
+    rows_count,
+    row_words,
+    HAS_BIAS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    STAGES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PATCHES: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """One token and one weight."""
+    _some_rows(
+        tl.program_id(0),
+        x_ptr,
+        header_ptr,
+        codes_ptr,
+        starts_ptr,
+        places_ptr,
+        values_ptr,
+        signs_ptr,
+        bias_ptr,
+        out_ptr,
+        rows_count,
+        row_words,
+        HAS_BIAS,
+        IS_EVEN,
+        ROWS,
+        WORDS,
+        STAGES,
+        CHUNKS,
+        PATCHES,
+        PACKED,
+    )
+
+
+@triton.jit
+def rows_kernel(
+    x_ptr,
+    header_0_ptr,
+    codes_0_ptr,
+    starts_0_ptr,
+    places_0_ptr,
+    values_0_ptr,
+    signs_0_ptr,
+    bias_0_ptr,
+    out_0_ptr,
+    rows_0,
+    header_1_ptr,
+    codes_1_ptr,
+    starts_1_ptr,
+    places_1_ptr,
+    values_1_ptr,
+    signs_1_ptr,
+    bias_1_ptr,
+    out_1_ptr,
+    rows_1,
+    header_2_ptr,
+    codes_2_ptr,
+    starts_2_ptr,
+    places_2_ptr,
+    values_2_ptr,
+    signs_2_ptr,
+    bias_2_ptr,
+    out_2_ptr,
+    rows_2,
+    row_words,
+    HAS_BIAS_0: tl.constexpr,
+    IS_EVEN_0: tl.constexpr,
+    ROWS_0: tl.constexpr,
+    WORDS_0: tl.constexpr,
+    STAGES_0: tl.constexpr,
+    CHUNKS_0: tl.constexpr,
+    HAS_BIAS_1: tl.constexpr,
+    IS_EVEN_1: tl.constexpr,
+    ROWS_1: tl.constexpr,
+    WORDS_1: tl.constexpr,
+    STAGES_1: tl.constexpr,
+    CHUNKS_1: tl.constexpr,
+    HAS_BIAS_2: tl.constexpr,
+    IS_EVEN_2: tl.constexpr,
+    ROWS_2: tl.constexpr,
+    WORDS_2: tl.constexpr,
+    STAGES_2: tl.constexpr,
+    CHUNKS_2: tl.constexpr,
+    COUNT: tl.constexpr,  # weights, 2 or 3
+    PATCHES: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """One token and several weights of one width, each in its own tiles: the sums are the same."""
+    program = tl.program_id(0)
+    first = tl.cdiv(rows_0, ROWS_0)
+    second = first + tl.cdiv(rows_1, ROWS_1)
+    if program < first:
+        _some_rows(
+            program,
+            x_ptr,
+            header_0_ptr,
+            codes_0_ptr,
+            starts_0_ptr,
+            places_0_ptr,
+            values_0_ptr,
+            signs_0_ptr,
+            bias_0_ptr,
+            out_0_ptr,
+            rows_0,
+            row_words,
+            HAS_BIAS_0,
+            IS_EVEN_0,
+            ROWS_0,
+            WORDS_0,
+            STAGES_0,
+            CHUNKS_0,
+            PATCHES,
+            PACKED,
+        )
+    elif program < second:
+        _some_rows(
+            program - first,
+            x_ptr,
+            header_1_ptr,
+            codes_1_ptr,
+            starts_1_ptr,
+            places_1_ptr,
+            values_1_ptr,
+            signs_1_ptr,
+            bias_1_ptr,
+            out_1_ptr,
+            rows_1,
+            row_words,
+            HAS_BIAS_1,
+            IS_EVEN_1,
+            ROWS_1,
+            WORDS_1,
+            STAGES_1,
+            CHUNKS_1,
+            PATCHES,
+            PACKED,
+        )
+    elif COUNT == 3:
+        _some_rows(
+            program - second,
+            x_ptr,
+            header_2_ptr,
+            codes_2_ptr,
+            starts_2_ptr,
+            places_2_ptr,
+            values_2_ptr,
+            signs_2_ptr,
+            bias_2_ptr,
+            out_2_ptr,
+            rows_2,
+            row_words,
+            HAS_BIAS_2,
+            IS_EVEN_2,
+            ROWS_2,
+            WORDS_2,
+            STAGES_2,
+            CHUNKS_2,
+            PATCHES,
+            PACKED,
+        )
 
 
 @triton.jit

@@ -1,0 +1,84 @@
+"""Lists of many weights side by side, in a few large pieces of memory.
+
+The lists of a code have odd lengths, and PyTorch's allocator counts up to a MiB beyond each as
+taken: 71 MiB for the linears of Llama-3-8B's shape with `tier`. Side by side they take what they
+hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.coded_weight.launch import EXACT_FIT, Room
+from memeff_compile.kernels.coded_weight.layout import LISTS, parse
+from memeff_compile.kernels.coded_weight.tensor import CodedWeight
+
+SLAB = 64 << 20
+"""Bytes of one piece of memory, unless one weight's lists need more."""
+ALIGNED = 512
+"""Bytes that every list starts at a multiple of, as memory of the allocator's own does."""
+
+
+def side_by_side(weights: Iterable[CodedWeight], room: Room = EXACT_FIT) -> None:
+    """Move the lists of weights into shared pieces of memory, with spare room behind each.
+
+    A new piece is filled before the old lists in it are given up, weight by weight: what this takes
+    beside the weights is one piece.
+
+    Args:
+        weights: of any codecs and devices; values do not change.
+        room: spare room; a list that has some gets this on top.
+    """
+    by_device: dict[torch.device, list[CodedWeight]] = {}
+    for weight in weights:
+        by_device.setdefault(weight.device, []).append(weight)
+    for several in by_device.values():
+        for group in _groups(several, room):
+            _move(group, room)
+
+
+def _groups(weights: Sequence[CodedWeight], room: Room) -> Iterator[list[CodedWeight]]:
+    group: list[CodedWeight] = []
+    taken = 0
+    for weight in weights:
+        size = sum(_bytes(part, room) for _, part in _lists(weight))
+        if group and taken + size > SLAB:
+            yield group
+            group, taken = [], 0
+        group.append(weight)
+        taken += size
+    if group:
+        yield group
+
+
+def _lists(weight: CodedWeight) -> list[tuple[str, Tensor]]:
+    names = parse(weight.codec).parts
+    return [(n, p) for n, p in zip(names, weight.parts, strict=True) if n in LISTS]
+
+
+def _bytes(part: Tensor, room: Room) -> int:
+    needed = room.length(part.numel()) * part.element_size()
+    return -(-needed // ALIGNED) * ALIGNED
+
+
+def _move(group: Sequence[CodedWeight], room: Room) -> None:
+    size = sum(_bytes(part, room) for weight in group for _, part in _lists(weight))
+    if size == 0:
+        return
+    slab = torch.zeros(size, dtype=torch.uint8, device=group[0].device)
+    start = 0
+    for weight in group:
+        for name, part in _lists(weight):
+            length = room.length(part.numel())
+            # Memory of its own to autograd: a write to one weight's list is none to another's.
+            place = torch.empty(0, dtype=part.dtype, device=part.device)
+            place.set_(slab.untyped_storage(), start // part.element_size(), (length,), (1,))
+            place[: part.numel()].copy_(part)
+            weight.show(name, place)
+            start += _bytes(part, room)
+
+
+__all__ = ["ALIGNED", "SLAB", "side_by_side"]
