@@ -171,10 +171,14 @@ def _all_numbers(
 
 
 @triton.jit
-def _beside(a, b):
-    """Return the columns of a, then those of b."""
-    both = tl.permute(tl.join(a, b), (0, 2, 1))
-    return both.reshape((a.shape[0], 2 * a.shape[1]))
+def _side_by_side(tiles, HALVES: tl.constexpr):
+    """Return the columns of the first of HALVES tiles, then those of the second."""
+    if HALVES == 1:
+        found = tiles[0]
+    else:
+        both = tl.permute(tl.join(tiles[0], tiles[1]), (0, 2, 1))
+        found = both.reshape((both.shape[0], 2 * both.shape[2]))
+    return found
 
 
 _NARROW_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
@@ -474,7 +478,7 @@ def _coded_kv_cache_attention_kernel(
                     k_norm, v_norm = _norms_of(norms_ptr + pair * norm_count * 2, place)
                     k_norms = k_norms + (k_norm,)  # noqa: RUF005
                     more = more + (v_norm,)  # noqa: RUF005
-            scaled = queries[0] if HALVES == 1 else _beside(queries[0], queries[1])
+            scaled = _side_by_side(queries, HALVES)
             score = none
             for side in tl.static_range(HALVES):
                 block = wide_zero + tl.minimum(tile + side, tiles - 1)
@@ -485,7 +489,7 @@ def _coded_kv_cache_attention_kernel(
                 numbers = _all_numbers(k_raw, k_more, BITS, GROUP, DEPTH, PACKED, kind)
                 found = _dot(numbers, scaled, none, UPCAST)
                 score = found if side == 0 else tl.where((half == 0)[None, :], score, found)
-            bias = tl.sum(biases[0] if HALVES == 1 else _beside(biases[0], biases[1]), axis=0)
+            bias = tl.sum(_side_by_side(biases, HALVES), axis=0)
             # By fma, not a sum: Triton would let the product wait for what zeros add.
             score = tl.fma(
                 score,
@@ -576,7 +580,7 @@ def _coded_kv_cache_attention_kernel(
                     numbers = _numbers(
                         v_raw, v_more, 0 if BITS == 8 else part, BITS, WIDTH, GROUP, PACKED, kind
                     )
-                    acc = accs[part] if side == 0 else others[part]
+                    acc = accs[part] if side == 0 else others[part]  # type: ignore[var-annotated]
                     new_accs = new_accs + (_dot(numbers, scaled, acc, UPCAST),)  # noqa: RUF005
                 if side == 0:
                     accs = new_accs
