@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from memeff_compile.kernels.coded_kv_cache import append_codes
 from memeff_compile.kernels.coded_kv_cache.layout import channel_group
 from memeff_compile.kernels.coded_kv_cache.shapes import (
     MAX_SPLITS,
@@ -129,7 +130,7 @@ def _append(
         "WINDOW": 192,
         "KEPT": 4,
         "TOKENS": tokens,
-        "PIECES": 2 if tokens == 1 else 1,
+        "PIECES": append_codes.cut(bits)[0] if tokens == 1 else 1,
         "IS_PER_HEAD": scheme == "per_head",
         "IS_FAST": True,
     }
@@ -139,7 +140,7 @@ def _append(
         capability,
         dtype,
         constants,
-        8,
+        append_codes.cut(bits)[1] if tokens == 1 else append_codes.WARPS,
     )
 
 

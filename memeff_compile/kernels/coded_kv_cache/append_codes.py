@@ -11,9 +11,17 @@ from memeff_compile.kernels.coded_kv_cache.layout import channel_group
 from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
 
 WARPS = 8
+"""Warps of a program that several tokens come to."""
 
-PIECES = 2
-"""Programs that share a group of keys, or of values, where one token comes."""
+
+def cut(bits: int) -> tuple[int, int]:
+    """Return how many programs share a group where one token comes, and their warps.
+
+    As measured on an H200; more programs code a group faster and cost more where none is due.
+
+    Example: cut(4) == (1, 4) and cut(2) == (4, 1).
+    """
+    return (1, 4) if bits >= 4 else (4, 1)
 
 
 def append(
@@ -24,8 +32,8 @@ def append(
     recent: int,
     limit: int,
     *,
-    warps: int = WARPS,
-    pieces: int = PIECES,
+    warps: int | None = None,
+    pieces: int | None = None,
 ) -> None:
     """Write tokens and code what is due; the shapes are as the op has checked them.
 
@@ -37,8 +45,8 @@ def append(
         bits: of a code.
         recent: tokens at the end that are never in codes.
         limit: tokens that the cache holds.
-        warps: per program.
-        pieces: programs that share a group where one token comes.
+        warps: per program, by default what `cut` says.
+        pieces: programs that share a group where one token comes, by default what `cut` says.
     """
     from memeff_compile.kernels.coded_kv_cache import append_codes_kernels as kernels
 
@@ -47,8 +55,11 @@ def append(
     group = window - recent
     per_head = is_per_head(k_scales)
     new = k.shape[2]
-    # Several tokens may fill a group and code it at once, which one program has to see as a whole.
-    pieces = pieces if new == 1 and recent > 0 and depth >= 64 else 1
+    best = cut(bits) if new == 1 else (1, WARPS)
+    pieces, warps = best[0] if pieces is None else pieces, best[1] if warps is None else warps
+    if new > 1 or recent == 0 or depth < 64:
+        # Several tokens may fill a group and code it at once, which one program has to see whole.
+        pieces = 1
     with on_device(k):
         kernels._coded_kv_cache_append_kernel[(batch * heads, 2 * pieces)](
             k,

@@ -22,6 +22,9 @@ from memeff_compile.kernels.coded_kv_cache.layout import BITS, PLAIN, channel_gr
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_DEPTH = 256
 
+LEAST_DEPTH = 64
+"""Channels per head, of which the kernels have been compared with float64 on a GPU."""
+
 MOST_HEADS = 16
 """Query heads per key-value head that the kernels have been compared with float64 for."""
 
@@ -224,7 +227,12 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
             f"the kernels do not serve {_short(q.dtype)} in groups of {_group(pool, bits)} here, "
             "and without them the number of tokens would have to be read from the GPU"
         )
-    heads = q.shape[1] // pool[4].shape[1]
+    heads, depth = q.shape[1] // pool[4].shape[1], pool[4].shape[3]
+    if depth < LEAST_DEPTH:
+        return (
+            f"the head dimension is {depth}; {LEAST_DEPTH} and more have been compared with "
+            "float64 on a GPU."
+        )
     if heads > MOST_HEADS:
         return (
             f"{heads} query heads share a key-value head; up to {MOST_HEADS} have been compared "

@@ -34,8 +34,8 @@ class Shapes:
 def shapes_for(depth: int, bits: int, repeat: int = 1) -> Shapes:
     """Return the launch for a head dimension, bits, and query heads per key-value head.
 
-    Two warps, or few rows, keep to the tensor core's instructions for single warps: those for four
-    warps, on 16 rows, came out wrong.
+    One or two warps, or few rows, keep to the tensor core's instructions for single warps: those for
+    four warps, on 16 rows, came out wrong.
     Chosen by `benchmarks/coded_kv.py --part sweep` on an H200.
 
     Example: shapes_for(128, 4) == Shapes(warps=2, stages=3, at_once=1, programs=4).
@@ -45,10 +45,10 @@ def shapes_for(depth: int, bits: int, repeat: int = 1) -> Shapes:
     if depth > 128:
         return Shapes(4, 2, 1, 2)
     if bits == 8:
-        return Shapes(2, 3, 1, 4)
-    if bits == 3:
-        return Shapes(2, 3, 1, 6)
-    return Shapes(2, 3, 1, 4 if bits == 4 else 6)
+        return Shapes(2, 3, 1, 3)  # three fill the shared memory
+    if bits == 2:
+        return Shapes(1, 3, 1, 8)
+    return Shapes(2, 3, 1, 6 if bits == 3 else 4)
 
 
 def rows_for(repeat: int) -> int:
