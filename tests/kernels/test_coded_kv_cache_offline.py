@@ -85,7 +85,7 @@ def _attention(
     splits: int = 4,
     repeat: int = 4,
 ) -> Any:
-    shapes = shapes_for(depth, bits, repeat)
+    shapes = shapes_for(depth, bits, repeat, divmod(capability, 10))
     channels = channel_group(depth, scheme)
     constants = {
         "REPEAT": repeat,
@@ -105,7 +105,7 @@ def _attention(
         "IS_ALONE": splits == 1,
         "STAGES": shapes.stages,
         "AT_ONCE": shapes.at_once,
-        "HALVES": halves_for(repeat),
+        "HALVES": halves_for(repeat, bits),
         "PACKED": True,
         "UPCAST": False,
     }

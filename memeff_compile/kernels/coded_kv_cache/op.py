@@ -233,6 +233,11 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
             f"the head dimension is {depth}; {LEAST_DEPTH} and more have been compared with "
             "float64 on a GPU."
         )
+    if q.dtype != torch.bfloat16 and bits < 4:
+        return (
+            f"{bits} bits serve {_short(q.dtype)}; there 4 and 8 bits have been compared with "
+            "float64 on a GPU, and all in bfloat16."
+        )
     if heads > MOST_HEADS:
         return (
             f"{heads} query heads share a key-value head; up to {MOST_HEADS} have been compared "

@@ -31,7 +31,9 @@ class Shapes:
     programs: int
 
 
-def shapes_for(depth: int, bits: int, repeat: int = 1) -> Shapes:
+def shapes_for(
+    depth: int, bits: int, repeat: int = 1, capability: tuple[int, int] = (9, 0)
+) -> Shapes:
     """Return the launch for a head dimension, bits, and query heads per key-value head.
 
     One or two warps, or few rows, keep to the tensor core's instructions for single warps: those
@@ -44,11 +46,9 @@ def shapes_for(depth: int, bits: int, repeat: int = 1) -> Shapes:
         return Shapes(2, 2, 1, 3)
     if depth > 128:
         return Shapes(4, 2, 1, 2)
-    if bits == 8:
-        return Shapes(2, 3, 1, 3)  # three fill the shared memory
-    if bits == 2:
-        return Shapes(1, 3, 1, 8)
-    return Shapes(2, 3, 1, 6 if bits == 3 else 4)
+    if bits == 2 and capability == (9, 0):
+        return Shapes(1, 3, 1, 8)  # elsewhere one warp has too few registers
+    return Shapes(2, 3, 1, 4)
 
 
 def rows_for(repeat: int) -> int:
@@ -59,12 +59,14 @@ def rows_for(repeat: int) -> int:
     return max(MIN_ROWS, 1 << (repeat - 1).bit_length())
 
 
-def halves_for(repeat: int) -> int:
+def halves_for(repeat: int, bits: int) -> int:
     """Return how many groups lie side by side in the columns of a tile: two if the heads allow it.
 
-    Example: halves_for(4) == 2 and halves_for(8) == 1.
+    Codes of 8 bits take more shared memory and were faster one group at a time.
+
+    Example: halves_for(4, 4) == 2 and halves_for(8, 4) == 1.
     """
-    return 2 if 2 * repeat <= rows_for(repeat) else 1
+    return 2 if 2 * repeat <= rows_for(repeat) and bits != 8 else 1
 
 
 def part_width(depth: int, bits: int, channels: int) -> int:

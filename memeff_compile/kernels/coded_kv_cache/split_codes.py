@@ -53,7 +53,8 @@ def plan_for(
         device: where it runs; an H200 is assumed off CUDA.
         repeat: query heads per key-value head.
     """
-    shapes = shapes_for(depth, bits, repeat)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    shapes = shapes_for(depth, bits, repeat, capability)
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 
 
@@ -111,7 +112,7 @@ def attend(
     if plan is None:
         plan = plan_for(pairs, groups, depth, bits, q.device, repeat)
     splits = plan.splits
-    halves = halves_for(repeat)
+    halves = halves_for(repeat, bits)
     shares = splits * halves
     out = q.new_empty((batch, 1, heads, depth))
     share = stat = out
