@@ -488,19 +488,18 @@ def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
     if "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:
         return None, None
     if weight not in _fsdp2_owners:
-        _fsdp2_owners[weight] = _find_fsdp2_owner(weight)
+        found = _find_fsdp2_owner(weight)
+        if found is None:  # not remembered: tensors with weak references cannot be swapped
+            return None, None
+        _fsdp2_owners[weight] = found
     param, group = (reference() for reference in _fsdp2_owners[weight])
     return param, group
 
 
-def _find_fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
+def _find_fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any] | None:
     for param, group in _fsdp2_parameters():
         if getattr(param, "_unsharded_param", None) is weight:
             return weakref.ref(param), weakref.ref(group)
-    return _nothing, _nothing
-
-
-def _nothing() -> None:
     return None
 
 

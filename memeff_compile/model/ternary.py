@@ -25,14 +25,27 @@ log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query", "key", "value", "wq", "wk")
 _ROLES = {
-    "attention input": (*_QUERY_KEY_VALUE, "wv", "wqkv", "qkv", "query_key_value"),
-    "attention output": ("o_proj", "out_proj", "wo"),
-    "gate or up": ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1"),
-    "down": ("down_proj", "w2", "fc2"),
+    "attention input": (
+        "q_proj k_proj v_proj qkv_proj query key value wq wk wv wqkv Wqkv qkv query_key_value "
+        "q_lin k_lin v_lin attn.c_attn SelfAttention.q SelfAttention.k SelfAttention.v "
+        "EncDecAttention.q EncDecAttention.k EncDecAttention.v"
+    ),
+    "attention output": (
+        "o_proj out_proj wo out_lin self_attn.dense self_attention.dense attention.dense "
+        "attention.output.dense attn.c_proj SelfAttention.o EncDecAttention.o"
+    ),
+    "gate or up": (
+        "gate_proj up_proj gate_up_proj w1 w3 fc1 fc_in c_fc lin1 dense_h_to_4h intermediate.dense "
+        "DenseReluDense.wi DenseReluDense.wi_0 DenseReluDense.wi_1"
+    ),
+    "down": (
+        "down_proj w2 fc2 fc_out lin2 dense_4h_to_h mlp.c_proj output.dense DenseReluDense.wo"
+    ),
 }
-"""Last parts of module names, by what the projection does."""
+"""Ends of module paths, by what the projection does; the longest that fits counts."""
+
+_ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
 
 RECIPES: dict[str, dict[str, str]] = {
     "b1.58": dict.fromkeys(_ROLES, "int8"),
@@ -153,13 +166,13 @@ def _kind_of(path: str, recipe: str, kinds: Mapping[str, str]) -> str:
     by_role = RECIPES[recipe]
     if len(set(by_role.values())) == 1:
         return next(iter(by_role.values()))
-    last = path.split(".")[-1]
-    for role, names in _ROLES.items():
-        if last in names:
+    parts = path.split(".")
+    for start in range(len(parts)):  # the longest end first
+        if role := _ROLE_OF.get(".".join(parts[start:])):
             return by_role[role]
     raise OptionError(
         f"The recipe {recipe!r} treats projections by what they do, and the name {path!r} does not "
-        f"say it; known are {', '.join(n for names in _ROLES.values() for n in names)}. Give it a "
+        f"say it; known are {', '.join(_ROLE_OF)}. Give it a "
         f"kind, as in kinds={{{path!r}: 'int8'}}, or name it in skip."
     )
 

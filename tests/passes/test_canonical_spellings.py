@@ -225,6 +225,7 @@ POINTWISE: dict[str, Spelling] = {
     "reciprocal method": lambda x, **_: x.reciprocal(),
     "amax": lambda x, **_: torch.amax(x, -1, keepdim=True),
     "amax method": lambda x, **_: x.amax(dim=-1, keepdim=True),
+    "amin": lambda x, **_: torch.amin(x, -1, keepdim=True),
     "amin method": lambda x, **_: x.amin(-1, keepdim=True),
     "round": lambda x, **_: torch.round(x),
     "round method": lambda x, **_: x.round(),
