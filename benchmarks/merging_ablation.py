@@ -9,12 +9,12 @@
 `train`: a Llama of 16 layers of width 512 on the text of `corpus.py`, for `--seconds`; with
 `--one-projection` all layers share theirs of keys and of values, so that neighbours are alike.
 
-`fidelity`: one row per setting: the configurations whose memory is published; bits with and without
-merging; the rule by the layer that merging starts from, layer by layer; one pair of layers at a
-time; the share of rows kept; gamma; t; both readings of the retention rule; both scales. Held-out
-text goes through the cache: a prompt, then pieces, each of which attends to what the cache says of
-all tokens before it. Losses count from the first piece on. Rows of named configurations also have
-what `fidelity_report` says.
+`fidelity`: one row per setting: the configurations whose memory is published, by the default rule
+and by `max_norm`; bits with and without merging, by both; the rule by the layer that merging starts
+from, layer by layer; one pair of layers at a time; the share of rows kept; gamma; t; both readings
+of the retention rule; both scales. Held-out text goes through the cache: a prompt, then pieces,
+each of which attends to what the cache says of all tokens before it. Losses count from the first
+piece on. Rows of named configurations also have what `fidelity_report` says.
 
 `memory`: bytes of caches of Llama-3-8B's shape (32 layers, 8 key-value heads of 128), allocated,
 against bf16 keys and values; and those of Llama-2-7B's (32 heads).
@@ -97,14 +97,14 @@ NAMED: dict[str, dict[str, Any]] = {
 of 32 layers merge the same share of their layers."""
 
 
-def cache_settings(named: dict[str, Any], layers: int) -> dict[str, Any]:
+def cache_settings(named: dict[str, Any], layers: int, rule: str = "slerp") -> dict[str, Any]:
     """Return the settings of `KVCache` that a named configuration stands for."""
     if "from" not in named:
         return {"bits": named["bits"], "merge": None}
     start = int(layers * named["from"])
     if named.get("apart") and (layers - start) % 2 == 0:
         start -= 1  # as many pairs, a layer earlier
-    merge = MiniCache(start_layer=start, retained=named.get("retained", 0.01))
+    merge = MiniCache(start_layer=start, retained=named.get("retained", 0.01), rule=rule)
     return {"bits": named["bits"], "merge": merge}
 
 
@@ -223,11 +223,20 @@ def trials(layers: int) -> list[tuple[str, str, dict[str, Any]]]:
     found: list[tuple[str, str, dict[str, Any]]] = [
         ("named", name, cache_settings(named, layers)) for name, named in NAMED.items()
     ]
+    found += [
+        ("named, max_norm", name, cache_settings(named, layers, "max_norm"))
+        for name, named in NAMED.items()
+        if "from" in named
+    ]
     half = layers // 2
     for start, bits in itertools.product((None, half, layers // 4), (16, 8, 4, 3, 2)):
         merge = None if start is None else MiniCache(start_layer=start)
         shown = "apart" if start is None else f"merged from layer {start} on"
         found.append(("bits", f"{bits} bits, {shown}", {"bits": bits, "merge": merge}))
+    for start, bits in itertools.product((half, layers // 4), (16, 8, 4, 3, 2)):
+        merge = MiniCache(start_layer=start, rule="max_norm")
+        shown = f"{bits} bits, merged from layer {start} on"
+        found.append(("bits, max_norm", shown, {"bits": bits, "merge": merge}))
     for rule, start in itertools.product(merging.RULES, range(layers - 1)):
         merge = MiniCache(start_layer=start, rule=rule)
         found.append(("rule by start", f"{rule}, {start}", {"bits": 16, "merge": merge}))
@@ -240,7 +249,7 @@ def trials(layers: int) -> list[tuple[str, str, dict[str, Any]]]:
     for gamma in (0.0, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0):
         merge = MiniCache(start_layer=half, gamma=gamma, retained=1.0)
         found.append(("gamma", str(gamma), {"bits": 16, "merge": merge}))
-    for t in (0.3, 0.4, 0.5, 0.6, 0.7):
+    for t in (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 1.0):
         found.append(("t", str(t), {"bits": 16, "merge": MiniCache(start_layer=half, t=t)}))
     for reading in merging.READINGS:
         merge = MiniCache(start_layer=half, reading=reading, gamma=0.2, retained=0.1)
@@ -324,9 +333,10 @@ def fidelity(options: argparse.Namespace) -> None:
             print(f"left out for lack of time: {study} {name}", flush=True)
             continue
         row = {"what": "merging: fidelity", "study": study, "setting": name, **facts}
-        asked = TEXTS if study in ("named", "bits") else TEXTS[:1]
+        is_named = study.startswith("named")
+        asked = TEXTS if is_named or study.startswith("bits") else TEXTS[:1]
         row["text"] = {text: answers.compare(text, held[text], settings) for text in asked}
-        if study == "named":
+        if is_named:
             report = answers.report(held["python"], settings)
             row |= said(report)
             if name == "4 bits" and options.plot:

@@ -23,7 +23,8 @@ class MiniCache:
         end_layer: layers from it on stay apart; by default none. The last layer alone may be what
             costs most: `fidelity_report` says.
         rule: what direction stands for two: ``slerp``, on the arc between them; ``average``, their
-            weighted mean; ``max_norm``, the longer row's.
+            weighted mean; ``max_norm``, the longer row's, which loses least by far where layers are
+            not alike.
         t: where on the arc, or what weight: 0 is the lower layer's, 1 the upper's.
         gamma: rows are kept as they came whose distance is within this share of the largest; a
             larger one keeps more, 1 all that there is room for.

@@ -15,6 +15,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 import memeff_compile
 from memeff_compile import KVCache, MiniCache
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels._triton.device import planned_for
 from memeff_compile.kernels.coded_kv_cache import bytes_after, op, pair_bytes
 from memeff_compile.model.kv_cache import CodedLayer, ExactLayer
 from memeff_compile.model.merged_layers import MergedLayer
@@ -161,6 +162,21 @@ def test_compiled_decoding_reads_the_shared_store_and_equals_eager(model: Any, b
     assert "directions two layers share" in said
     assert "Merging layers saves memory, not time" in said
     assert "coded_kv_cache_view(" not in memeff_compile.graphs()[-1].after
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(3, "float16"), (3, "bfloat16")])
+def test_a_gpu_reads_merged_layers_of_few_bits_in_bfloat16_alone(bits: int, dtype: str) -> None:
+    model = make(head_dim=64).to(getattr(torch, dtype))
+    cache = fill(model, KVCache(model.config, LENGTH, bits, merge=LOSSY, **SHORT))
+    compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
+    with torch.no_grad(), planned_for(torch.device("cuda", 0)):
+        compiled(input_ids=prompt(2, 1), past_key_values=cache)
+    records = memeff_compile.last_report().records
+    found = [r for r in records if r.pass_name == "compress_kv_cache"]
+    is_served = (bits, dtype) != (3, "float16")
+    assert [r.action for r in found] == ["rewrote" if is_served else "declined"] * LAYERS
+    if not is_served:
+        assert all("3 bits serve float16; there 4 and 8 bits" in str(r) for r in found)
 
 
 @pytest.mark.slow
