@@ -41,10 +41,13 @@ def fill(layout: Layout, batch: int, tokens: int, dtype: torch.dtype) -> list[Te
     return pool
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found: Tensor, expected: Tensor, bits: int = 8) -> None:
     difference = float((found.double() - expected).abs().max())
-    # A query times a scale is rounded once; a score of few channels is divided by less afterwards.
+    # A query times a scale is rounded once; a score of few channels is divided by less afterwards,
+    # and scales of few bits are large. float16 is declined there, and compared all the same.
     budget = BUDGET[found.dtype] * max(1.0, (64 / found.shape[3]) ** 0.5)
+    if found.dtype == torch.float16 and bits < 4:
+        budget *= 2
     assert difference <= budget * max(1.0, float(expected.abs().max()))
 
 
@@ -95,7 +98,7 @@ def test_attention_equals_float64(layout: Layout, dtype: torch.dtype) -> None:
         for repeat, seen in ((1, None), (4, None), (4, mask), (8, mask), (12, None), (16, mask)):
             q = torch.randn(2, 2 * repeat, 1, layout.depth, device="cuda", dtype=dtype)
             found = coded_kv_cache_attention(q, *pool, None, None, layout.bits, seen, scale)
-            assert_close(found, by_hand(q, pool, layout.bits, scale, seen))
+            assert_close(found, by_hand(q, pool, layout.bits, scale, seen), layout.bits)
 
 
 @pytest.mark.parametrize(
