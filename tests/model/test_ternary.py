@@ -158,6 +158,29 @@ def test_what_cannot_be_done_is_refused_with_the_way_out(change: Any, message: s
         change(Attention())
 
 
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("layers.0.self_attn.q_proj", "int4"),
+        ("blocks.0.attn.Wqkv", "int4"),
+        ("encoder.0.SelfAttention.q", "int4"),
+        ("layer.0.attention.output.dense", "topk8"),  # BERT's, and not its down projection:
+        ("layer.0.output.dense", "int8"),
+        ("h.0.attn.c_proj", "topk8"),
+        ("h.0.mlp.c_proj", "int8"),
+        ("layers.0.mlp.dense_h_to_4h", "int4"),
+        ("layers.0.attention.wo", "topk8"),
+        ("block.0.layer.1.DenseReluDense.wo", "int8"),
+    ],
+)
+def test_what_a_projection_does_is_read_off_the_end_of_its_path(path: str, kind: str) -> None:
+    model: nn.Module = nn.Linear(8, 8)
+    for name in reversed(path.split(".")):
+        model = nn.ModuleDict({name: model})
+    memeff_compile.ternarize_(model, "a4.8")
+    assert kinds_of(model) == {path: kind}
+
+
 def test_modules_with_hooks_are_refused_before_anything_is_changed() -> None:
     model = Attention()
     model.down_proj.register_forward_hook(lambda *given: None)
