@@ -130,7 +130,7 @@ def _append(
         "WINDOW": 192,
         "KEPT": 4,
         "TOKENS": tokens,
-        "PIECES": append_codes.cut(bits)[0] if tokens == 1 else 1,
+        "PIECES": append_codes.cut(bits, depth)[0] if tokens == 1 else 1,
         "IS_PER_HEAD": scheme == "per_head",
         "IS_FAST": True,
     }
@@ -140,7 +140,7 @@ def _append(
         capability,
         dtype,
         constants,
-        append_codes.cut(bits)[1] if tokens == 1 else append_codes.WARPS,
+        append_codes.cut(bits, depth)[1] if tokens == 1 else append_codes.WARPS,
     )
 
 

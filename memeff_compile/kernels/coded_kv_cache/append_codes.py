@@ -14,14 +14,16 @@ WARPS = 8
 """Warps of a program that several tokens come to."""
 
 
-def cut(bits: int) -> tuple[int, int]:
+def cut(bits: int, depth: int) -> tuple[int, int]:
     """Return how many programs share a group where one token comes, and their warps.
 
     As measured on an H200; more programs code a group faster and cost more where none is due.
 
-    Example: cut(4) == (1, 4) and cut(2) == (4, 1).
+    Rows wider than 128 do not fit the registers of one warp.
+
+    Example: cut(4, 128) == (1, 4) and cut(2, 128) == (4, 1).
     """
-    return (1, 4) if bits >= 4 else (4, 1)
+    return (1, 4) if bits >= 4 else (4, 1 if depth <= 128 else 2)
 
 
 def append(
@@ -55,7 +57,7 @@ def append(
     group = window - recent
     per_head = is_per_head(k_scales)
     new = k.shape[2]
-    best = cut(bits) if new == 1 else (1, WARPS)
+    best = cut(bits, depth) if new == 1 else (1, WARPS)
     pieces, warps = best[0] if pieces is None else pieces, best[1] if warps is None else warps
     if new > 1 or recent == 0 or depth < 64:
         # Several tokens may fill a group and code it at once, which one program has to see whole.
