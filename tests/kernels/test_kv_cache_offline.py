@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from memeff_compile.kernels.kv_cache.shapes import (
     depth_block,
     shapes_for,
 )
+from memeff_compile.kernels.kv_cache.split_keys import alignment
 from tests.support.cubins import stack_bytes
 
 pytestmark = pytest.mark.offline
@@ -69,7 +69,7 @@ def _attention(
         "IS_ALONE": splits == 1,
         "HAS_MASK": has_mask,
         "STAGES": shapes.stages,
-        "ALIGN": math.gcd(8, depth),
+        "ALIGN": alignment(depth),
         "UPCAST": False,
     }
     return _compile("_kv_cache_attention_kernel", capability, dtype, constants, shapes.warps)

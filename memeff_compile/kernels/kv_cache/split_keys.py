@@ -66,6 +66,15 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
     return Plan(shapes, rows, row_tiles, _splits(groups, keys, shapes.keys, slots))
 
 
+def alignment(*strides: int) -> int:
+    """Return the elements that divide strides of keys, or 1 where Triton sees by itself that 16 do.
+
+    Example: alignment(100, 100) == 4 and alignment(128, 128) == 1.
+    """
+    common = math.gcd(16, *strides)
+    return 1 if common == 16 else common
+
+
 def _in_units(cache: Tensor, align: int) -> tuple[int, ...]:
     """Return the strides of a cache, that of keys in units of `align` elements.
 
@@ -118,7 +127,7 @@ def attend(
     last = last.expand(batch, queries)
     seen = last if mask is None else mask.squeeze(1).view(torch.uint8).expand(batch, queries, keys)
     block = depth_block(depth)
-    align = math.gcd(8, k_cache.stride(2), v_cache.stride(2))
+    align = alignment(k_cache.stride(2), v_cache.stride(2))
     with on_device(q):
         kernels._kv_cache_attention_kernel[(groups, splits, plan.row_tiles)](
             q,
