@@ -43,7 +43,7 @@ import attention_subjects as subjects
 import rows
 from attention_subjects import Subject, attention_is
 
-from memeff_compile.kernels.attention.conditions import Conditions
+from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.quantized_attention import quantized_attention, reference
 from memeff_compile.kernels.quantized_attention.settings import GRANULARITIES, Settings
 

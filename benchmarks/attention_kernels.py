@@ -40,8 +40,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import rows
 
+from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.attention import attention, shapes, tiles
-from memeff_compile.kernels.attention.conditions import Conditions
 
 ERROR_BUDGET = 3e-2
 """Largest difference from float64 over the largest value of bf16's attention and gradients."""

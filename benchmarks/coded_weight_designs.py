@@ -31,7 +31,7 @@ from coded_weights import BATCHES, GIB, build, sgd, spread, synchronize
 
 import memeff_compile
 from memeff_compile.kernels.coded_weight import CodedWeight, Room, op
-from memeff_compile.model import compress, optim_in_backward
+from memeff_compile.model.weights import compress, optim_in_backward
 
 
 def keep_after(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

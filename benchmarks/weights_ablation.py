@@ -39,7 +39,7 @@ import rows
 
 import memeff_compile
 from memeff_compile.kernels.coded_weight import CodedWeight, encode
-from memeff_compile.model.compress import SKIPPED
+from memeff_compile.model.weights.compress import SKIPPED
 
 BLOCKS = (32, 64, 128, 256, 512)
 KEPT = (0, 1, 3)

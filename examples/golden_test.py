@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import memeff_compile
-from memeff_compile.toy import ToyModel  # your own model here
+from memeff_compile.cli.toy import ToyModel  # your own model here
 
 
 def test_my_model_is_compiled_as_before() -> None:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memeff_compile
-from memeff_compile.doctor import inductor_problem
+from memeff_compile.cli.doctor import inductor_problem
 
 WARM_UP = 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

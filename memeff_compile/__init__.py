@@ -9,58 +9,58 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memeff_compile.api import compile as compile
-    from memeff_compile.api import reset as reset
-    from memeff_compile.errors import OptionError as OptionError
-    from memeff_compile.explanation import Explanation as Explanation
-    from memeff_compile.explanation import explain as explain
-    from memeff_compile.functional import linear_cross_entropy as linear_cross_entropy
-    from memeff_compile.model.calibrate import calibrate_attention as calibrate_attention
-    from memeff_compile.model.calibrate import restart_attention_calls as restart_attention_calls
-    from memeff_compile.model.compress import CompressionReport as CompressionReport
-    from memeff_compile.model.compress import compress_ as compress_
-    from memeff_compile.model.compress import decompress_ as decompress_
-    from memeff_compile.model.compressed_file import load_compressed_ as load_compressed_
-    from memeff_compile.model.compressed_file import save_compressed as save_compressed
-    from memeff_compile.model.fidelity import fidelity_report as fidelity_report
-    from memeff_compile.model.kv_cache import KVCache as KVCache
-    from memeff_compile.model.kv_cache import use_kv_cache_ as use_kv_cache_
-    from memeff_compile.model.minicache import MiniCache as MiniCache
-    from memeff_compile.model.optim_in_backward import optim_in_backward as optim_in_backward
-    from memeff_compile.model.ternary import pack_ternary_ as pack_ternary_
-    from memeff_compile.model.ternary import ternarize_ as ternarize_
-    from memeff_compile.options import Options as Options
-    from memeff_compile.planning.caches import explain_cache as explain_cache
-    from memeff_compile.report import graphs as graphs
-    from memeff_compile.report import last_report as last_report
+    from .backend import compile as compile
+    from .backend import reset as reset
+    from .errors import OptionError as OptionError
+    from .functional import linear_cross_entropy as linear_cross_entropy
+    from .model.attention.calibrate import calibrate_attention as calibrate_attention
+    from .model.attention.calibrate import restart_attention_calls as restart_attention_calls
+    from .model.cache.fidelity import fidelity_report as fidelity_report
+    from .model.cache.kv_cache import KVCache as KVCache
+    from .model.cache.kv_cache import use_kv_cache_ as use_kv_cache_
+    from .model.cache.minicache import MiniCache as MiniCache
+    from .model.ternary.verbs import pack_ternary_ as pack_ternary_
+    from .model.ternary.verbs import ternarize_ as ternarize_
+    from .model.weights.compress import CompressionReport as CompressionReport
+    from .model.weights.compress import compress_ as compress_
+    from .model.weights.compress import decompress_ as decompress_
+    from .model.weights.compressed_file import load_compressed_ as load_compressed_
+    from .model.weights.compressed_file import save_compressed as save_compressed
+    from .model.weights.optim_in_backward import optim_in_backward as optim_in_backward
+    from .options import Options as Options
+    from .planning.caches import explain_cache as explain_cache
+    from .planning.explain import Explanation as Explanation
+    from .planning.explain import explain as explain
+    from .report import graphs as graphs
+    from .report import last_report as last_report
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "CompressionReport": "model.compress",
-    "Explanation": "explanation",
-    "KVCache": "model.kv_cache",
-    "MiniCache": "model.minicache",
+    "CompressionReport": "model.weights.compress",
+    "Explanation": "planning.explain",
+    "KVCache": "model.cache.kv_cache",
+    "MiniCache": "model.cache.minicache",
     "OptionError": "errors",
     "Options": "options",
-    "calibrate_attention": "model.calibrate",
-    "compile": "api",
-    "compress_": "model.compress",
-    "decompress_": "model.compress",
-    "explain": "explanation",
+    "calibrate_attention": "model.attention.calibrate",
+    "compile": "backend",
+    "compress_": "model.weights.compress",
+    "decompress_": "model.weights.compress",
+    "explain": "planning.explain",
     "explain_cache": "planning.caches",
-    "fidelity_report": "model.fidelity",
+    "fidelity_report": "model.cache.fidelity",
     "graphs": "report",
     "last_report": "report",
     "linear_cross_entropy": "functional",
-    "load_compressed_": "model.compressed_file",
-    "optim_in_backward": "model.optim_in_backward",
-    "pack_ternary_": "model.ternary",
-    "reset": "api",
-    "restart_attention_calls": "model.calibrate",
-    "save_compressed": "model.compressed_file",
-    "ternarize_": "model.ternary",
-    "use_kv_cache_": "model.kv_cache",
+    "load_compressed_": "model.weights.compressed_file",
+    "optim_in_backward": "model.weights.optim_in_backward",
+    "pack_ternary_": "model.ternary.verbs",
+    "reset": "backend",
+    "restart_attention_calls": "model.attention.calibrate",
+    "save_compressed": "model.weights.compressed_file",
+    "ternarize_": "model.ternary.verbs",
+    "use_kv_cache_": "model.cache.kv_cache",
 }
 
 __all__ = [*sorted(_HOME), "__version__"]

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from memeff_compile.explain_command import add_arguments, run
-from memeff_compile.tune_command import add_tune_arguments, tune
+from memeff_compile.cli.explain import add_arguments, run
+from memeff_compile.cli.tune import add_tune_arguments, tune
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "train_tiny_llama.py"
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _doctor() -> int:
-    from memeff_compile.doctor import diagnose, findings_text, is_usable
+    from memeff_compile.cli.doctor import diagnose, findings_text, is_usable
 
     findings = diagnose()
     sys.stdout.write(findings_text(findings) + "\n")

@@ -11,24 +11,27 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast, overload
 
+import torch
 from torch.fx import GraphModule
 
 from . import compat, report
-from .deferred import accept, attach
-from .errors import MemeffError
+from .errors import MemeffError, OptionError
 from .kernels.coded_weight import CODECS
 from .kernels.linear_cross_entropy import decided_by_measurement
-from .model.compress_when_safe import CompressWhenSafe
-from .op_by_op import keep
-from .options import Options
+from .logits.tensor import accept, attach
+from .model.weights.compress_when_safe import CompressWhenSafe
+from .options import Options, key_of
 from .passes import PASSES
 from .passes.encode_weights import dense_weights
-from .passes.pipeline import run
-from .verify import verified
+from .passes.graph.pipeline import run
+from .verify.first_call import verified
+from .verify.op_by_op import keep
 
 log = logging.getLogger(__name__)
+
+Compilable = TypeVar("Compilable", bound=Callable[..., Any])
 
 
 def memeff(
@@ -126,12 +129,8 @@ def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> Non
         )
 
 
-def reset() -> None:
-    """Forget reports; ``torch._dynamo.reset()`` calls this."""
-    report.clear()
-
-
-memeff.reset = reset  # type: ignore[attr-defined]
+# torch._dynamo.reset() calls this.
+memeff.reset = report.clear  # type: ignore[attr-defined]
 
 
 def _inner(
@@ -160,6 +159,96 @@ def keep_transformers_losses_in_one_graph() -> None:
     warn_once = getattr(getattr(modeling, "logger", None), "warning_once", None)
     if warn_once is not None:
         compat.ignore_while_tracing(warn_once)
+
+
+@overload
+def compile(
+    model: Compilable,
+    *,
+    mode: str | None = None,
+    options: Mapping[str, object] | Options | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    disable: bool = False,
+    **settings: object,
+) -> Compilable: ...
+
+
+@overload
+def compile(
+    model: None = None,
+    *,
+    mode: str | None = None,
+    options: Mapping[str, object] | Options | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    disable: bool = False,
+    **settings: object,
+) -> Callable[[Compilable], Compilable]: ...
+
+
+def compile(
+    model: Compilable | None = None,
+    *,
+    mode: str | None = None,
+    options: Mapping[str, object] | Options | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    disable: bool = False,
+    **settings: object,
+) -> Compilable | Callable[[Compilable], Compilable]:
+    """Compile with `backend="memeff"`, checking the options now and not at the first call.
+
+    `torch.compile` does not look at the options of a backend until the first call, and refuses
+    `mode` next to `options`; this does neither.
+
+    Args:
+        model: A module or function; leave it out to use the call as a decorator.
+        mode: An Inductor mode, such as "reduce-overhead".
+        options: As in `torch.compile(options=...)`, or an `Options`.
+        dynamic, fullgraph, disable: As in `torch.compile`.
+        **settings: Options of ours by keyword: `logits="eager"` is `memeff.logits`.
+
+    Returns:
+        What `torch.compile` returns.
+
+    Raises:
+        OptionError: An option has an unknown name, a wrong type or a value out of range.
+
+    Example:
+        >>> compiled = memeff_compile.compile(model, logits="eager")  # doctest: +SKIP
+    """
+    checked = _parse(mode, options, settings)
+    wrapped = torch.compile(
+        model,
+        backend="memeff",
+        options=checked.to_dict() or None,
+        dynamic=dynamic,
+        fullgraph=fullgraph,
+        disable=disable,
+    )
+    return cast("Compilable | Callable[[Compilable], Compilable]", wrapped)
+
+
+def _parse(
+    mode: str | None,
+    options: Mapping[str, object] | Options | None,
+    settings: Mapping[str, object],
+) -> Options:
+    given = options.to_dict() if isinstance(options, Options) else options
+    named = {key_of(name): value for name, value in settings.items()}
+    if not isinstance(given, Mapping):
+        return Options.parse(mode, named if given is None else given)
+    twice = sorted(key for key in named if key in given)
+    if twice:
+        raise OptionError(f"{twice[0]} is given by keyword and in options; give it once.")
+    return Options.parse(mode, {**given, **named})
+
+
+def reset() -> None:
+    """Forget every compiled graph and every report; calls `torch._dynamo.reset()`."""
+    torch._dynamo.reset()
+    report.clear()
 
 
 keep_transformers_losses_in_one_graph()

@@ -6,9 +6,9 @@ use kernels; it knows nothing of graphs and passes, and passes know nothing of i
 
 from __future__ import annotations
 
-from memeff_compile.model.low_bit_heads import use_low_bit_heads_ as use_low_bit_heads_
-from memeff_compile.model.ternary import TernaryStages as TernaryStages
-from memeff_compile.model.ternary import pack_ternary_ as pack_ternary_
-from memeff_compile.model.ternary import ternarize_ as ternarize_
-from memeff_compile.model.ternary_layers import PackedTernaryLinear as PackedTernaryLinear
-from memeff_compile.model.ternary_layers import TernaryLinear as TernaryLinear
+from memeff_compile.model.cache.low_bit_heads import use_low_bit_heads_ as use_low_bit_heads_
+from memeff_compile.model.ternary.layers import PackedTernaryLinear as PackedTernaryLinear
+from memeff_compile.model.ternary.layers import TernaryLinear as TernaryLinear
+from memeff_compile.model.ternary.verbs import TernaryStages as TernaryStages
+from memeff_compile.model.ternary.verbs import pack_ternary_ as pack_ternary_
+from memeff_compile.model.ternary.verbs import ternarize_ as ternarize_

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .base import GraphPass
 from .compress_kv_cache import CompressKVCache
 from .defer_logits import DeferLogits
 from .encode_weights import EncodeWeights
@@ -10,6 +9,7 @@ from .expand_multihead import ExpandMultihead
 from .fuse_embedding_gradient import FuseEmbeddingGradient
 from .fuse_gated_linear import FuseGatedLinear
 from .fuse_linear_cross_entropy import FuseLinearCrossEntropy
+from .graph.base import GraphPass
 from .keep_rotary_tables import KeepRotaryTables
 from .quantize_attention import QuantizeAttention
 from .recover_attention import RecoverAttention

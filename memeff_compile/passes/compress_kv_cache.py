@@ -23,12 +23,12 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import coded_kv_cache as op_folder
-from .base import Decline, Done, Gain
-from .cached_attention import held_scale, unserved_setting
-from .canonical import Call, aten, read_one
-from .editor import Editor
-from .graph_info import GraphInfo, node_name
-from .repeated_heads import without_repeat
+from .attention.cached import held_scale, unserved_setting
+from .attention.repeated_heads import without_repeat
+from .graph.base import Decline, Done, Gain
+from .graph.canonical import Call, aten, read_one
+from .graph.editor import Editor
+from .graph.graph_info import GraphInfo, node_name
 
 _MAX_CHAIN = 8
 _POOL = len(op_folder.POOL)

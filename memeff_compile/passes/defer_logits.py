@@ -2,7 +2,7 @@
 
 Two callers: the fused loss, for logits that the model returns beside it, and the pass of this file,
 for logits of a training graph that has no loss. Their loss is computed outside, where deferred
-logits give it to the fused op (`memeff_compile/outside_loss.py`).
+logits give it to the fused op (`memeff_compile/logits/outside_loss.py`).
 
 A Hugging Face model returns its logits beside the loss. As a graph output that needs a gradient
 they would be kept, and the backward would add a logits-sized tensor of zeros. So the fused loss
@@ -31,11 +31,11 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import linear_cross_entropy as op_folder
-from ..logits import DeferredOutput, LogitsRecipe, LossSettings
-from .base import Decline, Done, Note
-from .editor import Editor
-from .graph_info import GraphInfo, node_name
-from .linear_head import SMALLEST_VOCABULARY, Chain, HeadReader, fold, replay_rows
+from ..logits.recipe import DeferredOutput, LogitsRecipe, LossSettings
+from .graph.base import Decline, Done, Note
+from .graph.editor import Editor
+from .graph.graph_info import GraphInfo, node_name
+from .losses.head import SMALLEST_VOCABULARY, Chain, HeadReader, fold, replay_rows
 
 NAME = "defer_logits"
 

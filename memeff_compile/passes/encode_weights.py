@@ -32,10 +32,10 @@ from .. import compat
 from ..kernels import coded_weight as op_folder
 from ..options import Options
 from ..report import format_bytes
-from .base import Decline, Done
-from .canonical import aten, read_one
-from .editor import Editor
-from .graph_info import GraphInfo, ambient_region, node_name
+from .graph.base import Decline, Done
+from .graph.canonical import aten, read_one
+from .graph.editor import Editor
+from .graph.graph_info import GraphInfo, ambient_region, node_name
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels.linear_cross_entropy import where_it_runs
-from .base import Decline, Done
-from .canonical import aten, read_one
-from .editor import Editor, EditRefused
-from .graph_info import GraphInfo, node_name
-from .mask_algebra import negated
-from .mask_forms import Form, form_of
+from .attention.mask_algebra import negated
+from .attention.mask_forms import Form, form_of
+from .graph.base import Decline, Done
+from .graph.canonical import aten, read_one
+from .graph.editor import Editor, EditRefused
+from .graph.graph_info import GraphInfo, node_name
 from .recover_attention import chooses_kernels, reader_of
 
 _LARGEST_HEAD = 256

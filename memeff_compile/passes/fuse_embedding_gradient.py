@@ -32,10 +32,10 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import embedding as op_folder
 from ..kernels.linear_cross_entropy import linear_cross_entropy
-from .base import Decline, Done, Gain
-from .canonical import Call, aten, read_one
-from .editor import Editor
-from .graph_info import GraphInfo, node_name
+from .graph.base import Decline, Done, Gain
+from .graph.canonical import Call, aten, read_one
+from .graph.editor import Editor
+from .graph.graph_info import GraphInfo, node_name
 
 MIN_BYTES = 16 << 20
 """An fp32 buffer below this size is not worth an op of its own in the backward pass."""

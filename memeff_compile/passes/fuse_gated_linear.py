@@ -23,10 +23,10 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import gated_linear as op_folder
 from ..report import format_bytes
-from .base import Decline, Done
-from .canonical import Call, aten, read_one
-from .editor import Editor
-from .graph_info import GraphInfo, node_name
+from .graph.base import Decline, Done
+from .graph.canonical import Call, aten, read_one
+from .graph.editor import Editor
+from .graph.graph_info import GraphInfo, node_name
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,14 @@ from .. import compat
 from ..kernels import linear_cross_entropy as op_folder
 from ..options import Options
 from . import defer_logits
-from .base import Decline, Done, Gain
 from .defer_logits import LogitsOutput
-from .editor import Editor
-from .graph_info import GraphInfo, node_name, written_by
-from .linear_head import Chain, HeadReader
-from .loss_checks import check_operands, check_regions, check_tails, check_writes, mutated
-from .loss_emitter import emit_group, groups_of
-from .loss_tails import (
+from .graph.base import Decline, Done, Gain
+from .graph.editor import Editor
+from .graph.graph_info import GraphInfo, node_name, written_by
+from .losses.checks import check_operands, check_regions, check_tails, check_writes, mutated
+from .losses.emit import emit_group, groups_of
+from .losses.head import Chain, HeadReader
+from .losses.tails import (
     ENTROPIES,
     LOSSES,
     METRICS,

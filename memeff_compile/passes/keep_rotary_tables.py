@@ -20,10 +20,10 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels.linear_cross_entropy import where_it_runs
-from .base import Decline, Done, Gain
-from .canonical import aten, read_one
-from .editor import Editor
-from .graph_info import GraphInfo
+from .graph.base import Decline, Done, Gain
+from .graph.canonical import aten, read_one
+from .graph.editor import Editor
+from .graph.graph_info import GraphInfo
 
 FEWEST_READERS = 3
 """Fewer layers gain nothing worth a word."""

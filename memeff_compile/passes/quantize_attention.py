@@ -26,10 +26,10 @@ from .. import compat
 from ..kernels import attention as exact_folder
 from ..kernels import quantized_attention as op_folder
 from ..kernels.linear_cross_entropy import where_it_runs
-from .base import Decline, Done, Gain
-from .canonical import aten, read_one
-from .editor import Editor
-from .graph_info import GraphInfo, node_name
+from .graph.base import Decline, Done, Gain
+from .graph.canonical import aten, read_one
+from .graph.editor import Editor
+from .graph.graph_info import GraphInfo, node_name
 from .recover_attention import _laid_out_as, chooses_kernels
 
 SHORTEST = 8192

@@ -24,15 +24,15 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels.linear_cross_entropy import where_it_runs
-from .attention_sites import Site, find_sites
-from .base import Decline, Done, Gain
-from .canonical import Call, aten, read
-from .editor import Editor, EditRefused
-from .graph_info import GraphInfo, node_name, written_by
-from .mask_algebra import negated
-from .mask_forms import Form, form_of
-from .mask_reader import Mask, MaskReader
-from .masked_attention import Said, said_for, sentence, why_not_here, write
+from .attention.mask_algebra import negated
+from .attention.mask_forms import Form, form_of
+from .attention.mask_reader import Mask, MaskReader
+from .attention.sites import Site, find_sites
+from .attention.told_to_op import Said, said_for, sentence, why_not_here, write
+from .graph.base import Decline, Done, Gain
+from .graph.canonical import Call, aten, read
+from .graph.editor import Editor, EditRefused
+from .graph.graph_info import GraphInfo, node_name, written_by
 
 Capabilities: TypeAlias = "tuple[tuple[int, int], ...]"
 

@@ -29,12 +29,12 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import kv_cache as op_folder
-from .base import Decline, Done, Gain
-from .cached_attention import held_scale, unserved_setting
-from .canonical import Call, aten, read, read_one
-from .editor import Editor
-from .graph_info import GraphInfo, node_name
-from .repeated_heads import same_shape, without_repeat
+from .attention.cached import held_scale, unserved_setting
+from .attention.repeated_heads import same_shape, without_repeat
+from .graph.base import Decline, Done, Gain
+from .graph.canonical import Call, aten, read, read_one
+from .graph.editor import Editor
+from .graph.graph_info import GraphInfo, node_name
 
 MAX_ROWS = 64
 """Queries times query heads per key-value head. More is a prefill, which SDPA's kernels serve."""

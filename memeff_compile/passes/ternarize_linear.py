@@ -27,19 +27,13 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import ternary_linear as op_folder
-from .base import Decline, Done, Gain
-from .canonical import aten, read_one
-from .editor import Editor
-from .graph_info import GraphInfo, node_name
-from .ternary_chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
-from .ternary_neighbours import (
-    Entering,
-    is_computed,
-    read_added,
-    read_entering,
-    read_gate,
-)
-from .ternary_products import Product, read_product
+from .graph.base import Decline, Done, Gain
+from .graph.canonical import aten, read_one
+from .graph.editor import Editor
+from .graph.graph_info import GraphInfo, node_name
+from .ternary.chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
+from .ternary.neighbours import Entering, is_computed, read_added, read_entering, read_gate
+from .ternary.products import Product, read_product
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ..errors import ExplainError, MemeffError
 from ..kernels.linear_cross_entropy import planned_for
 from ..options import Options
 from ..passes import PASSES
-from ..passes.pipeline import run
+from ..passes.graph.pipeline import run
 from ..report import GraphReport
 from .sizes import BATCH, LENGTH, Sizes
 

@@ -16,7 +16,7 @@ from ..kernels import attention as attention_folder
 from ..kernels import embedding as embedding_folder
 from ..kernels import gated_linear as gated_folder
 from ..kernels import linear_cross_entropy as op_folder
-from ..passes.graph_info import clean_module_path
+from ..passes.graph.graph_info import clean_module_path
 from .capture import Capture, Graphs
 from .depth import Stack
 from .setting import Facts, Footprint, Moment

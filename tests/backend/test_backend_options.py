@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import memeff_compile
 from memeff_compile import backend
+from memeff_compile.cli.toy import ToyModel
 from memeff_compile.decisions import using
 from memeff_compile.errors import OptionError
-from memeff_compile.toy import ToyModel
 from tests.support.closeness import needs_compiler
 
 IDS = torch.arange(8)

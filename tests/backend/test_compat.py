@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from memeff_compile import compat
-from memeff_compile.toy import ToyModel
+from memeff_compile.cli.toy import ToyModel
 from tests.support.closeness import needs_compiler
 
 PROBED: set[str] = set()

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memeff_compile.deferred import DeferredLogits, attach, defer
 from memeff_compile.errors import MemeffError, StaleLogitsError, UnsupportedInputError
-from memeff_compile.logits import DeferredOutput, LogitsRecipe
-from memeff_compile.row_gradient import RowGradient
+from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe
+from memeff_compile.logits.row_gradient import RowGradient
+from memeff_compile.logits.tensor import DeferredLogits, attach, defer
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 70, 8, 21
 EAGER = 'options={"memeff.logits": "eager"}'
@@ -1294,7 +1294,7 @@ def test_gathering_functions_of_data_parallel_take_deferred_logits() -> None:
 
 
 def test_reports_of_the_optimizer_hook_do_not_keep_sources_alive() -> None:
-    from memeff_compile import logits_source
+    from memeff_compile.logits import source as logits_source
 
     before = len(logits_source._live)
     at = world(deferred=True)

@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
-from memeff_compile.deferred import DeferredLogits, defer
 from memeff_compile.errors import DoubleBackwardError, StaleLogitsError, TargetRangeError
-from memeff_compile.logits import LogitsRecipe, LossSettings
+from memeff_compile.logits.recipe import LogitsRecipe, LossSettings
+from memeff_compile.logits.row_gradient import RowGradient
+from memeff_compile.logits.tensor import DeferredLogits, defer
 from memeff_compile.report import LogitsUse
-from memeff_compile.row_gradient import RowGradient
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 10, 8, 300
 ROWS = BATCH * LENGTH

@@ -13,7 +13,7 @@ import transformers
 import memeff_compile
 from memeff_compile import __main__ as command_line
 from memeff_compile.errors import ExplainError, UnsupportedInputError
-from memeff_compile.model.kv_cache import KVCache
+from memeff_compile.model.cache.kv_cache import KVCache
 from memeff_compile.planning.caches import STEP_ROOM
 
 TINY: dict[str, Any] = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memeff_compile.logits import LogitsRecipe
+from memeff_compile.logits.recipe import LogitsRecipe
 
 HIDDEN, VOCAB = 16, 37
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memeff_compile
-from memeff_compile import explanation as explaining
 from memeff_compile.errors import ExplainError
-from memeff_compile.explanation import Explanation, explain
+from memeff_compile.planning import explain as explaining
 from memeff_compile.planning.depth import Stack as Stacked
 from memeff_compile.planning.depth import stacks_of
+from memeff_compile.planning.explain import Explanation, explain
 from memeff_compile.planning.setting import (
     Facts,
     Footprint,

@@ -20,12 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
-from memeff_compile import backend, comparison
+from memeff_compile import backend
 from memeff_compile.errors import MemeffError, VerifyError
-from memeff_compile.passes.base import Decline, Done
-from memeff_compile.passes.editor import Editor
-from memeff_compile.passes.graph_info import GraphInfo
+from memeff_compile.passes.graph.base import Decline, Done
+from memeff_compile.passes.graph.editor import Editor
+from memeff_compile.passes.graph.graph_info import GraphInfo
 from memeff_compile.report import Record
+from memeff_compile.verify import comparison
 from tests.support.closeness import needs_compiler
 from tests.support.zoo import FAMILIES, Family, build, inputs
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import memeff_compile
-from memeff_compile.deferred import DeferredLogits
+from memeff_compile.logits.tensor import DeferredLogits
 from tests.support.closeness import assert_no_worse, assert_same_gradients, pooled_error
 from tests.support.zoo import FAMILIES, VOCABULARY, Family, build, inputs
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import memeff_compile
-from memeff_compile.passes import masked_attention
+from memeff_compile.passes.attention import told_to_op as masked_attention
 from tests.support.zoo import FAMILIES, build, inputs
 
 transformers = pytest.importorskip("transformers", reason="the zoo is built from its configs")

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError
 from memeff_compile.kernels.coded_weight import CodedWeight
-from memeff_compile.model.compress import compress_, decompress_
-from memeff_compile.model.compressed_file import save_compressed
+from memeff_compile.model.weights.compress import compress_, decompress_
+from memeff_compile.model.weights.compressed_file import save_compressed
 from tests.distributed.processes import RANKS
 
 

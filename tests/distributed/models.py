@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memeff_compile
-from memeff_compile.deferred import DeferredLogits
+from memeff_compile.logits.tensor import DeferredLogits
 
 VOCABULARY = 160
 OPTIONS = {"memeff.inner": "aot_eager"}

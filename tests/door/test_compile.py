@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import memeff_compile
-from memeff_compile.toy import ToyModel
+from memeff_compile.cli.toy import ToyModel
 
 
 @pytest.mark.parametrize(

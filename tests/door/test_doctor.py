@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from memeff_compile import __main__ as command_line
-from memeff_compile import doctor
-from memeff_compile.doctor import Finding
+from memeff_compile.cli import doctor
+from memeff_compile.cli.doctor import Finding
 from memeff_compile.options import options_page
 
 

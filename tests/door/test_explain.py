@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import memeff_compile
 from memeff_compile import __main__ as command_line
 from memeff_compile.errors import ExplainError, OptionError
-from memeff_compile.explanation import Explanation
+from memeff_compile.planning.explain import Explanation
 from memeff_compile.planning.setting import Facts, Footprint, Moment
 from memeff_compile.planning.sizes import BATCH, LENGTH, Sizes
 from memeff_compile.report import Report

@@ -143,7 +143,8 @@ def constants(node: ast.AST) -> set[str]:
 def decline_codes() -> set[str]:
     """Return every code that a pass can decline with, read from the source."""
     found: set[str] = set()
-    for path in (ROOT / "memeff_compile" / "passes").glob("*.py"):
+    rooms = [ROOT / "memeff_compile" / room for room in ("passes", "logits")]
+    for path in (path for room in rooms for path in room.rglob("*.py")):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
                 found |= codes_in(function)
@@ -157,7 +158,7 @@ def codes_in(function: ast.FunctionDef) -> set[str]:
         n.args[0]
         for n in nodes
         if isinstance(n, ast.Call)
-        and getattr(n.func, "id", "") in ("Decline", "_Misfit")
+        and getattr(n.func, "id", "") in ("Decline", "Unfoldable", "_Misfit")
         and n.args
     ]
     names = {n.id for n in given if isinstance(n, ast.Name)}

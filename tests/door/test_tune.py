@@ -14,10 +14,10 @@ import pytest
 
 from memeff_compile import __main__ as command_line
 from memeff_compile import decisions
+from memeff_compile.cli.measure import Bench, measure, table_text
+from memeff_compile.cli.tune import tune
 from memeff_compile.decisions import DECISIONS, Entry, Found, Machine, Question, Table, Value
 from memeff_compile.errors import TuneError
-from memeff_compile.tune_command import tune
-from memeff_compile.tuning import Bench, measure, table_text
 
 ENGINE = "linear_cross_entropy.engine"
 WIDTH = "linear_cross_entropy.fused.bytes_per_row"
@@ -355,7 +355,7 @@ def run_command(lab: Lab, asked: Question, *arguments: str) -> int:
     """Run the command with a GPU that is not there."""
     import argparse
 
-    from memeff_compile.tune_command import add_tune_arguments
+    from memeff_compile.cli.tune import add_tune_arguments
 
     parser = argparse.ArgumentParser()
     add_tune_arguments(parser)

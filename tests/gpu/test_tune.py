@@ -11,11 +11,11 @@ import torch
 
 import memeff_compile
 from memeff_compile import decisions
+from memeff_compile.cli.measure import find_gpu, measure
+from memeff_compile.cli.toy import ToyModel
 from memeff_compile.decisions import DECISIONS, Table
 from memeff_compile.kernels._triton.device import decided_by_measurement, is_hopper
 from memeff_compile.kernels.linear_cross_entropy import engine_for, tuned
-from memeff_compile.toy import ToyModel
-from memeff_compile.tuning import find_gpu, measure
 
 pytestmark = pytest.mark.gpu
 

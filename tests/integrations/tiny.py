@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import memeff_compile
-from memeff_compile.deferred import DeferredLogits
+from memeff_compile.logits.tensor import DeferredLogits
 from tests.support.zoo import FAMILIES, build, inputs
 
 LLAMA = next(family for family in FAMILIES if family.name == "llama")

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.attention import tiles
-from memeff_compile.kernels.attention.conditions import Conditions
 from memeff_compile.kernels.attention.shapes import Shape
 from tests.support.dense_attention import Case, compose, dense_with_gradients, draw, largest
 

@@ -251,7 +251,7 @@ def test_the_scores_of_all_queries_never_exist_at_once() -> None:
 
 
 def _plain(case: Case) -> Any:
-    from memeff_compile.kernels.attention.conditions import Conditions
+    from memeff_compile.kernels._triton.conditions import Conditions
 
     ahead = case.settings.get("ahead")
     return Conditions(None, None, None, ahead, None, case.q.shape[3] ** -0.5, 0.0, mean=False)

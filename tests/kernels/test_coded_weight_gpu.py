@@ -15,15 +15,15 @@ from memeff_compile.kernels.coded_weight import (
     CODECS,
     CodedWeight,
     Room,
+    codecs,
     coded_weight_linear,
     coded_weight_linears,
     encode,
-    launch,
     make_refuge,
     parse,
 )
-from memeff_compile.model.compress import compress_
-from memeff_compile.model.optim_in_backward import optim_in_backward, plain_step
+from memeff_compile.model.weights.compress import compress_
+from memeff_compile.model.weights.optim_in_backward import optim_in_backward, plain_step
 from tests.support.hostile_weights import all_patterns, bits, hostile, trained
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +62,7 @@ def test_a_linear_is_as_close_as_the_dense_one(rows: int, columns: int, tokens: 
     found, dense = F.linear(x, coded, bias), F.linear(x, weight, bias)
     off, usual = (float((y.double() - exact).abs().max()) for y in (found, dense))
     assert off <= 1.5 * usual
-    if not launch.fuses(parse("win4"), tokens, weight.shape, x.device):
+    if not codecs.fuses(parse("win4"), tokens, weight.shape, x.device):
         assert torch.equal(found, dense)
 
 

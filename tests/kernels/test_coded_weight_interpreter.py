@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.coded_weight import launch, parse, reference, shapes
+from memeff_compile.kernels.coded_weight import codecs, parse, reference, shapes
 from tests.support.hostile_weights import bits, hostile, normal
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("nan_filled_empty")]
@@ -20,18 +20,18 @@ def test_both_engines_write_the_same_parts_and_read_them(
     shape: tuple[int, int], codec: str
 ) -> None:
     form, weight = parse(codec), hostile(*shape)
-    parts, plain = launch.encode(weight, form), reference.encode(weight, form)
+    parts, plain = codecs.encode(weight, form), reference.encode(weight, form)
     for name, found, expected in zip(form.parts, parts, plain, strict=True):
         assert torch.equal(found, expected), name
-    assert torch.equal(bits(launch.decode(plain, form, shape)), bits(weight))
+    assert torch.equal(bits(codecs.decode(plain, form, shape)), bits(weight))
 
 
 def test_the_entropy_coder_writes_the_same_parts_and_reads_them() -> None:
     form, weight = parse("rans"), hostile(40, 409)
-    parts, plain = launch.encode(weight, form), reference.encode(weight, form)
+    parts, plain = codecs.encode(weight, form), reference.encode(weight, form)
     for name, found, expected in zip(form.parts, parts, plain, strict=True):
         assert torch.equal(found, expected), name
-    assert torch.equal(bits(launch.decode(plain, form, weight.shape)), bits(weight))
+    assert torch.equal(bits(codecs.decode(plain, form, weight.shape)), bits(weight))
 
 
 @pytest.mark.parametrize("name", ["win4:k0:b32", "tier:k1:b64", "win4:k3:b512", "tier:k3:b32"])
@@ -39,24 +39,24 @@ def test_lossy_modes_are_read_as_the_plain_path_reads_them(name: str) -> None:
     form, weight = parse(name), normal(30, 301)
     weight.view(-1)[3] = 1000.0
     parts = reference.encode(weight, form)
-    found = launch.decode(parts, form, weight.shape)
+    found = codecs.decode(parts, form, weight.shape)
     assert torch.equal(bits(found), bits(reference.decode(parts, form, weight.shape)))
 
 
 @pytest.mark.parametrize("codec", ["win4", "tier"])
 def test_a_weight_is_encoded_into_parts_with_room(codec: str) -> None:
     form = parse(codec)
-    parts = launch.encode(normal(64, 256), form, launch.Room(0.05, 64))
+    parts = codecs.encode(normal(64, 256), form, codecs.Room(0.05, 64))
     value = hostile(64, 256, seed=4)
-    outcome = launch.encode_soon(parts, value, form)
-    assert isinstance(outcome, launch.Outcome)
+    outcome = codecs.encode_soon(parts, value, form)
+    assert isinstance(outcome, codecs.Outcome)
     refuge = torch.zeros(64 * 256, dtype=torch.int16)
     outcome.shelter(value, refuge)
     assert outcome.fits()
     assert not refuge.any()
-    assert torch.equal(bits(launch.decode(parts, form, value.shape)), bits(value))
-    tight = launch.encode(torch.zeros(64, 256, dtype=torch.bfloat16), form)
-    assert not launch.encode_into(tight, value, form)
+    assert torch.equal(bits(codecs.decode(parts, form, value.shape)), bits(value))
+    tight = codecs.encode(torch.zeros(64, 256, dtype=torch.bfloat16), form)
+    assert not codecs.encode_into(tight, value, form)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_gradient_becomes_the_weight_after_a_step(codec: str, decay: float) ->
     held = torch.nn.Parameter(weight.clone())
     held.grad = gradient.clone()
     torch.optim.SGD([held], lr=0.25, weight_decay=decay).step()
-    parts = launch.encode(weight, form)
-    assert launch.steps(form, gradient)
-    found = launch.step(parts, form, gradient, launch.Step(0.25, decay))
+    parts = codecs.encode(weight, form)
+    assert codecs.steps(form, gradient)
+    found = codecs.step(parts, form, gradient, codecs.Step(0.25, decay))
     assert found is gradient
     is_nan = held.detach().isnan()
     assert torch.equal(found.isnan(), is_nan)
@@ -82,7 +82,7 @@ def test_a_gradient_becomes_the_weight_after_a_step(codec: str, decay: float) ->
 @pytest.mark.parametrize("codec", ["win4", "tier"])
 def test_what_does_not_fit_is_noticed_and_written_nowhere(codec: str) -> None:
     form = parse(codec)
-    parts = launch.encode(torch.zeros(64, 256, dtype=torch.bfloat16), form, launch.Room(0, 3))
+    parts = codecs.encode(torch.zeros(64, 256, dtype=torch.bfloat16), form, codecs.Room(0, 3))
     names = [
         name for name in ("second", "third", "patch_places", "patch_values") if name in form.parts
     ]
@@ -92,8 +92,8 @@ def test_what_does_not_fit_is_noticed_and_written_nowhere(codec: str) -> None:
         whole[name] = torch.cat([part, torch.full_like(part, 77)])
         parts[form.parts.index(name)] = whole[name][: part.numel()]
     value = hostile(64, 256, seed=4)
-    outcome = launch.encode_soon(parts, value, form)
-    assert isinstance(outcome, launch.Outcome)
+    outcome = codecs.encode_soon(parts, value, form)
+    assert isinstance(outcome, codecs.Outcome)
     refuge = torch.full((64 * 256 + 9,), 77, dtype=torch.int16)
     outcome.shelter(value, refuge)
     assert not outcome.fits()
@@ -110,8 +110,8 @@ def product(
     rows, columns = weight.shape
     x = normal(tokens, columns, seed=1)
     bias = normal(rows, seed=2) if has_bias else None
-    parts = launch.encode(weight, WIN4)
-    found = launch.product(x, parts, bias, weight.shape, setting=setting).double()
+    parts = codecs.encode(weight, WIN4)
+    found = codecs.product(x, parts, bias, weight.shape, setting=setting).double()
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     assert found.shape == exact.shape
     # The interpreter cuts bf16 instead of rounding it.
@@ -140,12 +140,12 @@ def test_one_token_is_multiplied_while_decoding(
 @pytest.mark.parametrize("count", [2, 3])
 def test_one_token_and_several_weights_give_the_bits_of_each_alone(count: int) -> None:
     weights = [outliers(rows, 512) for rows in (21, 2, 9)[:count]]
-    parts = [launch.encode(weight, WIN4) for weight in weights]
+    parts = [codecs.encode(weight, WIN4) for weight in weights]
     biases = [normal(21, seed=2), None, None][:count]
     x = normal(2, 513)[1:, 1:]
     sizes = [weight.shape for weight in weights]
-    found = launch.products(x, parts, biases, sizes)
-    alone = [launch.product(x, *each) for each in zip(parts, biases, sizes, strict=True)]
+    found = codecs.products(x, parts, biases, sizes)
+    alone = [codecs.product(x, *each) for each in zip(parts, biases, sizes, strict=True)]
     for one, other in zip(found, alone, strict=True):
         assert torch.equal(bits(one), bits(other))
 
@@ -164,14 +164,14 @@ def test_some_tokens_are_multiplied_while_decoding(
 def test_products_of_a_strided_input() -> None:
     weight = outliers(8, 256)
     x = normal(2, 513)[:, 1:257]
-    found = launch.product(x, launch.encode(weight, WIN4), None, weight.shape)
+    found = codecs.product(x, codecs.encode(weight, WIN4), None, weight.shape)
     exact = x.double() @ weight.double().t()
     assert float((found.double() - exact).abs().max()) <= 2**-6 * float(exact.abs().max())
 
 
 def test_columns_are_ordered_for_operands_and_turned() -> None:
     x = normal(33, 512)
-    ordered, turned = launch._ordered(x)
+    ordered, turned = codecs._ordered(x)
     assert torch.equal(turned[:, :33], x.t())
     place = torch.arange(512).view(2, 4, 2, 4, 4, 2)  # group, pair, half, fours of lanes, lane, low
     expected = place.permute(0, 2, 1, 4, 3, 5).reshape(-1)

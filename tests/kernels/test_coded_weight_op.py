@@ -24,12 +24,12 @@ from memeff_compile.kernels.coded_weight import (
     bits_per_weight,
     bytes_after,
     bytes_before,
+    codecs,
     coded_weight_decode,
     coded_weight_linear,
     encode,
     encode_into,
     engine_for,
-    launch,
     parse,
     supports_weight,
 )
@@ -307,8 +307,8 @@ def test_a_linear_says_whether_it_trains() -> None:
             F.linear(x, trained)
     assert seen == [False, True, True, False]
     for tokens in (1, 16, 256):
-        assert not launch.fuses(parse("win4"), tokens, (64, 256), trains=True)
-    assert launch.fuses(parse("win4"), 16, (64, 256))
+        assert not codecs.fuses(parse("win4"), tokens, (64, 256), trains=True)
+    assert codecs.fuses(parse("win4"), 16, (64, 256))
 
 
 def test_a_second_derivative_is_refused() -> None:

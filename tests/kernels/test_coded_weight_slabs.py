@@ -18,8 +18,8 @@ from memeff_compile.kernels.coded_weight import (
     slabs,
 )
 from memeff_compile.kernels.coded_weight.layout import LISTS, parse
-from memeff_compile.model.compress import compress_, compressed_weights
-from memeff_compile.model.optim_in_backward import LEFT_ALONE, optim_in_backward
+from memeff_compile.model.weights.compress import compress_, compressed_weights
+from memeff_compile.model.weights.optim_in_backward import LEFT_ALONE, optim_in_backward
 from tests.support.hostile_weights import bits, hostile
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from memeff_compile.decisions import using
 from memeff_compile.kernels.linear_cross_entropy import filters, fused, sorting, trials
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients
-from memeff_compile.kernels.linear_cross_entropy.tiles import room_inside, shapes_for
+from memeff_compile.kernels.linear_cross_entropy.shapes import room_inside, shapes_for
 from memeff_compile.kernels.linear_cross_entropy.tuned import SHARE
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
 

@@ -117,7 +117,7 @@ def _compile(
 
 
 def _shapes(capability: int) -> Any:
-    from memeff_compile.kernels.linear_cross_entropy.tiles import shapes_for_programs
+    from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
 
     assert capability == 90
     return shapes_for_programs(132)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memeff_compile.kernels.linear_cross_entropy.tile_lists import build, group_count
-from memeff_compile.kernels.linear_cross_entropy.tiles import (
+from memeff_compile.kernels.linear_cross_entropy.shapes import (
     FUSED_AUTO_BYTES_PER_ROW,
     piece_width,
     room_inside,
     row_groups,
     shapes_for_programs,
 )
+from memeff_compile.kernels.linear_cross_entropy.tile_lists import build, group_count
 
 HOPPER = shapes_for_programs(132)
 

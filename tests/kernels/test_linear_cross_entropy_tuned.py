@@ -26,7 +26,7 @@ from memeff_compile.kernels.linear_cross_entropy import (
     tuned,
 )
 from memeff_compile.kernels.linear_cross_entropy.pieces import hybrid_widths
-from memeff_compile.kernels.linear_cross_entropy.tiles import piece_width, shapes_for_programs
+from memeff_compile.kernels.linear_cross_entropy.shapes import piece_width, shapes_for_programs
 
 GPU = torch.device("cuda", 0)
 HALF = torch.bfloat16

@@ -17,7 +17,7 @@ from memeff_compile import calibrate_attention
 from memeff_compile.errors import CalibrationError
 from memeff_compile.kernels import quantized_attention as quantized_attention_folder
 from memeff_compile.kernels.quantized_attention import attend_under_mask
-from memeff_compile.model.calibrate import Calibration, score
+from memeff_compile.model.attention.calibrate import Calibration, score
 from tests.support.coded_attention import relative_l1
 
 

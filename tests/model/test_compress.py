@@ -26,8 +26,8 @@ from memeff_compile.errors import (
     UnsupportedInputError,
 )
 from memeff_compile.kernels.coded_weight import CodedWeight
-from memeff_compile.model.compress import compress_, compressed_weights, decompress_
-from memeff_compile.model.compressed_file import METADATA, load_compressed_, save_compressed
+from memeff_compile.model.weights.compress import compress_, compressed_weights, decompress_
+from memeff_compile.model.weights.compressed_file import METADATA, load_compressed_, save_compressed
 from tests.support.hostile_weights import bits, hostile
 
 LLAMA = LlamaConfig(

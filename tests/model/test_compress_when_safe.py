@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import memeff_compile
 from memeff_compile.kernels.coded_weight import CodedWeight
-from memeff_compile.model import compress
+from memeff_compile.model.weights import compress
 from memeff_compile.report import Record
 
 CALLS = 3

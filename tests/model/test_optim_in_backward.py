@@ -26,9 +26,9 @@ from transformers import (
 )
 
 from memeff_compile.errors import CodedWeightError, MemeffError, OptionError
-from memeff_compile.kernels.coded_weight import CODECS, CodedWeight, Step, launch, op
-from memeff_compile.model.compress import compress_, compressed_weights, decompress_
-from memeff_compile.model.optim_in_backward import (
+from memeff_compile.kernels.coded_weight import CODECS, CodedWeight, Step, codecs, op
+from memeff_compile.model.weights.compress import compress_, compressed_weights, decompress_
+from memeff_compile.model.weights.optim_in_backward import (
     TRAINING_ROOM,
     _Queue,
     optim_in_backward,
@@ -376,12 +376,12 @@ def fails_half_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def fails_at_the_refuge(patch: pytest.MonkeyPatch) -> None:
-    def encode(parts: list[Tensor], *_: object) -> launch.Outcome:
+    def encode(parts: list[Tensor], *_: object) -> codecs.Outcome:
         parts[1].zero_()
-        return launch.Outcome(torch.ones(1, dtype=torch.int32), [0])
+        return codecs.Outcome(torch.ones(1, dtype=torch.int32), [0])
 
     patch.setattr(op, "encode_soon", encode)
-    patch.setattr(launch.Outcome, "fetch", lambda _: FailsOnce().settle())
+    patch.setattr(codecs.Outcome, "fetch", lambda _: FailsOnce().settle())
 
 
 @pytest.mark.parametrize(

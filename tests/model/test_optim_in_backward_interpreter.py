@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memeff_compile.kernels.coded_weight import CodedWeight, Step, encode, op
-from memeff_compile.model.optim_in_backward import optim_in_backward
+from memeff_compile.model.weights.optim_in_backward import optim_in_backward
 
 pytestmark = pytest.mark.interpreter
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import memeff_compile
-from memeff_compile.passes import masked_attention
+from memeff_compile.passes.attention import told_to_op as masked_attention
 
 expecttest = pytest.importorskip(
     "expecttest", reason="goldens are compared with expecttest, which is not installed here"

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from memeff_compile import compat
-from memeff_compile.passes import canonical
-from memeff_compile.passes.canonical import PREVIOUS, Call, aten, read, read_one, trace
+from memeff_compile.passes.graph import canonical
+from memeff_compile.passes.graph.canonical import PREVIOUS, Call, aten, read, read_one, trace
 
 from .captured_graphs import calls, capture
 

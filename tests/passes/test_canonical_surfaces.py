@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Node
 
-from memeff_compile.passes.canonical import read, trace
+from memeff_compile.passes.graph.canonical import read, trace
 from tests.support.surfaces import SURFACES, SurfaceModel, batch
 
 from .captured_graphs import calls, capture

@@ -20,11 +20,11 @@ from memeff_compile import backend
 from memeff_compile.errors import StrictError
 from memeff_compile.options import Options
 from memeff_compile.passes import PASSES
-from memeff_compile.passes.base import Decline, Done, Gain
-from memeff_compile.passes.canonical import aten
-from memeff_compile.passes.editor import Editor, EditRefused
-from memeff_compile.passes.graph_info import GraphInfo, ambient_region
-from memeff_compile.passes.pipeline import copy_graph, run
+from memeff_compile.passes.graph.base import Decline, Done, Gain
+from memeff_compile.passes.graph.canonical import aten
+from memeff_compile.passes.graph.editor import Editor, EditRefused
+from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
+from memeff_compile.passes.graph.pipeline import copy_graph, run
 
 from .captured_graphs import FUSE, calls
 

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 import memeff_compile
 from memeff_compile.kernels import embedding as op_folder
 from memeff_compile.options import Options
-from memeff_compile.passes import PASSES, pipeline
-from memeff_compile.passes.editor import Editor, EditRefused
-from memeff_compile.passes.graph_info import GraphInfo, ambient_region
+from memeff_compile.passes import PASSES
+from memeff_compile.passes.graph import pipeline
+from memeff_compile.passes.graph.editor import Editor, EditRefused
+from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
 from memeff_compile.report import Record
 from tests.support.closeness import needs_compiler
 

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import (
 import memeff_compile
 from memeff_compile.kernels import gated_linear as op_folder
 from memeff_compile.options import Options
-from memeff_compile.passes import PASSES, pipeline
+from memeff_compile.passes import PASSES
+from memeff_compile.passes.graph import pipeline
 from memeff_compile.report import Record
 from tests.support.closeness import (
     assert_no_worse,

@@ -20,12 +20,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from memeff_compile import compat
 from memeff_compile.options import Options
-from memeff_compile.passes import mask_algebra as algebra
-from memeff_compile.passes import mask_reader
-from memeff_compile.passes.graph_info import GraphInfo, ambient_region
-from memeff_compile.passes.mask_algebra import Axis, Read
-from memeff_compile.passes.mask_forms import Form, form_of
-from memeff_compile.passes.mask_reader import MaskReader
+from memeff_compile.passes.attention import mask_algebra as algebra
+from memeff_compile.passes.attention import mask_reader
+from memeff_compile.passes.attention.mask_algebra import Axis, Read
+from memeff_compile.passes.attention.mask_forms import Form, form_of
+from memeff_compile.passes.attention.mask_reader import MaskReader
+from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
 
 from .captured_graphs import capture
 

@@ -18,16 +18,16 @@ from torch.fx import GraphModule, Node
 
 from memeff_compile import compat
 from memeff_compile.options import Options
-from memeff_compile.passes import mask_forms, mask_tables
-from memeff_compile.passes.attention_sites import Site
-from memeff_compile.passes.base import Decline
-from memeff_compile.passes.editor import Editor
-from memeff_compile.passes.graph_info import GraphInfo, ambient_region
-from memeff_compile.passes.mask_algebra import MASKED, TRUE
-from memeff_compile.passes.mask_forms import form_of
-from memeff_compile.passes.mask_reader import MaskReader
-from memeff_compile.passes.masked_attention import Said, said_for
-from memeff_compile.passes.pipeline import copy_graph
+from memeff_compile.passes.attention import mask_forms, mask_tables
+from memeff_compile.passes.attention.mask_algebra import MASKED, TRUE
+from memeff_compile.passes.attention.mask_forms import form_of
+from memeff_compile.passes.attention.mask_reader import MaskReader
+from memeff_compile.passes.attention.sites import Site
+from memeff_compile.passes.attention.told_to_op import Said, said_for
+from memeff_compile.passes.graph.base import Decline
+from memeff_compile.passes.graph.editor import Editor
+from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
+from memeff_compile.passes.graph.pipeline import copy_graph
 
 from .captured_graphs import capture
 from .test_mask_algebra import interpreted, random_mask, tables, traced
@@ -387,6 +387,6 @@ def test_a_wrong_way_to_say_it_is_found(
     owner, attribute, wrong = MUTATIONS[name]
     monkeypatch.setattr(owner, attribute, wrong)
     if owner is mask_forms and attribute == "key_table":
-        monkeypatch.setattr("memeff_compile.passes.masked_attention.key_table", wrong)
+        monkeypatch.setattr("memeff_compile.passes.attention.told_to_op.key_table", wrong)
     with pytest.raises(AssertionError):
         check(sayable)

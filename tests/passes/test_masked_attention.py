@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
 from memeff_compile.kernels.linear_cross_entropy import planned_for
-from memeff_compile.passes import masked_attention
+from memeff_compile.passes.attention import told_to_op as masked_attention
 
 from .captured_graphs import compare_with_eager
 from .test_recover_attention import (
@@ -162,7 +162,7 @@ def test_an_edit_that_is_refused_leaves_both_graphs_as_they_were(
     fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from memeff_compile.passes import recover_attention
-    from memeff_compile.passes.editor import EditRefused
+    from memeff_compile.passes.graph.editor import EditRefused
 
     def refuse(*_: Any) -> Any:
         raise EditRefused("no")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import memeff_compile
-from memeff_compile.deferred import DeferredLogits
+from memeff_compile.logits.tensor import DeferredLogits
 from memeff_compile.report import Record
 
 from .captured_graphs import compare_with_eager

@@ -21,8 +21,9 @@ from memeff_compile import compat
 from memeff_compile.kernels._triton.device import planned_for
 from memeff_compile.kernels.kv_cache import reference
 from memeff_compile.options import Options
-from memeff_compile.passes import PASSES, pipeline, rewrite_kv_update
-from memeff_compile.passes.graph_info import written_by
+from memeff_compile.passes import PASSES, rewrite_kv_update
+from memeff_compile.passes.graph import pipeline
+from memeff_compile.passes.graph.graph_info import written_by
 from memeff_compile.report import Record
 from tests.support.closeness import needs_compiler
 
@@ -724,7 +725,7 @@ def test_a_second_run_changes_nothing() -> None:
 
 @pytest.mark.usefixtures("planned")
 def test_a_refused_edit_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memeff_compile.passes.editor import Editor, EditRefused
+    from memeff_compile.passes.graph.editor import Editor, EditRefused
 
     def refuse(self: Editor, old: Any, new: Any) -> None:
         raise EditRefused("no")

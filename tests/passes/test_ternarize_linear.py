@@ -18,9 +18,10 @@ import memeff_compile
 from memeff_compile.kernels import ternary_linear as op_folder
 from memeff_compile.kernels._triton.device import planned_for
 from memeff_compile.options import Options
-from memeff_compile.passes import PASSES, pipeline
-from memeff_compile.passes.canonical import read
-from memeff_compile.passes.ternary_chains import Quantized, Unread, read_quantized
+from memeff_compile.passes import PASSES
+from memeff_compile.passes.graph import pipeline
+from memeff_compile.passes.graph.canonical import read
+from memeff_compile.passes.ternary.chains import Quantized, Unread, read_quantized
 from memeff_compile.report import Record
 from tests.support.ternary_layers import (
     LAYERS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.attention.conditions import Conditions
+from memeff_compile.kernels._triton.conditions import Conditions
 from tests.support.dense_attention import Case, dense, draw
 
 KINDS = ("iid", "bias", "channels")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels._triton.device import kernels_serve, where_it_runs, without_autocast
 from memeff_compile.kernels.attention import reference
-from memeff_compile.kernels.attention.conditions import Conditions
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 HALF = (torch.bfloat16, torch.float16)

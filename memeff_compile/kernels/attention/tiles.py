@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels._triton.device import capability, on_device
-from memeff_compile.kernels.attention.conditions import Conditions
 from memeff_compile.kernels.attention.shapes import (
     BOUNDS_CHUNK,
     BOUNDS_WARPS,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
 from memeff_compile.kernels._triton.device import kernels_serve, without_autocast
-from memeff_compile.kernels.coded_weight import launch, reference
+from memeff_compile.kernels.coded_weight import codecs, reference
 from memeff_compile.kernels.coded_weight.layout import LISTS, Format, parse
 
 ENGINES = {
@@ -100,7 +100,7 @@ def _uses_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda and engine_for(tensor.device) == "triton"
 
 
-def encode(weight: Tensor, codec: str, room: launch.Room = launch.EXACT_FIT) -> list[Tensor]:
+def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
     """Encode a bf16 tensor of any shape.
 
     Args:
@@ -119,7 +119,7 @@ def encode(weight: Tensor, codec: str, room: launch.Room = launch.EXACT_FIT) -> 
     if sentence is not None:
         raise UnsupportedInputError(f"coded_weight: the tensor cannot be coded: {sentence}.")
     if form.is_lossless and _uses_kernels(weight):
-        return launch.encode(weight, form, room)
+        return codecs.encode(weight, form, room)
     parts = reference.encode(weight, form)
     return [
         F.pad(part, (0, room.length(part.numel()) - part.numel())) if name in LISTS else part
@@ -139,7 +139,7 @@ def encode_into(parts: Sequence[Tensor], weight: Tensor, codec: str) -> bool:
     return outcome if isinstance(outcome, bool) else outcome.fits()
 
 
-def encode_soon(parts: Sequence[Tensor], weight: Tensor, codec: str) -> launch.Outcome | bool:
+def encode_soon(parts: Sequence[Tensor], weight: Tensor, codec: str) -> codecs.Outcome | bool:
     """Encode as `encode_into` does, and say later whether there was room.
 
     On a GPU, with win4 and tier, nothing waits: the answer comes when the GPU has got so far. Until
@@ -150,7 +150,7 @@ def encode_soon(parts: Sequence[Tensor], weight: Tensor, codec: str) -> launch.O
     if sentence is not None:
         raise UnsupportedInputError(f"coded_weight: the tensor cannot be coded: {sentence}.")
     if form.is_lossless and _uses_kernels(weight):
-        return launch.encode_soon(parts, weight, form)
+        return codecs.encode_soon(parts, weight, form)
     made = reference.encode(weight, form)
     if any(new.numel() > kept.numel() for new, kept in zip(made, parts, strict=True)):
         return False
@@ -161,22 +161,22 @@ def encode_soon(parts: Sequence[Tensor], weight: Tensor, codec: str) -> launch.O
 
 def steps(gradient: Tensor, codec: str) -> bool:
     """Say whether `step` can work on this gradient of a weight of this codec."""
-    return _uses_kernels(gradient) and launch.steps(parse(codec), gradient)
+    return _uses_kernels(gradient) and codecs.steps(parse(codec), gradient)
 
 
-def step(parts: Sequence[Tensor], codec: str, gradient: Tensor, by: launch.Step) -> Tensor:
+def step(parts: Sequence[Tensor], codec: str, gradient: Tensor, by: codecs.Step) -> Tensor:
     """Turn a gradient into the weight after a step of SGD, in the gradient's memory.
 
     The parts hold no weight afterwards: the new one has to be encoded into them.
     """
-    return launch.step(parts, parse(codec), gradient, by)
+    return codecs.step(parts, parse(codec), gradient, by)
 
 
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
     """Return memory of the host for values that do not fit, or None where it is not needed."""
     if engine_for(device) != "triton":
         return None
-    return launch.make_refuge(count, device)
+    return codecs.make_refuge(count, device)
 
 
 # --- decode ---------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def _sizes(codec: str, parts: Sequence[Tensor], size: Sequence[int]) -> Format:
 def _decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Tensor:
     form = _sizes(codec, parts, size)
     if _uses_kernels(parts[0]):
-        return launch.decode(parts, form, size)
+        return codecs.decode(parts, form, size)
     return reference.decode(parts, form, size)
 
 
@@ -240,8 +240,8 @@ def _product(
     _require_fit(x, parts, bias, size)
     tokens = math.prod(x.shape[:-1])
     is_near = _uses_kernels(x) and x.shape[-1] == size[1]
-    if is_near and launch.fuses(form, tokens, size, x.device, trains=trains):
-        rows = launch.product(x.reshape(tokens, size[1]), parts, bias, size)
+    if is_near and codecs.fuses(form, tokens, size, x.device, trains=trains):
+        rows = codecs.product(x.reshape(tokens, size[1]), parts, bias, size)
         return rows.view(*x.shape[:-1], size[0])
     weight = _decode(parts, codec, size)
     with without_autocast(x.device.type):
@@ -291,11 +291,11 @@ def _products(
     tokens, columns = math.prod(x.shape[:-1]), x.shape[-1]
     form = parse(codec)
     is_fused = tokens == 1 and _uses_kernels(x)
-    if not is_fused or not all(s[1] == columns and launch.fuses(form, 1, s) for *_, s in several):
+    if not is_fused or not all(s[1] == columns and codecs.fuses(form, 1, s) for *_, s in several):
         return [_product(x, own, bias, codec, size) for own, bias, size in several]
     for own, bias, size in several:
         _require_fit(x, own, bias, size)
-    found = launch.products(x.reshape(1, columns), *zip(*several, strict=True))
+    found = codecs.products(x.reshape(1, columns), *zip(*several, strict=True))
     return [rows.view(*x.shape[:-1], rows.shape[-1]) for rows in found]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.coded_weight.launch import EXACT_FIT, Room
+from memeff_compile.kernels.coded_weight.codecs import EXACT_FIT, Room
 from memeff_compile.kernels.coded_weight.layout import LISTS, parse
 from memeff_compile.kernels.coded_weight.tensor import CodedWeight
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, UnsupportedInputError
-from memeff_compile.kernels.coded_weight import launch, op
+from memeff_compile.kernels.coded_weight import codecs, op
 from memeff_compile.kernels.coded_weight.layout import CODECS, parse
 
 _aten = torch.ops.aten
@@ -43,12 +43,12 @@ class Unsettled:
     def __init__(self, weight: CodedWeight, value: Tensor) -> None:
         """Mark the weight, whose parts are about to be written: whoever reads it settles first."""
         self._weight = weight
-        self._outcome: launch.Outcome | bool = False
+        self._outcome: codecs.Outcome | bool = False
         self._lock = threading.RLock()
         self._kept: Tensor | None = value
         weight.unsettled = self
 
-    def encoded(self, outcome: launch.Outcome | bool, refuge: Tensor | None = None) -> None:
+    def encoded(self, outcome: codecs.Outcome | bool, refuge: Tensor | None = None) -> None:
         """Take what is known of the code, and what shelters the value, which may then be given up.
 
         The value is kept until it is in the refuge, whatever fails before.
@@ -97,7 +97,7 @@ class CodedWeight(Tensor):
     """
 
     codec: str
-    room: launch.Room
+    room: codecs.Room
     shares_with: CodedWeight | None = None
     unsettled: Unsettled | None = None
     times_anew: int = 0
@@ -109,7 +109,7 @@ class CodedWeight(Tensor):
         codec: str,
         shape: Sequence[int],
         requires_grad: bool = False,
-        room: launch.Room = launch.EXACT_FIT,
+        room: codecs.Room = codecs.EXACT_FIT,
     ) -> CodedWeight:
         return torch.Tensor._make_wrapper_subclass(
             cls,
@@ -125,7 +125,7 @@ class CodedWeight(Tensor):
         codec: str,
         shape: Sequence[int],
         requires_grad: bool = False,
-        room: launch.Room = launch.EXACT_FIT,
+        room: codecs.Room = codecs.EXACT_FIT,
     ) -> None:
         """Wrap parts as `op.encode` makes them.
 
@@ -231,7 +231,7 @@ class CodedWeight(Tensor):
         return gradient.shape == self.shape and op.steps(gradient, self.codec)
 
     @torch.no_grad()
-    def step(self, gradient: Tensor, by: launch.Step) -> Tensor:
+    def step(self, gradient: Tensor, by: codecs.Step) -> Tensor:
         """Turn a gradient into the weight after a step of SGD, in the gradient's memory.
 
         The weight holds no value afterwards, until the new one is stored.

@@ -37,4 +37,4 @@ from memeff_compile.kernels.linear_cross_entropy.op import (
     linear_cross_entropy_backward as linear_cross_entropy_backward,
 )
 from memeff_compile.kernels.linear_cross_entropy.op import supports as supports
-from memeff_compile.kernels.linear_cross_entropy.tiles import is_minimal as is_minimal
+from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal as is_minimal

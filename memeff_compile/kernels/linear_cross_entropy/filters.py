@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy.tiles import TILE
+from memeff_compile.kernels.linear_cross_entropy.shapes import TILE
 
 if TYPE_CHECKING:
     from memeff_compile.kernels.linear_cross_entropy.fused import Selection
     from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs
-    from memeff_compile.kernels.linear_cross_entropy.tiles import Shapes
+    from memeff_compile.kernels.linear_cross_entropy.shapes import Shapes
 
 Size: TypeAlias = int | torch.SymInt
 

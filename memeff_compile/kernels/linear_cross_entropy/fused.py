@@ -32,7 +32,7 @@ from memeff_compile.kernels.linear_cross_entropy.pieces import (
     Rows,
     spans,
 )
-from memeff_compile.kernels.linear_cross_entropy.tiles import (
+from memeff_compile.kernels.linear_cross_entropy.shapes import (
     FILTER_FORWARD_BYTES,
     FORWARD_BYTES,
     Room,

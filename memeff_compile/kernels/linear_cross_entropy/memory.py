@@ -20,10 +20,7 @@ from memeff_compile.kernels.linear_cross_entropy.pieces import (
     REFERENCE_AUTO_COLUMNS,
     reference_bytes_per_logit,
 )
-from memeff_compile.kernels.linear_cross_entropy.tiles import (
-    FUSED_AUTO_BYTES,
-    FUSED_MIN_WIDTH,
-)
+from memeff_compile.kernels.linear_cross_entropy.shapes import FUSED_AUTO_BYTES, FUSED_MIN_WIDTH
 from memeff_compile.kernels.linear_cross_entropy.tuned import bytes_per_row
 
 Size: TypeAlias = sympy.Expr | int

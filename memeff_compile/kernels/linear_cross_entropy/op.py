@@ -29,7 +29,7 @@ from memeff_compile.kernels.linear_cross_entropy import (
     tuned,
 )
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
-from memeff_compile.kernels.linear_cross_entropy.tiles import is_minimal
+from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)

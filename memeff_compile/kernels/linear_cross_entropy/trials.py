@@ -26,7 +26,7 @@ from memeff_compile.kernels.linear_cross_entropy.op import (
     linear_cross_entropy_backward,
 )
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients
-from memeff_compile.kernels.linear_cross_entropy.tiles import TILE
+from memeff_compile.kernels.linear_cross_entropy.shapes import TILE
 from memeff_compile.kernels.linear_cross_entropy.tuned import (
     BYTES_PER_ROW,
     ENGINE,

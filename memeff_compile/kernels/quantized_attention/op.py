@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels._triton.device import (
     capability,
     kernels_serve,
     where_it_runs,
     without_autocast,
 )
-from memeff_compile.kernels.attention.conditions import Conditions
 from memeff_compile.kernels.attention.op import supports as supports_attention
 from memeff_compile.kernels.attention.reference import attend as exact_attend
 from memeff_compile.kernels.quantized_attention import reference

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.attention.conditions import Conditions
+from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.quantized_attention.settings import (
     BLOCK,
     QUERY_ROWS,

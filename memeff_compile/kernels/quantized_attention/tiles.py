@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels._triton.device import capability, on_device, processors
-from memeff_compile.kernels.attention.conditions import Conditions
 from memeff_compile.kernels.attention.shapes import BOUNDS_CHUNK, BOUNDS_WARPS
 from memeff_compile.kernels.quantized_attention import reference
 from memeff_compile.kernels.quantized_attention.settings import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.attention.conditions import Conditions
+from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.quantized_attention import reference
 from memeff_compile.kernels.quantized_attention.op import quantized_attention, supports
 from memeff_compile.kernels.quantized_attention.settings import settings_for

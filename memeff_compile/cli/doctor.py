@@ -1,0 +1,240 @@
+"""What this machine can run: versions, devices, compilers, engines, and what to do about gaps.
+
+`python -m memeff_compile doctor` prints the findings and exits with 0 when the backend is usable.
+The last finding is a measurement, not a guess: a toy model is compiled, trained and compared.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+import memeff_compile
+
+__all__ = ["Finding", "diagnose", "findings_text", "inductor_problem", "is_usable"]
+
+MIN_PYTHON, MIN_TORCH, MIN_TRITON = (3, 10), (2, 11), (3, 6)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the diagnosis.
+
+    Args:
+        section: Heading under which it is printed.
+        label: What was looked at.
+        text: What was seen.
+        remedy: What to do, or "" where nothing needs doing.
+        blocks: Whether the backend is unusable because of it.
+    """
+
+    section: str
+    label: str
+    text: str
+    remedy: str = ""
+    blocks: bool = False
+
+
+def is_usable(findings: list[Finding]) -> bool:
+    """Say whether the backend works on this machine."""
+    return not any(finding.blocks for finding in findings)
+
+
+def findings_text(findings: list[Finding]) -> str:
+    """Return the findings by section, then what needs doing."""
+    width = max(len(finding.label) for finding in findings)
+    lines = [f"memeff_compile {memeff_compile.__version__}"]
+    section = ""
+    for finding in findings:
+        if finding.section != section:
+            section = finding.section
+            lines += ["", section]
+        lines.append(f"  {finding.label:<{width}}  {finding.text}")
+    lines += ["", "what to do"]
+    remedies = [f"  {finding.label}: {finding.remedy}" for finding in findings if finding.remedy]
+    lines += remedies or ["  nothing: everything was found and works"]
+    if not is_usable(findings):
+        lines += ["", "The backend is not usable here until that is done."]
+    return "\n".join(lines)
+
+
+def diagnose() -> list[Finding]:
+    """Look at this machine and run the toy model."""
+    findings = _versions()
+    if is_usable(findings):
+        findings += [*_devices(), *_backend()]
+    if is_usable(findings):
+        findings += [*_engines(), _toy_model()]
+    return findings
+
+
+def inductor_problem(device: str) -> str:
+    """Return why Inductor cannot compile for a device here, or "" when it can.
+
+    On the CPU it needs a C++ compiler, on a GPU triton and a C compiler. The only reliable
+    answer is to let it compile something.
+    """
+    import torch
+
+    from memeff_compile.cli.toy import add_one
+
+    try:
+        torch.compile(add_one, backend="inductor")(torch.ones(8, device=device))
+    except Exception as error:
+        # Inductor raises whatever its toolchain raises, so the class says nothing here.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    return ""
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _versions() -> list[Finding]:
+    python = platform.python_version()
+    old = sys.version_info[:2] < MIN_PYTHON
+    needs = f"install Python {'.'.join(map(str, MIN_PYTHON))} or newer"
+    findings = [Finding("versions", "python", python, needs if old else "", blocks=old)]
+    findings.append(_required("torch", MIN_TORCH))
+    if sys.platform == "linux":
+        findings.append(_required("triton", MIN_TRITON))
+    for package, use in (("transformers", "Hugging Face models"), ("numpy", "torch itself")):
+        found = _installed(package) or f"not installed (optional, for {use})"
+        findings.append(Finding("versions", package, found))
+    return findings
+
+
+def _required(package: str, minimum: tuple[int, int]) -> Finding:
+    found = _installed(package)
+    bound = f"{minimum[0]}.{minimum[1]}"
+    if not found:
+        remedy = f'pip install "{package}>={bound}"'
+        return Finding("versions", package, "not installed", remedy, blocks=package == "torch")
+    if _release(found) < minimum:
+        remedy = f'pip install --upgrade "{package}>={bound}"'
+        return Finding("versions", package, f"{found}, too old", remedy, blocks=package == "torch")
+    return Finding("versions", package, found)
+
+
+def _devices() -> list[Finding]:
+    import torch
+
+    findings = [_inductor("CPU", "cpu")]
+    if not torch.cuda.is_available():
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+        text = f"none (this torch is built with {built}); everything runs on the CPU"
+        return [*findings, Finding("devices", "GPU", text)]
+    from memeff_compile.kernels.linear_cross_entropy import speed_note
+
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        memory = facts.total_memory / (1 << 30)
+        note = speed_note(torch.device("cuda", index))
+        text = f"{facts.name}, sm_{facts.major}{facts.minor}, {memory:.0f} GiB; {note}"
+        findings.append(Finding("devices", f"GPU {index}", text))
+    return [*findings, _inductor("GPU", "cuda")]
+
+
+def _inductor(label: str, device: str) -> Finding:
+    problem = inductor_problem(device)
+    if not problem:
+        text = "compiles with it"
+        return Finding("devices", f"Inductor on the {label}", text)
+    needs = "a C++ compiler" if device == "cpu" else "triton and a C compiler"
+    return Finding(
+        "devices",
+        f"Inductor on the {label}",
+        f"does not work: {problem}",
+        f"install {needs}, or compile with options={{'memeff.inner': 'aot_eager'}}",
+    )
+
+
+def _backend() -> list[Finding]:
+    group = entry_points(group="torch_dynamo_backends")
+    findings = [
+        Finding(
+            "backend",
+            "logging",
+            'TORCH_LOGS="+memeff_compile" prints every decision, memeff_compile.last_report() '
+            "returns them",
+        )
+    ]
+    if any(entry.name == "memeff" for entry in group):
+        return [Finding("backend", 'backend="memeff"', "found by name"), *findings]
+    missing = Finding(
+        "backend",
+        'backend="memeff"',
+        "not found by name, because the package is imported but not installed",
+        "pip install -e . in the repository",
+        blocks=True,
+    )
+    return [missing, *findings]
+
+
+def _engines() -> list[Finding]:
+    import torch
+
+    from memeff_compile.kernels import embedding, linear_cross_entropy
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return [
+        finding
+        for name, folder in (
+            ("linear_cross_entropy", linear_cross_entropy),
+            ("embedding", embedding),
+        )
+        for finding in _engines_of(
+            f"memeff::{name}", folder.ENGINES, folder.engine_for(device, torch.bfloat16)
+        )
+    ]
+
+
+def _engines_of(op: str, engines: Mapping[str, str], first: str) -> list[Finding]:
+    where = "not on this machine" if first == "reference" else "on tensors that engine cannot take"
+    return [
+        Finding("what runs where", op, f"{first} engine: {engines[first]}"),
+        *(
+            Finding("what runs where", "", f"{name}, {where}: {text}")
+            for name, text in engines.items()
+            if name != first
+        ),
+    ]
+
+
+def _toy_model() -> Finding:
+    import torch
+
+    from memeff_compile.cli.toy import ToyModel
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    inner = "aot_eager" if inductor_problem(device) else "inductor"
+    label = f"toy model on {device}, {inner}"
+    torch.manual_seed(0)
+    model = ToyModel().to(device)
+    ids = torch.arange(32, device=device)
+    expected = model(ids)
+    try:
+        compiled = memeff_compile.compile(model, inner=inner)
+        loss = compiled(ids)
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
+    except Exception as error:
+        # Whatever went wrong is the finding.
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        remedy = "run it with TORCH_LOGS='+memeff_compile' and report what it prints"
+        return Finding("self-test", label, f"failed: {reason[0]}", remedy, blocks=True)
+    count = memeff_compile.last_report().rewrites("fuse_linear_cross_entropy")
+    text = f"trains; {count} rewrite, same loss as eager ({loss.item():.6f})"
+    return Finding("self-test", label, text)

@@ -1,0 +1,291 @@
+"""Measures decisions on this machine's GPU: right first, then timed in turns, then chosen.
+
+Every setting of a decision runs under `decisions.using`, through the op as a model would call it.
+One whose numbers are wrong, or that fails, is out. The rest take turns on every workload; a setting
+is as good as the geometric mean, over workloads, of its median time against the default's. The
+default stays unless another is at least 2 % better.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any, Protocol
+
+from ..decisions import (
+    DECISIONS,
+    Entry,
+    Found,
+    Machine,
+    Question,
+    Table,
+    Timing,
+    Value,
+    Workload,
+    using,
+)
+from ..errors import TuneError
+
+WORTH = 0.98
+MIN_ROUNDS, MAX_ROUNDS = 5, 15
+
+
+class Clock(Protocol):
+    """Times what runs on the device."""
+
+    def milliseconds(self, run: Callable[[], object]) -> float:
+        """Run once and return what it took."""
+
+    def now(self) -> float:
+        """Return the host's time in seconds."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What `measure` needs: where it runs, what to ask, a clock, and seconds per decision."""
+
+    machine: Machine
+    questions: Callable[[Mapping[str, Value]], Iterator[Question]]
+    clock: Clock
+    seconds: float = 4.0
+
+
+def measure(bench: Bench, today: str, say: Callable[[str], object] = lambda line: None) -> Entry:
+    """Decide everything that can be decided on a machine.
+
+    Args:
+        bench: The machine and its questions.
+        today: Date of the entry, as 2026-11-21.
+        say: Is told each decision as it is made.
+
+    Raises:
+        TuneError: no setting of a decision computes right numbers.
+    """
+    found: dict[str, Found] = {}
+    chosen: dict[str, Value] = {}
+    for question in bench.questions(chosen):
+        found[question.name] = _answer(question, chosen, bench.clock, bench.seconds)
+        chosen[question.name] = found[question.name].value
+        say("\n".join(_decision_lines(question.name, found[question.name])))
+    return Entry(bench.machine, today, found)
+
+
+def _answer(question: Question, chosen: Mapping[str, Value], clock: Clock, seconds: float) -> Found:
+    refused: dict[Value, str] = {}
+    left = _without_faults(question, question.options, chosen, refused, question.fault)
+    workloads = question.workloads() if len(left) > 1 else ()
+
+    def warm_up() -> str:
+        for work in workloads:
+            clock.milliseconds(work.run)
+        return ""
+
+    left = _without_faults(question, left, chosen, refused, warm_up)
+    reasons = {str(option): fault for option, fault in refused.items()}
+    if not left:
+        faults = "; ".join(f"{option}: {fault}" for option, fault in reasons.items())
+        raise TuneError(
+            f"{question.name}: no setting works on this GPU ({faults}). Please report this; until "
+            "then compile with options={'memeff.linear_cross_entropy': 'off'}."
+        )
+    if len(left) == 1:
+        return Found(left[0], question.default, "no other setting works", (), reasons)
+    samples = _take_turns(question.name, left, workloads, chosen, clock, seconds)
+    value, reason = _choose(question.default, samples)
+    timings = tuple(
+        _timing(option, name, times)
+        for option, by_name in samples.items()
+        for name, times in by_name.items()
+    )
+    return Found(value, question.default, reason, timings, reasons)
+
+
+def _without_faults(
+    question: Question,
+    options: Sequence[Value],
+    chosen: Mapping[str, Value],
+    refused: dict[Value, str],
+    trial: Callable[[], str],
+) -> list[Value]:
+    """Return the options that a trial finds nothing wrong with; note the others in `refused`."""
+    left = []
+    for option in options:
+        with using({**chosen, question.name: option}):
+            try:
+                fault = trial()
+            except Exception as error:
+                # Whatever a compiler or a driver raises, this setting is not for this GPU.
+                fault = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        if fault:
+            refused[option] = fault
+        else:
+            left.append(option)
+    return left
+
+
+def _take_turns(
+    name: str,
+    options: Sequence[Value],
+    workloads: Sequence[Workload],
+    chosen: Mapping[str, Value],
+    clock: Clock,
+    seconds: float,
+) -> dict[Value, dict[str, list[float]]]:
+    """Time every option on every workload in turn, for about `seconds`."""
+    samples: dict[Value, dict[str, list[float]]] = {option: {} for option in options}
+    started = clock.now()
+    for turn in range(MAX_ROUNDS):
+        if turn >= MIN_ROUNDS and clock.now() - started > seconds:
+            break
+        for work in workloads:
+            for option in options:
+                with using({**chosen, name: option}):
+                    took = clock.milliseconds(work.run)
+                samples[option].setdefault(work.name, []).append(took)
+    return samples
+
+
+def _choose(
+    default: Value, samples: Mapping[Value, Mapping[str, list[float]]]
+) -> tuple[Value, str]:
+    """Return the setting to use, and why."""
+    base = default if default in samples else next(iter(samples))
+    ratios = {
+        option: math.exp(
+            sum(
+                math.log(_quantile(times, 0.5) / _quantile(samples[base][name], 0.5))
+                for name, times in by_name.items()
+            )
+            / len(by_name)
+        )
+        for option, by_name in samples.items()
+    }
+    best = min(ratios, key=lambda option: ratios[option])
+    if base == default and ratios[best] > WORTH:
+        return default, "no other setting is 2 % faster"
+    if best == base:
+        return best, "the fastest of those that work"
+    return best, f"{1 - ratios[best]:.1%} less time than {base}"
+
+
+def _quantile(times: Sequence[float], share: float) -> float:
+    ordered = sorted(times)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _timing(option: Value, name: str, times: Sequence[float]) -> Timing:
+    return Timing(option, name, *(round(_quantile(times, share), 4) for share in (0.5, 0.2, 0.8)))
+
+
+# --- as text ----------------------------------------------------------------------------------
+
+
+def table_text(table: Table) -> str:
+    """Return a table for a reader."""
+    lines: list[str] = []
+    for entry in table.entries:
+        machine = entry.machine
+        lines += [
+            f"{machine.gpu} (compute capability {machine.capability}), {entry.date}",
+            f"torch {machine.torch}, triton {machine.triton}, memeff_compile {machine.kernels}",
+        ]
+        for name, found in entry.found.items():
+            lines += _decision_lines(name, found)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _decision_lines(name: str, found: Found) -> list[str]:
+    decision = DECISIONS.get(name)
+    lines = [
+        "",
+        f"  {name} = {found.value}  ({found.reason}; default {found.default})",
+        f"    {decision.meaning if decision else 'not known to this version'}",
+    ]
+    width = max((len(timing.workload) for timing in found.timings), default=0)
+    lines += [
+        f"    {timing.workload:<{width}}  {timing.value!s:>8}  {timing.median:8.3f} ms"
+        f"  ({timing.p20:.3f} .. {timing.p80:.3f})"
+        for timing in sorted(found.timings, key=lambda timing: timing.workload)
+    ]
+    return lines + [f"    left out: {value}: {why}" for value, why in found.refused.items()]
+
+
+# --- the GPU of this machine -----------------------------------------------------------------
+
+
+class GpuClock:
+    """Device events, with the cache emptied before each run."""
+
+    def __init__(self, device: Any) -> None:  # noqa: ANN401
+        import torch
+
+        self._filler = torch.empty(1 << 26, dtype=torch.int32, device=device)
+
+    def milliseconds(self, run: Callable[[], object]) -> float:
+        """Run once and return what the device took."""
+        import torch
+
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._filler.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    def now(self) -> float:
+        """Return the host's time in seconds."""
+        return time.perf_counter()
+
+
+def find_gpu(*, quick: bool) -> Bench:
+    """Return the bench of this process's current GPU.
+
+    Raises:
+        TuneError: there is none, or none that runs our kernels.
+    """
+    import torch
+
+    needed = "tune measures a CUDA GPU of compute capability 8.0 or later, with triton installed"
+    if not torch.cuda.is_available():
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+        raise TuneError(
+            f"No GPU was found (torch {torch.__version__} is built with {built}); {needed}. "
+            "Nothing on a CPU is decided by measurement: there is nothing to do here."
+        )
+    from ..kernels._triton.device import can_run_kernels, machine
+    from ..kernels.linear_cross_entropy.trials import questions
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not can_run_kernels(device.index):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise TuneError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and "
+            f"triton {_triton_version()}; {needed}. CUDA_VISIBLE_DEVICES chooses another GPU."
+        )
+
+    def asked(chosen: Mapping[str, Value]) -> Iterator[Question]:
+        return questions(device, chosen, quick=quick)
+
+    return Bench(machine(device.index), asked, GpuClock(device), seconds=1.0 if quick else 4.0)
+
+
+def _triton_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"{version('triton')} is installed"
+    except PackageNotFoundError:
+        return "is not installed"
+
+
+def today() -> str:
+    """Return the date, as an entry has it."""
+    return date.today().isoformat()

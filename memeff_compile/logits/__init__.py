@@ -1,0 +1,1 @@
+"""Deferred logits: tensors that are computed when they are first read."""

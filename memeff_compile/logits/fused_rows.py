@@ -1,0 +1,457 @@
+"""What a loss outside the graph takes of deferred logits, by the fused op: numbers per row.
+
+`Head` is some rows of logits in factored form: hidden states and what makes logits of them. The op
+gives their log-sum-exp, target logit and sum without building them. `FusedRows` is the gradient of
+such rows, factored as well: it stays a few numbers per row until the backward of the deferred
+logits asks the op for the gradients of hidden states and head.
+
+This is the only module outside the passes that calls the op. It calls it exactly: the lossy modes
+of memeff.linear_cross_entropy are for the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from memeff_compile.errors import StaleLogitsError
+from memeff_compile.kernels import linear_cross_entropy as op_folder
+from memeff_compile.logits.recipe import LogitsRecipe, LossSettings, Unfoldable, fold_steps
+from memeff_compile.report import LogitsUse
+
+__all__ = ["Folded", "FusedRows", "Head", "fold_recipe"]
+
+
+_BACKWARD_TENSORS = [
+    argument.name
+    for argument in op_folder.linear_cross_entropy_backward._schema.arguments
+    if not argument.kwarg_only
+]
+
+
+class Folded(NamedTuple):
+    """A recipe as the op takes it: ``z = softcap * tanh(scale * (s + bias) / softcap)``.
+
+    Args:
+        scale, softcap: as above, softcap 0 for none.
+        divisors: what to divide each vector of the recipe by, to add it inside the scale.
+        factor: None for logits; for log-probabilities what they are multiplied by (-1 for the
+            negative ones).
+        logits: the recipe up to the log-softmax.
+    """
+
+    scale: float
+    softcap: float
+    divisors: tuple[float, ...]
+    factor: float | None
+    logits: LogitsRecipe
+
+
+@lru_cache(maxsize=256)
+def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
+    """Return a recipe as the op takes it, or a sentence that says why it cannot."""
+    names = [name for name, _ in recipe.steps]
+    end = names.index("log_softmax") if "log_softmax" in names else len(names)
+    factor = _product(recipe.steps[end + 1 :])
+    if factor is None:
+        return "they are changed after log_softmax"
+    steps: list[tuple[str, object]] = []
+    vectors = 0
+    for name, value in recipe.steps[:end]:
+        if value == torch.float64 and recipe.compute_dtype != torch.float64:
+            return "they are cast to float64"
+        steps.append((name, vectors if name == "bias" else value))
+        vectors += name == "bias"
+    folded = fold_steps(steps)
+    if isinstance(folded, Unfoldable):
+        return folded.sentence
+    return Folded(
+        folded.scale,
+        folded.softcap,
+        tuple(divisor for _, divisor in folded.biases),
+        factor if end < len(names) else None,
+        replace(recipe, steps=recipe.steps[:end]),
+    )
+
+
+def _product(steps: Sequence[tuple[str, object]]) -> float | None:
+    """The number that casts, multiplications and divisions amount to; None for other steps."""
+    factor = 1.0
+    for name, value in steps:
+        if name == "mul":
+            factor *= cast("float", value)
+        elif name == "div":
+            factor /= cast("float", value)
+        elif name != "to":
+            return None
+    return factor
+
+
+@dataclass(frozen=True)
+class Head:
+    """Some rows of logits, as what they come from; all tensors without autograd.
+
+    Args:
+        hidden: (..., hidden), one per row.
+        weight, bias, vectors: as a `LogitsRecipe` takes them.
+        recipe: from the hidden states to the values of the tensor in question, log-probabilities
+            included.
+        settings: what the options say.
+        use: where to count.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    vectors: tuple[Tensor, ...]
+    recipe: LogitsRecipe
+    settings: LossSettings
+    use: LogitsUse | None = None
+
+    @property
+    def folded(self) -> Folded:
+        """The recipe as the op takes it."""
+        folded = fold_recipe(self.recipe)
+        assert isinstance(folded, Folded), folded
+        return folded
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of columns."""
+        return self.recipe.vocab(self.weight)
+
+    def refusal(self, target: Tensor, column_weight: Tensor | None) -> str | None:
+        """Say why the op cannot serve these rows, or return None."""
+        return op_folder.supports(
+            self.hidden,
+            self.weight.t() if self.recipe.transposed else self.weight,
+            self.bias,
+            target,
+            column_weight,
+            dtype=self.recipe.compute_dtype,
+            softcap=self.folded.softcap,
+            workspace=self.settings.workspace,
+        )
+
+    def statistics(
+        self,
+        target: Tensor,
+        column_weight: Tensor | None,
+        *,
+        ignore_index: int | None,
+        with_lse: bool,
+        with_logit_sum: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return nll, lse and the weighted sum of the logits of every row."""
+        nll, lse, logit_sum, *_ = op_folder.linear_cross_entropy(
+            *self._operands(),
+            target,
+            column_weight,
+            **self._knobs(ignore_index, with_lse=with_lse, with_logit_sum=with_logit_sum),
+        )
+        return nll, lse, logit_sum
+
+    def derivative(
+        self,
+        grad_nll: Tensor,
+        grad_lse: Tensor,
+        grad_logit_sum: Tensor | None,
+        target: Tensor,
+        column_weight: Tensor | None,
+        lse: Tensor,
+        *,
+        ignore_index: int | None,
+        with_lse: bool,
+        needed: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of hidden states, weight and the sum of all biases."""
+        hidden, weight, bias = self._operands()
+        nothing = grad_nll.new_empty(0)
+        given = {
+            "grad_nll": grad_nll,
+            "grad_lse": grad_lse,
+            "grad_logit_sum": nothing if grad_logit_sum is None else grad_logit_sum,
+            "hidden": hidden,
+            "weight": weight,
+            "bias": bias,
+            "target": target,
+            "column_weight": column_weight,
+            "lse": lse,
+        }
+        # What the op can do besides was not asked of its forward, and is empty here.
+        gradients = op_folder.linear_cross_entropy_backward(
+            *(given.get(name, nothing) for name in _BACKWARD_TENSORS),
+            **self._knobs(
+                ignore_index, with_lse=with_lse, with_logit_sum=grad_logit_sum is not None
+            ),
+            output_mask=list(needed),
+        )
+        found = [g if is_needed else None for g, is_needed in zip(gradients, needed, strict=True)]
+        grad_weight = found[1]
+        if grad_weight is not None and self.recipe.transposed:
+            found[1] = grad_weight.t()
+        return found[0], found[1], found[2]
+
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        dtype = self.recipe.compute_dtype
+        weight = self.weight.to(dtype)
+        total = None if self.bias is None else self.bias.to(dtype)
+        for vector, divisor in zip(self.vectors, self.folded.divisors, strict=True):
+            flat = vector.to(dtype).reshape(-1)
+            flat = flat if divisor == 1 else flat / divisor
+            total = flat if total is None else total + flat
+        return self.hidden.to(dtype), weight.t() if self.recipe.transposed else weight, total
+
+    def _knobs(
+        self, ignore_index: int | None, *, with_lse: bool, with_logit_sum: bool
+    ) -> dict[str, Any]:
+        folded = self.folded
+        return {
+            "ignore_index": ignore_index,
+            "scale": folded.scale,
+            "softcap": folded.softcap,
+            "with_lse": with_lse,
+            "with_logit_sum": with_logit_sum,
+            "gradient_filter": "exact",
+            "workspace": self.settings.workspace,
+        }
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """The gradient of some rows of logits z, or of log-probabilities, in factored form.
+
+    With p = softmax(z), per row and column j::
+
+        logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j)
+        log-probabilities:  outer * (                  - nll * [j = target] + total * w_j)
+
+    Args:
+        head: the rows.
+        nll, lse, total: one number per row, or None for zeros.
+        target: one column per row, or None where nll is.
+        ignore_index: rows with this target have neither nll nor total.
+        column_weight: (vocabulary,), the w above; None for ones.
+        row_lse: log-sum-exp of the rows.
+        lse_of_ignored: `row_lse` holds in ignored rows too.
+        outer: what the gradient has been multiplied by on its way.
+        is_log: the rows are log-probabilities.
+    """
+
+    head: Head
+    nll: Tensor | None
+    lse: Tensor | None
+    total: Tensor | None
+    target: Tensor | None
+    ignore_index: int | None
+    column_weight: Tensor | None
+    row_lse: Tensor
+    lse_of_ignored: bool = True
+    outer: float = 1.0
+    is_log: bool = False
+    versions: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", self.versions or self._versions())
+
+    def _versions(self) -> tuple[int, ...]:
+        head = self.head
+        tensors = (head.weight, head.bias, *head.vectors)
+        return tuple(t._version for t in tensors if t is not None and not t.is_inference())
+
+    def scaled(self, factor: float) -> FusedRows:
+        """Return this gradient times a number."""
+        return replace(self, outer=self.outer * factor)
+
+    def reshaped(self, rows: Sequence[int]) -> FusedRows:
+        """Return this gradient with its rows in another shape."""
+        hidden = self.head.hidden
+        head = replace(self.head, hidden=hidden.reshape(*rows, hidden.shape[-1]))
+        return self._map(lambda x: x.reshape(tuple(rows)), head)
+
+    def _map(self, function: Callable[[Tensor], Tensor], head: Head) -> FusedRows:
+        names = ("nll", "lse", "total", "target", "row_lse")
+        tensors = {name: getattr(self, name) for name in names}
+        mapped: dict[str, Any] = {n: function(x) for n, x in tensors.items() if x is not None}
+        return replace(self, head=head, **mapped)
+
+    @staticmethod
+    def joined(
+        parts: Sequence[FusedRows], join: Callable[[Sequence[Tensor]], Tensor]
+    ) -> FusedRows | None:
+        """Return the gradient of all rows of `parts`, or None if they are of different kinds.
+
+        Args:
+            parts: the gradients.
+            join: concatenates or stacks tensors along one of the rows' dimensions.
+        """
+        first = parts[0]
+        if not all(first._is_like(part) and part.outer == first.outer for part in parts):
+            return None
+        if any(part.ignore_index != first.ignore_index for part in parts):
+            return None
+        tensors: dict[str, Any] = {}
+        for name in ("nll", "lse", "total", "target", "row_lse"):
+            values = [getattr(part, name) for part in parts]
+            present = [value for value in values if value is not None]
+            if len(present) not in (0, len(parts)):
+                return None
+            tensors[name] = join(present) if present else None
+        head = replace(first.head, hidden=join([part.head.hidden for part in parts]))
+        of_ignored = all(part.lse_of_ignored for part in parts)
+        return replace(first, head=head, lse_of_ignored=of_ignored, **tensors)
+
+    def _is_like(self, other: FusedRows) -> bool:
+        mine, theirs = self.head, other.head
+        return (
+            self.is_log == other.is_log
+            and self.column_weight is other.column_weight
+            and mine.recipe.compute_dtype == theirs.recipe.compute_dtype
+            and mine.folded[:3] == theirs.folded[:3]
+            and mine.weight.data_ptr() == theirs.weight.data_ptr()
+            and self.versions == other.versions
+        )
+
+    def merged(self, other: FusedRows) -> FusedRows | None:
+        """Return the sum of two gradients of the same rows, or None if they need two calls."""
+        if not self._is_like(other):
+            return None
+        if self.target is not None and other.target is not None:
+            if self.target is not other.target or self.ignore_index != other.ignore_index:
+                return None
+        elif self.target is None:
+            if other.target is None:
+                return self._plus(other, self)
+            return other.merged(self)
+        elif self.ignore_index is not None and other.total is not None:
+            return None  # the op would leave the other's sum out of ignored rows
+        return self._plus(other, other if other.lse_of_ignored else self)
+
+    def _plus(self, other: FusedRows, lse_from: FusedRows) -> FusedRows:
+        def total(name: str) -> Any:  # noqa: ANN401
+            parts = [
+                part if piece.outer == 1 else part * piece.outer
+                for piece in (self, other)
+                for part in [getattr(piece, name)]
+                if part is not None
+            ]
+            return sum(parts[1:], parts[0]) if parts else None
+
+        return replace(
+            self,
+            nll=total("nll"),
+            lse=total("lse"),
+            total=total("total"),
+            row_lse=lse_from.row_lse,
+            lse_of_ignored=lse_from.lse_of_ignored,
+            outer=1.0,
+        )
+
+    def before_log_softmax(self) -> FusedRows:
+        """Return the gradient of the logits whose log-probabilities these rows are."""
+        lse = None
+        if self.total is not None:
+            weight = self.column_weight
+            columns = self.head.vocabulary if weight is None else weight.sum().to(self.total.dtype)
+            lse = -self.total * columns
+        head = replace(self.head, recipe=self.head.folded.logits)
+        return replace(self, head=head, lse=lse, is_log=False)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the gradient as eager PyTorch makes it, (..., vocabulary)."""
+        if self.versions != self._versions():
+            raise StaleLogitsError(
+                "The gradient of deferred logits was kept in factored form, and the head "
+                "changed in place since the backward pass: its values are gone. Read "
+                'it before optimizer.step(), or compile with options={"memeff.logits": "eager"}.'
+            )
+        wide, target, lse = self.row_lse.dtype, self.target, self.row_lse
+        nll, total = self.nll, self.total
+        if self.ignore_index is not None and target is not None:
+            is_ignored = target == self.ignore_index
+            target = target.masked_fill(is_ignored, 0)
+            nll = None if nll is None else nll.masked_fill(is_ignored, 0)
+            total = None if total is None else total.masked_fill(is_ignored, 0)
+            if not self.lse_of_ignored:
+                lse = lse.masked_fill(is_ignored, torch.inf)
+        on_probability = [x for x in (nll, self.lse) if x is not None and not self.is_log]
+        if on_probability:
+            if self.head.use is not None:
+                self.head.use.count_computed("gradient of the logits")
+            grad = self._logits().to(wide).sub_(lse.unsqueeze(-1)).exp_()
+            grad.mul_(sum(on_probability[1:], on_probability[0]).unsqueeze(-1))
+        else:
+            shape = (*lse.shape, self.head.vocabulary)
+            grad = torch.zeros(shape, dtype=wide, device=lse.device)
+        if nll is not None and target is not None:
+            grad.scatter_add_(-1, target.long().unsqueeze(-1), -nll.unsqueeze(-1))
+        if total is not None:
+            weight = self.column_weight
+            by_row = total.unsqueeze(-1)
+            grad += by_row if weight is None else by_row * weight.to(wide)
+        return grad.mul_(self.outer).to(dtype)
+
+    def _logits(self) -> Tensor:
+        head = self.head
+        recipe = head.folded.logits
+        logits = recipe.logits(head.hidden, head.weight, head.bias, head.vectors)
+        return logits.clone() if logits.dtype == self.row_lse.dtype else logits
+
+    def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden, weight, bias and vectors of the deferred logits.
+
+        Args:
+            base: the recipe of the deferred logits: a part, from the front, of this head's.
+            needed: one claim per gradient.
+        """
+        assert not self.is_log, "log_softmax has a backward of its own"
+        head = self.head
+        between = _product(head.recipe.steps[len(base.steps) :])
+        assert between, "steps outside the graph are casts and scales"
+        scale = self.outer / between
+        zeros = torch.zeros_like(self.row_lse)
+        nll, lse, total = (
+            None if x is None else x if scale == 1 else x * scale
+            for x in (self.nll, self.lse, self.total)
+        )
+        target = self.target
+        if target is None:
+            target = torch.zeros(zeros.shape, dtype=torch.int64, device=zeros.device)
+        bias_needed = any(needed[2:])
+        found = head.derivative(
+            zeros if nll is None else nll,
+            zeros if lse is None else lse,
+            total,
+            target,
+            self.column_weight,
+            self.row_lse,
+            ignore_index=self.ignore_index,
+            with_lse=self.lse_of_ignored,
+            needed=(needed[0], needed[1], bias_needed),
+        )
+        parts: list[Tensor | None] = [
+            None if part is None else part.to(like.dtype)
+            for part, like in zip(found[:2], (head.hidden, head.weight), strict=True)
+        ]
+        grad_bias, bias = found[2], head.bias
+        is_wanted = needed[2] and grad_bias is not None and bias is not None
+        parts.append(grad_bias.to(bias.dtype) if is_wanted else None)  # type: ignore[union-attr]
+        for place, (vector, divisor) in enumerate(
+            zip(head.vectors, head.folded.divisors, strict=True), 3
+        ):
+            part = None
+            if needed[place] and grad_bias is not None:
+                part = (grad_bias / divisor).sum_to_size(_columns(vector)).reshape(vector.shape)
+                part = part.to(vector.dtype)
+            parts.append(part)
+        return tuple(parts)
+
+
+def _columns(vector: Tensor) -> tuple[int]:
+    return (prod(vector.shape),)

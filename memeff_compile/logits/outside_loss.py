@@ -1,0 +1,602 @@
+# ruff: noqa: ANN401  (the functions of PyTorch take and return anything)
+"""Losses of deferred logits that are computed outside the compiled graph, by the fused op.
+
+    loss = F.cross_entropy(out.logits.view(-1, V).float(), labels.view(-1))
+
+`SERVED` names the functions of PyTorch that are looked at before autograd sees them. Each handler
+returns the function's result, computed by `memeff::linear_cross_entropy` from hidden states and
+head, or says that it declines; then the function itself runs, on computed values.
+
+`_Rows` is the autograd function in the middle: logits in, numbers per row out. Its backward sends
+the gradient of the logits in factored form (`FusedRows`) through whatever views, casts and scales
+lie before, so hooks, `retain_grad` and `torch.autograd.grad` see the graph of eager PyTorch, and
+whoever looks at that gradient gets the dense one. Log-probabilities (`_LogSoftmax`) are deferred
+tensors in their own right: gathered, summed or handed to `nll_loss` they are never built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from memeff_compile import compat
+from memeff_compile.errors import DoubleBackwardError
+from memeff_compile.logits.fused_rows import Folded, FusedRows, Head, fold_recipe
+from memeff_compile.logits.lazy_tensor import untraced
+from memeff_compile.logits.recipe import LogitsRecipe
+from memeff_compile.logits.row_gradient import Piece, RowGradient
+from memeff_compile.logits.source import reading_for
+
+if TYPE_CHECKING:
+    from memeff_compile.logits.tensor import DeferredLogits
+
+__all__ = ["SERVED", "Declined", "Statistics"]
+
+
+class Statistics(NamedTuple):
+    """Numbers per row that are known of one place in the memory of deferred logits."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    lse: Tensor
+    logit_sum: Tensor | None
+
+    def of(self, view: DeferredLogits) -> tuple[Tensor, Tensor | None] | None:
+        """Return the numbers of `view`: the same rows, or one of them along dimension 0."""
+        size, stride, offset = view._size, view._stride, view._offset
+        if (size, stride, offset) == self[:3]:
+            return self.lse, self.logit_sum
+        if (size, stride) != (self.size[1:], self.stride[1:]) or len(size) < 2:
+            return None
+        index, rest = divmod(offset - self.offset, self.stride[0])
+        if rest or not 0 <= index < self.size[0]:
+            return None
+        return self.lse[index], None if self.logit_sum is None else self.logit_sum[index]
+
+
+class _Rows(torch.autograd.Function):
+    """From logits to numbers per row, or from log-probabilities.
+
+    Of logits z with target t: nll = lse - z_t, lse, and the weighted sum of z. Of
+    log-probabilities l: nll = -l_t and the weighted sum of l.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        view: DeferredLogits,
+        target: Tensor | None,
+        ignore_index: int | None,
+        column_weight: Tensor | None,
+        with_lse: bool,
+        with_sum: bool,
+        of_ignored: bool,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        head, memory = _head(view), view._shared
+        is_log = head.folded.factor is not None
+        known = (
+            None if target is not None or memory.statistics is None else memory.statistics.of(view)
+        )
+        if known is not None and (known[1] is not None or not with_sum):
+            nll, (lse, logit_sum) = None, known
+        else:
+            rows = target
+            if rows is None:
+                rows = torch.zeros(head.hidden.shape[:-1], dtype=torch.int64, device=view.device)
+            nll, lse, logit_sum = head.statistics(
+                rows,
+                column_weight,
+                ignore_index=ignore_index,
+                with_lse=of_ignored,
+                with_logit_sum=with_sum,
+            )
+            if ignore_index is None or of_ignored:
+                memory.statistics = Statistics(
+                    view._size,
+                    view._stride,
+                    view._offset,
+                    lse,
+                    logit_sum
+                    if with_sum and column_weight is None and ignore_index is None
+                    else None,
+                )
+        total = logit_sum if with_sum else None
+        if is_log and total is not None:
+            columns = head.vocabulary if column_weight is None else column_weight.sum()
+            total = total - lse * columns
+        if ctx.needs_input_grad[0]:
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(
+                head.hidden, head.weight, head.bias, *head.vectors, target, column_weight, lse
+            )
+            ctx.view, ctx.recipe, ctx.shape, ctx.dtype = view, head.recipe, view._size, view.dtype
+            ctx.settings, ctx.use = head.settings, head.use
+            ctx.ignore_index, ctx.of_ignored, ctx.is_log = ignore_index, of_ignored, is_log
+        return (
+            None if target is None else nll,
+            None if is_log or not with_lse else lse.clone(),
+            total,
+        )
+
+    @staticmethod
+    @untraced
+    def backward(
+        ctx: Any, nll: Tensor | None, lse: Tensor | None, total: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, *vectors, target, column_weight, row_lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return (_differentiable(ctx, target, column_weight, (nll, lse, total)), *(None,) * 6)
+        ctx.view = None
+        head = Head(hidden, weight, bias, tuple(vectors), ctx.recipe, ctx.settings, ctx.use)
+        rows = FusedRows(
+            head,
+            nll,
+            lse,
+            total,
+            target if nll is not None else None,
+            ctx.ignore_index if nll is not None else None,
+            column_weight,
+            row_lse,
+            lse_of_ignored=ctx.ignore_index is None or ctx.of_ignored,
+            outer=1 / (head.folded.factor or 1.0),
+            is_log=ctx.is_log,
+        )
+        like = hidden.new_empty(0, dtype=ctx.dtype)
+        return (RowGradient(ctx.shape, (Piece(rows, ()),), like), *(None,) * 6)
+
+
+def _differentiable(
+    ctx: Any, target: Tensor | None, column_weight: Tensor | None, grads: Sequence[Tensor | None]
+) -> Tensor:
+    """The gradient of the logits with a graph of its own, for second derivatives: a dense one."""
+    plain = _plain_for_second_derivative(ctx)
+    values = plain if plain.dtype == torch.float64 else plain.float()
+    folded = fold_recipe(ctx.recipe)
+    assert isinstance(folded, Folded)
+    if folded.factor is not None:
+        values = values / folded.factor
+    outputs: list[Tensor | None] = [None, None, None]
+    is_kept = None
+    if ctx.ignore_index is not None and target is not None:
+        is_kept = target != ctx.ignore_index
+        target = torch.where(is_kept, target, 0)
+    lse = torch.logsumexp(values, -1) if folded.factor is None else None
+    outputs[1] = lse
+    if target is not None:
+        picked = values.gather(-1, target.long().unsqueeze(-1)).squeeze(-1)
+        outputs[0] = -picked if lse is None else lse - picked
+    weighted = values if column_weight is None else values * column_weight
+    outputs[2] = weighted.sum(-1)
+    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
+    used = [
+        (
+            out
+            if is_kept is None or (out is lse and ctx.of_ignored)
+            else torch.where(is_kept, out, 0),
+            grad,
+        )
+        for out, grad in pairs
+        if out is not None
+    ]
+    if not used:
+        return torch.zeros_like(plain)
+    (result,) = torch.autograd.grad(
+        [out for out, _ in used], [plain], [grad for _, grad in used], create_graph=True
+    )
+    return result
+
+
+class _LogSoftmax(torch.autograd.Function):
+    """From deferred logits to deferred log-probabilities."""
+
+    @staticmethod
+    def forward(ctx: Any, view: DeferredLogits, recipe: LogitsRecipe) -> DeferredLogits:
+        memory = view._shared
+        origin = memory.snapshot(view, lambda values: values.to(recipe.dtype).log_softmax(-1))
+        result = type(memory)(memory.source, recipe, view._rows, view._size, origin)
+        if ctx.needs_input_grad[0]:
+            head = _head(view)
+            ctx.save_for_backward(head.hidden, head.weight, head.bias, *head.vectors)
+            ctx.view, ctx.memory, ctx.recipe, ctx.use = view, result, recipe, head.use
+            ctx.dtype = view.dtype
+        return result.whole(view._size)
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        hidden, weight, bias, *vectors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            plain = _plain_for_second_derivative(ctx)
+            values = plain.to(ctx.recipe.dtype).log_softmax(-1)
+            return torch.autograd.grad(values, plain, grad, create_graph=True)[0], None
+        memory, value = ctx.memory, None
+        if memory is not None and not memory.is_open and memory.alias_version is None:
+            value = memory.value  # which nobody has written to
+        ctx.view = ctx.memory = None
+        if isinstance(grad, RowGradient) and grad.is_fused:
+            pieces = tuple(
+                Piece(cast("FusedRows", piece.rows).before_log_softmax(), piece.steps)
+                for piece in grad.pieces
+            )
+            like = hidden.new_empty(0, dtype=ctx.dtype)
+            return RowGradient(grad.shape, pieces, like), None
+        grad = grad.dense() if isinstance(grad, RowGradient) else grad
+        if value is None:
+            if ctx.use is not None:
+                ctx.use.count_computed("the backward pass of log_softmax")
+            value = ctx.recipe.logits(hidden, weight, bias, vectors)
+        dense = torch.ops.aten._log_softmax_backward_data(grad, value, -1, value.dtype)
+        return dense.to(ctx.dtype), None
+
+
+_rows = cast("Callable[..., tuple[Tensor, Tensor, Tensor]]", _Rows.apply)
+_log_soft = cast("Callable[..., DeferredLogits]", _LogSoftmax.apply)
+
+
+def _plain_for_second_derivative(ctx: Any) -> Tensor:
+    """The logits as an ordinary tensor that is a view of the deferred ones for autograd."""
+    view: DeferredLogits | None = ctx.view
+    if view is None:
+        raise DoubleBackwardError(
+            "linear_cross_entropy: create_graph=True was asked of a loss outside the graph whose "
+            "backward has run before, without it; the op has only a first derivative. Ask for it "
+            "the first time, or compile with options={'memeff.linear_cross_entropy': 'off'}."
+        )
+    with reading_for("a second derivative"), torch._C.DisableTorchFunctionSubclass():
+        return view.expand(view._size)
+
+
+# What can be served -------------------------------------------------------------------------------
+
+
+def _head(view: DeferredLogits) -> Head:
+    source, memory = view._shared.source, view._shared
+    assert source.loss is not None
+    return Head(
+        view._rows,
+        source.weight,
+        source.bias,
+        source.vectors,
+        memory.recipe,
+        source.loss,
+        source.use,
+    )
+
+
+class Declined(Exception):
+    """A call that is left to PyTorch, with the reason for the report, or "" for none."""
+
+
+def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
+    """Return how the op takes the rows of `view`, or raise `Declined`."""
+    memory = view._shared
+    if not memory.is_pristine(view):
+        raise Declined("the logits were written to")
+    folded = fold_recipe(memory.recipe)
+    if isinstance(folded, str):
+        raise Declined(folded)
+    for operand in (target, column_weight):
+        if operand is not None and type(operand) not in (Tensor, torch.nn.Parameter):
+            raise Declined(f"an operand is a {type(operand).__name__}")
+    if compat.is_functorch_active():
+        raise Declined("torch.func is at work")
+    if memory.value is not None and memory.source.change() is not None:
+        raise Declined("the values were computed before the weights changed")
+    if target is None:
+        target = torch.empty(view._rows.shape[:-1], dtype=torch.int64, device=view.device)
+    sentence = _head(view).refusal(target, column_weight)
+    if sentence is not None:
+        raise Declined(sentence)
+    return folded
+
+
+def _is_deferred(value: Any) -> bool:
+    """Whether a loss of these logits (or log-probabilities) may be fused at all."""
+    shared = getattr(value, "_shared", None)
+    return shared is not None and shared.source.loss is not None
+
+
+def _last(view: DeferredLogits, dim: Any) -> bool:
+    """Whether `dim` is the vocabulary, and stands last."""
+    rank = len(view._size)
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    is_number = isinstance(dim, int) and not isinstance(dim, bool)
+    return is_number and view._order is None and dim in (-1, rank - 1)
+
+
+def _served(
+    view: DeferredLogits,
+    spelling: str,
+    target: Tensor | None,
+    *,
+    ignore_index: int | None = None,
+    column_weight: Tensor | None = None,
+    with_lse: bool = False,
+    with_sum: bool = False,
+    of_ignored: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the op on the rows of `view`, with autograd."""
+    source = view._shared.source
+    source.require_unchanged()
+    result = _rows(view, target, ignore_index, column_weight, with_lse, with_sum, of_ignored)
+    if source.use is not None:
+        source.use.count_fused(spelling)
+    return result
+
+
+def _need(condition: object, reason: str) -> None:
+    if not condition:
+        raise Declined(reason)
+
+
+_result_dtypes: dict[Any, torch.dtype] = {}
+
+
+def _result_dtype(
+    name: str, view: DeferredLogits, function: Callable[[Tensor], Tensor]
+) -> torch.dtype:
+    """Dtype that PyTorch gives a result, under the autocast of the moment; tried once, on a row."""
+    kind = view.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    key = (name, view.dtype, view.device, autocast)
+    if key not in _result_dtypes:
+        with torch.no_grad():
+            _result_dtypes[key] = function(
+                torch.zeros(1, 2, dtype=view.dtype, device=view.device)
+            ).dtype
+    return _result_dtypes[key]
+
+
+# Losses -------------------------------------------------------------------------------------------
+
+
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: object = None,
+    ignore_index: int = -100,
+    reduce: object = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    view = _class_last(input, target)
+    folded = _check(view, target, weight)
+    _need(folded.factor is None, "cross_entropy of log-probabilities")
+    _check_loss(view, weight, (size_average, reduce), reduction, label_smoothing)
+    dtype = _result_dtype("cross_entropy", view, lambda x: F.cross_entropy(x, x[:, 0].long()))
+    is_smooth = label_smoothing > 0
+    nll, lse, total = _served(
+        view,
+        "cross_entropy",
+        target,
+        ignore_index=ignore_index,
+        column_weight=weight if is_smooth else None,
+        with_lse=is_smooth,
+        with_sum=is_smooth,
+        of_ignored=False,
+    )
+    kept = target != ignore_index
+    rows, norm = nll, kept
+    if weight is not None:
+        norm = _row_weights(weight, target, kept, nll.dtype)
+        rows = nll * norm
+    loss = _reduced(rows, norm, reduction)
+    if is_smooth:
+        vocabulary = view._size[-1]
+        mass = vocabulary if weight is None else weight.to(lse.dtype).sum()
+        spread = torch.where(kept, lse * mass - total, 0)
+        smooth = _reduced(spread, norm, reduction)
+        loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / vocabulary)
+    return loss.to(dtype)
+
+
+def _nll_loss(
+    input: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: object = None,
+    ignore_index: int = -100,
+    reduce: object = None,
+    reduction: str = "mean",
+) -> Any:
+    view = _class_last(input, target)
+    folded = _check(view, target, weight)
+    _need(folded.factor is not None, "nll_loss of something other than log-probabilities")
+    _check_loss(view, weight, (size_average, reduce), reduction, 0.0)
+    dtype = _result_dtype("nll_loss", view, lambda x: F.nll_loss(x, x[:, 0].long()))
+    nll, _, _ = _served(
+        view, "log_softmax + nll_loss", target, ignore_index=ignore_index, of_ignored=False
+    )
+    kept = target != ignore_index
+    norm = kept if weight is None else _row_weights(weight, target, kept, nll.dtype)
+    rows = nll * cast("float", folded.factor)
+    return _reduced(rows if weight is None else rows * norm, norm, reduction).to(dtype)
+
+
+def _class_last(input: Any, target: Any) -> DeferredLogits:
+    """Return the logits of a loss with their classes last."""
+    _need(_is_deferred(input), "")
+    _need(isinstance(target, Tensor), "the targets are no tensor")
+    _need(not target.dtype.is_floating_point, "the targets are class probabilities")
+    _need(target.dtype == torch.int64, "the targets are not int64")
+    view: DeferredLogits = input
+    rank = len(view._size)
+    if view._order is not None:
+        _need(view._order == (0, rank - 1, *range(1, rank - 1)), "the classes are elsewhere")
+        with torch._C.DisableTorchFunctionSubclass():
+            view = cast("DeferredLogits", view.permute(0, *range(2, rank), 1))
+    else:
+        _need(rank <= 2, "the loss reads its classes from dimension 1 and the head's are last")
+    _need(target.shape == view._size[:-1], "the shapes of logits and targets differ")
+    return view
+
+
+def _check_loss(
+    view: DeferredLogits,
+    weight: Tensor | None,
+    legacy: tuple[object, object],
+    reduction: object,
+    label_smoothing: object,
+) -> None:
+    _need(legacy == (None, None), "size_average or reduce is given")
+    _need(reduction in ("none", "mean", "sum"), "the reduction is not known")
+    _need(
+        isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1,
+        "the label smoothing is not known",
+    )
+    if weight is not None:
+        _need(not weight.requires_grad, "the class weights need a gradient")
+        _need(weight.shape == view._size[-1:], "the class weights have another size")
+        _need(weight.dtype == view.dtype, "the class weights have another dtype")
+
+
+def _row_weights(weight: Tensor, target: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
+    index = torch.where(kept, target, 0)
+    return weight.index_select(0, index.reshape(-1)).reshape(index.shape).to(dtype) * kept
+
+
+def _reduced(rows: Tensor, norm: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return rows
+    return rows.sum() if reduction == "sum" else rows.sum() / norm.sum()
+
+
+# Log-probabilities --------------------------------------------------------------------------------
+
+
+def _functional_log_softmax(
+    input: Any, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
+    return _log_softmax(input, dim, dtype=dtype)
+
+
+def _log_softmax(input: Any, dim: Any, dtype: torch.dtype | None = None) -> Any:
+    _need(_is_deferred(input), "")
+    _need(_last(input, dim), "log_softmax over another dimension")
+    folded = _check(input, None)
+    _need(folded.factor is None, "log_softmax of log-probabilities")
+    result = dtype or _result_dtype("log_softmax", input, lambda x: x.log_softmax(-1))
+    recipe = input._shared.recipe.cast(result).then("log_softmax")
+    _need(isinstance(fold_recipe(recipe), Folded), "log_softmax in float64")
+    return _log_soft(input, recipe)
+
+
+def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False, out: Any = None) -> Any:
+    _need(_is_deferred(input), "")
+    _need(_last(input, dim) and isinstance(index, Tensor), "gather over another dimension")
+    _need(out is None and not sparse_grad, "gather with options")
+    _need(index.shape == (*input._size[:-1], 1), "gather of several classes, or of some rows")
+    _need(index.dtype == torch.int64, "the index is not int64")
+    return _picked(input, index.squeeze(-1)).unsqueeze(-1)
+
+
+def _take_along_dim(input: Any, indices: Any, dim: Any = None, *, out: Any = None) -> Any:
+    return _gather(input, dim, indices, out=out)
+
+
+def _get_item(input: Any, index: Any) -> Any:
+    """`log_probs[rows, targets]`: one index per dimension, the vocabulary's last."""
+    is_one_each = isinstance(index, tuple) and _is_deferred(input) and len(index) == input.dim()
+    if not is_one_each or len(index) < 2 or input._order is not None:
+        return NotImplemented
+    if not all(isinstance(i, Tensor) and i.dtype == torch.int64 and i.dim() for i in index):
+        return NotImplemented
+    *rows, target = torch.broadcast_tensors(*index)
+    view = input[tuple(rows)]
+    _need(_is_deferred(view), "the logits were computed before")
+    vocabulary = input._size[-1]
+    return _picked(view, torch.where(target < 0, target + vocabulary, target))
+
+
+def _picked(view: DeferredLogits, target: Tensor) -> Tensor:
+    """One column of each row, by its index."""
+    folded = _check(view, target)
+    is_log = folded.factor is not None
+    spelling = "log_softmax + gather" if is_log else "gather"
+    nll, lse, _ = _served(view, spelling, target, with_lse=not is_log, with_sum=is_log)
+    picked = nll * -cast("float", folded.factor) if is_log else lse - nll
+    return picked.to(view.dtype)
+
+
+def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> Any:
+    _need(_is_deferred(input), "")
+    _need(_last(input, dim) and out is None, "logsumexp over another dimension")
+    folded = _check(input, None)
+    _need(folded.factor is None, "logsumexp of log-probabilities")
+    dtype = _result_dtype("logsumexp", input, lambda x: x.logsumexp(-1))
+    _, lse, _ = _served(input, "logsumexp", None, with_lse=True)
+    return (lse.unsqueeze(-1) if keepdim else lse).to(dtype)
+
+
+def _sum(
+    input: Any,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Any = None,
+) -> Any:
+    if not _is_deferred(input):
+        return NotImplemented
+    folded = fold_recipe(input._shared.recipe)
+    if isinstance(folded, str) or folded.factor is None:
+        return NotImplemented
+    _need(_last(input, dim) and out is None, "sum over another dimension")
+    _check(input, None)
+    _need(dtype is None or dtype.is_floating_point, "sum in another dtype")
+    result = dtype or _result_dtype("sum", input, lambda x: x.sum(-1))
+    _, _, total = _served(input, "log_softmax + sum", None, with_sum=True)
+    total = total * folded.factor
+    return (total.unsqueeze(-1) if keepdim else total).to(result)
+
+
+def _mean(
+    input: Any,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Any = None,
+) -> Any:
+    total = _sum(input, dim, keepdim, dtype=dtype or torch.float32, out=out)
+    if total is NotImplemented:
+        return NotImplemented
+    return (total / input._size[-1]).to(dtype or input.dtype)
+
+
+def _serving(handler: Any) -> Callable[..., Any]:
+    """Wrap a handler so that it returns what was declined instead of raising it."""
+
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return handler(*args, **kwargs)
+        except Declined as declined:
+            return declined
+
+    return serve
+
+
+SERVED: dict[Any, Callable[..., Any]] = {
+    function: _serving(handler)
+    for handler, functions in {
+        _cross_entropy: (F.cross_entropy,),
+        _nll_loss: (F.nll_loss,),
+        _functional_log_softmax: (F.log_softmax,),
+        _log_softmax: (torch.log_softmax, torch.Tensor.log_softmax, torch.special.log_softmax),
+        _gather: (torch.gather, torch.Tensor.gather),
+        _take_along_dim: (torch.take_along_dim, torch.Tensor.take_along_dim),
+        _get_item: (torch.Tensor.__getitem__,),
+        _logsumexp: (torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp),
+        _sum: (torch.sum, torch.Tensor.sum),
+        _mean: (torch.mean, torch.Tensor.mean),
+    }.items()
+    for function in functions
+}
+"""Handlers by function: each returns the result, NotImplemented, or what it `Declined`."""

@@ -1,0 +1,309 @@
+"""How a logits tensor comes from hidden states: data that a pass writes and the runtime reads.
+
+A `LogitsRecipe` is the head of a model in four facts: the dtype of the product, the orientation of
+the weight, and the pointwise steps behind the product in the order in which the model spells them.
+`LogitsRecipe.logits` runs the very PyTorch calls that the model would have run, so its values are
+the model's own bits; `LogitsRecipe.gradients` is their derivative, spelled as autograd spells it,
+without a forward product that the derivative does not need.
+
+Row selections are no part of a recipe. They commute with the product and with every step, so they
+are applied to the hidden states beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = [
+    "DeferredOutput",
+    "LogitsRecipe",
+    "LossSettings",
+    "Modifiers",
+    "Unfoldable",
+    "fold_steps",
+]
+
+_STEPS = ("to", "mul", "div", "tanh", "bias", "log_softmax")
+
+
+@dataclass(frozen=True)
+class LogitsRecipe:
+    """The head of a model, from hidden states to logits.
+
+    Args:
+        compute_dtype: dtype in which the product runs, autocast already resolved.
+        transposed: the weight is (hidden, vocabulary) instead of (vocabulary, hidden).
+        steps: pointwise steps behind the product, in order: ("to", dtype), ("mul", number),
+            ("div", number), ("tanh", None) and ("bias", None), which adds the next of `vectors`.
+            A bias step that changes the dtype names the new one: ("bias", torch.float32).
+            ("log_softmax", None) is a step of what code outside the graph made of the logits; the
+            recipes of graphs, which are the ones that know gradients, have none.
+
+    Example:
+        >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
+        >>> LogitsRecipe(torch.bfloat16, steps=(*softcap, ("to", torch.float32))).dtype
+        torch.float32
+    """
+
+    compute_dtype: torch.dtype
+    transposed: bool = False
+    steps: tuple[tuple[str, object], ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = [name for name, _ in self.steps if name not in _STEPS]
+        assert not unknown, f"steps {unknown} are not among {_STEPS}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the logits."""
+        return self._dtypes[-1]
+
+    def vocab(self, weight: Tensor) -> int:
+        """Return the number of columns that the logits have with `weight`."""
+        return weight.shape[1] if self.transposed else weight.shape[0]
+
+    def cast(self, dtype: torch.dtype) -> LogitsRecipe:
+        """Return this recipe followed by a cast to `dtype`."""
+        return self if dtype == self.dtype else self.then("to", dtype)
+
+    def then(self, name: str, value: object = None) -> LogitsRecipe:
+        """Return this recipe followed by one more step."""
+        return replace(self, steps=(*self.steps, (name, value)))
+
+    def logits(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, vectors: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """Compute the logits with differentiable PyTorch calls, whatever autocast says outside.
+
+        Args:
+            hidden: (..., hidden), any floating dtype.
+            weight: (vocabulary, hidden), or (hidden, vocabulary) when transposed.
+            bias: (vocabulary,) or None, the bias inside the product.
+            vectors: one tensor per bias step, broadcastable to (vocabulary,).
+
+        Returns:
+            (..., vocabulary) of `self.dtype`.
+        """
+        with _autocast_off(hidden.device.type):
+            return self._forward(hidden, weight, bias, vectors, None)
+
+    def gradients(
+        self,
+        grad: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        vectors: Sequence[Tensor] = (),
+        needed: Sequence[bool] | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of `logits` from the gradient of its result.
+
+        Args:
+            grad: (..., vocabulary) of `self.dtype`.
+            hidden: as in `logits`, and so are weight, bias and vectors.
+            needed: one claim per gradient, in the order of the result; None asks for all.
+
+        Returns:
+            The gradients of hidden, weight, bias and of every vector; None where not needed.
+        """
+        count = 3 + len(vectors)
+        needs = [True] * count if needed is None else list(needed)
+        result: list[Tensor | None] = [None] * count
+        with _autocast_off(hidden.device.type):
+            tanhs: list[Tensor] = []
+            if any(name == "tanh" for name, _ in self.steps):
+                self._forward(hidden, weight, bias, vectors, tanhs)
+            dtypes = self._dtypes
+            place = count
+            for index in range(len(self.steps) - 1, -1, -1):
+                name, value = self.steps[index]
+                if name == "bias":
+                    place -= 1
+                    if needs[place]:
+                        vector = vectors[place - 3]
+                        result[place] = grad.sum_to_size(vector.shape).to(vector.dtype)
+                grad = _step_gradient(name, value, grad, dtypes[index], tanhs)
+            result[:3] = self._product_gradients(grad, hidden, weight, bias, needs)
+        return tuple(result)
+
+    @cached_property
+    def _dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtype of the product and behind every step."""
+        dtypes = [self.compute_dtype]
+        for name, value in self.steps:
+            changes = name in ("to", "bias") and value is not None
+            dtypes.append(cast("torch.dtype", value) if changes else dtypes[-1])
+        return tuple(dtypes)
+
+    def _forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        vectors: Sequence[Tensor],
+        tanhs: list[Tensor] | None,
+    ) -> Tensor:
+        """The logits; the result of every tanh step is appended to `tanhs`."""
+        reuses = tanhs is None and not torch.is_grad_enabled()  # one buffer for all steps
+        dtype = self.compute_dtype
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        if not self.transposed:
+            value = F.linear(hidden, weight, bias)
+        elif bias is None:
+            value = torch.matmul(hidden, weight)
+        else:
+            rows = torch.addmm(bias, hidden.reshape(-1, hidden.shape[-1]), weight)
+            value = rows.view(*hidden.shape[:-1], weight.shape[1])
+        remaining = iter(vectors)
+        for name, argument in self.steps:
+            if name == "to":
+                value = value.to(cast("torch.dtype", argument))
+            elif name == "mul":
+                factor = cast("float", argument)
+                value = value.mul_(factor) if reuses else value * factor
+            elif name == "div":
+                factor = cast("float", argument)
+                value = value.div_(factor) if reuses else value / factor
+            elif name == "tanh":
+                value = value.tanh_() if reuses else torch.tanh(value)
+                if tanhs is not None:
+                    tanhs.append(value)
+            elif name == "log_softmax":
+                value = value.log_softmax(-1)
+            else:
+                value = value + next(remaining)
+        assert value.dtype == self.dtype, f"recipe says {self.dtype}, product gave {value.dtype}"
+        return value
+
+    def _product_gradients(
+        self,
+        grad: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Gradients of hidden, weight and bias from that of the bare product."""
+        dtype = self.compute_dtype
+        rows = grad.reshape(-1, grad.shape[-1])
+        dhidden = dweight = dbias = None
+        if needs[0]:
+            columns = weight.to(dtype)
+            product = rows @ (columns.T if self.transposed else columns)
+            dhidden = product.view(hidden.shape).to(hidden.dtype)
+        if needs[1]:
+            states = hidden.to(dtype).reshape(-1, hidden.shape[-1])
+            dweight = states.T @ rows if self.transposed else rows.T @ states
+            dweight = dweight.to(weight.dtype)
+        if needs[2] and bias is not None:
+            dbias = rows.sum(0).to(bias.dtype)
+        return [dhidden, dweight, dbias]
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What the options say about the fused loss, for losses outside the graph.
+
+    Args:
+        workspace: memeff.linear_cross_entropy.workspace, in bytes; 0 for automatic.
+    """
+
+    workspace: int = 0
+
+
+@dataclass(frozen=True)
+class DeferredOutput:
+    """One output of a compiled graph that carries hidden states in the place of logits.
+
+    Args:
+        output: index of the output.
+        weight: index of the head's weight among the graph's arguments.
+        bias: index of the bias inside the product, or None.
+        vectors: indices of the tensors that the recipe's bias steps add, in order.
+        recipe: how the logits come from the hidden states.
+        detached: the model detaches these logits before it returns them.
+        loss: how a loss outside the graph is fused, or None where it is not.
+    """
+
+    output: int
+    weight: int
+    bias: int | None
+    vectors: tuple[int, ...]
+    recipe: LogitsRecipe
+    detached: bool = False
+    loss: LossSettings | None = None
+
+
+def _step_gradient(
+    name: str, value: object, grad: Tensor, before: torch.dtype, tanhs: list[Tensor]
+) -> Tensor:
+    """Gradient in front of one step, where the values had the dtype `before`."""
+    if name == "mul":
+        return grad * cast("float", value)
+    if name == "div":
+        return grad / cast("float", value)
+    if name == "tanh":
+        return cast("Tensor", torch.ops.aten.tanh_backward(grad, tanhs.pop()))
+    return grad.to(before)
+
+
+@contextmanager
+def _autocast_off(device_type: str) -> Iterator[None]:
+    if not torch.is_autocast_enabled(device_type):
+        yield
+        return
+    with torch.autocast(device_type, enabled=False):
+        yield
+
+
+@dataclass(frozen=True)
+class Modifiers:
+    """Pointwise steps folded: ``z = softcap * tanh(scale * (s + bias) / softcap)``, softcap 0 for
+    none.
+    """
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    biases: tuple[tuple[Any, float], ...] = ()  # a vector and what to divide it by
+
+
+@dataclass(frozen=True)
+class Unfoldable:
+    """Why steps are no scale, softcap and bias: a code, a sentence, and which step it was."""
+
+    code: str
+    sentence: str
+    place: int
+
+
+def fold_steps(steps: Sequence[tuple[str, Any]]) -> Modifiers | Unfoldable:
+    """Fold the pointwise ones of `steps`, in order, into scale, softcap and bias."""
+    result = Modifiers()
+    capped = False
+    for place, (name, value) in enumerate(steps):
+        if name in ("mul", "div"):
+            factor = value if name == "mul" else 1.0 / value
+            result = replace(result, scale=result.scale * factor)
+            if capped:
+                result = replace(result, softcap=result.softcap * factor)
+        elif name == "tanh":
+            if capped:
+                return Unfoldable("softcap_twice", "the logits pass through tanh twice", place)
+            capped = True
+            result = replace(result, softcap=1.0)
+        elif name == "bias":
+            if capped:
+                return Unfoldable("bias_after_softcap", "a bias is added after the softcap", place)
+            result = replace(result, biases=(*result.biases, (value, result.scale)))
+    if result.softcap < 0:  # c tanh(u/c) is even in c
+        result = replace(result, softcap=-result.softcap)
+    return result

@@ -1,0 +1,501 @@
+# ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
+"""Gradients of logits that are zero but for a few rows, kept as those rows.
+
+`logits[:, -1]` has the autograd node that eager PyTorch gives it, and that node's backward returns
+a gradient as large as all logits, zeros nearly everywhere. A `RowGradient` passes through these
+nodes in its place: each hands it to the dispatcher, where the operation is noted and not run. The
+backward of deferred logits asks for the pieces and pays for their rows only; anything else that
+touches a `RowGradient` gets the dense tensor that eager PyTorch would have made.
+
+The gradient that a fused loss outside the graph sends is one of these too: its pieces are
+`FusedRows`, a few numbers per row that are never multiplied out on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from memeff_compile.logits.fused_rows import FusedRows
+from memeff_compile.logits.lazy_tensor import LazyTensor, untraced
+
+__all__ = ["Piece", "RowGradient", "RowStep", "indexed_dims"]
+
+aten = torch.ops.aten
+
+
+class RowStep(NamedTuple):
+    """One selection of rows, and its transpose.
+
+    Both work on any tensor with the leading dimensions in question: on gradients, whose last
+    dimension is the vocabulary, and on hidden states alike.
+    """
+
+    select: Callable[[Tensor], Tensor]
+    scatter: Callable[[Tensor], Tensor]
+
+
+class Piece(NamedTuple):
+    """A gradient of some rows, and the steps that lead from all rows to these, last one first."""
+
+    rows: Tensor | FusedRows
+    steps: tuple[RowStep, ...]
+
+    @property
+    def fused(self) -> FusedRows | None:
+        """The rows, where they are in factored form and stand for all rows."""
+        return self.rows if isinstance(self.rows, FusedRows) and not self.steps else None
+
+    @property
+    def numel(self) -> int:
+        """Elements in memory."""
+        return 0 if isinstance(self.rows, FusedRows) else self.rows.numel()
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the gradient of all rows."""
+        rows = self.rows
+        return self.scatter(rows.dense(dtype) if isinstance(rows, FusedRows) else rows)
+
+    def to(self, dtype: torch.dtype | None) -> Piece:
+        """Return this piece in another dtype; factored rows have one only when multiplied out."""
+        rows = self.rows
+        return self if isinstance(rows, FusedRows) else Piece(rows.to(dtype), self.steps)
+
+    def scaled(self, factor: float, *, invert: bool) -> Piece:
+        """Return this piece times a number, or divided by it."""
+        rows = self.rows
+        if isinstance(rows, FusedRows):
+            return Piece(rows.scaled(1 / factor if invert else factor), self.steps)
+        return Piece(rows / factor if invert else rows * factor, self.steps)
+
+    def select(self, tensor: Tensor) -> Tensor:
+        """Return the rows of `tensor` that this piece speaks of."""
+        for step in reversed(self.steps):
+            tensor = step.select(tensor)
+        return tensor
+
+    def scatter(self, tensor: Tensor) -> Tensor:
+        """Return `tensor`, which has this piece's rows, among zeros in all rows."""
+        for step in self.steps:
+            tensor = step.scatter(tensor)
+        return tensor
+
+
+class RowGradient(LazyTensor):
+    """A dense gradient in shape, a sum of pieces in memory."""
+
+    pieces: tuple[Piece, ...]
+    _dense: Tensor | None
+    _moved: tuple[RowGradient, tuple[int, ...]] | None  # another one, its dimensions permuted
+
+    @staticmethod
+    def __new__(
+        cls: type[RowGradient], shape: Sequence[int], pieces: tuple[Piece, ...], like: Tensor
+    ) -> RowGradient:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=like.dtype, device=like.device
+        )
+        self.pieces, self._dense, self._moved = pieces, None, None
+        return self
+
+    @staticmethod
+    @untraced
+    def of(rows: Tensor) -> Tensor:
+        """Wrap the gradient of a few rows; a gradient with a graph of its own stays as it is."""
+        if type(rows) is not Tensor or rows.requires_grad:
+            return rows
+        return RowGradient(rows.shape, (Piece(rows, ()),), rows)
+
+    def dense(self) -> Tensor:
+        """Return the plain gradient."""
+        if self._dense is None:
+            if self._moved is not None:
+                inner, order = self._moved
+                total = inner.dense().permute(order)
+            else:
+                total = _sum(self.pieces, self)
+            # From here on the dense tensor is the gradient: someone may write to it.
+            self._dense, self.pieces, self._moved = total, (Piece(total, ()),), None
+        return self._dense
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether all of it is in factored form."""
+        return bool(self.pieces) and all(isinstance(p.rows, FusedRows) for p in self.pieces)
+
+    def permuted(self, order: Sequence[int]) -> RowGradient:
+        """Return this gradient with its dimensions in another order."""
+        source, before = self._moved or (self, tuple(range(self.dim())))
+        total = tuple(before[dim % self.dim()] for dim in order)
+        last = source.dim() - 1
+        if total == tuple(range(source.dim())):
+            return RowGradient(source.shape, source.pieces, source)
+        shape = [source.shape[dim] for dim in total]
+        if total[-1] == last:
+            back = [total.index(dim) for dim in range(last + 1)]
+            step = RowStep(lambda x: x.permute(back), lambda g: g.permute(total))
+            return source.then(shape, step)
+        moved = RowGradient(shape, (), source)
+        moved._moved = source, total
+        return moved
+
+    def _values(self) -> Tensor:
+        return self.dense()
+
+    def _memory(self) -> Tensor:
+        return self.dense()
+
+    def _peek(self) -> Tensor | None:
+        return self._dense
+
+    def then(self, shape: Sequence[int], step: RowStep) -> RowGradient:
+        """Return the gradient in front of one more selection; `shape` is that of all rows."""
+        pieces = tuple(Piece(piece.rows, (*piece.steps, step)) for piece in self.pieces)
+        return RowGradient(shape, pieces, self)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # annotated as a function of torch's own
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    # Gradients meet no function that has to act above autograd.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+@untraced
+def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    rule = _RULES.get(func)
+    if rule is not None:
+        result = _apply_rule(rule, args, kwargs)
+        if result is not None:
+            return result
+    args, kwargs = pytree.tree_map_only(RowGradient, RowGradient.dense, (tuple(args), kwargs))
+    return func(*args, **kwargs)
+
+
+def _apply_rule(
+    rule: Callable[..., Tensor | None], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    first = args[0]
+    moved = first._moved if isinstance(first, RowGradient) else None
+    if moved is not None and rule in _POINTWISE:
+        inner = rule(moved[0], *args[1:], **kwargs)
+        return inner.permuted(moved[1]) if isinstance(inner, RowGradient) else None
+    if rule is not _permute and rule is not _transpose:
+        leaves = pytree.tree_leaves(list(args))
+        if any(isinstance(leaf, RowGradient) and leaf._moved is not None for leaf in leaves):
+            return None
+    return rule(*args, **kwargs)
+
+
+def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
+    """The pieces multiplied out and added up."""
+    parts = [piece.dense(like.dtype) for piece in pieces]
+    if not parts:
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _with_last(shape: Sequence[int], tensor: Tensor) -> list[int]:
+    """`shape` with the last dimension of `tensor`."""
+    return [*shape[:-1], tensor.shape[-1]]
+
+
+def _is_leading(dim: int, shape: Sequence[int]) -> bool:
+    return dim % len(shape) != len(shape) - 1
+
+
+def _select_backward(
+    grad: Tensor, shape: Sequence[int], dim: int, index: int
+) -> RowGradient | None:
+    if not isinstance(grad, RowGradient) or not _is_leading(dim, shape):
+        return None
+    dim = dim % len(shape)
+    return grad.then(shape, _selected(shape, dim, index))
+
+
+def _slice_backward(
+    grad: Tensor, shape: Sequence[int], dim: int, start: int, end: int, step: int
+) -> RowGradient | None:
+    if not isinstance(grad, RowGradient) or not _is_leading(dim, shape):
+        return None
+    dim = dim % len(shape)
+    return grad.then(
+        shape,
+        RowStep(
+            lambda x: aten.slice(x, dim, start, end, step),
+            lambda g: aten.slice_backward(g, _with_last(shape, g), dim, start, end, step),
+        ),
+    )
+
+
+def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGradient | None:
+    """A view of a gradient, and what it was before, as one step."""
+    before = tuple(grad.shape)
+    after = torch.empty(before, device="meta").reshape(tuple(shape)).shape
+    if not after or not before or after[-1] != before[-1]:
+        return None
+    step = RowStep(
+        lambda x: x.reshape(_with_last(before, x)),
+        lambda g: g.reshape(_with_last(after, g)),
+    )
+    pieces = [
+        Piece(piece.rows, (*piece.steps, step))
+        if piece.fused is None
+        else Piece(piece.fused.reshaped(after[:-1]), ())
+        for piece in grad.pieces
+    ]
+    return RowGradient(after, tuple(pieces), grad)
+
+
+def _squeeze(grad: RowGradient, *dim: Any) -> RowGradient | None:
+    return _reshape(grad, torch.empty(grad.shape, device="meta").squeeze(*dim).shape)
+
+
+def _unsqueeze(grad: RowGradient, dim: int) -> RowGradient | None:
+    return _reshape(grad, torch.empty(grad.shape, device="meta").unsqueeze(dim).shape)
+
+
+def _same(grad: RowGradient, **kwargs: object) -> RowGradient:
+    return RowGradient(grad.shape, grad.pieces, grad)
+
+
+def _cast(
+    grad: RowGradient,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **kwargs: object,
+) -> RowGradient | None:
+    if device is not None and device != grad.device:
+        return None
+    pieces = tuple(piece.to(dtype) for piece in grad.pieces)
+    like = torch.empty(0, dtype=dtype or grad.dtype, device=grad.device)
+    return RowGradient(grad.shape, pieces, like)
+
+
+def _index_put(
+    zeros: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> RowGradient | None:
+    """The transpose of advanced indexing, as autograd spells it: added into fresh zeros."""
+    if type(values) is not RowGradient or type(zeros) is not RowGradient or zeros.pieces:
+        return None
+    shape = tuple(zeros.shape)
+    if not accumulate or indexed_dims(indices) >= len(shape):
+        return None
+    indices = list(indices)
+
+    def scatter(grad: Tensor) -> Tensor:
+        zeros = grad.new_zeros(_with_last(shape, grad))
+        return cast("Tensor", aten.index_put(zeros, indices, grad, True))
+
+    return values.then(shape, RowStep(lambda x: aten.index(x, indices), scatter))
+
+
+def _index_add(
+    zeros: Tensor, dim: int, index: Tensor, values: Tensor, *, alpha: float = 1
+) -> RowGradient | None:
+    """The transpose of `index_select`."""
+    if alpha != 1:
+        return None
+    return _index_put(zeros, [*[None] * (dim % zeros.dim()), index.reshape(-1)], values, True)
+
+
+def indexed_dims(indices: Sequence[Tensor | None]) -> int:
+    """Number of leading dimensions that a list of advanced indices covers."""
+    covered = 0
+    for place, index in enumerate(indices):
+        if index is not None:
+            masks = index.dtype in (torch.bool, torch.uint8)
+            covered = max(covered, place + (index.dim() if masks else 1))
+    return covered
+
+
+def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None:
+    """Two contributions to one gradient; as soon as they fill all rows, dense is cheaper."""
+    if alpha != 1 or left.shape != right.shape or left.dtype != right.dtype:
+        return None
+    pieces = [*_pieces_of(left), *_pieces_of(right)]
+    fused = [piece for piece in pieces if isinstance(piece.rows, FusedRows)]
+    if not fused and not (type(left) is RowGradient and type(right) is RowGradient):
+        return None
+    rest = [piece for piece in pieces if not isinstance(piece.rows, FusedRows)]
+    if sum(piece.numel for piece in rest) >= left.numel():
+        if not fused:
+            return None
+        rest = rest if len(rest) == 1 else [Piece(_sum(rest, left), ())]
+    return RowGradient(left.shape, (*_merged(fused), *rest), left)
+
+
+def _pieces_of(grad: Tensor) -> tuple[Piece, ...]:
+    return grad.pieces if isinstance(grad, RowGradient) else (Piece(grad, ()),)
+
+
+def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Add up factored gradients of the same rows, which then cost one call of the op."""
+    result: list[Piece] = []
+    for piece in pieces:
+        for place, other in enumerate(result):
+            both = other.fused.merged(piece.fused) if other.fused and piece.fused else None
+            if both is not None:
+                result[place] = Piece(both, ())
+                break
+        else:
+            result.append(piece)
+    return result
+
+
+def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | None:
+    """Multiplication by a number, which autograd hands over as a tensor of one element."""
+    if not isinstance(grad, RowGradient):
+        return None
+    if isinstance(factor, Tensor):
+        if factor.dim() or factor.device.type != "cpu" or type(factor) is not Tensor:
+            return None
+        factor = factor.item()
+    if not isinstance(factor, (int, float)) or isinstance(factor, bool) or (invert and not factor):
+        return None
+    pieces = tuple(piece.scaled(factor, invert=invert) for piece in grad.pieces)
+    return RowGradient(grad.shape, pieces, grad)
+
+
+def _divide(grad: Tensor, divisor: Any) -> RowGradient | None:
+    return _scale(grad, divisor, invert=True)
+
+
+def _negate(grad: Tensor) -> RowGradient | None:
+    return _scale(grad, -1.0)
+
+
+def _permute(grad: RowGradient, dims: Sequence[int]) -> RowGradient:
+    return grad.permuted(dims)
+
+
+def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
+    order = list(range(grad.dim()))
+    order[one], order[other] = order[other], order[one]
+    return grad.permuted(order)
+
+
+def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
+    """The transpose of split and chunk."""
+    if not all(isinstance(grad, RowGradient) for grad in grads):
+        return None
+    dim = dim % grads[0].dim()
+    if not _is_leading(dim, grads[0].shape):
+        return None
+    shape = list(grads[0].shape)
+    shape[dim] = sum(grad.shape[dim] for grad in grads)
+    joined = _joined(grads, shape, lambda parts: torch.cat(list(parts), dim))
+    if joined is not None:
+        return joined
+    start = 0
+    pieces: list[Piece] = []
+    for grad in cast("Sequence[RowGradient]", grads):
+        step = _narrowed(shape, dim, start, grad.shape[dim])
+        pieces.extend(grad.then(shape, step).pieces)
+        start += grad.shape[dim]
+    return RowGradient(shape, tuple(pieces), grads[0])
+
+
+def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
+    """The transpose of unbind and iteration."""
+    if not all(isinstance(grad, RowGradient) for grad in grads):
+        return None
+    dim = dim % (grads[0].dim() + 1)
+    shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]
+    if not _is_leading(dim, shape):
+        return None
+    joined = _joined(grads, shape, lambda parts: torch.stack(list(parts), dim))
+    if joined is not None:
+        return joined
+    pieces: list[Piece] = []
+    for index, grad in enumerate(cast("Sequence[RowGradient]", grads)):
+        pieces.extend(grad.then(shape, _selected(shape, dim, index)).pieces)
+    return RowGradient(shape, tuple(pieces), grads[0])
+
+
+def _joined(
+    grads: Sequence[Tensor], shape: Sequence[int], join: Callable[[Sequence[Tensor]], Tensor]
+) -> RowGradient | None:
+    """Factored gradients side by side as one, where they are of one kind."""
+    parts: list[FusedRows] = []
+    for grad in cast("Sequence[RowGradient]", grads):
+        fused = grad.pieces[0].fused if len(grad.pieces) == 1 else None
+        if fused is None:
+            return None
+        parts.append(fused)
+    together = FusedRows.joined(parts, join)
+    return None if together is None else RowGradient(shape, (Piece(together, ()),), grads[0])
+
+
+def _narrowed(shape: Sequence[int], dim: int, start: int, length: int) -> RowStep:
+    return RowStep(
+        lambda x: x.narrow(dim, start, length),
+        lambda g: aten.slice_backward(g, _with_last(shape, g), dim, start, start + length, 1),
+    )
+
+
+def _selected(shape: Sequence[int], dim: int, index: int) -> RowStep:
+    return RowStep(
+        lambda x: x.select(dim, index),
+        lambda g: aten.select_backward(g, _with_last(shape, g), dim, index),
+    )
+
+
+def _new_zeros(
+    grad: RowGradient,
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **kwargs: object,
+) -> RowGradient | None:
+    if device is not None and device != grad.device:
+        return None
+    return RowGradient(shape, (), torch.empty(0, dtype=dtype or grad.dtype, device=grad.device))
+
+
+_RULES: dict[Any, Callable[..., Tensor | None]] = {
+    aten.select_backward.default: _select_backward,
+    aten.slice_backward.default: _slice_backward,
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten._reshape_alias.default: _reshape,
+    aten.reshape.default: _reshape,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.clone.default: _same,
+    aten._to_copy.default: _cast,
+    aten.index_put.default: _index_put,
+    aten.index_add.default: _index_add,
+    aten.add.Tensor: _add,
+    aten.mul.Tensor: _scale,
+    aten.mul.Scalar: _scale,
+    aten.div.Tensor: _divide,
+    aten.div.Scalar: _divide,
+    aten.neg.default: _negate,
+    aten.permute.default: _permute,
+    aten.transpose.int: _transpose,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.new_zeros.default: _new_zeros,
+}
+
+_POINTWISE = (_same, _cast, _scale, _divide, _negate)

@@ -1,0 +1,237 @@
+"""What deferred logits are computed from, and whether that is still what it was.
+
+Eager PyTorch computes logits before anything can change the head. Deferred logits are computed
+when somebody looks, and by then an optimizer may have stepped. A wrong number must never come out
+of that, so a `LogitsSource` stamps its tensors when it is made and compares before it computes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memeff_compile import compat
+from memeff_compile.errors import StaleLogitsError
+from memeff_compile.logits.lazy_tensor import untraced
+from memeff_compile.logits.recipe import LogitsRecipe, LossSettings
+from memeff_compile.report import LogitsUse
+
+__all__ = ["LogitsSource", "reading_for"]
+
+_REMEDY_GATHERED = (
+    "FSDP frees the gathered head in the backward pass: read out.logits before loss.backward(), or "
+    'compile with options={"memeff.logits": "eager"}.'
+)
+
+
+_EDITED = "the head's weight changed since then, through .data or outside PyTorch"
+
+_reading: list[str] = []
+
+
+@contextmanager
+def reading_for(reason: str) -> Iterator[None]:
+    """Name what asks for the values that are computed meanwhile; the outermost name counts."""
+    if _reading:
+        yield
+        return
+    _reading.append(reason)
+    try:
+        yield
+    finally:
+        _reading.pop()
+
+
+class LogitsSource:
+    """The hidden states and the head that logits come from.
+
+    Holds detached aliases: the autograd graph of the hidden states belongs to the logits tensor
+    alone, and a detached copy of the logits must not keep it alive.
+
+    Args:
+        hidden: (..., hidden), what enters the head.
+        weight: the head's weight.
+        bias: the bias inside the product, or None.
+        vectors: the tensors that the recipe's bias steps add.
+        remedy: the end of the error's sentence.
+        loss: how a loss outside the graph is fused, or None where it is not.
+        use: where to count what becomes of the logits.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        vectors: Sequence[Tensor],
+        remedy: str,
+        loss: LossSettings | None = None,
+        use: LogitsUse | None = None,
+    ) -> None:
+        self.loss, self.use = loss, use
+        self.hidden, self.weight = hidden.detach(), weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self.vectors = tuple(vector.detach() for vector in vectors)
+        self.remedy = remedy
+        self.is_inference = hidden.is_inference()
+        self.materialisations = 0  # products computed so far
+        self.stepped_by: str | None = None
+        self.is_differentiated = False  # a gradient has come back through these logits
+        operands = [tensor for tensor in (weight, bias, *vectors) if tensor is not None]
+        shards = [compat.fsdp_shard(tensor) for tensor in operands]
+        self._shards = [shard for shard in shards if shard is not None]
+        self.parameters = [
+            weakref.ref(tensor) for tensor in (*operands, *self._shards) if tensor.requires_grad
+        ]
+        self._tensors = [
+            tensor
+            for tensor in (self.hidden, self.weight, self.bias, *self.vectors)
+            if tensor is not None
+        ]
+        self._stamps: list[tuple[int | None, int | None]] = [_stamp(t) for t in self._tensors]
+        for place, shard in enumerate(shards, 1):
+            if shard is not None:  # FSDP gathers a weight again and again, each time somewhere else
+                self._stamps[place] = (self._stamps[place][0], None)
+        self._shard_stamps = [_shard_stamp(shard) for shard in self._shards]
+        self._sample: Tensor | None = None
+        if self.parameters:
+            self._sample = _sample(self.weight).clone()
+            _live.add(self)
+            if not _is_watching:
+                _watch_optimizers()
+
+    def compute(self, recipe: LogitsRecipe, rows: Tensor) -> Tensor:
+        """Return the logits of some rows of the hidden states, without autograd.
+
+        Raises:
+            StaleLogitsError: the product would not be the one of the forward pass.
+        """
+        self._refuse(self.change())
+        self.materialisations += 1
+        if self.use is not None:
+            self.use.count_computed(_reading[-1] if _reading else "their values")
+        with torch.inference_mode(self.is_inference), torch.no_grad():
+            return recipe.logits(rows, self.weight, self.bias, self.vectors)
+
+    def require_unchanged(self) -> None:
+        """Raise a StaleLogitsError if something has changed, without waiting for a GPU.
+
+        A loss comes right behind the forward pass, as a rule, and looking at the head's values
+        would make the host wait there. Until a gradient has come back through these logits, which
+        is before any ordinary loop can write to the head by hand, that last look is left to an
+        assertion on the device.
+        """
+        if self._sample is None or self.is_differentiated or self.weight.device.type == "cpu":
+            self._refuse(self.change())
+            return
+        self._refuse(self._visible_change())
+        same = ~_differences(self._sample, _sample(self.weight)).any()
+        compat.assert_on_device(same, f"deferred logits: {_EDITED}; {self.remedy}")
+
+    def _refuse(self, change: str | None) -> None:
+        if change is not None:
+            raise StaleLogitsError(
+                "These logits were left out of the forward pass to be computed on first use, and "
+                f"{change}: the values of the forward pass are gone. "
+                f"{_REMEDY_GATHERED if self._shards else self.remedy}"
+            )
+
+    def change(self) -> str | None:
+        """Say what has changed since this source was made; None if nothing has."""
+        change = self._visible_change()
+        if change is None and self._sample is not None and self._is_edited():
+            return _EDITED
+        return change
+
+    def _is_edited(self) -> bool:
+        assert self._sample is not None
+        return _differ(self._sample, _sample(self.weight))
+
+    def _visible_change(self) -> str | None:
+        """Say what has changed, without a look at the values."""
+        for name, tensor, before in zip(self._names(), self._tensors, self._stamps, strict=True):
+            version, pointer = _stamp(tensor)
+            if version != before[0]:
+                return (
+                    f"{name} changed in place since then (version {before[0]}, now {version}; "
+                    "an optimizer step does this)"
+                )
+            if tensor.numel() and not tensor.untyped_storage().nbytes():
+                return f"the memory of {name} was freed since then, as sharded training does"
+            if before[1] is not None and pointer != before[1]:
+                return f"the memory of {name} was replaced since then"
+        if [_shard_stamp(shard) for shard in self._shards] != self._shard_stamps:
+            return "the sharded head changed in place since then"
+        if self.stepped_by is not None:
+            return f"{self.stepped_by}.step() updated the head since then"
+        return None
+
+    def _names(self) -> Iterator[str]:
+        yield "the hidden states they come from"
+        yield "the head's weight"
+        if self.bias is not None:
+            yield "the head's bias"
+        yield from ("a vector added to them" for _ in self.vectors)
+
+
+def _stamp(tensor: Tensor) -> tuple[int | None, int]:
+    """What shows a change without a look at the values; inference tensors count no versions."""
+    return (None if tensor.is_inference() else tensor._version), tensor.data_ptr()
+
+
+def _shard_stamp(shard: Tensor) -> tuple[Any, ...]:
+    """What shows a change of a distributed tensor: it and its local part count writes apart."""
+    return shard._version, *_stamp(compat.local_part(shard))
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """A few entries all over a weight: a hand-written `p.data -= lr * p.grad` shows in these."""
+    rows, columns = weight.shape
+    down, right = weight.stride()
+    return weight.as_strided(
+        (min(rows, 8), min(columns, 8)), (max(rows // 8, 1) * down, max(columns // 8, 1) * right)
+    )
+
+
+def _differ(left: Tensor, right: Tensor) -> bool:
+    with torch.no_grad(), _disable_current_modes():
+        return bool(_differences(left, right).any())
+
+
+def _differences(left: Tensor, right: Tensor) -> Tensor:
+    """Compare values so that NaN equals NaN."""
+    return (left != right) & ~(left.isnan() & right.isnan())
+
+
+_live: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
+_is_watching = False
+
+
+def _watch_optimizers() -> None:
+    """See optimizer steps that no version counter shows: fused ones, and writes through `.data`."""
+    global _is_watching
+    register_optimizer_step_post_hook(_after_step)
+    _is_watching = True
+
+
+@untraced
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Mark the sources whose head this optimizer has just updated."""
+    waiting: dict[int, list[LogitsSource]] = {}
+    for source in list(_live):
+        for reference in source.parameters if source.stepped_by is None else ():
+            waiting.setdefault(id(reference()), []).append(source)
+    if not waiting:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in waiting and parameter.grad is not None:
+                for source in waiting[id(parameter)]:
+                    source.stepped_by = type(optimizer).__name__

@@ -1,0 +1,1 @@
+"""Verbs on a model's attention: calibration."""

@@ -1,0 +1,1 @@
+"""KV caches as objects, and what they do to a model."""

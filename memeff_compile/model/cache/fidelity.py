@@ -1,0 +1,395 @@
+"""What a lossy KV cache does to a model's answers, measured on the user's own inputs.
+
+The model runs twice on each input: with an exact cache, and with the prompt in a `KVCache` that
+answers the last tokens of the input, which are given, not generated. The difference of the next
+token's probabilities is what counts; how alike neighbouring layers are says what merging can do.
+
+Figure 1a of MiniCache, arXiv 2405.14366, is the `plot` of a report.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from memeff_compile.errors import CalibrationError
+from memeff_compile.model.cache.minicache import MiniCache
+
+BINS = 40
+"""Of a histogram of cosines, from -1 to 1."""
+
+
+@dataclass(frozen=True)
+class FidelityReport:
+    """What `fidelity_report` found; printable, and storable as JSON.
+
+    Attributes:
+        settings: of the cache that was compared with an exact one.
+        pairs: for each two neighbouring layers `layers`, and of keys and of values the mean cosine
+            between their rows, the cosine that one in twenty stays below, and a histogram of
+            `BINS` from -1 to 1.
+        attention: for each call of attention that both runs made, the `mean` and the `worst` cosine
+            between its results; empty where the model calls no scaled_dot_product_attention.
+        logits: `kl`, the mean divergence of next-token probabilities from the exact ones, in nats,
+            `kl_worst`, `agreement`, the share of tokens with the same most likely one, and
+            `loss_exact`, `loss` of the tokens that came.
+        memory: `bytes` of the cache, `before` of keys and values in the model's dtype, `ratio`.
+        merged: as `KVCache.merged` says it, of the last input.
+    """
+
+    settings: dict[str, Any]
+    pairs: list[dict[str, Any]]
+    attention: list[dict[str, float]]
+    logits: dict[str, float]
+    memory: dict[str, float]
+    merged: list[dict[str, Any]]
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        logits, memory = self.logits, self.memory
+        lines = [
+            f"KVCache({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})",
+            f"memory      {memory['ratio']:.2f} times smaller ({memory['bytes'] / 2**20:.1f} MiB "
+            f"for {memory['before'] / 2**20:.1f} MiB)",
+            f"next token  KL {logits['kl']:.2e} nats, worst {logits['kl_worst']:.2e}; the same "
+            f"first choice in {100 * logits['agreement']:.1f} %",
+            f"loss        {logits['loss']:.4f}, exact {logits['loss_exact']:.4f}",
+        ]
+        if self.attention:
+            worst = min(line["worst"] for line in self.attention)
+            mean = sum(line["mean"] for line in self.attention) / len(self.attention)
+            lines.append(f"attention   cosine {mean:.4f}, worst {worst:.4f}")
+        lines += ["", "layers  keys: mean, 5 %   values: mean, 5 %   merged   kept  no room"]
+        found = {tuple(line["layers"]): line for line in self.merged}
+        for pair in self.pairs:
+            k, v = pair["keys"], pair["values"]
+            line = found.get(tuple(pair["layers"]))
+            tail = (
+                f"{line['merged']:8d} {line['kept']:6.1f} {line['left_over']:8.1f}" if line else ""
+            )
+            name = "-".join(map(str, pair["layers"]))
+            lines.append(
+                f"{name:7s} {k['mean']:10.3f} {k['low']:6.3f} {v['mean']:13.3f} {v['low']:6.3f}"
+                f"{tail}".rstrip()
+            )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw how alike neighbouring layers are, as SVG.
+
+        Args:
+            path: Where the file goes.
+        """
+        Path(path).write_text(_drawing(self.pairs), encoding="utf-8")
+
+
+def fidelity_report(
+    model: nn.Module,
+    inputs: Any,  # noqa: ANN401
+    *,
+    bits: int = 4,
+    merge: MiniCache | str | None = "minicache",
+    steps: int = 64,
+    **settings: Any,  # noqa: ANN401
+) -> FidelityReport:
+    """Compare a model's answers from a `KVCache` with those from an exact cache.
+
+    Args:
+        model: a causal language model of transformers; it runs eagerly, without gradients, in eval
+            mode, and is left in the mode it was in.
+        inputs: token ids (batch, tokens), or a mapping with ``input_ids`` and, where prompts are
+            padded on the left, ``attention_mask``; or a list of these. Long ones: what lies in the
+            last `recent` tokens is exact in every cache.
+        bits: as for `KVCache`.
+        merge: as for `KVCache`.
+        steps: tokens at the end of an input whose predictions are compared, 2 at least.
+        settings: of `KVCache`, `max_cache_len` aside.
+
+    Returns:
+        Cosines of layers, of attention's results, divergence of probabilities, memory.
+
+    Raises:
+        CalibrationError: There are no inputs, an input is too short, or `steps` is.
+
+    Example:
+        >>> report = fidelity_report(model, ids, bits=4, merge="minicache")  # doctest: +SKIP
+        >>> print(report); report.plot("layers.svg")  # doctest: +SKIP
+    """
+    from memeff_compile.model.cache.kv_cache import KVCache
+
+    if steps < 2:
+        raise CalibrationError(
+            f"steps is {steps}; 2 at least is needed: the loss is of tokens that come after others "
+            "that are compared."
+        )
+    gathered = _Gathered()
+    cache: Any = None
+    with _evaluating(model):
+        for given in _each(inputs):
+            ids, mask = _tokens(given, steps)
+            tokens = ids.shape[1]
+            exact = _exact(model, ids, mask, steps)
+            gathered.alike(exact.cache, mask)
+            is_padded = mask is not None and bool((mask[:, 0] == 0).any())
+            cache = KVCache(
+                model.config,
+                tokens,
+                bits,
+                merge=merge,
+                attention_mask=mask if is_padded else None,
+                **settings,
+            )
+            found = _answers(model, cache, ids, mask, steps)
+            gathered.answers(exact, found, ids[:, -steps:])
+            gathered.bytes += cache.nbytes
+    if cache is None:
+        raise CalibrationError("no inputs were given to compare on; give at least one.")
+    if isinstance(merge, str):
+        merge = cache.merge
+    shown = {"bits": bits, "merge": merge, **settings}
+    return gathered.report(shown, cache.merged())
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode, without dropout, and each of its modules back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _each(inputs: Any) -> Iterable[Any]:  # noqa: ANN401
+    return [inputs] if isinstance(inputs, (Tensor, Mapping)) else inputs
+
+
+def _tokens(given: Any, steps: int) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
+    """Return ids and mask of an input."""
+    is_named = isinstance(given, Mapping)
+    ids, mask = (given["input_ids"], given.get("attention_mask")) if is_named else (given, None)
+    if ids.dim() != 2 or ids.shape[1] <= steps:
+        raise CalibrationError(
+            f"an input has the shape {tuple(ids.shape)}; (batch, tokens) with more than "
+            f"steps={steps} tokens is needed."
+        )
+    return ids, mask
+
+
+@dataclass
+class _Run:
+    """Logits and results of attention of the last tokens, and the cache."""
+
+    logits: Tensor
+    attention: list[Tensor]
+    cache: Any
+
+
+@torch.no_grad()
+def _exact(model: Any, ids: Tensor, mask: Tensor | None, steps: int) -> _Run:  # noqa: ANN401
+    with _watched() as seen:
+        out = _plain(model)(input_ids=ids, attention_mask=mask, use_cache=True)
+    results = [result[:, :, -steps:] for result in seen]
+    return _Run(out.logits[:, -steps:].float(), results, out.past_key_values)
+
+
+@torch.no_grad()
+def _answers(
+    model: Any,  # noqa: ANN401
+    cache: Any,  # noqa: ANN401
+    ids: Tensor,
+    mask: Tensor | None,
+    steps: int,
+) -> _Run:
+    """Put the prompt into the cache, then the last tokens, which read it."""
+    run = _plain(model)
+    short = None if mask is None else mask[:, :-steps]
+    run(input_ids=ids[:, :-steps], attention_mask=short, past_key_values=cache, use_cache=True)
+    with _watched() as seen:
+        out = run(
+            input_ids=ids[:, -steps:], attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+    return _Run(out.logits.float(), seen, cache)
+
+
+def _plain(model: Any) -> Callable[..., Any]:  # noqa: ANN401
+    """Return the forward as it is, also of a model that was compiled in place."""
+    forward: Callable[..., Any] = model._call_impl
+    return forward
+
+
+class _Watch(TorchFunctionMode):
+    """Keeps what every attention returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,  # noqa: ANN401
+        args: Any = (),  # noqa: ANN401
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        result = func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            self.results.append(result)
+        return result
+
+
+@contextmanager
+def _watched() -> Iterator[list[Tensor]]:
+    watch = _Watch()
+    with watch:
+        yield watch.results
+
+
+class _Gathered:
+    """Sums over inputs."""
+
+    def __init__(self) -> None:
+        self.cosines: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self.results: list[list[Tensor]] = []
+        self.kl: list[Tensor] = []
+        self.same: list[Tensor] = []
+        self.losses: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.bytes, self.before = 0, 0
+
+    def alike(self, cache: Any, mask: Tensor | None) -> None:  # noqa: ANN401
+        """Note how alike the rows of neighbouring layers are."""
+        layers = [(layer.keys, layer.values) for layer in cache.layers]
+        self.before += sum(k.nbytes + v.nbytes for k, v in layers)
+        for at in range(len(layers) - 1):
+            if layers[at][0].shape != layers[at + 1][0].shape:
+                continue
+            lists = self.cosines.setdefault((at, at + 1), ([], []))
+            for kept, lower, upper in zip(lists, layers[at], layers[at + 1], strict=True):
+                found = F.cosine_similarity(lower.float(), upper.float(), dim=-1)
+                is_token = _is_token(mask, found)
+                kept.append(found[is_token].cpu())
+
+    def answers(self, exact: _Run, found: _Run, ids: Tensor) -> None:
+        """Note how far the answers are apart."""
+        wanted, got = exact.logits.log_softmax(-1), found.logits.log_softmax(-1)
+        self.kl.append((wanted.exp() * (wanted - got)).sum(-1).flatten().cpu())
+        self.same.append((wanted.argmax(-1) == got.argmax(-1)).flatten().cpu())
+        for losses, each in zip(self.losses, (wanted, got), strict=True):
+            picked = each[:, :-1].gather(2, ids[:, 1:, None].to(each.device))
+            losses.append(-picked.flatten().cpu())
+        if len(exact.attention) == len(found.attention):
+            for place, pair in enumerate(zip(exact.attention, found.attention, strict=True)):
+                cosine = F.cosine_similarity(pair[0].float(), pair[1].float(), dim=-1)
+                if place == len(self.results):
+                    self.results.append([])
+                self.results[place].append(cosine.flatten().cpu())
+
+    def report(
+        self,
+        settings: dict[str, Any],
+        merged: list[dict[str, Any]],
+    ) -> FidelityReport:
+        """Return what was gathered."""
+        kl, same = torch.cat(self.kl), torch.cat(self.same)
+        losses = [float(torch.cat(each).mean()) if each else math.nan for each in self.losses]
+        attention = [
+            {"mean": float(torch.cat(each).mean()), "worst": float(torch.cat(each).min())}
+            for each in self.results
+        ]
+        logits = {
+            "kl": float(kl.mean()),
+            "kl_worst": float(kl.max()),
+            "agreement": float(same.float().mean()),
+            "loss_exact": losses[0],
+            "loss": losses[1],
+        }
+        memory = {
+            "bytes": float(self.bytes),
+            "before": float(self.before),
+            "ratio": self.before / self.bytes,
+        }
+        pairs = [
+            {"layers": list(layers), "keys": _spread(keys), "values": _spread(values)}
+            for layers, (keys, values) in self.cosines.items()
+        ]
+        merge = settings["merge"]
+        named = asdict(merge) if isinstance(merge, MiniCache) else merge
+        return FidelityReport(
+            {**settings, "merge": named}, pairs, attention, logits, memory, merged
+        )
+
+
+def _is_token(mask: Tensor | None, found: Tensor) -> Tensor:
+    """Return bool (batch, heads, tokens): what is no padding."""
+    if mask is None:
+        return torch.ones_like(found, dtype=torch.bool)
+    return mask.bool()[:, None, -found.shape[2] :].expand_as(found)
+
+
+def _spread(parts: Sequence[Tensor]) -> dict[str, Any]:
+    """Return mean, twentieth and histogram of cosines."""
+    whole = torch.cat(list(parts))
+    ordered = whole.sort().values
+    counts = torch.histc(whole, BINS, -1.0, 1.0)
+    return {
+        "mean": float(whole.mean()),
+        "low": float(ordered[len(ordered) // 20]),
+        "high": float(ordered[len(ordered) - 1 - len(ordered) // 20]),
+        "histogram": [int(count) for count in counts],
+    }
+
+
+def _drawing(pairs: Sequence[Mapping[str, Any]]) -> str:
+    """Return an SVG: mean cosine of each two neighbouring layers, and nine tenths of the rows."""
+    left, top, height, each = 60, 30, 240, 28
+    width = each * max(1, len(pairs))
+    parts = []
+    for value in (-1.0, -0.5, 0.0, 0.5, 1.0):
+        y = top + height * (1.0 - value) / 2.0
+        parts.append(
+            f'<line x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d0d7de"/>'
+            f'<text x="{left - 36}" y="{y + 4:.1f}">{value:.1f}</text>'
+        )
+    for kind, colour, shift in (("keys", "#1f6feb", -4), ("values", "#bf8700", 4)):
+        places = []
+        for number, pair in enumerate(pairs):
+            x = left + each * (number + 0.5) + shift
+            ends = [top + height * (1.0 - pair[kind][end]) / 2.0 for end in ("low", "high")]
+            y = top + height * (1.0 - pair[kind]["mean"]) / 2.0
+            places.append(f"{x:.1f},{y:.1f}")
+            parts.append(
+                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{ends[0]:.1f}" y2="{ends[1]:.1f}" '
+                f'stroke="{colour}" stroke-opacity="0.5" stroke-width="3"/>'
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>'
+            )
+        parts.append(f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}"/>')
+        parts.append(f'<text x="{left + 10 + 12 * shift}" y="16" fill="{colour}">{kind}</text>')
+    for number, pair in enumerate(pairs):
+        x = left + each * number + 4
+        name = "-".join(map(str, pair["layers"]))
+        parts.append(f'<text x="{x}" y="{top + height + 16}" font-size="9">{name}</text>')
+    parts.append(
+        f'<text x="{left}" y="{top + height + 36}">cosine between neighbouring layers: mean, and '
+        "the middle nine tenths of the rows</text>"
+    )
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(480, left + width + 40)}" '
+        f'height="{top + height + 50}" font-family="sans-serif" font-size="12">\n{body}\n</svg>\n'
+    )

@@ -1,0 +1,425 @@
+"""ternarize_ and pack_ternary_: models with ternary weights, made and packed in place."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from memeff_compile.errors import OptionError, UnsupportedInputError
+from memeff_compile.kernels.ternary_linear import ternary_linear_pack, ternary_linear_repack
+from memeff_compile.model.ternary.layers import (
+    PackedTernaryLinear,
+    TernaryLinear,
+    codes_per_unit,
+    require_kind,
+)
+
+__all__ = ["TernaryStages", "pack_ternary_", "ternarize_"]
+
+log = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_ROLES = {
+    "attention input": (
+        "q_proj k_proj v_proj qkv_proj query key value wq wk wv wqkv Wqkv qkv query_key_value "
+        "q_lin k_lin v_lin attn.c_attn SelfAttention.q SelfAttention.k SelfAttention.v "
+        "EncDecAttention.q EncDecAttention.k EncDecAttention.v"
+    ),
+    "attention output": (
+        "o_proj out_proj wo out_lin self_attn.dense self_attention.dense attention.dense "
+        "attention.output.dense attn.c_proj SelfAttention.o EncDecAttention.o"
+    ),
+    "gate or up": (
+        "gate_proj up_proj gate_up_proj w1 w3 fc1 fc_in c_fc lin1 dense_h_to_4h intermediate.dense "
+        "DenseReluDense.wi DenseReluDense.wi_0 DenseReluDense.wi_1"
+    ),
+    "down": (
+        "down_proj w2 fc2 fc_out lin2 dense_4h_to_h mlp.c_proj output.dense DenseReluDense.wo"
+    ),
+}
+"""Ends of module paths, by what the projection does; the longest that fits counts."""
+
+_ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
+
+RECIPES: dict[str, dict[str, str]] = {
+    "b1.58": dict.fromkeys(_ROLES, "int8"),
+    "a4.8": {
+        "attention input": "int4",
+        "attention output": "topk8",
+        "gate or up": "int4",
+        "down": "int8",
+    },
+    "a4.8-fp4": {
+        "attention input": "fp4",
+        "attention output": "fp4",
+        "gate or up": "fp4",
+        "down": "int8",
+    },
+}
+"""How each projection's input is quantised (BitNet a4.8, figure 1 and section 2.3)."""
+
+
+def ternarize_(
+    model: Model,
+    recipe: str = "b1.58",
+    *,
+    kinds: Mapping[str, str] | None = None,
+    skip: Iterable[str] = (),
+) -> Model:
+    """Turn the linears of a model into ternary ones that train, in place.
+
+    Parameters stay the same objects under the same names, so that optimizers, checkpoints and state
+    dicts of the model remain valid. Output heads (`get_output_embeddings()`, `lm_head`) and linears
+    whose weight is also an embedding's stay dense. On a model that is ternary already it only sets
+    how tokens are quantised: that is the second stage of BitNet a4.8 (see `TernaryStages`).
+
+    Args:
+        model: Any module; linears of the exact class `nn.Linear` are changed.
+        recipe: "b1.58" (INT8 tokens everywhere), "a4.8" (INT4 into attention, gate and up; the
+            larger half of attention's output in INT8; INT8 into down) or "a4.8-fp4" (FP4 in the
+            place of INT4 and of the half).
+        kinds: Overrides, or names that the recipe does not know: patterns of module paths to
+            "int8", "int4", "fp4" or "topk8". The first that fits counts.
+        skip: Patterns of module paths to leave dense.
+
+    Returns:
+        The model.
+
+    Raises:
+        OptionError: The recipe or a kind is unknown, a linear has no role in the recipe, nothing
+            was found to change, or a linear has hooks or parametrisations, which would be lost.
+
+    Example:
+        >>> memeff_compile.ternarize_(model, "a4.8")  # doctest: +SKIP
+    """
+    if recipe not in RECIPES:
+        raise OptionError(
+            f"The recipe is {recipe!r}; one of {', '.join(map(repr, RECIPES))} is needed."
+        )
+    chosen = {}
+    dense = _kept_dense(model)
+    for path, module in model.named_modules():
+        is_linear = type(module) is nn.Linear or isinstance(module, TernaryLinear)
+        if not is_linear or module in dense or _fits(path, skip):
+            continue
+        chosen[path] = _kind_of(path, recipe, kinds or {})
+    if not chosen:
+        raise OptionError(
+            "ternarize_ found no linear to change: the model has no nn.Linear but its head, or "
+            "skip names them all."
+        )
+    modules = dict(model.named_modules())
+    for path in chosen:
+        _require_replaceable(path, modules[path])
+        _require_no_fast_path(path, modules[path.rpartition(".")[0]])
+    if type(model) is nn.Linear:
+        raise OptionError(
+            "The model is itself a linear, which cannot be replaced in place. Put it into a "
+            "module, as in nn.Sequential(linear)."
+        )
+    made: dict[nn.Module, TernaryLinear] = {}
+    for path, kind in chosen.items():
+        module = modules[path]
+        if isinstance(module, TernaryLinear):
+            module.kind = kind
+            continue
+        assert isinstance(module, nn.Linear)
+        if module not in made:
+            made[module] = _ternary_of(module, kind)
+    _replace(model, made)
+    return model
+
+
+def _kept_dense(model: nn.Module) -> set[nn.Module]:
+    """Return output heads, and linears that share their weight with an embedding."""
+    found: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if path.split(".")[-1] == "lm_head":
+            found.add(module)
+        head = getattr(module, "get_output_embeddings", None)
+        given = head() if callable(head) else None
+        if isinstance(given, nn.Module):
+            found.add(given)
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    found |= {m for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in tables}
+    return found
+
+
+def _fits(path: str, patterns: Iterable[str]) -> bool:
+    given = [patterns] if isinstance(patterns, str) else patterns
+    return any(fnmatch.fnmatchcase(path, p) or path.startswith(f"{p}.") for p in given)
+
+
+def _kind_of(path: str, recipe: str, kinds: Mapping[str, str]) -> str:
+    for pattern, kind in kinds.items():
+        if _fits(path, (pattern,)):
+            try:
+                return require_kind(kind)
+            except UnsupportedInputError as error:
+                raise OptionError(f"kinds[{pattern!r}]: {error}") from None
+    by_role = RECIPES[recipe]
+    if len(set(by_role.values())) == 1:
+        return next(iter(by_role.values()))
+    parts = path.split(".")
+    for start in range(len(parts)):  # the longest end first
+        if role := _ROLE_OF.get(".".join(parts[start:])):
+            return by_role[role]
+    raise OptionError(
+        f"The recipe {recipe!r} treats projections by what they do, and the name {path!r} does not "
+        f"say it; known are {', '.join(_ROLE_OF)}. Give it a "
+        f"kind, as in kinds={{{path!r}: 'int8'}}, or name it in skip."
+    )
+
+
+def _require_replaceable(path: str, module: nn.Module) -> None:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name, None) for name in hooks):
+        raise OptionError(
+            f"{path} has hooks, which would be lost with the module. Register them afterwards."
+        )
+    if hasattr(module, "parametrizations"):
+        raise OptionError(
+            f"{path} has parametrisations, which would be lost with the module. Remove them first "
+            "(torch.nn.utils.parametrize.remove_parametrizations)."
+        )
+    known = {"weight", "bias", "rms_norm", "weight_scale"}
+    others = {*module._parameters, *module._buffers, *module._modules} - known
+    if others or "forward" in vars(module):
+        what = f"holds {', '.join(sorted(others))}" if others else "has a forward of its own"
+        raise OptionError(
+            f"{path} {what}, which would be lost with the module. Leave it out"
+            " (skip in ternarize_), or take it out of the linear."
+        )
+
+
+def _require_no_fast_path(path: str, parent: nn.Module) -> None:
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        raise OptionError(
+            f"{path} is part of an nn.TransformerEncoderLayer, which in eval mode reads its weight "
+            "and not the layer: it would be dense there. Name it in skip, or use a block of your "
+            "own."
+        )
+
+
+def _ternary_of(linear: nn.Linear, kind: str) -> TernaryLinear:
+    """Return a ternary linear that holds the very parameters of a dense one."""
+    new = TernaryLinear(
+        linear.in_features, linear.out_features, bias=False, device="meta", kind=kind
+    )
+    new.weight, new.bias = linear.weight, linear.bias
+    return new.train(linear.training)
+
+
+def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
+    """Put new modules in the place of old ones, wherever these stand."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is not None and child in made:
+                setattr(parent, name, made[child])
+
+
+# --- stages ---------------------------------------------------------------------------------------
+
+
+class TernaryStages:
+    """The two stages of BitNet a4.8: INT8 tokens for most of training, then the hybrid scheme.
+
+    Optimizer state is kept: the parameters are the same. Switching changes an attribute of each
+    linear, so that a compiled model is compiled once more.
+
+    Args:
+        model: A model that `ternarize_` can change, or has changed.
+        steps: Steps of the whole training.
+        share: The part of them in the first stage; the paper has 95 of 100 billion tokens.
+        second: The recipe of the second stage.
+        kinds, skip: As in `ternarize_`, for the second stage and for both.
+
+    Example:
+        >>> stages = TernaryStages(model, steps=1000)  # doctest: +SKIP
+        >>> for batch in batches: train(batch); stages.step()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        steps: int,
+        *,
+        share: float = 0.95,
+        second: str = "a4.8",
+        kinds: Mapping[str, str] | None = None,
+        skip: Iterable[str] = (),
+    ) -> None:
+        if second not in RECIPES:
+            raise OptionError(
+                f"The recipe is {second!r}; one of {', '.join(map(repr, RECIPES))} is needed."
+            )
+        if steps < 1 or not 0 <= share <= 1:
+            raise OptionError(
+                f"steps is {steps} and share {share}; at least 1 and 0 to 1 are needed."
+            )
+        self.model, self.second = model, second
+        self.kinds, self.skip = dict(kinds or {}), tuple([skip] if isinstance(skip, str) else skip)
+        self.switch_after = round(steps * share)
+        self.done = 0
+        ternarize_(model, "b1.58", skip=self.skip)
+        self._switch_if_due()
+
+    @property
+    def stage(self) -> int:
+        """The stage that the next step belongs to: 1 or 2."""
+        return 2 if self.done >= self.switch_after else 1
+
+    def step(self) -> None:
+        """Count a step; switch to the second stage when the first is over."""
+        self.done += 1
+        self._switch_if_due()
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of steps done."""
+        return {"done": self.done}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on after the given number of steps, in the stage they belong to."""
+        self.done = state["done"]
+        if self.stage == 1:
+            ternarize_(self.model, "b1.58", skip=self.skip)
+        else:
+            ternarize_(self.model, self.second, kinds=self.kinds, skip=self.skip)
+
+    def _switch_if_due(self) -> None:
+        if self.done == self.switch_after:
+            ternarize_(self.model, self.second, kinds=self.kinds, skip=self.skip)
+            log.info("second stage of ternary training after %d steps", self.done)
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> Model:
+    """Hold the ternary weights of a model in two bits each, in place; for inference.
+
+    The full-precision weights are given up: an eighth of the memory of bf16 remains. Served are the
+    linears that `ternarize_` makes, and those of transformers' BitNet models: `AutoBitLinear`,
+    online and offline, and the packed `BitLinear`. The two of transformers disagree about what
+    their scale means, a factor or a divisor; here it always divides. State dicts of the result can
+    be saved and loaded: make the model, `ternarize_` and `pack_ternary_` it, and load.
+
+    Args:
+        model: Any module with such linears.
+        layers: Classes of your own: subclasses of nn.Linear that quantise weights by their mean
+            absolute value, and tokens as "int8", "int4", "fp4" or "topk8".
+
+    Returns:
+        The model.
+
+    Raises:
+        OptionError: Nothing was found to pack, or a linear has hooks or parametrisations.
+        UnsupportedInputError: A weight that should hold -1, 0 and 1 holds something else.
+
+    Example:
+        >>> memeff_compile.pack_ternary_(model)  # doctest: +SKIP
+    """
+    made: dict[nn.Module, nn.Module] = {}
+    for path, module in model.named_modules():
+        pack = _packer_of(module, layers or {})
+        if pack is not None and module not in made:
+            _require_replaceable(path, module)
+            made[module] = pack(path, module).train(module.training)
+    if model in made:
+        raise OptionError(
+            "The model is itself a ternary linear, which cannot be replaced in place. Put it into "
+            "a module, as in nn.Sequential(linear)."
+        )
+    if not made and not any(isinstance(m, PackedTernaryLinear) for m in model.modules()):
+        raise OptionError(
+            "pack_ternary_ found no ternary linear: none of TernaryLinear, AutoBitLinear and "
+            "BitLinear. Call ternarize_(model) first, or name your own class in layers."
+        )
+    _replace(model, made)
+    return model
+
+
+_Packer = Callable[[str, nn.Module], nn.Module]
+
+
+def _packer_of(module: nn.Module, layers: Mapping[type, str]) -> _Packer | None:
+    """Return what packs a module, or None."""
+    if isinstance(module, TernaryLinear):
+        return _pack_trained
+    for layer, kind in layers.items():
+        if isinstance(module, layer):
+            require_kind(kind)
+            return lambda path, found: _pack_trained(path, found, kind)
+    names = {
+        base.__name__
+        for base in type(module).__mro__
+        if base.__module__ == "transformers.integrations.bitnet"
+    }
+    if "AutoBitLinear" in names:
+        return _pack_trained if getattr(module, "online_quant", False) else _pack_offline
+    return _pack_stored if "BitLinear" in names else None
+
+
+def _pack_trained(path: str, module: nn.Module, kind: str = "") -> nn.Module:
+    """Pack a linear with a full-precision weight."""
+    assert isinstance(module, nn.Linear)
+    weight = module.weight.detach()
+    scale = codes_per_unit(weight)
+    return PackedTernaryLinear(
+        ternary_linear_pack(weight, scale),
+        scale,
+        module.bias,
+        in_features=module.in_features,
+        kind=kind or getattr(module, "kind", "int8"),
+        norm=getattr(module, "rms_norm", None),
+    )
+
+
+def _pack_offline(path: str, module: nn.Module) -> nn.Module:
+    """Pack a linear whose weight holds -1, 0 and 1 already; its scale is a factor."""
+    assert isinstance(module, nn.Linear)
+    weight = module.weight.detach()
+    is_ternary = (weight == 0) | (weight.abs() == 1)
+    if weight.device.type != "meta" and not bool(is_ternary.all()):
+        wrong = float(weight[~is_ternary].flatten()[0])
+        raise UnsupportedInputError(
+            f"{path}: the weight holds {wrong}, where an offline AutoBitLinear has -1, 0 and 1. "
+            "Load a checkpoint that was quantised, or use quantization_mode='online'."
+        )
+    one = weight.new_ones((), dtype=torch.float32)
+    scale = _scale_of(module)
+    bias = None if module.bias is None else module.bias.detach().float() * scale
+    return PackedTernaryLinear(
+        ternary_linear_pack(weight, one),
+        scale.reciprocal(),
+        bias,  # transformers multiplies the bias by the scale too
+        in_features=module.in_features,
+        norm=getattr(module, "rms_norm", None),
+    )
+
+
+def _pack_stored(path: str, module: nn.Module) -> nn.Module:
+    """Take over the packed weight of transformers; its scale is a divisor."""
+    held = module.weight
+    assert isinstance(held, Tensor)
+    bias = module.bias
+    return PackedTernaryLinear(
+        ternary_linear_repack(held),
+        _scale_of(module),
+        bias if isinstance(bias, Tensor) else None,
+        in_features=held.shape[1],
+        norm=module.rms_norm if isinstance(module.rms_norm, nn.Module) else None,
+    )
+
+
+def _scale_of(module: nn.Module) -> Tensor:
+    scale = module.weight_scale
+    assert isinstance(scale, Tensor)
+    return scale.detach().float().reshape(())

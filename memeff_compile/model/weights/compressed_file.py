@@ -1,0 +1,246 @@
+"""A file of compressed weights: safetensors, loaded straight into a model without a dense copy.
+
+Every part of a compressed weight is a tensor of a plain dtype under `<name>.<part>`; what is not
+compressed is stored as it is. One string of the file's metadata says format version, codec, shape
+and checksum of each weight.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from memeff_compile import compat
+from memeff_compile.errors import CodedWeightError, MemeffError
+from memeff_compile.kernels.coded_weight import CodedWeight, parse
+from memeff_compile.model.weights.compress import compressed_weights, put_coded, watch_state_dict
+
+VERSION = 1
+METADATA = "memeff_coded_weights"
+
+
+class _File(Protocol):
+    def keys(self) -> list[str]: ...
+    def metadata(self) -> dict[str, str] | None: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+def save_compressed(model: nn.Module, path: str | PathLike[str]) -> None:
+    """Write a compressed model to one safetensors file, codes as they are.
+
+    Args:
+        model: a model that `compress_` was called on.
+        path: the file to write.
+
+    Raises:
+        CodedWeightError: Nothing in the model is compressed.
+        MemeffError: The package safetensors is missing.
+    """
+    coded = compressed_weights(model)
+    if not coded:
+        raise CodedWeightError(
+            "save_compressed: no weight of this model is compressed. Call "
+            "memeff_compile.compress_(model) first, or save its state_dict."
+        )
+    if any(compat.is_dtensor(parameter) for parameter in model.parameters()):
+        raise CodedWeightError(
+            "save_compressed: parameters of this model are sharded, and each process holds a part "
+            "of them. Save its state_dict with torch.distributed.checkpoint, which is dense."
+        )
+    tensors: dict[str, Tensor] = {}
+    table: dict[str, Any] = {}
+    for name, weight in coded.items():
+        parts = [part.detach().cpu().contiguous() for part in weight.parts]
+        table[name] = {
+            "codec": weight.codec,
+            "shape": list(weight.shape),
+            "crc32": _checksum(parts),
+        }
+        for part_name, part in zip(parse(weight.codec).parts, parts, strict=True):
+            tensors[f"{name}.{part_name}"] = part
+    aliases: dict[str, str] = {}
+    seen: dict[int, str] = {}
+    for name, tensor in _everything(model):
+        if isinstance(tensor, CodedWeight):
+            first = next(known for known, weight in coded.items() if weight is tensor)
+            if first != name:
+                aliases[name] = first
+            continue
+        key = id(tensor)
+        if key in seen:
+            aliases[name] = seen[key]
+            continue
+        seen[key] = name
+        tensors[name] = tensor.detach().cpu().contiguous().clone()
+    note = {"version": VERSION, "tensors": table, "aliases": aliases}
+    _safetensors().save_file(tensors, str(path), metadata={METADATA: json.dumps(note)})
+
+
+def load_compressed_(model: nn.Module, path: str | PathLike[str], *, device: object = None) -> None:
+    """Load such a file into a model of the same architecture; no dense copy is made.
+
+    Args:
+        model: dense or compressed, also one on the meta device.
+        path: the file that `save_compressed` wrote.
+        device: where weights of a model on the meta device go; by default the CPU.
+
+    Raises:
+        CodedWeightError: The file is of another version, damaged, or of another model.
+    """
+    with _opened(path) as file:
+        note = _note(file, path)
+        _check_names(model, file, note)
+        modules = dict(model.named_modules())
+        for name, about in note["tensors"].items():
+            owner, _, attribute = name.rpartition(".")
+            module = modules[owner]
+            old = module._parameters[attribute]
+            assert old is not None
+            parts = _parts(file, name, about, path)
+            target = _target(old, device)
+            coded = CodedWeight([part.to(target) for part in parts], about["codec"], about["shape"])
+            trains = old.requires_grad and parse(about["codec"]).is_lossless
+            put_coded(module, attribute, coded, requires_grad=trains)
+        dense = set(file.keys()) - {
+            f"{name}.{part}"
+            for name, about in note["tensors"].items()
+            for part in parse(about["codec"]).parts
+        }
+        for name in sorted(dense):
+            _set_dense(modules, name, file.get_tensor(name), device)
+        for name, first in note["aliases"].items():
+            _alias(modules, name, first)
+
+
+def _everything(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and persistent buffers, under every name they have."""
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
+
+
+def _target(old: Tensor, device: object) -> torch.device:
+    if old.device.type != "meta":
+        return old.device
+    if device is not None:
+        return torch.device(cast("Any", device))
+    return torch.device("cpu")
+
+
+def _set_dense(modules: dict[str, nn.Module], name: str, value: Tensor, device: object) -> None:
+    owner, _, attribute = name.rpartition(".")
+    module = modules[owner]
+    store = module._parameters if attribute in module._parameters else module._buffers
+    old = store[attribute]
+    assert old is not None
+    if tuple(old.shape) != tuple(value.shape):
+        raise CodedWeightError(
+            f"load_compressed_: {name} has shape {tuple(value.shape)} in the file and "
+            f"{tuple(old.shape)} in the model; load it into the model it was saved from."
+        )
+    if old.device.type != "meta" and not isinstance(old, CodedWeight):
+        with torch.no_grad():
+            old.copy_(value)
+        return
+    value = value.to(_target(old, device))
+    if store is module._parameters:
+        module._parameters[attribute] = nn.Parameter(value, requires_grad=old.requires_grad)
+    else:
+        module._buffers[attribute] = value
+
+
+def _alias(modules: dict[str, nn.Module], name: str, first: str) -> None:
+    (owner, _, attribute), (source, _, known) = name.rpartition("."), first.rpartition(".")
+    for store in ("_parameters", "_buffers"):
+        if known in getattr(modules[source], store):
+            getattr(modules[owner], store)[attribute] = getattr(modules[source], store)[known]
+    watch_state_dict(modules[owner])
+
+
+def _checksum(parts: Sequence[Tensor]) -> int:
+    found = 0
+    for part in parts:
+        found = zlib.crc32(part.view(torch.uint8).numpy().tobytes(), found)
+    return found
+
+
+def _parts(file: _File, name: str, about: dict[str, Any], path: object) -> list[Tensor]:
+    parts = [file.get_tensor(f"{name}.{part}") for part in parse(about["codec"]).parts]
+    if _checksum(parts) != about["crc32"]:
+        raise CodedWeightError(
+            f"load_compressed_: {name} in {path} does not match its checksum; the file is damaged. "
+            "Copy or save it again."
+        )
+    return parts
+
+
+def _note(file: _File, path: object) -> dict[str, Any]:
+    text = (file.metadata() or {}).get(METADATA)
+    if text is None:
+        raise CodedWeightError(
+            f"load_compressed_: {path} holds no compressed weights. A dense safetensors file is "
+            "loaded with load_state_dict; compress_ the model afterwards."
+        )
+    note = cast("dict[str, Any]", json.loads(text))
+    if note.get("version") != VERSION:
+        raise CodedWeightError(
+            f"load_compressed_: {path} has format version {note.get('version')!r} and this release "
+            f"reads {VERSION}. Load it with the release that wrote it, decompress_ the model and "
+            "save its state_dict."
+        )
+    return note
+
+
+def _check_names(model: nn.Module, file: _File, note: dict[str, Any]) -> None:
+    """Raise before anything is changed if the file is another model's."""
+    held = set(file.keys())
+    needed = {
+        f"{name}.{part}"
+        for name, about in note["tensors"].items()
+        for part in parse(about["codec"]).parts
+    }
+    known = {name for name, _ in _everything(model)}
+    there = set(note["tensors"]) | (held - needed) | set(note["aliases"])
+    missing = sorted((needed - held) | (known - there))
+    unexpected = sorted(there - known)
+    if missing or unexpected:
+        raise CodedWeightError(
+            f"load_compressed_: the file and the model differ. Missing in the file: "
+            f"{', '.join(missing[:5]) or 'nothing'}; not in the model: "
+            f"{', '.join(unexpected[:5]) or 'nothing'}. Load it into the model it was saved from."
+        )
+
+
+def _safetensors() -> Any:  # noqa: ANN401 - a module
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise MemeffError(
+            "compressed files are safetensors files, and the package safetensors is not installed. "
+            "It comes with transformers; install either."
+        ) from None
+    return safetensors.torch
+
+
+def _opened(path: str | PathLike[str]) -> Any:  # noqa: ANN401 - safetensors' own handle
+    _safetensors()
+    import safetensors
+
+    try:
+        return safetensors.safe_open(str(path), framework="pt", device="cpu")
+    except safetensors.SafetensorError as error:
+        raise CodedWeightError(
+            f"load_compressed_: {path} is not a whole safetensors file ({error}). Copy or save it "
+            "again."
+        ) from None

@@ -1,0 +1,396 @@
+"""What an attention mask says, as a formula over batch, query and key index.
+
+A tensor is described by its shape and by one scalar, a function of the tensor's own index: integers
+are sums of axes, sizes and reads of other tensors (:class:`Linear`), truth values are formulas over
+such sums, and numbers are told apart by cases. Views, broadcasts and gathers are then substitutions
+of axes, and nothing is ever computed from data.
+
+What is decided is proved from the sizes, symbolic ones included; :mod:`mask_forms` says which of
+the known forms a formula is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from ... import compat
+
+Size: TypeAlias = "int | torch.SymInt"
+
+MASKED = -65504.0
+"""A number added to a score masks it from here on down: the lowest number of float16."""
+
+MOST_CASES = 6
+MOST_PARTS = 40
+
+
+# --- integers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The index along one axis of the tensor at hand."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Read:
+    """The value of a graph's node at an index; ``moment`` tells reads of changing memory apart."""
+
+    node: Node
+    at: tuple[Linear, ...]
+    moment: int = 0
+
+
+Term: TypeAlias = "Axis | Read"
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A constant and whole multiples of terms. Equal when both print alike."""
+
+    constant: Size = 0
+    terms: Mapping[Term, int] = field(default_factory=dict)
+
+    def _key(self) -> tuple[Any, ...]:
+        return str(self.constant), frozenset(self.terms.items())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Linear) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __add__(self, other: Linear | Size) -> Linear:
+        if not isinstance(other, Linear):
+            return Linear(self.constant + other, self.terms)
+        terms = dict(self.terms)
+        for term, times in other.terms.items():
+            terms[term] = terms.get(term, 0) + times
+        kept = {term: times for term, times in terms.items() if times}
+        return Linear(self.constant + other.constant, kept)
+
+    def __neg__(self) -> Linear:
+        return self.times(-1)
+
+    def __sub__(self, other: Linear | Size) -> Linear:
+        return self + (-other)
+
+    def times(self, factor: int) -> Linear:
+        """Return the multiple."""
+        if factor == 0:
+            return Linear()
+        terms = {term: times * factor for term, times in self.terms.items()}
+        return Linear(self.constant * factor, terms)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is the same at every index."""
+        return not self.terms
+
+    def lowest(self, shape: Sequence[Size]) -> Size | None:
+        """Return the least value over a tensor of this shape, or None where a read decides."""
+        return self._bound(shape, lambda times: times < 0)
+
+    def highest(self, shape: Sequence[Size]) -> Size | None:
+        """Return the largest value over a tensor of this shape, or None where a read decides."""
+        return self._bound(shape, lambda times: times > 0)
+
+    def _bound(self, shape: Sequence[Size], reaches_end: Callable[[int], bool]) -> Size | None:
+        value = self.constant
+        for term, times in self.terms.items():
+            if not isinstance(term, Axis):
+                return None
+            if reaches_end(times):
+                value = value + (shape[term.place] - 1) * times
+        return value
+
+
+def axis(place: int) -> Linear:
+    """Return the index along an axis as a sum."""
+    return Linear(0, {Axis(place): 1})
+
+
+# --- truth values ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """True or false everywhere."""
+
+    value: bool
+
+
+@dataclass(frozen=True)
+class AtLeastZero:
+    """``sum >= 0``."""
+
+    sum: Linear
+
+
+@dataclass(frozen=True)
+class IsZero:
+    """``sum == 0``."""
+
+    sum: Linear
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A truth value read from a tensor."""
+
+    read: Read
+
+
+@dataclass(frozen=True)
+class Not:
+    """Negation, of a flag or an equality: everything else is negated by its parts."""
+
+    part: Formula
+
+
+@dataclass(frozen=True)
+class All:
+    """Conjunction."""
+
+    parts: frozenset[Formula]
+
+
+@dataclass(frozen=True)
+class Some:
+    """Disjunction."""
+
+    parts: frozenset[Formula]
+
+
+Formula: TypeAlias = "Fixed | AtLeastZero | IsZero | Flag | Not | All | Some"
+
+TRUE, FALSE = Fixed(True), Fixed(False)
+
+
+class TooLarge(Exception):
+    """A formula has grown beyond what is worth reading."""
+
+
+def at_least_zero(total: Linear) -> Formula:
+    """Return ``total >= 0``, decided at once where it is the same everywhere."""
+    if total.is_constant:
+        if compat.statically_true(total.constant >= 0):
+            return TRUE
+        if compat.statically_true(total.constant < 0):
+            return FALSE
+    return AtLeastZero(total)
+
+
+def is_zero(total: Linear) -> Formula:
+    """Return ``total == 0``, decided at once where it is the same everywhere."""
+    if total.is_constant:
+        if compat.statically_true(total.constant == 0):
+            return TRUE
+        if compat.statically_true(total.constant != 0):
+            return FALSE
+    return IsZero(total)
+
+
+def both(*parts: Formula) -> Formula:
+    """Return the conjunction."""
+    found: set[Formula] = set()
+    for part in parts:
+        found |= part.parts if isinstance(part, All) else {part}
+    found.discard(TRUE)
+    return _joined(found, FALSE, TRUE, All)
+
+
+def either(*parts: Formula) -> Formula:
+    """Return the disjunction."""
+    found: set[Formula] = set()
+    for part in parts:
+        found |= part.parts if isinstance(part, Some) else {part}
+    found.discard(FALSE)
+    return _joined(found, TRUE, FALSE, Some)
+
+
+def _joined(
+    found: set[Formula],
+    decides: Formula,
+    empty: Formula,
+    join: Callable[[frozenset[Formula]], Formula],
+) -> Formula:
+    if len(found) > MOST_PARTS:
+        raise TooLarge
+    if decides in found or any(negated(part) in found for part in found):
+        return decides
+    if not found:
+        return empty
+    return next(iter(found)) if len(found) == 1 else join(frozenset(found))
+
+
+def negated(formula: Formula) -> Formula:
+    """Return the negation, with ``Not`` around flags and equalities alone."""
+    match formula:
+        case Fixed(value):
+            return Fixed(not value)
+        case AtLeastZero(total):
+            return at_least_zero(-total - 1)
+        case Not(part):
+            return part
+        case All(parts):
+            return either(*(negated(part) for part in parts))
+        case Some(parts):
+            return both(*(negated(part) for part in parts))
+    return Not(formula)
+
+
+def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
+    """Return the formula with everything decided that the sizes alone decide."""
+    match formula:
+        case AtLeastZero(total):
+            low, high = total.lowest(shape), total.highest(shape)
+            if low is not None and compat.statically_true(low >= 0):
+                return TRUE
+            if high is not None and compat.statically_true(high < 0):
+                return FALSE
+            return formula
+        case IsZero(total):
+            low, high = total.lowest(shape), total.highest(shape)
+            if low is not None and compat.statically_true(low > 0):
+                return FALSE
+            if high is not None and compat.statically_true(high < 0):
+                return FALSE
+            return formula
+        case Not(part):
+            return negated(decided(part, shape))
+        case All(parts):
+            return both(*(decided(part, shape) for part in parts))
+        case Some(parts):
+            return either(*(decided(part, shape) for part in parts))
+    return formula
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cases:
+    """A number that takes one of a few values, each under its condition; exactly one holds."""
+
+    cases: tuple[tuple[Formula, float], ...]
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A number that is read from a tensor."""
+
+    read: Read
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """The absolute value of a sum."""
+
+    sum: Linear
+
+
+Scalar: TypeAlias = "Linear | Formula | Cases | Unknown | Magnitude"
+
+
+def number(value: float) -> Cases:
+    """Return a number that is the same everywhere."""
+    return Cases(((TRUE, float(value)),))
+
+
+def cases(found: Iterable[tuple[Formula, float]]) -> Cases:
+    """Return the cases, those of one value joined and impossible ones left out."""
+    by_value: dict[str, tuple[Formula, float]] = {}
+    for condition, value in found:
+        if condition == FALSE:
+            continue
+        before, _ = by_value.get(repr(value), (FALSE, value))
+        by_value[repr(value)] = (either(before, condition), value)
+    if len(by_value) > MOST_CASES:
+        raise TooLarge
+    return Cases(tuple(by_value.values()))
+
+
+def combined(left: Cases, right: Cases, operation: Callable[[float, float], float]) -> Cases:
+    """Return ``operation`` of two numbers, case by case."""
+    return cases(
+        (both(first, second), operation(a, b))
+        for first, a in left.cases
+        for second, b in right.cases
+    )
+
+
+def holds_where(given: Cases, wanted: Callable[[float], bool]) -> Formula:
+    """Return where the number is as wanted."""
+    return either(*(condition for condition, value in given.cases if wanted(value)))
+
+
+def allowed_by(scalar: Scalar) -> Formula | None:
+    """Return which keys a mask lets through; None for a bias that does more than to mask.
+
+    A truth value lets through what is true. A number is added to the scores: zero lets through,
+    and what is as low as `MASKED` takes away.
+    """
+    if isinstance(scalar, Cases):
+        if any(v != 0 and not v <= MASKED for _, v in scalar.cases):
+            return None
+        return holds_where(scalar, lambda value: value == 0)
+    if isinstance(scalar, (Linear, Unknown, Magnitude)):
+        return None
+    return scalar
+
+
+def values_taken(scalar: Scalar) -> frozenset[float]:
+    """Return what a mask adds where it takes keys away; nothing for a mask of truth values."""
+    if not isinstance(scalar, Cases):
+        return frozenset()
+    return frozenset(value for _, value in scalar.cases if value != 0)
+
+
+# --- substitution ---------------------------------------------------------------------------------
+
+Substitution: TypeAlias = "Mapping[int, Linear]"
+
+
+def substituted(scalar: Any, by: Substitution) -> Any:
+    """Return a scalar, sum or read with its axes replaced."""
+    match scalar:
+        case Linear():
+            total = Linear(scalar.constant)
+            for term, times in scalar.terms.items():
+                total = total + _substituted_term(term, by).times(times)
+            return total
+        case Read():
+            return replace(scalar, at=tuple(substituted(index, by) for index in scalar.at))
+        case AtLeastZero(total):
+            return at_least_zero(substituted(total, by))
+        case IsZero(total):
+            return is_zero(substituted(total, by))
+        case Flag(read):
+            return Flag(substituted(read, by))
+        case Unknown(read):
+            return Unknown(substituted(read, by))
+        case Magnitude(total):
+            return Magnitude(substituted(total, by))
+        case Not(part):
+            return negated(substituted(part, by))
+        case All(parts):
+            return both(*(substituted(part, by) for part in parts))
+        case Some(parts):
+            return either(*(substituted(part, by) for part in parts))
+        case Cases(found):
+            return cases((substituted(condition, by), value) for condition, value in found)
+    return scalar
+
+
+def _substituted_term(term: Term, by: Substitution) -> Linear:
+    if isinstance(term, Axis):
+        return by[term.place]
+    return Linear(0, {substituted(term, by): 1})

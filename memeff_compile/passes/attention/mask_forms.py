@@ -1,0 +1,385 @@
+"""What a mask's formula asks for, condition by condition: what sizes say of it, what tables say.
+
+:func:`form_of` sorts the parts of a formula into bounds between query and key, tables of keys,
+equalities of ids, and the rest. Everything that is claimed is proved from the sizes, symbolic ones
+included; what cannot be proved stays a part of the form's ``rest``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Node
+
+from ... import compat
+from .mask_algebra import (
+    FALSE,
+    TRUE,
+    All,
+    AtLeastZero,
+    Axis,
+    Cases,
+    Flag,
+    Formula,
+    IsZero,
+    Linear,
+    Magnitude,
+    Not,
+    Read,
+    Size,
+    Some,
+    Term,
+    Unknown,
+    at_least_zero,
+    axis,
+    both,
+    decided,
+    is_zero,
+    substituted,
+)
+
+
+@dataclass(frozen=True)
+class Ids:
+    """``query == key``: a sum over batch and query index, and one over batch and key index."""
+
+    query: Linear
+    key: Linear
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a mask says, condition by condition; a key counts where all of them hold.
+
+    Args:
+        causal: o where ``key <= query + o`` is asked for, None where it is not.
+        window: w where ``key > query - w`` is asked for, None where it is not.
+        keys: n where ``key < n`` is asked for, None where it is not.
+        tables: What is asked of the key alone, and of the row of the batch (padding).
+        ids: Equalities of a sum of the query's and a sum of the key's (packed sequences, chunks).
+        queries: What is asked of the query alone, and of the row of the batch.
+        length: Whether a tensor says how many keys there are (a static cache).
+        positions: Whether sums read from tensors are compared that no index says.
+        rest: Everything else that is asked for.
+        empty: Whether some query attends to nothing, or may: nobody has proved the contrary.
+    """
+
+    causal: Size | None = None
+    window: Size | None = None
+    keys: Size | None = None
+    tables: tuple[Formula, ...] = ()
+    ids: tuple[Ids, ...] = ()
+    queries: tuple[Formula, ...] = ()
+    length: bool = False
+    positions: bool = False
+    rest: tuple[Formula, ...] = ()
+    empty: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but sizes decides, and leaves every query a key."""
+        return not (self.reads_data or self.positions or self.rest or self.empty)
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether tables are asked, or a tensor's length."""
+        return bool(self.tables or self.ids or self.queries or self.length)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether parts of one row are told apart."""
+        return self.positions or bool(self.ids)
+
+    @property
+    def padding(self) -> bool:
+        """Whether a table says which keys, or which queries, are padding."""
+        return bool(self.queries) or any(not _is_length(part) for part in self.tables)
+
+    @property
+    def is_sayable(self) -> bool:
+        """Whether bounds, one table of keys and one equality of ids say it all."""
+        return not (self.positions or self.rest) and len(self.ids) + bool(self.queries) <= 1
+
+    @property
+    def conditions(self) -> list[str]:
+        """What is asked, in words."""
+        plain = self.causal is None or compat.statically_true(self.causal == 0)
+        said = [
+            (self.causal is not None, f"causal{'' if plain else ', shifted'}"),
+            (self.keys is not None, "a number of keys"),
+            (self.window is not None, "a sliding window"),
+            (self.padding, "padding"),
+            (self.length, "the filled length of a cache"),
+            (self.is_packed, "positions or packed sequences"),
+            (bool(self.rest), "something this pass does not read"),
+        ]
+        return [words for holds, words in said if holds]
+
+
+def form_of(formula: Formula, shape: Sequence[Size]) -> Form:
+    """Return the form of a mask whose last two axes are query and key.
+
+    Args:
+        formula: Which keys count.
+        shape: The sizes of the axes: the batch's, then queries and keys.
+    """
+    formula = decided(formula, shape)
+    if formula == TRUE:
+        return Form()
+    if formula == FALSE:
+        return Form(keys=0, empty=True)
+    form = Form()
+    for part in formula.parts if isinstance(formula, All) else {formula}:
+        form = _with_part(form, part, len(shape))
+    form = _without_what_follows(form, shape[-2], shape[-1])
+    return form if _leaves_every_query_a_key(formula, form, shape) else replace(form, empty=True)
+
+
+def _with_part(form: Form, part: Formula, rank: int) -> Form:
+    query, key = Axis(rank - 2), Axis(rank - 1)
+    if isinstance(part, AtLeastZero):
+        terms, constant = dict(part.sum.terms), part.sum.constant
+        if terms == {query: 1, key: -1}:
+            return _least(form, "causal", constant, part)
+        if terms == {key: 1, query: -1}:
+            return _least(form, "window", constant + 1, part)
+        if terms == {key: -1}:
+            return _least(form, "keys", constant + 1, part)
+        if _is_length(part) and terms.get(key) == -1:
+            form = replace(form, length=True)
+    touched = axes_in(part)
+    row = {Axis(0)} if rank > 2 else set()
+    if touched <= {*row, key}:
+        return replace(form, tables=(*form.tables, part))
+    if touched <= {*row, query}:
+        return replace(form, queries=(*form.queries, part))
+    if touched <= {*row, query, key} and isinstance(part, IsZero):
+        ids = _ids(part.sum, query, key)
+        if ids is not None:
+            return replace(form, ids=(*form.ids, ids))
+    if key in touched and query in touched and isinstance(part, (IsZero, AtLeastZero)):
+        return replace(form, positions=True)
+    return replace(form, rest=(*form.rest, part))
+
+
+def _is_length(part: Formula) -> bool:
+    """Return whether a number that is read bounds an index."""
+    if not isinstance(part, AtLeastZero):
+        return False
+    terms = part.sum.terms
+    reads = [term for term in terms if isinstance(term, Read)]
+    return len(reads) == 1 and len(terms) > 1 and not _varies_along(reads[0], terms)
+
+
+def _varies_along(read: Read, terms: Mapping[Term, int]) -> bool:
+    own = _axes_of(Linear(0, {read: 1}))
+    return any(
+        isinstance(term, Axis) and times < 0 and term in own for term, times in terms.items()
+    )
+
+
+def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
+    """Split a sum into what the query decides and what the key decides; both in no term."""
+    mine, theirs = Linear(total.constant), Linear()
+    for term, times in total.terms.items():
+        one = Linear(0, {term: times})
+        touched = _axes_of(one)
+        if key not in touched:
+            mine = mine + one
+        elif query not in touched:
+            theirs = theirs - one
+        else:
+            return None
+    return Ids(mine, theirs)
+
+
+def _least(form: Form, name: str, value: Size, part: Formula) -> Form:
+    """Return the form with the stricter of two bounds; where neither is, the new one is a rest."""
+    before = getattr(form, name)
+    if before is None or compat.statically_true(value <= before):
+        changed: dict[str, Any] = {name: value}
+        return replace(form, **changed)
+    if compat.statically_true(value >= before):
+        return form
+    return replace(form, rest=(*form.rest, part))
+
+
+def _without_what_follows(form: Form, queries: Size, keys: Size) -> Form:
+    """Drop a bound on keys that another implies."""
+    causal, bound = form.causal, form.keys
+    if causal is not None and bound is not None:
+        if compat.statically_true(bound >= queries + causal):
+            return replace(form, keys=None)  # no query reaches that far
+        if compat.statically_true(causal >= bound - 1):
+            return replace(form, causal=None)  # the first query reaches the bound already
+    return form
+
+
+# --- queries without keys -------------------------------------------------------------------------
+
+
+def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
+    """Return whether every query is proved to attend to something."""
+    if form.rest or form.positions or form.reads_data:
+        return _sees_a_neighbour(formula, form, shape)
+    queries, keys = shape[-2], shape[-1]
+    bound = keys if form.keys is None else form.keys
+    proofs: list[Any] = [bound >= 1, keys >= 1]
+    if form.causal is not None:
+        proofs.append(form.causal >= 0)
+    if form.window is not None:
+        # The last query's window begins within the keys, and reaches the query's last key.
+        proofs.append(queries - form.window <= bound - 1)
+        proofs.append(form.window >= 1)
+        if form.causal is not None:
+            proofs.append(form.causal + form.window >= 1)
+    return all(compat.statically_true(proof) for proof in proofs)
+
+
+def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
+    """Return whether the key at a query's own index, or as far on as it may look, always counts."""
+    rank = len(shape)
+    for shift in {0, form.causal} if isinstance(form.causal, int) else (0, form.causal):
+        if shift is None:
+            continue
+        is_there = [shift >= 0, shape[-2] + shift <= shape[-1]]
+        by = {place: axis(place) for place in range(rank)}
+        by[rank - 1] = axis(rank - 2) + shift
+        seen = decided(substituted(formula, by), shape) == TRUE
+        if seen and all(map(compat.statically_true, is_there)):
+            return True
+    return False
+
+
+# --- what a form is made of -----------------------------------------------------------------------
+
+
+def key_table(form: Form, rank: int) -> Formula:
+    """Return which keys count in which row of the batch; TRUE where no table is asked."""
+    bound = TRUE if form.keys is None else at_least_zero(-axis(rank - 1) + (form.keys - 1))
+    return both(bound, *form.tables)
+
+
+def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> Formula:
+    """Compare positions by index where equal ids say that they run on without a break.
+
+    Args:
+        formula: Which keys count.
+        positions: For a read of ids, the position at the same index: where two ids of a row are
+            equal, the positions between them go up by one.
+        rank: How many axes there are; the last two are query and key.
+
+    Example: ``ids[q] == ids[k] and P[k] <= P[q]`` is ``ids[q] == ids[k] and k <= q``.
+    """
+    if not isinstance(formula, All):
+        return formula
+    query, key = axis(rank - 2), axis(rank - 1)
+    swaps = [
+        (positions[one], positions[other])
+        for part in formula.parts
+        if isinstance(part, IsZero)
+        for one, other in _pairs(part.sum)
+        if one in positions
+        and other in positions
+        and substituted(one, {**_same(rank), rank - 2: key}) == other
+        and _is_along(one, query)
+        and _is_along(other, key)
+    ]
+    found: list[Formula] = []
+    for part in formula.parts:
+        for mine, theirs in swaps:
+            part = _swapped(part, mine - theirs, query - key)
+        found.append(part)
+    return both(*found)
+
+
+def _same(rank: int) -> dict[int, Linear]:
+    return {place: axis(place) for place in range(rank)}
+
+
+def _pairs(total: Linear) -> list[tuple[Read, Read]]:
+    """Return the two reads of ``read - other``, in both orders; nothing for any other sum."""
+    terms = list(total.terms.items())
+    if total.constant != 0 or len(terms) != 2 or {times for _, times in terms} != {1, -1}:
+        return []
+    one, other = (term for term, _ in terms)
+    if not isinstance(one, Read) or not isinstance(other, Read):
+        return []
+    return [(one, other), (other, one)]
+
+
+def _is_along(read: Read, index: Linear) -> bool:
+    return bool(read.at) and read.at[-1] == index
+
+
+def _swapped(part: Formula, difference: Linear, by: Linear) -> Formula:
+    """Put ``by`` in the place of multiples of a difference of two positions in a comparison."""
+    if not isinstance(part, (AtLeastZero, IsZero)) or len(difference.terms) != 2:
+        return part
+    (term, sign), _ = difference.terms.items()
+    times = part.sum.terms.get(term, 0) * sign
+    if not times:
+        return part
+    total = part.sum - difference.times(times) + by.times(times)
+    if set(difference.terms) & set(total.terms):
+        return part
+    return at_least_zero(total) if isinstance(part, AtLeastZero) else is_zero(total)
+
+
+def axes_in(formula: Formula) -> set[Axis]:
+    """Return the axes that a truth value depends on."""
+    match formula:
+        case AtLeastZero(total) | IsZero(total):
+            return _axes_of(total)
+        case Flag(read):
+            return _axes_of(Linear(0, {read: 1}))
+        case Not(part):
+            return axes_in(part)
+        case All(parts) | Some(parts):
+            return set().union(*(axes_in(part) for part in parts))
+    return set()
+
+
+def _axes_of(total: Linear) -> set[Axis]:
+    found: set[Axis] = set()
+    for term in total.terms:
+        if isinstance(term, Axis):
+            found.add(term)
+        else:
+            found = found.union(*(_axes_of(index) for index in term.at))
+    return found
+
+
+axes_of = _axes_of
+
+
+def reads_in(scalar: Any) -> set[Read]:
+    """Return the reads that a scalar depends on, those of indices included."""
+    match scalar:
+        case Linear():
+            return set().union(*(reads_in(t) for t in scalar.terms if isinstance(t, Read)))
+        case Read():
+            return {scalar}.union(*(reads_in(index) for index in scalar.at))
+        case AtLeastZero(total) | IsZero(total) | Magnitude(total):
+            return reads_in(total)
+        case Flag(read) | Unknown(read):
+            return reads_in(read)
+        case Not(part):
+            return reads_in(part)
+        case All(parts) | Some(parts):
+            return set().union(*(reads_in(part) for part in parts))
+        case Cases(found):
+            return set().union(*(reads_in(condition) for condition, _ in found))
+    return set()
+
+
+def nodes_in(scalar: Any) -> set[Node]:
+    """Return the nodes whose data a scalar depends on."""
+    return {read.node for read in reads_in(scalar)}
+
+
+def all_of(parts: Iterable[Formula]) -> Formula:
+    """Return the conjunction of parts."""
+    return both(*parts)

@@ -1,0 +1,279 @@
+"""Writes what a mask's formula asks of keys and queries as small tensors: one row per sequence.
+
+A mask is queries x keys; a table of its keys is one number per key. The tables are computed from
+the nodes that the mask was computed from, right behind the last of them, once for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ... import compat
+from ..graph.canonical import aten
+from ..graph.editor import Editor
+from ..graph.graph_info import GraphInfo
+from .mask_algebra import (
+    All,
+    AtLeastZero,
+    Axis,
+    Fixed,
+    Flag,
+    Formula,
+    IsZero,
+    Linear,
+    Not,
+    Read,
+    Size,
+    Some,
+)
+from .mask_forms import axes_in, axes_of, reads_in
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table to write: a truth value, or a sum, over the row of the batch and one more axis.
+
+    Args:
+        content: A formula for truth values, a sum for integers.
+        along: The axis of the scores it runs along: that of the queries or of the keys.
+        sizes: The sizes of the batch and of that axis.
+        device: Where.
+        anchor: The node behind which it is written; None for the beginning of the graph.
+        level: The graph it is written in.
+        dtype: The dtype of its numbers.
+    """
+
+    content: Formula | Linear
+    along: int
+    sizes: tuple[Size, Size]
+    device: torch.device
+    anchor: Node | None
+    level: GraphInfo
+    dtype: torch.dtype = torch.bool
+
+    def written(self, editor: Editor) -> Node:
+        """Return the table's node at the editor's level; it is written once for all who ask."""
+        sizes = tuple(map(str, self.sizes))
+        key = (self.content, self.along, sizes, self.device, self.anchor, self.dtype)
+        owner = editor
+        while owner.info is not self.level:
+            owner = owner.around()
+        return editor.bring_in(owner.shared(key, lambda: self._write(owner)))
+
+    def _write(self, editor: Editor) -> Node:
+        with editor.at(_behind(editor, self.anchor)):
+            return _Writer(editor, self).write()
+
+
+def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, GraphInfo] | None:
+    """Return behind which node of which level a table can be written, or None where it cannot.
+
+    That is behind the last node it reads, or behind the last moment at which one was read whose
+    memory changes: nothing may write to what is read from its reading to there.
+    """
+    reads = sorted(reads_in(content), key=str)
+    level = info
+    while reads and not any(read.node.graph is level.gm.graph for read in reads):
+        if level.parent is None:
+            return None
+        level = level.parent
+    own = [read for read in reads if read.node.graph is level.gm.graph]
+    for read in reads:
+        home = level
+        while read.node.graph is not home.gm.graph:
+            if home.parent is None:
+                return None
+            home = home.parent
+        if home is not level and home.may_be_written(read.node):
+            return None
+    moments = {read: _moment(level, read) for read in own}
+    if any(moment is None for moment in moments.values()):
+        return None
+    last = max((moment for moment in moments.values() if moment is not None), default=-1)
+    for read, moment in moments.items():
+        if _may_change(level, read.node, moment or 0, last):
+            return None
+    anchor = None if last < 0 else next(n for n, at in level.positions.items() if at == last)
+    return anchor, level
+
+
+def _moment(level: GraphInfo, read: Read) -> int | None:
+    """Return the position at which a node was read, or None where that is not known."""
+    if read.moment:
+        return read.moment - 1
+    return None if level.may_be_written(read.node) else level.positions[read.node]
+
+
+def _may_change(level: GraphInfo, node: Node, first: int, last: int) -> bool:
+    """Return whether something may write to a node's memory between two positions."""
+    value = level.tensor(node)
+    for write in level.writes:
+        if not first <= write.position <= last:
+            continue
+        for target in write.targets:
+            written = level.tensor(target)
+            # Inputs of different dtypes are not one memory.
+            is_alike = value is None or written is None or value.dtype == written.dtype
+            if is_alike and level.may_share_memory(target, node):
+                return True
+    return False
+
+
+def _behind(editor: Editor, anchor: Node | None) -> Node:
+    """Return the node in front of which stands what is inserted behind ``anchor``."""
+    node = anchor.next if anchor is not None else next(iter(editor.graph.nodes))
+    while node.op in ("placeholder", "get_attr"):
+        node = node.next
+    return node
+
+
+class _Writer:
+    """Writes one table: everything is (batch or 1, length or 1) until the end."""
+
+    def __init__(self, editor: Editor, table: Table) -> None:
+        self.editor, self.table = editor, table
+        self.row, self.column = Axis(0), Axis(table.along)
+        self.batch, self.length = table.sizes
+
+    def write(self) -> Node:
+        """Return a fresh tensor (batch or 1, length), contiguous."""
+        content = self.table.content
+        if isinstance(content, Linear):
+            node, touched = self.sum(content), axes_of(content)
+        else:
+            node, touched = self.truth(content), axes_in(content)
+        if compat.example_value(node).dtype != self.table.dtype:
+            node = self.editor.call(aten.to.dtype, node, self.table.dtype)
+        rows = self.batch if self.row in touched else 1
+        known = compat.example_value(node).shape
+        if not all(
+            compat.statically_true(a == b) for a, b in zip(known, (rows, self.length), strict=True)
+        ):
+            shape = [self.editor.size(rows), self.editor.size(self.length)]
+            node = self.editor.call(aten.expand.default, node, shape)
+        return self.editor.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    # --- truth values -----------------------------------------------------------------------------
+
+    def truth(self, formula: Formula) -> Node:
+        """Write a truth value."""
+        call = self.editor.call
+        match formula:
+            case Fixed(value):
+                return self._full(value, torch.bool)
+            case AtLeastZero(total):
+                return call(aten.ge.Scalar, self.sum(total), 0)
+            case IsZero(total):
+                return call(aten.eq.Scalar, self.sum(total), 0)
+            case Not(IsZero(total)):
+                return call(aten.ne.Scalar, self.sum(total), 0)
+            case Flag(read):
+                return self.read(read)
+            case Not(part):
+                return call(aten.logical_not.default, self.truth(part))
+            case All(parts):
+                return self._joined(aten.logical_and.default, parts)
+            case Some(parts):
+                return self._joined(aten.logical_or.default, parts)
+        raise AssertionError(formula)
+
+    def _joined(self, op: Any, parts: frozenset[Formula]) -> Node:
+        first, *others = [self.truth(part) for part in sorted(parts, key=str)]
+        for other in others:
+            first = self.editor.call(op, first, other)
+        return first
+
+    def _full(self, value: bool | int, dtype: torch.dtype) -> Node:
+        return self.editor.call(
+            aten.full.default, [1, 1], value, dtype=dtype, device=self.table.device
+        )
+
+    # --- sums -------------------------------------------------------------------------------------
+
+    def sum(self, total: Linear) -> Node:
+        """Write a sum in 64 bits."""
+        call = self.editor.call
+        found: Node | None = None
+        for term, times in sorted(total.terms.items(), key=str):
+            node = self.index(term) if isinstance(term, Axis) else self.read(term)
+            if times != 1:
+                node = call(aten.mul.Scalar, node, times)
+            found = node if found is None else call(aten.add.Tensor, found, node)
+        constant = self.editor.size(total.constant)
+        if found is None:
+            return (
+                self._full(constant, torch.int64)
+                if isinstance(constant, int)
+                else call(aten.add.Scalar, self._full(0, torch.int64), constant)
+            )
+        is_zero = isinstance(constant, int) and constant == 0
+        return found if is_zero else call(aten.add.Scalar, found, constant)
+
+    def index(self, axis: Axis) -> Node:
+        """Write the index along an axis."""
+        size = self.batch if axis == self.row else self.length
+        line = self.editor.call(
+            aten.arange.default,
+            self.editor.size(size),
+            dtype=torch.int64,
+            device=self.table.device,
+        )
+        return self.editor.call(aten.unsqueeze.default, line, 1 if axis == self.row else 0)
+
+    # --- reads ------------------------------------------------------------------------------------
+
+    def read(self, read: Read) -> Node:
+        """Write the values of a node at an index; integers in 64 bits."""
+        node = self.editor.bring_in(self.editor.info.current(read.node))
+        node, at = self._selected(node, read.at)
+        found = self._as_it_lies(node, at) or self._gathered(node, at)
+        tensor = compat.example_value(found)
+        if tensor.dtype in (torch.bool, torch.int64):
+            return found
+        return self.editor.call(aten.to.dtype, found, torch.int64)
+
+    def _selected(self, node: Node, at: Sequence[Linear]) -> tuple[Node, list[Linear]]:
+        """Take the axes away at which a number stands."""
+        left: list[Linear] = []
+        for place in reversed(range(len(at))):
+            constant = at[place].constant
+            if at[place].is_constant and isinstance(constant, int):
+                node = self.editor.call(aten.select.int, node, place, constant)
+            else:
+                left.insert(0, at[place])
+        return node, left
+
+    def _as_it_lies(self, node: Node, at: Sequence[Linear]) -> Node | None:
+        """Return the tensor where its own axes are the table's, in order; None where not."""
+        wanted: dict[tuple[Any, ...], tuple[Size, ...]] = {
+            (): (),
+            (self.row,): (self.batch,),
+            (self.column,): (self.length,),
+            (self.row, self.column): (self.batch, self.length),
+        }
+        axes = tuple(term for index in at for term in index.terms)
+        plain = all(index.terms == {axis: 1} for index, axis in zip(at, axes, strict=False))
+        sizes = wanted.get(axes)
+        if sizes is None or not plain or len(axes) != len(at):
+            return None
+        for place, (size, index) in enumerate(zip(sizes, at, strict=True)):
+            known = compat.example_value(node).shape[place]
+            is_zero = isinstance(index.constant, int) and index.constant == 0
+            if not (is_zero and compat.statically_true(known == size)):
+                start = self.editor.size(index.constant)
+                end = self.editor.size(index.constant + size)
+                node = self.editor.call(aten.slice.Tensor, node, place, start, end)
+        if len(axes) == 2:
+            return node
+        call, shape = self.editor.call, aten.unsqueeze.default
+        if not axes:
+            return call(aten.expand.default, node, [1, 1])
+        return call(shape, node, 1 if axes == (self.row,) else 0)
+
+    def _gathered(self, node: Node, at: Sequence[Linear]) -> Node:
+        return self.editor.call(aten.index.Tensor, node, [self.sum(index) for index in at])

@@ -1,0 +1,62 @@
+"""Keys and values that were copied once per query head, read back to what was copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from ... import compat
+from ..graph.canonical import aten, read_one
+from ..graph.graph_info import GraphInfo
+
+
+def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] | None:
+    """Return the nodes that repeat heads and end in ``node``, what they repeat, how often."""
+    call = read_one(node)
+    if call is None:
+        return None
+    source = call.args.get("self")
+    before = info.tensor(source)
+    if before is None or not isinstance(source, Node):
+        return None
+    if call.op is aten.index_copy_.default:  # its result is the cache it wrote to
+        return [node], source, 1
+    if call.op in (aten.contiguous.default, aten.alias.default):
+        return [node], source, 1
+    if call.op is aten.repeat_interleave.self_int:
+        times, dim = call.args["repeats"], call.args["dim"]
+        is_heads = isinstance(dim, int) and before.dim() == 4 and dim % 4 == 1
+        return ([node], source, times) if is_heads and isinstance(times, int) else None
+    if call.op in (aten.reshape.default, aten.view.default, aten.flatten.using_ints):
+        return _without_expand(info, node, source)
+    return None
+
+
+def _without_expand(info: GraphInfo, node: Node, wide: Node) -> tuple[list[Node], Node, Any] | None:
+    """Read ``cache[:, :, None].expand(B, G, r, N, D).reshape(B, G * r, N, D)``."""
+    expand = read_one(wide)
+    if expand is None or expand.op is not aten.expand.default:
+        return None
+    narrow = expand.args["self"]
+    added = read_one(narrow)
+    if added is None or added.op is not aten.unsqueeze.default or added.args["dim"] not in (2, -3):
+        return None
+    source = added.args["self"]
+    cache, spread, whole = (info.tensor(n) for n in (source, wide, node))
+    if cache is None or spread is None or whole is None or cache.dim() != 4 or spread.dim() != 5:
+        return None
+    b, g, n, d = cache.shape
+    times = spread.shape[2]
+    is_repeat = same_shape(spread.shape, (b, g, times, n, d)) and same_shape(
+        whole.shape, (b, g * times, n, d)
+    )
+    return ([node, wide, narrow], source, times) if is_repeat else None
+
+
+def same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Return whether two shapes are known to be the same."""
+    return len(shape) == len(wanted) and all(
+        compat.statically_true(a == b) for a, b in zip(shape, wanted, strict=True)
+    )

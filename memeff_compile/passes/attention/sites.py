@@ -1,0 +1,477 @@
+"""Finds attention in a graph: calls of scaled_dot_product_attention, and chains that spell it out.
+
+    scores = matmul(q, k.transpose(-1, -2)) * scale
+    scores = tanh(scores / softcap) * softcap [+ mask]
+    out = matmul(dropout(softmax(scores, -1).to(dtype), 0.0), v)
+
+A chain is taken whole: nothing else may use what stands between its two products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ... import compat
+from ..graph.base import Decline
+from ..graph.canonical import Call, aten, read_one
+from ..graph.graph_info import GraphInfo, node_name
+from .mask_algebra import MASKED
+
+MAX_STEPS = 10
+
+
+@dataclass
+class Site:
+    """One attention: what goes in, how it is masked and scaled, and the nodes that spell it.
+
+    Args:
+        node: The node that has the result.
+        takes_away: Whether the mask is true where a key is taken away, as in ``masked_fill``.
+        fill: What takes the place of masked scores; None where the mask is added or a call's own.
+        masked_in: The dtype in which a chain adds its mask or fills it in.
+        softcap: What caps the scores; 0 for nothing.
+        between: What stands between the operands and the result; empty for a single call.
+        numbers: Nodes of symbols that were taken for the numbers they stand for: under
+            ``dynamic=True`` the scale, the softcap and the dropout of a config are symbols.
+    """
+
+    node: Node
+    query: Node
+    key: Node
+    value: Node
+    mask: Node | None = None
+    takes_away: bool = False
+    fill: float | None = None
+    masked_in: torch.dtype | None = None
+    softcap: float = 0.0
+    causal: bool = False
+    scale: Any = None
+    grouped: bool = False
+    between: list[Node] = field(default_factory=list)
+    numbers: list[Node] = field(default_factory=list)
+
+    @property
+    def operands(self) -> tuple[Node, Node, Node]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+
+def find_sites(info: GraphInfo) -> Iterator[Site | Decline]:
+    """Yield every attention of a graph, and what looks like one and cannot be served."""
+    for node in info.gm.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        found: Site | Decline | None = None
+        if node_name(node) == "scaled_dot_product_attention":
+            found = _single_call(info, node)
+        elif node_name(node) in ("softmax", "_softmax"):
+            found = _chain(info, node)
+        if found is not None:
+            yield found
+
+
+# --- a single call --------------------------------------------------------------------------------
+
+
+def _single_call(info: GraphInfo, node: Node) -> Site | Decline | None:
+    call = read_one(node)
+    if call is None or call.op is not aten.scaled_dot_product_attention.default:
+        return None
+    given = call.args
+    if any(info.tensor(given[name]) is None for name in ("query", "key", "value")):
+        return None
+    if compat.known_number(given["dropout_p"]) != 0:
+        return _dropout_active(node) if given["attn_mask"] is not None else None
+    scale = compat.known_number(given["scale"])
+    return Site(
+        node,
+        given["query"],
+        given["key"],
+        given["value"],
+        given["attn_mask"],
+        causal=given["is_causal"],
+        scale=given["scale"] if scale is None else scale,
+        grouped=given["enable_gqa"],
+        numbers=_nodes(given["dropout_p"], *([] if scale is None else [given["scale"]])),
+    )
+
+
+def _nodes(*values: Any) -> list[Node]:
+    return [value for value in values if isinstance(value, Node)]
+
+
+def _dropout_active(node: Node) -> Decline:
+    return Decline(
+        "dropout_active",
+        "attention dropout is active, and another kernel would drop other weights",
+        "train with an attention dropout of 0",
+        node,
+    )
+
+
+# --- a chain --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Weights:
+    """What becomes of the softmax: the product with the values."""
+
+    product: Node
+    value: Node
+    steps: list[Node]
+    numbers: list[Node]
+
+
+@dataclass
+class _Scores:
+    """What the softmax is of: the product of queries and keys, scaled and masked."""
+
+    product: Node
+    query: Node
+    key: Node
+    scale: float
+    softcap: float
+    masking: _Masking
+    steps: list[Node]
+    numbers: list[Node]
+
+
+@dataclass(frozen=True)
+class _Masking:
+    """How a chain masks its scores."""
+
+    mask: Node | None = None
+    takes_away: bool = False
+    fill: float | None = None
+    dtype: torch.dtype | None = None
+
+
+def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
+    call, tensor = read_one(softmax), info.tensor(softmax)
+    if call is None or call.op is not aten.softmax.int or tensor is None or tensor.dim() != 4:
+        return None
+    if call.args["dim"] not in (-1, 3):
+        return None
+    weights = _follow_weights(softmax)
+    scores = (
+        None if weights is None else _follow_scores(info, call.args["self"], call.args["dtype"])
+    )
+    if scores is None or weights is None:
+        return None
+    for found in (scores, weights):
+        if isinstance(found, Decline):
+            return _at(found, softmax)
+    assert isinstance(scores, _Scores)
+    assert isinstance(weights, _Weights)
+    for step in weights.steps:
+        if node_name(step) in ("getitem", "slice", "narrow"):
+            return _at(_unknown_step(step), softmax)
+    key = _untransposed(scores.key)
+    if key is None or not _shapes_agree(info, scores.query, key, weights.value):
+        return None
+    site = Site(
+        weights.product,
+        scores.query,
+        key,
+        weights.value,
+        scores.masking.mask,
+        scores.masking.takes_away,
+        scores.masking.fill,
+        scores.masking.dtype,
+        scores.softcap,
+        scale=scores.scale,
+        between=[scores.key, scores.product, *scores.steps, softmax, *weights.steps],
+        numbers=[*scores.numbers, *weights.numbers],
+    )
+    return _reason_against(info, site, scores) or site
+
+
+def _at(decline: Decline, softmax: Node) -> Decline:
+    return Decline(decline.code, decline.sentence, decline.hint, decline.node or softmax)
+
+
+def _product(node: Any) -> tuple[Node, Node] | None:
+    """Return the operands of a matrix product."""
+    call = read_one(node) if isinstance(node, Node) else None
+    if call is None or call.op is not aten.matmul.default:
+        return None
+    left, right = call.args["self"], call.args["other"]
+    return (left, right) if isinstance(left, Node) and isinstance(right, Node) else None
+
+
+_PASSES_ON = {aten.to, aten.dropout, aten.contiguous, aten.clone, aten.alias, aten.slice}
+
+
+def _follow_weights(softmax: Node) -> _Weights | Decline | None:
+    current, steps = softmax, list[Node]()
+    others: list[Node] = []
+    for _ in range(MAX_STEPS):
+        forward = [user for user in current.users if _passes_on(user, current)]
+        products = [user for user in current.users if _multiplies(user, current)]
+        onward = products or forward
+        if not onward:
+            return None
+        others += [user for user in current.users if user is not onward[0]]
+        if products:
+            if others:
+                return _used_otherwise("weights", others[0])
+            operands = _product(products[0])
+            assert operands is not None
+            rates = {step: rate for step in steps if (rate := _dropout(step)) is not None}
+            for step, rate in rates.items():
+                if compat.known_number(rate) != 0:
+                    return _dropout_active(step)
+            return _Weights(products[0], operands[1], steps, _nodes(*rates.values()))
+        current = onward[0]
+        steps.append(current)
+    return None
+
+
+def _passes_on(node: Node, weights: Node) -> bool:
+    call = read_one(node)
+    if call is None or call.op.overloadpacket not in _PASSES_ON or not _is_floating(node):
+        return False
+    return call.args.get("self", call.args.get("input")) is weights
+
+
+def _is_floating(node: Node) -> bool:
+    value = compat.example_value(node)
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+def _multiplies(node: Node, weights: Node) -> bool:
+    operands = _product(node)
+    return operands is not None and operands[0] is weights and operands[1] is not weights
+
+
+def _dropout(node: Node) -> Any:
+    """Return the rate of an active dropout; None for any other node."""
+    call = read_one(node)
+    if call is None or call.op.overloadpacket is not aten.dropout or call.args["train"] is False:
+        return None
+    return call.args["p"]
+
+
+def _used_otherwise(what: str, user: Node) -> Decline:
+    name = node_name(user) if user.op != "output" else "output"
+    code = f"weights_used({name})" if what == "weights" else f"scores_used({name})"
+    return Decline(
+        code,
+        f"the attention {what} are also used by `{name}`, so they have to be there",
+        "do not ask for attention weights (output_attentions)" if what == "weights" else "",
+    )
+
+
+def _follow_scores(
+    info: GraphInfo, scores: Any, dtype: torch.dtype | None
+) -> _Scores | Decline | None:
+    """Read what a softmax, which may compute in another dtype, is of."""
+    if not _leads_to_product(scores):
+        return None
+    current, steps, numbers = scores, list[Node](), list[Node]()
+    masking, factors = _Masking(), _Factors()
+    casts = [] if dtype is None else [dtype]
+    for _ in range(MAX_STEPS):
+        extra = list(current.users)[1:]
+        if extra:
+            return _used_otherwise("scores", extra[0])
+        operands = _product(current)
+        if operands is not None:
+            scale, softcap = factors.result()
+            return _Scores(current, *operands, scale, softcap, masking, steps, numbers)
+        steps.append(current)
+        call = read_one(current)
+        assert call is not None  # it leads to a product
+        op, given = call.op.overloadpacket, call.args
+        if op in (aten.mul, aten.div):
+            factor = compat.known_number(given["other"])
+            if factor is None or not factor > 0:
+                return _scale_not_constant(current)
+            numbers += _nodes(given["other"])
+            factors.add(factor, is_division=op is aten.div)
+        elif op is aten.tanh:
+            if factors.cap is not None:
+                return _unknown_step(current)
+            factors.add_cap()
+        elif op in (aten.add, aten.masked_fill, aten.where):
+            found = _masking(info, call, current)
+            if found is None or masking.mask is not None or factors.has_any:
+                return _unknown_step(current)
+            masking = _seen_through(found, casts)
+        elif op is not aten.to or not _is_floating(current):
+            return _unknown_step(current)
+        elif masking.mask is None:
+            casts.append(compat.example_value(current).dtype)
+        current = _scores_operand(call)
+    return None
+
+
+@dataclass
+class _Factors:
+    """The numbers between a product and its mask, read backwards: cap, tanh, and the scale."""
+
+    multiplied: list[float] = field(default_factory=list)
+    divided: list[float] = field(default_factory=list)
+    cap: float | None = None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether the scores have been scaled or capped."""
+        return self.cap is not None or bool(self.multiplied or self.divided)
+
+    def add(self, factor: float, *, is_division: bool) -> None:
+        """Note one more factor."""
+        (self.divided if is_division else self.multiplied).append(float(factor))
+
+    def add_cap(self) -> None:
+        """Note that what was found so far multiplies a tanh."""
+        self.cap = self._product()
+        self.multiplied, self.divided = [], []
+
+    def result(self) -> tuple[float, float]:
+        """Return the scale of the products and the softcap, 0 for none."""
+        if self.cap is None:
+            return self._product(), 0.0
+        if self.cap in self.divided:  # divided by the cap: what is left is the scale, unrounded
+            self.divided.remove(self.cap)
+            return self._product(), self.cap
+        return self._product() * self.cap, self.cap
+
+    def _product(self) -> float:
+        return math.prod(self.multiplied) / math.prod(self.divided)
+
+
+def _leads_to_product(node: Any) -> bool:
+    for _ in range(MAX_STEPS):
+        if _product(node) is not None:
+            return True
+        call = read_one(node) if isinstance(node, Node) else None
+        if call is None or call.op.overloadpacket not in _STEPS:
+            return False
+        node = _scores_operand(call)
+    return False
+
+
+_STEPS = {
+    aten.to,
+    aten.mul,
+    aten.div,
+    aten.add,
+    aten.tanh,
+    aten.masked_fill,
+    aten.where,
+    aten.cat,
+    aten.sub,
+}
+
+
+def _scores_operand(call: Call) -> Any:
+    """Return the operand of a step that the scores come from."""
+    given = call.args
+    if call.op.overloadpacket is aten.cat:
+        return given["tensors"][0]
+    if call.op.overloadpacket is aten.add and not _leads_to_product(given["self"]):
+        return given["other"]
+    return given["self"]
+
+
+def _masking(info: GraphInfo, call: Call, step: Node) -> _Masking | None:
+    """Return how a step masks the scores, or None."""
+    given, op = call.args, call.op.overloadpacket
+    dtype = compat.example_value(step).dtype
+    if op is aten.add:
+        mask = given["other"] if _scores_operand(call) is given["self"] else given["self"]
+        tensor = info.tensor(mask)
+        is_number = tensor is not None and tensor.dtype.is_floating_point
+        return _Masking(mask, dtype=dtype) if is_number and given["alpha"] == 1 else None
+    mask = given["mask" if op is aten.masked_fill else "condition"]
+    fill = given["value" if op is aten.masked_fill else "other"]
+    if not isinstance(fill, (int, float)) or not fill <= MASKED:
+        return None
+    number = float(fill) if fill >= torch.finfo(dtype).min else -math.inf
+    return _Masking(mask, op is aten.masked_fill, number, dtype)
+
+
+def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
+    """Return how scores are masked, without the dtype where later casts make it infinite."""
+    assert masking.dtype is not None
+    reach = torch.finfo(masking.dtype).max
+    if all(torch.finfo(dtype).max >= reach for dtype in casts):
+        return masking
+    return replace(masking, dtype=None)
+
+
+def _scale_not_constant(node: Node) -> Decline:
+    return Decline(
+        "scale_not_constant",
+        f"`{node_name(node)}` scales the scores by something else than a positive number",
+        "scale by a Python number",
+    )
+
+
+def _unknown_step(node: Node) -> Decline:
+    name = node_name(node)
+    if name == "cat":
+        return Decline("sinks", "the softmax has more columns than there are keys (sinks)")
+    return Decline(
+        f"unknown_step({name})",
+        f"`{name}` between the two products is not a known scale, mask or cast",
+    )
+
+
+def _untransposed(node: Node) -> Node | None:
+    """Return the keys behind ``keys.transpose(-1, -2)``."""
+    call = read_one(node)
+    if call is None:
+        return None
+    if call.op is aten.transpose.int:
+        is_last_two = {call.args["dim0"] % 4, call.args["dim1"] % 4} == {2, 3}
+    elif call.op is aten.permute.default:
+        is_last_two = [dim % 4 for dim in call.args["dims"]] == [0, 1, 3, 2]
+    else:
+        return None
+    source = call.args["self"]
+    return source if is_last_two and isinstance(source, Node) else None
+
+
+def _shapes_agree(info: GraphInfo, query: Node, key: Node, value: Node) -> bool:
+    tensors = [info.tensor(node) for node in (query, key, value)]
+    if any(tensor is None or tensor.dim() != 4 for tensor in tensors):
+        return False
+    q, k, v = (tensor.shape for tensor in tensors if tensor is not None)
+    pairs = [(q[0], k[0]), (q[1], k[1]), (k[0], v[0]), (k[1], v[1]), (k[2], v[2]), (q[3], k[3])]
+    return all(compat.statically_true(a == b) for a, b in pairs)
+
+
+def _reason_against(info: GraphInfo, site: Site, scores: _Scores) -> Decline | None:
+    product, result = info.tensor(scores.product), info.tensor(site.node)
+    assert product is not None
+    assert result is not None
+    if product.dtype != result.dtype or not result.dtype.is_floating_point:
+        return Decline(
+            "dtype_changes",
+            f"the first product is in {product.dtype} and the second in {result.dtype}",
+            node=site.node,
+        )
+    if info.regions[scores.product] != info.regions[site.node]:
+        return Decline(
+            "region_mismatch",
+            "gradients or autocast are switched between the two products",
+            node=site.node,
+        )
+    held = [*site.operands, *([site.mask] if site.mask is not None else [])]
+    write = info.written_between(held, scores.product, site.node)
+    if write is not None:
+        return Decline(
+            "mutated",
+            f"`{node_name(write)}` writes in place to queries, keys, values or mask",
+            "use the out-of-place form",
+            site.node,
+        )
+    return None

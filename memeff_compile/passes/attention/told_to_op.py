@@ -1,0 +1,338 @@
+"""Attention whose mask scaled_dot_product_attention cannot say -> memeff::attention, which can.
+
+    before: mask = (arange(S) <= arange(S)[:, None]) & attention_mask[:, None, None, :]
+            out = scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=mask)
+    after:  out = memeff.attention(q, k, v, key_mask, ahead=0)
+
+The op takes bounds between query and key, one table of keys, one equality of ids, and a softcap. A
+form is said so only where it says the same, cell by cell; what a query without keys gets is the
+original's, or the place is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ... import compat
+from ...kernels import attention as op_folder
+from ...kernels.linear_cross_entropy import where_it_runs
+from ...report import format_bytes
+from ..graph.base import Decline
+from ..graph.editor import Editor
+from ..graph.graph_info import GraphInfo
+from .mask_algebra import TRUE, Formula, Linear, Size, axis, substituted
+from .mask_forms import Form, all_of, key_table, reads_in
+from .mask_reader import Mask
+from .mask_tables import Table, place_for
+from .sites import Site
+
+FEWEST_QUERIES = 16
+"""Fewer are a step of decoding: a tile of queries would be nearly empty."""
+
+_SAME_AT_LEAST = 2.0**100
+"""Scores below this disappear when they are added to the number that masks them."""
+
+_MOST_STEPS_TO_AN_INPUT = 40
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the op is told.
+
+    Args:
+        ahead, behind: How far ahead of a query and behind it a key may stand; None for any.
+        key_mask: Which keys count.
+        ids: What a query and its key must have in common.
+        softcap: What caps the scores, 0 for nothing.
+        empty_rows: What a query without keys gets: "zeros" or "mean".
+    """
+
+    ahead: Size | None = None
+    behind: Size | None = None
+    key_mask: Table | None = None
+    ids: tuple[Table, Table] | None = None
+    softcap: float = 0.0
+    empty_rows: str = "zeros"
+
+
+# --- what can be said -----------------------------------------------------------------------------
+
+
+def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
+    """Return what the op is told in the place of a mask, or why it cannot be told.
+
+    That is a sentence where the mask is to blame, and a decline where its empty rows are.
+    """
+    if not form.is_sayable:
+        return "neither PyTorch's call nor memeff::attention can say it"
+    ahead = form.causal
+    behind = None if form.window is None else form.window - 1
+    if not all(info.says(size) for size in (ahead, behind) if size is not None):
+        return "its bounds are not known from the inputs of the graph"
+    tables = _tables(info, site, form)
+    if tables is None:
+        return "something may write to what it is computed from, or it is on another device"
+    empty_rows = _empty_rows(info, site, form, mask)
+    if isinstance(empty_rows, Decline):
+        return empty_rows
+    key_mask, ids = tables
+    return Said(ahead, behind, key_mask, ids, site.softcap, empty_rows)
+
+
+def _tables(
+    info: GraphInfo, site: Site, form: Form
+) -> tuple[Table | None, tuple[Table, Table] | None] | None:
+    """Return the table of keys and those of ids; None where one cannot be written."""
+    query, key = info.tensor(site.query), info.tensor(site.key)
+    assert query is not None
+    assert key is not None
+    batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+
+    def table(content: Formula | Linear, along: int, dtype: torch.dtype) -> Table | None:
+        place = place_for(info, content)
+        if place is None:
+            return None
+        anchor, level = place
+        sizes = (batch, queries if along == 2 else keys)
+        devices = {compat.example_value(read.node).device for read in reads_in(content)}
+        if devices - {query.device} or not all(level.says(size) for size in sizes):
+            return None
+        return Table(content, along, sizes, query.device, anchor, level, dtype)
+
+    key_mask, ids = None, None
+    counted = key_table(form, 4)
+    if counted != TRUE:
+        key_mask = table(counted, 3, torch.bool)
+        if key_mask is None:
+            return None
+    for mine, theirs in _equalities(form):
+        of_queries = table(mine, 2, torch.int64)
+        is_one = compat.statically_true(queries == keys) and _is_same(mine, theirs)
+        of_keys = of_queries if is_one else table(theirs, 3, torch.int64)
+        if of_queries is None or of_keys is None:
+            return None
+        ids = of_queries, of_keys
+    return key_mask, ids
+
+
+def _is_same(mine: Formula | Linear, theirs: Formula | Linear) -> bool:
+    """Return whether the keys' table is the queries', at the same index."""
+    return bool(substituted(theirs, {0: axis(0), 2: axis(2), 3: axis(2)}) == mine)
+
+
+def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
+    """Return what query and key must have in common; a table of queries must be one, as all keys
+    are.
+    """
+    found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
+    if form.queries:
+        found.append((all_of(form.queries), Linear(1)))
+    return found
+
+
+# --- queries without keys -------------------------------------------------------------------------
+
+
+def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> str | Decline:
+    """Return what a query without keys gets from the original, or why that is not known."""
+    if not form.empty or mask is None:
+        return "zeros"
+    if not site.between:
+        if all(value == -math.inf for value in mask.added):
+            return "zeros"  # PyTorch's kernels, for masks of truth values and of minus infinity
+        return _unknown_rows("some kernels give them the mean of all values and others do not")
+    lowest = mask.added if site.fill is None else frozenset({site.fill})
+    if len(lowest) != 1:
+        return _unknown_rows("keys are masked by several numbers")
+    (number,) = lowest
+    if number == -math.inf:
+        return _unknown_rows("the original gives them nan")
+    result = info.tensor(site.node)
+    assert result is not None
+    if site.masked_in is None:
+        return _unknown_rows("the scores are cast to a dtype of a smaller range")
+    if site.fill is not None:
+        if result.requires_grad:
+            return _unknown_rows("their scores are replaced by a number, which has no gradient")
+        return "mean"
+    if not _drowns_scores(number, site.masked_in):
+        return _unknown_rows(f"{number:g} added in {_short(site.masked_in)} leaves scores visible")
+    return "mean"
+
+
+def _unknown_rows(why: str) -> Decline:
+    return Decline("empty_rows", f"some query attends to nothing, or may, and {why}")
+
+
+def _drowns_scores(number: float, dtype: torch.dtype) -> bool:
+    """Return whether scores added to a number of this dtype are rounded away."""
+    spacing = torch.finfo(dtype).eps * 2.0 ** (math.frexp(number)[1] - 1)
+    return spacing / 2 > _SAME_AT_LEAST
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- where the op is worth it ---------------------------------------------------------------------
+
+
+def why_not_here(info: GraphInfo, site: Site) -> str:
+    """Return why the op would not serve a site or not be fast there, or an empty string."""
+    query, key, value = (info.tensor(node) for node in site.operands)
+    result = info.tensor(site.node)
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    assert result is not None
+    if not _fits(site, query, key, value):
+        return "memeff::attention needs four axes, heads of one size, and one batch"
+    return _why_not_in_checkpoint(info) or why_not_fast(site, query, result.dtype)
+
+
+def _why_not_in_checkpoint(info: GraphInfo) -> str:
+    level: GraphInfo | None = info
+    while level is not None:
+        if compat.has_checkpoint_policy(level.gm):
+            return "the checkpoint has a policy (context_fn) that may name PyTorch's own calls"
+        level = level.parent
+    return ""
+
+
+def why_not_fast(site: Site, query: torch.Tensor, dtype: torch.dtype) -> str:
+    """Return why the op would be slow on the device of ``query``, or an empty string."""
+    device = where_it_runs(query.device)
+    if device.type == "cpu":
+        return _why_not_on_a_cpu(site, dtype)
+    if device.type != "cuda":
+        return f"no fast kernel is known on {device.type}"
+    if compat.size_hint(query.shape[2]) < FEWEST_QUERIES:
+        return f"fewer than {FEWEST_QUERIES} queries are a step of decoding"
+    depth = query.shape[3]
+    return op_folder.served(query.device, dtype, depth if isinstance(depth, int) else 0)
+
+
+def _why_not_on_a_cpu(site: Site, dtype: torch.dtype) -> str:
+    if not site.between:
+        return "PyTorch's kernel for the CPU takes the mask as it is"
+    if dtype != torch.bfloat16:
+        return (
+            f"on a CPU in {_short(dtype)} memeff::attention was measured at 2.1 to 3.5 times the "
+            "time of products and a softmax"
+        )
+    if compat.multiplies_bf16():
+        return "on a CPU that multiplies bfloat16 itself memeff::attention has not been measured"
+    return ""
+
+
+def _fits(site: Site, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    if any(tensor.dim() != 4 for tensor in (query, key, value)):
+        return False
+    pairs = [*zip(key.shape, value.shape, strict=True)]
+    pairs += [(query.shape[0], key.shape[0]), (query.shape[3], key.shape[3])]
+    if not all(compat.statically_true(a == b) for a, b in pairs):
+        return False
+    if not site.grouped:
+        return compat.statically_true(query.shape[1] == key.shape[1])
+    return compat.statically_true(query.shape[1] % key.shape[1] == 0)
+
+
+# --- the call -------------------------------------------------------------------------------------
+
+
+def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
+    """Insert the op's call; return its result."""
+    tables = [said.key_mask, *(said.ids or (None, None))]
+    nodes = [None if table is None else table.written(editor) for table in tables]
+    bounds = [None if size is None else editor.size(size) for size in (said.ahead, said.behind)]
+    call = editor.call(
+        op_folder.attention,
+        *operands,
+        *nodes,
+        ahead=bounds[0],
+        behind=bounds[1],
+        scale=site.scale,
+        softcap=said.softcap,
+        empty_rows=said.empty_rows,
+    )
+    return editor.item(call, 0)
+
+
+# --- what the report says -------------------------------------------------------------------------
+
+
+def sentence(info: GraphInfo, site: Site, said: Said, form: Form, shown: str) -> str:
+    """Say what was recovered, from what, and which tensors are not built."""
+    query, key, result = (info.tensor(n) for n in (site.query, site.key, site.node))
+    assert query is not None
+    assert key is not None
+    assert result is not None
+    told = [
+        *(["softcap"] if said.softcap else []),
+        *_described("key table", said.key_mask),
+        *_described("ids", said.ids[0] if said.ids else None),
+    ]
+    engine = op_folder.engine_for(query.device, result.dtype, query.shape[3])
+    conditions = " and ".join(form.conditions)
+    heads = [f"{shown} is {conditions}"] if shown and conditions else []
+    if site.between:
+        chain = "matmul, tanh, softmax, matmul" if said.softcap else "matmul, softmax, matmul"
+        heads.insert(0, chain)
+    given = f" ({', '.join(told)})" if told else ""
+    parts = [f"{'; '.join(heads)} -> memeff::attention{given}, engine {engine}"]
+    parts.append(_not_built(info, site, query, key))
+    if form.empty:
+        gets = "zeros" if said.empty_rows == "zeros" else "the mean of all values"
+        parts.append(f"a query that attends to nothing gets {gets}, as before")
+    return "; ".join(part for part in parts if part)
+
+
+def _not_built(info: GraphInfo, site: Site, query: torch.Tensor, key: torch.Tensor) -> str:
+    b, h, m, n = symbols = sympy.symbols("B H M N", integer=True, positive=True)
+    sizes = [compat.size_hint(size) for size in (*query.shape[:3], key.shape[2])]
+    if site.between:
+        dtype = info.tensor(site.between[1]).dtype  # type: ignore[union-attr]
+        formula, what = op_folder.bytes_before(b, h, m, n, dtype=dtype), "scores"
+    else:
+        mask = info.tensor(site.mask)
+        if mask is None:
+            return ""
+        formula, what = op_folder.mask_bytes(b, m, n, dtype=mask.dtype), "mask"
+    verb = "are" if site.between else "is"
+    number = int(formula.subs(dict(zip(symbols, sizes, strict=True))))
+    return f"the {what}, {formula} bytes ({format_bytes(number)}), {verb} not built"
+
+
+def _described(name: str, table: Table | None) -> list[str]:
+    if table is None:
+        return []
+    sources = sorted({s for read in reads_in(table.content) for s in _inputs(table, read.node)})
+    if not sources or len(sources) > 2:
+        return [name]
+    return [f"{name} from {' and '.join(f'`{source}`' for source in sources)}"]
+
+
+def _inputs(table: Table, node: Node) -> set[str]:
+    """Return the names of the inputs that a node is computed from."""
+    found: set[str] = set()
+    level = table.level
+    seen: set[Node] = set()
+    stack: list[Any] = [node]
+    while stack and len(seen) < _MOST_STEPS_TO_AN_INPUT:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if current.op != "placeholder":
+            stack.extend(current.all_input_nodes)
+        elif current.graph is level.gm.graph:
+            root = level.root_placeholder(current)
+            if root is not None and level.tensor(current) is not None:
+                found.add(compat.readable_source(root))
+    return found - {""}

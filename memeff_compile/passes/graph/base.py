@@ -1,0 +1,97 @@
+"""What a pass is, and the three answers it can give about a place in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import sympy
+from torch.fx import Node
+
+from ...logits.recipe import DeferredOutput
+from ...report import Action
+from .editor import Editor
+from .graph_info import GraphInfo
+
+
+@dataclass(frozen=True)
+class Decline:
+    """A place a pass looked at and left alone: the code, a sentence, a way out, and where.
+
+    ``sites`` counts places with the same answer; where it is given, equal answers are one record.
+    """
+
+    code: str
+    sentence: str
+    hint: str = ""
+    node: Node | None = None
+    sites: int = 0
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Bytes of the tensors a rewrite removes, before and after, as formulas with their sizes."""
+
+    before: sympy.Expr
+    after: sympy.Expr
+    sizes: Mapping[str, int]
+
+
+Note = tuple[Action, str, str]
+"""What else a rewrite did, for the report: action, code, sentence."""
+
+
+@dataclass
+class Done:
+    """What a rewrite did, for the report, and what the backend must do around the graph.
+
+    ``sites`` counts places that were rewritten alike; where it is given, equal ones are one record.
+    ``inductor`` holds config keys under which Inductor serves the rewritten graph best; the user's
+    own keys come before them.
+    """
+
+    node: Node
+    sentence: str
+    notes: list[Note] = field(default_factory=list)
+    deferred: list[DeferredOutput] = field(default_factory=list)
+    action: Action = "rewrote"
+    code: str = "rewrote"
+    sites: int = 0
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+
+class GraphPass(Protocol):
+    """One entry of the compiler: finds places, judges each, rewrites the good ones.
+
+    ``find`` and ``check`` are pure. ``rewrite`` edits only through the editor; the pipeline
+    verifies the result and rolls the match back when an edit is refused.
+    """
+
+    name: str
+    version: int
+    tier: str  # "exact" or "approximate"
+
+    def enabled(self, info: GraphInfo) -> bool:
+        """Return whether the options switch this pass on for this graph."""
+
+    def find(self, info: GraphInfo) -> Iterable[Any]:
+        """Yield matches and, for places that look alike but cannot be served, Declines."""
+
+    def check(self, info: GraphInfo, match: Any) -> Decline | None:
+        """Return why ``match`` must be left alone, or None."""
+
+    def gain(self, info: GraphInfo, match: Any) -> Gain | None:
+        """Return the bytes the rewrite saves, or None where the graph alone does not decide."""
+
+    def anchor(self, match: Any) -> Node:
+        """Return the node that stands for ``match`` in reports."""
+
+    def places(self, match: Any) -> Iterable[Node]:
+        """Return the nodes whose module paths ``memeff.skip`` may name."""
+
+    def dead(self, match: Any) -> Sequence[Node]:
+        """Return the nodes the rewrite leaves without users."""
+
+    def rewrite(self, info: GraphInfo, match: Any, editor: Editor) -> Done:
+        """Edit the graph; EditRefused when the result would differ for a consumer."""

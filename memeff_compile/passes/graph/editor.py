@@ -1,0 +1,270 @@
+"""The one way a pass changes a graph: every edit keeps metadata, is verified, and can be undone.
+
+New nodes are calls to op overloads with ``example_value``, ``stack_trace`` and ``nn_module_stack``
+filled: AOTAutograd's cache refuses graphs with holes in the first, and reports read the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from ... import compat
+from .graph_info import GraphInfo, Region
+
+
+class EditRefused(Exception):
+    """An edit would have changed what a consumer sees; the match is rolled back."""
+
+
+class Editor:
+    """Collects the edits of one match on one graph."""
+
+    def __init__(self, info: GraphInfo) -> None:
+        self.info = info
+        self._inserted: list[Node] = []
+        self._replaced: list[tuple[Node, Node, list[Node]]] = []
+        self._outputs: list[tuple[Node, Any]] = []
+        self._shared: list[Hashable] = []
+        self._arguments: list[tuple[Node, Any]] = []
+        self._outer: Editor | None = None
+        self._place: Node | None = None
+        self._like: Node | None = None
+        self._region: Region | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph being edited."""
+        return self.info.gm.graph
+
+    @contextlib.contextmanager
+    def at(
+        self, node: Node, *, like: Node | None = None, region: Region | None = None
+    ) -> Iterator[None]:
+        """Insert before ``node``; the new nodes take source line and module path of ``like``.
+
+        ``region`` is what holds before ``node`` where that differs from what holds at it, as it
+        does where ``node`` switches gradients off.
+        """
+        before = self._place, self._like, self._region
+        self._place, self._like = node, like or node
+        self._region = region or self.info.regions[node]
+        try:
+            yield
+        finally:
+            self._place, self._like, self._region = before
+
+    def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
+        """Insert a call; compute its example value in the region where it stands."""
+        with self._inserting():
+            node = self.graph.call_function(op, args, kwargs)
+        self._adopt(node)
+        node.meta["example_value"] = self._evaluate(node, args, kwargs)
+        return node
+
+    def item(self, node: Node, index: int) -> Node:
+        """Insert ``node[index]`` for an op with several results."""
+        with self._inserting():
+            got = self.graph.call_function(operator.getitem, (node, index))
+        self._adopt(got)
+        got.meta["example_value"] = compat.example_value(node)[index]
+        return got
+
+    def copy(self, node: Node, replaced: Mapping[Node, Node]) -> Node:
+        """Insert a copy of ``node`` that reads the ``replaced`` operands."""
+        with self._inserting():
+            copied = self.graph.node_copy(node, lambda n: replaced.get(n, n))
+        self._adopt(copied)
+        return copied
+
+    def arithmetic(self, function: Callable[..., Any], *args: Any) -> Node:
+        """Insert arithmetic on sizes."""
+        with self._inserting():
+            node = self.graph.call_function(function, args)
+        self._adopt(node)
+        values = [compat.example_value(a) if isinstance(a, Node) else a for a in args]
+        node.meta["example_value"] = function(*values)
+        return node
+
+    def size(self, value: int | torch.SymInt) -> int | Node:
+        """Return a size as an argument of a call: a number, or what computes it from the inputs.
+
+        Raises:
+            EditRefused: The graph's inputs do not say it.
+        """
+        return value if isinstance(value, int) else self._size_of(compat.size_formula(value))
+
+    def _size_of(self, formula: sympy.Expr) -> Any:
+        if formula.is_Integer:
+            return int(formula)
+        source = self.info.sources_of_sizes.get(formula)
+        if isinstance(source, Node):
+            return source
+        if source is not None:
+            return self.call(torch.ops.aten.sym_size.int, *source)
+        join = operator.add if formula.is_Add else operator.mul if formula.is_Mul else None
+        if join is None:
+            raise EditRefused(f"the size {formula} is not known from the graph's inputs")
+        return functools.reduce(
+            functools.partial(self.arithmetic, join), map(self._size_of, formula.args)
+        )
+
+    def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
+        """Return what was built under this key before, by this match or an earlier one, or build
+        it.
+        """
+        if key not in self.info.shared:
+            self.info.shared[key] = build()
+            self._shared.append(key)
+        found: Node = self.info.shared[key]
+        return found
+
+    def around(self) -> Editor:
+        """Return the editor of the graph around this body; both are committed or undone at once."""
+        assert self.info.parent is not None
+        if self._outer is None:
+            self._outer = Editor(self.info.parent)
+        return self._outer
+
+    def bring_in(self, node: Node) -> Node:
+        """Return a node of a graph around this body as an input of the body, added if need be."""
+        if node.graph is self.graph:
+            return node
+        called_by = self.info.called_by
+        assert called_by is not None
+        if not self.info.is_called_once:
+            raise EditRefused("the body of the checkpoint is called more than once")
+        given = self.around().bring_in(node)
+        for placeholder, argument in zip(self.info.placeholders, called_by.args[1:], strict=False):
+            if argument is given:
+                return placeholder
+        with self.graph.inserting_before(_first_call(self.graph)):
+            placeholder = self.graph.placeholder(f"{given.name}_given")
+        placeholder.meta["example_value"] = compat.example_value(given)
+        self._inserted.append(placeholder)
+        self._arguments.append((called_by, called_by.args))
+        called_by.args = (*called_by.args, given)
+        self.info.refresh()
+        return placeholder
+
+    def _inserting(self) -> contextlib.AbstractContextManager[Any]:
+        assert self._place is not None, "an edit outside at()"
+        return self.graph.inserting_before(self._place)
+
+    def _adopt(self, node: Node) -> None:
+        """Record a new node; give it the source line, module path and region of its place."""
+        assert self._place is not None
+        assert self._like is not None
+        assert self._region is not None
+        self._inserted.append(node)
+        for key in ("stack_trace", "nn_module_stack"):
+            if key in self._like.meta:
+                node.meta.setdefault(key, self._like.meta[key])
+        self.info.regions[node] = self._region
+
+    def replace(self, old: Node, new: Node) -> None:
+        """Let every user of ``old`` use ``new``; refuse when they differ in what a user can see."""
+        difference = describe_difference(compat.example_value(old), compat.example_value(new))
+        if difference:
+            raise EditRefused(f"{old.name} would change {difference}")
+        users = [u for u in old.users if u is not new]
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        self._replaced.append((old, new, users))
+        self.info.replaced[old] = new
+
+    def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
+        """Let ``users`` alone read ``new`` in the place of ``old``; refuse when they differ."""
+        difference = describe_difference(compat.example_value(old), compat.example_value(new))
+        if difference:
+            raise EditRefused(f"{old.name} would change {difference}")
+        for user in users:
+            user.replace_input_with(old, new)
+        self._replaced.append((old, new, list(users)))
+
+    def set_output(self, arguments: Any) -> None:
+        """Replace the graph's outputs."""
+        output = self.info.output
+        self._outputs.append((output, output.args))
+        output.args = arguments
+
+    def commit(self, dead: Sequence[Node]) -> None:
+        """Erase those of ``dead`` that nobody uses any more, last first, and lint the graph."""
+        for node in sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True):
+            if not node.users and node.op in ("call_function", "call_method"):
+                self.graph.erase_node(node)
+        self.graph.lint()
+        self.info.refresh()
+        if self._outer is not None:
+            self._outer.commit([])
+
+    def rollback(self) -> None:
+        """Undo every edit of this match."""
+        for output, args in reversed(self._outputs):
+            output.args = args
+        for old, new, users in reversed(self._replaced):
+            self.info.replaced.pop(old, None)
+            for user in users:
+                user.replace_input_with(new, old)
+        for caller, arguments in reversed(self._arguments):
+            caller.args = arguments
+        for node in reversed(self._inserted):
+            self.graph.erase_node(node)
+        for key in self._shared:
+            del self.info.shared[key]
+        self._inserted, self._replaced, self._outputs = [], [], []
+        self._shared, self._arguments = [], []
+        self.info.refresh()
+        if self._outer is not None:
+            self._outer.rollback()
+
+    def _evaluate(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        from torch._dispatch.python import enable_python_dispatcher
+
+        values = torch.fx.node.map_arg((tuple(args), kwargs), compat.example_value)
+        operands = torch.utils._pytree.tree_leaves(values)
+        known = (compat.example_value(n) for n in self.graph.nodes)  # for what has no operand
+        tensors = itertools.chain(operands, (v for v in known if isinstance(v, torch.Tensor)))
+        mode = next((compat.fake_mode_of(v) for v in tensors if compat.is_fake(v)), None)
+        assert mode is not None, f"no fake operand for {node}"
+        region = self.info.regions[node]
+        devices = [v.device for v in operands if isinstance(v, torch.Tensor)]
+        device = next(iter(devices), None) or kwargs["device"]
+        with (
+            mode,
+            enable_python_dispatcher(),
+            torch.set_grad_enabled(region.grad),
+            torch.autocast(device.type, enabled=False),
+        ):
+            assert isinstance(node.target, OpOverload)
+            return node.target(*values[0], **values[1])
+
+
+def _first_call(graph: Graph) -> Node:
+    found: Node = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+    return found
+
+
+def describe_difference(old: Any, new: Any) -> str:
+    """Return in words how two example values differ for a user, or an empty string."""
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+        return "its type" if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor) else ""
+    if old.dtype != new.dtype:
+        return f"dtype from {old.dtype} to {new.dtype}"
+    if old.dim() != new.dim() or not all(
+        compat.statically_true(a == b) for a, b in zip(old.shape, new.shape, strict=True)
+    ):
+        return f"shape from {tuple(old.shape)} to {tuple(new.shape)}"
+    if old.device != new.device:
+        return f"device from {old.device} to {new.device}"
+    if old.requires_grad != new.requires_grad:
+        return f"requires_grad from {old.requires_grad} to {new.requires_grad}"
+    return ""

@@ -1,0 +1,454 @@
+"""Read-only questions about a captured graph: roles, regions, writes, source lines, module paths.
+
+A pass asks; nothing here changes the graph. Sizes may be symbolic: no question turns a symbol into
+a number, since that would add a guard and with it a recompile.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import GraphModule, Node
+
+from ... import compat
+from ...options import Options
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is switched on around a node."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype | None, bool], ...] = ()
+
+
+@dataclass(frozen=True)
+class Write:
+    """An in-place write: the node that does it and the tensors it may write to."""
+
+    node: Node
+    position: int
+    targets: tuple[Node, ...]
+
+
+_CHECKPOINT_NAMES = ("tag_activation_checkpoint",)
+
+
+@dataclass
+class GraphInfo:
+    """One level of a captured graph: the module itself, or the body of a checkpoint inside it."""
+
+    gm: GraphModule
+    options: Options
+    region: Region
+    parent: GraphInfo | None = None
+    called_by: Node | None = None
+    regions: dict[Node, Region] = field(default_factory=dict)
+    positions: dict[Node, int] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What a pass has worked out and wants to find again, until the graph changes."""
+    replaced: dict[Node, Node] = field(default_factory=dict)
+    """Nodes that an edit has put others in the place of."""
+    shared: dict[Hashable, Node] = field(default_factory=dict)
+    """What edits have inserted for several matches, under what it is."""
+
+    def __post_init__(self) -> None:
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Walk the graph again: after an edit positions and regions have changed."""
+        self.notes.clear()
+        for name in ("writes", "_written_memory", "placeholders", "sources_of_sizes"):
+            self.__dict__.pop(name, None)
+        self.regions, self.positions = {}, {}
+        stack: list[tuple[Node, Region]] = []
+        current = self.region
+        for position, node in enumerate(self.gm.graph.nodes):
+            self.positions[node] = position
+            current = _step_region(node, current, stack)
+            self.regions[node] = current
+
+    def current(self, node: Node) -> Node:
+        """Return what stands in the place of ``node`` now: matches are found before any edit."""
+        while node in self.replaced:
+            node = self.replaced[node]
+        return node
+
+    # --- values -----------------------------------------------------------------------------------
+
+    def tensor(self, node: Any) -> torch.Tensor | None:
+        """Return the fake tensor of ``node``, or None when it is not a recorded tensor."""
+        value = compat.example_value(node) if isinstance(node, Node) else None
+        return value if isinstance(value, torch.Tensor) else None
+
+    @cached_property
+    def placeholders(self) -> list[Node]:
+        """The graph's inputs, in the order of its arguments."""
+        return [n for n in self.gm.graph.nodes if n.op == "placeholder"]
+
+    @cached_property
+    def sources_of_sizes(self) -> dict[Any, Node | tuple[Node, int]]:
+        """Where the inputs say a symbolic size: its formula, and a node or a tensor's dimension."""
+        found: dict[Any, Node | tuple[Node, int]] = {}
+        for node in self.placeholders:
+            value = compat.example_value(node)
+            if isinstance(value, torch.SymInt):
+                found[compat.size_formula(value)] = node
+        for node in self.placeholders:
+            value = compat.example_value(node)
+            sizes = value.shape if isinstance(value, torch.Tensor) else ()
+            for place, size in enumerate(sizes):
+                if not isinstance(size, int):
+                    found.setdefault(compat.size_formula(size), (node, place))
+        return found
+
+    def says(self, size: int | torch.SymInt) -> bool:
+        """Return whether a size is a number, or made from sizes of the inputs."""
+        if isinstance(size, int):
+            return True
+        pending = [compat.size_formula(size)]
+        while pending:
+            formula = pending.pop()
+            if formula.is_Integer or formula in self.sources_of_sizes:
+                continue
+            if not formula.is_Add and not formula.is_Mul:
+                return False
+            pending += formula.args
+        return True
+
+    @property
+    def is_called_once(self) -> bool:
+        """Whether one call alone runs this body."""
+        if self.parent is None or self.called_by is None:
+            return False
+        body = self.called_by.args[0]
+        assert isinstance(body, Node)
+        calls = [n for n in self.parent.gm.graph.nodes if n.op == "get_attr"]
+        return [n.target for n in calls].count(body.target) == 1
+
+    @property
+    def output(self) -> Node:
+        """The output node."""
+        return compat.output_node(self.gm.graph)
+
+    @cached_property
+    def needs_grad(self) -> bool:
+        """Whether a backward may follow: gradients on, and something asks for them."""
+        return self.region.grad and any(
+            value is not None and value.requires_grad
+            for value in (self.tensor(n) for n in self.placeholders)
+        )
+
+    def bodies(self) -> Iterator[GraphInfo]:
+        """Yield the bodies of activation checkpoints: the only nested graphs passes may edit."""
+        for node in self.gm.graph.nodes:
+            if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
+                continue
+            if node.target.name() not in _CHECKPOINT_NAMES:
+                continue
+            body = node.args[0] if node.args else None
+            if not isinstance(body, Node) or body.op != "get_attr":
+                continue
+            child = getattr(self.gm, str(body.target), None)
+            if isinstance(child, GraphModule) and len(body.users) == 1:
+                yield GraphInfo(child, self.options, self.regions[node], self, node)
+
+    def argument_of(self, placeholder: Node) -> Node | None:
+        """Return the caller's node behind a checkpoint body's placeholder."""
+        if self.called_by is None:
+            return None
+        index = self.placeholders.index(placeholder) + 1
+        argument = self.called_by.args[index] if index < len(self.called_by.args) else None
+        return argument if isinstance(argument, Node) else None
+
+    def root_placeholder(self, node: Node) -> Node | None:
+        """Follow ``node`` out of checkpoint bodies to the placeholder of the whole graph, if it is
+        one.
+        """
+        if node.op != "placeholder":
+            return None
+        if self.parent is None:
+            return node
+        outer = self.argument_of(node)
+        return None if outer is None else self.parent.root_placeholder(outer)
+
+    # --- where it came from -----------------------------------------------------------------------
+
+    def module_path(self, node: Node) -> str:
+        """Return the module path ``node`` was called in, such as ``model.layers.0.mlp``."""
+        stack = node.meta.get("nn_module_stack") or {}
+        path = ""
+        for entry in stack.values():
+            path = entry[0] if isinstance(entry, tuple) else str(entry)
+        return clean_module_path(path)
+
+    def module_key(self, node: Node) -> str:
+        """Return what tells the call of the module of ``node`` from others, its calls by `@1`."""
+        return str(next(reversed(node.meta.get("nn_module_stack") or {"": ""})))
+
+    def source_line(self, node: Node) -> str:
+        """Return the user's line behind ``node``: ``file.py:12 in forward: loss = ...``."""
+        trace = node.meta.get("stack_trace") or ""
+        frames = _FRAME.findall(trace)
+        if not frames:
+            return ""
+        file, line, function, text = frames[-1]
+        for candidate in reversed(frames):
+            if "/torch/" not in candidate[0]:
+                file, line, function, text = candidate
+                break
+        return f"{_short_path(file)}:{line} in {function}: {text.strip()}"
+
+    # --- writes -----------------------------------------------------------------------------------
+
+    @cached_property
+    def writes(self) -> list[Write]:
+        """Every in-place write of this graph, in order."""
+        found = []
+        for node, position in self.positions.items():
+            targets = written_by(node)
+            if targets:
+                found.append(Write(node, position, targets))
+        return found
+
+    def written_between(self, nodes: Sequence[Node], first: Node, last: Node) -> Node | None:
+        """Return a node after ``first``, up to ``last``, that may write to memory of ``nodes``."""
+        lo, hi = self.positions[first], self.positions[last]
+        for write in self.writes:
+            if lo < write.position <= hi and any(
+                self.may_share_memory(target, node) for target in write.targets for node in nodes
+            ):
+                return write.node
+        return None
+
+    def may_share_memory(self, a: Node, b: Node) -> bool:
+        """Return whether the two may overlap: one fake storage, or inputs nobody vouches for."""
+        if a is b:
+            return True
+        left, right = self.tensor(a), self.tensor(b)
+        if left is None or right is None:
+            return False
+        keys = _storage(left), _storage(right)
+        if None in keys or keys[0] == keys[1]:
+            return True
+        return self._is_user_memory(left) and self._is_user_memory(right)
+
+    def may_be_written(self, node: Node) -> bool:
+        """Return whether anything in this graph may write to the memory of ``node``."""
+        value = self.tensor(node)
+        if value is None or not self.writes:
+            return False
+        keys, is_everything, is_user_memory = self._written_memory
+        key = _storage(value)
+        if is_everything or key is None or key in keys:
+            return True
+        return is_user_memory and self._is_user_memory(value)
+
+    @cached_property
+    def _written_memory(self) -> tuple[set[int], bool, bool]:
+        """What is written to: storages, whether anything else, whether memory of the user's."""
+        keys: set[int] = set()
+        is_user_memory = False
+        for target in {target for write in self.writes for target in write.targets}:
+            value = self.tensor(target)
+            if value is None:
+                continue  # not a tensor: as in may_share_memory
+            key = _storage(value)
+            if key is None:
+                return keys, True, True
+            keys.add(key)
+            is_user_memory = is_user_memory or self._is_user_memory(value)
+        return keys, False, is_user_memory
+
+    def _is_user_memory(self, value: torch.Tensor) -> bool:
+        """Return whether ``value`` lives in a graph input that is not a parameter or buffer."""
+        return self._inputs_by_storage.get(compat.storage_key(value), False)
+
+    @cached_property
+    def _inputs_by_storage(self) -> dict[int, bool]:
+        """The memory of every input, and whether it is the user's: no parameter or buffer."""
+        found: dict[int, bool] = {}
+        for placeholder in self.placeholders:
+            held = self.tensor(placeholder)
+            if held is None:
+                continue
+            real = compat.example_input(placeholder)
+            is_ours = isinstance(real, torch.nn.Parameter) or _is_module_state(placeholder)
+            key = _storage(held)
+            if key is not None:
+                found.setdefault(key, not is_ours)
+        return found
+
+
+def _is_module_state(placeholder: Node) -> bool:
+    name = compat.source_name(placeholder)
+    return "._parameters[" in name or "._buffers[" in name or "_modules[" in name
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]+)\n\s+([^\n]*)')
+
+
+def _short_path(path: str) -> str:
+    parts = path.replace("\\", "/").split("/")
+    if "site-packages" in parts:
+        return "/".join(parts[len(parts) - parts[::-1].index("site-packages") :])
+    return parts[-1]
+
+
+def clean_module_path(path: str) -> str:
+    """Turn Dynamo's ``L['self'].model.layers[0].mlp`` into ``model.layers.0.mlp``."""
+    path = re.sub(r"^[LG]\['[^']*'\]", "", path)
+    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
+    path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
+    return path.strip(".")
+
+
+# --- regions --------------------------------------------------------------------------------------
+
+
+def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) -> Region:
+    """Return the region that holds for the nodes after ``node``."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    if name == "_set_grad_enabled":
+        return Region(bool(node.args[0]), current.inference, current.autocast)
+    if name == "_enter_inference_mode":
+        stack.append((node, current))
+        mode = bool(node.args[0]) if node.args else True
+        return Region(current.grad and not mode, mode, current.autocast)
+    if name == "_enter_autocast":
+        stack.append((node, current))
+        device, dtype, enabled, *_ = (*node.args, None, None, True)
+        entry = (str(device), dtype, bool(enabled))
+        return Region(current.grad, current.inference, (*current.autocast, entry))
+    if name in ("_exit_inference_mode", "_exit_autocast"):
+        opened = node.args[0] if node.args else None
+        while stack:
+            entered, before = stack.pop()
+            if entered is opened:
+                if name == "_exit_autocast":
+                    return Region(current.grad, current.inference, before.autocast)
+                return Region(before.grad, before.inference, current.autocast)
+    return current
+
+
+def ambient_region() -> Region:
+    """Return the region the backend was called in: the caller's."""
+    return Region(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+
+# --- writes ---------------------------------------------------------------------------------------
+
+_IN_PLACE_OPERATORS = {
+    getattr(operator, name)
+    for name in (
+        "iadd isub imul imatmul itruediv ifloordiv imod ipow ilshift irshift iand ior ixor".split()
+    )
+}
+_NAMED_LIKE_WRITES = {operator.and_, operator.or_, operator.not_, operator.is_}
+_NOT_WRITES = {"requires_grad_", "__getitem__", "__len__", "retain_grad_"}
+
+
+def written_by(node: Node) -> tuple[Node, ...]:
+    """Return the tensors ``node`` may write to in place; empty for a pure node."""
+    if node.op == "call_module":
+        return tuple(node.all_input_nodes)
+    if node.op not in ("call_function", "call_method"):
+        return ()
+    if node.op == "call_method":
+        name = str(node.target)
+        in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+        if in_place and name not in _NOT_WRITES:
+            return _first_tensor(node)
+        return _out_argument(node)
+    target = node.target
+    if isinstance(target, OpOverload):
+        return _written_by_schema(node, target)
+    if isinstance(target, OpOverloadPacket):
+        overloads = (getattr(target, name) for name in target.overloads())
+        return tuple(n for overload in overloads for n in _written_by_schema(node, overload))
+    if isinstance(target, HigherOrderOperator):
+        return _written_by_higher_order(node)
+    if target is operator.setitem or target in _IN_PLACE_OPERATORS:
+        return _first_tensor(node)
+    if target in _NAMED_LIKE_WRITES:
+        return ()
+    name = getattr(target, "__name__", "")
+    if name in ("_set_grad_enabled", "_enter_autocast", "_exit_autocast"):
+        return ()
+    if name.endswith("_") and not name.endswith("__"):
+        return _first_tensor(node)
+    if node.kwargs.get("inplace") is True or (True in node.args and _has_inplace(target)):
+        return _first_tensor(node)
+    if name == "batch_norm":
+        return tuple(n for n in node.args[1:3] if isinstance(n, Node))
+    return _out_argument(node)
+
+
+def _first_tensor(node: Node) -> tuple[Node, ...]:
+    first = node.args[0] if node.args else None
+    return (first,) if isinstance(first, Node) else tuple(node.all_input_nodes)
+
+
+def _out_argument(node: Node) -> tuple[Node, ...]:
+    out = node.kwargs.get("out")
+    if isinstance(out, Node):
+        return (out,)
+    return tuple(n for n in out if isinstance(n, Node)) if isinstance(out, (tuple, list)) else ()
+
+
+def _has_inplace(target: Any) -> bool:
+    code = getattr(target, "__code__", None)
+    return code is not None and "inplace" in code.co_varnames[: code.co_argcount]
+
+
+def _written_by_schema(node: Node, op: OpOverload) -> tuple[Node, ...]:
+    written: list[Node] = []
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        written.extend(v for v in values if isinstance(v, Node))
+    return tuple(written)
+
+
+_PURE_HIGHER_ORDER = {"flex_attention", "cond", "while_loop", "scan", "map_impl"}
+
+
+def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
+    """Return what the body may write to: nothing for a body without writes, else every operand."""
+    assert isinstance(node.target, HigherOrderOperator)
+    root = node.graph.owning_module
+    bodies = [
+        getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"
+    ]
+    modules = [b for b in bodies if isinstance(b, GraphModule)]
+    known = node.target.name() in _PURE_HIGHER_ORDER or node.target.name() in _CHECKPOINT_NAMES
+    if (known or modules) and not any(written_by(n) for b in modules for n in b.graph.nodes):
+        return ()
+    return tuple(n for n in node.all_input_nodes if n.op != "get_attr")
+
+
+def node_name(node: Node) -> str:
+    """Return the name a reader knows the operation by."""
+    if isinstance(node.target, str):
+        return node.target
+    if isinstance(node.target, OpOverload):
+        return node.target._schema.name.split("::")[-1]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _storage(value: torch.Tensor) -> int | None:
+    """Return a key of the memory of a tensor, or None where it has none of its own to ask for."""
+    try:
+        return compat.storage_key(value)
+    except (RuntimeError, NotImplementedError):  # what torch raises for sparse and wrapped tensors
+        return None

@@ -1,0 +1,175 @@
+"""Prints a captured graph as text that is the same on every supported torch.
+
+Inputs are named by their place in the user's model, operations by their canonical ATen reading,
+sizes by s0, s1 in order of appearance; no file paths, no generated names. Golden tests compare this
+text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import GraphModule, Node
+
+from ... import compat
+from .canonical import PREVIOUS, Call, read
+from .graph_info import clean_module_path
+
+_DTYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+
+
+def render(gm: GraphModule) -> str:
+    """Return the text of ``gm``; nested graphs follow, indented, under the names they are called
+    by.
+    """
+    return "\n".join(_Renderer(gm).lines())
+
+
+class _Renderer:
+    def __init__(
+        self, gm: GraphModule, indent: str = "", symbols: dict[str, str] | None = None
+    ) -> None:
+        self.gm, self.indent = gm, indent
+        self.names: dict[Node, str] = {}
+        self.symbols = {} if symbols is None else symbols
+
+    def lines(self) -> list[str]:
+        """Return one line per node."""
+        inputs, body, count = [], [], 0
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder":
+                self.names[node] = self._placeholder_name(node)
+                inputs.append(f"{self.names[node]}: {self._role(node)}{self._type(node)}")
+            elif node.op == "get_attr":
+                self.names[node] = str(node.target)
+            elif node.op == "output":
+                body.append(f"return {self._value(node.args[0])}")
+            else:
+                self.names[node] = f"%{count}"
+                count += 1
+                body.append(f"{self.names[node]}: {self._type(node)} = {self._expression(node)}")
+        text = [f"{self.indent}graph("]
+        text += [f"{self.indent}    {line}," for line in inputs]
+        text += [f"{self.indent}):"]
+        text += [f"{self.indent}    {line}" for line in body]
+        for name, child in self.gm.named_children():
+            if isinstance(child, GraphModule):
+                text.append(f"{self.indent}  {name}:")
+                text += _Renderer(child, self.indent + "    ", self.symbols).lines()
+        return text
+
+    def _placeholder_name(self, node: Node) -> str:
+        source = compat.source_name(node)
+        path = clean_module_path(source)
+        for noise in ("_modules.", "_parameters.", "_buffers."):
+            path = path.replace(noise, "")
+        match = re.fullmatch(r"[LG]\['([^']*)'\]", source)
+        name = match.group(1) if match else path
+        name = name or re.sub(r"^[lsL]_+|_+$", "", str(node.target))
+        taken = set(self.names.values())
+        if name in taken:
+            name = f"{name}_{sum(t.split('#')[0] == name for t in taken)}"
+        if isinstance(compat.example_value(node), torch.SymInt):
+            return self._symbolic(str(compat.example_value(node)))
+        return name
+
+    def _role(self, node: Node) -> str:
+        source = compat.source_name(node)
+        if isinstance(compat.example_input(node), torch.nn.Parameter):
+            return "param "
+        if "_buffers[" in source:
+            return "buffer "
+        return "input "
+
+    def _type(self, node: Node) -> str:
+        return self._type_of(compat.example_value(node))
+
+    def _type_of(self, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            sizes = ", ".join(self._symbolic(str(s)) for s in value.shape)
+            return f"{_DTYPES.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{sizes}]"
+        if isinstance(value, (tuple, list)):
+            return f"({', '.join(self._type_of(v) for v in value)})"
+        if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
+            return "size"
+        return "none" if value is None else type(value).__name__
+
+    def _symbolic(self, text: str) -> str:
+        def rename(match: re.Match[str]) -> str:
+            return self.symbols.setdefault(match.group(0), f"s{len(self.symbols)}")
+
+        return re.sub(r"\b[suz]+\d+\b", rename, text)
+
+    def _expression(self, node: Node) -> str:
+        reading = read(node)
+        if reading is None:
+            return self._unread(node)
+        text = ""
+        for call in reading:
+            text = self._call(call, text)
+        return text
+
+    def _call(self, call: Call, previous: str) -> str:
+        defaults: Mapping[str, Any] = {
+            a.name: a.default_value for a in call.op._schema.arguments if a.has_default_value()
+        }
+        parts = []
+        positional = True
+        for argument in call.op._schema.arguments:
+            value = call.args[argument.name]
+            if argument.name in defaults and _same(value, defaults[argument.name]):
+                positional = False
+                continue
+            text = previous if value is PREVIOUS else self._value(value)
+            keep_bare = positional and not argument.kwarg_only
+            parts.append(text if keep_bare else f"{argument.name}={text}")
+        namespace, _, name = call.op._schema.name.partition("::")
+        return f"{namespace}.{name}({', '.join(parts)})"
+
+    def _unread(self, node: Node) -> str:
+        target = node.target
+        if isinstance(target, (OpOverload, HigherOrderOperator)):
+            name = str(target.name()).replace("::", ".")  # type: ignore[no-untyped-call]
+        else:
+            name = target if isinstance(target, str) else getattr(target, "__name__", "call")
+        parts = [self._value(a) for a in node.args]
+        parts += [f"{k}={self._value(v)}" for k, v in sorted(node.kwargs.items())]
+        return f"{name}({', '.join(parts)})"
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, Node):
+            return self.names.get(value, value.name)
+        if isinstance(value, (tuple, list)):
+            inner = ", ".join(self._value(v) for v in value)
+            return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+        if isinstance(value, torch.dtype):
+            return _DTYPES.get(value, str(value).removeprefix("torch."))
+        if isinstance(value, slice):
+            return f"{_bound(value.start)}:{_bound(value.stop)}" + (
+                "" if value.step is None else f":{value.step}"
+            )
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            return self._symbolic(str(value))
+        return repr(value)
+
+
+def _bound(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _same(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and value == default

@@ -1,0 +1,193 @@
+"""Judges a site: why memeff::linear_cross_entropy must leave it alone, or None."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ... import compat
+from ...kernels import linear_cross_entropy as op_folder
+from ..graph.base import Decline
+from ..graph.graph_info import GraphInfo, node_name
+from .head import SMALLEST_VOCABULARY, fold
+from .tails import METRICS, STATISTICS, Site, is_silent
+
+
+def check_operands(info: GraphInfo, site: Site) -> Decline | None:
+    head = site.head
+    where = site.tails[0].node
+    hidden, weight = info.tensor(head.hidden), info.tensor(head.weight)
+    assert hidden is not None
+    assert weight is not None
+    operands = [("hidden states", head.hidden), ("head weight", head.weight), ("bias", head.bias)]
+    operands += [("targets", tail.target) for tail in site.tails]
+    for label, node in operands:
+        value = None if node is None else compat.example_value(node)
+        if value is not None and not compat.is_fake(value):
+            kind = type(value).__name__
+            code = "tensor_parallel_head" if kind == "DTensor" else f"subclass_weight({kind})"
+            return Decline(
+                code,
+                f"the {label} come as a {kind}, which this op does not take",
+                "gather the head to a plain tensor, or leave the loss to the model's own code",
+                where,
+            )
+    vocabulary = compat.known_size(weight.shape[1 if head.transposed else 0])
+    if compat.known_size(hidden.shape[-1]) is None or vocabulary is None:
+        return Decline(
+            "dynamic_vocabulary",
+            "the hidden or vocabulary size is dynamic",
+            "mark only batch and length dynamic",
+            where,
+        )
+    if vocabulary < SMALLEST_VOCABULARY:
+        return Decline(
+            "vocab_too_small",
+            f"{vocabulary} classes: the logits are too small to matter (the pass starts at "
+            f"{SMALLEST_VOCABULARY})",
+            node=where,
+        )
+    return _check_support(info, site, hidden, weight)
+
+
+def _check_support(
+    info: GraphInfo, site: Site, hidden: torch.Tensor, weight: torch.Tensor
+) -> Decline | None:
+    """Ask the op itself, tail by tail."""
+    head = site.head
+    rows = hidden.select(-1, 0)
+    columns = weight.t() if head.transposed else weight
+    bias = None if head.bias is None else info.tensor(head.bias)
+    for tail in site.tails:
+        target = rows if tail.target is None else info.tensor(tail.target)
+        assert target is not None
+        sentence = op_folder.supports(
+            hidden,
+            columns,
+            bias,
+            rows.new_empty(rows.shape, dtype=target.dtype if tail.target else torch.int64),
+            dtype=head.compute_dtype,
+            gradient_filter=info.options.linear_cross_entropy,
+            workspace=info.options.linear_cross_entropy_workspace,
+        )
+        if sentence is not None:
+            code = "dtype_unsupported" if "dtype" in sentence else "unsupported"
+            return Decline(code, sentence, node=tail.node)
+    return None
+
+
+def check_tails(info: GraphInfo, site: Site) -> Decline | None:
+    refusal = _check_gradients(info, site)
+    if refusal is not None:
+        return refusal
+    for tail in site.tails:
+        chain = tail.chain
+        folded = fold(chain.steps)
+        if isinstance(folded, Decline):
+            return Decline(folded.code, folded.sentence, folded.hint, tail.node)
+        logits = info.tensor(tail.chain.node)
+        assert logits is not None
+        if tail.kind != "loss":
+            if chain.moved and tail.kind not in STATISTICS:
+                return Decline("unknown_step", "gather after moving the classes", node=tail.node)
+            continue
+        target = info.tensor(tail.target)
+        assert target is not None
+        class_dim = 1 if logits.dim() >= 2 else 0
+        if class_dim != logits.dim() - 1 and not chain.moved:
+            return Decline(
+                "class_dim_changed",
+                "the loss reads its classes from dimension 1 and the head's are last",
+                "transpose(1, 2) the logits, or flatten batch and length",
+                tail.node,
+            )
+        weight = tail.class_weight
+        if weight is not None and not compat.is_fake(compat.example_value(weight)):
+            return Decline(
+                "class_weight", "the class weights are a tensor subclass", node=tail.node
+            )
+        if weight is not None and compat.example_value(weight).requires_grad:
+            return Decline(
+                "class_weight", "the class weights need a gradient", "detach them", tail.node
+            )
+    lone = [t for t in site.tails if t.kind == "logit"]
+    keys = [t.chain.row_key for t in site.tails if t.kind == "lse"]
+    for tail in lone:
+        if tail.chain.row_key not in keys:
+            return Decline(
+                "logits_reused(gather)",
+                "single logits are gathered without their logsumexp over the same rows",
+                "gather from log_softmax, or return per-token losses with reduction='none'",
+                tail.node,
+            )
+    return None
+
+
+def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
+    """Metrics may be cut off from the gradient; a loss is not, and no tail is cut off in part."""
+    trains = info.tensor(site.head.node)
+    if trains is None or not trains.requires_grad:
+        return None
+    if _trains_nothing(info, site) and any(tail.chain.detached for tail in site.tails):
+        return Decline("detached", "the loss reads detached logits", node=site.tails[0].node)
+    for tail in site.tails:
+        if is_silent(info, tail):
+            continue
+        steps = (step.node for step in tail.chain.steps)
+        for node in (*steps, *tail.through, *tail.factors):
+            value = info.tensor(node)
+            if value is not None and value.is_floating_point() and not value.requires_grad:
+                return Decline(
+                    "detached",
+                    f"`{node_name(node)}` cuts a part of `{tail.name}` off from the gradient",
+                    node=tail.node,
+                )
+    return None
+
+
+def _trains_nothing(info: GraphInfo, site: Site) -> bool:
+    return all(is_silent(info, tail) for tail in site.tails if tail.kind not in METRICS)
+
+
+def check_regions(info: GraphInfo, site: Site) -> Decline | None:
+    head_region = info.regions[site.head.node]
+    # A metric may run without gradients beside a loss that has them.
+    may_drop = head_region.grad and not _trains_nothing(info, site)
+    for node in site.covered:
+        region = info.regions[node]
+        same = region.grad == head_region.grad or (may_drop and not region.grad)
+        if region.inference != head_region.inference or not same:
+            return Decline(
+                "region_mismatch",
+                f"`{node_name(node)}` runs with gradients or inference mode switched "
+                f"differently from the head",
+                "put the head and its loss under the same no_grad / inference_mode",
+                site.tails[0].node,
+            )
+    return None
+
+
+def check_writes(info: GraphInfo, site: Site) -> Decline | None:
+    last = max((t.node for t in site.tails), key=lambda n: info.positions[n])
+    if site.outputs:
+        last = info.output
+    operands: list[Node] = [site.head.hidden, site.head.weight, *site.covered]
+    for tail in site.tails:
+        operands.extend((*tail.operands, *tail.chain.operands))
+    for output in site.outputs:
+        operands.extend(output.chain.operands)
+    if site.head.bias is not None:
+        operands.append(site.head.bias)
+    results = {t.node for t in site.tails}
+    writer = info.written_between([n for n in operands if n not in results], site.head.node, last)
+    return None if writer is None else mutated(writer, site.tails[0].node)
+
+
+def mutated(writer: Node, loss: Node) -> Decline:
+    return Decline(
+        "mutated",
+        f"`{node_name(writer)}` writes in place to the logits, the hidden states, the weight or "
+        "the targets between the head and the loss",
+        "use the out-of-place form",
+        loss,
+    )

@@ -1,0 +1,451 @@
+"""Writes the op call of a site, and the few ATen nodes that give each tail what it gave before.
+
+Tails over the same rows, with the same modifiers and targets, share one call. Reductions, class
+weights, label smoothing and casts stay ATen nodes over N numbers, for the inner compiler to fuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from ... import compat
+from ...kernels import linear_cross_entropy as op_folder
+from ...logits.recipe import Modifiers
+from ...options import Options
+from ..graph.canonical import aten, read_one
+from ..graph.editor import Editor
+from ..graph.graph_info import GraphInfo, Region, written_by
+from .head import fold, replay_rows
+from .softmax import class_position
+from .tails import ENTROPIES, STATISTICS, Tail, is_silent
+
+
+def filter_settings(options: Options) -> dict[str, float | str | bool]:
+    """Return the settings of a gradient filter that are not the op's own defaults."""
+    settings: dict[str, float | str | bool] = {}
+    if options.filter_level:
+        settings["filter_level"] = options.filter_level
+    if options.linear_cross_entropy_parts != "both":
+        settings["filter_parts"] = options.linear_cross_entropy_parts
+    if options.linear_cross_entropy_sort_vocabulary:
+        settings["sort_vocabulary"] = True
+    return settings
+
+
+def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
+    """Group tails that one op call can serve: same rows, same modifiers, same targets, in time."""
+    groups: list[list[Tail]] = []
+    for tail in sorted(tails, key=_joining_order):
+        for group in groups:
+            if _compatible(info, group, tail) and _late(info, [*group, tail]) is not None:
+                group.append(tail)
+                break
+        else:
+            groups.append([tail])
+    return groups
+
+
+def _joining_order(tail: Tail) -> tuple[bool, int]:
+    """Targets first; statistics join them or each other, those over more rows first."""
+    return tail.kind in STATISTICS, len(tail.chain.row_key)
+
+
+def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
+    first = group[0]
+    if modifiers_of(first) != modifiers_of(tail):
+        return False
+    if tail.kind in STATISTICS:  # of all rows, of which the tail's own are then taken
+        effects = tuple(step.effect for step in tail.chain.row_steps)
+        return effects[: len(first.chain.row_key)] == first.chain.row_key
+    return (
+        first.kind not in STATISTICS
+        and first.chain.row_key == tail.chain.row_key
+        and _target_source(info, first.target) is _target_source(info, tail.target)
+        and first.ignore_index == tail.ignore_index
+        and first.class_weight is tail.class_weight
+    )
+
+
+def modifiers_of(tail: Tail) -> Modifiers:
+    folded = fold(tail.chain.steps)
+    assert isinstance(folded, Modifiers)
+    return folded
+
+
+def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
+    """Follow a target through reshapes and copies to where it comes from, unless that is written
+    to.
+    """
+    while node is not None:
+        call = read_one(node)
+        if call is None or call.op not in _TARGET_MOVES:
+            return node
+        if call.args.get("dtype", torch.int64) not in (torch.int64, torch.int32):
+            return node
+        source: Node = call.args["self"]
+        if any(info.may_share_memory(t, source) for w in info.writes for t in w.targets):
+            return node
+        node = source
+    return None
+
+
+_TARGET_MOVES = (
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.contiguous.default,
+    aten.to.dtype,
+    aten.flatten.using_ints,
+)
+
+
+def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
+    """Return what must be computed again, earlier, for one op call to serve ``group``; None if
+    unsafe.
+
+    The call stands before the first tail. Targets that are made after it (a shift behind a z-loss)
+    are made once more before it: integer views and copies that cost nothing, of inputs nobody
+    writes to.
+    """
+    first, _ = _place(info, group)
+    again: list[Node] = []
+
+    def collect(node: Node) -> bool:
+        if info.positions[node] < info.positions[first] or node in again:
+            return True
+        call = read_one(node)
+        if call is None or written_by(node) or call.op is aten.dropout.default:
+            return False
+        if not all(collect(operand) for operand in node.all_input_nodes):
+            return False
+        again.append(node)
+        return True
+
+    operands = [n for t in group for n in t.operands]
+    if not all(collect(operand) for operand in operands):
+        return None
+    if again:
+        touched = [*again, *(i for n in again for i in n.all_input_nodes)]
+        last = max(again, key=lambda n: info.positions[n])
+        if info.written_between(touched, first, last) is not None:
+            return None
+    return again
+
+
+def _place(info: GraphInfo, group: Sequence[Tail]) -> tuple[Node, Region]:
+    """Return the node before which the op of ``group`` goes, and the region there.
+
+    Before the first tail, and before what switched gradients off where that is a metric and
+    another tail needs them.
+    """
+    place = min((t.node for t in group), key=lambda n: info.positions[n])
+    trains = info.regions[group[0].chain.head.node].grad
+    if not trains or info.regions[place].grad or all(is_silent(info, t) for t in group):
+        return place, info.regions[place]
+    while not info.regions[place.prev].grad:
+        place = place.prev
+    return place, info.regions[place.prev]
+
+
+def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]:
+    """Emit the op and the results of ``group``; return what was computed again earlier."""
+    anchor, region = _place(info, group)
+    named = min((t.node for t in group), key=lambda n: info.positions[n])
+    again = _late(info, group)
+    assert again is not None, "only tails that one call can serve are grouped"
+    with editor.at(anchor, like=named, region=region):
+        early: dict[Node, Node] = {}
+        for node in again:
+            early[node] = editor.copy(node, early)
+        group = [_reading_early(tail, early) for tail in group]
+        emit = GroupEmitter(info, editor, group)
+        emit.op_call()
+    for tail in group:
+        with editor.at(tail.node):
+            result = emit.result(tail)
+            editor.replace(tail.node, result)
+    return again
+
+
+def _reading_early(tail: Tail, early: Mapping[Node, Node]) -> Tail:
+    target = None if tail.target is None else early.get(tail.target, tail.target)
+    weight = None if tail.class_weight is None else early.get(tail.class_weight, tail.class_weight)
+    return replace(tail, target=target, class_weight=weight)
+
+
+class GroupEmitter:
+    """Emits the op and, per tail, the few ATen nodes that turn its rows into what the tail gave."""
+
+    def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
+        self.info, self.editor, self.group = info, editor, group
+        self.head = group[0].chain.head
+        self.modifiers = modifiers_of(group[0])
+        self.with_target = next((t for t in group if t.target is not None), None)
+        self.ignore_index = self.with_target.ignore_index if self.with_target else None
+        self.op = self.target = self.hidden = group[0].node
+        self._items: dict[int, Node] = {}
+        self._silent = False
+
+    def op_call(self) -> None:
+        """Insert the op over the selected rows."""
+        e, head = self.editor, self.head
+        hidden_value = self.info.tensor(head.hidden)
+        assert hidden_value is not None
+        key_steps = self.group[0].chain.row_steps[: self._rows_in_key()]
+        size = compat.known_size(hidden_value.shape[-1])
+        hidden = replay_rows(e, head.hidden, key_steps, size)
+        self.hidden = self._cast(hidden)
+        weight = self._cast(head.weight)
+        if head.transposed:
+            weight = e.call(aten.t.default, weight)
+        bias = self._bias()
+        self.target = self._target_rows()
+        smoothing = any(t.label_smoothing > 0 for t in self.group)
+        column_weight = self.with_target.class_weight if smoothing and self.with_target else None
+        options = self.info.options
+        self.op = e.call(
+            op_folder.linear_cross_entropy,
+            self.hidden,
+            weight,
+            bias,
+            self.target,
+            column_weight,
+            ignore_index=self.ignore_index,
+            scale=self.modifiers.scale,
+            softcap=self.modifiers.softcap,
+            with_lse=self._has("lse", "logit", "mean_logit"),
+            with_logit_sum=smoothing,
+            gradient_filter=options.linear_cross_entropy,
+            workspace=options.linear_cross_entropy_workspace,
+            **self._metrics(),
+            **filter_settings(options),
+        )
+        if smoothing:
+            self._item(2)
+        if self._has("loss", "log_prob", "logit"):
+            self._item(0)
+        if smoothing or self._has("lse", "logit", "mean_logit"):
+            self._item(1)
+        if self._has(*ENTROPIES):
+            self._item(3)
+        if self._has("top"):
+            self._item(4)
+
+    def _has(self, *kinds: str) -> bool:
+        return any(tail.kind in kinds for tail in self.group)
+
+    def _metrics(self) -> dict[str, bool]:
+        """Return the settings that a call without metrics leaves at their defaults."""
+        asked = {"with_entropy": self._has(*ENTROPIES), "with_top": self._has("top")}
+        return {name: True for name, wanted in asked.items() if wanted}
+
+    def _item(self, index: int) -> Node:
+        """Return one of the op's results, fetched right behind the op."""
+        if index not in self._items:
+            self._items[index] = self.editor.item(self.op, index)
+        return self._items[index]
+
+    @property
+    def nll(self) -> Node:
+        """Per-row losses."""
+        return self._row(0)
+
+    @property
+    def lse(self) -> Node:
+        """Per-row log-sum-exp."""
+        return self._row(1)
+
+    @property
+    def logit_sum(self) -> Node:
+        """Per-row weighted sums of logits."""
+        return self._row(2)
+
+    def _row(self, index: int) -> Node:
+        """Return one of the op's results as the tail at hand may read it."""
+        item = self._items[index]
+        value = self.info.tensor(item)
+        if self._silent and value is not None and value.requires_grad:
+            return self.editor.call(aten.detach.default, item)
+        return item
+
+    def _rows_in_key(self) -> int:
+        rows = self.group[0].chain.row_steps
+        return max((i + 1 for i, s in enumerate(rows) if s.kind == "rows"), default=0)
+
+    def _cast(self, node: Node) -> Node:
+        value = self.info.tensor(node)
+        if value is not None and value.dtype == self.head.compute_dtype:
+            return node
+        return self.editor.call(aten.to.dtype, node, self.head.compute_dtype)
+
+    def _bias(self) -> Node | None:
+        e = self.editor
+        total = None if self.head.bias is None else self._cast(self.head.bias)
+        for vector, divisor in self.modifiers.biases:
+            flat = e.call(aten.reshape.default, self._cast(vector), [-1])
+            if divisor != 1.0:
+                flat = e.call(aten.div.Scalar, flat, divisor)
+            total = flat if total is None else e.call(aten.add.Tensor, total, flat)
+        return total
+
+    def _target_rows(self) -> Node:
+        """Give the targets the leading dimensions of the hidden states."""
+        e = self.editor
+        if self.with_target is None:  # only logsumexp is asked for: any class will do
+            rows = e.call(aten.select.int, self.hidden, -1, 0)
+            return e.call(aten.zeros_like.default, rows, dtype=torch.int64)
+        assert self.with_target.target is not None
+        return self._reshape_like_rows(self.with_target.target, self.hidden)
+
+    def _reshape_like_rows(self, node: Node, hidden: Node) -> Node:
+        value, like = self.info.tensor(node), self.info.tensor(hidden)
+        assert value is not None
+        assert like is not None
+        rows = like.shape[:-1]
+        if len(rows) == value.dim() and all(
+            compat.statically_true(a == b) for a, b in zip(rows, value.shape, strict=True)
+        ):
+            return node
+        e = self.editor
+        if all(isinstance(s, int) for s in rows):
+            return e.call(aten.reshape.default, node, list(rows))
+        return e.call(aten.reshape_as.default, node, e.call(aten.select.int, hidden, -1, 0))
+
+    def _shaped(self, node: Node, like: Node) -> Node:
+        """Give ``node`` the shape of ``like``'s value."""
+        value, wanted = self.info.tensor(node), self.info.tensor(like)
+        assert value is not None
+        assert wanted is not None
+        if value.dim() == wanted.dim() and all(
+            compat.statically_true(a == b) for a, b in zip(value.shape, wanted.shape, strict=True)
+        ):
+            return node
+        if all(isinstance(s, int) for s in wanted.shape):
+            return self.editor.call(aten.reshape.default, node, list(wanted.shape))
+        return self.editor.call(aten.reshape_as.default, node, like)
+
+    def _typed(self, node: Node, like: Node) -> Node:
+        value, wanted = self.info.tensor(node), self.info.tensor(like)
+        assert value is not None
+        assert wanted is not None
+        if value.dtype == wanted.dtype:
+            return node
+        return self.editor.call(aten.to.dtype, node, wanted.dtype)
+
+    def result(self, tail: Tail) -> Node:
+        """Insert what ``tail`` computed, from the op's rows."""
+        e = self.editor
+        self._silent = is_silent(self.info, tail)
+        if tail.kind == "loss":
+            return self._typed(self._loss(tail), tail.node)
+        if tail.kind in STATISTICS:
+            return self._typed(self._like_statistic(tail, self._statistic(tail.kind)), tail.node)
+        assert tail.target is not None
+        if tail.kind == "log_prob":
+            rows = e.call(aten.neg.default, self.nll)
+        else:
+            rows = e.call(aten.sub.Tensor, self.lse, self.nll)
+        return self._typed(self._shaped(rows, tail.target), tail.node)
+
+    def _statistic(self, kind: str) -> Node:
+        """Return a number per row of the op that ``kind`` names."""
+        e = self.editor
+        if kind == "lse":
+            return self.lse
+        if kind == "top":
+            return self._row(4)
+        entropy = self._row(3)
+        if kind == "neg_entropy":
+            return e.call(aten.neg.default, entropy)
+        if kind == "mean_logit":  # H = lse - sum of p z
+            return e.call(aten.sub.Tensor, self.lse, entropy)
+        return entropy
+
+    def _like_statistic(self, tail: Tail, rows: Node) -> Node:
+        """Take the tail's own rows out of the op's, in the shape the tail has."""
+        e = self.editor
+        wanted = self.info.tensor(tail.node)
+        assert wanted is not None
+        rest = tail.chain.row_steps[self._rows_in_key() :]
+        if all(step.kind == "reshape" for step in rest) and all(
+            isinstance(size, int) for size in wanted.shape
+        ):
+            return self._shaped(rows, tail.node)
+        if rest:
+            column = e.call(aten.unsqueeze.default, rows, -1)
+            rows = e.call(aten.select.int, replay_rows(e, column, rest, 1), -1, 0)
+        if tail.keepdim:
+            rows = e.call(aten.unsqueeze.default, rows, class_position(tail.chain, wanted.dim()))
+        return rows
+
+    def _loss(self, tail: Tail) -> Node:
+        """Reduce per-token losses as cross_entropy does: weights, smoothing, then mean, sum or
+        none.
+        """
+        e = self.editor
+        kept = e.call(aten.ne.Scalar, self.target, tail.ignore_index)
+        rows, norm = self.nll, kept
+        if tail.class_weight is not None:
+            norm = self._row_weights(tail.class_weight, kept)
+            rows = e.call(aten.mul.Tensor, rows, norm)
+        loss = self._reduce(tail, rows, norm)
+        if tail.label_smoothing > 0:
+            smooth = self._reduce(tail, self._smooth_rows(tail, kept), norm)
+            vocabulary = self._vocabulary()
+            loss = e.call(
+                aten.add.Tensor,
+                e.call(aten.mul.Scalar, loss, 1.0 - tail.label_smoothing),
+                e.call(aten.mul.Scalar, smooth, tail.label_smoothing / vocabulary),
+            )
+        if tail.reduction == 0:
+            assert tail.target is not None
+            return self._shaped(loss, tail.target)
+        return loss
+
+    def _vocabulary(self) -> int:
+        weight = self.info.tensor(self.head.weight)
+        assert weight is not None
+        return int(weight.shape[1 if self.head.transposed else 0])
+
+    def _row_weights(self, class_weight: Node, kept: Node) -> Node:
+        e = self.editor
+        zero = e.call(aten.zeros_like.default, self.target)
+        index = e.call(aten.where.self, kept, self.target, zero)
+        flat = e.call(
+            aten.index_select.default, class_weight, 0, e.call(aten.reshape.default, index, [-1])
+        )
+        picked = e.call(
+            aten.to.dtype, e.call(aten.reshape_as.default, flat, index), self._loss_dtype()
+        )
+        return e.call(aten.mul.Tensor, picked, kept)
+
+    def _loss_dtype(self) -> torch.dtype:
+        value = self.info.tensor(self.nll)
+        assert value is not None
+        return value.dtype
+
+    def _smooth_rows(self, tail: Tail, kept: Node) -> Node:
+        """Sum over classes of weight * (lse - z), zero in ignored rows."""
+        e = self.editor
+        if tail.class_weight is None:
+            spread = e.call(aten.mul.Scalar, self.lse, float(self._vocabulary()))
+        else:
+            weight = e.call(aten.to.dtype, tail.class_weight, self._loss_dtype())
+            spread = e.call(aten.mul.Tensor, self.lse, e.call(aten.sum.default, weight))
+        rows = e.call(aten.sub.Tensor, spread, self.logit_sum)
+        zero = e.call(aten.zeros_like.default, rows)
+        return e.call(aten.where.self, kept, rows, zero)
+
+    def _reduce(self, tail: Tail, rows: Node, norm: Node) -> Node:
+        e = self.editor
+        if tail.reduction == 0:
+            return rows
+        total = e.call(aten.sum.default, rows)
+        if tail.reduction == 2:
+            return total
+        return e.call(aten.div.Tensor, total, e.call(aten.sum.default, norm))

@@ -1,0 +1,585 @@
+"""Reads how a logits tensor comes from hidden states: the head, then row moves and pointwise steps.
+
+    hidden -> head (linear, matmul, addmm, einsum) -> {view, slice, transpose | cast, scale, cap,
+    bias}*
+
+Row moves leave the class dimension alone, so they commute with the product and the pointwise steps:
+they are replayed on the hidden states. Pointwise steps fold into ``scale``, ``softcap`` and
+``bias``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ... import compat
+from ...logits.recipe import Modifiers, Unfoldable, fold_steps
+from ..graph.base import Decline
+from ..graph.canonical import Call, Reading, aten, read, read_one, trace
+from ..graph.editor import Editor
+from ..graph.graph_info import GraphInfo
+
+SMALLEST_VOCABULARY = 32
+"""Fewer classes than this make logits too small to matter."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The product that makes logits: ``hidden @ weight.T + bias`` in ``compute_dtype``."""
+
+    node: Node
+    hidden: Node
+    weight: Node
+    transposed: bool  # the weight is (D, V)
+    bias: Node | None
+    compute_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node between the head and a consumer.
+
+    kind is ``rows`` (reorders or selects rows), ``reshape`` (regroups leading dimensions), ``same``
+    (no change), ``move`` (class dimension from last to 1), ``detach``, or a pointwise step: ``to``,
+    ``mul``, ``div``, ``tanh``, ``bias``, with its value. A value that the graph computes from a
+    number of the user's (``dynamic=True`` makes symbols of them) is held constant through
+    ``symbol``.
+    """
+
+    node: Node
+    kind: str
+    value: Any = None
+    reading: Reading = ()
+    symbol: Node | None = None
+
+    @property
+    def effect(self) -> tuple[Any, ...]:
+        """Equal for row steps that do the same to the same rows, wherever they stand."""
+        return tuple((call.op, *_frozen(list(call.args.values())[1:])) for call in self.reading)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A head and the steps from it to ``node``, in order."""
+
+    head: Head
+    steps: tuple[Step, ...]
+    node: Node
+
+    @property
+    def row_steps(self) -> tuple[Step, ...]:
+        """The steps that touch leading dimensions."""
+        return tuple(s for s in self.steps if s.kind in ("rows", "reshape"))
+
+    @property
+    def row_key(self) -> tuple[Any, ...]:
+        """Equal for chains whose rows are the same rows in the same order.
+
+        One entry per row step, up to the last one that selects or reorders rows.
+        """
+        rows = self.row_steps
+        last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
+        return tuple(s.effect for s in rows[: last + 1])
+
+    @property
+    def moved(self) -> bool:
+        """Whether the class dimension stands at 1 instead of last."""
+        return any(s.kind == "move" for s in self.steps)
+
+    @property
+    def detached(self) -> bool:
+        """Whether no gradient passes through."""
+        return any(s.kind == "detach" for s in self.steps)
+
+    @property
+    def point_steps(self) -> tuple[Step, ...]:
+        """The pointwise steps, in order."""
+        return tuple(s for s in self.steps if s.kind in POINTWISE)
+
+    @property
+    def operands(self) -> tuple[Node, ...]:
+        """The tensors that the steps read beside the logits: row indices and vectors."""
+        readings = (a for s in self.row_steps for c in s.reading for a in c.args.values())
+        flat = (a for value in readings for a in (value if isinstance(value, list) else [value]))
+        vectors = (s.value for s in self.steps if s.kind == "bias")
+        carried = {self.head.node, *(s.node for s in self.steps)}
+        return tuple(n for n in (*flat, *vectors) if isinstance(n, Node) and n not in carried)
+
+
+def _frozen(value: Any) -> Any:
+    """Return an argument in a form that compares by value; nodes compare by identity."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    plain = value is None or isinstance(value, (int, float, str, Node, torch.dtype))
+    return value if plain else id(value)
+
+
+POINTWISE = ("to", "mul", "div", "tanh", "bias")
+
+
+_MAX_STEPS = 24
+
+
+class HeadReader:
+    """Reads chains of one graph, each node once.
+
+    ``tracing`` says whether a node the table does not know is worth the milliseconds of a trace.
+    """
+
+    def __init__(self, info: GraphInfo, *, tracing: bool = True) -> None:
+        self.info = info
+        self.tracing = tracing
+        self._chains: dict[Node, Chain | Decline] = {}
+
+    def chain(self, node: Node) -> Chain | Decline:
+        """Return the chain that ends in ``node``, or why there is none."""
+        if node not in self._chains:
+            self._chains[node] = self._read_chain(node)
+        return self._chains[node]
+
+    def _read_chain(self, node: Node) -> Chain | Decline:
+        upwards: list[Node] = []
+        current = node
+        while True:
+            head = self._head(current)
+            if isinstance(head, Decline):
+                return head
+            if head is not None:
+                break
+            operand = self._chain_operand(current)
+            if operand is None or len(upwards) >= _MAX_STEPS:
+                return self._no_head(current)
+            upwards.append(current)
+            current = operand
+        steps: list[Step] = []
+        moved = False
+        for link in reversed(upwards):
+            step = self._step(link, head, moved)
+            if isinstance(step, Decline):
+                return step
+            moved = moved or step.kind == "move"
+            steps.append(step)
+        return Chain(head, tuple(steps), node)
+
+    def row_operand(self, node: Node) -> Node | None:
+        """Return the operand whose rows ``node`` moves, casts or detaches; never traces."""
+        reading = read(node)
+        if not reading or reading[0].op not in _MOVE_OPS:
+            return None
+        operand = reading[0].args["self"]
+        return operand if isinstance(operand, Node) else None
+
+    def extend(self, chain: Chain, links: Sequence[Node], kinds: Sequence[str]) -> Chain | Decline:
+        """Return ``chain`` with further nodes behind it, each a step of one of ``kinds``."""
+        steps, moved = list(chain.steps), chain.moved
+        for link in links:
+            step = self._step(link, chain.head, moved)
+            if isinstance(step, Decline):
+                return step
+            if step.kind not in kinds:
+                return Decline("unknown_step", f"{_describe(link)} is not a row move", node=link)
+            moved = moved or step.kind == "move"
+            steps.append(step)
+        return replace(chain, steps=tuple(steps), node=links[-1] if links else chain.node)
+
+    # --- the head ---------------------------------------------------------------------------------
+
+    def _head(self, node: Node) -> Head | Decline | None:
+        reading = read(node)
+        if reading is None or len(reading) != 1:
+            return None
+        call = reading[0]
+        a = call.args
+        if call.op is aten.linear.default:
+            return self._make_head(node, a["input"], a["weight"], False, a["bias"])
+        if call.op in (aten.matmul.default, aten.mm.default):
+            return self._product_head(node, a["self"], _second(call), None)
+        if call.op is aten.addmm.default:
+            if a["beta"] != 1 or a["alpha"] != 1:
+                return Decline("head_scaled", "addmm with beta or alpha other than 1", node=node)
+            return self._product_head(node, a["mat1"], a["mat2"], a["self"])
+        if call.op is aten.einsum.default:
+            return self._einsum_head(node, a["equation"], a["tensors"])
+        return None
+
+    def _product_head(self, node: Node, left: Node, right: Node, bias: Node | None) -> Head | None:
+        right_value = self.info.tensor(right)
+        left_value = self.info.tensor(left)
+        if right_value is None or left_value is None or right_value.dim() != 2:
+            return None
+        if left_value.dim() < 1:
+            return None
+        if bias is not None and (b := self.info.tensor(bias)) is not None and b.dim() != 1:
+            return None
+        weight, transposed = self._untranspose(right)
+        return self._make_head(node, left, weight, transposed, bias)
+
+    def _einsum_head(self, node: Node, equation: str, tensors: Sequence[Node]) -> Head | None:
+        equation = equation.replace(" ", "")
+        if len(tensors) != 2 or "->" not in equation or "." in equation:
+            return None
+        inputs, output = equation.split("->")
+        left, right = inputs.split(",")
+        for hidden, weight, h, w in ((left, right, 0, 1), (right, left, 1, 0)):
+            if len(weight) != 2 or len(hidden) < 1 or len(set(hidden)) != len(hidden):
+                continue
+            rows, contracted = hidden[:-1], hidden[-1]
+            if contracted not in weight:
+                continue
+            vocab = weight.replace(contracted, "")
+            if len(vocab) == 1 and vocab not in hidden and output == rows + vocab:
+                transposed = weight[0] == contracted
+                return self._make_head(node, tensors[h], tensors[w], transposed, None)
+        return None
+
+    def _untranspose(self, node: Node) -> tuple[Node, bool]:
+        """Return the (V, D) weight behind a (D, V) operand when it is a plain transpose of one."""
+        reading = read(node)
+        if reading is not None and len(reading) == 1:
+            call = reading[0]
+            swaps = (
+                call.op is aten.t.default
+                or (
+                    call.op is aten.transpose.int
+                    and {call.args["dim0"] % 2, call.args["dim1"] % 2} == {0, 1}
+                )
+                or (
+                    call.op is aten.permute.default and [d % 2 for d in call.args["dims"]] == [1, 0]
+                )
+            )
+            if swaps:
+                return call.args["self"], False
+        return node, True
+
+    def _make_head(
+        self, node: Node, hidden: Node, weight: Node, transposed: bool, bias: Node | None
+    ) -> Head | None:
+        result = self.info.tensor(node)
+        weight_value, hidden_value = self.info.tensor(weight), self.info.tensor(hidden)
+        if result is None or weight_value is None or hidden_value is None:
+            return None
+        if weight_value.dim() != 2 or result.dim() < 1:
+            return None
+        return Head(node, hidden, weight, transposed, bias, result.dtype)
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _reading(self, node: Node) -> Reading | None:
+        return read(node) or (trace(node) if self.tracing else None)
+
+    def _chain_operand(self, node: Node) -> Node | None:
+        """Return the operand through which ``node`` may carry logits."""
+        if node.op not in ("call_function", "call_method"):
+            return None
+        reading = self._reading(node)
+        if not reading or reading[0].op not in _STEP_OPS:
+            return None
+        operand = reading[0].args["self"]
+        other = reading[0].args.get("other")
+        if isinstance(other, Node) and reading[0].op is aten.add.Tensor:
+            operand_value, other_value = self.info.tensor(operand), self.info.tensor(other)
+            if operand_value is None or other_value is None:
+                return None
+            if operand_value.dim() < other_value.dim() or _is_vector(operand_value):
+                operand = other
+        return operand if isinstance(operand, Node) else None
+
+    def _step(self, node: Node, head: Head, moved: bool) -> Step | Decline:
+        reading = self._reading(node)
+        assert reading is not None
+        if len(reading) == 1:
+            point = self._pointwise(node, reading[0], head, moved)
+            if point is not None:
+                return point
+        kinds = set()
+        rank = self._rank_before(node)
+        for call in reading:
+            kind = (
+                "same" if moved and call.op in _SAME_OPS else _row_kind(call, rank, head, self.info)
+            )
+            if kind is None or (moved and kind != "same"):
+                return Decline(
+                    "unknown_step",
+                    f"{_describe(node)} between the head and the loss is not a known row "
+                    f"move, cast, "
+                    "scale, softcap or bias",
+                    "compute it on the hidden states, or on the per-token losses",
+                    node,
+                )
+            kinds.add(kind)
+            rank += _rank_change(call)
+        if not moved and "move" not in kinds and not self._keeps_classes(node, head):
+            return Decline(
+                "class_dim_changed",
+                f"{_describe(node)} changes the vocabulary dimension of the logits",
+                node=node,
+            )
+        if kinds == {"same"}:
+            return Step(node, "same")
+        if "move" in kinds:
+            if kinds - {"move", "same"}:
+                return Decline("unknown_step", f"{_describe(node)} mixes moves", node=node)
+            return Step(node, "move")
+        if "detach" in kinds:
+            return Step(node, "detach")
+        return Step(node, "rows" if "rows" in kinds else "reshape", reading=reading)
+
+    def _rank_before(self, node: Node) -> int:
+        operand = self._chain_operand(node)
+        value = None if operand is None else self.info.tensor(operand)
+        return 0 if value is None else value.dim()
+
+    def _keeps_classes(self, node: Node, head: Head) -> bool:
+        value, logits = self.info.tensor(node), self.info.tensor(head.node)
+        if value is None or logits is None or value.dim() < 1:
+            return False
+        return compat.statically_true(value.shape[-1] == logits.shape[-1])
+
+    def _pointwise(self, node: Node, call: Call, head: Head, moved: bool) -> Step | Decline | None:
+        op, args = call.op, call.args
+        if op is aten.to.dtype:
+            dtype = args["dtype"]
+            if dtype == self._dtype_before(node):
+                return Step(node, "same")
+            if not dtype.is_floating_point or (
+                dtype == torch.float64 and head.compute_dtype != torch.float64
+            ):
+                return Decline(
+                    "dtype_unsupported",
+                    f"{_describe(node)} casts the logits to {dtype}",
+                    "cast them to float32",
+                    node,
+                )
+            return Step(node, "to", dtype)
+        if op is aten.tanh.default:
+            return Step(node, "tanh")
+        if op in _SCALES:
+            kind = "mul" if op in (aten.mul.Tensor, aten.mul.Scalar) else "div"
+            given = args["other"]
+            factor = compat.known_number(given)
+            if factor is None:
+                return Decline(
+                    "scale_not_constant",
+                    f"{_describe(node)} scales the logits by a tensor or a varying number",
+                    "scale the hidden states instead: (hidden * t) @ W.T equals t * (hidden @ W.T)",
+                    node,
+                )
+            if not math.isfinite(factor) or factor == 0:
+                return Decline(
+                    "scale_not_constant", f"{_describe(node)} scales by {factor}", node=node
+                )
+            symbol = given if isinstance(given, Node) else None
+            return Step(node, kind, float(factor), symbol=symbol)
+        if op is aten.add.Tensor:
+            vector = args["other"]
+            if vector is self._chain_operand(node):
+                vector = args["self"]
+            value = self.info.tensor(vector)
+            logits = self.info.tensor(head.node)
+            if (
+                moved
+                or value is None
+                or logits is None
+                or args["alpha"] != 1
+                or not _is_vector(value)
+                or not compat.statically_true(value.shape[-1] == logits.shape[-1])
+            ):
+                return Decline(
+                    "logits_combined",
+                    f"{_describe(node)} adds to the logits something other than a vector "
+                    f"over the vocabulary",
+                    node=node,
+                )
+            return Step(node, "bias", self._vector_source(vector))
+        return None
+
+    def _vector_source(self, node: Node) -> Node:
+        """Follow a vector through views and moves that change nothing to where it comes from."""
+        while True:
+            call = read_one(node)
+            value = self.info.tensor(node)
+            if call is None or value is None or call.op not in _VECTOR_VIEWS:
+                return node
+            source = call.args["self"]
+            source_value = self.info.tensor(source)
+            if source_value is None or source_value.dtype != value.dtype:
+                return node
+            if not _is_vector(source_value):
+                return node
+            node = source
+
+    def _dtype_before(self, node: Node) -> torch.dtype | None:
+        operand = self._chain_operand(node)
+        value = None if operand is None else self.info.tensor(operand)
+        return None if value is None else value.dtype
+
+    def _no_head(self, node: Node) -> Decline:
+        if node.op == "placeholder":
+            return Decline(
+                "graph_break_between",
+                "the logits enter this graph from outside: the head that made them is in "
+                "another graph",
+                "compile the model and its loss as one function; fullgraph=True shows "
+                "what split them",
+                node,
+            )
+        values = [compat.example_value(n) for n in (node, *node.all_input_nodes)]
+        if any(compat.is_dtensor(value) for value in values):
+            return Decline(
+                "tensor_parallel_head",
+                f"the head is tensor parallel: each rank has a part of the logits, which "
+                f"{_describe(node)} moves between ranks",
+                "gather the head to a plain tensor, or leave the loss to the model's own code",
+                node,
+            )
+        return Decline(
+            "no_linear_head",
+            f"the logits come from {_describe(node)}, which is not a linear head",
+            node=node,
+        )
+
+
+def fold(steps: Sequence[Step]) -> Modifiers | Decline:
+    """Fold pointwise steps, in order, into scale, softcap and bias."""
+    found = fold_steps([(step.kind, step.value) for step in steps])
+    if isinstance(found, Unfoldable):
+        return Decline(found.code, found.sentence, node=steps[found.place].node)
+    return found
+
+
+def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size: Any) -> Node:
+    """Insert the row moves of ``steps`` on the hidden states (last dimension D instead of V)."""
+    current = hidden
+    for step in steps:
+        for call in step.reading:
+            current = _replay(editor, current, call, hidden_size)
+    return current
+
+
+def _replay(editor: Editor, current: Node, call: Call, hidden_size: Any) -> Node:
+    args = dict(call.args)
+    args.pop("self", None)
+    if call.op in _SAME_OPS:
+        return current
+    if call.op in (aten.view.default, aten.reshape.default):
+        sizes = args["size"] if "size" in args else args["shape"]
+        return editor.call(aten.reshape.default, current, [*sizes[:-1], hidden_size])
+    return editor.call(call.op, current, *args.values())
+
+
+# --- classification -------------------------------------------------------------------------------
+
+_SCALES = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+_SAME_OPS = (aten.contiguous.default, aten.clone.default, aten.alias.default)
+_DIM_OPS = {
+    aten.select.int: "dim",
+    aten.slice.Tensor: "dim",
+    aten.narrow.default: "dim",
+    aten.squeeze.dim: "dim",
+    aten.index_select.default: "dim",
+}
+_VECTOR_VIEWS = (
+    aten.to.dtype,
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.alias.default,
+)
+_STEP_OPS = {
+    *_SCALES,
+    *_SAME_OPS,
+    *_DIM_OPS,
+    aten.to.dtype,
+    aten.tanh.default,
+    aten.add.Tensor,
+    aten.detach.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.flatten.using_ints,
+    aten.unsqueeze.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.movedim.int,
+    aten.movedim.intlist,
+    aten.index.Tensor,
+}
+
+_MOVE_OPS = _STEP_OPS - {*_SCALES, aten.tanh.default, aten.add.Tensor}
+
+
+def _row_kind(call: Call, rank: int, head: Head, info: GraphInfo) -> str | None:
+    """Say what ``call`` does to rows: same, reshape, rows, move, detach; None when it does more."""
+    op, args = call.op, call.args
+    last = rank - 1
+    if op in _SAME_OPS:
+        return "same"
+    if op is aten.detach.default:
+        return "detach"
+    if op in _DIM_OPS:
+        dim = args["dim"] % rank
+        return "rows" if dim != last else None
+    if op is aten.unsqueeze.default:
+        return "reshape" if args["dim"] % (rank + 1) <= last else None
+    if op is aten.flatten.using_ints:
+        return "reshape" if args["end_dim"] % rank < last else None
+    if op in (aten.view.default, aten.reshape.default):
+        sizes = args["size"] if op is aten.view.default else args["shape"]
+        return "reshape" if isinstance(sizes, (list, tuple)) and len(sizes) >= 1 else None
+    if op is aten.index.Tensor:
+        return "rows" if len(args["indices"]) <= last else None
+    permutation = _permutation(call, rank)
+    if permutation is None:
+        return None
+    if permutation[-1] == last:
+        return "rows"
+    if rank >= 2 and permutation == [0, last, *range(1, last)]:
+        return "move"
+    return None
+
+
+def _permutation(call: Call, rank: int) -> list[int] | None:
+    op, args = call.op, call.args
+    order = list(range(rank))
+    if op is aten.transpose.int:
+        a, b = args["dim0"] % rank, args["dim1"] % rank
+        order[a], order[b] = order[b], order[a]
+        return order
+    if op is aten.permute.default:
+        return [d % rank for d in args["dims"]]
+    if op in (aten.movedim.int, aten.movedim.intlist):
+        sources = args["source"] if isinstance(args["source"], (list, tuple)) else [args["source"]]
+        targets = args["destination"]
+        targets = targets if isinstance(targets, (list, tuple)) else [targets]
+        moved = {t % rank: s % rank for s, t in zip(sources, targets, strict=True)}
+        rest = iter([d for d in range(rank) if d not in moved.values()])
+        return [moved[i] if i in moved else next(rest) for i in range(rank)]
+    return None
+
+
+def _rank_change(call: Call) -> int:
+    if call.op is aten.unsqueeze.default:
+        return 1
+    if call.op is aten.select.int:
+        return -1
+    return 0
+
+
+def _is_vector(value: torch.Tensor) -> bool:
+    return value.dim() >= 1 and all(compat.statically_true(s == 1) for s in value.shape[:-1])
+
+
+def _second(call: Call) -> Any:
+    return call.args["other"] if "other" in call.args else call.args["mat2"]
+
+
+def _describe(node: Node) -> str:
+    name = (
+        node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.name)
+    )
+    return f"`{name}`"

@@ -1,0 +1,1 @@
+"""How layers with ternary weights are read in a graph."""

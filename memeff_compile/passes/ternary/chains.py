@@ -1,0 +1,646 @@
+"""Reads what quantises a tensor on the way to a linear, in the spellings of ternary training.
+
+    x -> abs -> max or mean -> bounded below -> a scale; x * scale -> round -> clamp -> / scale
+
+The statistic is that of a token (last axis) or of a whole weight. Around the chain may stand a
+straight-through estimator: `x + (q - x).detach()`, `(q + x) - x.detach()`, the same with q computed
+under no_grad, or an autograd Function whose backward hands its gradient on. A chain is read to its
+end or not at all: whoever asked gets what was found, or a sentence about the first thing that does
+not fit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ... import compat
+from ...kernels.ternary_linear import KINDS, Quantizer
+from ..graph.canonical import PREVIOUS, Call, aten, read, read_one
+from ..graph.graph_info import node_name
+from .masks import read_larger_half
+
+_STEPS = 16
+"""Nodes looked back over when asking whether something rounds on the way."""
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Why a chain cannot be served: code, sentence, way out."""
+
+    code: str
+    sentence: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A value that is another one, quantised and scaled back.
+
+    Attributes:
+        source: What is quantised.
+        quantizer: How a token is; for a weight, its eps and details alone count.
+        is_weight: The scale is one for the whole tensor and the codes are -1, 0, 1.
+        is_straight: The gradient passes through as if nothing had happened.
+        chain: Nodes between the source and the value, the value included.
+        numbers: Nodes of numbers that were read: the answer holds as long as they stay.
+    """
+
+    source: Node
+    quantizer: Quantizer
+    is_weight: bool
+    is_straight: bool
+    chain: tuple[Node, ...]
+    numbers: tuple[Node, ...] = ()
+
+
+@dataclass
+class _Chain:
+    """Nodes of a chain as they are read, from its end, and of the numbers in it."""
+
+    nodes: list[Node] = field(default_factory=list)
+    numbers: list[Node] = field(default_factory=list)
+
+    def take(self, node: Node) -> Node:
+        if node not in self.nodes:
+            self.nodes.append(node)
+        return node
+
+    def number(self, value: Any) -> float:
+        """Return the number that a value is, or that a symbol is at present."""
+        found = compat.known_number(value)
+        if found is None:
+            raise _Misfit("learned_scale", "one of its constants is computed")
+        if isinstance(value, Node):
+            self.numbers.append(value)
+        return float(found)
+
+
+class _Misfit(Exception):
+    """The chain is not one of ours."""
+
+    def __init__(self, code: str, sentence: str, hint: str = "") -> None:
+        super().__init__(sentence)
+        self.found = Unread(code, sentence, hint)
+
+
+def rounds(node: Any) -> bool:
+    """Return whether something rounds, or takes the sign, a few steps before this node."""
+    pending, seen = [(node, 0)], set()
+    while pending:
+        current, depth = pending.pop()
+        if not isinstance(current, Node) or current in seen or depth > _STEPS:
+            continue
+        seen.add(current)
+        name = node_name(current).rstrip("_")
+        if current.op in ("call_function", "call_method") and name in ("round", "sign"):
+            return True
+        if _is_function(current):
+            body = _body(current, 0)
+            if body is not None and any(node_name(n).rstrip("_") == "round" for n in body.nodes):
+                return True
+            continue
+        if name in ("linear", "matmul", "embedding", "scaled_dot_product_attention"):
+            continue
+        pending += [(operand, depth + 1) for operand in current.all_input_nodes]
+    return False
+
+
+def read_quantized(node: Node) -> Quantized | Unread:
+    """Read the chain that ends in `node`."""
+    try:
+        return _read(node)
+    except _Misfit as misfit:
+        return misfit.found
+
+
+def _read(node: Node) -> Quantized:
+    chain = _Chain()
+    value = _without_casts(chain, node)
+    if _is_function(_behind_item(value)):
+        return _through_function(chain, value)
+    call = read_one(value)
+    if call is not None and _base(call) == "add":
+        for source, other in _both(call):
+            found = _added_difference(chain, value, source, other)
+            if found is not None:
+                return found
+    if call is not None and _base(call) == "sub":
+        found = _sum_less_source(chain, value, call)
+        if found is not None:
+            return found
+    source, quantizer, is_weight = _fake_quantized(chain, value)
+    return Quantized(source, quantizer, is_weight, False, tuple(chain.nodes), tuple(chain.numbers))
+
+
+def read_weight_scale(scale: Node) -> Quantized | Unread:
+    """Read the scale of a whole weight, codes per unit or the size of a step; the source is it."""
+    chain = _Chain()
+    try:
+        reading = read(scale)
+        is_step = not reading or _base(reading[0]) != "reciprocal"
+        statistic, levels = _scale(chain, scale, is_step=is_step)
+        eps, adds_eps, reduced = _bounded(chain, statistic)
+        is_mean, is_whole, measured = _statistic(chain, reduced)
+        source, is_native = _source(chain, measured, measured)
+    except _Misfit as misfit:
+        return misfit.found
+    if not is_mean or not is_whole or levels != 1.0 or chain.numbers:
+        return Unread("unknown_range", "the scale is not one over the mean of the whole weight")
+    how = Quantizer("int8", eps, adds_eps, is_step, is_native)
+    return Quantized(source, how, True, True, tuple(chain.nodes))
+
+
+# --- straight-through estimators ------------------------------------------------------------------
+
+
+def _added_difference(chain: _Chain, value: Node, source: Node, other: Node) -> Quantized | None:
+    """Read `x + (q - x).detach()`, or the same without the detach where nothing has a gradient."""
+    kept = list(chain.nodes)
+    chain.take(value)
+    difference = _without_detach(chain, other)
+    call = read_one(difference)
+    if call is not None and _base(call) == "sub" and call.args.get("alpha", 1) == 1:
+        quantized, taken = call.args["self"], call.args["other"]
+        is_cut = difference is not other or not _requires_grad(difference)
+        if _is_same(taken, source) and isinstance(quantized, Node) and is_cut:
+            chain.take(difference)
+            return _straight(chain, quantized, source)
+    chain.nodes = kept
+    return None
+
+
+def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None:
+    """Read `(q + x) - x.detach()` with a q that has no gradient."""
+    total, taken = call.args["self"], call.args["other"]
+    inner = read_one(total) if isinstance(total, Node) else None
+    if inner is None or _base(inner) != "add" or not isinstance(taken, Node):
+        return None
+    if call.args.get("alpha", 1) != 1 or inner.args.get("alpha", 1) != 1:
+        return None
+    cut = _without_detach(_Chain(), taken)
+    for source, quantized in _both(inner):
+        if _is_same(cut, source) and not _requires_grad(quantized) and not _requires_grad(taken):
+            chain.take(value)
+            chain.take(total)
+            _without_detach(chain, taken)
+            return _straight(chain, quantized, source)
+    return None
+
+
+def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
+    """Read the chain inside an estimator: it has to start from what the estimator adds back."""
+    end = _without_casts(chain, quantized)
+    found, quantizer, is_weight = _fake_quantized(chain, end, source)
+    if not _is_same(found, source):
+        raise _Misfit(
+            "other_source",
+            "what is quantised is not what the straight-through estimator adds back",
+        )
+    return Quantized(source, quantizer, is_weight, True, tuple(chain.nodes), tuple(chain.numbers))
+
+
+def _is_function(node: Any) -> bool:
+    return (
+        isinstance(node, Node)
+        and isinstance(node.target, torch._ops.HigherOrderOperator)
+        and node.target.name() == "autograd_function_apply"
+    )
+
+
+def _behind_item(node: Node) -> Node:
+    """Return what `node` is the first result of, or the node itself."""
+    is_first = node.target is operator.getitem and node.args[1] == 0
+    behind = node.args[0] if is_first else node
+    return behind if isinstance(behind, Node) else node
+
+
+def _body(node: Node, place: int) -> Any:
+    """Return the graph of the forward (0) or backward (1) of an autograd Function's call."""
+    named = node.args[place] if len(node.args) > place else None
+    root = node.graph.owning_module
+    if not isinstance(named, Node) or named.op != "get_attr" or root is None:
+        return None
+    body = getattr(root, str(named.target), None)
+    return body.graph if isinstance(body, GraphModule) else None
+
+
+def _through_function(chain: _Chain, item: Node) -> Quantized:
+    """Read an autograd Function: its forward quantises, its backward hands the gradient on."""
+    call = _behind_item(item)
+    forward, backward = _body(call, 0), _body(call, 1)
+    operands = call.args[2:]
+    if forward is None or backward is None or len(operands) != 1 or len(call.users) != 1:
+        raise _Misfit("autograd_function", "an autograd Function of another form quantises it")
+    if any(call.kwargs.get(name) for name in ("saved_for_backward_idx", "dirty_idx")):
+        raise _Misfit(
+            "autograd_function", "the autograd Function that quantises it saves or writes tensors"
+        )
+    if not _hands_gradient_on(backward):
+        raise _Misfit(
+            "backward_form",
+            "the backward of the function that quantises it does more than hand the gradient on",
+            "return grad_output itself, or its clone",
+        )
+    result: Any = compat.output_node(forward).args[0]
+    end = result[0][0] if isinstance(result, tuple) and len(result) == 2 else None
+    if not isinstance(end, Node) or result[1]:
+        raise _Misfit("autograd_function", "an autograd Function of another form quantises it")
+    inner = _Chain()
+    source, quantizer, is_weight = _fake_quantized(inner, _without_casts(inner, end))
+    if source.op != "placeholder":
+        raise _Misfit("autograd_function", "the function quantises something computed inside it")
+    _require_no_other_users(inner.nodes, end)
+    chain.take(item)
+    chain.take(call)
+    given = operands[0]
+    assert isinstance(given, Node)
+    return Quantized(given, quantizer, is_weight, True, tuple(chain.nodes), tuple(inner.numbers))
+
+
+def _hands_gradient_on(graph: Any) -> bool:
+    """Return whether a backward returns its argument, or a copy of it, and does nothing else."""
+    result = compat.output_node(graph).args[0]
+    while isinstance(result, (tuple, list)) and len(result) == 1:
+        result = result[0]
+    while isinstance(result, Node) and result.op != "placeholder":
+        call = read_one(result)
+        if call is None or call.op not in (aten.clone.default, aten.alias.default):
+            return False
+        result = call.args["self"]
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    return isinstance(result, Node) and placeholders[:1] == [result]
+
+
+# --- the chain itself -----------------------------------------------------------------------------
+
+
+def _fake_quantized(
+    chain: _Chain, end: Node, wanted: Node | None = None
+) -> tuple[Node, Quantizer, bool]:
+    """Read `clamp(round(x * s)) / s`; return x, how, and whether it is a weight.
+
+    The larger half may be kept alone, before or after; not before, where x as masked is `wanted`.
+    """
+    kept, end = _without_mask(chain, end)
+    source, how, is_weight = _rounded_and_scaled_back(chain, end)
+    if kept is None and (wanted is None or not _is_same(source, wanted)):
+        kept, source = _without_mask(chain, source)
+    if kept is None:
+        return source, how, is_weight
+    if is_weight or how.kind != "int8":
+        raise _Misfit("unknown_range", "the larger half is kept of something else than INT8 tokens")
+    if not _is_same(_behind_exact_casts(chain, source), _behind_exact_casts(chain, kept)):
+        raise _Misfit("other_source", "the half that is kept is that of another tensor")
+    return source, replace(how, kind="topk8"), False
+
+
+def _without_mask(chain: _Chain, node: Node) -> tuple[Node | None, Node]:
+    """Read `x * mask` or `where(mask, x, 0)`: return what the mask of its half is of, and x."""
+    call = read_one(node)
+    pairs: list[tuple[Any, Any]] = []
+    if call is not None and call.op is aten.where.ScalarOther and call.args["other"] == 0:
+        pairs = [(call.args["condition"], call.args["self"])]
+    elif call is not None and _base(call) == "mul":
+        operands = (call.args["self"], call.args["other"])
+        pairs = [operands, operands[::-1]]
+    for mask, value in pairs:
+        if not isinstance(mask, Node) or not isinstance(value, Node):
+            continue
+        found = read_larger_half(mask)
+        if found is not None:
+            for part in (node, *found[1]):
+                chain.take(part)
+            return found[0], value
+    return None, node
+
+
+def _rounded_and_scaled_back(chain: _Chain, end: Node) -> tuple[Node, Quantizer, bool]:
+    outer = _one(end, ("div", "mul"), "codes that are scaled back")
+    chain.take(end)
+    is_step = _base(outer) == "mul"
+    codes, scale = _tensors(outer)
+    if is_step and not _looks_clamped(codes):
+        codes, scale = scale, codes
+    low, high, scaled = _clamped(chain, codes)
+    inner = _one(scaled, ("mul", "div"), "a value times or over its scale")
+    if (_base(inner) == "div") != is_step:
+        raise _Misfit("scale_form", "it is scaled in one way and scaled back in another")
+    chain.take(scaled)
+    value, again = _tensors(inner)
+    if not is_step and again is not scale:
+        value, again = again, value
+    if again is not scale:
+        raise _Misfit("scale_form", "it is scaled back by another scale than it was scaled by")
+    statistic, levels = _scale(chain, scale, is_step=is_step)
+    eps, adds_eps, reduced = _bounded(chain, statistic)
+    is_mean, is_whole, measured = _statistic(chain, reduced)
+    source, is_native = _source(chain, value, measured)
+    _require_one_dtype(value, scaled, *([] if is_whole else [scale]))
+    how = Quantizer("int8", eps, adds_eps, is_step, is_native)
+    if is_whole:
+        if not is_mean or (low, high) != (-1, 1) or levels != 1.0:
+            raise _Misfit(
+                "unknown_range",
+                f"the weight is rounded to {low} .. {high} by a scale of the whole matrix; "
+                "-1 .. 1 by the mean of the absolute values is needed",
+            )
+        return source, how, True
+    for name, kind in KINDS.items():
+        if kind.is_float or kind.keeps_half or kind.is_mean != is_mean:
+            continue
+        if (low, high) == (kind.low, kind.high) and abs(levels - kind.levels) < 1e-6:
+            return source, replace(how, kind=name), False
+    if (low, high) == (-1, 1):
+        raise _Misfit(
+            "per_channel_scale",
+            "its codes are -1, 0, 1 with a scale per row, where one for the whole weight is served",
+            "take the mean of the whole matrix",
+        )
+    statistic_name = "mean" if is_mean else "maximum"
+    raise _Misfit(
+        "unknown_range",
+        f"it is rounded to {low} .. {high}, the {statistic_name} of the absolute values mapped to "
+        f"{levels:g}; INT8 absmax (-128 .. 127, 127) and INT4 absmean (-8 .. 7, sqrt 7) are served",
+    )
+
+
+def are_codes(node: Node) -> bool:
+    """Return whether a value is rounded and clamped, and not yet scaled back."""
+    try:
+        return _looks_clamped(node)
+    except _Misfit:
+        return False
+
+
+def _looks_clamped(node: Node) -> bool:
+    node = _without_casts(_Chain(), node, (*_FLOATS, *_SIGNED))
+    call = read_one(node)
+    is_sign = node_name(node).rstrip("_") == "sign"
+    return is_sign or (call is not None and _base(call) in ("clamp", "round"))
+
+
+def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
+    """Read `clamp(round(v), low, high)` in either order; return the bounds and v."""
+    node = _without_casts(chain, node, (*_FLOATS, *_SIGNED))
+    if node_name(node).rstrip("_") == "sign":
+        raise _Misfit(
+            "binary_weight",
+            "it is reduced to its sign: two values, where ternary weights have three",
+            "use round(w / mean(abs(w))).clamp(-1, 1)",
+        )
+    first = _one(node, ("clamp", "round"), "rounded and clamped codes")
+    chain.take(node)
+    inside = first.args["self"]
+    if _base(first) == "clamp":  # what is rounded already survives a cast, what is not does not
+        inside = _without_casts(chain, inside)
+    second = _one(inside, ("clamp", "round"), "rounded and clamped codes")
+    chain.take(inside)
+    by_name = {_base(call): call for call in (first, second)}
+    if set(by_name) != {"clamp", "round"} or by_name["round"].args.get("decimals", 0):
+        raise _Misfit("chain_form", "rounding and clamping of another form stand before it")
+    low, high = (chain.number(by_name["clamp"].args[name]) for name in ("min", "max"))
+    if not low.is_integer() or not high.is_integer():
+        raise _Misfit("unknown_range", f"codes are clamped to {low:g} .. {high:g}, no integers")
+    return low, high, second.args["self"]
+
+
+def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
+    """Read `levels / t`, or `t / levels` where the scale is a step; return t and the levels."""
+    if is_step:
+        call = read_one(scale)
+        if call is None or _base(call) != "div":
+            return scale, 1.0
+        if call.args.get("rounding_mode") is not None:
+            raise _Misfit("chain_form", "a division that rounds stands before it")
+        chain.take(scale)
+        return call.args["self"], chain.number(call.args["other"])
+    reading = read(scale) or ()
+    names = [_base(call) for call in reading]
+    if names[:1] != ["reciprocal"] or names[1:] not in ([], ["mul"]):
+        raise _Misfit(
+            "learned_scale",
+            "its scale is not computed from the tensor itself",
+            "learned and running scales are not served",
+        )
+    chain.take(scale)
+    levels = 1.0
+    if len(reading) == 2:
+        if reading[1].args["self"] is not PREVIOUS:
+            raise _Misfit("chain_form", "a scale of another form stands before it")
+        levels = chain.number(reading[1].args["other"])
+    return reading[0].args["self"], levels
+
+
+def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
+    """Read `t.clamp(min=eps)` or `t + eps`; return eps, whether it is added, and t."""
+    call = read_one(node)
+    name = "" if call is None else _base(call)
+    if call is None or name not in ("clamp", "clamp_min", "add"):
+        raise _Misfit(
+            "learned_scale",
+            "its scale is not a bounded maximum or mean of absolute values",
+            "learned and running scales, and scales that may be zero, are not served",
+        )
+    chain.take(node)
+    if name == "add":
+        if call.args.get("alpha", 1) != 1:
+            raise _Misfit("chain_form", "a scale of another form stands before it")
+        return chain.number(call.args["other"]), True, call.args["self"]
+    if name == "clamp" and call.args["max"] is not None:
+        raise _Misfit("chain_form", "the scale is bounded above as well")
+    return chain.number(call.args["min"]), False, call.args["self"]
+
+
+def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
+    """Read the reduction: whether it is a mean, whether of everything, and of what."""
+    reduced = _behind_item(node)
+    chain.take(node)
+    call = read_one(reduced)
+    name = "" if call is None else _base(call)
+    gives_two = call is not None and call.op is aten.max.dim
+    if call is None or name not in ("max", "amax", "mean") or gives_two != (reduced is not node):
+        raise _Misfit(
+            "learned_scale",
+            "its scale does not come from a maximum or mean",
+            "learned and running scales are not served",
+        )
+    chain.take(reduced)
+    magnitude = read_one(call.args["self"])
+    if magnitude is None or _base(magnitude) != "abs":
+        raise _Misfit("chain_form", "its scale is not that of absolute values")
+    chain.take(call.args["self"])
+    axes = call.args.get("dim")
+    axes = list(axes) if isinstance(axes, (list, tuple)) else axes
+    measured: Node = magnitude.args["self"]
+    if name == "mean" and axes in (None, []):
+        if call.args.get("dtype") is not None:
+            raise _Misfit("chain_form", "the mean is taken in another dtype")
+        return True, True, measured
+    last = compat.example_value(measured).dim() - 1
+    axis = axes[0] if isinstance(axes, list) and len(axes) == 1 else axes
+    if axis not in (-1, last) or not call.args.get("keepdim"):
+        raise _Misfit(
+            "other_axis",
+            "its scales are not one per token (last axis, kept) or one for the whole weight",
+        )
+    if call.args.get("dtype") is not None:
+        raise _Misfit("chain_form", "the mean is taken in another dtype")
+    return name == "mean", False, measured
+
+
+def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
+    """Return what is quantised, and whether in its own dtype rather than in float32."""
+    ends = [_behind_exact_casts(chain, node) for node in (value, measured)]
+    if ends[0] is not ends[1]:
+        raise _Misfit(
+            "other_source",
+            "its scale is that of another tensor than the one that is quantised",
+        )
+    dtypes = [compat.example_value(n).dtype for n in (value, measured)]
+    held = compat.example_value(ends[0]).dtype
+    if dtypes[0] != dtypes[1] or dtypes[0] not in (held, torch.float32):
+        raise _Misfit("chain_form", f"it is quantised in {dtypes[0]}, its own dtype is {held}")
+    return ends[0], dtypes[0] == held and held != torch.float32
+
+
+def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
+    """Follow casts that keep every bit, and detaches, back."""
+    call = read_one(node)
+    while call is not None and call.op in (aten.to.dtype, aten.detach.default):
+        if _loses_bits(call.args["self"], node):
+            break
+        chain.take(node)
+        node = call.args["self"]
+        call = read_one(node)
+    return node
+
+
+def _loses_bits(before: Node, after: Node) -> bool:
+    """Return whether a cast may change values: to anything but float32 or the dtype there was."""
+    held, cast = (compat.example_value(node).dtype for node in (before, after))
+    return cast not in (held, torch.float32) or held == torch.float64 != cast
+
+
+def _require_one_dtype(*nodes: Node) -> None:
+    """Require that a chain is computed in one dtype; autocast computes some steps in float32."""
+    dtypes = {compat.example_value(node).dtype for node in nodes}
+    if len(dtypes) != 1:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise _Misfit(
+            "chain_form",
+            f"it is computed in {names}, as autocast does",
+            "cast to float32 before quantising, as transformers' layers do",
+        )
+
+
+# --- small steps ----------------------------------------------------------------------------------
+
+
+def _base(call: Call) -> str:
+    """Return the name of an op, the same in place and not."""
+    name: str = call.op._schema.name.split("::")[-1]
+    return name.rstrip("_")
+
+
+def _one(node: Any, names: tuple[str, ...], what: str) -> Call:
+    call = read_one(node) if isinstance(node, Node) else None
+    if call is None or _base(call) not in names:
+        found = node_name(node) if isinstance(node, Node) else repr(node)
+        raise _Misfit("chain_form", f"`{found}` stands where {what} would be read")
+    if call.args.get("rounding_mode") is not None:
+        raise _Misfit("chain_form", "a division that rounds stands before it")
+    return call
+
+
+def _tensors(call: Call) -> tuple[Node, Node]:
+    """Return both operands, which have to be tensors."""
+    left, right = call.args["self"], call.args["other"]
+    if not isinstance(left, Node) or not isinstance(right, Node):
+        raise _Misfit(
+            "learned_scale", "it is scaled by a number", "learned and fixed scales are not served"
+        )
+    return left, right
+
+
+def _both(call: Call) -> Iterator[tuple[Node, Node]]:
+    left, right = call.args["self"], call.args["other"]
+    if isinstance(left, Node) and isinstance(right, Node) and call.args.get("alpha", 1) == 1:
+        yield left, right
+        yield right, left
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _without_casts(chain: _Chain, node: Node, dtypes: tuple[torch.dtype, ...] = _FLOATS) -> Node:
+    """Follow casts to given dtypes, and aliases, back."""
+    call = read_one(node)
+    while call is not None and call.op in (aten.to.dtype, aten.alias.default):
+        if compat.example_value(node).dtype not in dtypes:
+            raise _Misfit("chain_form", f"a cast to {compat.example_value(node).dtype} changes it")
+        chain.take(node)
+        node = call.args["self"]
+        call = read_one(node)
+    return node
+
+
+def _without_detach(chain: _Chain, node: Node) -> Node:
+    call = read_one(node)
+    if call is None or call.op is not aten.detach.default:
+        return node
+    chain.take(node)
+    detached: Node = call.args["self"]
+    return detached
+
+
+def _is_same(a: Any, b: Node) -> bool:
+    """Return whether two nodes are one value: casts to its own dtype and detaches aside."""
+    ends = []
+    for node in (a, b):
+        while isinstance(node, Node):
+            call = read_one(node)
+            if call is None or call.op not in (aten.detach.default, aten.alias.default):
+                break
+            node = call.args["self"]
+        ends.append(node)
+    return ends[0] is ends[1]
+
+
+def _requires_grad(node: Node) -> bool:
+    value = compat.example_value(node)
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _require_no_other_users(chain: list[Node], end: Node) -> None:
+    """Require that nobody inside a body uses a value of its chain; results do not count.
+
+    Dynamo returns every value of a forward beside the first, and nobody reads them: the call has
+    one user.
+    """
+    inside = set(chain) | {end}
+    for node in chain:
+        for user in node.users if node is not end else ():
+            is_item = user.target is operator.getitem
+            is_result = is_item and all(after.op == "output" for after in user.users)
+            if user not in inside and user.op != "output" and not is_result:
+                raise _Misfit("chain_reused", f"`{node_name(user)}` also uses a value of the chain")
+
+
+def other_user(chain: list[Node] | tuple[Node, ...], end: Node) -> Node | None:
+    """Return a node outside a chain that uses one of its values before the end, or None."""
+    inside = set(chain) | {end}
+    for node in chain:
+        if node is end:
+            continue
+        for user in node.users:
+            is_dead_item = user.target is operator.getitem and not user.users
+            if user not in inside and not is_dead_item and user.op != "output":
+                return user
+    return None

@@ -1,0 +1,102 @@
+"""Reads the mask of the larger half of a token: x.abs() >= its K / 2 largest value."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch.fx import Node
+
+from ... import compat
+from ..graph.canonical import Call, aten, read_one
+
+
+def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
+    """Return x and the nodes of `x.abs() >= x.abs().topk(K // 2).values[..., -1:]`, or None.
+
+    A cast may follow. What ranks entries by a scatter of indices keeps another set among equals,
+    and is not this.
+    """
+    chain: list[Node] = []
+    node = _without_casts(node, chain)
+    call = read_one(node)
+    if call is None or call.op is not aten.ge.Tensor:
+        return None
+    size, least = call.args["self"], call.args["other"]
+    chain.append(node)
+    source = _absolute(size, chain)
+    least_of = _least(least, chain)
+    if source is None or least_of is None:
+        return None
+    values, is_by_place = least_of
+    top = _behind_first_item(values, chain)
+    ranked = read_one(top)
+    if ranked is None or ranked.op is not aten.topk.default:
+        return None
+    chain.append(top)
+    columns = compat.example_value(source).shape[-1]
+    count = compat.known_number(ranked.args["k"])
+    is_half = isinstance(columns, int) and count == max(1, columns // 2)
+    is_whole = _is_last(ranked.args["dim"], source) and ranked.args["largest"]
+    if is_by_place and not ranked.args["sorted"]:  # any of them may stand last
+        return None
+    if not is_half or not is_whole or _absolute(ranked.args["self"], chain) is not source:
+        return None
+    return source, chain
+
+
+def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
+    """Read the last, or the smallest, of the values along the last axis, the axis kept.
+
+    Returns:
+        The values, and whether the least is known by its place: they have to be sorted.
+    """
+    call = read_one(node)
+    if call is None:
+        return None
+    chain.append(node)
+    values: Node = call.args["self"]
+    if call.op is aten.slice.Tensor:
+        count = compat.example_value(values).shape[-1]
+        is_end = call.args["end"] is None or call.args["end"] >= (1 << 31)
+        is_last = call.args["start"] in (-1, count - 1) and is_end and call.args["step"] == 1
+        return (values, True) if is_last and _is_last(call.args["dim"], values) else None
+    if call.op is aten.amin.default and call.args["keepdim"]:
+        axes = call.args["dim"]
+        return (values, False) if len(axes) == 1 and _is_last(axes[0], values) else None
+    return None
+
+
+def _absolute(node: Node, chain: list[Node]) -> Node | None:
+    call = read_one(node)
+    if call is None or call.op is not aten.abs.default:
+        return None
+    if node not in chain:
+        chain.append(node)
+    return _without_casts(call.args["self"], chain, to_wider=True)
+
+
+def _without_casts(node: Node, chain: list[Node], *, to_wider: bool = False) -> Node:
+    """Follow casts back: any of a mask, and of values those that keep every bit."""
+    call: Call | None = read_one(node)
+    while call is not None and call.op is aten.to.dtype:
+        source: Node = call.args["self"]
+        before, after = (compat.example_value(n).dtype for n in (source, node))
+        if to_wider and after != before and after.itemsize <= before.itemsize:
+            return node
+        if node not in chain:
+            chain.append(node)
+        node, call = source, read_one(source)
+    return node
+
+
+def _behind_first_item(node: Node, chain: list[Node]) -> Node:
+    if node.target is operator.getitem and node.args[1] == 0:
+        chain.append(node)
+        behind: Any = node.args[0]
+        return behind if isinstance(behind, Node) else node
+    return node
+
+
+def _is_last(axis: Any, node: Node) -> bool:
+    return axis in (-1, compat.example_value(node).dim() - 1)

@@ -1,0 +1,254 @@
+"""Reads what stands around linears on packed weights: a gate and a norm before, a sum after.
+
+    relu(gate) ** 2 * up -> x * rsqrt(mean(x ** 2) + eps) * weight -> ternary_linear -> + residual
+
+Each is a small kernel of its own otherwise, and a decoding step is made of small kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ... import compat
+from ..attention.repeated_heads import same_shape
+from ..graph.canonical import Call, aten, read_one
+from .chains import other_user
+
+
+@dataclass(frozen=True)
+class Entering:
+    """What the tokens of a linear go through.
+
+    Attributes:
+        source: What goes in: x, or the gate where `up` is given.
+        up: The other factor of a squared-ReLU gate, or None.
+        norm: The weight of an RMS norm, or None.
+        eps: of the norm, as the graph has it: a number, or a node for one.
+        chain: Nodes from the linear's input back, the input first.
+    """
+
+    source: Node
+    up: Node | None = None
+    norm: Node | None = None
+    eps: Any = 0.0
+    chain: tuple[Node, ...] = ()
+
+
+def read_entering(node: Node, users: Sequence[Node]) -> Entering:
+    """Read norm and gate before `node`, whose only users are `users`; or nothing of them.
+
+    What anything else uses as well has to be computed all the same, and is left out.
+    """
+    found = Entering(node)
+    norm = _norm(node)
+    if norm is not None and set(node.users) <= set(users):
+        source, weight, eps, chain = norm
+        if other_user(chain, node) is None:
+            found = Entering(source, None, weight, eps, tuple(chain))
+    gate = _gate(found.source)
+    inside = set(found.chain) | set(users)
+    if gate is not None and set(found.source.users) <= inside:
+        source, up, chain = gate
+        if other_user(chain, found.source) is None:
+            whole = (*found.chain, *chain)
+            found = Entering(source, up, found.norm, found.eps, whole)
+    return found
+
+
+def _norm(node: Node) -> tuple[Node, Node, Any, list[Node]] | None:
+    """Read `weight * (x.float() * rsqrt(mean(x ** 2) + eps)).to(x.dtype)`."""
+    value = compat.example_value(node)
+    for weight, normed in _factors(node):
+        held = compat.example_value(weight)
+        is_given = weight.op in ("placeholder", "get_attr")
+        if not is_given or not same_shape(held.shape, value.shape[-1:]):
+            continue
+        chain = [node]
+        scaled = _without_cast(normed, chain)
+        for wide, factor in _factors(scaled):
+            source = _without_cast(wide, branch := [scaled])
+            eps = _inverse_root(factor, source, branch)
+            ends = (node, weight, normed, source)  # a cast of `normed` may round further than these
+            kinds = {compat.example_value(end).dtype for end in ends}
+            is_wide = all(map(_is_float32, (scaled, wide, factor)))
+            if eps is not None and len(kinds) == 1 and is_wide:
+                return source, weight, eps, [*chain, *branch]
+    return None
+
+
+def _inverse_root(node: Node, source: Node, chain: list[Node]) -> Any:
+    """Read `rsqrt(source.float().pow(2).mean(-1, keepdim=True) + eps)`; return eps."""
+    root = read_one(node)
+    if root is None or root.op is not aten.rsqrt.default:
+        return None
+    total = root.args["self"]
+    sum_ = read_one(total)
+    if sum_ is None or _name(sum_) != "add" or sum_.args.get("alpha", 1) != 1:
+        return None
+    mean, eps = sum_.args["self"], sum_.args["other"]
+    reduced = read_one(mean) if isinstance(mean, Node) else None
+    if reduced is None or _name(reduced) != "mean" or compat.known_number(eps) is None:
+        return None
+    squared = reduced.args["self"]
+    axes, rank = reduced.args.get("dim"), compat.example_value(squared).dim()
+    is_last = axes in ([-1], (-1,), [rank - 1], (rank - 1,))
+    if not is_last or not reduced.args.get("keepdim") or reduced.args.get("dtype") is not None:
+        return None
+    base = _squared(squared)
+    if base is None or not all(map(_is_float32, (base, squared, mean, total))):
+        return None
+    chain += [node, total, mean, squared]
+    return eps if _without_cast(base, chain) is source else None
+
+
+def _gate(node: Node) -> tuple[Node, Node, list[Node]] | None:
+    """Read `relu(gate) ** 2 * up` of two tensors alike."""
+    for left, up in _factors(node):
+        base = _squared(left)
+        active = None if base is None else read_one(base)
+        if base is None or active is None or active.op is not aten.relu.default:
+            continue
+        values = [compat.example_value(n) for n in (active.args["self"], up, node)]
+        if _are_alike(values):
+            return active.args["self"], up, [node, left, base]
+    return None
+
+
+def _squared(node: Node) -> Node | None:
+    """Return what a node is the square of, or None."""
+    call = read_one(node)
+    if call is None:
+        return None
+    base = call.args.get("self")
+    is_square = (
+        call.op is aten.square.default
+        or (_name(call) == "pow" and call.args.get("exponent") == 2)
+        or (_name(call) == "mul" and call.args.get("other") is base)
+    )
+    return base if is_square and isinstance(base, Node) else None
+
+
+def _factors(node: Node) -> list[tuple[Node, Node]]:
+    """Return both orders of the operands of a product of two tensors."""
+    call = read_one(node)
+    if call is None or call.op is not aten.mul.Tensor:
+        return []
+    left, right = call.args["self"], call.args["other"]
+    if not isinstance(left, Node) or not isinstance(right, Node):
+        return []
+    return [(left, right), (right, left)]
+
+
+def _are_alike(values: Sequence[torch.Tensor]) -> bool:
+    """Return whether tensors have one shape and dtype, for certain."""
+    first, *others = values
+    return all(v.dtype == first.dtype and same_shape(v.shape, first.shape) for v in others)
+
+
+def _is_float32(node: Node) -> bool:
+    is_it: bool = compat.example_value(node).dtype == torch.float32
+    return is_it
+
+
+def _name(call: Call) -> str:
+    name: str = call.op._schema.name.split("::")[-1]
+    return name
+
+
+def _without_cast(node: Node, chain: list[Node]) -> Node:
+    """Return what a node is a cast of, which then joins the chain; or the node."""
+    call = read_one(node)
+    if call is None or call.op is not aten.to.dtype:
+        return node
+    if node not in chain:
+        chain.append(node)
+    source: Node = call.args["self"]
+    return source
+
+
+# --- after the linear -----------------------------------------------------------------------------
+
+_ACTIVATIONS = "relu silu gelu sigmoid square pow mul to"
+_MOST_ACTIVATIONS = 4
+
+
+def read_gate(results: Sequence[Node]) -> list[Node] | None:
+    """Return the activation functions of two results that are then factors of one another.
+
+    That is what becomes of gate and up, and None of others: nothing else needs the values, besides
+    the backward of these functions and of the product.
+    """
+    if len(results) != 2:
+        return None
+    chains = [_activations(node) for node in results]
+    ends = [chain[-1] for chain in chains]
+    users = [list(end.users) for end in ends]
+    if any(len(found) != 1 for found in users) or users[0] != users[1] or ends[0] is ends[1]:
+        return None
+    call = read_one(users[0][0])
+    if call is None or call.op is not aten.mul.Tensor:
+        return None
+    if {call.args["self"], call.args["other"]} != set(ends):
+        return None
+    return [node for chain in chains for node in chain[1:]]
+
+
+def _activations(node: Node) -> list[Node]:
+    """Follow the only user of a value as long as it is an activation function of nothing else."""
+    found = [node]
+    for _ in range(_MOST_ACTIVATIONS):
+        users = list(found[-1].users)
+        call = read_one(users[0]) if len(users) == 1 else None
+        if call is None or _name(call) not in _ACTIVATIONS.split():
+            break
+        if any(other is not found[-1] for other in users[0].all_input_nodes):
+            break
+        found.append(users[0])
+    return found
+
+
+# --- after the linear -----------------------------------------------------------------------------
+
+
+def read_added(item: Node) -> tuple[Node, Node] | None:
+    """Return the sum that is the only user of a result, and its other operand; or None."""
+    users: list[Any] = list(item.users)
+    call = read_one(users[0]) if len(users) == 1 else None
+    if call is None or call.op is not aten.add.Tensor or call.args.get("alpha", 1) != 1:
+        return None
+    left, right = call.args["self"], call.args["other"]
+    other = right if left is item else left
+    if not isinstance(other, Node) or other is item:
+        return None
+    values = [compat.example_value(node) for node in (item, other, users[0])]
+    return (users[0], other) if _are_alike(values) else None
+
+
+# --- what ran before ------------------------------------------------------------------------------
+
+_VIEWS = "view reshape transpose slice unsqueeze squeeze expand permute contiguous clone to alias"
+_COMPUTED = (
+    "add mul embedding linear ternary_linear kv_cache_attention scaled_dot_product_attention"
+)
+
+
+def is_computed(node: Node) -> bool:
+    """Return whether a kernel of this graph makes the value, for certain."""
+    for _ in range(16):
+        if node.op in ("placeholder", "get_attr") or not node.all_input_nodes:
+            return False
+        call = read_one(node)
+        name = _name(call) if call is not None else getattr(node.target, "__name__", "")
+        if name.split(".")[0] in _COMPUTED.split():
+            return True
+        if call is not None and name not in _VIEWS.split():
+            return False
+        if call is None and name != "getitem":
+            return False
+        node = node.all_input_nodes[0]
+    return False

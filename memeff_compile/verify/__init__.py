@@ -1,0 +1,1 @@
+"""The first call of a rewritten graph, held against the original."""

@@ -1,0 +1,567 @@
+"""Runs two graphs beside each other on the arguments of one call, and measures what differs.
+
+Nothing of the caller's is touched: what a graph may write to is copied, parameters are read through
+detached aliases, gradients come from cotangents of our own, random numbers are drawn from a state
+that is put back, and hooks, modes and compilers around the call do not see any of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from memeff_compile import compat
+from memeff_compile.logits.recipe import DeferredOutput
+from memeff_compile.logits.tensor import DeferredLogits, attach
+from memeff_compile.options import Options
+from memeff_compile.verify.op_by_op import WIDER, KeptGraph, run_op_by_op, wide_outputs
+from memeff_compile.verify.tolerance import (
+    EXACT,
+    Gap,
+    Tolerance,
+    gradient_gaps,
+    slack_of,
+    value_gap,
+)
+
+__all__ = ["Comparison", "NotRunError", "PostponedError", "Verdict", "in_one_line", "run_plainly"]
+
+log = logging.getLogger(__name__)
+
+Compiled = Callable[..., Any]
+
+_GROUPS = ("scalars", "tensors", "deferred")
+"""Outputs whose gradients are compared in one backward pass: none can hide another's."""
+
+_THROUGH = {"scalars": "", "tensors": " through other outputs", "deferred": " through the logits"}
+
+_MOST_ENTRIES = 1 << 26
+"""Of a larger output, evenly spaced rows are compared."""
+
+LOSSY = ("mass", "block")
+"""Values of ``memeff.linear_cross_entropy`` that change gradients on purpose, on a GPU."""
+
+_GRADIENT_ROWS = 64
+"""Rows of deferred logits that get a cotangent."""
+
+
+class NotRunError(Exception):
+    """The comparison cannot be made; the text says why."""
+
+
+class PostponedError(Exception):
+    """This call cannot be compared, a later one may."""
+
+
+@dataclass
+class Verdict:
+    """What a comparison found."""
+
+    exact: list[Gap] = field(default_factory=list)
+    as_run: list[Gap] = field(default_factory=list)
+    has_gradients: bool = False
+    why_not_exact: str = ""
+    ran: str = "compiled"
+    lossy: str = ""
+    is_coded: bool = False
+
+    @property
+    def mismatches(self) -> list[Gap]:
+        """What is further apart than allowed, worst first, the sharper comparison's first."""
+        both = [g for gaps in (self.exact, self.as_run) for g in _by_share(gaps)]
+        return [gap for gap in both if gap.share > 1]
+
+    def difference(self) -> str:
+        """Say what differs, by the sharper comparison that shows it."""
+        exact = [gap for gap in _by_share(self.exact) if gap.share > 1]
+        gaps = exact or [gap for gap in _by_share(self.as_run) if gap.share > 1]
+        more = f", and {len(gaps) - 3} more" if len(gaps) > 3 else ""
+        where = "in float64" if exact else "as run"
+        return f"{where}, {'; '.join(map(str, gaps[:3]))}{more}."
+
+    def agreement(self) -> str:
+        """Say what was compared and how near it came."""
+        kinds = {gap.what for gap in (*self.exact, *self.as_run)}
+        gradients = sum(what.startswith("gradient") for what in kinds)
+        counted = f"{len(kinds) - gradients} values"
+        if self.has_gradients:
+            counted += f" and {gradients} gradients"
+        parts = [f"The first call also ran the original graph, and {counted} agree."]
+        if self.why_not_exact:
+            parts.append(f"They were not compared in float64: {self.why_not_exact}.")
+        elif self.exact:
+            parts.append(f"Nearest to its bound in float64: {_nearest(self.exact)}.")
+        if self.as_run:
+            parts.append(f"As run ({self.ran}): {_nearest(self.as_run)}.")
+        if self.lossy:
+            parts.append(
+                f"Gradients were not compared as run: memeff.linear_cross_entropy={self.lossy!r} "
+                "leaves a part of them out."
+            )
+        if self.is_coded:
+            parts.append(
+                "Nothing was compared as run: memeff.attention computes in low bits, of which "
+                "float64 has none."
+            )
+        return " ".join(parts)
+
+
+def _by_share(gaps: Sequence[Gap]) -> list[Gap]:
+    """Values before gradients, and the worst first."""
+    return sorted(gaps, key=lambda gap: (gap.what.startswith("gradient"), -gap.share))
+
+
+def _nearest(gaps: Sequence[Gap]) -> Gap:
+    return max(gaps, key=lambda gap: gap.share)
+
+
+@dataclass
+class _Trial:
+    """The results of one run of one graph."""
+
+    values: list[Any]
+    groups: dict[str, list[int]]
+    asks_gradient: list[bool]
+    gradients: list[Tensor | None] | None
+    after: dict[int, Tensor]
+    drew: bool
+
+
+@dataclass
+class Comparison:
+    """Runs two graphs on the arguments of one call and measures how far they are apart."""
+
+    compiled: Compiled
+    original: KeptGraph
+    rewritten: KeptGraph
+    plan: tuple[DeferredOutput, ...]
+    options: Options
+    reuses_memory: bool
+
+    @cached_property
+    def dropped(self) -> set[int]:
+        """Outputs that the rewritten graph leaves out, as ``memeff.logits=none`` asks."""
+        if self.options.logits != "none":
+            return set()
+        values: Any = compat.output_node(self.rewritten.module.graph).args[0]
+        return {place for place, value in enumerate(values) if value is None}
+
+    def make(self, args: Sequence[Any]) -> Verdict:
+        """Compare, and leave everything of the caller's as it was.
+
+        Raises:
+            NotRunError: It cannot be done for this graph, or there is no memory for it.
+            PostponedError: The original graph itself raises on these arguments.
+        """
+        reason = self._obstacle(args)
+        if reason:
+            raise NotRunError(reason)
+        verdict = Verdict()
+        groups: Mapping[str, Sequence[int]] = {_GROUPS[0]: ()}
+        try:
+            with compat.beside_autograd():
+                for group in _GROUPS:
+                    if group in groups:
+                        groups = {**groups, **self._compare_group(args, group, verdict)}
+        except (NotRunError, PostponedError):
+            raise
+        except Exception as error:  # comparing must never cost the user a run
+            log.debug("memeff_compile: a comparison failed", exc_info=True)
+            why = "there was no memory for it" if _is_out_of_memory(error) else in_one_line(error)
+            raise NotRunError(why) from error
+        factor = self.options.verify_tolerance
+        for gaps in (verdict.exact, verdict.as_run):
+            gaps[:] = [replace(gap, allowed=gap.allowed * factor) for gap in gaps]
+        return verdict
+
+    def _obstacle(self, args: Sequence[Any]) -> str:
+        if self.original.obstacle:
+            return self.original.obstacle
+        memory: dict[int, int] = {}
+        for place, (name, arg) in enumerate(zip(self.original.names, args, strict=True)):
+            if not isinstance(arg, Tensor):
+                continue
+            if compat.is_dtensor(arg) or compat.is_sharded_by_fsdp(arg):
+                return f"{name} is sharded over processes"
+            if type(arg) not in (Tensor, nn.Parameter):
+                return f"{name} is a {type(arg).__name__}, which cannot be copied blindly"
+            if arg.layout != torch.strided:
+                return f"{name} has the layout {arg.layout}"
+            key = arg.untyped_storage().data_ptr()
+            other = memory.setdefault(key, place) if key else place
+            if other != place and (self.is_written(place) or self.is_written(other)):
+                shared = self.original.names[other]
+                return f"{name} and {shared} share memory that the graph writes to"
+        return ""
+
+    def is_written(self, place: int) -> bool:
+        """Say whether either graph may write to an input."""
+        return self.original.is_written[place] or self.rewritten.is_written[place]
+
+    def _compare_group(
+        self, args: Sequence[Any], group: str, verdict: Verdict
+    ) -> dict[str, list[int]]:
+        """Run all there is to run for one group of outputs; return the groups that exist."""
+        positions = {entry.output for entry in self.plan}
+        run = partial(self._trial, args, group, positions)
+        try:
+            plain = run(partial(_run, self.original))
+        except Exception as error:
+            if _is_out_of_memory(error):
+                raise NotRunError("the original graph ran out of memory") from None
+            raise PostponedError(f"the original graph raised {in_one_line(error)}") from None
+        truth = exact = None
+        if not verdict.why_not_exact:
+            verdict.why_not_exact = self._why_not_wide()
+        if not verdict.why_not_exact:
+            try:
+                truth = run(partial(_run, self.original, wide=True), wide=True)
+                wide = attach(
+                    partial(_run, self.rewritten, wide=True),
+                    wide_outputs(self.plan),
+                    clone_hidden=False,
+                )
+                exact = run(wide, wide=True)
+            except Exception as error:
+                truth = exact = None
+                verdict.why_not_exact = (
+                    "there was no memory for it" if _is_out_of_memory(error) else in_one_line(error)
+                )
+        if truth is not None and exact is not None:
+            verdict.exact += self._gaps(exact, truth, None, EXACT, group, with_integers=True)
+            del exact
+        ours: _Trial | Gap = self._as_run(run, plain, truth, verdict)
+        if isinstance(ours, Gap):
+            verdict.as_run.append(ours)
+            return {}
+        verdict.has_gradients |= plain.gradients is not None
+        if group == _GROUPS[0]:
+            verdict.as_run += self._kinds(ours, plain)
+        # Dropout draws other numbers for another dtype: then there is no truth to measure by.
+        yardstick = None if plain.drew else truth
+        coarse = _rounds_products(plain.values)
+        slack = slack_of(self.original.dtypes, coarse_products=coarse)
+        gaps = self._gaps(ours, plain, yardstick, slack, group)
+        if self.options.linear_cross_entropy in LOSSY:
+            verdict.lossy = self.options.linear_cross_entropy
+            gaps = [gap for gap in gaps if not gap.what.startswith("gradient")]
+        if self._has_codes():
+            verdict.is_coded, gaps = True, []
+        verdict.as_run += gaps
+        return plain.groups
+
+    def _as_run(
+        self,
+        run: Callable[..., _Trial],
+        plain: _Trial,
+        truth: _Trial | None,
+        verdict: Verdict,
+    ) -> _Trial | Gap:
+        """Run the rewritten graph as compiled, or op by op where compiling changes more."""
+        call = self.compiled
+        verdict.ran = "compiled"
+        if plain.drew or truth is None or self.reuses_memory:
+            # A compiler draws other random numbers, rounds elsewhere, or keeps pointers.
+            verdict.ran = "op by op"
+            call = attach(partial(_run, self.rewritten), self.plan, clone_hidden=False)
+        try:
+            return run(call)
+        except Exception as error:
+            if _is_out_of_memory(error):
+                raise NotRunError("the rewritten graph ran out of memory beside it") from None
+            return Gap("the rewritten graph", 0.0, 0.0, words=f"raised {in_one_line(error)}")
+
+    def _has_codes(self) -> bool:
+        """Return whether the rewritten graph computes attention in low bits."""
+        levels = [m for m in self.rewritten.module.modules() if isinstance(m, GraphModule)]
+        names = (str(node.target) for level in levels for node in level.graph.nodes)
+        return any(name.startswith("memeff.quantized_attention") for name in names)
+
+    def _why_not_wide(self) -> str:
+        odd = [str(d) for d in self.original.dtypes if d not in WIDER and d != torch.float64]
+        odd = [name for name in odd if name != "torch.complex128"]
+        return f"the graph computes in {odd[0]}" if odd else ""
+
+    # --- one run ----------------------------------------------------------------------------------
+
+    def _trial(
+        self,
+        args: Sequence[Any],
+        group: str,
+        deferred: set[int],
+        call: Compiled,
+        *,
+        wide: bool = False,
+    ) -> _Trial:
+        given, leaves = self._inputs(args, wide)
+        with _autocast_restored(args, off=wide), _same_random_numbers(args) as has_drawn:
+            outputs = list(call(*given))
+            values = [_seen(output) for output in outputs]
+            groups: dict[str, list[int]] = {}
+            for place, output in enumerate(outputs):
+                is_dropped = place in self.dropped
+                if isinstance(output, Tensor) and output.requires_grad and not is_dropped:
+                    kind = _group_of(output, place in deferred)
+                    groups.setdefault(kind, []).append(place)
+            asks = [isinstance(o, Tensor) and o.requires_grad for o in outputs]
+            chosen = {place: outputs[place] for place in groups.get(group, ())}
+            del outputs
+            gradients = _gradients(chosen, leaves, group)
+            drew = has_drawn()
+        after = {
+            place: given[place].detach()
+            for place in range(len(args))
+            if isinstance(args[place], Tensor) and self.is_written(place)
+        }
+        return _Trial(values, groups, asks, gradients, after, drew)
+
+    def _inputs(self, args: Sequence[Any], wide: bool) -> tuple[list[Any], list[Tensor | None]]:
+        """Return arguments that a graph may do anything with, and those that take a gradient."""
+        given: list[Any] = []
+        leaves: list[Tensor | None] = []
+        known: dict[int, tuple[Any, Tensor | None]] = {}
+        for place, arg in enumerate(args):
+            if id(arg) not in known or not isinstance(arg, Tensor):
+                known[id(arg)] = self._input(place, arg, wide)
+            value, leaf = known[id(arg)]
+            given.append(value)
+            leaves.append(leaf)
+        return given, leaves
+
+    def _input(self, place: int, arg: Any, wide: bool) -> tuple[Any, Tensor | None]:  # noqa: ANN401
+        if not isinstance(arg, Tensor):
+            return arg, None
+        dtype = WIDER.get(arg.dtype, arg.dtype) if wide else arg.dtype
+        is_shared = (
+            dtype == arg.dtype and self.original.is_parameter[place] and not self.is_written(place)
+        )
+        with torch.no_grad():
+            value = arg.detach() if is_shared else _copy(arg.detach(), dtype)
+        if not arg.requires_grad:
+            return value, None
+        leaf = value.requires_grad_()
+        # Writes into a leaf are illegal, and were legal for what the user passed.
+        return (_copy(leaf, dtype) if self.is_written(place) else leaf), leaf
+
+    # --- distances --------------------------------------------------------------------------------
+
+    def _kinds(self, ours: _Trial, plain: _Trial) -> list[Gap]:
+        """Compare what numbers cannot say: missing outputs, dtypes, whether gradients flow."""
+        gaps = []
+        for place, (mine, theirs) in enumerate(zip(ours.values, plain.values, strict=True)):
+            words = ""
+            if place in self.dropped:
+                continue
+            if isinstance(mine, Tensor) != isinstance(theirs, Tensor):
+                words = f"is {_kind(mine)} and not {_kind(theirs)}"
+            elif isinstance(mine, Tensor) and mine.dtype != theirs.dtype:
+                words = f"has dtype {mine.dtype} and not {theirs.dtype}"
+            elif ours.asks_gradient[place] != plain.asks_gradient[place]:
+                words = f"has requires_grad={ours.asks_gradient[place]}"
+            if words:
+                gaps.append(Gap(f"output {place}", 0.0, 0.0, words=words))
+        return gaps
+
+    def _gaps(
+        self,
+        ours: _Trial,
+        plain: _Trial,
+        truth: _Trial | None,
+        tolerance: Tolerance,
+        group: str,
+        *,
+        with_integers: bool = False,
+    ) -> list[Gap]:
+        """Measure one trial against another, or against the truth by the other's own error."""
+        names = self.original.names
+        goal, own = (plain, None) if truth is None else (truth, plain)
+        gaps = []
+        if group == _GROUPS[0]:
+            pairs: list[tuple[str, Any, Any, Any]] = [
+                (f"output {place}", value, goal.values[place], own and own.values[place])
+                for place, value in enumerate(ours.values)
+            ]
+            pairs += [
+                (
+                    f"{names[place]} after the call",
+                    value,
+                    goal.after[place],
+                    own and own.after[place],
+                )
+                for place, value in ours.after.items()
+            ]
+            gaps = [
+                value_gap(what, value, expected, tolerance, mine)
+                for what, value, expected, mine in pairs
+                if isinstance(value, Tensor)
+                and isinstance(expected, Tensor)
+                and (with_integers or expected.is_floating_point() or expected.is_complex())
+            ]
+        if ours.gradients is not None and goal.gradients is not None:
+            yardsticks = None if own is None else own.gradients
+            named = [f"{name}{_THROUGH[group]}" for name in names]
+            gaps += gradient_gaps(named, ours.gradients, goal.gradients, tolerance, yardsticks)
+        return gaps
+
+
+def _run(graph: KeptGraph, *args: object, wide: bool = False) -> tuple[Any, ...]:
+    return run_op_by_op(graph, args, wide=wide)
+
+
+def run_plainly(graph: KeptGraph, *args: object) -> tuple[Any, ...]:
+    """Run a graph op by op in place of its compiled form, for the caller and with his gradients."""
+    with _autocast_restored(args):
+        return run_op_by_op(graph, args)
+
+
+def _group_of(output: Tensor, is_deferred: bool) -> str:
+    if is_deferred:
+        return "deferred"
+    return "scalars" if output.numel() == 1 else "tensors"
+
+
+def _kind(value: Any) -> str:  # noqa: ANN401
+    return "a tensor" if isinstance(value, Tensor) else repr(value)
+
+
+def _seen(output: Any) -> Any:  # noqa: ANN401
+    """Return the values of an output; of a large one, evenly spaced rows."""
+    if not isinstance(output, Tensor):
+        return output
+    rows = _rows(output, _MOST_ENTRIES // max(output.shape[-1] if output.dim() else 1, 1))
+    value = output.detach() if rows is None else _by_rows(output.detach())[rows]
+    return value.mul(1) if isinstance(value, DeferredLogits) else value
+
+
+def _rows(output: Tensor, most: int) -> Tensor | None:
+    """Return the positions of evenly spaced rows, or None where all of them are few enough."""
+    count = output.numel() // max(output.shape[-1], 1) if output.dim() > 1 else output.numel()
+    if output.dim() <= 1 and output.numel() <= _MOST_ENTRIES:
+        return None
+    most = max(most, 1)
+    if count <= most:
+        return None
+    return torch.arange(most, device=output.device) * count // most
+
+
+def _by_rows(output: Tensor) -> Tensor:
+    return output.reshape(-1, output.shape[-1]) if output.dim() > 1 else output
+
+
+def _gradients(
+    outputs: Mapping[int, Tensor], leaves: Sequence[Tensor | None], group: str
+) -> list[Tensor | None] | None:
+    """Return the gradient of each leaf for cotangents that are the same in every run."""
+    asked = [leaf for leaf in leaves if leaf is not None]
+    if not outputs or not asked:
+        return None
+    heads, cotangents = [], []
+    for number, (place, output) in enumerate(outputs.items()):
+        if group == "deferred":
+            rows = _rows(output, _GRADIENT_ROWS)
+            output = output if rows is None else _by_rows(output)[rows]
+        heads.append(output)
+        if group == "scalars":
+            cotangents.append(torch.full_like(output, 1 + number % 8 / 4))
+            continue
+        # Halves up to two, which every dtype holds exactly.
+        halves = torch.Generator().manual_seed(place)
+        drawn = torch.randint(1, 5, output.shape, generator=halves) / 2
+        sign = torch.randint(0, 2, output.shape, generator=halves) * 2 - 1
+        cotangents.append((drawn * sign).to(output.device, output.dtype))
+    unique = {id(leaf): leaf for leaf in asked}
+    found = torch.autograd.grad(heads, list(unique.values()), cotangents, allow_unused=True)
+    by_leaf = dict(zip(unique, found, strict=True))
+    return [None if leaf is None else by_leaf[id(leaf)] for leaf in leaves]
+
+
+def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy a tensor with its strides, which compiled code relies on."""
+    if tensor.numel() == 0:
+        return tensor.to(dtype, copy=True)
+    extent = 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    memory = tensor.as_strided((extent,), (1,), tensor.storage_offset())
+    return memory.to(dtype, copy=True).as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def _rounds_products(values: Sequence[Any]) -> bool:
+    """Say whether this machine multiplies fp32 in fewer bits."""
+    on_gpu = any(isinstance(v, Tensor) and v.device.type == "cuda" for v in values)
+    return on_gpu and torch.get_float32_matmul_precision() != "highest"
+
+
+@contextlib.contextmanager
+def _same_random_numbers(args: Sequence[Any]) -> Iterator[Callable[[], bool]]:
+    """Give back the random state that is found; yields a way to ask whether it was used."""
+    places = {arg.device for arg in args if isinstance(arg, Tensor)} - {torch.device("cpu")}
+    kinds = {device.type for device in places} or {"cuda"}
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            indices = [device.index or 0 for device in places if device.type == kind]
+            stack.enter_context(torch.random.fork_rng(indices, device_type=kind))
+
+        def states() -> list[Tensor]:
+            return [torch.get_rng_state()] + [
+                torch.get_device_module(device).get_rng_state(device) for device in places
+            ]
+
+        before = states()
+        yield lambda: any(
+            not torch.equal(old, new) for old, new in zip(before, states(), strict=True)
+        )
+
+
+@contextlib.contextmanager
+def _autocast_restored(args: Sequence[Any], *, off: bool = False) -> Iterator[None]:
+    """Leave autocast as it was, also behind a graph that fails inside a region of its own.
+
+    Casts are not cached meanwhile: the cache would keep those of copies until the outermost
+    region ends.
+    """
+    kinds = sorted({"cpu"} | {arg.device.type for arg in args if isinstance(arg, Tensor)})
+    kinds = [kind for kind in kinds if kind != "meta"]
+    before = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    caches = torch.is_autocast_cache_enabled()
+    depth = _autocast_depth()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        for kind in kinds if off else ():
+            torch.set_autocast_enabled(kind, False)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        for kind, is_on, dtype in before:
+            torch.set_autocast_enabled(kind, is_on)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(caches)
+        while _autocast_depth() > depth:
+            torch.autocast_decrement_nesting()
+
+
+def _autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and ("not enough memory" in text or "out of memory" in text)
+    )
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error in one line."""
+    first = str(error).strip().split("\n")[0]
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return text.rstrip(".") if len(text) <= 300 else f"{text[:297]} (and so on)"

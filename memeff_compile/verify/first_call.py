@@ -1,0 +1,185 @@
+"""`memeff.verify`: the first call of every rewritten graph also runs the graph as it came.
+
+`comparison` runs both and measures, `gaps` says what may differ. Where more does, the original
+graph serves this call and all later ones, op by op; a warning, the report and a reproducer say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from memeff_compile import compat, report
+from memeff_compile.errors import VerifyError
+from memeff_compile.logits.recipe import DeferredOutput
+from memeff_compile.logits.tensor import accept
+from memeff_compile.options import PASS_NAMES, SWITCHES, Options
+from memeff_compile.report import GraphReport, LogitsUse, Record
+from memeff_compile.verify.comparison import (
+    Comparison,
+    NotRunError,
+    PostponedError,
+    Verdict,
+    run_plainly,
+)
+from memeff_compile.verify.op_by_op import KeptGraph
+from memeff_compile.verify.reproducer import write
+
+__all__ = ["verified"]
+
+log = logging.getLogger(__name__)
+
+Compiled = Callable[..., Any]
+
+_ATTEMPTS = 3
+
+
+def verified(
+    compiled: Compiled,
+    *,
+    original: KeptGraph,
+    rewritten: KeptGraph,
+    plan: Sequence[DeferredOutput],
+    pieces: Sequence[int],
+    options: Options,
+    graph_report: GraphReport,
+    reuses_memory: bool,
+) -> Compiled:
+    """Return a callable that compares at its first call and then is one of two.
+
+    Args:
+        compiled: the rewritten graph, compiled, with deferred outputs attached.
+        original: the graph as it came.
+        rewritten: the graph as our passes made it.
+        plan: the outputs of `rewritten` that carry hidden states.
+        pieces: inputs that come out of another compiled callable.
+        options: tolerance, where reproducers go, and whether a mismatch raises.
+        graph_report: what was reported of this graph; the verdict is added to it.
+        reuses_memory: `compiled` keeps pointers to its inputs, as CUDA graphs do.
+    """
+    compared = Comparison(compiled, original, rewritten, tuple(plan), options, reuses_memory)
+    plain = accept(partial(run_plainly, original), pieces) if pieces else None
+    verifier = _Verifier(compared, plain or partial(run_plainly, original), options, graph_report)
+
+    def run(*args: object) -> Any:  # noqa: ANN401
+        return verifier.callable_for(args)(*args)
+
+    return run
+
+
+class _Verifier:
+    """Makes the comparison once and remembers which callable serves the graph."""
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        plain: Compiled,
+        options: Options,
+        graph_report: GraphReport,
+    ) -> None:
+        self.comparison: Comparison | None = comparison
+        self.compiled, self.plain = comparison.compiled, plain
+        self.options, self.graph_report = options, graph_report
+        self.chosen: Compiled | None = None
+        self.lock = threading.Lock()
+        self.attempts = 0
+
+    def callable_for(self, args: Sequence[Any]) -> Compiled:
+        """Return what serves this call: at the first one, after comparing."""
+        if self.chosen is not None:
+            return self.chosen
+        with self.lock:
+            if self.chosen is None and not _is_rehearsal(args):
+                self._settle(args)
+        return self.chosen or self.compiled
+
+    def _settle(self, args: Sequence[Any]) -> None:
+        assert self.comparison is not None
+        try:
+            with _uncounted(self.graph_report.logits):
+                verdict = self.comparison.make(args)
+        except PostponedError as error:
+            self.attempts += 1
+            if self.attempts == _ATTEMPTS:
+                self._leave(str(error))
+        except NotRunError as error:
+            self._leave(str(error))
+        else:
+            self._judge(verdict, args)
+
+    def _leave(self, reason: str) -> None:
+        """Go on with the rewritten graph, and say that nobody compared it."""
+        sentence = f"The rewritten graph runs and was not compared with the original: {reason}."
+        hint = "Verify with a smaller batch or model." if "memory" in reason else ""
+        self._record(Record("backend", "unverified", "verify_not_run", sentence, hint))
+        log.warning("memeff.verify: %s was not compared: %s", self.graph_report.name, reason)
+        self._settled(self.compiled)
+
+    def _judge(self, verdict: Verdict, args: Sequence[Any]) -> None:
+        if not verdict.mismatches:
+            sentence = verdict.agreement()
+            self._record(Record("backend", "verified", "verify_passed", sentence))
+            log.info("memeff.verify: %s: %s", self.graph_report.name, sentence)
+            self._settled(self.compiled)
+            return
+        assert self.comparison is not None
+        rewrites = ", ".join(self._rewrites()) or "none"
+        where = write(self.comparison, verdict.mismatches, self.graph_report.name, args)
+        sentence = (
+            f"The rewritten graph does not compute what the original does: {verdict.difference()} "
+            f"Rewrites in this graph: {rewrites}. From now on the original graph runs, op by op."
+        )
+        hint = (
+            f"Please report it with the reproducer. Until then options={self._switches()} has the "
+            f"original graph compiled. {where}"
+        )
+        self._record(Record("backend", "mismatch", "verify_failed", sentence, hint), undo=True)
+        text = f"memeff.verify: {self.graph_report.name}: {sentence} {hint}"
+        self._settled(self.plain)
+        if self.options.verify == "raise":
+            raise VerifyError(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _rewrites(self) -> list[str]:
+        return [
+            f"{r.pass_name}{f' in {r.module}' if r.module else ''}"
+            for r in self.graph_report.records
+            if r.action in report.CHANGES
+        ]
+
+    def _switches(self) -> dict[str, str]:
+        names = {r.pass_name for r in self.graph_report.records if r.action in report.CHANGES}
+        return dict(SWITCHES[name] for name in PASS_NAMES if name in names)
+
+    def _record(self, record: Record, *, undo: bool = False) -> None:
+        amended = self.graph_report.with_verdict(record, undo=undo)
+        report.amend(self.graph_report, amended)
+        self.graph_report = amended
+
+    def _settled(self, chosen: Compiled) -> None:
+        self.chosen, self.comparison = chosen, None
+
+
+@contextlib.contextmanager
+def _uncounted(use: LogitsUse | None) -> Iterator[None]:
+    """Keep what happens meanwhile out of the counts of a graph's logits."""
+    before = None if use is None else use.copy()
+    try:
+        yield
+    finally:
+        if use is not None and before is not None:
+            use.fused, use.computed = before.fused, before.computed
+
+
+def _is_rehearsal(args: Sequence[Any]) -> bool:
+    """Say whether this is no real call: fake tensors, or work that a CUDA graph records."""
+    if any(compat.is_fake(arg) for arg in args):
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,214 @@
+"""Captured graphs that are kept aside and run op by op, as written or widened to float64.
+
+`memeff.verify` compares the graph that our passes made with the graph as it came. Both are kept
+before the inner compiler takes them, and run here with PyTorch's own operations: in the arithmetic
+that the model asks for, or with every floating value in float64, where rounding says nothing and
+two graphs that mean the same agree to many digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.graph import CodeGen
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from memeff_compile import compat
+from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe
+from memeff_compile.options import Options
+from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
+from memeff_compile.passes.graph.pipeline import copy_graph
+
+__all__ = ["WIDER", "CannotWidenError", "KeptGraph", "keep", "run_op_by_op", "wide_outputs"]
+
+WIDER: Mapping[torch.dtype, torch.dtype] = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+"""What each dtype becomes in the wide run."""
+
+_CASTS = ("float", "half", "bfloat16", "double")
+_AUTOCAST = ("_enter_autocast", "_exit_autocast")
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+
+
+class CannotWidenError(Exception):
+    """An operation of a graph insists on a narrower dtype than it was given."""
+
+
+@dataclass(frozen=True)
+class KeptGraph:
+    """A copy of a captured graph that outlives its compilation.
+
+    Args:
+        module: the copy, with its own copies of the graphs inside it.
+        names: what a reader calls each input ("lm_head.weight", "input_ids").
+        is_parameter: which inputs are parameters.
+        is_written: which inputs the graph may write to.
+        dtypes: floating dtypes of the values in the graph.
+        obstacle: why the graph cannot be run beside the compiled one, or "".
+    """
+
+    module: GraphModule
+    names: tuple[str, ...]
+    is_parameter: tuple[bool, ...]
+    is_written: tuple[bool, ...]
+    dtypes: frozenset[torch.dtype]
+    obstacle: str
+
+
+def keep(gm: GraphModule, options: Options) -> KeptGraph:
+    """Copy a graph while it compiles; the copy holds no tensor that its inputs bring."""
+    info = GraphInfo(gm, options, ambient_region())
+    inputs = info.placeholders
+    written = [target for write in info.writes for target in write.targets]
+    nodes = [node for level in _levels(gm) for node in level.graph.nodes]
+    values = [compat.example_value(node) for node in nodes]
+    return KeptGraph(
+        module=_copied(gm),
+        names=tuple(compat.readable_source(node) or node.name for node in inputs),
+        is_parameter=tuple(isinstance(compat.example_input(node), nn.Parameter) for node in inputs),
+        is_written=tuple(any(info.may_share_memory(t, node) for t in written) for node in inputs),
+        dtypes=frozenset(
+            leaf.dtype
+            for leaf in pytree.tree_leaves(values)
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        ),
+        obstacle=_obstacle(gm, nodes, bool(written)),
+    )
+
+
+def _levels(gm: GraphModule) -> list[GraphModule]:
+    return [module for module in gm.modules() if isinstance(module, GraphModule)]
+
+
+def _obstacle(gm: GraphModule, nodes: Sequence[Node], writes: bool) -> str:
+    for node in nodes:
+        if node.op == "call_module":
+            return "the graph holds modules, whose parameters cannot be set aside"
+        packet = getattr(node.target, "_schema", None) or getattr(
+            getattr(node.target, "default", None), "_schema", None
+        )
+        module = str(getattr(node.target, "__module__", ""))
+        is_collective = (packet is not None and packet.name.split("::")[0] in _COLLECTIVES) or (
+            module.startswith("torch.distributed")
+        )
+        if node.op == "call_function" and is_collective:
+            return "the graph talks to other processes, which may not run it a second time"
+    constants = [n for n in nodes if n.op == "get_attr" and _is_tensor(gm, n)]
+    if constants and writes:
+        return "the graph holds tensors of its own and writes in place"
+    return ""
+
+
+def _is_tensor(gm: GraphModule, node: Node) -> bool:
+    return isinstance(getattr(gm, str(node.target), None), Tensor)
+
+
+def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
+    """Copy a graph and those inside it; widen what they cast to."""
+    graph = copy_graph(gm)
+    graph.set_codegen(CodeGen())
+    for node in list(graph.nodes):
+        node.meta = {"stack_trace": node.meta["stack_trace"]} if "stack_trace" in node.meta else {}
+        if wide:
+            _widen_node(node)
+    for node in reversed(list(graph.nodes)):
+        if wide and getattr(node.target, "__name__", "") in _AUTOCAST:
+            graph.erase_node(node)
+    copied = GraphModule(gm, graph)
+    for node in graph.nodes:
+        body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(body, GraphModule):
+            setattr(copied, str(node.target), _copied(body, wide=wide))
+    return copied
+
+
+def _widen_node(node: Node) -> None:
+    """Make casts and factories of a narrower floating dtype those of float64."""
+    if node.op not in ("call_function", "call_method"):
+        return
+    if node.op == "call_method" and node.target in _CASTS:
+        node.target, node.args, node.kwargs = "to", (node.args[0], torch.float64), {}
+        return
+    node.args = map_aggregate(node.args, _wider)
+    node.kwargs = map_aggregate(node.kwargs, _wider)
+
+
+def _wider(value: Any) -> Any:  # noqa: ANN401
+    return WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -> tuple[Any, ...]:
+    """Run a kept graph with PyTorch's own operations.
+
+    Args:
+        graph: what to run.
+        args: the graph's arguments; for a wide run their floating tensors are float64.
+        wide: compute everything in float64, whatever casts and autocast regions say.
+
+    Raises:
+        CannotWidenError: An operation gives a narrower result than its operands.
+    """
+    module = _copied(graph.module, wide=True) if wide else graph.module
+    return tuple(_OpByOp(module, wide=wide).run(*args))
+
+
+def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
+    """Return the plan of a graph's deferred outputs for its run in float64."""
+    return [replace(entry, recipe=_wide_recipe(entry.recipe), loss=None) for entry in plan]
+
+
+def _wide_recipe(recipe: LogitsRecipe) -> LogitsRecipe:
+    steps = tuple((name, _wider(value)) for name, value in recipe.steps)
+    return replace(recipe, compute_dtype=_wider(recipe.compute_dtype), steps=steps)
+
+
+class _OpByOp(Interpreter):
+    """Interprets one level of a graph."""
+
+    def __init__(self, module: GraphModule, *, wide: bool) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # errors of the user's reach the user as they are
+        self.wide = wide
+
+    def run_node(self, n: Node) -> Any:  # noqa: ANN401
+        """Run one node; in a wide run, see to it that its result is wide."""
+        result = super().run_node(n)
+        if not self.wide or n.op not in ("call_function", "call_method", "get_attr"):
+            return result
+        operands = pytree.tree_leaves([self.env.get(operand) for operand in n.all_input_nodes])
+        is_narrowing = any(isinstance(v, Tensor) and v.dtype == torch.float64 for v in operands)
+
+        def widen(tensor: Tensor) -> Tensor:
+            if tensor.dtype not in WIDER:
+                return tensor
+            if is_narrowing and tensor.numel():
+                raise CannotWidenError(f"{n.name} gives {tensor.dtype} for float64 operands")
+            return tensor.to(WIDER[tensor.dtype])
+
+        return pytree.tree_map_only(Tensor, widen, result)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        """Run a call; the body of a checkpoint is checkpointed here as well."""
+        name = target.name() if isinstance(target, HigherOrderOperator) else ""
+        if name == "tag_activation_checkpoint":
+            return checkpoint(
+                partial(_run_body, args[0], self.wide), *args[1:], use_reentrant=False
+            )
+        return super().call_function(target, args, kwargs)
+
+
+def _run_body(body: GraphModule, wide: bool, *args: object) -> Any:  # noqa: ANN401
+    return _OpByOp(body, wide=wide).run(*args)

@@ -1,0 +1,368 @@
+"""Writes a mismatch down as a program: both graphs as source, and the inputs that showed it."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from memeff_compile.logits.recipe import DeferredOutput
+from memeff_compile.options import Options
+from memeff_compile.report import format_bytes
+from memeff_compile.verify.op_by_op import KeptGraph
+from memeff_compile.verify.tolerance import Gap, slack_of
+
+__all__ = ["write"]
+
+
+class Compared(Protocol):
+    """What a reproducer needs of a comparison."""
+
+    @property
+    def original(self) -> KeptGraph:
+        """The graph as it came."""
+
+    @property
+    def rewritten(self) -> KeptGraph:
+        """The graph as our passes made it."""
+
+    @property
+    def plan(self) -> tuple[DeferredOutput, ...]:
+        """The outputs of the rewritten graph that carry hidden states."""
+
+    @property
+    def options(self) -> Options:
+        """Where to write, and how much."""
+
+
+def write(
+    compared: Compared, mismatches: Sequence[Gap], graph_name: str, args: Sequence[Any]
+) -> str:
+    """Write ``repro.py`` and ``inputs.pt``; return a sentence that says where and how large.
+
+    Args:
+        compared: the graphs, and the options that say where to write.
+        mismatches: what differed.
+        graph_name: the name of the graph in the report.
+        args: the arguments that showed it.
+    """
+    try:
+        folder = _new_folder(compared.options.verify_folder, graph_name)
+        inputs = _Inputs.choose(compared, args)
+        torch.save({"tensors": inputs.saved, "constants": inputs.constants}, folder / "inputs.pt")
+        program = _program(compared, mismatches, graph_name, inputs)
+        (folder / "repro.py").write_text(program)
+        size = sum(file.stat().st_size for file in folder.iterdir())
+    except Exception as error:  # a full disk must not hide the mismatch
+        return f"No reproducer was written: {type(error).__name__}: {error}."
+    drawn = f"; {len(inputs.drawn)} of its inputs are drawn anew" if inputs.drawn else ""
+    return f"Reproducer: {folder / 'repro.py'} ({format_bytes(size)}{drawn})."
+
+
+def _new_folder(parent: str | None, graph_name: str) -> Path:
+    name = re.sub(r"\W+", "_", graph_name)
+    if parent is not None:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f"memeff_verify_{name}_", dir=parent))
+
+
+@dataclass
+class _Inputs:
+    """Which arguments are saved, and how the others are described."""
+
+    saved: dict[int, Tensor]
+    drawn: dict[int, tuple[Any, ...]]
+    plain: dict[int, Any]
+    constants: dict[str, Tensor]
+    asks_gradient: list[bool]
+
+    @classmethod
+    def choose(cls, compared: Compared, args: Sequence[Any]) -> _Inputs:
+        """Save the smallest tensors first, up to the limit."""
+        left = compared.options.verify_limit
+        inputs = cls({}, {}, {}, {}, [isinstance(a, Tensor) and a.requires_grad for a in args])
+        tensors = [(i, a.detach()) for i, a in enumerate(args) if isinstance(a, Tensor)]
+        inputs.plain = {i: a for i, a in enumerate(args) if not isinstance(a, Tensor)}
+        for graph in (compared.original, compared.rewritten):
+            for node in graph.module.graph.nodes:
+                held = getattr(graph.module, str(node.target), None)
+                if node.op == "get_attr" and isinstance(held, Tensor):
+                    inputs.constants[str(node.target)] = held.detach().cpu()
+                    left -= held.numel() * held.element_size()
+        for place, tensor in sorted(tensors, key=lambda pair: pair[1].numel()):
+            size = tensor.numel() * tensor.element_size()
+            if size <= left:
+                left -= size
+                inputs.saved[place] = tensor.cpu().clone()
+            else:
+                inputs.drawn[place] = _description(tensor)
+        return inputs
+
+
+def _description(tensor: Tensor) -> tuple[Any, ...]:
+    """Return shape, dtype and range (of integers) or mean and spread of a tensor."""
+    if tensor.is_floating_point():
+        spread = tensor.double().std().item() if tensor.numel() > 1 else 1.0
+        return tuple(tensor.shape), tensor.dtype, tensor.double().mean().item(), spread
+    if tensor.numel() == 0 or tensor.is_complex():
+        return tuple(tensor.shape), tensor.dtype, 0, 1
+    return tuple(tensor.shape), tensor.dtype, int(tensor.min()), int(tensor.max())
+
+
+def _program(
+    compared: Compared, mismatches: Sequence[Gap], graph_name: str, inputs: _Inputs
+) -> str:
+    imports: dict[str, str] = {}
+    original = _source("Original", compared.original.module, imports)
+    rewritten = _source("Rewritten", compared.rewritten.module, imports)
+    found = "\n".join(f"  - {gap}" for gap in mismatches[:20])
+    devices = {t.device.type for t in inputs.saved.values()}
+    return _PROGRAM.format(
+        graph=graph_name,
+        torch=torch.__version__,
+        found=found.replace("\\", "\\\\").replace('"""', "'''"),
+        drawn="\n".join(f"  - {compared.original.names[place]}" for place in sorted(inputs.drawn))
+        or "  - none",
+        imports="\n".join(imports.values()),
+        original=original,
+        rewritten=rewritten,
+        names=list(compared.original.names),
+        count=len(inputs.asks_gradient),
+        asks=inputs.asks_gradient,
+        described={**inputs.drawn},
+        plain=inputs.plain,
+        plan=_adjustable(repr(list(compared.plan))),
+        autocast=_autocast(devices),
+        limit=slack_of(compared.original.dtypes, coarse_products=False).relative,
+    )
+
+
+def _autocast(devices: set[str]) -> list[tuple[str, torch.dtype]]:
+    kinds = devices | ({"cuda"} if torch.cuda.is_available() else set())
+    return [(k, torch.get_autocast_dtype(k)) for k in sorted(kinds) if torch.is_autocast_enabled(k)]
+
+
+def _source(name: str, module: GraphModule, imports: dict[str, str]) -> str:
+    """Return a graph as a class, with one class for each graph inside it."""
+    parts, made = [], []
+    for child, body in module.named_children():
+        if isinstance(body, GraphModule):
+            kind = f"{name}_{child}"
+            parts.append(_source(kind, body, imports))
+            # Higher-order operations other than checkpoints ask for a graph.
+            is_run = _is_checkpointed(module, child)
+            made.append(
+                f"self.{child} = {kind}()" if is_run else f"self.{child} = traced({kind}())"
+            )
+    for node in module.graph.nodes:
+        held = str(node.target)
+        if node.op == "get_attr" and isinstance(getattr(module, held, None), Tensor):
+            made.append(f"self.{held} = constant({held!r})")
+    code = module.graph.python_code("self")
+    for word, value in code.globals.items():
+        imports.setdefault(word, _import(word, value))
+    lines = _adjustable(code.src).strip("\n").splitlines()
+    forward = "\n".join(f"    {line}" if line.strip() else "" for line in lines)
+    init = "\n        ".join(["def __init__(self):", "super().__init__()", *made])
+    init = init.replace("def __init__", "    def __init__", 1)
+    parts.append(f"class {name}(torch.nn.Module):\n{init}\n\n{forward}\n")
+    return "\n\n".join(parts)
+
+
+def _is_checkpointed(module: GraphModule, child: str) -> bool:
+    users = [
+        user
+        for node in module.graph.nodes
+        if node.op == "get_attr" and node.target == child
+        for user in node.users
+    ]
+    return all("tag_activation_checkpoint" in str(user.target) for user in users)
+
+
+_ADJUSTMENTS = (
+    (r"torch\.ops\.higher_order\.tag_activation_checkpoint\(", "_checkpoint("),
+    (r"torch\.amp\.autocast_mode\._(enter|exit)_autocast\(", r"_\1_autocast("),
+    (r"\.float\(\)", ".to(_float32)"),
+    (r"\.half\(\)", ".to(_float16)"),
+    (r"\.bfloat16\(\)", ".to(_bfloat16)"),
+    (r"torch\.(float16|bfloat16|float32|complex64)\b", r"_\1"),
+)
+
+
+def _adjustable(source: str) -> str:
+    """Spell dtypes as names that the program can widen."""
+    for pattern, spelling in _ADJUSTMENTS:
+        source = re.sub(pattern, spelling, source)
+    return source
+
+
+def _import(word: str, value: Any) -> str:  # noqa: ANN401
+    if value is None or value is type(None):
+        return f"{word} = {'None' if value is None else 'type(None)'}"
+    if isinstance(value, float):
+        return f"{word} = float({str(value)!r})"
+    module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if type(value).__name__ == "module":
+        top = value.__name__
+        return f"import {top}" if top == word else f"import {top} as {word}"
+    if isinstance(module, str) and path and "<" not in path:
+        first, _, rest = path.partition(".")
+        line = f"from {module} import {first} as {word}"
+        return f"{line}\n{word} = {word}.{rest}" if rest else line
+    return f"# {word} is {value!r}, which has no importable name"
+
+
+_PROGRAM = '''\
+"""{graph}: a graph as memeff_compile rewrote it computes something else than the graph as it came.
+
+Written by memeff.verify with torch {torch}. `python repro.py` runs both graphs op by op, first in
+their own arithmetic and then in float64, and prints how far outputs and gradients are apart. It
+exits with 1 if one differs by more than LIMIT of its norm, or in float64 by more than 1e-9 of it.
+What differed when this was written:
+{found}
+Inputs that were too large to save, drawn here with the same mean and spread:
+{drawn}
+"""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+from torch.fx import symbolic_trace as traced
+from torch.utils.checkpoint import checkpoint
+
+import memeff_compile.backend  # registers the ops
+from memeff_compile.logits import DeferredOutput, LogitsRecipe
+{imports}
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FILE = torch.load(Path(__file__).with_name("inputs.pt"), map_location=DEVICE)
+NAMES = {names}
+ASKS_GRADIENT = {asks}
+DRAWN = {described}  # place: shape, dtype, then lowest and highest, or mean and spread
+PLAIN = {plain}
+AUTOCAST = {autocast}
+LIMIT = {limit}
+
+
+def set_arithmetic(wide):
+    """Choose what the graphs below mean by their dtypes."""
+    global WIDE, _float16, _bfloat16, _float32, _complex64
+    WIDE = wide
+    _float16 = torch.float64 if wide else torch.float16
+    _bfloat16 = torch.float64 if wide else torch.bfloat16
+    _float32 = torch.float64 if wide else torch.float32
+    _complex64 = torch.complex128 if wide else torch.complex64
+
+
+def deferred():
+    """Outputs of Rewritten that carry hidden states in the place of logits."""
+    return {plan}
+
+
+def constant(name):
+    value = FILE["constants"][name]
+    return value.double() if WIDE and value.is_floating_point() else value
+
+
+def _checkpoint(body, *args, **_):
+    return checkpoint(body, *args, use_reentrant=False)
+
+
+def _enter_autocast(*args):
+    return None if WIDE else torch.amp.autocast_mode._enter_autocast(*args)
+
+
+def _exit_autocast(region):
+    return None if WIDE else torch.amp.autocast_mode._exit_autocast(region)
+
+
+{original}
+
+
+{rewritten}
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    for place in range({count}):
+        if place in PLAIN:
+            value = PLAIN[place]
+        elif place in FILE["tensors"]:
+            value = FILE["tensors"][place].clone()
+        else:
+            shape, dtype, low, high = DRAWN[place]
+            if dtype.is_floating_point:
+                value = torch.randn(shape, generator=generator) * high + low
+            else:
+                value = torch.randint(low, high + 1, shape, generator=generator)
+            value = value.to(DEVICE, dtype)
+        if WIDE and isinstance(value, torch.Tensor) and value.is_floating_point():
+            value = value.double()
+        yield value.requires_grad_() if ASKS_GRADIENT[place] else value
+
+
+def run(kind, plan=()):
+    torch.manual_seed(0)
+    given = list(inputs())
+    leaves = [v for v, asks in zip(given, ASKS_GRADIENT) if asks]
+    with contextlib.ExitStack() as stack:
+        for device, dtype in () if WIDE else AUTOCAST:
+            stack.enter_context(torch.autocast(device, dtype))
+        outputs = list(kind()(*[v * 1 if a else v for v, a in zip(given, ASKS_GRADIENT)]))
+    for entry in plan:
+        vectors = [given[place] for place in entry.vectors]
+        bias = None if entry.bias is None else given[entry.bias]
+        hidden, weight = outputs[entry.output], given[entry.weight]
+        outputs[entry.output] = entry.recipe.logits(hidden, weight, bias, vectors)
+    results = {{}}
+    for place, output in enumerate(outputs):
+        if not isinstance(output, torch.Tensor):
+            continue
+        results[f"output {{place}}"] = output.detach()
+        if output.requires_grad and leaves:
+            found = torch.autograd.grad(output.sum(), leaves, retain_graph=True, allow_unused=True)
+            names = [n for n, asks in zip(NAMES, ASKS_GRADIENT) if asks]
+            for name, gradient in zip(names, found):
+                results[f"gradient of {{name}} through output {{place}}"] = gradient
+    return results
+
+
+def is_off(limit):
+    """Run both graphs, print how far they are apart, and return whether that is too far."""
+    expected, found = run(Original), run(Rewritten, deferred())
+    worst = 0.0
+    for name, value in expected.items():
+        ours = found.get(name)
+        if value is None and ours is None:
+            continue
+        if value is None or ours is None:
+            print(f"  {{name}}: missing on one side")
+            continue
+        apart = float((ours.double() - value.double()).norm())
+        apart = apart / max(float(value.double().norm()), 1e-30) if apart else 0.0
+        worst = max(worst, apart) if apart == apart else float("inf")
+        print(f"  {{name}}: {{apart:.1e}}{{'  <---' if not apart <= limit else ''}}")
+    return worst > limit
+
+
+def main():
+    results = []
+    for wide, where, limit in ((False, "as run", LIMIT), (True, "in float64", 1e-9)):
+        set_arithmetic(wide)
+        print(where)
+        results.append(is_off(limit))
+    return int(any(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+'''
