@@ -1,6 +1,6 @@
 """The private torch names this package leans on, each behind one function.
 
-One file to mend per torch release: ``tests/backend/test_compat.py`` probes every name here.
+One file to mend per torch release: ``tests/test_compat.py`` probes every name here.
 """
 
 from __future__ import annotations

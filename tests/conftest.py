@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fresh_python import fresh_python as fresh_python
+
 ROOT = Path(__file__).resolve().parent.parent
 
 OPTIONAL = ("expecttest", "hypothesis", "transformers", "accelerate", "peft")

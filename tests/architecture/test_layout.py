@@ -46,7 +46,7 @@ def test_op_folder_has_tests(folder: Path) -> None:
 def test_pass_is_a_file_named_in_the_options_with_tests_and_a_page(name: str) -> None:
     assert (PACKAGE / "passes" / f"{name}.py").is_file()
     others = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
-    assert any(name in path.read_text() for path in others if path.parent.name != "door")
+    assert any(name in path.read_text() for path in others if path.name != "test_options.py")
     pages = " ".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     assert f"`{name}`" in pages
 

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import memeff_compile
 from memeff_compile import passes
 from memeff_compile.report import Record
+from tests.support.captured_graphs import compare_with_eager
 from tests.support.surfaces import D, V
-
-from .captured_graphs import compare_with_eager
 
 Function = Callable[..., Any]
 
@@ -447,8 +446,8 @@ def test_logits_of_a_declined_loss_are_not_said_to_lack_one() -> None:
 
 def test_every_code_in_the_source_has_a_test() -> None:
     folder = Path(passes.__file__).parent
-    text = "".join(file.read_text() for file in folder.glob("*.py"))
-    written = set(re.findall(r'Decline\(\s*f?"([a-z_]+)', text))
+    text = "".join(file.read_text() for file in folder.rglob("*.py"))
+    written = set(re.findall(r'(?:Decline|Unfoldable)\(\s*f?"([a-z_]+)', text))
     assert len(written) > 60
     tests = Path(__file__).parents[1].rglob("test_*.py")
     tested = {code for file in tests for code in re.findall(r'"([a-z_]+)[("]', file.read_text())}

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import memeff_compile
 from memeff_compile.kernels.linear_cross_entropy import planned_for
 from memeff_compile.report import Record
-
-from .captured_graphs import compare_with_eager
+from tests.support.captured_graphs import compare_with_eager
 
 NAME = "expand_multihead"
 B, L, S, E, H = 2, 6, 5, 16, 4

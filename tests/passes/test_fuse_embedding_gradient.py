@@ -21,9 +21,8 @@ from memeff_compile.passes.graph import pipeline
 from memeff_compile.passes.graph.editor import Editor, EditRefused
 from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
 from memeff_compile.report import Record
+from tests.support.captured_graphs import FUSE, compare_with_eager
 from tests.support.closeness import needs_compiler
-
-from .captured_graphs import FUSE, compare_with_eager
 
 NAME = "fuse_embedding_gradient"
 V, D = 64, 8

@@ -26,14 +26,13 @@ from memeff_compile.options import Options
 from memeff_compile.passes import PASSES
 from memeff_compile.passes.graph import pipeline
 from memeff_compile.report import Record
+from tests.support.captured_graphs import compare_with_eager
 from tests.support.closeness import (
     assert_no_worse,
     assert_same_gradients,
     needs_compiler,
     pooled_error,
 )
-
-from .captured_graphs import compare_with_eager
 
 NAME = "fuse_gated_linear"
 D, INNER = 6, 10

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 import memeff_compile
+from tests.support.captured_graphs import Outcome, compare_with_eager
 from tests.support.surfaces import D, V
-
-from .captured_graphs import Outcome, compare_with_eager
 
 Function = Callable[[Tensor, Tensor, Tensor], Any]
 

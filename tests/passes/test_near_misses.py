@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.captured_graphs import compare_with_eager
 from tests.support.surfaces import D, V
-
-from .captured_graphs import compare_with_eager
 
 Function = Callable[..., Any]
 

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import memeff_compile
 from memeff_compile.kernels.linear_cross_entropy import planned_for
 from memeff_compile.report import Record
-
-from .captured_graphs import compare_with_eager
+from tests.support.captured_graphs import compare_with_eager
 
 NAME = "recover_attention"
 B, H, G, S, D = 2, 4, 2, 6, 8

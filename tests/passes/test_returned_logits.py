@@ -14,8 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import memeff_compile
 from memeff_compile.logits.tensor import DeferredLogits
 from memeff_compile.report import Record
-
-from .captured_graphs import compare_with_eager
+from tests.support.captured_graphs import compare_with_eager
 
 D, V = 16, 96
 

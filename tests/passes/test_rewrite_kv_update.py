@@ -25,9 +25,8 @@ from memeff_compile.passes import PASSES, rewrite_kv_update
 from memeff_compile.passes.graph import pipeline
 from memeff_compile.passes.graph.graph_info import written_by
 from memeff_compile.report import Record
+from tests.support.captured_graphs import capture
 from tests.support.closeness import needs_compiler
-
-from .captured_graphs import capture
 
 NAME = "rewrite_kv_update"
 B, H, G, N, D = 2, 4, 2, 24, 8

@@ -23,6 +23,7 @@ from memeff_compile.passes.graph import pipeline
 from memeff_compile.passes.graph.canonical import read
 from memeff_compile.passes.ternary.chains import Quantized, Unread, read_quantized
 from memeff_compile.report import Record
+from tests.support.captured_graphs import capture
 from tests.support.ternary_layers import (
     LAYERS,
     Block,
@@ -35,8 +36,6 @@ from tests.support.ternary_layers import (
     tokens_int8,
     weights,
 )
-
-from .captured_graphs import capture
 
 NAME = "ternarize_linear"
 OPTIONS = {"memeff.inner": "aot_eager"}

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.captured_graphs import Outcome, compare_with_eager
 from tests.support.surfaces import D, V
-
-from .captured_graphs import Outcome, compare_with_eager
 
 SEEDS = {0: "plain", 1: "plain", 2: "plain", 3: "plain", 4: "dynamic", 5: "aot_eager"}
 PROGRAMS_PER_SEED = 12

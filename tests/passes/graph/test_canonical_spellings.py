@@ -19,8 +19,7 @@ from torch.fx import Graph, Node
 from memeff_compile import compat
 from memeff_compile.passes.graph import canonical
 from memeff_compile.passes.graph.canonical import PREVIOUS, Call, aten, read, read_one, trace
-
-from .captured_graphs import calls, capture
+from tests.support.captured_graphs import calls, capture
 
 Spelling = Callable[..., Any]
 

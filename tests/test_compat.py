@@ -625,7 +625,7 @@ def test_private_names_of_torch_stand_in_compat_only() -> None:
     }
     package = Path(compat.__file__).parent
     found = set()
-    for file in [package / "backend.py", *sorted((package / "passes").glob("*.py"))]:
+    for file in [package / "backend.py", *sorted((package / "passes").rglob("*.py"))]:
         text = file.read_text()
         found |= set(re.findall(r"^\s*(?:from|import) (torch\._[\w.]+)", text, re.MULTILINE))
     assert found <= allowed, found - allowed

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from memeff_compile.report import Report
-from tests.door.conftest import FreshPython
+from tests.support.fresh_python import FreshPython
 
 PROGRAM = """\
 import torch

@@ -17,9 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import memeff_compile
 from memeff_compile.kernels.linear_cross_entropy import planned_for
 from memeff_compile.passes.attention import told_to_op as masked_attention
-
-from .captured_graphs import compare_with_eager
-from .test_recover_attention import (
+from tests.passes.test_recover_attention import (
     DECLINED,
     FIRED,
     LOW,
@@ -36,6 +34,7 @@ from .test_recover_attention import (
     repeat_kv,
     run,
 )
+from tests.support.captured_graphs import compare_with_eager
 
 OP = "memeff.attention("
 

@@ -25,8 +25,7 @@ from memeff_compile.passes.graph.canonical import aten
 from memeff_compile.passes.graph.editor import Editor, EditRefused
 from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
 from memeff_compile.passes.graph.pipeline import copy_graph, run
-
-from .captured_graphs import FUSE, calls
+from tests.support.captured_graphs import FUSE, calls
 
 D, V = 16, 64
 Check = Callable[[GraphModule], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .conftest import FreshPython
+from tests.support.fresh_python import FreshPython
 
 LOADED = """
 import sys

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.door.conftest import FreshPython
+from tests.support.fresh_python import FreshPython
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 FIRST_STEPS = ROOT / "docs" / "first-steps.md"
 PASS_PAGES = sorted(

@@ -28,8 +28,8 @@ from memeff_compile.passes.graph.base import Decline
 from memeff_compile.passes.graph.editor import Editor
 from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
 from memeff_compile.passes.graph.pipeline import copy_graph
+from tests.support.captured_graphs import capture
 
-from .captured_graphs import capture
 from .test_mask_algebra import interpreted, random_mask, tables, traced
 
 B, Q, K, D = 2, 5, 7, 4

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import memeff_compile
+from tests.support.captured_graphs import FUSE
 from tests.support.closeness import (
     WORSE,
     assert_no_worse,
@@ -24,8 +25,6 @@ from tests.support.closeness import (
     pooled_error,
 )
 from tests.support.surfaces import SURFACES, D, SurfaceModel, V, batch, loss_and_grads
-
-from .captured_graphs import FUSE
 
 SEEDS = range(5)
 SHAPES = [(2, 8), (3, 5), (4, 9)]

@@ -28,7 +28,7 @@ from tests.support.oracles import (
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MIB = 2**20
 PLAIN = CASES[0]
 SIZES: dict[str, Any] = {"shape": (3, 43), "depth": 96, "vocab": 3001}

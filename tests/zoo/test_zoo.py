@@ -46,7 +46,7 @@ def step(model: Any, owner: nn.Module, batch: dict[str, Any]) -> tuple[Any, list
 
 
 def records() -> list[tuple[str, str]]:
-    """Return what was recorded, attention apart: tests/backend/test_zoo_attention.py has that."""
+    """Return what was recorded, attention apart: tests/zoo/test_zoo_attention.py has that."""
     found = memeff_compile.last_report().records
     return [(r.pass_name, r.code) for r in found if r.pass_name != "recover_attention"]
 

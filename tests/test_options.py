@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from memeff_compile.errors import MemeffError, OptionError
 from memeff_compile.options import PASS_NAMES, SWITCHES, Options, key_of, options_page
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 DOCUMENTED_KEYS = (
     "preset",

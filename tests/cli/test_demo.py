@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import FreshPython
+from tests.support.fresh_python import FreshPython
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ import torch
 from torch.fx import Node
 
 from memeff_compile.passes.graph.canonical import read, trace
+from tests.support.captured_graphs import calls, capture
 from tests.support.surfaces import SURFACES, SurfaceModel, batch
 
-from .captured_graphs import calls, capture
 from .test_canonical_spellings import plain
 
 BESIDE_THE_LOSS = {"pad", "clamp", "linspace"}

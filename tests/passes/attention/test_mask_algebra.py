@@ -26,8 +26,7 @@ from memeff_compile.passes.attention.mask_algebra import Axis, Read
 from memeff_compile.passes.attention.mask_forms import Form, form_of
 from memeff_compile.passes.attention.mask_reader import MaskReader
 from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
-
-from .captured_graphs import capture
+from tests.support.captured_graphs import capture
 
 B, Q, K = 2, 5, 7
 SHAPE = (B, 1, Q, K)
