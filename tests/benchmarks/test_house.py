@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +75,17 @@ def test_timers_take_turns_and_say_milliseconds() -> None:
     calls.clear()
     repeated.run()
     assert calls == [0, 1] * 4
+
+
+def test_every_command_in_raw_rows_has_a_script_today() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    renamed = dict(
+        re.findall(r"^\| `(benchmarks/\w+\.py)[^`]*`.*\| `(benchmarks/\w+/\w+\.py)`", page, re.M)
+    )
+    names = {path.name for path in SCRIPTS}
+    commands = set()
+    for file in (ROOT / "benchmarks" / "results").rglob("*.jsonl"):
+        commands |= set(re.findall(r'"command": "python (benchmarks/[\w/]+\.py)', file.read_text()))
+    assert len(commands) > 15
+    for command in commands:
+        assert (ROOT / renamed.get(command, "")).is_file() or Path(command).name in names, command
