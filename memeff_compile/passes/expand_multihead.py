@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from .. import compat
-from ..kernels.linear_cross_entropy import where_it_runs
+from ..kernels.device import where_it_runs
 from .attention.mask_algebra import negated
 from .attention.mask_forms import Form, form_of
 from .graph.base import Decline, Done

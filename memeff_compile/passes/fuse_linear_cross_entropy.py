@@ -33,6 +33,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import linear_cross_entropy as op_folder
+from ..kernels.device import speed_note, where_it_runs
 from ..options import Options
 from . import defer_logits
 from .defer_logits import LogitsOutput
@@ -164,7 +165,7 @@ class FuseLinearCrossEntropy:
         call: dict[str, Any] = {
             "dtype": head.compute_dtype,
             "engine": _engine_name(hidden, match),
-            "device_type": op_folder.where_it_runs(hidden.device).type,
+            "device_type": where_it_runs(hidden.device).type,
             "workspace": info.options.linear_cross_entropy_workspace,
             "has_softcap": any(s.kind == "tanh" for s in match.tails[0].chain.steps),
             "with_entropy": any(t.kind in ENTROPIES for t in match.tails),
@@ -226,7 +227,7 @@ def _engine_name(hidden: torch.Tensor, match: Site) -> str:
 def _engine(hidden: torch.Tensor | None, match: Site, options: Options) -> str:
     """Name the engine, what is known of its speed, and what a gradient filter will do in it."""
     assert hidden is not None
-    name, speed = _engine_name(hidden, match), op_folder.speed_note(hidden.device)
+    name, speed = _engine_name(hidden, match), speed_note(hidden.device)
     sentence = f"engine {name}: {op_folder.ENGINES[name]}" + (f"; {speed}" if speed else "")
     mode = options.linear_cross_entropy
     if mode == "exact":

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from .. import compat
-from ..kernels.linear_cross_entropy import where_it_runs
+from ..kernels.device import where_it_runs
 from .graph.base import Decline, Done, Gain
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor

@@ -25,7 +25,7 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import attention as exact_folder
 from ..kernels import quantized_attention as op_folder
-from ..kernels.linear_cross_entropy import where_it_runs
+from ..kernels.device import kernels_need, was_measured, where_it_runs
 from .graph.base import Decline, Done, Gain
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor
@@ -47,9 +47,6 @@ FEWEST_PAIRS = 32 * 4096 * 4096
 
 WIDEST = 128
 """Wider heads were measured to be slower than PyTorch's kernels."""
-
-_MEASURED = ((9, 0),)
-"""Compute capabilities of GPUs on which this was measured."""
 
 
 @dataclass(frozen=True)
@@ -389,7 +386,7 @@ def _without_gain(
         why = f"on {device.type} the arithmetic of low bits is emulated"
         return Decline("not_faster", f"{why}: kept exact", hint, node)
     if op_folder.engine_for(query.device, query.dtype) == "reference":
-        why = "the kernels need triton and compute capability 8.0 or later"
+        why = f"the kernels need {kernels_need(query.device)}"
         return Decline("not_faster", f"{why}: kept exact", hint, node)
     depth = query.shape[3]
     if depth > WIDEST:
@@ -471,9 +468,6 @@ def _sentence(info: GraphInfo, site: Site) -> str:
         parts.append("this GPU does not multiply E4M3: weights and values in fp16")
     if len(site.levels) > 1:
         parts.append("calls are counted while the model runs")
-    device = where_it_runs(query.device)
-    if device.type == "cuda" and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(query.device)
-        if capability not in _MEASURED:
-            parts.append("speed not measured on this GPU")
+    if not was_measured(query.device, "quantized_attention"):
+        parts.append("speed not measured on this GPU")
     return "; ".join(parts)

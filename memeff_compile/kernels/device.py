@@ -1,4 +1,4 @@
-"""Facts about the GPU that launchers decide by, and the setting that ops run in."""
+"""The one door to what a GPU is and what runs there, and the setting that ops run in."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from importlib.util import find_spec
 import torch
 
 from memeff_compile import decisions
+from memeff_compile.kernels._triton.gpus import AMD, H200, NVIDIA, Gpu, gpu_of
 
-# H100 and H200; also what the width rules assume where there is no GPU to ask.
 DEFAULT_PROCESSORS = 132
-DEFAULT_CAPABILITY = (9, 0)
+"""Of an H200; also what the width rules assume where there is no GPU to ask."""
 
 _planned: ContextVar[torch.device | None] = ContextVar("planned device", default=None)
 
@@ -36,49 +36,64 @@ def where_it_runs(device: torch.device) -> torch.device:
     return _planned.get() or device
 
 
-def can_run_kernels(index: int) -> bool:
-    """Say whether our Triton kernels and fp32-output products run on CUDA device `index`.
-
-    They need triton and compute capability 8.0 or later, which a planned device is taken to have.
-    """
-    return _planned.get() is not None or _can_run_kernels(index)
-
-
 def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
     """Say whether our Triton kernels serve tensors of this dtype on a device, or a planned one."""
     device = where_it_runs(device)
-    if device.type != "cuda" or dtype == torch.float64:
-        return False
-    return can_run_kernels(torch.cuda.current_device() if device.index is None else device.index)
+    return device.type == "cuda" and dtype != torch.float64 and can_run_kernels(device)
+
+
+def can_run_kernels(device: torch.device) -> bool:
+    """Say whether our Triton kernels and fp32-output products run on a GPU.
+
+    They need triton and a GPU of NVIDIA's of compute capability 8.0 or later, which a planned
+    device is taken to be.
+    """
+    return _planned.get() is not None or (_has_triton() and _gpu(_index(device)).runs_kernels)
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def kernels_need(device: torch.device) -> str:
+    """Say what is missing where `kernels_serve` says no on a GPU, as the object of "need"."""
+    owner = "" if gpu(device).is_nvidia else "an NVIDIA GPU of "
+    return f"triton and {owner}compute capability 8.0 or later"
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @lru_cache(maxsize=64)
-def _can_run_kernels(index: int) -> bool:
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(index) >= (8, 0)
+def _gpu(index: int) -> Gpu:
+    vendor = NVIDIA if torch.version.hip is None else AMD
+    return gpu_of(torch.cuda.get_device_capability(index), vendor)
+
+
+def gpu(device: torch.device) -> Gpu:
+    """Return what the GPU of `device` has, or what an H200 has where there is none to ask."""
+    if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
+        return H200
+    return _gpu(_index(device))
+
+
+def was_measured(device: torch.device, op: str) -> bool:
+    """Say whether an op's speed was measured on this kind of GPU; also where there is no GPU."""
+    if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
+        return True
+    return op in gpu(device).measured
 
 
 @lru_cache(maxsize=64)
-def _cuda_processors(index: int) -> int:
+def _processors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors of `device`, or that of an H200 off CUDA."""
-    if device.type != "cuda":
-        return DEFAULT_PROCESSORS
-    return _cuda_processors(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@lru_cache(maxsize=64)
-def _cuda_capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of `device`, or that of an H200 off CUDA."""
-    if device.type != "cuda":
-        return DEFAULT_CAPABILITY
-    return _cuda_capability(torch.cuda.current_device() if device.index is None else device.index)
+    return DEFAULT_PROCESSORS if device.type != "cuda" else _processors(_index(device))
 
 
 _NOTHING = contextlib.nullcontext()
@@ -98,20 +113,10 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[obje
     return contextlib.nullcontext()
 
 
-def is_hopper(index: int) -> bool:
-    """Say whether CUDA device `index` is what the tile kernels are shaped for: capability 9.0.
-
-    A planned device is taken to be one.
-    """
-    if _planned.get() is not None:
-        return True
-    return can_run_kernels(index) and _cuda_capability(index)[0] == 9
-
-
 @lru_cache(maxsize=64)
 def machine(index: int) -> decisions.Machine:
     """Return what a measurement on CUDA device `index` holds for."""
-    major, minor = _cuda_capability(index)
+    major, minor = _gpu(index).capability
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -134,7 +139,7 @@ def machine_of(device: torch.device) -> decisions.Machine | None:
     """Return the machine that serves a device; None for a CPU or a device that is only planned."""
     if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
         return None
-    return machine(torch.cuda.current_device() if device.index is None else device.index)
+    return machine(_index(device))
 
 
 def tuned(device: torch.device, name: str, default: decisions.Value) -> decisions.Value:
