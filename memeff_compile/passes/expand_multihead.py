@@ -29,11 +29,12 @@ from .. import compat
 from ..kernels.device import where_it_runs
 from .attention.mask_algebra import negated
 from .attention.mask_forms import Form, form_of
+from .attention.mask_reader import reader_of
+from .attention.torch_kernels import chooses_kernels
 from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor, EditRefused
 from .graph.graph_info import GraphInfo, node_name
-from .recover_attention import chooses_kernels, reader_of
 
 _LARGEST_HEAD = 256
 
@@ -213,28 +214,23 @@ def _gains(info: GraphInfo, match: Multihead) -> list[str]:
 
 
 def _rank(info: GraphInfo, node: Node) -> int:
-    tensor = info.tensor(node)
-    assert tensor is not None
+    tensor = info.value(node)
     return tensor.dim()
 
 
 def _is_cuda(info: GraphInfo, match: Multihead) -> bool:
-    tensor = info.tensor(match.output)
-    assert tensor is not None
+    tensor = info.value(match.output)
     return where_it_runs(tensor.device).type == "cuda"
 
 
 def _lengths(info: GraphInfo, match: Multihead) -> tuple[Any, Any]:
     """Return the numbers of queries and keys: the first axis, batched or not."""
-    query, key = info.tensor(match.given["query"]), info.tensor(match.given["key"])
-    assert query is not None
-    assert key is not None
+    query, key = info.value(match.given["query"]), info.value(match.given["key"])
     return query.shape[0], key.shape[0]
 
 
 def _scores(info: GraphInfo, match: Multihead) -> str:
-    query = info.tensor(match.given["query"])
-    assert query is not None
+    query = info.value(match.given["query"])
     batch = query.shape[1] if query.dim() == 3 else 1
     sizes = (batch, match.given["num_heads"], *_lengths(info, match))
     return " x ".join(str(compat.size_hint(size)) for size in sizes)
@@ -359,8 +355,7 @@ def _biased(info: GraphInfo, match: Multihead) -> Decline | None:
 
 def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
     """Ask whether the call in the place of scores and weights would be one kernel."""
-    output = info.tensor(match.output)
-    assert output is not None
+    output = info.value(match.output)
     device = where_it_runs(output.device).type
     size = match.given["embed_dim_to_check"] // match.given["num_heads"]
     reason = ""
@@ -386,11 +381,9 @@ class _Expansion:
     def __init__(self, info: GraphInfo, editor: Editor, match: Multihead) -> None:
         self.info, self.call, self.match = info, editor.call, match
         self.item = editor.item
-        output = info.tensor(match.output)
-        assert output is not None
+        output = info.value(match.output)
         self.output = output
-        query = info.tensor(match.given["query"])
-        assert query is not None
+        query = info.value(match.given["query"])
         self.is_batched = query.dim() == 3
         self.heads: int = match.given["num_heads"]
         self.width: int = match.given["embed_dim_to_check"]

@@ -245,17 +245,14 @@ def _cast(info: GraphInfo, editor: Editor, node: Node | None, like: Node) -> Nod
     """Cast a weight or bias as autocast would have for the linear."""
     if node is None:
         return None
-    value, wanted = info.tensor(node), info.tensor(like)
-    assert value is not None
-    assert wanted is not None
+    value, wanted = info.value(node), info.value(like)
     if value.dtype == wanted.dtype:
         return node
     return editor.call(aten.to.dtype, node, wanted.dtype)
 
 
 def _sentence(info: GraphInfo, match: Gated) -> str:
-    gate = info.tensor(match.gate)
-    assert gate is not None
+    gate = info.value(match.gate)
     n, i = sympy.symbols("N I", integer=True, positive=True)
     sizes = {
         n: math.prod(compat.size_hint(size) for size in gate.shape[:-1]),

@@ -179,8 +179,7 @@ class TernarizeLinear(GraphPass):
         for site in match.sites:
             tokens, rows, columns = _sizes(info, site)
             sizes = {"N": sizes["N"] + rows, "K": columns, "M": tokens}
-        value = info.tensor(match.sites[0].linear)
-        assert value is not None
+        value = info.value(match.sites[0].linear)
         before = op_folder.saved_before(n, k, m, dtype=value.dtype)
         return Gain(before, op_folder.saved_after(n, k, m), sizes)
 
@@ -415,8 +414,7 @@ def _mutated(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _without_gain(info: GraphInfo, site: Site) -> Decline | None:
-    value = info.tensor(site.linear)
-    assert value is not None
+    value = info.value(site.linear)
     if _is_trained(info, site) or op_folder.engine_for(value.device, value.dtype) != "reference":
         return None
     return Decline(
@@ -446,8 +444,7 @@ def _train(info: GraphInfo, match: Group, editor: Editor) -> None:
     first = match.sites[0]
     assert isinstance(first.tokens, Quantized)
     assert isinstance(first.weight, Quantized)
-    value = info.tensor(first.linear)
-    assert value is not None
+    value = info.value(first.linear)
     source = info.current(first.tokens.source)
     biases = [(place, site.bias) for place, site in enumerate(match.sites) if site.bias is not None]
     with editor.at(first.linear):
@@ -495,8 +492,7 @@ def _infer(info: GraphInfo, match: Group, editor: Editor) -> None:
     """Emit one op for all linears of the group, before the first of them."""
     first = match.sites[0]
     assert isinstance(first.tokens, Quantized)
-    value = info.tensor(first.linear)
-    assert value is not None
+    value = info.value(first.linear)
     with editor.at(first.linear):
         weights = []
         for site in match.sites:
@@ -645,8 +641,7 @@ def _with_dead_items(nodes: Sequence[Node]) -> list[Node]:
 def _sentence(info: GraphInfo, match: Group, *, is_trained: bool) -> str:
     first = match.sites[0]
     assert isinstance(first.tokens, Quantized)
-    value = info.tensor(first.linear)
-    assert value is not None
+    value = info.value(first.linear)
     kind = op_folder.KINDS[first.tokens.quantizer.kind]
     engine = op_folder.engine_for(value.device, value.dtype)
     op = "memeff::ternary_linear_product" if is_trained else "memeff::ternary_linear"

@@ -42,6 +42,9 @@ class Gain:
 Note = tuple[Action, str, str]
 """What else a rewrite did, for the report: action, code, sentence."""
 
+NOTED = "defer_logits"
+"""The pass in whose name notes are: they tell what becomes of logits."""
+
 
 @dataclass
 class Done:

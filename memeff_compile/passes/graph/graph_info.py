@@ -89,6 +89,12 @@ class GraphInfo:
         value = compat.example_value(node) if isinstance(node, Node) else None
         return value if isinstance(value, torch.Tensor) else None
 
+    def value(self, node: Any) -> torch.Tensor:
+        """Return the fake tensor of ``node``, which is known to have one."""
+        value = compat.example_value(node)
+        assert isinstance(value, torch.Tensor)
+        return value
+
     @cached_property
     def placeholders(self) -> list[Node]:
         """The graph's inputs, in the order of its arguments."""
@@ -435,6 +441,13 @@ def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
     if (known or modules) and not any(written_by(n) for b in modules for n in b.graph.nodes):
         return ()
     return tuple(n for n in node.all_input_nodes if n.op != "get_attr")
+
+
+def same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Return whether two shapes, or strides, are known to be the same."""
+    return len(shape) == len(wanted) and all(
+        compat.statically_true(a == b) for a, b in zip(shape, wanted, strict=True)
+    )
 
 
 def node_name(node: Node) -> str:

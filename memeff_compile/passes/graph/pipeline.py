@@ -21,8 +21,7 @@ from ...errors import StrictError
 from ...logits.recipe import DeferredOutput
 from ...options import MAY_FIND_NOTHING, Options
 from ...report import GraphReport, LogitsUse, Record, Report
-from .. import defer_logits
-from .base import Decline, Done, Gain, GraphPass
+from .base import NOTED, Decline, Done, Gain, GraphPass
 from .editor import Editor, EditRefused
 from .graph_info import GraphInfo, ambient_region, clean_module_path
 from .render import render
@@ -222,7 +221,7 @@ class _Run:
         for action, code, sentence in done.notes:
             self.records.append(
                 Record(
-                    defer_logits.NAME,
+                    NOTED,
                     action,
                     code,
                     _sentence(sentence),

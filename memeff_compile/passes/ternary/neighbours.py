@@ -15,8 +15,8 @@ import torch
 from torch.fx import Node
 
 from ... import compat
-from ..attention.repeated_heads import same_shape
 from ..graph.canonical import Call, aten, read_one
+from ..graph.graph_info import same_shape
 from .chains import other_user
 
 
