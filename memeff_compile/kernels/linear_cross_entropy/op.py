@@ -17,6 +17,7 @@ from memeff_compile.errors import DoubleBackwardError, TargetRangeError, Unsuppo
 from memeff_compile.kernels.device import (
     gpu,
     kernels_serve,
+    tuned,
     where_it_runs,
     without_autocast,
 )
@@ -26,13 +27,15 @@ from memeff_compile.kernels.linear_cross_entropy import (
     hybrid,
     reference,
     sorting,
-    tuned,
 )
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
 from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
+ENGINE = "linear_cross_entropy.engine"
+"""The decision that `tune` makes: which engine serves where "fused" and "hybrid" both could."""
+
 # What memeff.linear_cross_entropy may be.
 GRADIENT_FILTERS = ("exact", "mass", "block")
 # Which of the two gradients a filter may leave blocks out of.
@@ -310,7 +313,7 @@ def engine_for(
         return "reference"
     device = where_it_runs(device)
     fits = dtype in fused.DTYPES and depth % 8 == 0 and not with_metrics
-    return tuned.engine_of_both(device) if fits and gpu(device).is_hopper else "hybrid"
+    return tuned(device, ENGINE, "fused") if fits and gpu(device).is_hopper else "hybrid"
 
 
 def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> str:
