@@ -56,7 +56,9 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
             for level in _levels(info):
                 state.apply(graph_pass, level)
         state.note_unused_skips(gm)
-    except Exception as error:  # what no match of a pass is to blame for, such as an undo that fails
+    except (
+        Exception
+    ) as error:  # what no match of a pass is to blame for, such as an undo that fails
         state.give_up(error)
     if state.changed:
         for module, _ in state.snapshot:
@@ -144,7 +146,7 @@ class _Run:
         try:
             if graph_pass.enabled(info):
                 for answer in graph_pass.find(info):
-                    found.append(answer)  # noqa: PERF402 - keeps what came before an error
+                    found.append(answer)
         except Exception as error:
             what = "what this pass had not found yet"
             self._append(_internal_error(graph_pass.name, error, what), is_counted=False)
@@ -252,9 +254,7 @@ def _records(
         sites=max(done.sites, 1),
     )
     notes = [
-        Record(
-            defer_logits.NAME, action, code, _sentence(sentence), source=source, module=module
-        )
+        Record(defer_logits.NAME, action, code, _sentence(sentence), source=source, module=module)
         for action, code, sentence in done.notes
     ]
     return record, notes
@@ -264,7 +264,9 @@ def _internal_error(
     name: str, error: Exception, what: str, where: tuple[str, str] = ("", "")
 ) -> Record:
     """Log an error of our own and return its record."""
-    log.warning("memeff_compile: internal error in %s, left as it was: %s", name, what, exc_info=True)
+    log.warning(
+        "memeff_compile: internal error in %s, left as it was: %s", name, what, exc_info=True
+    )
     return Record(
         name,
         "internal_error",
