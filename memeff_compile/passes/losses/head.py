@@ -439,7 +439,7 @@ class HeadReader:
                 "gather the head to a plain tensor, or leave the loss to the model's own code",
                 node,
             )
-        if node.target is operator.getitem and is_several(node.args[0]):
+        if _is_part(node):
             return Decline(
                 "unknown_step",
                 f"{_describe(node)} between the head and the loss does more than cut the rows into "
@@ -589,6 +589,11 @@ def _second(call: Call) -> Any:
 
 def _describe(node: Node) -> str:
     """Name the operation, and for one of its several results that which has them."""
-    if node.target is operator.getitem and is_several(node.args[0]):
-        (node,) = node.all_input_nodes
-    return f"`{node_name(node)}`"
+    return f"`{node_name(node.all_input_nodes[0] if _is_part(node) else node)}`"
+
+
+def _is_part(node: Node) -> bool:
+    """Return whether a node is one of the several results of an op, as of ``sort``."""
+    if node.target is not operator.getitem or not is_several(node.args[0]):
+        return False
+    return not isinstance(node.all_input_nodes[0].target, torch._ops.HigherOrderOperator)
