@@ -56,9 +56,7 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
             for level in _levels(info):
                 state.apply(graph_pass, level)
         state.note_unused_skips(gm)
-    except (
-        Exception
-    ) as error:  # what no match of a pass is to blame for, such as an undo that fails
+    except Exception as error:  # no match is to blame: an undo failed
         state.give_up(error)
     if state.changed:
         for module, _ in state.snapshot:
@@ -193,8 +191,8 @@ class _Run:
         self, graph_pass: GraphPass, info: GraphInfo, anchor: Node, places: Iterable[Node]
     ) -> Decline | None:
         for node in places:
-            path = info.module_path(node)
-            if path and self.options.skips(graph_pass.name, path):
+            path = graph_pass.skipped(info, node)
+            if path:
                 return Decline("skipped", f"memeff.skip names {path}", node=anchor)
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,15 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
 from memeff_compile import backend, compat
-from memeff_compile.kernels._triton.device import planned_for
 from memeff_compile.kernels.coded_kv_cache import (
     Layout,
     coded_kv_cache_append,
     coded_kv_cache_view,
 )
 from memeff_compile.kernels.coded_weight import CodedWeight, encode
+from memeff_compile.kernels.device import planned_for
 from memeff_compile.passes import PASSES, keep_rotary_tables
-from memeff_compile.passes.graph.base import Decline, Done, Gain
+from memeff_compile.passes.graph.base import Decline, Done, Gain, GraphPass
 from memeff_compile.passes.graph.editor import Editor
 from memeff_compile.passes.graph.graph_info import GraphInfo
 from memeff_compile.report import CHANGES, GraphReport
@@ -38,12 +38,12 @@ GPU = torch.device("cuda", 0)
 STAGES = ("find", "check", "gain", "anchor", "places", "rewrite", "edited", "dead", "rubbish")
 
 
-class Broken:
+class Broken(GraphPass):
     """A pass whose first match fails at one stage; `served` counts the others."""
 
     def __init__(self, whole: Any, stage: str = "") -> None:
         self.whole, self.stage = whole, stage
-        self.name, self.version, self.tier = whole.name, whole.version, whole.tier
+        self.name = whole.name
         self.first: Any = None
         self.served = 0
 
@@ -75,9 +75,10 @@ class Broken:
         self._may_fail("anchor", match)
         return self.whole.anchor(match)
 
-    def places(self, match: Any) -> Iterable[Any]:
-        yield from self.whole.places(match)
+    def places(self, match: Any) -> Sequence[Any]:
         self._may_fail("places", match)
+        found: Sequence[Any] = self.whole.places(match)
+        return found
 
     def rewrite(self, info: GraphInfo, match: Any, editor: Editor) -> Done:
         self._may_fail("rewrite", match)
