@@ -185,13 +185,15 @@ def test_levels_by_call_are_followed_beside_cuda_graphs() -> None:
             nearest = min(levels, key=lambda name: relative_l1(found, wanted[name]))
             assert nearest == level
     memeff_compile.restart_attention_calls()
-    given = {"levels": levels, "counter": counter_for("captured"), "ahead": 0}
+    counter = counter_for("captured")
+    given = {"levels": levels, "counter": counter, "ahead": 0}
     quantized_attention_by_call(case.q, case.k, case.v, **given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = quantized_attention_by_call(case.q, case.k, case.v, **given)
     graph.replay()
     torch.testing.assert_close(captured, wanted["exact"])
+    assert int(counter) == 1, "what is captured was counted"
 
 
 def test_nothing_waits_for_the_gpu() -> None:
