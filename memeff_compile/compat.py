@@ -346,14 +346,15 @@ def add_buffer(gm: GraphModule, name: str, tensor: torch.Tensor) -> None:
     from torch._dynamo.source import ConstantSource
 
     gm.register_buffer(name, tensor, persistent=False)
-    if hasattr(gm, "_param_name_to_source"):
-        gm._param_name_to_source[name] = ConstantSource(f"memeff_{name}")
+    sources: Any = getattr(gm, "_param_name_to_source", {})
+    sources[name] = ConstantSource(f"memeff_{name}")
 
 
 def remove_buffer(gm: GraphModule, name: str) -> None:
     """Take back what `add_buffer` added."""
     delattr(gm, name)
-    getattr(gm, "_param_name_to_source", {}).pop(name, None)
+    sources: Any = getattr(gm, "_param_name_to_source", {})
+    sources.pop(name, None)
 
 
 def storage_key(value: torch.Tensor) -> int:
