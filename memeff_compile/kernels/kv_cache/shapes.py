@@ -23,7 +23,7 @@ MAX_PROGRAMS = 3
 
 # What a launch costs, in units of one tile per program on a full GPU: the first loads of a program,
 # the kernel that adds shares, and the least that few programs need for a tile each. Chosen to pick
-# the fastest of `benchmarks/kv_decode.py --part sweep` on an H200.
+# the fastest of `benchmarks/ops/kv_decode.py --part sweep` on an H200.
 _START = 0.5
 _COMBINE = 1.6
 _COMBINE_PER_SHARE = 0.05
