@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import memeff_compile
+from memeff_compile.kernels._triton.key_tiles import depth_block
 from memeff_compile.kernels.quantized_attention import (
     GRANULARITIES,
     LEVELS,
@@ -21,7 +22,6 @@ from memeff_compile.kernels.quantized_attention import (
     tiles,
 )
 from memeff_compile.kernels.quantized_attention.settings import settings_for
-from memeff_compile.kernels.quantized_attention.shapes import depth_block
 from tests.support.coded_attention import biased, conditions, exact, relative_l1
 from tests.support.dense_attention import Case, compose, draw
 
