@@ -36,6 +36,7 @@ from ..kernels import linear_cross_entropy as op_folder
 from ..kernels.device import speed_note, where_it_runs
 from ..options import Options
 from .graph.base import Decline, Done, Gain, GraphPass
+from .graph.canonical import is_several
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, written_by
 from .losses import outputs
@@ -100,6 +101,12 @@ class FuseLinearCrossEntropy(GraphPass):
                     site.outputs.append(outputs.LogitsOutput(node, chain, detached))
                     continue
                 if user in throughs:
+                    seen.add(user)
+                    queue.append(user)
+                    continue
+                if is_several(user) and all(
+                    part in throughs or isinstance(reader.chain(part), Chain) for part in user.users
+                ):
                     seen.add(user)
                     queue.append(user)
                     continue
