@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memeff_compile
-from memeff_compile import backend
+from memeff_compile import backend, wrappers
 from memeff_compile.cli.toy import ToyModel
 from memeff_compile.errors import OptionError
 from tests.support.closeness import needs_compiler
@@ -116,7 +116,7 @@ def test_modes_and_keys_reach_inductor(
         return compiled
 
     monkeypatch.setattr(backend.compat, "compile_with_inductor", inner)
-    monkeypatch.setattr(backend, "attach", attach)
+    monkeypatch.setattr(wrappers, "attach", attach)
     torch.compile(WithLogits(), backend="memeff", **settings)(torch.ones(1, 2, 16), IDS[:2])
     assert bool(given.get("triton.cudagraphs", False)) == cudagraphs
     assert clones == [cudagraphs]  # CUDA graphs reuse memory: the hidden states are cloned
