@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from memeff_compile import compat
 
 if TYPE_CHECKING:
     import numpy
@@ -45,7 +47,7 @@ MEMORY_METHODS = (
 
 def untraced(function: _Function) -> _Function:
     """Keep Dynamo out of a function that works on the real tensors."""
-    return cast("_Function", torch._dynamo.disable(function))
+    return compat.untraced(function)
 
 
 # Tensors have a metaclass of their own, so abc cannot refuse a subclass that leaves one out.

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from memeff_compile import compat
+from memeff_compile.compat import pytree
 from memeff_compile.logits.fused_rows import FusedRows
 from memeff_compile.logits.lazy_tensor import LazyTensor, untraced
 
@@ -96,9 +97,7 @@ class RowGradient(LazyTensor):
     def __new__(
         cls: type[RowGradient], shape: Sequence[int], pieces: tuple[Piece, ...], like: Tensor
     ) -> RowGradient:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=like.dtype, device=like.device
-        )
+        self = compat.wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
         self.pieces, self._dense, self._moved = pieces, None, None
         return self
 
@@ -168,7 +167,7 @@ class RowGradient(LazyTensor):
         return _dispatch(func, args, kwargs or {})
 
     # Gradients meet no function that has to act above autograd.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = compat.NO_TORCH_FUNCTION
 
 
 @untraced
