@@ -631,10 +631,7 @@ REGISTRIES = {
     "_non_persistent_buffers_set",
 }
 UNAVOIDABLE = {
-    ("logits/lazy_tensor.py", "_typed_storage"),  # a method of torch.Tensor that it overrides
-    ("model/ternary/layers.py", "_apply"),  # a method of nn.Module that it overrides
     ("kernels/linear_cross_entropy/op.py", "_check"),  # documented by torch, underscore and all
-    ("planning/models.py", "_from_config"),  # of transformers' models, which have no other
 }
 
 
@@ -668,8 +665,10 @@ def private_names(tree: ast.AST, own: set[str]) -> set[str]:
         elif isinstance(node, ast.Import):
             for name in (alias.name for alias in node.names if alias.name.startswith("torch")):
                 found |= {part for part in name.split(".") if is_private(part)}
-        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
             owner = ast.unparse(node.value)
+            if node.attr in own and owner.split(".")[0] != "torch":
+                continue
             is_op = owner.split(".")[-1].lstrip("_") == "aten"  # the name of an op is public
             if not is_op and not re.fullmatch(r"self|cls", owner):
                 found.add(node.attr)
