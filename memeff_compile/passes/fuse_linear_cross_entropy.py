@@ -37,7 +37,7 @@ from ..kernels.device import speed_note, where_it_runs
 from ..options import Options
 from . import defer_logits
 from .defer_logits import LogitsOutput
-from .graph.base import Decline, Done, Gain
+from .graph.base import Decline, Done, Gain, GraphPass
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, written_by
 from .losses.checks import check_operands, check_regions, check_tails, check_writes, mutated
@@ -56,16 +56,10 @@ from .losses.tails import (
 )
 
 
-class FuseLinearCrossEntropy:
+class FuseLinearCrossEntropy(GraphPass):
     """The pass."""
 
     name = "fuse_linear_cross_entropy"
-    version = 1
-    tier = "exact"
-
-    def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.linear_cross_entropy is on."""
-        return info.options.linear_cross_entropy != "off"
 
     # --- find -------------------------------------------------------------------------------------
 
@@ -181,7 +175,7 @@ class FuseLinearCrossEntropy:
         """Return the loss node."""
         return match.tails[0].node
 
-    def places(self, match: Site) -> Iterable[Node]:
+    def places(self, match: Site) -> Sequence[Node]:
         """Return the head and the losses."""
         return [match.head.node, *(t.node for t in match.tails)]
 
