@@ -212,12 +212,19 @@ def size_hint(size: Any) -> int:
     return int(hint) if isinstance(hint, int) else 0
 
 
-def mode_options(mode: str) -> dict[str, Any]:
-    """Expand an Inductor mode name into its config keys."""
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """Return the config keys that each mode of Inductor stands for."""
     from torch._inductor import list_mode_options
 
-    expanded: dict[str, Any] = list_mode_options(mode, dynamic=None)
-    return expanded
+    modes: dict[str, dict[str, Any]] = list_mode_options()
+    return modes
+
+
+def inductor_config() -> tuple[dict[str, Any], Callable[[str], Any]]:
+    """Return Inductor's config as it is, and what tells the type of a key."""
+    from torch._inductor import config
+
+    return config.get_config_copy(), config.get_type  # type: ignore[attr-defined]
 
 
 def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:
@@ -379,10 +386,10 @@ def make_without_memory(
 
 @functools.cache
 def _autocast_keys(kind: str) -> Any:
-    plain = torch._C._dispatch_keys(torch.empty(0, device=kind))
+    if kind == "meta":
+        return None
     name = f"Autocast{torch._C._dispatch_key_for_device(kind)}"
-    key = None if kind == "meta" else torch._C._dispatch_key_parse(name)
-    return plain & torch._C.DispatchKeySet(key) if key is not None else None
+    return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name))
 
 
 def _device_of(tensor: torch.Tensor) -> torch.device:
@@ -415,6 +422,22 @@ def _refuse_assigned_data() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     library.impl("_has_compatible_shallow_copy_type", _shares_metadata, "AutogradMeta")
     return library
+
+
+def add_buffer(gm: GraphModule, name: str, tensor: torch.Tensor) -> None:
+    """Let Dynamo's graph have a buffer of ours; AOTAutograd asks where each one came from."""
+    from torch._dynamo.source import ConstantSource
+
+    gm.register_buffer(name, tensor, persistent=False)
+    sources: Any = getattr(gm, "_param_name_to_source", {})
+    sources[name] = ConstantSource(f"memeff_{name}")
+
+
+def remove_buffer(gm: GraphModule, name: str) -> None:
+    """Take back what `add_buffer` added."""
+    delattr(gm, name)
+    sources: Any = getattr(gm, "_param_name_to_source", {})
+    sources.pop(name, None)
 
 
 def storage_key(value: torch.Tensor) -> int:

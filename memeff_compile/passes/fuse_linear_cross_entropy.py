@@ -37,7 +37,8 @@ from ..kernels.device import speed_note, where_it_runs
 from ..options import Options
 from . import defer_logits
 from .defer_logits import LogitsOutput
-from .graph.base import Decline, Done, Gain
+from .graph.base import Decline, Done, Gain, GraphPass
+from .graph.canonical import is_several
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, written_by
 from .losses.checks import check_operands, check_regions, check_tails, check_writes, mutated
@@ -56,16 +57,10 @@ from .losses.tails import (
 )
 
 
-class FuseLinearCrossEntropy:
+class FuseLinearCrossEntropy(GraphPass):
     """The pass."""
 
     name = "fuse_linear_cross_entropy"
-    version = 1
-    tier = "exact"
-
-    def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.linear_cross_entropy is on."""
-        return info.options.linear_cross_entropy != "off"
 
     # --- find -------------------------------------------------------------------------------------
 
@@ -107,6 +102,12 @@ class FuseLinearCrossEntropy:
                     site.outputs.append(LogitsOutput(node, chain, detached))
                     continue
                 if user in throughs:
+                    seen.add(user)
+                    queue.append(user)
+                    continue
+                if is_several(user) and all(
+                    part in throughs or isinstance(reader.chain(part), Chain) for part in user.users
+                ):
                     seen.add(user)
                     queue.append(user)
                     continue
@@ -181,7 +182,7 @@ class FuseLinearCrossEntropy:
         """Return the loss node."""
         return match.tails[0].node
 
-    def places(self, match: Site) -> Iterable[Node]:
+    def places(self, match: Site) -> Sequence[Node]:
         """Return the head and the losses."""
         return [match.head.node, *(t.node for t in match.tails)]
 

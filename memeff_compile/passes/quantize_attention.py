@@ -26,7 +26,7 @@ from .. import compat
 from ..kernels import attention as exact_folder
 from ..kernels import quantized_attention as op_folder
 from ..kernels.device import kernels_need, was_measured, where_it_runs
-from .graph.base import Decline, Done, Gain
+from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name
@@ -78,7 +78,7 @@ class Site:
     call: Node
     asked: Asked
     levels: tuple[str, ...]
-    counter: int = 0
+    counter: torch.Tensor | None = None
 
     @property
     def level(self) -> str:
@@ -117,16 +117,10 @@ class Match:
     sentence: str = ""
 
 
-class QuantizeAttention:
-    """The pass."""
+class QuantizeAttention(GraphPass):
+    """The pass: its gain is time, and `find` yields what can be served."""
 
     name = "quantize_attention"
-    version = 1
-    tier = "approximate"
-
-    def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.attention names a lossy form."""
-        return info.options.attention_is_lossy
 
     # --- find -------------------------------------------------------------------------------------
 
@@ -137,13 +131,12 @@ class QuantizeAttention:
         places = _places(info)
         calls = Counter(place.name for place in places)
         for place in places:
-            path = info.module_path(place.node)
             site = _site_for(info, place, calls[place.name])
             if isinstance(site, Decline):
                 declines.setdefault((site.code, site.sentence), []).append(site)
                 continue
             sentence = _sentence(info, site)
-            key = path if path and info.options.skips(self.name, path) else sentence
+            key = self.skipped(info, place.node) or sentence
             match = matches.setdefault(key, Match(sentence=sentence))
             match.sites.append(site)
         yield from matches.values()
@@ -152,19 +145,7 @@ class QuantizeAttention:
 
     # --- check ------------------------------------------------------------------------------------
 
-    def check(self, info: GraphInfo, match: Match) -> Decline | None:
-        """Return None: `find` yields what can be served."""
-        return None
-
-    def gain(self, info: GraphInfo, match: Match) -> Gain | None:
-        """Return None: the gain is time."""
-        return None
-
-    def anchor(self, match: Match) -> Node:
-        """Return the first site."""
-        return match.sites[0].node
-
-    def places(self, match: Match) -> Iterable[Node]:
+    def places(self, match: Match) -> Sequence[Node]:
         """Return the sites."""
         return [site.node for site in match.sites]
 
@@ -437,7 +418,9 @@ def _insert(info: GraphInfo, editor: Editor, site: Site) -> Node:
         operands.append(node if is_same else editor.call(aten.to.dtype, node, old.dtype))
     told = {name: getattr(site.asked, name) for name in ("ahead", "behind", "scale")}
     if len(site.levels) > 1:
-        by_call = {"levels": list(site.levels), "counter": site.counter}
+        assert site.counter is not None
+        counter = editor.hold("attention_calls", site.counter)
+        by_call = {"levels": list(site.levels), "counter": counter}
         operands += site.asked.tables
         return editor.call(op_folder.quantized_attention_by_call, *operands, **by_call, **told)
     call = editor.call(

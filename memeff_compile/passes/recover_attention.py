@@ -29,7 +29,7 @@ from .attention.mask_forms import Form, form_of
 from .attention.mask_reader import Mask, MaskReader
 from .attention.sites import Site, find_sites
 from .attention.told_to_op import Said, said_for, sentence, why_not_here, write
-from .graph.base import Decline, Done, Gain
+from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import Call, aten, read
 from .graph.editor import Editor, EditRefused
 from .graph.graph_info import GraphInfo, node_name, written_by
@@ -66,16 +66,10 @@ class Match:
     decline: Decline | None = None
 
 
-class RecoverAttention:
-    """The pass."""
+class RecoverAttention(GraphPass):
+    """The pass. Which buffers go depends on the kernels that PyTorch chooses."""
 
     name = "recover_attention"
-    version = 1
-    tier = "exact"
-
-    def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.attention is on."""
-        return info.options.attention != "off"
 
     # --- find -------------------------------------------------------------------------------------
 
@@ -102,10 +96,8 @@ class RecoverAttention:
         yield from matches.values()
 
     def _group(self, info: GraphInfo, answer: Plan | Decline, node: Node) -> tuple[str, ...]:
-        path = info.module_path(node)
-        own = path if path and info.options.skips(self.name, path) else ""
         code = answer.code if isinstance(answer, Decline) else ""
-        return code, answer.sentence, own
+        return code, answer.sentence, self.skipped(info, node)
 
     # --- check ------------------------------------------------------------------------------------
 
@@ -113,15 +105,7 @@ class RecoverAttention:
         """Return why the sites must be left alone, or None."""
         return match.decline
 
-    def gain(self, info: GraphInfo, match: Match) -> Gain | None:
-        """Return None: which buffers go depends on the kernels that PyTorch chooses."""
-        return None
-
-    def anchor(self, match: Match) -> Node:
-        """Return the first site."""
-        return match.sites[0].node
-
-    def places(self, match: Match) -> Iterable[Node]:
+    def places(self, match: Match) -> Sequence[Node]:
         """Return the sites."""
         return [site.node for site in match.sites]
 

@@ -38,7 +38,7 @@ def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shape
 
     One or two warps, or few rows, keep to the tensor core's instructions for single warps: those
     for four warps, on 16 rows, came out wrong.
-    Chosen by `benchmarks/coded_kv.py --part sweep` on an H200.
+    Chosen by `benchmarks/ops/coded_kv.py --part sweep` on an H200.
 
     Example: shapes_for(128, 4) == Shapes(warps=2, stages=3, at_once=1, programs=4).
     """
