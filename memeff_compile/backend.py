@@ -173,7 +173,7 @@ def _parse(
 
 def reset() -> None:
     """Forget every compiled graph and every report; calls `torch._dynamo.reset()`."""
-    torch._dynamo.reset()
+    compat.forget_compiled()
     report.clear()
 
 

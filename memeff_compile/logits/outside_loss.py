@@ -247,7 +247,7 @@ def _plain_for_second_derivative(ctx: Any) -> Tensor:
             "backward has run before, without it; the op has only a first derivative. Ask for it "
             "the first time, or compile with options={'memeff.linear_cross_entropy': 'off'}."
         )
-    with reading_for("a second derivative"), torch._C.DisableTorchFunctionSubclass():
+    with reading_for("a second derivative"), compat.without_torch_function():
         return view.expand(view._size)
 
 
@@ -430,7 +430,7 @@ def _class_last(input: Any, target: Any) -> DeferredLogits:
     rank = len(view._size)
     if view._order is not None:
         _need(view._order == (0, rank - 1, *range(1, rank - 1)), "the classes are elsewhere")
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.without_torch_function():
             view = cast("DeferredLogits", view.permute(0, *range(2, rank), 1))
     else:
         _need(rank <= 2, "the loss reads its classes from dimension 1 and the head's are last")

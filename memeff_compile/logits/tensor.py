@@ -34,9 +34,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
-from torch.utils import _pytree as pytree
 
 from memeff_compile import compat
+from memeff_compile.compat import pytree
 from memeff_compile.errors import MemeffError, UnsupportedInputError
 from memeff_compile.logits.fused_rows import FusedRows
 from memeff_compile.logits.lazy_tensor import MEMORY_METHODS, LazyTensor, untraced
@@ -261,7 +261,8 @@ class _Memory:
         self._refuse_lost_writes(view, is_own=False)
         if self.value is None:
             value = None if self.origin is None else self.origin()
-            self.value = self.source.compute(self.recipe, self.rows) if value is None else value
+            value = self.source.compute(self.recipe, self.rows) if value is None else value
+            self.value = value.contiguous()
         view._own = None
         # Never the memory itself for its size: transposed square logits have that size, too.
         return self.value.as_strided(view._size, view._stride, view._offset)
@@ -333,7 +334,8 @@ class _Memory:
         """Raise if a loan was written to that `view` cannot see."""
         if not self.loans:
             return
-        if _version(view) == self.loan_version:
+        counting = view if view._taken_from is None else view._taken_from
+        if _version(counting) == self.loan_version:
             self.loans = [storage for storage in self.loans if not storage.expired()]
         elif not is_own or self.lender() is not view:
             raise MemeffError(_LOST_WRITE)
@@ -361,7 +363,7 @@ class DeferredLogits(LazyTensor):
     _size: tuple[int, ...]
     _stride: tuple[int, ...]
     _offset: int
-    _counts_writes: bool  # false for `.data`, whose version counter is its own
+    _taken_from: DeferredLogits | None  # of `.data`, whose version counter is its own
     _order: tuple[int, ...] | None  # of dimensions, where the vocabulary has left the last place
     _is_reordered: bool  # the rows are not in the order of the memory
     _row_hook: Any
@@ -375,17 +377,10 @@ class DeferredLogits(LazyTensor):
         stride: tuple[int, ...],
         offset: int,
     ) -> DeferredLogits:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            size,
-            strides=stride,
-            storage_offset=offset,
-            dtype=memory.recipe.dtype,
-            device=rows.device,
-        )
+        self = cls._make(size, memory.recipe.dtype, rows.device, stride, offset)
         self._shared, self._rows, self._own, self._row_hook = memory, rows, None, None
         self._size, self._stride, self._offset = size, stride, offset
-        self._counts_writes, self._order, self._is_reordered = True, None, False
+        self._taken_from, self._order, self._is_reordered = None, None, False
         return self
 
     @property
@@ -448,8 +443,9 @@ def _row_count(view: DeferredLogits) -> int:
 
 def _version(view: DeferredLogits) -> int | None:
     """Number of writes to `view` and its aliases, where PyTorch keeps count."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return view._version if view._counts_writes and not view.is_inference() else None
+    with compat.without_torch_function():
+        is_uncounted = view._taken_from is not None or view.is_inference()
+        return None if is_uncounted else compat.version_of(view)
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -466,6 +462,8 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 @untraced
 def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one ATen operation: lazily where a rule says how, else on the computed values."""
+    if func in compat.ABOUT_MEMORY:
+        return compat.ABOUT_MEMORY[func](*args)
     rule = _LAZY.get(func)
     if rule is not None and isinstance(args[0], DeferredLogits) and _takes(rule, func, args[0]):
         result = rule(func, args[0], args[1:], kwargs)
@@ -476,7 +474,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    with reading_for(func._schema.name.split("::")[-1]):
+    with reading_for(compat.schema(func).name.split("::")[-1]):
         return _compute(func, args, kwargs)
 
 
@@ -490,10 +488,12 @@ def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one ATen operation on the computed values."""
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], DeferredLogits):
-        name = func._schema.name.split("::")[-1]
+        name = compat.schema(func).name.split("::")[-1]
         raise UnsupportedInputError(_OTHER_MEMORY.format(name))
     written = {id(view): view for view in _written(func, args, kwargs)}
-    is_view = any(out.alias_info and not out.alias_info.is_write for out in func._schema.returns)
+    is_view = any(
+        out.alias_info and not out.alias_info.is_write for out in compat.schema(func).returns
+    )
     wrappers: dict[int, DeferredLogits] = {}
 
     def plain(view: DeferredLogits) -> Tensor:
@@ -514,7 +514,7 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     result = func(*plain_args, **plain_kwargs)
     if not written:
         return result
-    if func._schema.name.startswith("aten::_foreach"):
+    if compat.schema(func).name.startswith("aten::_foreach"):
         # These count writes on the tensors they are given, which are the plain ones.
         for view in written.values():
             if not view.is_inference():
@@ -524,11 +524,11 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DeferredLogits]:
     """The deferred logits among the arguments that an operation writes to."""
-    name = func._schema.name
-    if not func._schema.is_mutable and (name.startswith("aten::") or not name.endswith("_")):
+    name = compat.schema(func).name
+    if not compat.schema(func).is_mutable and (name.startswith("aten::") or not name.endswith("_")):
         return []
     found: list[Any] = []
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(compat.schema(func).arguments):
         # Collectives write to lists of tensors without saying so in their schema.
         if name.startswith("aten::") and not (argument.alias_info and argument.alias_info.is_write):
             continue
@@ -541,14 +541,13 @@ _Rule = Callable[[Any, DeferredLogits, Sequence[Any], Mapping[str, Any]], Any]
 
 def _derive(view: DeferredLogits, geometry: Tensor, rows: Tensor) -> DeferredLogits:
     """A view of `view` that has the given rows."""
-    derived = DeferredLogits(
-        view._shared,
-        rows,
-        tuple(geometry.shape),
-        geometry.stride(),
-        int(geometry.storage_offset()),
-    )
-    derived._counts_writes, derived._is_reordered = view._counts_writes, view._is_reordered
+    size, offset = tuple(geometry.shape), int(geometry.storage_offset())
+    # A view in inference mode of a tensor from outside belongs outside, as in eager PyTorch.
+    is_inference = view.is_inference()
+    changes = is_inference != torch.is_inference_mode_enabled()
+    with torch.inference_mode(is_inference) if changes else nullcontext():
+        derived = DeferredLogits(view._shared, rows, size, geometry.stride(), offset)
+    derived._taken_from, derived._is_reordered = view._taken_from, view._is_reordered
     return derived
 
 
@@ -695,7 +694,7 @@ def _shaped_like(
 ) -> Any:
     """New tensors that take nothing but shape, dtype and device."""
     stand_in = torch.empty((), dtype=view._shared.recipe.dtype, device=view.device)
-    if func._schema.name.endswith("_like"):
+    if compat.schema(func).name.endswith("_like"):
         stand_in = stand_in.expand(view._size)
         if kwargs.get("memory_format") in (None, torch.preserve_format):
             kwargs = {**kwargs, "memory_format": torch.contiguous_format}
@@ -785,7 +784,7 @@ def _function(
         # Another subclass has its own idea of what `func` means: give it a plain tensor.
         args, kwargs = pytree.tree_map_only(DeferredLogits, _plain, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.without_torch_function():
         special = _ABOVE_AUTOGRAD.get(func)
         if special is not None:
             return special(func, *args, **kwargs)
@@ -809,7 +808,7 @@ _FAMILIAR = (LazyTensor, torch.nn.Parameter)
 
 def _plain(view: DeferredLogits) -> Tensor:
     """An ordinary tensor that is a view of `view` for autograd."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.without_torch_function():
         return view.expand(view._size)
 
 
@@ -859,7 +858,8 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 def _data(func: Any, view: DeferredLogits) -> Tensor:
     data: Tensor = func(view)
     if isinstance(data, DeferredLogits):
-        data._counts_writes = False
+        is_data = view._taken_from is not None
+        data._taken_from = view._taken_from if is_data else cast("DeferredLogits", view.detach())
     return data
 
 

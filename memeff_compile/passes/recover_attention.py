@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from .. import compat
+from ..compat import OpOverload
 from ..kernels.device import was_measured
 from .attention.mask_algebra import negated
 from .attention.mask_forms import Form, form_of

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, UnsupportedInputError
@@ -111,7 +110,7 @@ class CodedWeight(Tensor):
         requires_grad: bool = False,
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> CodedWeight:
-        return torch.Tensor._make_wrapper_subclass(
+        return compat.wrapper_subclass(
             cls,
             tuple(shape),
             dtype=torch.bfloat16,
@@ -317,7 +316,7 @@ class CodedWeight(Tensor):
     ) -> Any:  # noqa: ANN401
         """Turn an eager linear into the op; a compiler sees the linear, and our pass does it."""
         del types
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.without_torch_function():
             if func == _SET_DATA and isinstance(args[0], CodedWeight):
                 raise CodedWeightError(
                     "new data was assigned to a compressed weight, as module.half(), .float() and "
@@ -349,9 +348,9 @@ class CodedWeight(Tensor):
             if found is not NotImplemented:
                 return found
         _refuse_writes(func, args, kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = compat.pytree.tree_flatten((args, kwargs))
         plain = [each.decode() if isinstance(each, CodedWeight) else each for each in leaves]
-        args, kwargs = tree_unflatten(plain, spec)
+        args, kwargs = compat.pytree.tree_unflatten(plain, spec)
         return func(*args, **kwargs)
 
 
@@ -468,14 +467,14 @@ def _is_on_weight(func: object, args: Sequence[object]) -> bool:
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
     """Raise where an op would write to a coded weight."""
-    schema = func._schema
+    schema = compat.schema(func)
     if not schema.is_mutable:
         return
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         given = kwargs.get(argument.name, args[place] if place < len(args) else None)
-        if any(isinstance(each, CodedWeight) for each in tree_iter(given)):
+        if any(isinstance(each, CodedWeight) for each in compat.pytree.tree_iter(given)):
             raise CodedWeightError(_write_message(schema.name))
 
 

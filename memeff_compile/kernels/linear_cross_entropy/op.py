@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memeff_compile import compat
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels.checks import (
     FLOATING,
@@ -332,7 +333,7 @@ def _check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
     if ignore_index is not None:
         is_valid |= target == ignore_index
     if target.device.type == "cuda":
-        torch._assert_async(
+        compat.assert_on_device(
             is_valid.all(),
             f"linear_cross_entropy: a target is outside 0 .. {vocab - 1} and is not ignore_index "
             f"({ignore_index})",

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from memeff_compile import compat
 from memeff_compile.errors import CalibrationError
 from memeff_compile.model.cache.minicache import MiniCache
 
@@ -230,8 +231,7 @@ def _answers(
 
 def _plain(model: Any) -> Callable[..., Any]:  # noqa: ANN401
     """Return the forward as it is, also of a model that was compiled in place."""
-    forward: Callable[..., Any] = model._call_impl
-    return forward
+    return compat.forward_of(model)
 
 
 class _Watch(TorchFunctionMode):

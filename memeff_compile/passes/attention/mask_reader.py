@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from ... import compat
+from ...compat import OpOverload
 from ..graph.canonical import PREVIOUS, Call, aten, read, read_one
 from ..graph.graph_info import GraphInfo, same_shape
 from . import mask_algebra as algebra

@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
 from ... import compat
+from ...compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 from ...options import Options
 
 
@@ -417,7 +417,7 @@ def _has_inplace(target: Any) -> bool:
 
 def _written_by_schema(node: Node, op: OpOverload) -> tuple[Node, ...]:
     written: list[Node] = []
-    for index, argument in enumerate(op._schema.arguments):
+    for index, argument in enumerate(compat.schema(op).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
@@ -455,7 +455,7 @@ def node_name(node: Node) -> str:
     if isinstance(node.target, str):
         return node.target
     if isinstance(node.target, OpOverload):
-        return node.target._schema.name.split("::")[-1]
+        return str(compat.schema(node.target).name.split("::")[-1])
     return getattr(node.target, "__name__", str(node.target))
 
 

@@ -6,7 +6,6 @@ back, and so is the match in which a pass of ours fails: the report says so, the
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import time
@@ -183,7 +182,7 @@ class _Run:
         level: GraphInfo | None = info
         while level is not None:  # an edit of a checkpoint's body may give it more arguments
             if not any(module is level.gm for module, _ in self.snapshot):
-                self.snapshot.append((level.gm, copy_graph(level.gm)))
+                self.snapshot.append((level.gm, compat.copy_graph(level.gm)))
             level = level.parent
 
     def _skipped(
@@ -303,18 +302,6 @@ _NAMES = ("memeff", "torch", "linear ", "matmul ", "mm ", "addmm ", "einsum ")
 def _module_stack(node: Node) -> list[str]:
     stack = node.meta.get("nn_module_stack") or {}
     return [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
-
-
-def copy_graph(gm: GraphModule) -> Graph:
-    """Return a copy of ``gm``'s graph that can take its place again."""
-    copied = Graph()
-    copied.set_codegen(copy.deepcopy(gm.graph._codegen))
-    mapping: dict[Node, Node] = {}
-    for node in gm.graph.nodes:
-        mapping[node] = copied.node_copy(node, lambda n: mapping[n])
-        if hasattr(node, "_dynamo_source"):  # AOTAutograd asks every placeholder for it
-            mapping[node]._dynamo_source = node._dynamo_source
-    return copied
 
 
 def _guarded_render(gm: GraphModule) -> str:

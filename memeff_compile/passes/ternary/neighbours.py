@@ -156,7 +156,7 @@ def _is_float32(node: Node) -> bool:
 
 
 def _name(call: Call) -> str:
-    name: str = call.op._schema.name.split("::")[-1]
+    name: str = compat.schema(call.op).name.split("::")[-1]
     return name
 
 
