@@ -1,4 +1,4 @@
-"""Engines F and S: every product of the head in Triton, with its neighbours in the epilogue.
+"""The engine `fused`: every product of the head in Triton, with its neighbours in the epilogue.
 
 F, forward: tiles of logits become a maximum and a sum per row and tile, merged in a fixed order;
 the tile that holds a row's target hands out its logit. F, backward, per piece of W columns: tiles
@@ -12,7 +12,7 @@ the two runs is decided on the GPU: both are launched and one finds no work. Ign
 out before anything is computed, by an order of rows that is built on the GPU as well.
 
 No call waits for the GPU or reads a value on the host. 16-bit inputs with a depth that is a
-multiple of 8; engine H serves the rest.
+multiple of 8; the engine `hybrid` serves the rest.
 
 Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 plus 8ND * pieces / 4.28e12.
 """
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.compat import described
 from memeff_compile.kernels.device import on_device
 from memeff_compile.kernels.linear_cross_entropy import filters, tile_lists, tuned
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
@@ -642,11 +643,7 @@ def _row_block(depth: int, shapes: Shapes) -> int:
 
 def _tiles(matrix: Tensor | None, rows: int, columns: int) -> Any:  # noqa: ANN401
     """Describe a matrix to the kernels as tiles of this shape."""
-    if matrix is None:
-        return None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+    return None if matrix is None else described(matrix, (rows, columns))
 
 
 def _aligned(hidden: Tensor) -> Tensor:
