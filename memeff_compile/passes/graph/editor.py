@@ -216,14 +216,19 @@ class Editor:
         output.args = arguments
 
     def commit(self, dead: Sequence[Node]) -> None:
-        """Erase those of ``dead`` that nobody uses any more, last first, and lint the graph."""
-        for node in sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True):
-            if not node.users and node.op in ("call_function", "call_method"):
-                self.graph.erase_node(node)
+        """Lint the graph and erase those of ``dead`` that nobody uses any more, last first.
+
+        What can fail comes before what cannot be undone: a node that is erased.
+        """
+        order = sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True)
+        assert all(node.graph is self.graph for node in order), "a dead node of another graph"
         self.graph.lint()
-        self.info.refresh()
         if self._outer is not None:
             self._outer.commit([])
+        for node in order:
+            if not node.users and node.op in ("call_function", "call_method"):
+                self.graph.erase_node(node)
+        self.info.refresh()
 
     def rollback(self) -> None:
         """Undo every edit of this match."""
