@@ -18,7 +18,7 @@ import inspect
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from .attention.torch_kernels import chooses_kernels
 from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor, EditRefused
-from .graph.graph_info import GraphInfo, node_name
+from .graph.graph_info import GraphInfo, kind_among, node_name
 
 _LARGEST_HEAD = 256
 
@@ -103,8 +103,7 @@ class ExpandMultihead(GraphPass):
             or _biased(info, match)
             or _no_fused_kernel(info, match)
         )
-        # Blocks are alike: equal answers are one record, with their count.
-        return None if found is None else replace(found, node=match.node, sites=1)
+        return None if found is None else found.counted(match.node)
 
     def places(self, match: Multihead) -> Sequence[Node]:
         """Return the call."""
@@ -265,15 +264,13 @@ def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
 
 
 def _subclass(match: Multihead) -> Decline | None:
-    for node in match.node.all_input_nodes:
-        value = compat.example_value(node)
-        if isinstance(value, torch.Tensor) and not compat.is_fake(value):
-            kind = type(value).__name__
-            return Decline(
-                f"subclass_operand({kind})",
-                f"an operand of the attention is a {kind}, which this pass does not look into",
-            )
-    return None
+    kind = kind_among(match.node.all_input_nodes)
+    if not kind:
+        return None
+    return Decline(
+        f"subclass_operand({kind})",
+        f"an operand of the attention is a {kind}, which this pass does not look into",
+    )
 
 
 def _unusual(match: Multihead) -> Decline | None:

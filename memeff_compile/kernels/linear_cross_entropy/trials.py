@@ -2,7 +2,7 @@
 
 Head and loss in bf16, forward and backward, on random numbers, with some targets ignored. Numbers
 are checked first, on a shape that is small in the hidden size alone, so that every engine walks
-over pieces of its own width: against engine R in fp32.
+over pieces of its own width: against `reference` in fp32.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Loss:
         return self._computed(engine, self.hidden, self.weight)
 
     def expected(self) -> Sequence[Tensor]:
-        """Return the same from engine R in fp32."""
+        """Return the same from the engine `reference` in fp32."""
         return self._computed("reference", self.hidden.float(), self.weight.float())
 
     def _computed(self, engine: str, hidden: Tensor, weight: Tensor) -> Sequence[Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -441,6 +441,15 @@ def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
     if (known or modules) and not any(written_by(n) for b in modules for n in b.graph.nodes):
         return ()
     return tuple(n for n in node.all_input_nodes if n.op != "get_attr")
+
+
+def kind_among(nodes: Iterable[Node | None]) -> str:
+    """Return the type of the first operand that is a subclass of tensors, or ""."""
+    for node in nodes:
+        value = None if node is None else compat.example_value(node)
+        if isinstance(value, torch.Tensor) and not compat.is_fake(value):
+            return type(value).__name__
+    return ""
 
 
 def same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
