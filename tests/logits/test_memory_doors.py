@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from memeff_compile.logits.attach import defer
 from memeff_compile.logits.recipe import LogitsRecipe
-from memeff_compile.logits.tensor import DeferredLogits, defer
+from memeff_compile.logits.tensor import DeferredLogits
 from tests.support.memory_doors import DOORS, check_door
 
 # Another shape or other memory for these logits, or their memory for another tensor.
