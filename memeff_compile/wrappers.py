@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from . import compat, report
 from .errors import MemeffError
 from .kernels.coded_weight import CODECS
-from .logits.tensor import accept, attach
+from .logits.attach import accept, attach
 from .model.weights.compress_when_safe import CompressWhenSafe
 from .options import Options
 from .passes.encode_weights import dense_weights
