@@ -62,9 +62,10 @@ golden: $(INSTALLED)  ## accept new goldens, after reading the diff
 	EXPECTTEST_ACCEPT=1 $(PY) -m pytest -q $$(grep -rlE 'assertExpectedInline|assert_expected_inline' tests examples)
 	find tests examples -name '*.py.bak' -delete
 
-OP ?= run
+OP ?= linear_cross_entropy
+SCRIPT = $(or $(wildcard benchmarks/*/$(OP).py),$(error no benchmarks/*/$(OP).py))
 bench:  ## measure with the python it finds: make bench OP=models ARGS="--model llama3.2-1b"
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/$(OP).py $(ARGS)
+	PYTHONPATH=$(CURDIR) $(PYTHON) $(SCRIPT) $(ARGS)
 
 figures: $(INSTALLED)  ## redraw every figure from the raw results
 	$(PY) benchmarks/plot.py

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
-import rows
 import torch
-from methods import IGNORED, Loss
-from registry import Inputs, Method
 from torch import Tensor
+
+from benchmarks import rows, timing
+from benchmarks.methods import IGNORED, Loss
+from benchmarks.registry import Inputs, Method
 
 MIB = 2**20
 
@@ -135,36 +135,7 @@ def memory(loss: Loss, data: Inputs) -> dict[str, float]:
 # ------------------------------------------------------------------ time
 
 
-class Clock:
-    """Device events on a GPU, the host's clock elsewhere; L2 is emptied before each region."""
-
-    def __init__(self, device: str) -> None:
-        self.is_cuda = device == "cuda"
-        if self.is_cuda:
-            self._filler = torch.empty(64 * MIB, dtype=torch.int32, device=device)
-
-    def flush(self) -> None:
-        """Fill the cache with something else."""
-        if self.is_cuda:
-            self._filler.zero_()
-
-    def mark(self) -> Any:
-        """Return a point in time on the device."""
-        if not self.is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, start: Any, end: Any) -> float:
-        """Return milliseconds between two marks."""
-        if not self.is_cuda:
-            return (end - start) * 1e3
-        end.synchronize()
-        return start.elapsed_time(end)
-
-
-def sample(loss: Loss, data: Inputs, clock: Clock) -> dict[str, float]:
+def sample(loss: Loss, data: Inputs, clock: timing.Clock) -> dict[str, float]:
     """Time one forward without gradients, and one training forward and backward."""
     clock.flush()
     with torch.no_grad():
@@ -190,7 +161,7 @@ def interleaved(
     losses: dict[str, Loss], data: Inputs, repeats: int, device: str
 ) -> dict[str, dict[str, Any]]:
     """Time every method in turn, `repeats` rounds; return median, p20 and p80 per part."""
-    clock = Clock(device)
+    clock = timing.Clock(device)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in losses}
     for loss in losses.values():
         for _ in range(2):
@@ -207,7 +178,7 @@ def interleaved(
 
 def product_ms(data: Inputs, repeats: int, device: str) -> dict[str, float]:
     """Time the library's product hidden @ weight.T, the unit to count every method in."""
-    clock, samples = Clock(device), []
+    clock, samples = timing.Clock(device), []
     hidden, weight = data.hidden.detach(), data.weight.detach()
     hidden @ weight.t()
     for _ in range(repeats):

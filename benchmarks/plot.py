@@ -21,12 +21,11 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import ablation_figures
-import convergence
-from rows import read
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import ROOT, ablation_figures
+from benchmarks.models import convergence
+from benchmarks.rows import read
 
-ROOT = Path(__file__).resolve().parent.parent
 COLOURS = {
     "eager": "#9a9a9a",
     "inductor": "#4c78a8",

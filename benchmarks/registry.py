@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import methods
 import torch
-from methods import IGNORED, Loss, Unavailable
 from torch import Tensor
+
+from benchmarks import methods
+from benchmarks.methods import IGNORED, Loss, Unavailable
 
 SHAPES = {
     "gemma2": (8192, 2304, 256000),

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from benchmarks import ROOT
+
 
 def command() -> str:
     """Return the command as anyone would type it in a clone."""
@@ -26,7 +28,12 @@ def command() -> str:
             next(arguments, None)
         elif argument != "--here":
             kept.append(argument)
-    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *kept])
+    return shlex.join(["python", _script(), *kept])
+
+
+def _script() -> str:
+    path = Path(sys.argv[0]).resolve()
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
 
 
 def environment() -> dict[str, Any]:
@@ -69,21 +76,20 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
-def percentiles(samples: list[float]) -> dict[str, float]:
-    """Return median, 20th and 80th percentile, rounded to a microsecond."""
+def percentiles(samples: list[float], digits: int = 3) -> dict[str, float]:
+    """Return median, 20th and 80th percentile, rounded; of milliseconds to a microsecond."""
     ordered = sorted(samples)
 
     def at(share: float) -> float:
-        return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3)
+        return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], digits)
 
     return {"median": at(0.5), "p20": at(0.2), "p80": at(0.8)}
 
 
 def _commit() -> str:
-    root = Path(__file__).resolve().parent
     result = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
-        cwd=root,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,

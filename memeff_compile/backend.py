@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from . import compat, report
 from .errors import MemeffError, OptionError
 from .kernels.coded_weight import CODECS
-from .kernels.linear_cross_entropy import decided_by_measurement
+from .kernels.device import decided_by_measurement
 from .logits.tensor import accept, attach
 from .model.weights.compress_when_safe import CompressWhenSafe
 from .options import Options, key_of

@@ -211,12 +211,19 @@ def size_hint(size: Any) -> int:
     return int(hint) if isinstance(hint, int) else 0
 
 
-def mode_options(mode: str) -> dict[str, Any]:
-    """Expand an Inductor mode name into its config keys."""
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """Return the config keys that each mode of Inductor stands for."""
     from torch._inductor import list_mode_options
 
-    expanded: dict[str, Any] = list_mode_options(mode, dynamic=None)
-    return expanded
+    modes: dict[str, dict[str, Any]] = list_mode_options()
+    return modes
+
+
+def inductor_config() -> tuple[dict[str, Any], Callable[[str], Any]]:
+    """Return Inductor's config as it is, and what tells the type of a key."""
+    from torch._inductor import config
+
+    return config.get_config_copy(), config.get_type  # type: ignore[attr-defined]
 
 
 def inductor_uses_cudagraphs(patches: Mapping[str, Any]) -> bool:

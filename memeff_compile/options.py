@@ -25,37 +25,51 @@ __all__ = ["PASS_NAMES", "Options", "options_page"]
 
 PREFIX = "memeff."
 
-PASS_NAMES = (
-    "fuse_linear_cross_entropy",
-    "fuse_embedding_gradient",
-    "encode_weights",
-    "fuse_gated_linear",
-    "defer_logits",
-    "compress_kv_cache",
-    "rewrite_kv_update",
-    "expand_multihead",
-    "recover_attention",
-    "quantize_attention",
-    "keep_rotary_tables",
-    "ternarize_linear",
-)
-"""Names of the passes that exist, in the order in which they run."""
 
-SWITCHES = {
-    "fuse_linear_cross_entropy": ("memeff.linear_cross_entropy", "off"),
-    "defer_logits": ("memeff.logits", "eager"),
-    "fuse_embedding_gradient": ("memeff.embedding", "off"),
-    "compress_kv_cache": ("memeff.kv_codes", "off"),
-    "rewrite_kv_update": ("memeff.kv_reads", "off"),
-    "expand_multihead": ("memeff.attention", "off"),
-    "recover_attention": ("memeff.attention", "off"),
-    "quantize_attention": ("memeff.attention", "exact"),
-    "fuse_gated_linear": ("memeff.gated_linear", "off"),
-    "keep_rotary_tables": ("memeff.rotary_tables", "off"),
-    "encode_weights": ("memeff.weights", "off"),
-    "ternarize_linear": ("memeff.ternary", "off"),
-}
-"""The option that switches each pass off."""
+@dataclass(frozen=True)
+class PassFacts:
+    """What is known of a pass without looking into it.
+
+    Args:
+        name: of its file, in reports, in `memeff.skip` and in `memeff.strict`.
+        option: the option that switches it on and off, without `memeff.`.
+        off: the values with which it does not run, first the one to name.
+        may_find_nothing: `memeff.strict` asks only that it declines nothing, since many graphs
+            have no place for it: one that trains has no cache to update, for example.
+        needs: a pass without which it does not run, or "".
+    """
+
+    name: str
+    option: str
+    off: tuple[str, ...] = ("off",)
+    may_find_nothing: bool = False
+    needs: str = ""
+
+
+PASS_FACTS = (
+    PassFacts("fuse_linear_cross_entropy", "linear_cross_entropy"),
+    PassFacts("fuse_embedding_gradient", "embedding"),
+    PassFacts("encode_weights", "weights", may_find_nothing=True),
+    PassFacts("fuse_gated_linear", "gated_linear"),
+    PassFacts("defer_logits", "logits", ("eager", "none"), needs="fuse_linear_cross_entropy"),
+    PassFacts("compress_kv_cache", "kv_codes", may_find_nothing=True),
+    PassFacts("rewrite_kv_update", "kv_reads", may_find_nothing=True),
+    PassFacts("expand_multihead", "attention", may_find_nothing=True),
+    PassFacts("recover_attention", "attention", may_find_nothing=True),
+    PassFacts("quantize_attention", "attention", ("exact", "off"), may_find_nothing=True),
+    PassFacts("keep_rotary_tables", "rotary_tables", may_find_nothing=True),
+    PassFacts("ternarize_linear", "ternary", may_find_nothing=True),
+)
+"""Every pass, in the order in which they run."""
+
+_FACTS = {facts.name: facts for facts in PASS_FACTS}
+PASS_NAMES = tuple(_FACTS)
+
+SWITCHES = {facts.name: (PREFIX + facts.option, facts.off[0]) for facts in PASS_FACTS}
+"""The option, and its value, that switches each pass off."""
+
+MAY_FIND_NOTHING = tuple(facts.name for facts in PASS_FACTS if facts.may_find_nothing)
+"""Passes of which `memeff.strict` asks only that they decline nothing."""
 
 ATTENTION_LEVELS = ("8b", "8b+f16", "4b")
 """The low-bit forms of attention, which `memeff.attention` and its tables name."""
@@ -144,9 +158,9 @@ def _check_flag(key: str, value: object) -> object:
 def _check_mode(key: str, value: object) -> object:
     if value is None:
         return None
-    from torch._inductor import list_mode_options
+    from memeff_compile import compat
 
-    modes = list(list_mode_options())
+    modes = list(compat.inductor_modes())
     if not isinstance(value, str) or value not in modes:
         raise OptionError(
             f"{_seen(key, value)}; it takes one of Inductor's modes: "
@@ -295,9 +309,9 @@ def _check_inductor(key: str, value: object) -> object:
         raise OptionError(f"{_seen(key, value)}; it takes a mapping of Inductor config keys.")
     if not value:
         return _FrozenMapping()
-    from torch._inductor import config
+    from memeff_compile import compat
 
-    known: dict[str, Any] = config.get_config_copy()
+    known, type_of = compat.inductor_config()
     checked: dict[str, Any] = {}
     for given, setting in value.items():
         name = given.replace("-", "_") if isinstance(given, str) else given
@@ -308,7 +322,7 @@ def _check_inductor(key: str, value: object) -> object:
                 f"{given!r} is neither an option of memeff (those start with {PREFIX!r}) nor a "
                 f"config key of Inductor.{hint} `python -m memeff_compile options` lists ours."
             )
-        expected = cast("Any", config).get_type(name)
+        expected = type_of(name)
         if get_origin(expected) is None and isinstance(expected, type):  # noqa: SIM102
             if not isinstance(setting, expected):
                 raise OptionError(
@@ -337,7 +351,6 @@ class _Info:
     values: str
     meaning: str
     check: Check
-    status: str = "available"
 
 
 def _option(
@@ -347,9 +360,8 @@ def _option(
     values: str,
     meaning: str,
     check: Check,
-    status: str = "available",
 ) -> Any:  # noqa: ANN401
-    info = _Info(PREFIX + key, values, meaning, check, status)
+    info = _Info(PREFIX + key, values, meaning, check)
     if isinstance(default, _FrozenMapping):
         return field(default_factory=_FrozenMapping, metadata={"info": info})
     if key in _PRESETS["exact"]:
@@ -357,14 +369,13 @@ def _option(
     return field(default=default, metadata={"info": info})
 
 
-def _choice(key: str, *values: str, meaning: str, status: str = "available") -> Any:  # noqa: ANN401
+def _choice(key: str, *values: str, meaning: str) -> Any:  # noqa: ANN401
     return _option(
         values[0],
         key=key,
         values=", ".join(f"`{value}`" for value in values),
         meaning=meaning,
         check=partial(_check_choice, values=values),
-        status=status,
     )
 
 
@@ -657,36 +668,25 @@ class Options:
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
+    def switched_off(self, name: str) -> str:
+        """Return the setting that switches a pass off, as one would write it, or "".
+
+        Example:
+            >>> Options(logits="eager").switched_off("defer_logits")
+            "memeff.logits='eager'"
+        """
+        facts = _FACTS[name]
+        value = getattr(self, _field_of(PREFIX + facts.option))
+        if value in facts.off:
+            return f"{PREFIX}{facts.option}={value!r}"
+        return self.switched_off(facts.needs) if facts.needs else ""
+
     def _check_strict_is_possible(self) -> None:
-        off = {
-            "fuse_linear_cross_entropy": (
-                f"{PREFIX}linear_cross_entropy='off'" if self.linear_cross_entropy == "off" else ""
-            ),
-            "defer_logits": f"{PREFIX}logits={self.logits!r}" if self.logits != "deferred" else "",
-            "fuse_embedding_gradient": (
-                f"{PREFIX}embedding='off'" if self.embedding == "off" else ""
-            ),
-            "compress_kv_cache": f"{PREFIX}kv_codes='off'" if self.kv_codes == "off" else "",
-            "rewrite_kv_update": f"{PREFIX}kv_reads='off'" if self.kv_reads == "off" else "",
-            "expand_multihead": f"{PREFIX}attention='off'" if self.attention == "off" else "",
-            "recover_attention": f"{PREFIX}attention='off'" if self.attention == "off" else "",
-            "quantize_attention": (
-                f"{PREFIX}attention={self.attention!r}" if not self.attention_is_lossy else ""
-            ),
-            "fuse_gated_linear": (
-                f"{PREFIX}gated_linear='off'" if self.gated_linear == "off" else ""
-            ),
-            "keep_rotary_tables": (
-                f"{PREFIX}rotary_tables='off'" if self.rotary_tables == "off" else ""
-            ),
-            "encode_weights": f"{PREFIX}weights='off'" if self.weights == "off" else "",
-            "ternarize_linear": f"{PREFIX}ternary='off'" if self.ternary == "off" else "",
-        }
-        off["defer_logits"] = off["defer_logits"] or off["fuse_linear_cross_entropy"]
         for name in self.strict:
-            if off[name]:
+            setting = self.switched_off(name)
+            if setting:
                 raise OptionError(
-                    f"{PREFIX}strict requires the pass {name!r}, but {off[name]} switches it "
+                    f"{PREFIX}strict requires the pass {name!r}, but {setting} switches it "
                     "off. Drop one of the two."
                 )
 
@@ -746,9 +746,9 @@ class Options:
         """Return the config patches for Inductor: those of the mode, then the explicit keys."""
         patches: dict[str, Any] = {}
         if self.mode is not None:
-            from torch._inductor import list_mode_options
+            from memeff_compile import compat
 
-            patches.update(list_mode_options(self.mode))
+            patches.update(compat.inductor_modes()[self.mode])
         patches.update(self.inductor)
         return patches
 
@@ -818,8 +818,8 @@ Keys that start with `memeff.` are in the table below; every other key is an Ind
 and is handed on to Inductor. A key that neither side knows is an `OptionError` with the nearest
 right name. The first value is the default.
 
-| key | values | meaning | status |
-|---|---|---|---|
+| key | values | meaning |
+|---|---|---|
 """
 
 _PAGE_TAIL = """
@@ -840,9 +840,6 @@ options={{"memeff.strict": "fuse_linear_cross_entropy"}}                  # rais
 
 def options_page() -> str:
     """Return the text of docs/options.md."""
-    rows = [
-        f"| `{info.key}` | {info.values} | {info.meaning} | {info.status} |\n"
-        for info in _by_field().values()
-    ]
+    rows = [f"| `{info.key}` | {info.values} | {info.meaning} |\n" for info in _by_field().values()]
     tail = _PAGE_TAIL.format(passes=", ".join(f"`{name}`" for name in PASS_NAMES))
     return _PAGE_HEAD + "".join(rows) + tail

@@ -265,7 +265,6 @@ class GraphReport:
         seconds: Time spent in our own code.
         before: The graph as it came in, as text.
         after: The graph as it went on to the inner compiler, as text.
-        note: Anything else worth a line, or "".
         logits: What became of its deferred logits so far; None where there are none.
     """
 
@@ -276,7 +275,6 @@ class GraphReport:
     seconds: float
     before: str = ""
     after: str = ""
-    note: str = ""
     logits: LogitsUse | None = None
 
     def __str__(self) -> str:
@@ -293,8 +291,6 @@ class GraphReport:
             paragraphs.append(f"{went}{why}.")
         if self.logits is not None and (self.logits.fused or self.logits.computed):
             paragraphs.append(str(self.logits))
-        if self.note:
-            paragraphs.append(textwrap.fill(self.note, _WIDTH))
         return "\n\n".join([heading, *(textwrap.indent(text, "  ") for text in paragraphs)])
 
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
@@ -315,7 +311,6 @@ class GraphReport:
             "training": self.training,
             "nodes": self.nodes,
             "seconds": self.seconds,
-            "note": self.note,
             "logits": None if self.logits is None else asdict(self.logits),
             "records": [record._to_dict() for record in self.records],
         }

@@ -330,11 +330,14 @@ def test_exporting_is_seen() -> None:
 # --- compilers --------------------------------------------------------------------------------------------
 
 
-@probes("mode_options", "inductor_uses_cudagraphs")
-def test_modes_of_inductor() -> None:
-    assert compat.mode_options("default") == {}
-    patches = compat.mode_options("reduce-overhead")
-    assert compat.inductor_uses_cudagraphs(patches)
+@probes("inductor_modes", "inductor_uses_cudagraphs", "inductor_config")
+def test_modes_and_config_of_inductor() -> None:
+    modes = compat.inductor_modes()
+    assert modes["default"] == {}
+    assert compat.inductor_uses_cudagraphs(modes["reduce-overhead"])
+    known, type_of = compat.inductor_config()
+    assert known["triton.cudagraphs"] is False
+    assert type_of("triton.cudagraphs") is bool
     assert not compat.inductor_uses_cudagraphs({})
 
 

@@ -78,7 +78,7 @@ print("ok")
 def test_torch_logs_by_package_name_prints_decisions(fresh_python: FreshPython) -> None:
     code = """
 import torch
-from memeff_compile.toy import ToyModel
+from memeff_compile.cli.toy import ToyModel
 torch.compile(ToyModel(), backend="memeff", options={"memeff.inner": "eager"})(torch.arange(8))
 """
     result = fresh_python(code, TORCH_LOGS="+memeff_compile")
@@ -89,7 +89,7 @@ torch.compile(ToyModel(), backend="memeff", options={"memeff.inner": "eager"})(t
 def test_without_torch_logs_nothing_is_printed(fresh_python: FreshPython) -> None:
     code = """
 import torch
-from memeff_compile.toy import ToyModel
+from memeff_compile.cli.toy import ToyModel
 torch.compile(ToyModel(), backend="memeff", options={"memeff.inner": "eager"})(torch.arange(8))
 """
     result = fresh_python(code)

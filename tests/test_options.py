@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memeff_compile.errors import MemeffError, OptionError
-from memeff_compile.options import PASS_NAMES, SWITCHES, Options, key_of, options_page
+from memeff_compile.options import (
+    MAY_FIND_NOTHING,
+    PASS_NAMES,
+    SWITCHES,
+    Options,
+    key_of,
+    options_page,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -209,6 +216,17 @@ def test_every_pass_has_an_option_that_switches_it_off(name: str) -> None:
     switched = Options.parse(None, {key: value})
     with pytest.raises(OptionError, match=f"strict requires the pass '{name}'"):
         Options.parse(None, {**switched.to_dict(), "memeff.strict": name})
+
+
+def test_the_page_of_decisions_names_every_switch_and_what_strict_asks() -> None:
+    (page,) = (ROOT / "docs").rglob("how-it-decides.md")
+    rows = dict(
+        row.strip("| ").split(" | ", 1) for row in page.read_text().splitlines() if " | " in row
+    )
+    switches = dict.fromkeys(f"`{key}={value}`" for key, value in SWITCHES.values())
+    assert rows["one pass off"] == ", ".join(switches)
+    lenient = ", ".join(f"`{name}`" for name in MAY_FIND_NOTHING)
+    assert f"({lenient}: only if it declined one)" in rows["an error instead of a silent decline"]
 
 
 @pytest.mark.parametrize(

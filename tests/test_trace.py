@@ -11,7 +11,7 @@ from tests.support.fresh_python import FreshPython
 
 PROGRAM = """\
 import torch
-from memeff_compile.toy import ToyModel
+from memeff_compile.cli.toy import ToyModel
 model = ToyModel()
 compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "aot_eager"})
 compiled(torch.arange(8)).backward()

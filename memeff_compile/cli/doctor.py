@@ -136,7 +136,7 @@ def _devices() -> list[Finding]:
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
         text = f"none (this torch is built with {built}); everything runs on the CPU"
         return [*findings, Finding("devices", "GPU", text)]
-    from memeff_compile.kernels.linear_cross_entropy import speed_note
+    from memeff_compile.kernels.device import speed_note
 
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)

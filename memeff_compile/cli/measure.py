@@ -260,11 +260,11 @@ def find_gpu(*, quick: bool) -> Bench:
             f"No GPU was found (torch {torch.__version__} is built with {built}); {needed}. "
             "Nothing on a CPU is decided by measurement: there is nothing to do here."
         )
-    from ..kernels._triton.device import can_run_kernels, machine
+    from ..kernels.device import can_run_kernels, machine
     from ..kernels.linear_cross_entropy.trials import questions
 
     device = torch.device("cuda", torch.cuda.current_device())
-    if not can_run_kernels(device.index):
+    if not can_run_kernels(device):
         major, minor = torch.cuda.get_device_capability(device)
         raise TuneError(
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and "

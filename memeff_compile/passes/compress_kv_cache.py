@@ -25,7 +25,7 @@ from .. import compat
 from ..kernels import coded_kv_cache as op_folder
 from .attention.cached import held_scale, unserved_setting
 from .attention.repeated_heads import without_repeat
-from .graph.base import Decline, Done, Gain
+from .graph.base import Decline, Done, Gain, GraphPass
 from .graph.canonical import Call, aten, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name
@@ -44,16 +44,10 @@ class Site:
     owned: list[Node] = field(default_factory=list)
 
 
-class CompressKVCache:
+class CompressKVCache(GraphPass):
     """The pass."""
 
     name = "compress_kv_cache"
-    version = 1
-    tier = "exact"
-
-    def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.kv_codes is on."""
-        return info.options.kv_codes != "off"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
         """Yield every attention over a dense view, and every view that no attention reads."""
@@ -116,11 +110,7 @@ class CompressKVCache:
         sizes |= {"H": heads, "S": plan.splits}
         return Gain(before, op_folder.share_bytes(b, h, d, splits=s), sizes)
 
-    def anchor(self, match: Site) -> Node:
-        """Return the attention."""
-        return match.node
-
-    def places(self, match: Site) -> Iterable[Node]:
+    def places(self, match: Site) -> Sequence[Node]:
         """Return the attention."""
         return [match.node]
 

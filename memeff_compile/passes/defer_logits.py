@@ -32,7 +32,7 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import linear_cross_entropy as op_folder
 from ..logits.recipe import DeferredOutput, LogitsRecipe, LossSettings
-from .graph.base import Decline, Done, Note
+from .graph.base import Decline, Done, GraphPass, Note
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name
 from .losses.head import SMALLEST_VOCABULARY, Chain, HeadReader, fold, replay_rows
@@ -78,16 +78,10 @@ class Returned:
     outputs: list[LogitsOutput]
 
 
-class DeferLogits:
+class DeferLogits(GraphPass):
     """The pass: logits of a training graph without a loss are computed when first read."""
 
     name = NAME
-    version = 1
-    tier = "exact"
-
-    def enabled(self, info: GraphInfo) -> bool:
-        """Return whether logits are deferred and losses fused."""
-        return info.options.logits == "deferred" and info.options.linear_cross_entropy != "off"
 
     def find(self, info: GraphInfo) -> Iterable[Returned]:
         """Yield one match per head whose logits are only returned."""
@@ -97,14 +91,7 @@ class DeferLogits:
         """Return why these logits must be left alone, or None."""
         return check_returned(info, match)
 
-    def gain(self, info: GraphInfo, match: Returned) -> None:
-        """Return nothing: what is saved depends on who reads the logits."""
-
-    def anchor(self, match: Returned) -> Node:
-        """Return the head."""
-        return match.head
-
-    def places(self, match: Returned) -> Iterable[Node]:
+    def places(self, match: Returned) -> Sequence[Node]:
         """Return the head."""
         return [match.head]
 

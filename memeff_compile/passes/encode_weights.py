@@ -32,7 +32,7 @@ from .. import compat
 from ..kernels import coded_weight as op_folder
 from ..options import Options
 from ..report import format_bytes
-from .graph.base import Decline, Done
+from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, ambient_region, node_name
@@ -56,16 +56,10 @@ class Several:
     split: str = ""
 
 
-class EncodeWeights:
-    """The pass."""
+class EncodeWeights(GraphPass):
+    """The pass. What a layer saves is said in the sentence, where equal layers are counted."""
 
     name = "encode_weights"
-    version = 1
-    tier = "exact"
-
-    def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.weights is on."""
-        return info.options.weights != "off"
 
     # --- find -------------------------------------------------------------------------------------
 
@@ -89,7 +83,7 @@ class EncodeWeights:
             if at is not None and not why:
                 found[at] = replace(found[at], sites=(*found[at].sites, site))
                 continue
-            if self._check_site(info, site) is None and not self._is_skipped(info, site):
+            if self._check_site(info, site) is None and not self.skipped(info, site.node):
                 open_groups[site.x] = len(found)
             found.append(Several((site,), why))
         return found
@@ -100,7 +94,7 @@ class EncodeWeights:
         codecs = [_codec(each) for each in (first, site)]
         needed = [n for n in (site.x, site.weight, site.bias) if n is not None]
         outs = [info.tensor(each.node) for each in (first, site)]
-        if self._check_site(info, site) is not None or self._is_skipped(info, site):
+        if self._check_site(info, site) is not None or self.skipped(info, site.node):
             return "it is declined or skipped"
         if codecs[0] != codecs[1]:
             return f"one is coded as {codecs[0]}, the other as {codecs[1]}"
@@ -130,18 +124,7 @@ class EncodeWeights:
     def _check_site(self, info: GraphInfo, site: Coded) -> Decline | None:
         return _other_reader(site) or _subclass(site) or _cast(info, site)
 
-    def _is_skipped(self, info: GraphInfo, site: Coded) -> bool:
-        path = info.module_path(site.node)
-        return bool(path) and info.options.skips(self.name, path)
-
-    def gain(self, info: GraphInfo, match: Several) -> None:
-        """Return None: a layer's saving is said in the sentence, where equal layers are counted."""
-
-    def anchor(self, match: Several) -> Node:
-        """Return the first linear."""
-        return match.sites[0].node
-
-    def places(self, match: Several) -> Iterable[Node]:
+    def places(self, match: Several) -> Sequence[Node]:
         """Return the linears."""
         return [site.node for site in match.sites]
 
@@ -166,10 +149,6 @@ class EncodeWeights:
         for site, new in zip(match.sites, news, strict=True):
             editor.replace(site.node, new)
         return Done(news[0], sentence, sites=len(match.sites))
-
-    def dead(self, match: Several) -> Sequence[Node]:
-        """Return what nobody reads any more."""
-        return [site.node for site in match.sites]
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from .. import compat
-from ..kernels.linear_cross_entropy import where_it_runs
+from ..kernels.device import where_it_runs
 from .attention.mask_algebra import negated
 from .attention.mask_forms import Form, form_of
-from .graph.base import Decline, Done
+from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor, EditRefused
 from .graph.graph_info import GraphInfo, node_name
@@ -74,16 +74,10 @@ class Multihead:
         return [mask for mask in (self.attention, self.padding) if mask is not None]
 
 
-class ExpandMultihead:
-    """The pass."""
+class ExpandMultihead(GraphPass):
+    """The pass. Which buffers go depends on the kernels that PyTorch chooses."""
 
     name = "expand_multihead"
-    version = 1
-    tier = "exact"
-
-    def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.attention is on."""
-        return info.options.attention != "off"
 
     # --- find -------------------------------------------------------------------------------------
 
@@ -111,14 +105,7 @@ class ExpandMultihead:
         # Blocks are alike: equal answers are one record, with their count.
         return None if found is None else replace(found, node=match.node, sites=1)
 
-    def gain(self, info: GraphInfo, match: Multihead) -> None:
-        """Return None: which buffers go depends on the kernels that PyTorch chooses."""
-
-    def anchor(self, match: Multihead) -> Node:
-        """Return the call."""
-        return match.node
-
-    def places(self, match: Multihead) -> Iterable[Node]:
+    def places(self, match: Multihead) -> Sequence[Node]:
         """Return the call."""
         return (match.node,)
 

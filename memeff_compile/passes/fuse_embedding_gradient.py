@@ -32,7 +32,7 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import embedding as op_folder
 from ..kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_total
-from .graph.base import Decline, Done, Gain
+from .graph.base import Decline, Done, Gain, GraphPass
 from .graph.canonical import Call, aten, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name
@@ -56,16 +56,14 @@ class Table:
     heads: list[Node] = field(default_factory=list)
 
 
-class FuseEmbeddingGradient:
+class FuseEmbeddingGradient(GraphPass):
     """The pass."""
 
     name = "fuse_embedding_gradient"
-    version = 1
-    tier = "exact"
 
     def enabled(self, info: GraphInfo) -> bool:
         """Return whether memeff.embedding is on and a backward may follow."""
-        return info.options.embedding != "off" and info.region.grad
+        return super().enabled(info) and info.region.grad
 
     # --- find -------------------------------------------------------------------------------------
 
@@ -153,11 +151,7 @@ class FuseEmbeddingGradient:
         sizes["B"] = int(op_folder.piece_bytes(sizes["N"], sizes["D"], **call))
         return Gain(before, op_folder.bytes_after(n, d, **call, pieces=b), sizes)
 
-    def anchor(self, match: Table) -> Node:
-        """Return the first lookup."""
-        return match.lookups[0]
-
-    def places(self, match: Table) -> Iterable[Node]:
+    def places(self, match: Table) -> Sequence[Node]:
         """Return the lookups and the heads."""
         return [*match.lookups, *match.heads]
 

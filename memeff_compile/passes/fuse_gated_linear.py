@@ -23,7 +23,7 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import gated_linear as op_folder
 from ..report import format_bytes
-from .graph.base import Decline, Done
+from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import Call, aten, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name
@@ -43,18 +43,14 @@ class Gated:
     activation: str
 
 
-class FuseGatedLinear:
-    """The pass."""
+class FuseGatedLinear(GraphPass):
+    """The pass. Blocks run one after the other: what each saves is said, and not added up."""
 
     name = "fuse_gated_linear"
-    version = 1
-    tier = "exact"
 
     def enabled(self, info: GraphInfo) -> bool:
         """Return whether memeff.gated_linear is on and this is a checkpoint's body that trains."""
-        return (
-            info.options.gated_linear != "off" and info.called_by is not None and info.region.grad
-        )
+        return super().enabled(info) and info.called_by is not None and info.region.grad
 
     # --- find -------------------------------------------------------------------------------------
 
@@ -79,14 +75,7 @@ class FuseGatedLinear:
         # Blocks are alike: equal answers are one record, with their count.
         return None if found is None else replace(found, node=match.linear, sites=1)
 
-    def gain(self, info: GraphInfo, match: Gated) -> None:
-        """Return None: blocks run one after the other, so what each saves must not be added up."""
-
-    def anchor(self, match: Gated) -> Node:
-        """Return the linear."""
-        return match.linear
-
-    def places(self, match: Gated) -> Iterable[Node]:
+    def places(self, match: Gated) -> Sequence[Node]:
         """Return the linear and what it is made from."""
         return (match.linear, match.product, match.activated)
 
@@ -103,10 +92,6 @@ class FuseGatedLinear:
             )
         editor.replace(match.linear, new)
         return Done(new, _sentence(info, match), sites=1)
-
-    def dead(self, match: Gated) -> Sequence[Node]:
-        """Return what nobody reads any more."""
-        return (match.linear, match.product, match.activated)
 
 
 # --- reading --------------------------------------------------------------------------------------

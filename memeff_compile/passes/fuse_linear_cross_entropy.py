@@ -33,10 +33,11 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import linear_cross_entropy as op_folder
+from ..kernels.device import speed_note, where_it_runs
 from ..options import Options
 from . import defer_logits
 from .defer_logits import LogitsOutput
-from .graph.base import Decline, Done, Gain
+from .graph.base import Decline, Done, Gain, GraphPass
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, written_by
 from .losses.checks import check_operands, check_regions, check_tails, check_writes, mutated
@@ -55,16 +56,10 @@ from .losses.tails import (
 )
 
 
-class FuseLinearCrossEntropy:
+class FuseLinearCrossEntropy(GraphPass):
     """The pass."""
 
     name = "fuse_linear_cross_entropy"
-    version = 1
-    tier = "exact"
-
-    def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.linear_cross_entropy is on."""
-        return info.options.linear_cross_entropy != "off"
 
     # --- find -------------------------------------------------------------------------------------
 
@@ -164,7 +159,7 @@ class FuseLinearCrossEntropy:
         call: dict[str, Any] = {
             "dtype": head.compute_dtype,
             "engine": _engine_name(hidden, match),
-            "device_type": op_folder.where_it_runs(hidden.device).type,
+            "device_type": where_it_runs(hidden.device).type,
             "workspace": info.options.linear_cross_entropy_workspace,
             "has_softcap": any(s.kind == "tanh" for s in match.tails[0].chain.steps),
             "with_entropy": any(t.kind in ENTROPIES for t in match.tails),
@@ -180,7 +175,7 @@ class FuseLinearCrossEntropy:
         """Return the loss node."""
         return match.tails[0].node
 
-    def places(self, match: Site) -> Iterable[Node]:
+    def places(self, match: Site) -> Sequence[Node]:
         """Return the head and the losses."""
         return [match.head.node, *(t.node for t in match.tails)]
 
@@ -226,7 +221,7 @@ def _engine_name(hidden: torch.Tensor, match: Site) -> str:
 def _engine(hidden: torch.Tensor | None, match: Site, options: Options) -> str:
     """Name the engine, what is known of its speed, and what a gradient filter will do in it."""
     assert hidden is not None
-    name, speed = _engine_name(hidden, match), op_folder.speed_note(hidden.device)
+    name, speed = _engine_name(hidden, match), speed_note(hidden.device)
     sentence = f"engine {name}: {op_folder.ENGINES[name]}" + (f"; {speed}" if speed else "")
     mode = options.linear_cross_entropy
     if mode == "exact":

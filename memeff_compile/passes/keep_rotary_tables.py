@@ -19,8 +19,8 @@ import torch
 from torch.fx import Node
 
 from .. import compat
-from ..kernels.linear_cross_entropy import where_it_runs
-from .graph.base import Decline, Done, Gain
+from ..kernels.device import where_it_runs
+from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo
@@ -42,16 +42,14 @@ class Tables:
     nodes: tuple[Node, ...]
 
 
-class KeepRotaryTables:
+class KeepRotaryTables(GraphPass):
     """The pass."""
 
     name = "keep_rotary_tables"
-    version = 1
-    tier = "exact"
 
     def enabled(self, info: GraphInfo) -> bool:
         """Return whether memeff.rotary_tables is on, for the compiler that would recompute."""
-        return info.options.rotary_tables != "off" and info.options.inner == "inductor"
+        return super().enabled(info) and info.options.inner == "inductor"
 
     def find(self, info: GraphInfo) -> Iterable[Tables | Decline]:
         """Yield the tables of the graph together."""
@@ -63,21 +61,7 @@ class KeepRotaryTables:
         if found:
             yield Tables(tuple(found))
 
-    def check(self, info: GraphInfo, match: Tables) -> Decline | None:
-        """Return None: what would not be the same is no table."""
-        del info, match
-        return None
-
-    def gain(self, info: GraphInfo, match: Tables) -> Gain | None:
-        """Return None: no byte is saved."""
-        del info, match
-        return None
-
-    def anchor(self, match: Tables) -> Node:
-        """Return the first table."""
-        return match.nodes[0]
-
-    def places(self, match: Tables) -> Iterable[Node]:
+    def places(self, match: Tables) -> Sequence[Node]:
         """Return the tables."""
         return match.nodes
 

@@ -25,8 +25,8 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import attention as exact_folder
 from ..kernels import quantized_attention as op_folder
-from ..kernels.linear_cross_entropy import where_it_runs
-from .graph.base import Decline, Done, Gain
+from ..kernels.device import kernels_need, was_measured, where_it_runs
+from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name
@@ -47,9 +47,6 @@ FEWEST_PAIRS = 32 * 4096 * 4096
 
 WIDEST = 128
 """Wider heads were measured to be slower than PyTorch's kernels."""
-
-_MEASURED = ((9, 0),)
-"""Compute capabilities of GPUs on which this was measured."""
 
 
 @dataclass(frozen=True)
@@ -120,16 +117,10 @@ class Match:
     sentence: str = ""
 
 
-class QuantizeAttention:
-    """The pass."""
+class QuantizeAttention(GraphPass):
+    """The pass: its gain is time, and `find` yields what can be served."""
 
     name = "quantize_attention"
-    version = 1
-    tier = "approximate"
-
-    def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.attention names a lossy form."""
-        return info.options.attention_is_lossy
 
     # --- find -------------------------------------------------------------------------------------
 
@@ -140,13 +131,12 @@ class QuantizeAttention:
         places = _places(info)
         calls = Counter(place.name for place in places)
         for place in places:
-            path = info.module_path(place.node)
             site = _site_for(info, place, calls[place.name])
             if isinstance(site, Decline):
                 declines.setdefault((site.code, site.sentence), []).append(site)
                 continue
             sentence = _sentence(info, site)
-            key = path if path and info.options.skips(self.name, path) else sentence
+            key = self.skipped(info, place.node) or sentence
             match = matches.setdefault(key, Match(sentence=sentence))
             match.sites.append(site)
         yield from matches.values()
@@ -155,19 +145,7 @@ class QuantizeAttention:
 
     # --- check ------------------------------------------------------------------------------------
 
-    def check(self, info: GraphInfo, match: Match) -> Decline | None:
-        """Return None: `find` yields what can be served."""
-        return None
-
-    def gain(self, info: GraphInfo, match: Match) -> Gain | None:
-        """Return None: the gain is time."""
-        return None
-
-    def anchor(self, match: Match) -> Node:
-        """Return the first site."""
-        return match.sites[0].node
-
-    def places(self, match: Match) -> Iterable[Node]:
+    def places(self, match: Match) -> Sequence[Node]:
         """Return the sites."""
         return [site.node for site in match.sites]
 
@@ -389,7 +367,7 @@ def _without_gain(
         why = f"on {device.type} the arithmetic of low bits is emulated"
         return Decline("not_faster", f"{why}: kept exact", hint, node)
     if op_folder.engine_for(query.device, query.dtype) == "reference":
-        why = "the kernels need triton and compute capability 8.0 or later"
+        why = f"the kernels need {kernels_need(query.device)}"
         return Decline("not_faster", f"{why}: kept exact", hint, node)
     depth = query.shape[3]
     if depth > WIDEST:
@@ -471,9 +449,6 @@ def _sentence(info: GraphInfo, site: Site) -> str:
         parts.append("this GPU does not multiply E4M3: weights and values in fp16")
     if len(site.levels) > 1:
         parts.append("calls are counted while the model runs")
-    device = where_it_runs(query.device)
-    if device.type == "cuda" and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(query.device)
-        if capability not in _MEASURED:
-            parts.append("speed not measured on this GPU")
+    if not was_measured(query.device, "quantized_attention"):
+        parts.append("speed not measured on this GPU")
     return "; ".join(parts)

@@ -16,31 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
 from .. import compat
-from ..kernels.linear_cross_entropy import where_it_runs
+from ..kernels.device import gpu, was_measured, where_it_runs
 from .attention.mask_algebra import negated
 from .attention.mask_forms import Form, form_of
 from .attention.mask_reader import Mask, MaskReader
 from .attention.sites import Site, find_sites
 from .attention.told_to_op import Said, said_for, sentence, why_not_here, write
-from .graph.base import Decline, Done, Gain
+from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import Call, aten, read
 from .graph.editor import Editor, EditRefused
 from .graph.graph_info import GraphInfo, node_name, written_by
-
-Capabilities: TypeAlias = "tuple[tuple[int, int], ...]"
-
-_MEASURED: Capabilities = ((9, 0),)
-"""Compute capabilities of GPUs on which the rewritten call was measured against the original."""
-
-_OP_MEASURED: Capabilities = ((9, 0),)
-"""The same for memeff::attention."""
 
 _LARGEST_HEAD = 256
 _READER = "mask_reader"
@@ -74,16 +66,10 @@ class Match:
     decline: Decline | None = None
 
 
-class RecoverAttention:
-    """The pass."""
+class RecoverAttention(GraphPass):
+    """The pass. Which buffers go depends on the kernels that PyTorch chooses."""
 
     name = "recover_attention"
-    version = 1
-    tier = "exact"
-
-    def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.attention is on."""
-        return info.options.attention != "off"
 
     # --- find -------------------------------------------------------------------------------------
 
@@ -110,10 +96,8 @@ class RecoverAttention:
         yield from matches.values()
 
     def _group(self, info: GraphInfo, answer: Plan | Decline, node: Node) -> tuple[str, ...]:
-        path = info.module_path(node)
-        own = path if path and info.options.skips(self.name, path) else ""
         code = answer.code if isinstance(answer, Decline) else ""
-        return code, answer.sentence, own
+        return code, answer.sentence, self.skipped(info, node)
 
     # --- check ------------------------------------------------------------------------------------
 
@@ -121,15 +105,7 @@ class RecoverAttention:
         """Return why the sites must be left alone, or None."""
         return match.decline
 
-    def gain(self, info: GraphInfo, match: Match) -> Gain | None:
-        """Return None: which buffers go depends on the kernels that PyTorch chooses."""
-        return None
-
-    def anchor(self, match: Match) -> Node:
-        """Return the first site."""
-        return match.sites[0].node
-
-    def places(self, match: Match) -> Iterable[Node]:
+    def places(self, match: Match) -> Sequence[Node]:
         """Return the sites."""
         return [site.node for site in match.sites]
 
@@ -211,7 +187,7 @@ def _as_call(
         said = [*said, "keys and values are not expanded (enable_gqa=True)"]
     elif expansion is not None:
         said = [*said, f"keys and values stay expanded: {expansion.sentence}"]
-    return Plan(causal, limit, bases, "; ".join([*said, *_speed(info, site, _MEASURED)]))
+    return Plan(causal, limit, bases, "; ".join([*said, *_speed(info, site, "grouped_heads")]))
 
 
 def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
@@ -233,7 +209,7 @@ def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan |
         parts.append("keys and values are not expanded")
     elif expansion is not None:
         parts.append(f"keys and values stay expanded: {expansion.sentence}")
-    parts += _speed(info, site, _OP_MEASURED)
+    parts += _speed(info, site, "attention")
     return Plan(False, None, bases, "; ".join(parts), said)
 
 
@@ -466,7 +442,10 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
         return "PyTorch's fused kernels for grouped heads take sizes up to 256 in steps of 8"
     if not torch.backends.cuda.flash_sdp_enabled():
         return "the flash kernels are switched off"
-    if query.is_cuda and torch.cuda.is_available() and _capability(query) < (8, 0):
+    found = gpu(query.device)
+    if not found.is_nvidia:
+        return "no kernel for grouped heads is known on GPUs other than NVIDIA's"
+    if found.capability < (8, 0):
         return "PyTorch's fused kernels for grouped heads need compute capability 8.0"
     return ""
 
@@ -497,17 +476,11 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _speed(info: GraphInfo, site: Site, measured: Capabilities) -> list[str]:
+def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
     """Say so where nobody has measured the new call against the original."""
     query = info.tensor(site.query)
     assert query is not None
-    if not query.is_cuda or not torch.cuda.is_available() or _capability(query) in measured:
-        return []
-    return ["speed not measured on this GPU"]
-
-
-def _capability(tensor: torch.Tensor) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(tensor.device)
+    return [] if was_measured(query.device, op) else ["speed not measured on this GPU"]
 
 
 def chooses_kernels(info: GraphInfo) -> bool:

@@ -31,7 +31,7 @@ from .. import compat
 from ..kernels import kv_cache as op_folder
 from .attention.cached import held_scale, unserved_setting
 from .attention.repeated_heads import same_shape, without_repeat
-from .graph.base import Decline, Done, Gain
+from .graph.base import Decline, Done, Gain, GraphPass
 from .graph.canonical import Call, aten, read, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name
@@ -90,16 +90,10 @@ class Site:
     owned: list[Node] = field(default_factory=list)
 
 
-class RewriteKVUpdate:
+class RewriteKVUpdate(GraphPass):
     """The pass."""
 
     name = "rewrite_kv_update"
-    version = 1
-    tier = "exact"
-
-    def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.kv_reads is on."""
-        return info.options.kv_reads != "off"
 
     # --- find -------------------------------------------------------------------------------------
 
@@ -155,11 +149,7 @@ class RewriteKVUpdate:
         sizes["S"] = plan.splits
         return Gain(before, op_folder.bytes_after(b, h, m, d, splits=s), sizes)
 
-    def anchor(self, match: Site) -> Node:
-        """Return the attention."""
-        return match.node
-
-    def places(self, match: Site) -> Iterable[Node]:
+    def places(self, match: Site) -> Sequence[Node]:
         """Return the attention."""
         return [match.node]
 

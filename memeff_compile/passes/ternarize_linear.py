@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import ternary_linear as op_folder
-from .graph.base import Decline, Done, Gain
+from .graph.base import Decline, Done, Gain, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name
@@ -74,16 +74,10 @@ class Calls:
     owned: list[Node] = field(default_factory=list)
 
 
-class TernarizeLinear:
+class TernarizeLinear(GraphPass):
     """The pass."""
 
     name = "ternarize_linear"
-    version = 1
-    tier = "exact"
-
-    def enabled(self, info: GraphInfo) -> bool:
-        """Return whether memeff.ternary is on."""
-        return info.options.ternary != "off"
 
     # --- find -------------------------------------------------------------------------------------
 
@@ -98,7 +92,7 @@ class TernarizeLinear:
             if site is None:
                 continue
             key: Any = node
-            if self._check_site(info, site) is None and not self._is_skipped(info, site):
+            if self._check_site(info, site) is None and not self.skipped(info, site.linear):
                 assert isinstance(site.tokens, Quantized)
                 key = (site.tokens.source, site.tokens.quantizer, _is_trained(info, site))
             if key in groups and _can_join(info, groups[key], site):
@@ -117,7 +111,7 @@ class TernarizeLinear:
             if product is None:
                 continue
             site = Site(product.result, product.bias, product.tokens, product.weight)
-            if self._is_skipped(info, site):
+            if self.skipped(info, site.linear):
                 continue
             key = (product.tokens.source, product.tokens.quantizer)
             if key in groups and _can_join(info, groups[key], site):
@@ -134,8 +128,7 @@ class TernarizeLinear:
             if node.target is op_folder.ternary_linear and not node.kwargs:
                 x, packed, scales, biases, *rest = node.args
                 operands = [n for n in (*packed, *scales, *biases) if isinstance(n, Node)]
-                path = info.module_path(node)
-                is_mine = not (path and info.options.skips(self.name, path))
+                is_mine = not self.skipped(info, node)
                 if is_mine and all(n.op in ("placeholder", "get_attr") for n in operands):
                     found.setdefault((x, tuple(rest)), []).append(node)
         for nodes in found.values():
@@ -148,10 +141,6 @@ class TernarizeLinear:
                 calls = _with_neighbours(info, together)
                 if len(together) > 1 or calls.entering.chain or calls.added is not None:
                     yield calls
-
-    def _is_skipped(self, info: GraphInfo, site: Site) -> bool:
-        path = info.module_path(site.linear)
-        return bool(path) and info.options.skips(self.name, path)
 
     # --- check ------------------------------------------------------------------------------------
 
@@ -195,11 +184,7 @@ class TernarizeLinear:
         before = op_folder.saved_before(n, k, m, dtype=value.dtype)
         return Gain(before, op_folder.saved_after(n, k, m), sizes)
 
-    def anchor(self, match: Group | Calls) -> Node:
-        """Return the first linear."""
-        return match.nodes[0] if isinstance(match, Calls) else match.sites[0].linear
-
-    def places(self, match: Group | Calls) -> Iterable[Node]:
+    def places(self, match: Group | Calls) -> Sequence[Node]:
         """Return the linears."""
         if isinstance(match, Calls):
             return match.nodes

@@ -173,7 +173,8 @@ def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:  # noqa: ANN401
             f"{type(model).__name__} is no model of transformers with a config; build one, on "
             "device 'meta' if its weights are not here."
         )
-    from ..model.cache.kv_cache import CodedLayer, KVCache
+    from ..model.cache.kv_cache import KVCache
+    from ..model.cache.layers import CodedLayer
 
     config: Any = model.config
     text = config.get_text_config(decoder=True)

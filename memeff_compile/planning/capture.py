@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import backend, compat
 from ..errors import ExplainError, MemeffError
-from ..kernels.linear_cross_entropy import planned_for
+from ..kernels.device import planned_for
 from ..options import Options
 from ..passes import PASSES
 from ..passes.graph.pipeline import run

@@ -16,6 +16,7 @@ from ..kernels import attention as attention_folder
 from ..kernels import embedding as embedding_folder
 from ..kernels import gated_linear as gated_folder
 from ..kernels import linear_cross_entropy as op_folder
+from ..kernels.device import planned_for
 from ..passes.graph.graph_info import clean_module_path
 from .capture import Capture, Graphs
 from .depth import Stack
@@ -467,7 +468,7 @@ def op_transient(scale: Scale, device: str) -> Transient:
             return _attention_transient(scale, device, node)
         op = called_op(node)
         name = op._schema.name.rpartition("::")[2]  # type: ignore[attr-defined]
-        with op_folder.planned_for(torch.device(device, 0)):
+        with planned_for(torch.device(device, 0)):
             formula = known.get(name)
             return formula(scale, device, name, _arguments(node)) if formula else sympy.Integer(0)
 

@@ -240,7 +240,7 @@ from torch.fx import symbolic_trace as traced
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile.backend  # registers the ops
-from memeff_compile.logits import DeferredOutput, LogitsRecipe
+from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe
 {imports}
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

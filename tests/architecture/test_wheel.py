@@ -33,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "memeff_compile", source / "memeff_compile")
-    shutil.copytree(ROOT / "tests" / "door", source / "tests" / "door")
+    shutil.copytree(ROOT / "tests" / "cli", source / "tests" / "cli")
     folder = tmp_path_factory.mktemp("wheel")
     code = BUILD.format(folder=str(folder))
     built = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from tests.support.scripts import script
+
 COUNTS = {"1": 6, "2, 3": 6, "4, 5": 4, "6": 2, "scores": 1}
 
 
@@ -32,7 +31,7 @@ def glyphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folders(glyphs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Train and save a tiny transformer of each kind."""
-    import small_models
+    from benchmarks.models import small_models
 
     found = {}
     for kind in ("vit", "dit"):
@@ -48,8 +47,8 @@ def folders(glyphs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def language_model(length: int = 40) -> Any:
-    import attention_subjects
-    from attention import use_causal_attention
+    from benchmarks.ablations import attention_subjects
+    from benchmarks.models.causal_attention import use_causal_attention
 
     config = LlamaConfig(
         vocab_size=97,
@@ -70,7 +69,7 @@ def language_model(length: int = 40) -> Any:
 
 
 def small(kind: str, glyphs: Path, folders: dict[str, Path]) -> Any:
-    import attention_subjects
+    from benchmarks.ablations import attention_subjects
 
     if kind == "language":
         return language_model()
@@ -83,7 +82,7 @@ def small(kind: str, glyphs: Path, folders: dict[str, Path]) -> Any:
 
 @pytest.fixture(scope="module")
 def found(glyphs: Path, folders: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
-    import attention_ablation
+    from benchmarks.ablations import attention_ablation
 
     kinds = ("language", "vision", "diffusion")
     return {kind: list(attention_ablation.tables(small(kind, glyphs, folders))) for kind in kinds}
@@ -95,7 +94,7 @@ def of(found: list[dict[str, Any]], table: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["language", "vision", "diffusion"])
 def test_every_table_has_its_rows(kind: str, found: dict[str, list[dict[str, Any]]]) -> None:
-    import attention_ablation
+    from benchmarks.ablations import attention_ablation
 
     ways = 2 if kind == "diffusion" else 1
     wanted = {**COUNTS, "11": 4 + ways * len(attention_ablation.SHARES)}
@@ -154,7 +153,7 @@ def test_distances_are_ordered_as_arithmetic_has_it(
 def test_the_backend_serves_every_site_of_a_model(
     kind: str, glyphs: Path, folders: dict[str, Path]
 ) -> None:
-    import attention_ablation
+    from benchmarks.ablations import attention_ablation
 
     subject = small(kind, glyphs, folders)
     for each in (subject, getattr(subject, "reader", None)):
@@ -174,27 +173,18 @@ def test_the_backend_serves_every_site_of_a_model(
 
 
 def test_the_command_writes_rows_of_each_model(
-    glyphs: Path, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    glyphs: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    import attention_ablation
 
-    parser = argparse.ArgumentParser()
-    attention_ablation.add_arguments(parser)
     out = tmp_path / "rows.jsonl"
-    given = parser.parse_args(
-        [
-            *("--subject", "vision", "--part", "sums", "tables", "--pictures", "8"),
-            *("--vit", str(folders["vit"]), "--glyphs", str(glyphs)),
-        ]
-    )
-    given.out = out
-    attention_ablation.run(given)
-    printed = capsys.readouterr().out
+    given = ("--subject", "vision", "--part", "sums", "tables", "--pictures", "8")
+    models = ("--vit", str(folders["vit"]), "--glyphs", str(glyphs), "--out", str(out))
+    printed = script("attention_ablation", *given, *models)
     assert "needs a GPU" in printed
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(row["model"] == "vision transformer" and row["torch"] for row in rows)
     assert printed.count("| vision transformer |") == len(rows)
-    import ablation_tables
+    from benchmarks.ablations import ablation_tables
 
     shown = ablation_tables.attention(rows)
     assert sum(line.startswith("| 4b scores,") for line in shown) == 3
@@ -204,7 +194,7 @@ def test_the_command_writes_rows_of_each_model(
 
 
 def test_pictures_are_shown_with_and_without_a_reader() -> None:
-    import ablation_tables
+    from benchmarks.ablations import ablation_tables
 
     row = {"mse": 0.01, "psnr_db": 26.0, "psnr_db_mean": 30.0, "psnr_db_worst": 14.04}
     assert ablation_tables.quality(row) == "26.0, 30.0, 14.0 dB"
@@ -213,7 +203,7 @@ def test_pictures_are_shown_with_and_without_a_reader() -> None:
 
 
 def test_training_ends_with_its_time_at_a_rate_of_nothing(glyphs: Path) -> None:
-    import small_models
+    from benchmarks.models import small_models
 
     sizes = dataclasses.replace(small_models.sizes_of("dit", "tiny"), steps=10**6)
     _, row = small_models.train("dit", sizes, glyphs, "cpu", seconds=0.3)
@@ -226,7 +216,7 @@ def test_training_ends_with_its_time_at_a_rate_of_nothing(glyphs: Path) -> None:
 
 
 def test_samples_follow_their_class_and_noise(folders: dict[str, Path]) -> None:
-    import small_models
+    from benchmarks.models import small_models
 
     model, sizes = small_models.load(folders["dit"], "cpu", torch.float32)
     start = torch.randn(2, 1, sizes.side, sizes.side)
@@ -242,8 +232,8 @@ def test_samples_follow_their_class_and_noise(folders: dict[str, Path]) -> None:
 def test_fonts_give_pictures_that_training_reads(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="its fonts are drawn")
     pytest.importorskip("PIL", reason="it draws them")
-    import glyphs
-    import small_models
+    from benchmarks.data import glyphs
+    from benchmarks.models import small_models
 
     count, characters = glyphs.build(tmp_path / "glyphs.npz")
     assert count > 10
@@ -258,16 +248,11 @@ def test_fonts_give_pictures_that_training_reads(tmp_path: Path) -> None:
     assert -1.0 <= float(first[0].min()) < float(first[0].max()) <= 1.0
 
 
-def test_the_benchmark_of_low_bits_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import quantized_attention
-
+def test_the_benchmark_of_low_bits_runs(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     for part in ("accuracy", "prefill"):
-        monkeypatch.setattr(
-            sys, "argv", ["", "--size", "tiny", "--part", part, "--depths", "16", "--out", str(out)]
-        )
-        quantized_attention.main()
+        given = ("--size", "tiny", "--part", part, "--depths", "16", "--out", str(out))
+        script("quantized_attention", *given)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 2 * 2 * 3
     by_level = {row["method"]: row for row in rows if row["kind"] == "iid" and row["causal"]}

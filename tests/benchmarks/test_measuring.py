@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import measuring
-import methods
 import pytest
-import registry
-import run
-import tiles
 import torch
 from torch.nn import functional
+
+from benchmarks import measuring, methods, registry, tiles
+from benchmarks.ops import linear_cross_entropy
 
 TINY = "48x32x300"
 
@@ -68,11 +66,11 @@ def test_gate_refuses_a_wrong_method(loss: Any) -> None:
 
 
 def test_a_method_that_fails_the_gate_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = run.arguments().parse_args(["--repeats", "1", "--dtype", "float32"])
+    given = linear_cross_entropy.arguments().parse_args(["--repeats", "1", "--dtype", "float32"])
     monkeypatch.setitem(
         registry._FIXED, "eager", registry.Method("eager", lambda: wrong_loss, 1e-3, 1e-4)
     )
-    bad, good = run.measure(["eager", "memeff exact"], TINY, "peaked", 0, given)
+    bad, good = linear_cross_entropy.measure(["eager", "memeff exact"], TINY, "peaked", 0, given)
     assert "failed" in bad
     assert "both_ms" not in bad
     assert set(good["both_ms"]) == {"median", "p20", "p80"}
@@ -80,8 +78,8 @@ def test_a_method_that_fails_the_gate_is_not_timed(monkeypatch: pytest.MonkeyPat
 
 def test_a_missing_peer_gives_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods.importlib.util, "find_spec", lambda name: None)
-    given = run.arguments().parse_args(["--repeats", "1", "--dtype", "float32"])
-    rows = run.measure(["apple", "liger"], TINY, "flat", 0, given)
+    given = linear_cross_entropy.arguments().parse_args(["--repeats", "1", "--dtype", "float32"])
+    rows = linear_cross_entropy.measure(["apple", "liger"], TINY, "flat", 0, given)
     assert [row["unavailable"] for row in rows] == [
         "cut_cross_entropy is not installed",
         "liger_kernel is not installed",

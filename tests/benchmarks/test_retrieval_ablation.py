@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
+from tests.support.scripts import script
+
 pytest.importorskip("transformers", reason="the small model is a Llama of it")
 
 
-def script(*arguments: str) -> str:
-    import retrieval_ablation
-
-    printed = io.StringIO()
-    with mock.patch("sys.argv", ["", *arguments]), contextlib.redirect_stdout(printed):
-        assert retrieval_ablation.main() == 0, printed.getvalue()
-    return printed.getvalue()
-
-
 def drawn(records: int = 9, questions: int = 3, first: float = 1.0) -> tuple[Any, Any]:
-    import retrieval_ablation
+    from benchmarks.ablations import retrieval_ablation
 
     plan = retrieval_ablation.PLANS["tiny"]
     generator = torch.Generator().manual_seed(0)
@@ -33,7 +23,7 @@ def drawn(records: int = 9, questions: int = 3, first: float = 1.0) -> tuple[Any
 
 
 def test_every_question_was_told_once_where_it_says() -> None:
-    import retrieval_ablation
+    from benchmarks.ablations import retrieval_ablation
 
     plan, asked = drawn()
     assert asked.ids.shape == (5, 128)
@@ -58,7 +48,7 @@ def test_what_is_asked_can_be_kept_out_of_the_last_tokens() -> None:
 
 
 def test_batches_tell_from_one_record_to_all_that_fit() -> None:
-    import retrieval_ablation
+    from benchmarks.ablations import retrieval_ablation
 
     lesson = retrieval_ablation.Lesson(retrieval_ablation.PLANS["full"], stage=2)
     generator = torch.Generator().manual_seed(0)
@@ -72,7 +62,7 @@ def test_batches_tell_from_one_record_to_all_that_fit() -> None:
 
 
 def test_sequences_grow_as_answers_are_right() -> None:
-    import retrieval_ablation
+    from benchmarks.ablations import retrieval_ablation
 
     plan = dataclasses.replace(retrieval_ablation.PLANS["tiny"], enough=0.9, patience=3)
     lesson = retrieval_ablation.Lesson(plan)
@@ -84,7 +74,7 @@ def test_sequences_grow_as_answers_are_right() -> None:
 
 
 def test_the_rate_is_nothing_when_time_or_steps_are_over() -> None:
-    import retrieval_ablation
+    from benchmarks.ablations import retrieval_ablation
 
     plan = retrieval_ablation.PLANS["full"]
     at = [(4000, 0.0), (plan.steps, 0.0), (200, 1.0), (0, 0.0)]
@@ -93,13 +83,14 @@ def test_the_rate_is_nothing_when_time_or_steps_are_over() -> None:
 
 
 def test_each_cache_has_a_row_and_the_exact_one_answers_as_the_model(tmp_path: Path) -> None:
-    import retrieval_ablation
-    import rows
     from transformers import LlamaForCausalLM
 
+    from benchmarks import rows
+    from benchmarks.ablations import retrieval_ablation
+
     given = ["--size", "tiny", "--model", str(tmp_path / "m"), "--out", str(tmp_path / "o.jsonl")]
-    assert "retrieval model" in script("train", *given)
-    script("measure", "--bits", "16", "2", *given)
+    assert "retrieval model" in script("retrieval_ablation", "train", *given)
+    script("retrieval_ablation", "measure", "--bits", "16", "2", *given)
     found = [row for row in rows.read(tmp_path / "o.jsonl") if row["kind"] == "retrieval"]
     plan = retrieval_ablation.PLANS["tiny"]
     assert len(found) == 3 + 2 * 2 + 6
@@ -121,14 +112,14 @@ def test_each_cache_has_a_row_and_the_exact_one_answers_as_the_model(tmp_path: P
     )
     assert merged["bytes"] < two["bytes"] < exact["bytes"]
     assert two["loss"] != exact["loss"] == pytest.approx(two["loss"], abs=0.2)
-    table = script("table", *given)
+    table = script("retrieval_ablation", "table", *given)
     assert table.count("| per_head |") == 1
     assert table.count("from layer 2, room 1% |") == 2
     assert "Seed 0, 8 steps, sequences of 64 tokens, 13 caches" in table
 
 
 def test_all_widths_and_both_schemes_are_measured() -> None:
-    import retrieval_ablation
+    from benchmarks.ablations import retrieval_ablation
 
     found = list(retrieval_ablation.settings(4))
     assert found[0] == retrieval_ablation.Setting(16)

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import io
 import json
 import random
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
+from tests.support.scripts import script
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def script(name: str, *arguments: str) -> str:
-    """Run a script of benchmarks/ as its command line would, and return what it prints.
-
-    It runs in this process: several seconds of imports are spared.
-    """
-    printed = io.StringIO()
-    path = str(ROOT / "benchmarks" / f"{name}.py")
-    with mock.patch("sys.argv", [path, *arguments]), contextlib.redirect_stdout(printed):
-        status = importlib.import_module(name).main()
-    assert not status, printed.getvalue()
-    return printed.getvalue()
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -65,7 +50,7 @@ def rows_of_attention() -> list[dict[str, Any]]:
 
 
 def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
-    import plot
+    from benchmarks import plot
 
     folder = tmp_path / "rows" / "box"
     several = [op_row(m, f) for m, f in (("inductor", 2.0), ("memeff mass", 1.0))]
@@ -107,25 +92,23 @@ def test_every_painter_draws_from_a_small_file_of_rows(tmp_path: Path) -> None:
 def test_ablations_print_the_papers_table_from_rows_they_wrote(tmp_path: Path) -> None:
     out = tmp_path / "ablations.jsonl"
     size = ["--shape", "64x32x300", "--ignored", "0", "50", "--repeats", "1", "--dtype", "float32"]
-    table = script(
-        "ablations", "linear_cross_entropy", *size, "--method", "memeff exact", "--out", str(out)
-    )
+    table = script("loss_ablation", *size, "--method", "memeff exact", "--out", str(out))
     assert "| lower bound |" in table
     assert "| memeff exact |" in table
     assert "50 % ignored, ignored removed" in table
     assert "Active tiles: 128x128" in table
-    import ablations
-    import rows
+    from benchmarks import rows
+    from benchmarks.ablations import loss_ablation
 
     found = rows.read(out)
-    assert ablations.table(found) == table.strip()
+    assert loss_ablation.table(found) == table.strip()
     counted = {(r["ignored_percent"], r["variant"], r["targets_that_count"]) for r in found}
     assert len(counted) == 3
     assert all(row["torch"] == torch.__version__ for row in found)
 
 
 def test_decoding_is_compared_with_every_backend(tmp_path: Path) -> None:
-    import rows
+    from benchmarks import rows
 
     out = tmp_path / "kv-decode.jsonl"
     script(
@@ -140,7 +123,7 @@ def test_decoding_is_compared_with_every_backend(tmp_path: Path) -> None:
 
 
 def test_attention_over_codes_is_compared_and_appends_are_timed(tmp_path: Path) -> None:
-    import rows
+    from benchmarks import rows
 
     out = tmp_path / "coded-kv.jsonl"
     parts = ("attention", "append", "size")
@@ -157,7 +140,7 @@ def test_attention_over_codes_is_compared_and_appends_are_timed(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_steps_with_a_coded_cache_are_timed_and_the_longest_one_found(tmp_path: Path) -> None:
-    import rows
+    from benchmarks import rows
 
     out = tmp_path / "coded-kv.jsonl"
     parts = ("step", "longest", "batch")
@@ -174,7 +157,7 @@ def test_steps_with_a_coded_cache_are_timed_and_the_longest_one_found(tmp_path: 
 def test_merging_is_measured_for_what_it_does_and_costs(
     corpus_folder: Path, tmp_path: Path
 ) -> None:
-    import rows
+    from benchmarks import rows
 
     out, model = tmp_path / "merging.jsonl", tmp_path / "model"
     given = ("--size", "tiny", "--corpus", str(corpus_folder), "--model", str(model))
@@ -206,7 +189,7 @@ def test_merging_is_measured_for_what_it_does_and_costs(
 
 
 def test_ternary_linears_are_compared_with_dense_ones(tmp_path: Path) -> None:
-    import rows
+    from benchmarks import rows
 
     out = tmp_path / "ternary.jsonl"
     script("ternary", "--size", "tiny", "--repeats", "2", "--out", str(out))
@@ -226,7 +209,7 @@ def test_ternary_linears_are_compared_with_dense_ones(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["step", "decode"])
 def test_ternary_models_are_measured(part: str, tmp_path: Path) -> None:
-    import rows
+    from benchmarks import rows
 
     out = tmp_path / "ternary.jsonl"
     script("ternary", "--size", "tiny", "--part", part, "--repeats", "2", "--out", str(out))
@@ -235,7 +218,7 @@ def test_ternary_models_are_measured(part: str, tmp_path: Path) -> None:
 
 
 def test_attention_is_compared_under_every_mask(tmp_path: Path) -> None:
-    import rows
+    from benchmarks import rows
 
     out = tmp_path / "attention-kernels.jsonl"
     script("attention_kernels", "--size", "tiny", "--repeats", "2", "--out", str(out))
@@ -252,7 +235,7 @@ def test_attention_is_compared_under_every_mask(tmp_path: Path) -> None:
 
 
 def test_curves_are_read_back_as_the_latest_start_of_each_run(tmp_path: Path) -> None:
-    import convergence
+    from benchmarks.models import convergence
 
     path = tmp_path / "curves.jsonl"
     rows: list[dict[str, Any]] = [
@@ -275,7 +258,7 @@ def test_curves_are_read_back_as_the_latest_start_of_each_run(tmp_path: Path) ->
 
 
 def test_summary_pairs_methods_with_the_baseline_seed_by_seed() -> None:
-    import convergence
+    from benchmarks.models import convergence
 
     curves = {
         f"scratch/{method}/{seed}": [{"done": True, "validation": loss}]
@@ -294,7 +277,7 @@ def test_summary_pairs_methods_with_the_baseline_seed_by_seed() -> None:
 def test_plan_takes_low_seeds_first_stays_with_a_method_and_waits_for_the_base(
     tmp_path: Path,
 ) -> None:
-    import convergence
+    from benchmarks.models import convergence
 
     runs = [
         convergence.Run(phase, method, seed)
@@ -312,7 +295,7 @@ def test_plan_takes_low_seeds_first_stays_with_a_method_and_waits_for_the_base(
 def test_plan_starts_nothing_that_would_not_end_in_the_budget(tmp_path: Path) -> None:
     import time
 
-    import convergence
+    from benchmarks.models import convergence
 
     run = convergence.Run("scratch", "mass", 0)
     plan = convergence.Plan([run], tmp_path, time.monotonic() + 50, seconds={"scratch": 60})
@@ -366,8 +349,9 @@ def test_a_run_learns_reports_and_saves_a_loadable_model(
     corpus_folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers", reason="the small model is a Llama of transformers")
-    import training
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from benchmarks.models import training
 
     trainer = training.Trainer("tiny", corpus_folder, "cpu")
     reported: list[dict[str, Any]] = []
@@ -410,7 +394,7 @@ def test_driver_trains_every_method_and_leaves_out_what_is_complete(
     assert "holds every run asked for" in script("convergence", *arguments)
     table = script("convergence", "table", "--out", str(tmp_path / "curves.jsonl"))
     assert table.count("\n") == 6
-    import convergence
+    from benchmarks.models import convergence
 
     curves = convergence.read_curves(tmp_path / "curves.jsonl")
     assert curves["scratch/exact/0"][-1]["rewrites"] == 1
@@ -431,7 +415,7 @@ def test_attention_forms_are_checked_before_they_are_timed(tmp_path: Path) -> No
         *("--size", "tiny", "--backend", "memeff", "--inner", "aot_eager", "--attention", "eager"),
         *("--steps", "2", "--out", str(out)),
     )
-    import rows
+    from benchmarks import rows
 
     found = rows.read(out)
     assert [(r["what"], r["backend"]) for r in found] == [
@@ -451,7 +435,7 @@ def test_multihead_is_checked_before_it_is_timed(tmp_path: Path) -> None:
         *("--size", "tiny", "--backend", "memeff", "--inner", "aot_eager", "--repeats", "2"),
         *("--case", "plain", "weights", "both", "--out", str(out)),
     )
-    import rows
+    from benchmarks import rows
 
     found = rows.read(out)
     assert all("ms" in row and row["error"] < 1e-5 for row in found)
@@ -468,7 +452,7 @@ def test_training_step_rows_of_two_backends_share_a_process(tmp_path: Path) -> N
         *("--model", "tiny", "--backend", "eager", "memeff", "--option", "memeff.inner=aot_eager"),
         *("--attention", "default", "causal", "--steps", "2", "--out", str(out)),
     )
-    import rows
+    from benchmarks import rows
 
     found = rows.read(out)
     assert [(r["attention"], r["name"]) for r in found] == [
@@ -481,7 +465,7 @@ def test_training_step_rows_of_two_backends_share_a_process(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_compressed_weights_are_measured_part_by_part(tmp_path: Path) -> None:
-    import rows
+    from benchmarks import rows
 
     out = tmp_path / "coded.jsonl"
     script("coded_weights", "--size", "tiny", "--out", str(out))
@@ -495,8 +479,7 @@ def test_compressed_weights_are_measured_part_by_part(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_small_models_with_compressed_weights_train_alike_and_are_drawn(tmp_path: Path) -> None:
-    import plot
-    import rows
+    from benchmarks import plot, rows
 
     script("coded_weight_models", "--size", "tiny", "--out", str(tmp_path))
     found = {
@@ -516,7 +499,7 @@ def test_small_models_with_compressed_weights_train_alike_and_are_drawn(tmp_path
 
 @pytest.mark.slow
 def test_ways_to_train_compressed_weights_are_measured_one_by_one(tmp_path: Path) -> None:
-    import rows
+    from benchmarks import rows
 
     out = tmp_path / "designs.jsonl"
     script("coded_weight_designs", "--size", "tiny", "--out", str(out))

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import io
 import json
 import math
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy
 import pytest
 import torch
 
 from memeff_compile.kernels.ternary_linear import Quantizer, reference
+from tests.support.scripts import script
 
 transformers = pytest.importorskip("transformers", reason="the small model is a Llama of it")
 
 ROOT = Path(__file__).resolve().parents[2]
 SLICES = [f"{name}-{split}" for name in ("python", "other") for split in ("train", "validation")]
-
-
-def script(name: str, *arguments: str) -> str:
-    """Run a script of benchmarks/ in this process and return what it prints."""
-    printed = io.StringIO()
-    path = str(ROOT / "benchmarks" / f"{name}.py")
-    with mock.patch("sys.argv", [path, *arguments]), contextlib.redirect_stdout(printed):
-        status = importlib.import_module(name).main()
-    assert not status, printed.getvalue()
-    return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +46,7 @@ def drawn() -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp4", "topk8"])
 def test_references_round_as_the_op_does(kind: str) -> None:
-    import reference_quantizers
+    from benchmarks.ablations import reference_quantizers
 
     x = drawn()
     codes, scale = reference.quantize(x, Quantizer(kind))
@@ -68,7 +55,7 @@ def test_references_round_as_the_op_does(kind: str) -> None:
 
 
 def test_e1m2_is_int4_by_the_largest_value() -> None:
-    import reference_quantizers
+    from benchmarks.ablations import reference_quantizers
 
     x = drawn()
     largest = x.abs().amax(-1, keepdim=True)
@@ -79,7 +66,7 @@ def test_e1m2_is_int4_by_the_largest_value() -> None:
 
 
 def test_reference_linears_hand_every_gradient_on() -> None:
-    import reference_quantizers
+    from benchmarks.ablations import reference_quantizers
 
     dense = torch.nn.Linear(48, 8, bias=False)
     linear = reference_quantizers.ReferenceLinear.of(dense, "int4-2mean")
@@ -99,8 +86,8 @@ def qat(text: Path, out: Path, *arguments: str, inner: str = "none") -> str:
 def test_ternary_runs_share_their_first_stage_and_fill_the_tables(
     text: Path, tmp_path: Path
 ) -> None:
-    import convergence
-    import ternary_ablation
+    from benchmarks.ablations import ternary_ablation
+    from benchmarks.models import convergence
 
     out = tmp_path / "curves.jsonl"
     chosen = ["a4.8", "q4 kv3", "all int4", "full precision"]
@@ -131,7 +118,7 @@ def test_ternary_runs_share_their_first_stage_and_fill_the_tables(
 
 @pytest.mark.slow
 def test_the_published_spelling_is_found_by_the_pass(text: Path, tmp_path: Path) -> None:
-    import convergence
+    from benchmarks.models import convergence
 
     out = tmp_path / "curves.jsonl"
     qat(text, out, "--only", "spelled", "b1.58 relu2", inner="aot_eager")
@@ -160,9 +147,9 @@ def kv_rows(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_caches_of_few_bits_are_compared_with_an_exact_one(text: Path, kv_rows: Path) -> None:
-    import kv_ablation
-    import rows
-    import training
+    from benchmarks import rows
+    from benchmarks.ablations import kv_ablation
+    from benchmarks.models import training
 
     found = [r for r in rows.read(kv_rows / "kv.jsonl") if r["kind"] == "kv quality"]
     assert len(found) == 9
@@ -186,7 +173,7 @@ def test_caches_of_few_bits_are_compared_with_an_exact_one(text: Path, kv_rows: 
 
 
 def test_pass_keys_stand_where_they_are_asked_for(text: Path) -> None:
-    import kv_ablation
+    from benchmarks.ablations import kv_ablation
 
     recipe, plan = kv_ablation.RECIPES["tiny"], kv_ablation.PLANS["tiny"]
     copying = kv_ablation.Copying(plan, recipe, text, "cpu")
@@ -204,7 +191,7 @@ def test_pass_keys_stand_where_they_are_asked_for(text: Path) -> None:
 
 @pytest.mark.slow
 def test_single_steps_over_codes_agree_with_pieces(text: Path, kv_rows: Path) -> None:
-    import rows
+    from benchmarks import rows
 
     kv(text, kv_rows, "decode", inner="aot_eager")
     found = [r for r in rows.read(kv_rows / "kv.jsonl") if r["kind"] == "kv decode"]
@@ -213,7 +200,7 @@ def test_single_steps_over_codes_agree_with_pieces(text: Path, kv_rows: Path) ->
 
 
 def test_settings_name_every_scheme_and_width() -> None:
-    import kv_ablation
+    from benchmarks.ablations import kv_ablation
 
     def widths(scheme: str) -> set[int]:
         chosen: list[Any] = list(kv_ablation.settings(kv_ablation.PLANS["full"]))

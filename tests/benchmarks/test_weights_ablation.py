@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 def tiny() -> Any:
     """Return a language model of one layer and random text."""
-    import attention_subjects
-    from attention import use_causal_attention
+    from benchmarks.ablations import attention_subjects
+    from benchmarks.models.causal_attention import use_causal_attention
 
     config = LlamaConfig(
         vocab_size=61,
@@ -34,7 +34,7 @@ def tiny() -> Any:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    import weights_ablation
+    from benchmarks.ablations import weights_ablation
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights_ablation, "BLOCKS", (32, 512))
@@ -86,7 +86,7 @@ def test_times_are_given_only_for_what_runs_as_it_would(found: list[dict[str, An
 
 
 def test_tables_hold_every_method_and_block(found: list[dict[str, Any]]) -> None:
-    import ablation_tables
+    from benchmarks.ablations import ablation_tables
 
     shown = ablation_tables.weights(found)
     assert sum("bits kept, blocks of 512" in line for line in shown) == 4
@@ -96,7 +96,7 @@ def test_tables_hold_every_method_and_block(found: list[dict[str, Any]]) -> None
 
 
 def test_the_papers_formula_is_what_the_codes_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    import weights_ablation
+    from benchmarks.ablations import weights_ablation
 
     monkeypatch.setattr(weights_ablation, "BLOCKS", (32, 512))
     rows = list(weights_ablation.errors(tiny(), 128))
@@ -115,7 +115,7 @@ def test_the_papers_formula_is_what_the_codes_do(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nf4_and_fp4_are_the_published_numbers() -> None:
-    import weights_ablation
+    from benchmarks.ablations import weights_ablation
 
     numbers = weights_ablation.normal_floats()
     assert numbers.numel() == 16
@@ -129,7 +129,7 @@ def test_nf4_and_fp4_are_the_published_numbers() -> None:
 
 @pytest.mark.parametrize("name", ["normal_floats", "four_bit_floats"])
 def test_four_bits_take_the_nearest_number_of_a_block(name: str) -> None:
-    import weights_ablation
+    from benchmarks.ablations import weights_ablation
 
     numbers = getattr(weights_ablation, name)()
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_four_bits_take_the_nearest_number_of_a_block(name: str) -> None:
 
 
 def test_int8_linears_take_large_inputs_in_16_bits() -> None:
-    import weights_ablation
+    from benchmarks.ablations import weights_ablation
 
     torch.manual_seed(0)
     linear = torch.nn.Linear(128, 32).to(torch.bfloat16)

@@ -14,7 +14,7 @@ from memeff_compile import decisions
 from memeff_compile.cli.measure import find_gpu, measure
 from memeff_compile.cli.toy import ToyModel
 from memeff_compile.decisions import DECISIONS, Table
-from memeff_compile.kernels._triton.device import decided_by_measurement, is_hopper
+from memeff_compile.kernels.device import decided_by_measurement, gpu
 from memeff_compile.kernels.linear_cross_entropy import engine_for, tuned
 
 pytestmark = pytest.mark.gpu
@@ -36,15 +36,15 @@ def test_a_measurement_finds_every_setting_right_and_decides(cache: Path) -> Non
     assert not {name: found.refused for name, found in entry.found.items() if found.refused}
     assert all(DECISIONS[name].accepts(found.value) for name, found in entry.found.items())
     assert all(len(found.timings) > 1 for found in entry.found.values())
-    assert (tuned.ENGINE in entry.found) == is_hopper(0)
+    assert (tuned.ENGINE in entry.found) == gpu(DEVICE).is_hopper
 
-    if is_hopper(0):
+    if gpu(DEVICE).is_hopper:
         other = replace(entry.found[tuned.ENGINE], value="hybrid", default="fused")
         entry = replace(entry, found={**entry.found, tuned.ENGINE: other})
     decisions.save(Table((entry,)), cache)
     decisions.forget()
     assert engine_for(DEVICE, torch.bfloat16, 64) == "hybrid"
-    assert not is_hopper(0) or decided_by_measurement() != ""
+    assert not gpu(DEVICE).is_hopper or decided_by_measurement() != ""
     model = ToyModel().to(DEVICE, torch.bfloat16)
     options = {"memeff.inner": "aot_eager"}
     torch.compile(model, backend="memeff", options=options)(torch.arange(32, device=DEVICE))

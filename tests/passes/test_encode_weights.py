@@ -347,7 +347,7 @@ def test_the_op_knows_whether_it_trains(monkeypatch: pytest.MonkeyPatch) -> None
 
     block = Block(lambda weight: weight)
     monkeypatch.setattr(op, "_uses_kernels", lambda tensor: tensor.dtype == torch.bfloat16)
-    monkeypatch.setattr(op.launch, "fuses", fuses)
+    monkeypatch.setattr(op.codecs, "fuses", fuses)
     for grad in (True, False):
         torch._dynamo.reset()
         settings = {"memeff.inner": "aot_eager"}

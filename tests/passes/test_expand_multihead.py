@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
-from memeff_compile.kernels.linear_cross_entropy import planned_for
+from memeff_compile.kernels.device import planned_for
 from memeff_compile.report import Record
 from tests.support.captured_graphs import compare_with_eager
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memeff_compile
-from memeff_compile.kernels._triton.device import planned_for
+from memeff_compile.kernels.device import planned_for
 
 expecttest = pytest.importorskip(
     "expecttest", reason="goldens are compared with expecttest, which is not installed here"

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memeff_compile
 from memeff_compile.errors import OptionError, StrictError
-from memeff_compile.kernels.linear_cross_entropy import planned_for
+from memeff_compile.kernels.device import planned_for
 from memeff_compile.passes import quantize_attention
 from memeff_compile.report import Record
 from tests.support.coded_attention import relative_l1

@@ -18,7 +18,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import memeff_compile
 from memeff_compile import compat
-from memeff_compile.kernels._triton.device import planned_for
+from memeff_compile.kernels.device import planned_for
 from memeff_compile.kernels.kv_cache import reference
 from memeff_compile.options import Options
 from memeff_compile.passes import PASSES, rewrite_kv_update

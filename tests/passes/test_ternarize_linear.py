@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
 from memeff_compile.kernels import ternary_linear as op_folder
-from memeff_compile.kernels._triton.device import planned_for
+from memeff_compile.kernels.device import planned_for
 from memeff_compile.options import Options
 from memeff_compile.passes import PASSES
 from memeff_compile.passes.graph import pipeline

@@ -415,7 +415,7 @@ def test_attention_without_its_scores_is_planned_without_them() -> None:
     ("name", "batch", "attention"), [("llama3.2-1b", 8, "sdpa"), ("gemma2-2b", 4, "eager")]
 )
 def test_peak_is_that_of_the_gpu_allocator(name: str, batch: int, attention: str) -> None:
-    """The last measured rows of benchmarks/models.py, within 10 %."""
+    """The last measured rows of benchmarks/models/models.py, within 10 %."""
     pytest.importorskip("transformers", reason="builds transformers models from their configs")
     from memeff_compile.planning.models import build
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import memeff_compile
 from memeff_compile import backend
 from memeff_compile.errors import MemeffError, VerifyError
-from memeff_compile.passes.graph.base import Decline, Done
+from memeff_compile.passes.graph.base import Done, GraphPass
 from memeff_compile.passes.graph.editor import Editor
 from memeff_compile.passes.graph.graph_info import GraphInfo
 from memeff_compile.report import Record
@@ -102,10 +102,10 @@ def _(x: Tensor) -> Tensor:
 give_up.register_autograd(lambda ctx, grad: grad)
 
 
-class Breaks:
+class Breaks(GraphPass):
     """A pass that spoils one output of every graph in which the loss was fused."""
 
-    name, version, tier = "fuse_linear_cross_entropy", 1, "exact"
+    name = "fuse_linear_cross_entropy"
 
     def __init__(self, place: int, spoil: Callable[[Editor, Node], Node]) -> None:
         self.place, self.spoil = place, spoil
@@ -118,16 +118,10 @@ class Breaks:
         if any("memeff" in str(node.target) for level in levels for node in level.graph.nodes):
             yield info.output.args[0][self.place]  # type: ignore[index]
 
-    def check(self, info: GraphInfo, match: Node) -> Decline | None:
-        return None
-
-    def gain(self, info: GraphInfo, match: Node) -> None:
-        return None
-
     def anchor(self, match: Node) -> Node:
         return match
 
-    def places(self, match: Node) -> Iterable[Node]:
+    def places(self, match: Node) -> Sequence[Node]:
         return ()
 
     def dead(self, match: Node) -> Sequence[Node]:

@@ -2,13 +2,15 @@
 
 The rewrite fires once per head, loss and gradients are eager's: to twelve digits in float64, as the
 definition of equal gradients says in fp32, and no worse than 1.1 times eager's own error against fp32
-in bf16 and under autocast.
+in bf16 and under autocast. All surfaces are compiled as one model per mode; a test reads its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import memeff_compile
+from memeff_compile.report import GraphReport
 from tests.support.captured_graphs import FUSE
 from tests.support.closeness import (
     WORSE,
@@ -24,7 +27,7 @@ from tests.support.closeness import (
     needs_compiler,
     pooled_error,
 )
-from tests.support.surfaces import SURFACES, D, SurfaceModel, V, batch, loss_and_grads
+from tests.support.surfaces import SURFACES, D, SurfaceModel, V, batch
 
 SEEDS = range(5)
 SHAPES = [(2, 8), (3, 5), (4, 9)]
@@ -40,6 +43,19 @@ def region(autocast: bool) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
 
 
+class Surfaces(nn.Module):
+    """Some surfaces in one model, each with a trunk and a head of its own: one compilation."""
+
+    def __init__(self, names: Iterable[str], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(
+            {name: SurfaceModel(SURFACES[name], dtype, seed) for seed, name in enumerate(names)}
+        )
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {name: part(x, labels) for name, part in self.parts.items()}
+
+
 def compiled(
     model: nn.Module, inner: str = "aot_eager", dynamic: bool | None = None
 ) -> Callable[..., Any]:
@@ -49,123 +65,176 @@ def compiled(
     return torch.compile(model, backend="memeff", fullgraph=True, dynamic=dynamic, options=options)
 
 
-def assert_fired(heads: int = 1, graphs: int = 1) -> None:
-    report = memeff_compile.last_report()
-    assert len(report.graphs) == graphs, str(report)
-    assert report.rewrites(FUSE) == heads * graphs, str(report)
-    assert not [r for r in report.records if r.action in ("declined", "internal_error")], str(
-        report
-    )
+@dataclass(frozen=True)
+class Outcome:
+    """One surface's loss and gradients; no gradients where none were asked for."""
+
+    loss: Tensor
+    grads: list[Tensor | None]
 
 
-def assert_no_worse_than_eager(
-    model: nn.Module, run: Callable[..., Any], autocast: bool, shape: tuple[int, int]
-) -> None:
-    """Compare the errors of loss and gradients against fp32 over the seeds.
+@dataclass(frozen=True)
+class Pair:
+    """The outcomes of all surfaces on one batch: as compiled, in eager, and in fp32."""
+
+    ours: dict[str, Outcome]
+    eager: dict[str, Outcome]
+    truth: dict[str, Outcome]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One compilation of all surfaces: what it gave on some batches, and its report's graphs."""
+
+    pairs: list[Pair]
+    graphs: list[GraphReport]
+
+    def assert_fired(self, surface: str) -> None:
+        """Assert one graph, and in it one rewrite of the surface's head and nothing left alone."""
+        (graph,) = self.graphs
+        of_it = [r for r in graph.records if r.module.split(".")[-1] == surface]
+        assert [r.pass_name for r in of_it if r.action == "rewrote"] == [FUSE], of_it
+        left = [r for r in graph.records if r.action in ("declined", "internal_error")]
+        assert not left, left
+
+
+def outcomes(
+    model: nn.Module, call: Callable[..., dict[str, Tensor]], *args: Tensor
+) -> dict[str, Outcome]:
+    """Call, and run the backward pass of all losses together: no two share a parameter."""
+    model.zero_grad(set_to_none=True)
+    losses = call(*args)
+    if all(loss.requires_grad for loss in losses.values()):
+        torch.autograd.backward(list(losses.values()))
+    return {
+        name: Outcome(
+            loss.detach(),
+            [None if p.grad is None else p.grad.clone() for p in model.parts[name].parameters()],
+        )
+        for name, loss in losses.items()
+    }
+
+
+def run_all(
+    dtype: torch.dtype,
+    autocast: bool,
+    batches: Iterable[tuple[tuple[int, int], int]],
+    inner: str = "aot_eager",
+    dynamic: bool | None = None,
+) -> Run:
+    """Compile every surface once and run it on batches, given as ((rows, length), seed)."""
+    model = Surfaces(SURFACES, dtype)
+    exact = Surfaces(SURFACES, dtype).to(torch.promote_types(dtype, torch.float32))
+    call = compiled(model, inner, dynamic)
+    pairs = []
+    for shape, seed in batches:
+        x, labels = batch(*shape, dtype=dtype, seed=seed)
+        with region(autocast):
+            eager = outcomes(model, model, x, labels)
+            ours = outcomes(model, call, x, labels)
+        truth = outcomes(exact, exact, x.to(next(exact.parameters()).dtype), labels)
+        pairs.append(Pair(ours, eager, truth))
+    return Run(pairs, memeff_compile.last_report().graphs)
+
+
+@cache
+def exact_run() -> Run:
+    return run_all(torch.float64, False, [(SHAPES[0], 1)], inner="eager")
+
+
+@cache
+def training_run(mode: str) -> Run:
+    return run_all(*MODES[mode], [(SHAPES[0], seed) for seed in SEEDS])
+
+
+@cache
+def symbolic_run(mode: str) -> Run:
+    return run_all(*MODES[mode], [(shape, 1) for shape in SHAPES], inner="eager", dynamic=True)
+
+
+@cache
+def no_grad_run(mode: str, dynamic: bool) -> Run:
+    shapes = SHAPES[1:] if dynamic else SHAPES[:1]
+    with torch.no_grad():
+        return run_all(*MODES[mode], [(s, 1) for s in shapes], inner="eager", dynamic=dynamic)
+
+
+@pytest.mark.xdist_group("surfaces")
+@pytest.mark.parametrize("surface", SURFACES)
+def test_fp64_is_exact(surface: str) -> None:
+    run = exact_run()
+    ours, eager = run.pairs[0].ours[surface], run.pairs[0].eager[surface]
+    downcast = ours.loss.dtype != torch.float64
+    tolerance = 1e-6 if downcast else 1e-12
+    torch.testing.assert_close(ours.loss, eager.loss, rtol=tolerance, atol=tolerance)
+    for found, expected in zip(ours.grads, eager.grads, strict=True):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    run.assert_fired(surface)
+
+
+@pytest.mark.xdist_group("surfaces")
+@pytest.mark.parametrize("surface", SURFACES)
+def test_training_equals_eager(surface: str) -> None:
+    run = training_run("fp32")
+    for pair in run.pairs:
+        ours, eager = pair.ours[surface], pair.eager[surface]
+        torch.testing.assert_close(ours.loss, eager.loss, rtol=1e-6, atol=1e-6)
+        assert_same_gradients(ours.grads, eager.grads)
+    run.assert_fired(surface)
+
+
+@pytest.mark.xdist_group("surfaces")
+@pytest.mark.parametrize("mode", ["bf16", "autocast"])
+@pytest.mark.parametrize("surface", SURFACES)
+def test_training_in_low_precision_is_no_worse_than_eager(surface: str, mode: str) -> None:
+    """Errors of loss and gradients against fp32, over the seeds.
 
     The loss is one number, whose error may be small by luck: half a bf16 rounding is allowed on top.
     """
-    dtype = next(model.parameters()).dtype
-    reference = SurfaceModel(model.surface, dtype).float()
-    reference.load_state_dict(model.state_dict())
-    ours, theirs, off, eager_off = [], [], [], []
-    for seed in SEEDS:
-        x, labels = batch(*shape, dtype=dtype, seed=seed)
-        true_loss, truth = loss_and_grads(reference, x.float(), labels)
-        with region(autocast):
-            eager_loss, eager_grads = loss_and_grads(model, x, labels)
-            loss, grads = loss_and_grads(_Called(model, run), x, labels)
-        assert loss.dtype == eager_loss.dtype
-        off.append(float((loss - true_loss).abs() / true_loss))
-        eager_off.append(float((eager_loss - true_loss).abs() / true_loss))
-        ours.append(pooled_error(grads, truth))
-        theirs.append(pooled_error(eager_grads, truth))
+    run = training_run(mode)
+    found = [(p.ours[surface], p.eager[surface], p.truth[surface]) for p in run.pairs]
+    assert all(ours.loss.dtype == eager.loss.dtype for ours, eager, _ in found)
+    off = [float((o.loss - t.loss).abs() / t.loss) for o, _, t in found]
+    eager_off = [float((e.loss - t.loss).abs() / t.loss) for _, e, t in found]
     assert max(off) <= WORSE * max(eager_off) + 2**-10
-    assert_no_worse(ours, theirs)
+    assert_no_worse(
+        [pooled_error(o.grads, t.grads) for o, _, t in found],
+        [pooled_error(e.grads, t.grads) for _, e, t in found],
+    )
+    run.assert_fired(surface)
 
 
-class _Called(nn.Module):
-    """Parameters of one module, forward of another: what `loss_and_grads` takes."""
-
-    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model, self.run = model, run
-
-    def forward(self, *args: Any) -> Any:
-        return self.run(*args)
-
-
-@pytest.mark.parametrize("surface", SURFACES)
-def test_fp64_is_exact(surface: str) -> None:
-    model = SurfaceModel(SURFACES[surface], torch.float64)
-    run = compiled(model, inner="eager")
-    x, labels = batch(dtype=torch.float64)
-    expected_loss, expected = loss_and_grads(model, x, labels)
-    loss, found = loss_and_grads(_Called(model, run), x, labels)
-    downcast = loss.dtype != torch.float64
-    tolerance = 1e-6 if downcast else 1e-12
-    torch.testing.assert_close(loss, expected_loss, rtol=tolerance, atol=tolerance)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-    assert_fired()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("surface", SURFACES)
-def test_training_equals_eager(surface: str, mode: str) -> None:
-    dtype, autocast = MODES[mode]
-    model = SurfaceModel(SURFACES[surface], dtype)
-    run = compiled(model)
-    if mode != "fp32":
-        assert_no_worse_than_eager(model, run, autocast, SHAPES[0])
-        assert_fired()
-        return
-    x, labels = batch()
-    expected_loss, expected = loss_and_grads(model, x, labels)
-    loss, found = loss_and_grads(_Called(model, run), x, labels)
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
-    assert_same_gradients(found, expected)
-    assert_fired()
-
-
+@pytest.mark.xdist_group("surfaces")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("surface", SURFACES)
 def test_symbolic_sizes_compile_once_and_equal_eager(surface: str, mode: str) -> None:
-    dtype, autocast = MODES[mode]
-    model = SurfaceModel(SURFACES[surface], dtype)
-    run = compiled(model, inner="eager", dynamic=True)
-    for shape in SHAPES:
-        x, labels = batch(*shape, dtype=dtype)
-        with region(autocast):
-            expected_loss, expected = loss_and_grads(model, x, labels)
-            loss, found = loss_and_grads(_Called(model, run), x, labels)
+    run = symbolic_run(mode)
+    for pair in run.pairs:
+        ours, eager = pair.ours[surface], pair.eager[surface]
         if mode == "fp32":
-            torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
-            assert_same_gradients(found, expected)
+            torch.testing.assert_close(ours.loss, eager.loss, rtol=1e-6, atol=1e-6)
+            assert_same_gradients(ours.grads, eager.grads)
         else:  # the errors themselves are judged with static sizes
-            assert loss.dtype == expected_loss.dtype
-            torch.testing.assert_close(loss, expected_loss, rtol=2e-2, atol=2e-2)
-            assert pooled_error(found, expected) < 2e-2
-    assert_fired()
+            assert ours.loss.dtype == eager.loss.dtype
+            torch.testing.assert_close(ours.loss, eager.loss, rtol=2e-2, atol=2e-2)
+            assert pooled_error(ours.grads, eager.grads) < 2e-2
+    run.assert_fired(surface)
 
 
+@pytest.mark.xdist_group("surfaces")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("surface", SURFACES)
 def test_no_grad_equals_eager(surface: str, mode: str) -> None:
-    dtype, autocast = MODES[mode]
-    model = SurfaceModel(SURFACES[surface], dtype)
-    for dynamic, shapes in ((False, SHAPES[:1]), (True, SHAPES[1:])):
-        run = compiled(model, inner="eager", dynamic=dynamic)
-        for shape in shapes:
-            x, labels = batch(*shape, dtype=dtype)
-            with torch.no_grad(), region(autocast):
-                expected, loss = model(x, labels), run(x, labels)
-            assert not loss.requires_grad
-            assert loss.dtype == expected.dtype
-            tolerance = 1e-6 if mode == "fp32" else 2e-2
-            torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
-        assert [g.training for g in memeff_compile.last_report().graphs] == [False]
-        assert_fired()
+    tolerance = 1e-6 if mode == "fp32" else 2e-2
+    for dynamic in (False, True):
+        run = no_grad_run(mode, dynamic)
+        for pair in run.pairs:
+            ours, eager = pair.ours[surface], pair.eager[surface]
+            assert not any(grad is not None for grad in ours.grads)
+            assert ours.loss.dtype == eager.loss.dtype
+            torch.testing.assert_close(ours.loss, eager.loss, rtol=tolerance, atol=tolerance)
+        assert [graph.training for graph in run.graphs] == [False]
+        run.assert_fired(surface)
 
 
 # --- one diagonal under Inductor ------------------------------------------------------------------------
@@ -175,19 +244,6 @@ DIAGONAL = {
     "bf16": ("old_shifted_logits", "scaled_then_bias", "log_softmax_float_gather", "addmm_bias"),
     "autocast": ("classes_by_movedim", "einsum_vh", "weights_and_smoothing", "time_major"),
 }
-
-
-class Several(nn.Module):
-    """Several surfaces in one model, each with a head of its own: one compilation."""
-
-    def __init__(self, surfaces: tuple[str, ...], dtype: torch.dtype) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(
-            SurfaceModel(SURFACES[name], dtype, seed) for seed, name in enumerate(surfaces)
-        )
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return torch.stack([part(x, labels).float() for part in self.parts]).sum()
 
 
 @pytest.fixture
@@ -204,22 +260,23 @@ def quick_inductor() -> Iterator[None]:
 @pytest.mark.parametrize("mode", MODES)
 def test_diagonal_under_inductor(mode: str) -> None:
     dtype, autocast = MODES[mode]
-    model = Several(DIAGONAL[mode], dtype)
-    run = compiled(model, inner="inductor")
+    model = Surfaces(DIAGONAL[mode], dtype)
+    call = compiled(model, inner="inductor")
     x, labels = batch(dtype=dtype)
     if mode == "fp32":
         torch._dynamo.mark_dynamic(x, 1)
         torch._dynamo.mark_dynamic(labels, 1)
     with region(autocast):
-        expected_loss, expected = loss_and_grads(model, x, labels)
-        loss, found = loss_and_grads(_Called(model, run), x, labels)
-    assert_fired(heads=len(DIAGONAL[mode]))
+        eager, ours = outcomes(model, model, x, labels), outcomes(model, call, x, labels)
+    run = Run([], memeff_compile.last_report().graphs)
     tolerance = 1e-6 if mode == "fp32" else 2e-2
-    torch.testing.assert_close(loss, expected_loss, rtol=tolerance, atol=tolerance)
-    if mode == "fp32":
-        assert_same_gradients(found, expected)
-    else:
-        assert pooled_error(found, expected) < 2e-2
+    for name, found in ours.items():
+        torch.testing.assert_close(found.loss, eager[name].loss, rtol=tolerance, atol=tolerance)
+        if mode == "fp32":
+            assert_same_gradients(found.grads, eager[name].grads)
+        else:
+            assert pooled_error(found.grads, eager[name].grads) < 2e-2
+        run.assert_fired(name)
 
 
 def test_the_surfaces_are_worth_the_name() -> None:

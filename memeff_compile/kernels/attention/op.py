@@ -13,8 +13,13 @@ from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
 from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels._triton.device import kernels_serve, where_it_runs, without_autocast
 from memeff_compile.kernels.attention import reference
+from memeff_compile.kernels.device import (
+    kernels_need,
+    kernels_serve,
+    where_it_runs,
+    without_autocast,
+)
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 HALF = (torch.bfloat16, torch.float16)
@@ -203,7 +208,7 @@ def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
     if not 0 < depth <= MAX_DEPTH:
         return f"the tile kernels serve head dimensions up to {MAX_DEPTH}, and this is {depth}"
     if not kernels_serve(device, dtype):
-        return "the tile kernels need triton and compute capability 8.0 or later"
+        return f"the tile kernels need {kernels_need(device)}"
     return ""
 
 

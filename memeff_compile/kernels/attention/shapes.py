@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memeff_compile.kernels._triton.gpus import Gpu
+
 KERNELS = ("forward", "query_gradient", "key_gradient")
 
 BOUNDS_CHUNK = 2048
@@ -133,29 +135,18 @@ _SHAPES_WITH_TABLES: dict[str, dict[str, dict[int, Shape]]] = {
 }
 
 
-def kind_of(capability: tuple[int, int]) -> str:
-    """Return which table of shapes a compute capability takes.
-
-    Example: kind_of((9, 0)) == "hopper" and kind_of((8, 9)) == "narrow".
-    """
-    kinds = {(8, 0): "roomy", (9, 0): "hopper", (10, 0): "blackwell", (10, 3): "blackwell"}
-    return kinds.get(capability, "narrow")
-
-
-def shape_for(
-    kernel: str, depth: int, capability: tuple[int, int], *, has_tables: bool = False
-) -> Shape:
+def shape_for(kernel: str, depth: int, gpu: Gpu, *, has_tables: bool = False) -> Shape:
     """Return the tile of a kernel.
 
     Args:
         kernel: one of `KERNELS`.
         depth: head dimension.
-        capability: of the GPU.
+        gpu: the GPU.
         has_tables: masks or ids decide, not positions alone.
 
-    Example: shape_for("forward", 128, (9, 0)).rows == 128.
+    Example: shape_for("forward", 128, H200).rows == 128.
     """
-    kind, block = kind_of(capability), max(64, depth_block(depth))
+    kind, block = gpu.kind, max(64, depth_block(depth))
     found = _SHAPES[kind][kernel][block]
     if not has_tables:
         return found

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels._triton.device import capability, on_device
 from memeff_compile.kernels.attention.shapes import (
     BOUNDS_CHUNK,
     BOUNDS_WARPS,
@@ -26,6 +25,7 @@ from memeff_compile.kernels.attention.shapes import (
     depth_block,
     shape_for,
 )
+from memeff_compile.kernels.device import gpu, on_device
 
 MAX_ROW_STRIDE = 1 << 22
 """Elements from one position to the next, up to which a tile's offsets are 32-bit numbers."""
@@ -42,7 +42,7 @@ class Plan:
 
 def plan_for(depth: int, device: torch.device, *, has_tables: bool = False) -> Plan:
     """Return the launches for a head dimension; an H200 is assumed off CUDA."""
-    kind = capability(device)
+    kind = gpu(device)
     return Plan(*(shape_for(name, depth, kind, has_tables=has_tables) for name in KERNELS))
 
 

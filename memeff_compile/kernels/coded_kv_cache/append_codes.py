@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import on_device
 from memeff_compile.kernels.coded_kv_cache.layout import channel_group
 from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
+from memeff_compile.kernels.device import on_device
 
 WARPS = 8
 """Warps of a program that several tokens come to."""

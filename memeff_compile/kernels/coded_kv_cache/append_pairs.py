@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import on_device
 from memeff_compile.kernels.coded_kv_cache.layout import PLAIN, channel_group
 from memeff_compile.kernels.coded_kv_cache.merging import RULES
 from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging, keep, keep_rows
+from memeff_compile.kernels.device import on_device
 
 
 def append_lower(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels._triton.device import kernels_serve, where_it_runs
 from memeff_compile.kernels.coded_kv_cache import reference
 from memeff_compile.kernels.coded_kv_cache.layout import BITS, PLAIN, channel_group, group_of
+from memeff_compile.kernels.device import kernels_serve, where_it_runs
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_DEPTH = 256

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels._triton.device import kernels_serve
 from memeff_compile.kernels.coded_kv_cache import pair_reference
 from memeff_compile.kernels.coded_kv_cache.layout import Layout, group_of
 from memeff_compile.kernels.coded_kv_cache.merging import READINGS, RULES, SCALES
 from memeff_compile.kernels.coded_kv_cache.op import supports_pool
 from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging
+from memeff_compile.kernels.device import kernels_serve
 
 SHARED = (
     "k_codes",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memeff_compile.kernels._triton.gpus import H200, Gpu
+
 MAX_SPLITS = 64
 
 MIN_ROWS = 8
@@ -31,14 +33,12 @@ class Shapes:
     programs: int
 
 
-def shapes_for(
-    depth: int, bits: int, repeat: int = 1, capability: tuple[int, int] = (9, 0)
-) -> Shapes:
+def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shapes:
     """Return the launch for a head dimension, bits, and query heads per key-value head.
 
     One or two warps, or few rows, keep to the tensor core's instructions for single warps: those
     for four warps, on 16 rows, came out wrong.
-    Chosen by `benchmarks/coded_kv.py --part sweep` on an H200.
+    Chosen by `benchmarks/ops/coded_kv.py --part sweep` on an H200.
 
     Example: shapes_for(128, 4) == Shapes(warps=2, stages=3, at_once=1, programs=4).
     """
@@ -46,7 +46,7 @@ def shapes_for(
         return Shapes(2, 2, 1, 3)
     if depth > 128:
         return Shapes(4, 2, 1, 2)
-    if bits == 2 and capability == (9, 0):
+    if bits == 2 and gpu.is_hopper:
         return Shapes(1, 3, 1, 8)  # elsewhere one warp has too few registers
     return Shapes(2, 3, 1, 4)
 

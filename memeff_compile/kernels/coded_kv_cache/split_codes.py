@@ -17,7 +17,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import on_device, processors
 from memeff_compile.kernels.coded_kv_cache.layout import channel_group
 from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
 from memeff_compile.kernels.coded_kv_cache.shapes import (
@@ -28,6 +27,7 @@ from memeff_compile.kernels.coded_kv_cache.shapes import (
     shapes_for,
     splits_for,
 )
+from memeff_compile.kernels.device import gpu, on_device, processors
 
 _splits = lru_cache(maxsize=1024)(splits_for)
 
@@ -53,8 +53,7 @@ def plan_for(
         device: where it runs; an H200 is assumed off CUDA.
         repeat: query heads per key-value head.
     """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    shapes = shapes_for(depth, bits, repeat, capability)
+    shapes = shapes_for(depth, bits, repeat, gpu(device))
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import on_device, processors
 from memeff_compile.kernels.coded_kv_cache.shapes import MIN_ROWS, rows_for, splits_for
 from memeff_compile.kernels.coded_kv_cache.split_codes import paired_norms
+from memeff_compile.kernels.device import on_device, processors
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import capability, on_device, processors
 from memeff_compile.kernels.coded_weight import shapes
 from memeff_compile.kernels.coded_weight.layout import (
     CHUNK,
@@ -32,6 +31,7 @@ from memeff_compile.kernels.coded_weight.layout import (
     tier_header,
 )
 from memeff_compile.kernels.coded_weight.reference import as_patterns, rans_table
+from memeff_compile.kernels.device import gpu, on_device, processors
 
 _STREAM_TAIL = 3
 """Words behind a stream that a reader may touch."""
@@ -553,7 +553,7 @@ def fuses(
 def _is_wide(tokens: int, device: torch.device) -> bool:
     if not shapes.MAX_FUSED_TOKENS < tokens <= shapes.MAX_WIDE_TOKENS:
         return False
-    return capability(device) == (9, 0) and _has_gluon()
+    return gpu(device).is_hopper and _has_gluon()
 
 
 def product(

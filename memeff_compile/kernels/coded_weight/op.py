@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
-from memeff_compile.kernels._triton.device import kernels_serve, without_autocast
 from memeff_compile.kernels.coded_weight import codecs, reference
 from memeff_compile.kernels.coded_weight.layout import LISTS, Format, parse
+from memeff_compile.kernels.device import kernels_serve, without_autocast
 
 ENGINES = {
     "triton": (

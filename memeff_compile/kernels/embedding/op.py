@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels._triton.device import kernels_serve
+from memeff_compile.kernels.device import kernels_serve
 from memeff_compile.kernels.embedding import reference
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

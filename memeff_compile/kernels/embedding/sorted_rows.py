@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import on_device
+from memeff_compile.kernels.device import on_device
 
 
 def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import on_device
+from memeff_compile.kernels.device import on_device
 
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
-from memeff_compile.kernels._triton.device import kernels_serve, without_autocast
+from memeff_compile.kernels.device import kernels_serve, without_autocast
 from memeff_compile.kernels.gated_linear import reference
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

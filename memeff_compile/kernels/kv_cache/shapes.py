@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memeff_compile.kernels._triton.gpus import Gpu
+
 MIN_ROWS = 16
 """The fewest rows of a tensor-core product; query heads of one key-value head share a tile."""
 
@@ -20,7 +22,7 @@ MAX_PROGRAMS = 3
 
 # What a launch costs, in units of one tile per program on a full GPU: the first loads of a program,
 # the kernel that adds shares, and the least that few programs need for a tile each. Chosen to pick
-# the fastest of `benchmarks/kv_decode.py --part sweep` on an H200.
+# the fastest of `benchmarks/ops/kv_decode.py --part sweep` on an H200.
 _START = 0.5
 _COMBINE = 1.6
 _COMBINE_PER_SHARE = 0.05
@@ -42,17 +44,17 @@ class Shapes:
     stages: int
 
 
-def shapes_for(depth: int, itemsize: int, rows: int, capability: tuple[int, int]) -> Shapes:
-    """Return the tile of a head dimension, element size, rows per tile and compute capability.
+def shapes_for(depth: int, itemsize: int, rows: int, gpu: Gpu) -> Shapes:
+    """Return the tile of a head dimension, element size, rows per tile and GPU.
 
     A stage holds a tile of keys and one of values. One program fills the shared memory of a
     multiprocessor with stages: on an H200 that is 3 to 8 % faster than three smaller programs.
 
-    Example: shapes_for(128, 2, 16, (9, 0)) == Shapes(keys=128, warps=8, stages=3).
+    Example: shapes_for(128, 2, 16, H200) == Shapes(keys=128, warps=8, stages=3).
     """
     if itemsize > 2:  # no tensor cores: small tiles, or the registers overflow
         return Shapes(16, 8 if depth <= 128 else 4, 2)
-    budget = _shared_memory(capability)
+    budget = _shared_memory(gpu)
     block = depth_block(depth)
     stage = _bytes_per_key(depth, itemsize)
     keys = 128
@@ -63,26 +65,22 @@ def shapes_for(depth: int, itemsize: int, rows: int, capability: tuple[int, int]
     return Shapes(keys, 8 if is_wide else 4, stages)
 
 
-def _shared_memory(capability: tuple[int, int]) -> int:
+def _shared_memory(gpu: Gpu) -> int:
     """Return the bytes of shared memory to plan for: less than what a program may have."""
-    if capability in ((9, 0), (10, 0), (10, 3)):
-        return 216 << 10
-    return (152 if capability == (8, 0) else 88) << 10
+    return gpu.shared - (11 << 10)
 
 
 def _bytes_per_key(depth: int, itemsize: int) -> int:
     return 2 * depth_block(depth) * itemsize
 
 
-def programs_per_processor(
-    shapes: Shapes, depth: int, itemsize: int, capability: tuple[int, int]
-) -> int:
+def programs_per_processor(shapes: Shapes, depth: int, itemsize: int, gpu: Gpu) -> int:
     """Return how many programs share a multiprocessor, by its shared memory.
 
-    Example: programs_per_processor(Shapes(128, 8, 3), 128, 2, (9, 0)) == 1.
+    Example: programs_per_processor(Shapes(128, 8, 3), 128, 2, H200) == 1.
     """
     used = shapes.stages * shapes.keys * _bytes_per_key(depth, itemsize)
-    return max(1, min(MAX_PROGRAMS, _shared_memory(capability) // used))
+    return max(1, min(MAX_PROGRAMS, _shared_memory(gpu) // used))
 
 
 def depth_block(depth: int) -> int:

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import capability, on_device, processors
+from memeff_compile.kernels.device import gpu, on_device, processors
 from memeff_compile.kernels.kv_cache.shapes import (
     Shapes,
     depth_block,
@@ -59,7 +59,7 @@ def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch
     count = queries * (heads // kv_heads)
     rows = rows_for(count, itemsize)
     row_tiles = -(-count // rows)
-    kind = capability(device)
+    kind = gpu(device)
     shapes = shapes_for(depth, itemsize, rows, kind)
     slots = processors(device) * programs_per_processor(shapes, depth, itemsize, kind)
     groups = batch * kv_heads * row_tiles

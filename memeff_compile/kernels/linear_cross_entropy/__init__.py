@@ -17,12 +17,6 @@ Means, sums, class weights of the target and shifts stay outside, in ordinary op
 
 from __future__ import annotations
 
-from memeff_compile.kernels._triton.device import (
-    decided_by_measurement as decided_by_measurement,
-)
-from memeff_compile.kernels._triton.device import planned_for as planned_for
-from memeff_compile.kernels._triton.device import speed_note as speed_note
-from memeff_compile.kernels._triton.device import where_it_runs as where_it_runs
 from memeff_compile.kernels.linear_cross_entropy.filters import filter_level as filter_level
 from memeff_compile.kernels.linear_cross_entropy.memory import Pieces as Pieces
 from memeff_compile.kernels.linear_cross_entropy.memory import bytes_after as bytes_after

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import on_device
+from memeff_compile.kernels.device import on_device
 from memeff_compile.kernels.linear_cross_entropy import filters, tile_lists, tuned
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     Knobs,

@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import on_device, processors
+from memeff_compile.kernels.device import on_device, processors
 from memeff_compile.kernels.linear_cross_entropy import tuned
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     Knobs,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
-from memeff_compile.kernels._triton.device import (
-    is_hopper,
+from memeff_compile.kernels.device import (
+    gpu,
     kernels_serve,
     where_it_runs,
     without_autocast,
@@ -321,9 +321,8 @@ def engine_for(
     if not kernels_serve(device, dtype):
         return "reference"
     device = where_it_runs(device)
-    index = torch.cuda.current_device() if device.index is None else device.index
     fits = dtype in fused.DTYPES and depth % 8 == 0 and not with_metrics
-    return tuned.engine_of_both(device) if fits and is_hopper(index) else "hybrid"
+    return tuned.engine_of_both(device) if fits and gpu(device).is_hopper else "hybrid"
 
 
 def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from memeff_compile.kernels._triton.device import processors
+from memeff_compile.kernels.device import processors
 from memeff_compile.kernels.linear_cross_entropy.pieces import MIB
 
 # Rows and columns of the tiles that a filter keeps or leaves out.

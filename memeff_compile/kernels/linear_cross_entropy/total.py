@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
-from memeff_compile.kernels._triton.device import kernels_serve, where_it_runs, without_autocast
+from memeff_compile.kernels.device import kernels_serve, where_it_runs, without_autocast
 from memeff_compile.kernels.linear_cross_entropy import op as rows_op
 from memeff_compile.kernels.linear_cross_entropy import total_fused, total_reference, tuned
 from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal

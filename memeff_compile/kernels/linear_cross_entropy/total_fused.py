@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import on_device
+from memeff_compile.kernels.device import on_device
 from memeff_compile.kernels.linear_cross_entropy import fused
 from memeff_compile.kernels.linear_cross_entropy.pieces import MIB, Knobs, spans
 from memeff_compile.kernels.linear_cross_entropy.shapes import Shapes, shapes_for

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from memeff_compile.decisions import Question, Value, Workload
 from memeff_compile.errors import TuneError
-from memeff_compile.kernels._triton.device import is_hopper
+from memeff_compile.kernels.device import gpu
 from memeff_compile.kernels.linear_cross_entropy import reference
 from memeff_compile.kernels.linear_cross_entropy.filters import DENSE_SHARE
 from memeff_compile.kernels.linear_cross_entropy.op import (
@@ -84,9 +84,8 @@ def questions(
     def losses() -> Sequence[Workload]:
         return [Loss(device, shape) for shape in shapes]
 
-    index = torch.cuda.current_device() if device.index is None else device.index
     engine = "hybrid"
-    if is_hopper(index):
+    if gpu(device).is_hopper:
         fault = _loss_check(device)
         yield Question(ENGINE, "fused", ("fused", "hybrid"), fault, losses)
         engine = str(chosen[ENGINE])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memeff_compile.kernels._triton.device import tuned, tuned_number
+from memeff_compile.kernels.device import tuned, tuned_number
 from memeff_compile.kernels.linear_cross_entropy.filters import DENSE_SHARE
 from memeff_compile.kernels.linear_cross_entropy.pieces import HYBRID_AUTO_BYTES_PER_ROW
 from memeff_compile.kernels.linear_cross_entropy.shapes import FUSED_AUTO_BYTES_PER_ROW

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels._triton.device import without_autocast
 from memeff_compile.kernels.attention import attention
+from memeff_compile.kernels.device import without_autocast
 from memeff_compile.kernels.quantized_attention.op import quantized_attention
 from memeff_compile.kernels.quantized_attention.settings import LEVELS, PRECISION
 

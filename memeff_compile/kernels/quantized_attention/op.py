@@ -11,14 +11,14 @@ from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels._triton.device import (
-    capability,
+from memeff_compile.kernels.attention.op import supports as supports_attention
+from memeff_compile.kernels.attention.reference import attend as exact_attend
+from memeff_compile.kernels.device import (
+    gpu,
     kernels_serve,
     where_it_runs,
     without_autocast,
 )
-from memeff_compile.kernels.attention.op import supports as supports_attention
-from memeff_compile.kernels.attention.reference import attend as exact_attend
 from memeff_compile.kernels.quantized_attention import reference
 from memeff_compile.kernels.quantized_attention.settings import (
     GRANULARITIES,
@@ -38,8 +38,6 @@ ENGINES = {
         "nothing is coded"
     ),
 }
-FIRST_FP8 = (8, 9)
-"""The first compute capability that multiplies E4M3; before it weights and values are fp16."""
 
 _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
 _LIBRARY.define(
@@ -106,7 +104,7 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
 
 def has_fp8(device: torch.device) -> bool:
     """Say whether weights and values are E4M3 on a device, or fp16 because it cannot."""
-    return where_it_runs(device).type != "cuda" or capability(device) >= FIRST_FP8
+    return where_it_runs(device).type != "cuda" or gpu(device).has_fp8
 
 
 def _settings(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memeff_compile.kernels._triton.gpus import Gpu
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -61,6 +63,8 @@ _SHAPES: dict[str, dict[int, Shape]] = {
     },
 }
 
+_SHAPES["blackwell"] = _SHAPES["roomy"]
+
 # The same, where masks, ids, corrections or scales of single keys take registers of their own.
 _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
     "hopper": {
@@ -69,29 +73,21 @@ _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
         256: Shape(64, 64, 8, 2),
     },
     "roomy": {256: Shape(64, 32, 8, 2)},
+    "blackwell": {256: Shape(64, 32, 8, 2)},
 }
 
 
-def kind_of(capability: tuple[int, int]) -> str:
-    """Return which table of shapes a compute capability takes.
-
-    Example: kind_of((9, 0)) == "hopper" and kind_of((8, 9)) == "narrow".
-    """
-    kinds = {(8, 0): "roomy", (9, 0): "hopper", (10, 0): "roomy", (10, 3): "roomy"}
-    return kinds.get(capability, "narrow")
-
-
-def shape_for(depth: int, capability: tuple[int, int], *, has_tables: bool = False) -> Shape:
+def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False) -> Shape:
     """Return the tile of the attention kernel.
 
     Args:
         depth: head dimension.
-        capability: of the GPU.
+        gpu: the GPU.
         has_tables: masks, ids, corrections or scales of single keys are loaded, not codes alone.
 
-    Example: shape_for(128, (9, 0)).keys == 128.
+    Example: shape_for(128, H200).keys == 128.
     """
-    kind, block = kind_of(capability), depth_block(depth)
+    kind, block = gpu.kind, depth_block(depth)
     found = _SHAPES[kind][block]
     return _SHAPES_WITH_TABLES.get(kind, {}).get(block, found) if has_tables else found
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels._triton.device import capability, on_device, processors
 from memeff_compile.kernels.attention.shapes import BOUNDS_CHUNK, BOUNDS_WARPS
+from memeff_compile.kernels.device import gpu, on_device, processors
 from memeff_compile.kernels.quantized_attention import reference
 from memeff_compile.kernels.quantized_attention.settings import (
     BLOCK,
@@ -44,12 +44,6 @@ from memeff_compile.kernels.quantized_attention.shapes import (
     depth_block,
     shape_for,
 )
-
-FIRST_DESCRIBED = 9
-"""The first major compute capability that loads tiles by descriptors."""
-
-FIRST_EARLY = 9
-"""The first major compute capability whose kernels start before those that they wait for end."""
 
 MOST_ROWS = 1 << 31
 
@@ -91,7 +85,7 @@ class Packed:
 
 def starts_early(tensor: Tensor) -> bool:
     """Say whether a kernel may start while the one before it ends, and wait before it reads."""
-    return tensor.is_cuda and capability(tensor.device)[0] >= FIRST_EARLY
+    return tensor.is_cuda and gpu(tensor.device).starts_early
 
 
 def _blocks(length: int, size: int) -> int:
@@ -369,7 +363,7 @@ def attend(
     made = pack(q, k, v, given, settings)
     if shape is None:
         has_tables = given.has_tables() or made.is_scaled_per_key or made.correction is not None
-        shape = shape_for(q.shape[3], capability(q.device), has_tables=has_tables)
+        shape = shape_for(q.shape[3], gpu(q.device), has_tables=has_tables)
         if VALUES[settings.values].dtype != torch.float8_e4m3fn:
             shape = replace(shape, registers=None)  # its tiles leave room for two blocks anyway
     return attend_packed(made, q, k.shape[1], k.shape[2], given, settings, shape)
@@ -412,7 +406,7 @@ def attend_packed(
         "HAS_KEY_MASK": given.key_mask is not None,
         "HAS_IDS": given.query_ids is not None,
     }
-    is_described = capability(q.device)[0] >= FIRST_DESCRIBED
+    is_described = gpu(q.device).has_descriptors
     tables = _tables(given, q)
     positions = (given.ahead or 0, given.behind or 0)
     sizes = (heads, queries, keys, tiles)

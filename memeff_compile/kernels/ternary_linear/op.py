@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
-from memeff_compile.kernels._triton.device import kernels_serve
+from memeff_compile.kernels.device import kernels_serve
 from memeff_compile.kernels.ternary_linear import reference
 from memeff_compile.kernels.ternary_linear.quantizer import (
     KINDS,

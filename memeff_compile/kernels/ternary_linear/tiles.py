@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.device import capability, on_device, processors
 from memeff_compile.kernels._triton.launch import launch
+from memeff_compile.kernels.device import gpu, on_device, processors
 from memeff_compile.kernels.ternary_linear.quantizer import (
     KINDS,
     NO_ENTRY,
@@ -239,7 +239,7 @@ def _quantize_warps(columns: int, tokens: int) -> int:
 
 def chains(device: torch.device) -> bool:
     """Return whether a kernel may start while the one it waits for is still running."""
-    return device.type == "cuda" and capability(device) >= (9, 0)
+    return device.type == "cuda" and gpu(device).starts_early
 
 
 def vectors(
@@ -474,7 +474,7 @@ def _plan(
     """Return the launches for tokens, rows and bytes per row."""
     tokens, rows, width = sizes
     if shapes is None:
-        is_hopper = capability(device)[0] == 9
+        is_hopper = gpu(device).is_hopper
         shapes = tile_shapes(tokens, rows, width, processors(device), is_hopper=is_hopper)
     tiles = -(-width // shapes.bytes)
     share = -(-tiles // shapes.splits) * shapes.bytes

@@ -27,7 +27,7 @@ from memeff_compile.kernels.coded_kv_cache import (
     pool_of,
     shapes_of_pair,
 )
-from memeff_compile.model.cache.kv_cache import CodedLayer, Starts, refuse, refuse_training
+from memeff_compile.model.cache.layers import CodedLayer, Starts, refuse, refuse_training
 from memeff_compile.model.cache.minicache import MiniCache
 
 

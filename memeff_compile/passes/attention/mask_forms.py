@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.fx import Node
-
 from ... import compat
 from .mask_algebra import (
     FALSE,
@@ -373,11 +371,6 @@ def reads_in(scalar: Any) -> set[Read]:
         case Cases(found):
             return set().union(*(reads_in(condition) for condition, _ in found))
     return set()
-
-
-def nodes_in(scalar: Any) -> set[Node]:
-    """Return the nodes whose data a scalar depends on."""
-    return {read.node for read in reads_in(scalar)}
 
 
 def all_of(parts: Iterable[Formula]) -> Formula:

@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from ... import compat
 from ...kernels import attention as op_folder
-from ...kernels.linear_cross_entropy import where_it_runs
+from ...kernels.device import where_it_runs
 from ...report import format_bytes
 from ..graph.base import Decline
 from ..graph.editor import Editor

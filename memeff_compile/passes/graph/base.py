@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import sympy
 from torch.fx import Node
@@ -61,7 +62,7 @@ class Done:
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
 
-class GraphPass(Protocol):
+class GraphPass(ABC):
     """One entry of the compiler: finds places, judges each, rewrites the good ones.
 
     ``find`` and ``check`` are pure. ``rewrite`` edits only through the editor; the pipeline
@@ -69,29 +70,40 @@ class GraphPass(Protocol):
     """
 
     name: str
-    version: int
-    tier: str  # "exact" or "approximate"
 
     def enabled(self, info: GraphInfo) -> bool:
         """Return whether the options switch this pass on for this graph."""
+        return not info.options.switched_off(self.name)
 
+    @abstractmethod
     def find(self, info: GraphInfo) -> Iterable[Any]:
         """Yield matches and, for places that look alike but cannot be served, Declines."""
 
     def check(self, info: GraphInfo, match: Any) -> Decline | None:
         """Return why ``match`` must be left alone, or None."""
+        return None
 
     def gain(self, info: GraphInfo, match: Any) -> Gain | None:
         """Return the bytes the rewrite saves, or None where the graph alone does not decide."""
+        return None
+
+    @abstractmethod
+    def places(self, match: Any) -> Sequence[Node]:
+        """Return the nodes whose module paths ``memeff.skip`` may name."""
 
     def anchor(self, match: Any) -> Node:
         """Return the node that stands for ``match`` in reports."""
+        return self.places(match)[0]
 
-    def places(self, match: Any) -> Iterable[Node]:
-        """Return the nodes whose module paths ``memeff.skip`` may name."""
+    @abstractmethod
+    def rewrite(self, info: GraphInfo, match: Any, editor: Editor) -> Done:
+        """Edit the graph; EditRefused when the result would differ for a consumer."""
 
     def dead(self, match: Any) -> Sequence[Node]:
         """Return the nodes the rewrite leaves without users."""
+        return self.places(match)
 
-    def rewrite(self, info: GraphInfo, match: Any, editor: Editor) -> Done:
-        """Edit the graph; EditRefused when the result would differ for a consumer."""
+    def skipped(self, info: GraphInfo, node: Node) -> str:
+        """Return the module path of ``node`` where ``memeff.skip`` names it, or ""."""
+        path = info.module_path(node)
+        return path if path and info.options.skips(self.name, path) else ""

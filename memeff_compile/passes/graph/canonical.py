@@ -13,7 +13,7 @@ judge in the tests. A node neither tier can read is None: whoever asked declines
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -725,8 +725,3 @@ def bind_traced(op: OpOverload, traced: Node, stands_for: Mapping[Node, Any]) ->
             value, lambda v: stands_for[v] if isinstance(v, Node) else v
         )
     return Call(op, ordered)
-
-
-def calls_in(node: Node) -> Iterator[Call]:
-    """Yield the calls ``node`` stands for: table first, then trace; nothing when unread."""
-    yield from read(node) or trace(node) or ()

@@ -169,8 +169,8 @@ class _Run:
 
     def _skipped(self, graph_pass: GraphPass, info: GraphInfo, found: Any) -> Decline | None:
         for node in graph_pass.places(found):
-            path = info.module_path(node)
-            if path and self.options.skips(graph_pass.name, path):
+            path = graph_pass.skipped(info, node)
+            if path:
                 return Decline(
                     "skipped", f"memeff.skip names {path}", node=graph_pass.anchor(found)
                 )

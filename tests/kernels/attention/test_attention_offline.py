@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from memeff_compile.kernels._triton.gpus import gpu_of
 from memeff_compile.kernels.attention.shapes import (
     BOUNDS_CHUNK,
     BOUNDS_WARPS,
@@ -114,7 +115,7 @@ def _check(
 ) -> None:
     """Compile a kernel with its own tile: no stack, shared memory in bounds, tensor cores."""
     has_tables = bool(flags["HAS_BOUNDS"])
-    shape = shape_for(kernel, depth, divmod(capability, 10), has_tables=has_tables)
+    shape = shape_for(kernel, depth, gpu_of(divmod(capability, 10)), has_tables=has_tables)
     parts = [{}]
     if kernel == "key_gradient" and shape.is_split:
         parts = [{"WITH_K": False}, {"WITH_V": False}]

@@ -279,7 +279,7 @@ def test_served_says_why_the_kernels_do_not_serve() -> None:
 
 
 def test_a_planned_gpu_is_served() -> None:
-    from memeff_compile.kernels._triton.device import planned_for
+    from memeff_compile.kernels.device import planned_for
 
     with planned_for(torch.device("cuda", 0)):
         assert served(torch.device("cpu"), torch.bfloat16, 128) == ""

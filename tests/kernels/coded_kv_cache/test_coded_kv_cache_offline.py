@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from memeff_compile.kernels._triton.gpus import gpu_of
 from memeff_compile.kernels.coded_kv_cache import append_codes
 from memeff_compile.kernels.coded_kv_cache.layout import channel_group
 from memeff_compile.kernels.coded_kv_cache.shapes import (
@@ -85,7 +86,7 @@ def _attention(
     splits: int = 4,
     repeat: int = 4,
 ) -> Any:
-    shapes = shapes_for(depth, bits, repeat, divmod(capability, 10))
+    shapes = shapes_for(depth, bits, repeat, gpu_of(divmod(capability, 10)))
     channels = channel_group(depth, scheme)
     constants = {
         "REPEAT": repeat,

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels._triton.device import planned_for
 from memeff_compile.kernels.coded_kv_cache import (
     ENGINES,
     POOL,
@@ -32,6 +31,7 @@ from memeff_compile.kernels.coded_kv_cache.layout import (
 )
 from memeff_compile.kernels.coded_kv_cache.reference import decode, encode
 from memeff_compile.kernels.coded_kv_cache.shapes import part_width, rows_for, splits_for
+from memeff_compile.kernels.device import planned_for
 from tests.support.coded_caches import allocate, by_hand, draw, filled
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")

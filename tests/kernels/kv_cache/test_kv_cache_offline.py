@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from memeff_compile.kernels._triton.gpus import gpu_of
 from memeff_compile.kernels.kv_cache.shapes import (
     MAX_ROWS,
     MAX_SPLITS,
@@ -59,7 +60,7 @@ def _compile(name: str, capability: int, dtype: str, given: dict[str, Any], warp
 def _attention(
     capability: int, dtype: str, depth: int, rows: int, *, has_mask: bool, splits: int
 ) -> Any:
-    shapes = shapes_for(depth, 4 if dtype == "fp32" else 2, rows, divmod(capability, 10))
+    shapes = shapes_for(depth, 4 if dtype == "fp32" else 2, rows, gpu_of(divmod(capability, 10)))
     constants = {
         "REPEAT": 4,
         "DEPTH": depth,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels._triton.gpus import gpu_of
 from memeff_compile.kernels.kv_cache import (
     ENGINES,
     bytes_after,
@@ -272,8 +273,9 @@ def test_tiles_fit_the_shared_memory(
     depth: int, itemsize: int, capability: tuple[int, int]
 ) -> None:
     limit = {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) << 10
-    shapes = shapes_for(depth, itemsize, 16, capability)
-    together = programs_per_processor(shapes, depth, itemsize, capability)
+    gpu = gpu_of(capability)
+    shapes = shapes_for(depth, itemsize, 16, gpu)
+    together = programs_per_processor(shapes, depth, itemsize, gpu)
     assert shapes.keys >= 16
     assert together * shapes.stages * shapes.keys * 2 * depth_block(depth) * itemsize <= limit
 

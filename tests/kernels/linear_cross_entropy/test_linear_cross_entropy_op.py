@@ -17,7 +17,7 @@ from memeff_compile.errors import (
     TargetRangeError,
     UnsupportedInputError,
 )
-from memeff_compile.kernels._triton.device import planned_for
+from memeff_compile.kernels.device import planned_for
 from memeff_compile.kernels.linear_cross_entropy import (
     ENGINES,
     engine_for,

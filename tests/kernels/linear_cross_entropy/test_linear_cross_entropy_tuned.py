@@ -12,7 +12,8 @@ import torch
 
 from memeff_compile.decisions import DECISIONS, using
 from memeff_compile.errors import TuneError
-from memeff_compile.kernels._triton.device import (
+from memeff_compile.kernels._triton.gpus import gpu_of
+from memeff_compile.kernels.device import (
     decided_by_measurement,
     machine_of,
     planned_for,
@@ -149,7 +150,7 @@ def test_trials_are_the_questions_of_the_table(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (140 * trials.GIB, 0))
 
     def asked(hopper: bool, engine: str) -> list[str]:
-        monkeypatch.setattr(trials, "is_hopper", lambda index: hopper)
+        monkeypatch.setattr(trials, "gpu", lambda device: gpu_of((9, 0) if hopper else (8, 0)))
         chosen: dict[str, Any] = {}
         names = []
         for question in trials.questions(GPU, chosen, quick=False):

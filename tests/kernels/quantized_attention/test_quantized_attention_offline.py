@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from memeff_compile.kernels._triton.gpus import gpu_of
 from memeff_compile.kernels.attention.shapes import BOUNDS_CHUNK, BOUNDS_WARPS
 from memeff_compile.kernels.quantized_attention.settings import BLOCK, QUERY_ROWS
 from memeff_compile.kernels.quantized_attention.shapes import (
@@ -116,7 +117,7 @@ def _attention(
     from memeff_compile.kernels.quantized_attention import tiles_kernels
 
     has_tables = bool(flags["HAS_BOUNDS"])
-    shape = shape or shape_for(depth, divmod(capability, 10), has_tables=has_tables)
+    shape = shape or shape_for(depth, gpu_of(divmod(capability, 10)), has_tables=has_tables)
     wide = depth_block(depth)
     is_described = capability // 10 >= FIRST_DESCRIBED
     tiles = {
@@ -314,7 +315,7 @@ def test_bounds_of_these_tiles_compile() -> None:
     """The kernel is attention's; its tiles are ours."""
     from memeff_compile.kernels.attention import tiles_kernels
 
-    shape = shape_for(128, (9, 0), has_tables=True)
+    shape = shape_for(128, gpu_of((9, 0)), has_tables=True)
     constants = {
         **EVERY,
         "OURS": shape.rows,

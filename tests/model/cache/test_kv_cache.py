@@ -20,7 +20,8 @@ import memeff_compile
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import bytes_after, op
 from memeff_compile.model import use_low_bit_heads_
-from memeff_compile.model.cache.kv_cache import CodedLayer, ExactLayer, KVCache, use_kv_cache_
+from memeff_compile.model.cache.kv_cache import KVCache, use_kv_cache_
+from memeff_compile.model.cache.layers import CodedLayer, ExactLayer
 from tests.support.cached_models import logits, make, prompt
 
 NAME = "compress_kv_cache"

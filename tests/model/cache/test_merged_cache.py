@@ -15,9 +15,9 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 import memeff_compile
 from memeff_compile import KVCache, MiniCache
 from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels._triton.device import planned_for
 from memeff_compile.kernels.coded_kv_cache import bytes_after, op, pair_bytes
-from memeff_compile.model.cache.kv_cache import CodedLayer, ExactLayer
+from memeff_compile.kernels.device import planned_for
+from memeff_compile.model.cache.layers import CodedLayer, ExactLayer
 from memeff_compile.model.cache.merged_layers import MergedLayer
 from tests.support import cached_models
 from tests.support.cached_models import logits, prompt

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import memeff_compile
 from memeff_compile.errors import OptionError, UnsupportedInputError
-from memeff_compile.kernels._triton.device import planned_for
+from memeff_compile.kernels.device import planned_for
 from memeff_compile.model import PackedTernaryLinear, TernaryLinear, TernaryStages
 from tests.support.ternary_layers import Block, Detached, tiny_bitnet, tokens_int8, weights
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
-from memeff_compile.kernels.linear_cross_entropy import planned_for
+from memeff_compile.kernels.device import planned_for
 from memeff_compile.passes.attention import told_to_op as masked_attention
 from tests.passes.test_recover_attention import (
     DECLINED,

@@ -20,7 +20,7 @@ from memeff_compile import backend
 from memeff_compile.errors import StrictError
 from memeff_compile.options import Options
 from memeff_compile.passes import PASSES
-from memeff_compile.passes.graph.base import Decline, Done, Gain
+from memeff_compile.passes.graph.base import Done, Gain, GraphPass
 from memeff_compile.passes.graph.canonical import aten
 from memeff_compile.passes.graph.editor import Editor, EditRefused
 from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
@@ -67,10 +67,10 @@ def text(gm: GraphModule) -> list[str]:
     return [n.format_node(include_tensor_metadata=False) or "return" for n in gm.graph.nodes]
 
 
-class DoubleTheLoss:
+class DoubleTheLoss(GraphPass):
     """A pass for tests: replaces the loss by twice the loss, after `trouble` had its way."""
 
-    name, version, tier = "double_the_loss", 1, "exact"
+    name = "double_the_loss"
 
     def __init__(self, trouble: str = "", replacement: Any = aten.mul.Scalar) -> None:
         self.trouble, self.replacement = trouble, replacement
@@ -87,18 +87,14 @@ class DoubleTheLoss:
         self._may_fail("find")
         return [n for n in calls(info.gm) if n.target is F.cross_entropy]
 
-    def check(self, info: GraphInfo, match: Node) -> Decline | None:
+    def check(self, info: GraphInfo, match: Node) -> None:
         self._may_fail("check")
-        return None
 
     def gain(self, info: GraphInfo, match: Node) -> Gain:
         self._may_fail("gain")
         return Gain(sympy.Integer(8), sympy.Integer(0), {})
 
-    def anchor(self, match: Node) -> Node:
-        return match
-
-    def places(self, match: Node) -> Iterable[Node]:
+    def places(self, match: Node) -> Sequence[Node]:
         return [match]
 
     def dead(self, match: Node) -> Sequence[Node]:

@@ -1,0 +1,15 @@
+"""Measures the package: shared parts here, scripts by what they measure, raw rows in `results`.
+
+`ops`: one op at a time; `models`: whole models; `ablations`: what each part of a method is worth;
+`data`: what makes text and pictures, which go to `generated`, a folder that git ignores.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path("benchmarks/results")
+GENERATED = Path("benchmarks/generated")
+GENERATED_8192 = GENERATED / "8192"
+"""The same with text of a vocabulary of 8192."""

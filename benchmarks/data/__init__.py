@@ -1,0 +1,1 @@
+"""Makes text and pictures to train on."""

@@ -1,0 +1,1 @@
+"""Whole models: training, prefill, decoding."""

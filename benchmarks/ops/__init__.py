@@ -1,0 +1,1 @@
+"""One op at a time: errors, memory, time."""

@@ -1,0 +1,352 @@
+"""Compressed weights: bits, decoding, encoding, linears, resident memory, training, one token.
+
+    python benchmarks/ops/coded_weights.py --part kernels
+    python benchmarks/ops/coded_weights.py --part memory
+    python benchmarks/ops/coded_weights.py --part training
+    python benchmarks/ops/coded_weights.py --part token
+
+Weights are random: `trained`, with scales per row and column and heavier tails, as trained weights
+have, and `normal`.
+
+`kernels`: per codec and shape the bits per weight with everything counted, decoding in TB/s of bf16
+written, encoding in ms of wall time with the read-back it needs, and a linear against the library's
+on the dense weight. Calls sit in CUDA graphs over rotated copies, so that weights come from memory;
+every result is compared first.
+
+`memory`: a model of Llama-3-8B's shape; what its linears take as dense weights and as codes.
+
+`training`: that model, eager, checkpointed, with the loss of `memeff_compile.linear_cross_entropy`:
+SGD after the backward, SGD in the backward on dense weights, and on compressed ones.
+
+`token`: one token through that model with a static cache, dense and compressed, in CUDA graphs.
+
+`--size tiny` runs everything on the CPU in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import memeff_compile
+from benchmarks import rows, timing
+from memeff_compile.kernels.coded_weight import (
+    CODECS,
+    CodedWeight,
+    Room,
+    coded_weight_decode,
+    coded_weight_linear,
+    encode,
+    encode_into,
+)
+
+SHAPES = {"h200": [(14336, 4096), (28672, 8192)], "tiny": [(128, 256)]}
+TOKENS = {"h200": (1, 16, 64, 256, 4096), "tiny": (1, 5)}
+BATCHES = {"h200": [(1, 1024), (8, 1024)], "tiny": [(1, 8)]}
+MODELS: dict[str, dict[str, Any]] = {
+    "h200": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "tiny": {
+        "vocab_size": 64,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    },
+}
+ROTATED_BYTES = 256 << 20
+GIB = 2**30
+
+
+def draw(kind: str, shape: tuple[int, ...], device: str) -> Tensor:
+    """Return a random bf16 weight."""
+    weight = torch.randn(shape, device=device)
+    if kind == "normal":
+        return weight.mul_(0.02).to(torch.bfloat16)
+    weight /= torch.rand(shape, device=device).mul_(0.9).add_(0.1).sqrt_()
+    weight *= 0.012 * torch.exp(0.4 * torch.randn(shape[0], 1, device=device))
+    weight *= torch.exp(0.3 * torch.randn(1, shape[1], device=device))
+    return weight.to(torch.bfloat16)
+
+
+def timed(groups: dict[str, list[Callable[[], object]]], device: str) -> dict[str, Any]:
+    """Time lists of calls, microseconds per call; graphs take turns."""
+    runs = {name: timing.Repeated(calls, least=1) for name, calls in groups.items()}
+    timers = {name: run.microseconds for name, run in runs.items()}
+    found = timing.in_turns(timers, 25 if device == "cuda" else 2)
+    return {name: rows.percentiles(each) for name, each in found.items()}
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def kernels(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure each codec on each shape."""
+    device = options.device
+    for shape in SHAPES[options.size]:
+        for kind in ("trained", "normal"):
+            weight = draw(kind, shape, device)
+            for codec in CODECS:
+                size = sum(part.nbytes for part in encode(weight, codec))
+                bits = round(8 * size / weight.numel(), 4)
+                yield {"what": "bits", "codec": codec, "data": kind, "shape": shape, "bits": bits}
+        copies = max(2, ROTATED_BYTES // (2 * shape[0] * shape[1]))
+        copies = copies if device == "cuda" else 1
+        weights = [draw("trained", shape, device) for _ in range(copies)]
+        coded = {c: [CodedWeight(encode(w, c), c, shape) for w in weights] for c in CODECS}
+        yield from _decoding(options, shape, weights, coded)
+        yield from _encoding(options, shape, weights[0])
+        yield from _linears(options, shape, weights, coded)
+        del weights, coded
+
+
+def _decoding(
+    options: argparse.Namespace,
+    shape: tuple[int, int],
+    weights: list[Tensor],
+    coded: dict[str, list[CodedWeight]],
+) -> Iterator[dict[str, Any]]:
+    groups = {
+        codec: [
+            lambda c=c: coded_weight_decode(c.parts, c.codec, list(c.shape)) for c in coded[codec]
+        ]
+        for codec in CODECS
+    }
+    for codec in CODECS:
+        exact = all(
+            torch.equal(c.decode().view(torch.int16), w.view(torch.int16))
+            for c, w in zip(coded[codec], weights, strict=True)
+        )
+        if not exact:
+            yield {"what": "decode", "codec": codec, "shape": shape, "failed": "not exact"}
+            groups.pop(codec)
+    for codec, found in timed(groups, options.device).items():
+        rate = 2 * weights[0].numel() / found["median"] / 1e6
+        row = {"what": "decode", "codec": codec, "shape": shape, "tb_per_s": round(rate, 3)}
+        yield {**row, "us": found}
+
+
+def _encoding(
+    options: argparse.Namespace, shape: tuple[int, int], weight: Tensor
+) -> Iterator[dict[str, Any]]:
+    for codec in CODECS:
+        parts = encode(weight, codec, Room(0.02, 1024))
+        ways = {
+            "first": lambda codec=codec: encode(weight, codec),
+            "again": lambda codec=codec, parts=parts: encode_into(parts, weight, codec),
+        }
+        for way, call in ways.items():
+            times = [timing.waited(call) for _ in range(10 if options.device == "cuda" else 2)]
+            row = {"what": "encode", "codec": codec, "shape": shape, "way": way}
+            yield {**row, "ms": rows.percentiles(times)}
+
+
+def _linears(
+    options: argparse.Namespace,
+    shape: tuple[int, int],
+    weights: list[Tensor],
+    coded: dict[str, list[CodedWeight]],
+) -> Iterator[dict[str, Any]]:
+    for tokens in TOKENS[options.size]:
+        x = torch.randn(tokens, shape[1], device=options.device).to(torch.bfloat16)
+        groups: dict[str, list[Callable[[], object]]] = {
+            "dense": [lambda w=w, x=x: F.linear(x, w) for w in weights]
+        }
+        for codec in CODECS:
+            groups[codec] = [lambda c=c, x=x: coded_weight_linear(x, c) for c in coded[codec]]
+        wide = x.double() @ weights[0].double().t()
+        errors = {
+            name: float((calls[0]().double() - wide).abs().max() / wide.abs().max())
+            for name, calls in groups.items()
+        }
+        del wide
+        for name, found in timed(groups, options.device).items():
+            row = {"what": "linear", "codec": name, "shape": shape, "tokens": tokens}
+            yield {**row, "us": found, "error": round(errors[name], 6)}
+
+
+# --- whole models ---------------------------------------------------------------------------------
+
+
+def build(options: argparse.Namespace) -> nn.Module:
+    """Return a model with trained-like linear weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**MODELS[options.size], max_position_embeddings=8192)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    skip = nn.init.normal_
+    try:
+        nn.init.normal_ = lambda tensor, *_, **__: tensor  # what it draws is replaced
+        with torch.device(options.device):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+        nn.init.normal_ = skip
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                kind = "normal" if "embed" in name or "lm_head" in name else "trained"
+                scale = 1.0 if kind == "normal" else 0.4
+                for piece in parameter.split(16384):
+                    piece.copy_(draw(kind, tuple(piece.shape), options.device) * scale)
+    return model
+
+
+def resident(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure what the linears take."""
+    model = build(options)
+    limit = 0 if options.size == "tiny" else 1 << 20
+    for codec in CODECS:
+        allocated = _allocated(options.device)
+        report = memeff_compile.compress_(model, codec, min_size=limit, progress=False)
+        largest = max(each.bytes_before for each in report.compressed)
+        yield {
+            "what": "resident",
+            "codec": codec,
+            "weights": len(report.compressed),
+            "dense_gib": round(report.bytes_before / GIB, 3),
+            "gib": round(report.bytes_after / GIB, 3),
+            "with_scratch_gib": round((report.bytes_after + largest) / GIB, 3),
+            "bits": round(report.bits, 4),
+            "allocator_freed_gib": round((allocated - _allocated(options.device)) / GIB, 3),
+        }
+        memeff_compile.decompress_(model)
+
+
+def _allocated(device: str) -> int:
+    timing.synchronize()
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def sgd(parameter: nn.Parameter) -> torch.optim.Optimizer:
+    """Return the optimizer of one parameter."""
+    return torch.optim.SGD([parameter], lr=1e-5)
+
+
+def training(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure steps: peak and time."""
+    limit = 0 if options.size == "tiny" else 1 << 20
+    model = build(options)
+    model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+
+    def step(ids: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+        hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+        loss = memeff_compile.linear_cross_entropy(hidden, model.lm_head.weight, ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for way in ("sgd after the backward", "sgd in the backward", "win4", "tier"):
+        if way in CODECS:
+            memeff_compile.decompress_(model)
+            memeff_compile.compress_(model, way, min_size=limit, progress=False)
+        if way == "sgd after the backward":
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-5)
+        else:
+            optimizer = memeff_compile.optim_in_backward(model, sgd)
+        for batch, length in BATCHES[options.size]:
+            ids = torch.randint(0, model.config.vocab_size, (batch, length), device=options.device)
+            step(ids, optimizer)
+            timing.synchronize()
+            if options.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            losses: list[Tensor] = []
+
+            def run(ids: Tensor = ids, by: Any = optimizer, losses: Any = losses) -> None:
+                losses.append(step(ids, by))
+
+            times = [1e-3 * timing.waited(run) for _ in range(8 if options.device == "cuda" else 1)]
+            peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
+            yield {
+                "what": "training",
+                "way": way,
+                "batch": batch,
+                "length": length,
+                "peak_gib": round(peak / GIB, 3),
+                "s_per_step": rows.percentiles(times, 4),
+                "loss": round(float(losses[-1]), 4),
+            }
+        if hasattr(optimizer, "remove"):
+            optimizer.remove()
+        del run, optimizer
+        gc.collect()
+
+
+def token(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure one token through the whole model."""
+    from transformers import StaticCache
+
+    limit = 0 if options.size == "tiny" else 1 << 20
+    model = build(options).eval()
+    cuda = options.device == "cuda"
+    ids = torch.randint(0, model.config.vocab_size, (1, 1), device=options.device)
+    groups: dict[str, list[Callable[[], object]]] = {}
+    found: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for way in ("dense", "win4"):
+            if way != "dense":
+                memeff_compile.compress_(model, way, min_size=limit, progress=False)
+            cache = StaticCache(config=model.config, max_cache_len=512)
+            place = torch.tensor([64], device=options.device)
+
+            def step(cache: Any = cache, place: Tensor = place) -> Tensor:
+                return model(
+                    input_ids=ids,
+                    past_key_values=cache,
+                    cache_position=place,
+                    position_ids=place[None],
+                ).logits
+
+            found[way] = step().clone()
+            groups[way] = [step]
+            for name, times in timed({way: groups[way]}, options.device).items():
+                yield {"what": "token", "way": name, "graph": cuda, "us": times}
+    off = (found["win4"].float() - found["dense"].float()).abs().max()
+    yield {
+        "what": "token",
+        "largest_difference": round(float(off), 5),
+        "largest_logit": round(float(found["dense"].abs().max()), 5),
+    }
+
+
+PARTS = {"kernels": kernels, "memory": resident, "training": training, "token": token}
+
+
+def main() -> None:
+    """Run the parts that were asked for and write their rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, action="append")
+    parser.add_argument("--size", choices=tuple(SHAPES), default="h200")
+    parser.add_argument("--out", type=Path, default=Path("coded-weights.jsonl"))
+    options = parser.parse_args()
+    options.device = "cpu" if options.size == "tiny" else "cuda"
+    for name in options.part or PARTS:
+        torch.manual_seed(0)
+        for row in PARTS[name](options):
+            rows.write(options.out, {"part": name, **row})
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""One table of GPUs: what each kind has, and which ops of ours were measured there.
+
+A GPU is known by its vendor and its compute capability together: PyTorch gives AMD's GPUs numbers
+of the same form (9.4 for an MI300), which mean nothing of what is said here. To add a GPU, add its
+row; without one it counts as the narrowest of its vendor.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+NVIDIA = "nvidia"
+AMD = "amd"
+
+
+class Gpu(NamedTuple):
+    """What a kind of GPU has.
+
+    Attributes:
+        vendor: `NVIDIA` or `AMD`.
+        capability: compute capability.
+        kind: which row of an op's table of shapes it takes: "hopper" and "blackwell" by their
+            products, "roomy" and "narrow" by their shared memory.
+        shared: bytes of shared memory that a program may take.
+        measured: ops whose speed was measured here; "grouped_heads" are PyTorch's own kernels.
+    """
+
+    vendor: str
+    capability: tuple[int, int]
+    kind: str = "narrow"
+    shared: int = 99 << 10
+    measured: frozenset[str] = frozenset()
+
+    @property
+    def is_nvidia(self) -> bool:
+        """Say whether the capability means what NVIDIA's does."""
+        return self.vendor == NVIDIA
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Say whether our Triton kernels run here; they are compiled and tested for NVIDIA only."""
+        return self.is_nvidia and self.capability >= (8, 0)
+
+    @property
+    def is_hopper(self) -> bool:
+        """Say whether products of warp groups read their operands from shared memory."""
+        return self.kind == "hopper"
+
+    @property
+    def has_fp8(self) -> bool:
+        """Say whether tensor cores multiply E4M3."""
+        return self.is_nvidia and self.capability >= (8, 9)
+
+    @property
+    def has_descriptors(self) -> bool:
+        """Say whether tiles are loaded by descriptors."""
+        return self.is_nvidia and self.capability >= (9, 0)
+
+    @property
+    def starts_early(self) -> bool:
+        """Say whether a kernel may start before those that it waits for end."""
+        return self.is_nvidia and self.capability >= (9, 0)
+
+
+GPUS = {
+    gpu.capability: gpu
+    for gpu in (
+        Gpu(NVIDIA, (8, 0), "roomy", 163 << 10),
+        Gpu(NVIDIA, (8, 9)),
+        Gpu(
+            NVIDIA,
+            (9, 0),
+            "hopper",
+            227 << 10,
+            frozenset({"attention", "grouped_heads", "quantized_attention"}),
+        ),
+        Gpu(NVIDIA, (10, 0), "blackwell", 227 << 10),
+        Gpu(NVIDIA, (10, 3), "blackwell", 227 << 10),
+    )
+}
+
+H200 = GPUS[9, 0]
+
+
+def gpu_of(capability: tuple[int, int], vendor: str = NVIDIA) -> Gpu:
+    """Return what a kind of GPU has; one without a row has what every GPU of its vendor has.
+
+    Example: gpu_of((9, 0)).is_hopper and not gpu_of((9, 0), AMD).is_hopper.
+    """
+    found = GPUS.get(capability) if vendor == NVIDIA else None
+    return found or Gpu(vendor, capability)

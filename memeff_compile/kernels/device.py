@@ -1,0 +1,166 @@
+"""The one door to what a GPU is and what runs there, and the setting that ops run in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+
+from memeff_compile import decisions
+from memeff_compile.kernels._triton.gpus import AMD, H200, NVIDIA, Gpu, gpu_of
+
+DEFAULT_PROCESSORS = 132
+"""Of an H200; also what the width rules assume where there is no GPU to ask."""
+
+_planned: ContextVar[torch.device | None] = ContextVar("planned device", default=None)
+
+
+@contextmanager
+def planned_for(device: torch.device) -> Iterator[None]:
+    """Answer questions about engines for `device`, which need not be here, wherever tensors are."""
+    token = _planned.set(device)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def where_it_runs(device: torch.device) -> torch.device:
+    """Return the device whose engines are asked about: `device`, or the one planned for."""
+    return _planned.get() or device
+
+
+def kernels_serve(device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether our Triton kernels serve tensors of this dtype on a device, or a planned one."""
+    device = where_it_runs(device)
+    return device.type == "cuda" and dtype != torch.float64 and can_run_kernels(device)
+
+
+def can_run_kernels(device: torch.device) -> bool:
+    """Say whether our Triton kernels and fp32-output products run on a GPU.
+
+    They need triton and a GPU of NVIDIA's of compute capability 8.0 or later, which a planned
+    device is taken to be.
+    """
+    return _planned.get() is not None or (_has_triton() and _gpu(_index(device)).runs_kernels)
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def kernels_need(device: torch.device) -> str:
+    """Say what is missing where `kernels_serve` says no on a GPU, as the object of "need"."""
+    owner = "" if gpu(device).is_nvidia else "an NVIDIA GPU of "
+    return f"triton and {owner}compute capability 8.0 or later"
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@lru_cache(maxsize=64)
+def _gpu(index: int) -> Gpu:
+    vendor = NVIDIA if torch.version.hip is None else AMD
+    return gpu_of(torch.cuda.get_device_capability(index), vendor)
+
+
+def gpu(device: torch.device) -> Gpu:
+    """Return what the GPU of `device` has, or what an H200 has where there is none to ask."""
+    if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
+        return H200
+    return _gpu(_index(device))
+
+
+def was_measured(device: torch.device, op: str) -> bool:
+    """Say whether an op's speed was measured on this kind of GPU; also where there is no GPU."""
+    if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
+        return True
+    return op in gpu(device).measured
+
+
+@lru_cache(maxsize=64)
+def _processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of `device`, or that of an H200 off CUDA."""
+    return DEFAULT_PROCESSORS if device.type != "cuda" else _processors(_index(device))
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Make the tensor's GPU current, which is where Triton launches."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(tensor.device)
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Keep autocast, which reaches into opaque ops, away from the products."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+@lru_cache(maxsize=64)
+def machine(index: int) -> decisions.Machine:
+    """Return what a measurement on CUDA device `index` holds for."""
+    major, minor = _gpu(index).capability
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "none"
+    return decisions.Machine(
+        gpu=torch.cuda.get_device_name(index),
+        capability=f"{major}.{minor}",
+        torch=torch.__version__,
+        triton=triton,
+        kernels=decisions.kernels_version(),
+    )
+
+
+@lru_cache(maxsize=1)
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def machine_of(device: torch.device) -> decisions.Machine | None:
+    """Return the machine that serves a device; None for a CPU or a device that is only planned."""
+    if _planned.get() is not None or device.type != "cuda" or not _has_gpu():
+        return None
+    return machine(_index(device))
+
+
+def tuned(device: torch.device, name: str, default: decisions.Value) -> decisions.Value:
+    """Return the setting that was measured on this device for a decision, else the default."""
+    return decisions.value(machine_of(device), name, default)
+
+
+def tuned_number(device: torch.device, name: str, default: float) -> float:
+    """Return a measured number, else the default."""
+    found = tuned(device, name, default)
+    assert not isinstance(found, str)
+    return found
+
+
+def speed_note(device: torch.device) -> str:
+    """Say what is known of the speed of our choices on a device, or "" where it is no GPU here."""
+    found = machine_of(device)
+    return "" if found is None else decisions.speed_note(found)
+
+
+def decided_by_measurement() -> str:
+    """Return a digest of every choice that was measured on the GPUs of this process, or ""."""
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    return decisions.fingerprint(machine(index) for index in range(count))
