@@ -192,7 +192,7 @@ def _total(
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     _, norm = _kept_and_norm(target, class_weight, ignore_index, dtype)
     needs = [part is not None and part.requires_grad for part in (hidden, weight, bias)]
-    total, *_ = op_folder.linear_cross_entropy_total(
+    found: tuple[Tensor, ...] = op_folder.linear_cross_entropy_total(
         hidden,
         weight,
         bias,
@@ -205,7 +205,7 @@ def _total(
         workspace=0,
         output_mask=needs,
     )
-    return total
+    return found[0]
 
 
 def _reduced(rows: Tensor, norm: Tensor, reduction: str) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
 from memeff_compile.kernels.device import kernels_serve, where_it_runs, without_autocast
 from memeff_compile.kernels.linear_cross_entropy import op as rows_op
 from memeff_compile.kernels.linear_cross_entropy import total_fused, total_reference, tuned
+from memeff_compile.kernels.linear_cross_entropy.memory import Size
 from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal
 from memeff_compile.kernels.linear_cross_entropy.total_reference import row_gradients, total_of
 
@@ -76,6 +78,43 @@ def makes_gradients_in_forward(
 
 def _fused_serves(device: torch.device, dtype: torch.dtype, depth: int) -> bool:
     return dtype in total_fused.DTYPES and rows_op.engine_for(device, dtype, depth) == "fused"
+
+
+# Losses, factors, orders of rows and the like; a bound.
+TOTAL_BYTES_PER_ROW = 64
+
+
+def total_bytes(
+    rows: Size,
+    depth: int,
+    vocab: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    workspace: int = 0,
+    has_softcap: bool = False,
+) -> sympy.Expr:
+    """Return a bound of what a call holds beside inputs, gradients and 64 bytes per row.
+
+    On a GPU: X, the statistics of its tiles and the rows times their scale. In plain PyTorch: a
+    piece of logits, two more with a softcap, the rows that count and, for 16-bit inputs, the fp32
+    sums of the weight's gradient and a piece of the weight.
+
+    Args:
+        rows, depth, vocab: N as a symbol or number, D, V.
+        dtype, device: of hidden states and weight.
+        workspace, has_softcap: as for the op.
+    """
+    n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
+    if kernels_serve(device, dtype):
+        return total_fused.bytes_held(n, depth, vocab, workspace, is_plain=not has_softcap)
+    height = total_reference.rows_per_piece(
+        n, vocab, wide * (1 + has_softcap), workspace, where_it_runs(device).type
+    )
+    held = wide * height * (vocab * (1 + 2 * has_softcap) + 3 * depth) + dtype.itemsize * depth * n
+    if dtype.itemsize < wide:
+        held += wide * (height * vocab + total_reference.MIN_ROWS * depth + vocab * depth)
+    return held
 
 
 def _require_support(

@@ -16,13 +16,18 @@ partly under the products. Floors at 790e12 and predictions: N, D, V = 8192, 409
 
 from __future__ import annotations
 
+import sympy
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.device import on_device
+from memeff_compile.kernels.device import DEFAULT_PROCESSORS, on_device
 from memeff_compile.kernels.linear_cross_entropy import fused
 from memeff_compile.kernels.linear_cross_entropy.pieces import MIB, Knobs, spans
-from memeff_compile.kernels.linear_cross_entropy.shapes import Shapes, shapes_for
+from memeff_compile.kernels.linear_cross_entropy.shapes import (
+    Shapes,
+    shapes_for,
+    shapes_for_programs,
+)
 from memeff_compile.kernels.linear_cross_entropy.total_reference import row_gradients, total_of
 
 DTYPES = (torch.bfloat16,)
@@ -50,6 +55,19 @@ def piece_rows(rows: int, vocab: int, workspace: int, tile: int, columns: int) -
     fitting = max((workspace or min(AUTO_BYTES, share)) // (2 * width) // tile, 1)
     blocks = -(-rows // tile)
     return -(-blocks // -(-blocks // fitting)) * tile
+
+
+def bytes_held(
+    rows: sympy.Expr, depth: int, vocab: int, workspace: int, *, is_plain: bool
+) -> sympy.Expr:
+    """Return a bound of the bytes of X, its statistics and the scaled rows of one piece."""
+    shapes = shapes_for_programs(DEFAULT_PROCESSORS)
+    columns = shapes.gradient_columns(is_plain=is_plain)
+    width = -(-vocab // shapes.columns) * shapes.columns
+    share = 2 * rows * width * sympy.Rational(*AUTO_SHARE)
+    budget = workspace or sympy.Min(AUTO_BYTES, share)
+    height = sympy.Max(budget / (2 * width), shapes.rows)
+    return height * (2 * width + 8 * -(-vocab // columns) + 2 * depth)
 
 
 def run(

@@ -70,9 +70,7 @@ def _linear_cross_entropy_total_base_kernel(
         sums += e.to(tl.float32) * c.to(tl.float32)
     s = tl.zeros((1,), tl.float32) + tl.sum(sums, axis=0)
     column = tl.zeros((1,), tl.int32) + tl.where(is_class, target, vocab)
-    z2, _slope = _logits(
-        s[:, None], column, bias_ptr, vocab, scale, softcap, HAS_BIAS, HAS_SOFTCAP
-    )
+    z2, _slope = _logits(s[:, None], column, bias_ptr, vocab, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     tl.store(base_ptr + row, tl.sum(tl.sum(z2, axis=1), axis=0))
 
 

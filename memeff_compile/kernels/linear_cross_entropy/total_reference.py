@@ -8,9 +8,11 @@ where looking at targets costs nothing.
 
 from __future__ import annotations
 
+import sympy
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels.linear_cross_entropy.memory import Size
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     REFERENCE_AUTO_BYTES,
     REFERENCE_AUTO_BYTES_ELSEWHERE,
@@ -22,19 +24,20 @@ MIN_ROWS = 64
 
 
 def rows_per_piece(
-    rows: int, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
-) -> int:
+    rows: Size, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
+) -> sympy.Expr:
     """Return how many rows of logits are alive at once: at most half of them.
 
     Args:
-        rows, vocab: N, V.
+        rows: N as a symbol or number.
+        vocab: V.
         bytes_per_logit: of the wide dtype; twice that with a softcap.
         workspace: bytes, 0 = automatic.
         device_type: where the tensors are.
     """
     budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else MIN_ROWS)
-    return max(1, min(fitting, -(-rows // 2)))
+    return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
 
 
 def row_gradients(
@@ -94,9 +97,8 @@ def run(
     if needs_bias and bias is not None:
         bias_sums = torch.zeros_like(bias, dtype=wide)
     kept = _kept(target, ignore_index)
-    height = rows_per_piece(
-        rows, vocab, wide.itemsize * (1 + (softcap > 0)), workspace, weight.device.type
-    )
+    per_logit = wide.itemsize * (1 + (softcap > 0))
+    height = int(rows_per_piece(rows, vocab, per_logit, workspace, weight.device.type))
     buffer = hidden.new_empty(height, vocab, dtype=wide)
     for first, stop in spans(0, rows if kept is None else kept.numel(), height):
         here = slice(first, stop) if kept is None else kept[first:stop]

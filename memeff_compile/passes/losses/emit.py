@@ -172,6 +172,27 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
     return again
 
 
+def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
+    """Return whether one number is all that a call's losses give, so that its factor is one, too.
+
+    Its gradients can then be made in the forward. Not in an activation checkpoint, whose forward
+    runs twice.
+    """
+    tail = group[0]
+    hidden = info.tensor(tail.chain.head.hidden)
+    if len(group) > 1 or tail.kind != "loss" or tail.reduction == 0 or hidden is None:
+        return False
+    if tail.label_smoothing or info.parent is not None or is_silent(info, tail):
+        return False
+    return op_folder.makes_gradients_in_forward(
+        hidden.device,
+        tail.chain.head.compute_dtype,
+        hidden.shape[-1],
+        gradient_filter=info.options.linear_cross_entropy,
+        workspace=info.options.linear_cross_entropy_workspace,
+    )
+
+
 def _reading_early(tail: Tail, early: Mapping[Node, Node]) -> Tail:
     target = None if tail.target is None else early.get(tail.target, tail.target)
     weight = None if tail.class_weight is None else early.get(tail.class_weight, tail.class_weight)
@@ -209,7 +230,7 @@ class GroupEmitter:
         smoothing = any(t.label_smoothing > 0 for t in self.group)
         column_weight = self.with_target.class_weight if smoothing and self.with_target else None
         options = self.info.options
-        if self._is_total(hidden_value):
+        if is_total(self.info, self.group):
             self._total_call(weight, bias)
             return
         self.op = e.call(
@@ -239,24 +260,6 @@ class GroupEmitter:
             self._item(3)
         if self._has("top"):
             self._item(4)
-
-    def _is_total(self, hidden: torch.Tensor) -> bool:
-        """Return whether one number is all that the losses give, so that its factor is one, too.
-
-        In an activation checkpoint the forward runs twice, and gradients made there would, too.
-        """
-        tail, info = self.group[0], self.info
-        if len(self.group) > 1 or tail.kind != "loss" or tail.reduction == 0:
-            return False
-        if tail.label_smoothing or info.parent is not None or is_silent(info, tail):
-            return False
-        return op_folder.makes_gradients_in_forward(
-            hidden.device,
-            self.head.compute_dtype,
-            hidden.shape[-1],
-            gradient_filter=info.options.linear_cross_entropy,
-            workspace=info.options.linear_cross_entropy_workspace,
-        )
 
     def _total_call(self, weight: Node, bias: Node | None) -> None:
         """Insert the op that returns the loss itself, and the gradients beside it."""

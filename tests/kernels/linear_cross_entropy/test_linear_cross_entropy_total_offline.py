@@ -81,12 +81,9 @@ def _check(kernel: Any, folder: Path) -> None:
     assert stack_bytes(kernel.asm["cubin"], folder) == 0
 
 
-@pytest.mark.parametrize("has_kept", [False, True], ids=["all rows", "kept rows"])
-@pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
+@pytest.mark.parametrize("is_busy", [False, True], ids=["all rows", "kept rows, again"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_logits_compile_within_the_limits(
-    epilogue: str, again: bool, has_kept: bool, tmp_path: Path
-) -> None:
+def test_logits_compile_within_the_limits(epilogue: str, is_busy: bool, tmp_path: Path) -> None:
     from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
 
     shapes = shapes_for_programs(132)
@@ -94,8 +91,8 @@ def test_logits_compile_within_the_limits(
     constants = {
         **EPILOGUES[epilogue],
         **_tiles(columns),
-        "HAS_AGAIN": again,
-        "HAS_KEPT": has_kept,
+        "HAS_AGAIN": is_busy,
+        "HAS_KEPT": is_busy,
     }
     kernel = _compile("logits", constants, warps=shapes.warps, stages=shapes.stages)
     _check(kernel, tmp_path)
@@ -103,13 +100,12 @@ def test_logits_compile_within_the_limits(
     assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize("adds", [False, True], ids=["first", "adds"])
-@pytest.mark.parametrize("has_kept", [False, True], ids=["all rows", "kept rows"])
-def test_products_compile_within_the_limits(adds: bool, has_kept: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_busy", [False, True], ids=["all rows, first", "kept rows, adds"])
+def test_products_compile_within_the_limits(is_busy: bool, tmp_path: Path) -> None:
     constants = {
         **_tiles(256),
-        "ADD": adds,
-        "HAS_KEPT": has_kept,
+        "ADD": is_busy,
+        "HAS_KEPT": is_busy,
         "NEEDS_WEIGHT": True,
         "NEEDS_HIDDEN": True,
     }
@@ -119,7 +115,6 @@ def test_products_compile_within_the_limits(adds: bool, has_kept: bool, tmp_path
     assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize("has_kept", [False, True], ids=["all rows", "kept rows"])
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -132,7 +127,7 @@ def test_products_compile_within_the_limits(adds: bool, has_kept: bool, tmp_path
     ids=str,
 )
 def test_helpers_compile_within_the_limits(
-    name: str, sizes: dict[str, Any], has_kept: bool, tmp_path: Path
+    name: str, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
-    constants = {**sizes, **EPILOGUES["bias and softcap"], "HAS_KEPT": has_kept}
+    constants = {**sizes, **EPILOGUES["bias and softcap"], "HAS_KEPT": True}
     _check(_compile(name, constants, warps=4, stages=3), tmp_path)
