@@ -11,7 +11,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest check gpu golden bench figures docs clean
+.PHONY: help demo test test-all test-newest check gpu golden bench fuzz figures docs clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -66,6 +66,14 @@ OP ?= linear_cross_entropy
 SCRIPT = $(or $(wildcard benchmarks/*/$(OP).py),$(error no benchmarks/*/$(OP).py))
 bench:  ## measure with the python it finds: make bench OP=models ARGS="--model llama3.2-1b"
 	PYTHONPATH=$(CURDIR) $(PYTHON) $(SCRIPT) $(ARGS)
+
+SECONDS ?= 600
+SEED ?= 0
+PART ?= a,b,c,d,e
+OUT ?=
+fuzz: $(INSTALLED)  ## random programs against eager PyTorch: make fuzz SECONDS=600 SEED=1 PART=a,b OUT=counts.jsonl
+	PYTHONPATH=$(CURDIR) $(PY) -m fuzz --seconds $(SECONDS) --seed $(SEED) --part $(PART) \
+	  $(if $(filter command,$(firstword $(origin JOBS))),--jobs $(JOBS)) $(if $(OUT),--out $(OUT))
 
 figures: $(INSTALLED)  ## redraw every figure from the raw results
 	$(PY) benchmarks/plot.py
