@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.support.cubins import stack_bytes
 
 pytestmark = pytest.mark.offline
