@@ -16,9 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from memeff_compile.kernels._triton.products_kernels import dot
 from memeff_compile.kernels.linear_cross_entropy.fused_kernels import (
     LN2,
-    _dot,
     _halves,
     _logits,
     _quarter,
@@ -118,7 +118,7 @@ def _linear_cross_entropy_total_logits_kernel(
         for k in range(0, depth, BK):
             e = hidden_desc.load([hidden_row + row_block * BM, k])
             c = weight_desc.load([column_block * BN, k])
-            acc = _dot(e, c.T, acc, UPCAST)
+            acc = dot(e, c.T, acc, UPCAST)
 
         rows = row_block * BM + tl.arange(0, BM)
         is_row = rows < rows_here
@@ -317,7 +317,7 @@ def _linear_cross_entropy_total_products_kernel(
                 for k in range(0, width, BK):
                     x = x_by_row_desc.load([row_block * BM, k])
                     c = weight_desc.load([k, depth_block * BN])
-                    acc = _dot(x, c, acc, UPCAST)
+                    acc = dot(x, c, acc, UPCAST)
                 rows = row_block * BM + tl.arange(0, BM)
                 is_row = rows < rows_here
                 scale = tl.load(row_scale_ptr + rows, mask=is_row, other=0.0)
@@ -342,7 +342,7 @@ def _linear_cross_entropy_total_products_kernel(
                 for k in range(0, rows_here, BK):
                     x = x_by_column_desc.load([k, column_block * BM])
                     e = scaled_desc.load([k, depth_block * BN])
-                    acc = _dot(x.T, e, acc, UPCAST)
+                    acc = dot(x.T, e, acc, UPCAST)
                 parts = _halves(acc, BM, BN)
                 for half in tl.static_range(2):
                     quarters = _halves(parts[half], BM, BN // 2)
