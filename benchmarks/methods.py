@@ -89,10 +89,13 @@ def memeff(**knobs: Any) -> Loss:
         filter_parts: gradients that are filtered: "both", "hidden" or "weight".
         sort_vocabulary: whether hot columns are brought together first.
         workspace: bytes, 0 for automatic.
+        gradients: "forward" for the op that makes them there.
 
     Raises:
         Unavailable: If the installed op lacks a knob that is asked for.
     """
+    if knobs.pop("gradients", "") == "forward":
+        return _total(knobs.pop("workspace", 0))
     from memeff_compile.errors import UnsupportedInputError
     from memeff_compile.kernels import linear_cross_entropy as folder
 
@@ -114,6 +117,28 @@ def memeff(**knobs: Any) -> Loss:
         loss(*probe)
     except UnsupportedInputError as problem:
         raise Unavailable(str(problem)) from problem
+    return loss
+
+
+def _total(workspace: int) -> Loss:
+    from memeff_compile.kernels import linear_cross_entropy as folder
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        found: tuple[Tensor, ...] = folder.linear_cross_entropy_total(
+            hidden,
+            weight,
+            None,
+            target,
+            None,
+            (target != IGNORED).sum(),
+            ignore_index=IGNORED,
+            scale=1.0,
+            softcap=0.0,
+            workspace=workspace,
+            output_mask=[hidden.requires_grad, weight.requires_grad, False],
+        )
+        return found[0]
+
     return loss
 
 

@@ -179,7 +179,7 @@ def method(spec: str) -> Method:
 
     Args:
         spec: a name of `NAMES`; "memeff" methods take further words: parts=both|hidden|weight,
-            level=<number>, sort=0|1, workspace=<bytes, or 64MiB>.
+            level=<number>, sort=0|1, workspace=<bytes, or 64MiB>, gradients=forward.
 
     Example: method("memeff block sort=1").name == "memeff block sort=1".
     """
@@ -196,6 +196,8 @@ def _knob(word: str) -> tuple[str, Any]:
     name, _, value = word.partition("=")
     if name == "parts" and value in PARTS:
         return "filter_parts", value
+    if name == "gradients" and value == "forward":
+        return name, value
     if name == "level":
         return "filter_level", float(value)
     if name == "sort" and value in ("0", "1"):
