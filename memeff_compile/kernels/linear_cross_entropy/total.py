@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch import Tensor
 
+from memeff_compile import compat
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
 from memeff_compile.kernels.device import kernels_serve, where_it_runs, without_autocast
 from memeff_compile.kernels.linear_cross_entropy import op as rows_op
@@ -342,7 +343,7 @@ def _setup_context(
     del keyword_only_inputs
     _, *gradients = output
     ctx.mark_non_differentiable(*gradients)
-    ctx.is_alone = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    ctx.is_alone = not compat.packs_saved_tensors()
     # The inputs are what a second derivative would be taken of, which is refused.
     ctx.save_for_backward(*gradients, *inputs[:3])
 
@@ -355,29 +356,17 @@ def _link(ctx: Any, grad_total: Tensor, *without_gradient: Tensor) -> tuple[Tens
         found = torch.ops.memeff.linear_cross_entropy_total_backward.default(
             grad_total, *gradients, hidden, weight, bias
         )
-    elif not _runs_now(grad_total, *gradients):
+    elif compat.is_traced(grad_total, *gradients):
         # Plain operations in a graph: the compiler fuses them and knows what it may overwrite.
         found = [_scaled(part, grad_total) for part in gradients]
-    elif torch._C._autograd._get_current_graph_task_keep_graph() or not ctx.is_alone:
+    else:
         # Another backward, or a hook that packed these tensors, may read them again.
-        found = [torch.empty_like(part) for part in gradients]
+        is_last = ctx.is_alone and compat.frees_saved_tensors()
+        found = gradients if is_last else [torch.empty_like(part) for part in gradients]
         for part, out in zip(gradients, found, strict=True):
             _scale_into(part, grad_total, out)
-    else:
-        found = gradients
-        for part in gradients:
-            _scale_into(part, grad_total, part)
     wanted = [part if asked else None for part, asked in zip(found, needed, strict=True)]
     return (*wanted, None, None, None)
-
-
-def _runs_now(*tensors: Tensor) -> bool:
-    """Say whether these hold numbers and autograd runs, rather than being traced."""
-    return (
-        all(type(tensor) is Tensor for tensor in tensors)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._current_graph_task_id() != -1
-    )
 
 
 def _refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:  # noqa: ANN401

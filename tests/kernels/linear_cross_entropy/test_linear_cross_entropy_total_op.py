@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
+from memeff_compile import functional
 from memeff_compile.decisions import using
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels.linear_cross_entropy import (
@@ -267,7 +268,7 @@ def test_the_plain_function_uses_it(
     class_weight = torch.rand(101, dtype=torch.float64) if has_class_weight else None
     exact, calls = _wide(inputs), []
     monkeypatch.setattr(
-        memeff_compile.functional.op_folder,
+        functional.op_folder,
         "linear_cross_entropy_total",
         lambda *given, **settings: (
             calls.append(settings["output_mask"]) or linear_cross_entropy_total(*given, **settings)
