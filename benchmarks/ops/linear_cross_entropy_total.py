@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import measuring, registry, rows, timing
+from benchmarks import measuring, methods, registry, rows, timing
 from benchmarks.methods import IGNORED
 from memeff_compile.kernels import linear_cross_entropy as folder
 
@@ -161,7 +161,7 @@ def methods_here(names: tuple[str, ...]) -> dict[str, Any]:
     """Build the methods that can run here."""
     found = {}
     for name in names:
-        method = registry.method(name)
+        method = methods.method(name)
         if method.why_not() is None:
             found[name] = method
     return found

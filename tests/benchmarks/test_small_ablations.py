@@ -83,6 +83,7 @@ def qat(text: Path, out: Path, *arguments: str, inner: str = "none") -> str:
     return script("ternary_ablation", *given, *arguments)
 
 
+@pytest.mark.slow
 def test_ternary_runs_share_their_first_stage_and_fill_the_tables(
     text: Path, tmp_path: Path
 ) -> None:
@@ -146,6 +147,7 @@ def kv_rows(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_caches_of_few_bits_are_compared_with_an_exact_one(text: Path, kv_rows: Path) -> None:
     from benchmarks import rows
     from benchmarks.ablations import kv_ablation
