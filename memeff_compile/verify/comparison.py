@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from memeff_compile import compat
+from memeff_compile.logits.attach import attach
 from memeff_compile.logits.recipe import DeferredOutput
-from memeff_compile.logits.tensor import DeferredLogits, attach
+from memeff_compile.logits.tensor import DeferredLogits
 from memeff_compile.options import Options
 from memeff_compile.verify.op_by_op import WIDER, KeptGraph, run_op_by_op, wide_outputs
 from memeff_compile.verify.tolerance import (

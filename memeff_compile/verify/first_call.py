@@ -18,8 +18,8 @@ import torch
 
 from memeff_compile import compat, report
 from memeff_compile.errors import VerifyError
+from memeff_compile.logits.attach import accept
 from memeff_compile.logits.recipe import DeferredOutput
-from memeff_compile.logits.tensor import accept
 from memeff_compile.options import PASS_NAMES, SWITCHES, Options
 from memeff_compile.report import GraphReport, LogitsUse, Record
 from memeff_compile.verify.comparison import (

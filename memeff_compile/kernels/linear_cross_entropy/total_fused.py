@@ -23,6 +23,7 @@ from torch import Tensor
 from memeff_compile.kernels.device import DEFAULT_PROCESSORS, on_device
 from memeff_compile.kernels.linear_cross_entropy import fused
 from memeff_compile.kernels.linear_cross_entropy.pieces import MIB, Knobs, spans
+from memeff_compile.kernels.linear_cross_entropy.rows import gather, row_block, select_rows
 from memeff_compile.kernels.linear_cross_entropy.shapes import (
     Shapes,
     shapes_for,
@@ -123,7 +124,7 @@ class _Walk:
         (self.rows, self.depth), self.vocab = hidden.shape, weight.shape[0]
         self.shapes: Shapes = shapes_for(hidden.device)
         needs_hidden, needs_weight, needs_bias = output_mask
-        self.selection = fused.select_rows(target, knobs)
+        self.selection = select_rows(target, knobs)
         self.is_compact = self.selection.kept is not None
         tile = self.shapes.rows
         is_plain = bias is None and not knobs.softcap
@@ -163,11 +164,11 @@ class _Walk:
         selection, knobs, again = self.selection, self.knobs, self.again[index]
         has_kept = {"HAS_KEPT": self.is_compact}
         has_softcap = {"HAS_SOFTCAP": knobs.softcap > 0}
-        hidden, block = self.hidden[first : first + here], fused.row_block(self.depth, self.shapes)
+        hidden, block = self.hidden[first : first + here], row_block(self.depth, self.shapes)
         if self.is_compact:
             assert self.scaled is not None
             hidden = self.scaled[:here]
-            fused.gather(self.hidden, hidden, selection, first, self.shapes)
+            gather(self.hidden, hidden, selection, first, self.shapes)
         kernels._linear_cross_entropy_total_base_kernel[(here,)](
             hidden,
             hidden.stride(0),
