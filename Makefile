@@ -30,15 +30,20 @@ $(INSTALLED_DEV): $(INSTALLED)
 demo: $(INSTALLED)  ## train a small Llama with and without the backend, and compare
 	@$(PY) -m memeff_compile demo
 
+# Kernels' tests are compiled or interpreted in processes of their own; tests/architecture holds that
+# these folders have all of them.
+KERNEL_TESTS := tests/kernels tests/model/weights tests/architecture
+PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist loadgroup
+
 test: $(INSTALLED)  ## every CPU test, in three processes
-	$(PY) -m pytest -q -n $(JOBS)
-	TRITON_INTERPRET=1 $(PY) -m pytest -q -m interpreter
-	env -u TRITON_INTERPRET $(PY) -m pytest -q -m 'offline and not slow'
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) -m 'interpreter and not slow' $(KERNEL_TESTS)
+	env -u TRITON_INTERPRET $(PYTEST) -m 'offline and not slow' $(KERNEL_TESTS)
 
 test-all: $(INSTALLED)  ## the CPU tests and those that take minutes
-	$(PY) -m pytest -q -n $(JOBS) -m 'not gpu and not interpreter and not offline'
-	TRITON_INTERPRET=1 $(PY) -m pytest -q -m interpreter
-	env -u TRITON_INTERPRET $(PY) -m pytest -q -m offline
+	$(PYTEST) -m 'not gpu and not interpreter and not offline'
+	TRITON_INTERPRET=1 $(PYTEST) -m interpreter $(KERNEL_TESTS)
+	env -u TRITON_INTERPRET $(PYTEST) -m offline $(KERNEL_TESTS)
 
 test-newest:  ## the CPU tests against the newest torch and transformers, in .venv-newest
 	$(PYTHON) -m venv .venv-newest

@@ -20,7 +20,7 @@ from . import compat, report
 from .errors import MemeffError, OptionError
 from .kernels.coded_weight import CODECS
 from .kernels.device import decided_by_measurement
-from .logits.tensor import accept, attach
+from .logits.attach import accept, attach
 from .model.weights.compress_when_safe import CompressWhenSafe
 from .options import Options, key_of
 from .passes import PASSES

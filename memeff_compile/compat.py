@@ -6,6 +6,7 @@ One file to mend per torch release: ``tests/test_compat.py`` probes every name h
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 import sys
@@ -348,6 +349,81 @@ def fake_mode_of(value: Any) -> Any:
     return getattr(value, "fake_mode", None)
 
 
+def make_without_memory(
+    cls: type[torch.Tensor],
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
+    storage_offset: int | None = None,
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """Make a wrapper subclass that nothing takes for a tensor with memory.
+
+    A wrapper has its device's dispatch keys and a null pointer, so that whatever reaches memory
+    without Python crashes: raw pointers, storages, a plain tensor whose `.data` it became. This
+    one has keys and storage of the meta device, and only says that it is on `device`.
+
+    The class answers what it says and refuses (`ABOUT_MEMORY`) from its `__torch_dispatch__`, and
+    has a property `device` and a method `refuse_memory`, which raises.
+    """
+    made = torch.Tensor._make_wrapper_subclass(
+        cls,
+        tuple(size),
+        strides=None if strides is None else tuple(strides),
+        storage_offset=storage_offset,
+        dtype=dtype,
+        device=torch.device("meta"),
+        dispatch_device=True,
+        requires_grad=requires_grad,
+        _extra_dispatch_keys=_autocast_keys(device.type),
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    _refuse_assigned_data()
+    return made
+
+
+@functools.cache
+def _autocast_keys(kind: str) -> Any:
+    if kind == "meta":
+        return None
+    name = f"Autocast{torch._C._dispatch_key_for_device(kind)}"
+    return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name))
+
+
+def _device_of(tensor: torch.Tensor) -> torch.device:
+    return tensor.device
+
+
+def _shares_metadata(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Answer what an assignment to `.data` asks: both have to be of one class."""
+    for each in (tensor, other):
+        refuse = getattr(each, "refuse_memory", None)
+        if refuse is not None and type(tensor) is not type(other):
+            refuse()
+    op = torch.ops.aten._has_compatible_shallow_copy_type.default
+    return bool(op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.Meta), tensor, other))
+
+
+ABOUT_MEMORY: dict[Any, Callable[..., Any]] = {
+    torch.ops.prim.device.default: _device_of,
+    torch.ops.aten._has_compatible_shallow_copy_type.default: _shares_metadata,
+}
+"""What tensors made by `make_without_memory` are asked below autograd, and the answers."""
+
+
+@functools.cache
+def _refuse_assigned_data() -> torch.library.Library:
+    """Have assignments to `.data` ask `_shares_metadata` where one of the tensors has meta's keys.
+
+    PyTorch asks an operation that is never dispatched to Python.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_has_compatible_shallow_copy_type", _shares_metadata, "AutogradMeta")
+    return library
+
+
 def add_buffer(gm: GraphModule, name: str, tensor: torch.Tensor) -> None:
     """Let Dynamo's graph have a buffer of ours; AOTAutograd asks where each one came from."""
     from torch._dynamo.source import ConstantSource
@@ -389,6 +465,27 @@ def assert_on_device(condition: torch.Tensor, message: str) -> None:
 def is_functorch_active() -> bool:
     """Return whether ``torch.func`` or ``torch.vmap`` is transforming what runs now."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_traced(*tensors: torch.Tensor) -> bool:
+    """Return whether tensors stand for others, or a mode watches what is done to them."""
+    return (
+        any(type(tensor) is not torch.Tensor for tensor in tensors)
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def frees_saved_tensors() -> bool:
+    """Return whether a backward runs that drops what a node saved as soon as the node is done."""
+    return (
+        torch._C._current_graph_task_id() != -1
+        and not torch._C._autograd._get_current_graph_task_keep_graph()
+    )
+
+
+def packs_saved_tensors() -> bool:
+    """Return whether hooks get to see what autograd saves now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def ignores_gradients(hook: Any) -> bool:

@@ -74,20 +74,6 @@ MAY_FIND_NOTHING = tuple(facts.name for facts in PASS_FACTS if facts.may_find_no
 ATTENTION_LEVELS = ("8b", "8b+f16", "4b")
 """The low-bit forms of attention, which `memeff.attention` and its tables name."""
 
-MAY_FIND_NOTHING = (
-    "compress_kv_cache",
-    "rewrite_kv_update",
-    "expand_multihead",
-    "recover_attention",
-    "keep_rotary_tables",
-    "quantize_attention",
-    "encode_weights",
-    "ternarize_linear",
-)
-"""Passes of which `memeff.strict` asks only that they decline nothing: a graph that trains has no
-cache to update, attention that is already as it should be needs no change, few models have ternary
-weights, and weights are compressed only where `compress_` was called."""
-
 Check: TypeAlias = Callable[[str, object], object]
 
 
@@ -488,7 +474,7 @@ class Options:
         "sequences, windows and softcaps are told to a kernel of ours where it is fast. The others "
         "are lossy and serve where no gradient is needed: `8b` multiplies int8 and E4M3, `8b+f16` "
         "keeps weights and values in fp16, `4b` has scores of 4-bit codes, for studies "
-        "(docs/quantize-attention.md).",
+        "(docs/passes/quantize-attention.md).",
         check=_check_attention,
     )
     attention_length: int | None = _option(
@@ -558,7 +544,7 @@ class Options:
         values="`off`, `on`, `raise`",
         meaning="Whether the first call of each rewritten graph also runs the original one and "
         "compares values and gradients. After a mismatch `on` warns and goes on with the original "
-        "graph; `raise` raises a `VerifyError` (docs/verify.md).",
+        "graph; `raise` raises a `VerifyError` (docs/use/verify.md).",
         check=_check_verify,
     )
     verify_tolerance: float = _option(

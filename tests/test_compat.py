@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 from memeff_compile import compat
@@ -634,12 +635,89 @@ def test_private_names_of_torch_stand_in_compat_only() -> None:
     assert found <= allowed, found - allowed
 
 
+class _Memoryless(Tensor):
+    """Twos, which stand nowhere."""
+
+    device = torch.device("cpu")  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in compat.ABOUT_MEMORY:
+            return compat.ABOUT_MEMORY[func](*args)
+        args = [torch.full(x.shape, 2.0) if isinstance(x, _Memoryless) else x for x in args]
+        return func(*args, **(kwargs or {}))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def refuse_memory(self) -> None:
+        raise TypeError("it has no memory")
+
+
+@probes("make_without_memory")
+def test_a_tensor_without_memory_gives_none_away() -> None:
+    tensor = compat.make_without_memory(
+        _Memoryless, (2, 3), dtype=torch.float32, device=torch.device("cpu")
+    )
+    assert torch.equal(tensor + 1, torch.full((2, 3), 3.0))
+    other = torch.ones(2, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.matmul(tensor, tensor.t()).dtype == torch.bfloat16
+    for _ in range(2):
+        with pytest.raises(TypeError, match="no memory"):
+            other.data = tensor
+        with pytest.raises(TypeError, match="no memory"), torch.inference_mode():
+            tensor.data = other
+    with pytest.raises(NotImplementedError):
+        tensor.untyped_storage().tolist()
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(tensor)
+    assert torch.equal(other, torch.ones(2, 3))
+    meta = torch.ones(2, device="meta")
+    meta.data = torch.ones(3, device="meta")
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        meta.data = other
+
+
 @probes("multiplies_bf16")
 def test_whether_a_cpu_multiplies_bf16_is_known() -> None:
     has = compat.multiplies_bf16()
     assert isinstance(has, bool)
     if "AVX2" in torch.backends.cpu.get_cpu_capability():
         assert not has
+
+
+# --- what a backward may overwrite ----------------------------------------------------------------
+
+
+@probes("is_traced", "frees_saved_tensors", "packs_saved_tensors")
+def test_a_backward_knows_whether_it_is_the_last_to_read() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            packed.append(compat.packs_saved_tensors())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            seen.append((compat.is_traced(gradient), compat.frees_saved_tensors()))
+            return gradient
+
+    packed: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    total = Probe.apply(x).sum()  # type: ignore[no-untyped-call]
+    total.backward(retain_graph=True)
+    total.backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        Probe.apply(x)  # type: ignore[no-untyped-call]
+    assert seen == [(False, False), (False, True)]
+    assert packed == [False, True]
+    assert not compat.frees_saved_tensors()
+    with FakeTensorMode():
+        assert compat.is_traced(torch.ones(2))
 
 
 # --- addresses ------------------------------------------------------------------------------------
