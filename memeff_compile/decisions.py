@@ -56,6 +56,11 @@ DECISIONS = {
             "which engine computes head and loss in 16 bits, where both run",
             ("fused", "hybrid"),
         ),
+        Decision(
+            "linear_cross_entropy.gradients",
+            "in which pass the gradients of a loss that is one number are made",
+            ("backward", "forward"),
+        ),
     )
 }
 
