@@ -330,6 +330,36 @@ def unseen_by_saved_tensor_hooks() -> Iterator[None]:
         yield
 
 
+def tensor_without_memory(
+    kind: type[Any], size: Sequence[int], *, dtype: torch.dtype, requires_grad: bool = False
+) -> Any:
+    """Make a tensor of a wrapper subclass, of which C++ can reach no memory.
+
+    An ordinary wrapper has the keys of its device and a null pointer, which everything reads that
+    passes the dispatcher by: `.data =` on another tensor, DLPack, storages. This one has its
+    storage on the meta device, as fake tensors have, and torch raises there. Its
+    `__torch_dispatch__` is asked for the device, with `torch.ops.prim.device.default`.
+    """
+    found = torch.Tensor._make_wrapper_subclass(
+        kind,
+        tuple(size),
+        dtype=dtype,
+        device=torch.device("meta"),
+        dispatch_device=True,
+        requires_grad=requires_grad,
+    )
+    torch._C._set_throw_on_mutable_data_ptr(found)
+    return found
+
+
+def can_be_swapped(tensor: torch.Tensor) -> bool:
+    """Return whether `torch.utils.swap_tensors` takes a tensor.
+
+    It does not where a weak reference, as compiled code has, or an autograd graph holds it.
+    """
+    return not weakref.getweakrefs(tensor) and tensor._use_count() == 1  # type: ignore[attr-defined]
+
+
 def is_fake(value: Any) -> bool:
     """Return whether ``value`` is a plain fake tensor: not a fake wrapper subclass."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -373,6 +403,13 @@ def assert_on_device(condition: torch.Tensor, message: str) -> None:
 def is_functorch_active() -> bool:
     """Return whether ``torch.func`` or ``torch.vmap`` is transforming what runs now."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_forward_mode_active() -> bool:
+    """Return whether forward-mode derivatives are being computed."""
+    from torch.autograd import forward_ad
+
+    return bool(forward_ad._current_level >= 0)
 
 
 def ignores_gradients(hook: Any) -> bool:

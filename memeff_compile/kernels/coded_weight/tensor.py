@@ -8,12 +8,14 @@ encoded. A view is decoded memory of its own, and a write to it does not reach t
 
 from __future__ import annotations
 
+import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from memeff_compile import compat
@@ -23,12 +25,11 @@ from memeff_compile.kernels.coded_weight.layout import CODECS, parse
 
 _aten = torch.ops.aten
 _LINEAR = torch.nn.functional.linear
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_SET_ITEM = Tensor.__setitem__
+_DEVICE = torch.ops.prim.device.default
 
 
 OWN_ATTRIBUTES = frozenset(
-    ["codec", "room", "shares_with", "unsettled", "times_anew", "_is_param"]
+    ["codec", "room", "place", "shares_with", "unsettled", "times_anew", "_is_param"]
     + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
 )
 """Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""
@@ -91,6 +92,7 @@ class CodedWeight(Tensor):
     Attributes:
         codec: name of the codec, as `encode` takes it.
         room: spare room that lists get when they have to be made anew.
+        place: the device of the parts.
         shares_with: for what `.data` and `.detach()` give, the weight whose parts these are.
         unsettled: a new value that may still turn out not to have fitted.
         times_anew: how often it was encoded into new parts.
@@ -98,6 +100,7 @@ class CodedWeight(Tensor):
 
     codec: str
     room: codecs.Room
+    place: torch.device
     shares_with: CodedWeight | None = None
     unsettled: Unsettled | None = None
     times_anew: int = 0
@@ -111,13 +114,11 @@ class CodedWeight(Tensor):
         requires_grad: bool = False,
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> CodedWeight:
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            tuple(shape),
-            dtype=torch.bfloat16,
-            device=parts[0].device,
-            requires_grad=requires_grad,
+        del parts, codec, room
+        found = compat.tensor_without_memory(
+            cls, shape, dtype=torch.bfloat16, requires_grad=requires_grad
         )
+        return cast("CodedWeight", found)
 
     def __init__(
         self,
@@ -141,6 +142,7 @@ class CodedWeight(Tensor):
             setattr(self, name, part)
         self.codec = codec
         self.room = room
+        self.place = parts[0].device
 
     @property
     def parts(self) -> list[Tensor]:
@@ -299,6 +301,35 @@ class CodedWeight(Tensor):
         parts = [inner[name] for name in parse(codec).parts]
         return CodedWeight(parts, codec, outer_size)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
+        """Pickle the parts, and what others have set on the weight."""
+        del protocol
+        return _rebuild, (type(self), self.parts, *self._about(), self._set_by_others())
+
+    def __copy__(self) -> CodedWeight:
+        """Return another weight that shows the same parts."""
+        found = _rebuild(type(self), self.parts, *self._about(), self._set_by_others())
+        found.shares_with = self
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CodedWeight:
+        """Return a weight with parts of its own."""
+        if not self.is_leaf:
+            return cast("CodedWeight", super().__deepcopy__(memo))  # refuses, as for any tensor
+        if id(self) not in memo:
+            parts = [part.clone() for part in self.parts]
+            others = copy.deepcopy(self._set_by_others(), memo)
+            found = memo[id(self)] = _rebuild(type(self), parts, *self._about(), others)
+            found.grad = copy.deepcopy(self.grad, memo)
+        return cast("CodedWeight", memo[id(self)])
+
+    def _about(self) -> tuple[str, tuple[int, ...], codecs.Room, bool, bool]:
+        is_parameter = isinstance(self, nn.Parameter)
+        return self.codec, tuple(self.shape), self.room, self.requires_grad, is_parameter
+
+    def _set_by_others(self) -> dict[str, Any]:
+        return {name: each for name, each in vars(self).items() if name not in OWN_ATTRIBUTES}
+
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # noqa: ANN401
         """Name shape, codec and size; values are not decoded for it."""
         del tensor_contents
@@ -315,17 +346,15 @@ class CodedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Turn an eager linear into the op; a compiler sees the linear, and our pass does it."""
+        """Serve what reaches memory past the dispatcher, and turn an eager linear into the op.
+
+        A compiler sees the linear, and our pass does it.
+        """
         del types
         with torch._C.DisableTorchFunctionSubclass():
-            if func == _SET_DATA and isinstance(args[0], CodedWeight):
-                raise CodedWeightError(
-                    "new data was assigned to a compressed weight, as module.half(), .float() and "
-                    ".to(dtype) do; it holds bfloat16 and nothing else. Call "
-                    "memeff_compile.decompress_(model) first."
-                )
-            if func is _SET_ITEM and isinstance(args[0], CodedWeight):
-                raise CodedWeightError(_write_message("an assignment to a part"))
+            serve = _ABOVE.get(func)
+            if serve is not None and isinstance(args[0], CodedWeight):
+                return serve(func, *args, **(kwargs or {}))
             if func is _LINEAR and not torch.compiler.is_compiling():
                 found = _linear(*args, **(kwargs or {}))
                 if found is not None:
@@ -342,6 +371,8 @@ class CodedWeight(Tensor):
     ) -> Any:  # noqa: ANN401
         """Serve what can be served in coded form; refuse writes; decode for everything else."""
         del types
+        if func is _DEVICE:
+            return cast("CodedWeight", args[0]).place
         kwargs = dict(kwargs or {})
         serve = _SERVED.get(func)
         if serve is not None and _is_on_weight(func, args):
@@ -353,6 +384,26 @@ class CodedWeight(Tensor):
         plain = [each.decode() if isinstance(each, CodedWeight) else each for each in leaves]
         args, kwargs = tree_unflatten(plain, spec)
         return func(*args, **kwargs)
+
+
+def _rebuild(
+    kind: type[CodedWeight],
+    parts: Sequence[Tensor],
+    codec: str,
+    shape: Sequence[int],
+    room: codecs.Room,
+    requires_grad: bool,
+    is_parameter: bool,
+    others: Mapping[str, Any],
+) -> CodedWeight:
+    found = kind(parts, codec, shape, room=room)
+    if is_parameter:
+        found = cast("CodedWeight", nn.Parameter(found, requires_grad=requires_grad))
+        found.shares_with = None
+    else:
+        found.requires_grad_(requires_grad)
+    vars(found).update(others)
+    return found
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -369,9 +420,108 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
         return None  # the dense layer raises, and so does this
     needs_gradient = any(each is not None and each.requires_grad for each in (x, weight, bias))
     trains = torch.is_grad_enabled() and needs_gradient
-    if trains and not compat.is_functorch_active():
+    if compat.is_functorch_active() or compat.is_forward_mode_active():
+        return None  # the library's linear, of the decoded weight, knows these
+    if trains:
         return op.linear_in_autograd(x, weight, bias)
     return cast("Tensor", op.coded_weight_linear(x, weight, bias, trains))
+
+
+# --- what reaches memory past the dispatcher ------------------------------------------------------
+
+
+def _on_values(func: Callable[..., Any], weight: CodedWeight, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Let a reader have the decoded values; torch's own refusals, of gradients, stay as they are."""
+    return func(weight.decode().requires_grad_(weight.requires_grad), *args, **kwargs)
+
+
+def _share_memory(func: object, weight: CodedWeight) -> CodedWeight:
+    """Put every part into memory that other processes can see."""
+    del func
+    for part in weight.parts:
+        part.share_memory_()
+    return weight
+
+
+def _is_shared(func: object, weight: CodedWeight) -> bool:
+    del func
+    return all(part.is_shared() for part in weight.parts)
+
+
+def _no_address(func: object, weight: CodedWeight, *args: object) -> int:
+    del func, args
+    raise CodedWeightError(
+        f"the address of a compressed weight of {tuple(weight.shape)} was asked for, and its dense "
+        "values are nowhere in memory. weight.decode() returns them as a plain tensor; or call "
+        "memeff_compile.decompress_(model)."
+    )
+
+
+def _no_write(func: Any, *args: object, **kwargs: object) -> None:  # noqa: ANN401
+    del args, kwargs
+    raise CodedWeightError(_write_message(f"Tensor.{func.__name__}"))
+
+
+def _takes_data(func: object, weight: CodedWeight, new: Tensor) -> bool:
+    """Say to `Module.half` and its like whether `weight.data = new` is possible."""
+    del func, new
+    if compat.can_be_swapped(weight):
+        return True
+    if weight.grad is None:
+        return False  # the module gets a new parameter
+    raise CodedWeightError(
+        f"a compressed weight of {tuple(weight.shape)} with a gradient was to be cast or emptied "
+        "while an autograd graph or compiled code holds it. Drop its gradient first "
+        "(model.zero_grad()), and the loss, or call memeff_compile.decompress_(model)."
+    )
+
+
+@torch.no_grad()
+def _set_data(func: object, weight: CodedWeight, new: Tensor) -> None:
+    """Take new data: whole values of the weight are encoded, any other make it a dense tensor."""
+    del func
+    like = (new.dtype, tuple(new.shape), new.device)
+    if like == (weight.dtype, tuple(weight.shape), weight.device):
+        weight.store(new)
+        return
+    if not compat.can_be_swapped(weight):
+        raise CodedWeightError(
+            f"data of {new.dtype} was assigned to a compressed weight, which would make it dense, "
+            "while an autograd graph or compiled code holds it. Call "
+            "memeff_compile.decompress_(model) first."
+        )
+    warnings.warn(
+        f"a compressed weight of {tuple(weight.shape)} became a dense one of {new.dtype} on "
+        f"{new.device}, since new data was assigned to it, as module.half(), .float() and "
+        ".to(dtype) do; codes hold bfloat16 and nothing else.",
+        stacklevel=2,
+    )
+    dense = new.detach()
+    if isinstance(weight, nn.Parameter):
+        dense = nn.Parameter(dense, requires_grad=weight.requires_grad)
+    vars(dense).update(weight._set_by_others())
+    gradient, weight.grad = weight.grad, None
+    torch.utils.swap_tensors(weight, dense)
+    compat.revive_hooks(weight)
+    if gradient is not None and gradient.shape == weight.shape:
+        weight.grad = gradient.to(weight.device, weight.dtype)
+
+
+_ABOVE: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), _on_values
+    ),
+    **dict.fromkeys(
+        (Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_), _no_write  # type: ignore[attr-defined]
+    ),
+    Tensor.share_memory_: _share_memory,
+    Tensor.is_shared: _is_shared,
+    Tensor.data_ptr: _no_address,
+    Tensor.__cuda_array_interface__.__get__: _no_address,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch._has_compatible_shallow_copy_type: _takes_data,
+}
+"""Functions that torch calls no op for, and what serves them."""
 
 
 # --- what is served in coded form -----------------------------------------------------------------
