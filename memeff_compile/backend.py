@@ -25,7 +25,7 @@ from .model.weights.compress_when_safe import CompressWhenSafe
 from .options import Options, key_of
 from .passes import PASSES
 from .passes.encode_weights import dense_weights
-from .passes.graph.pipeline import run
+from .passes.graph.pipeline import enforce_strict, run
 from .verify.first_call import verified
 from .verify.op_by_op import keep
 
@@ -64,6 +64,7 @@ def memeff(
         dense = dense_weights(gm, chosen) if chosen.weights in CODECS else []
         outcome = run(gm, PASSES, chosen)
     report.record_graph(outcome.report)
+    enforce_strict(chosen, outcome.report)
     rewritten = keep(gm, chosen) if original is not None and outcome.changed else None
     outputs = _drop_missing_outputs(gm) if outcome.changed else None
     compiled = _inner(gm, example_inputs, chosen, outcome.inductor)

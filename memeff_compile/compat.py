@@ -378,6 +378,22 @@ def fake_mode_of(value: Any) -> Any:
     return getattr(value, "fake_mode", None)
 
 
+def add_buffer(gm: GraphModule, name: str, tensor: torch.Tensor) -> None:
+    """Let Dynamo's graph have a buffer of ours; AOTAutograd asks where each one came from."""
+    from torch._dynamo.source import ConstantSource
+
+    gm.register_buffer(name, tensor, persistent=False)
+    sources: Any = getattr(gm, "_param_name_to_source", {})
+    sources[name] = ConstantSource(f"memeff_{name}")
+
+
+def remove_buffer(gm: GraphModule, name: str) -> None:
+    """Take back what `add_buffer` added."""
+    delattr(gm, name)
+    sources: Any = getattr(gm, "_param_name_to_source", {})
+    sources.pop(name, None)
+
+
 def storage_key(value: torch.Tensor) -> int:
     """Return a key equal for fake tensors that share memory."""
     return int(value.untyped_storage()._cdata)

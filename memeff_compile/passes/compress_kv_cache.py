@@ -85,7 +85,8 @@ class CompressKVCache(GraphPass):
         query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
         pool = [info.tensor(node) for node in match.view.args[:_POOL]]
         codes, window = pool[0], pool[op_folder.POOL.index("k_window")]
-        if query is None or taken is None or codes is None or window is None:
+        bits = _bits(match.view)
+        if query is None or taken is None or codes is None or window is None or bits is None:
             return None
         b, h, g, n, d, s = sympy.symbols("B H G N D S", integer=True, positive=True)
         batch, heads, _, depth = map(compat.size_hint, query.shape)
@@ -95,7 +96,6 @@ class CompressKVCache(GraphPass):
         if compat.size_hint(taken.shape[1]) != kv_heads:
             before += op_folder.view_bytes(b, h, n, d, dtype=query.dtype)
             sizes["H"] = heads
-        bits = int(match.view.args[_POOL + 2])  # type: ignore[arg-type]
         group = op_folder.group_of(compat.size_hint(codes.shape[3]), depth, bits)
         if op_folder.engine_for(query.device, query.dtype, group) == "reference":
             return Gain(before, sympy.Integer(0), sizes)
@@ -120,8 +120,9 @@ class CompressKVCache(GraphPass):
         assert call is not None
         _, keys = _behind(info, call.args["key"])
         _, values = _behind(info, call.args["value"])
-        pool, (k_norms, v_norms, bits, _) = match.view.args[:_POOL], match.view.args[_POOL:]
-        scale = held_scale(call)
+        pool, (k_norms, v_norms, told, _) = match.view.args[:_POOL], match.view.args[_POOL:]
+        compat.hold_constant(told)
+        bits, scale = _bits(match.view), held_scale(call)
         with editor.at(match.node):
             out = editor.call(
                 op_folder.coded_kv_cache_attention,
@@ -144,6 +145,12 @@ class CompressKVCache(GraphPass):
 
 def _is_view(node: Node) -> bool:
     return node.op == "call_function" and node.target is op_folder.coded_kv_cache_view
+
+
+def _bits(view: Node) -> int | None:
+    """Return the bits of a view's codes: a number, also where a second cache made it a symbol."""
+    bits = compat.known_number(view.args[_POOL + 2])
+    return None if bits is None else int(bits)
 
 
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
@@ -213,7 +220,8 @@ def _unserved_mask(info: GraphInfo, match: Site) -> Decline | None:
             "give a boolean mask",
         )
     seen = info.tensor(mask)
-    limit = match.view.args[_POOL + 3]
+    told = match.view.args[_POOL + 3]
+    limit: Any = compat.example_value(told) if isinstance(told, Node) else told
     if (
         seen is None
         or not compat.is_fake(seen)
@@ -231,7 +239,9 @@ def _unserved_mask(info: GraphInfo, match: Site) -> Decline | None:
     assert query is not None
     if any(tensor is None for tensor in pool):
         return Decline("unsupported", "a tensor of the cache is no plain tensor")
-    bits: Any = match.view.args[_POOL + 2]
+    bits = _bits(match.view)
+    if bits is None:
+        return Decline("unsupported", "the bits of the cache vary within one compilation")
     held: Any = pool
     sentence = op_folder.supports(query, held, bits, seen)
     sentence = sentence or op_folder.unproven(query, held, bits)
@@ -295,19 +305,19 @@ def _sentence(info: GraphInfo, match: Site) -> str:
     query, codes = info.tensor(match.call.args["query"]), info.tensor(match.view.args[0])
     assert query is not None
     assert codes is not None
-    bits, tokens = match.view.args[_POOL + 2], match.view.args[_POOL + 3]
-    width = int(bits)  # type: ignore[arg-type]
+    width, tokens = _bits(match.view), compat.known_number(match.view.args[_POOL + 3])
+    assert width is not None
     group = op_folder.group_of(
         compat.size_hint(codes.shape[3]), compat.size_hint(query.shape[3]), width
     )
     name = op_folder.engine_for(query.device, query.dtype, group, width)
-    form = "as they come" if width == op_folder.PLAIN else f"in codes of {bits} bits"
+    form = "as they come" if width == op_folder.PLAIN else f"in codes of {width} bits"
     is_merged = match.view.args[_POOL] is not None
     if is_merged:
         form = f"whose directions two layers share, {form}"
     what = "them" if width == op_folder.PLAIN else "the codes"
     return (
-        f"attention over a cache of {tokens} tokens {form} -> "
+        f"attention over a cache of {tokens or 'many'} tokens {form} -> "
         f"memeff::coded_kv_cache_attention, which reads {what}; engine "
         f"{name}: {op_folder.ENGINES[name]}{_ON_MERGING if is_merged else ''}"
     )

@@ -38,6 +38,7 @@ from ..options import Options
 from . import defer_logits
 from .defer_logits import LogitsOutput
 from .graph.base import Decline, Done, Gain, GraphPass
+from .graph.canonical import is_several
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, written_by
 from .losses.checks import check_operands, check_regions, check_tails, check_writes, mutated
@@ -101,6 +102,12 @@ class FuseLinearCrossEntropy(GraphPass):
                     site.outputs.append(LogitsOutput(node, chain, detached))
                     continue
                 if user in throughs:
+                    seen.add(user)
+                    queue.append(user)
+                    continue
+                if is_several(user) and all(
+                    part in throughs or isinstance(reader.chain(part), Chain) for part in user.users
+                ):
                     seen.add(user)
                     queue.append(user)
                     continue

@@ -78,7 +78,7 @@ class Site:
     call: Node
     asked: Asked
     levels: tuple[str, ...]
-    counter: int = 0
+    counter: torch.Tensor | None = None
 
     @property
     def level(self) -> str:
@@ -418,7 +418,9 @@ def _insert(info: GraphInfo, editor: Editor, site: Site) -> Node:
         operands.append(node if is_same else editor.call(aten.to.dtype, node, old.dtype))
     told = {name: getattr(site.asked, name) for name in ("ahead", "behind", "scale")}
     if len(site.levels) > 1:
-        by_call = {"levels": list(site.levels), "counter": site.counter}
+        assert site.counter is not None
+        counter = editor.hold("attention_calls", site.counter)
+        by_call = {"levels": list(site.levels), "counter": counter}
         operands += site.asked.tables
         return editor.call(op_folder.quantized_attention_by_call, *operands, **by_call, **told)
     call = editor.call(

@@ -22,7 +22,7 @@ from ..errors import ExplainError, MemeffError
 from ..kernels.device import planned_for
 from ..options import Options
 from ..passes import PASSES
-from ..passes.graph.pipeline import run
+from ..passes.graph.pipeline import enforce_strict, run
 from ..report import GraphReport
 from .sizes import BATCH, LENGTH, Sizes
 
@@ -111,6 +111,7 @@ def capture(
         unchanged = copy.deepcopy(gm)
         with planned_for(torch.device(device, 0)):
             found.reports.append(run(gm, PASSES, options).report)
+            enforce_strict(options, found.reports[-1])
         found.after.append(_pair(compat.inductor_graphs(gm, example_inputs)))
         if compare or found.changes_blocks:
             original = copy.deepcopy(unchanged)

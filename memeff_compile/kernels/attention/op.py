@@ -14,6 +14,7 @@ from torch import Tensor
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
 from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.attention import reference
+from memeff_compile.kernels.checks import INDICES, short, two_dtypes, unlike_heads
 from memeff_compile.kernels.device import (
     kernels_need,
     kernels_serve,
@@ -21,9 +22,7 @@ from memeff_compile.kernels.device import (
     without_autocast,
 )
 
-FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 HALF = (torch.bfloat16, torch.float16)
-IDS = (torch.int32, torch.int64)
 MAX_DEPTH = 256
 
 EMPTY_ROWS = ("zeros", "mean")
@@ -81,7 +80,7 @@ def supports(
     """
     return (
         _unlike_settings(softcap, empty_rows)
-        or _unlike_tensors(q, k, v)
+        or unlike_heads({"q": q, "k": k, "v": v})
         or _unlike_shapes(q, k, v)
         or _unlike_tables(q, k, key_mask, query_ids, key_ids)
     )
@@ -92,28 +91,6 @@ def _unlike_settings(softcap: float, empty_rows: str) -> str | None:
         return f"softcap is {softcap}; a number above 0 is needed, or 0 for none."
     if empty_rows not in EMPTY_ROWS:
         return f"empty_rows is {empty_rows!r}; one of {', '.join(EMPTY_ROWS)} is needed."
-    return None
-
-
-def _unlike_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
-            return f"{name} is {kind}; a plain strided tensor is needed. Dequantise or densify it."
-        if tensor.dtype not in FLOATING:
-            return (
-                f"{name} has dtype {_short(tensor.dtype)}; bfloat16, float16, float32 or float64 "
-                "is needed. Dequantise or cast it."
-            )
-        if tensor.dim() != 4:
-            return f"{name} has {tensor.dim()} dimensions; (batch, heads, length, depth) is needed."
-        if tensor.dtype != q.dtype:
-            return (
-                f"q has dtype {_short(q.dtype)} and {name} {_short(tensor.dtype)}; "
-                "cast them to one dtype."
-            )
-        if tensor.device != q.device:
-            return f"q is on {q.device} and {name} on {tensor.device}; move them to one device."
     return None
 
 
@@ -145,31 +122,24 @@ def _unlike_tables(
         return f"{given} is given without {missing}; both are needed, or neither."
     tables = (
         ("key_mask", key_mask, (torch.bool,), k.shape[2]),
-        ("query_ids", query_ids, IDS, q.shape[2]),
-        ("key_ids", key_ids, IDS, k.shape[2]),
+        ("query_ids", query_ids, INDICES, q.shape[2]),
+        ("key_ids", key_ids, INDICES, k.shape[2]),
     )
     for name, table, dtypes, length in tables:
         if table is None:
             continue
         if table.dtype not in dtypes or table.dim() != 2 or table.device != q.device:
-            wanted = " or ".join(_short(dtype) for dtype in dtypes)
+            wanted = " or ".join(short(dtype) for dtype in dtypes)
             return (
-                f"{name} is {_short(table.dtype)} with {table.dim()} dimensions on "
+                f"{name} is {short(table.dtype)} with {table.dim()} dimensions on "
                 f"{table.device}; {wanted} of (batch or 1, length) on {q.device} is needed."
             )
         rows = table.shape[0]
         if (rows != 1 and rows != q.shape[0]) or table.shape[1] != length:
             return f"{name} is {_shape(table)}; (1 or {q.shape[0]}, {length}) is needed."
-    if query_ids is not None and key_ids is not None and query_ids.dtype != key_ids.dtype:
-        return (
-            f"query_ids has dtype {_short(query_ids.dtype)} and key_ids {_short(key_ids.dtype)}; "
-            "cast them to one dtype."
-        )
-    return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    if query_ids is None or key_ids is None:
+        return None
+    return two_dtypes("query_ids", query_ids.dtype, "key_ids", key_ids.dtype)
 
 
 def _shape(tensor: Tensor) -> tuple[Any, ...]:
@@ -204,7 +174,7 @@ def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
     if where_it_runs(device).type != "cuda":
         return f"the tile kernels run on CUDA and the tensors are on {device.type}"
     if dtype not in HALF:
-        return f"the tile kernels compute in bfloat16 and float16, and this is {_short(dtype)}"
+        return f"the tile kernels compute in bfloat16 and float16, and this is {short(dtype)}"
     if not 0 < depth <= MAX_DEPTH:
         return f"the tile kernels serve head dimensions up to {MAX_DEPTH}, and this is {depth}"
     if not kernels_serve(device, dtype):

@@ -8,13 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memeff_compile.kernels._triton.gpus import Gpu
+from memeff_compile.kernels._triton.key_tiles import depth_block
 
 KERNELS = ("forward", "query_gradient", "key_gradient")
-
-BOUNDS_CHUNK = 2048
-"""Places that the kernel of the bounds looks at together."""
-
-BOUNDS_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -151,8 +147,3 @@ def shape_for(kernel: str, depth: int, gpu: Gpu, *, has_tables: bool = False) ->
     if not has_tables:
         return found
     return _SHAPES_WITH_TABLES.get(kind, {}).get(kernel, {}).get(block, found)
-
-
-def depth_block(depth: int) -> int:
-    """Return the power of two that holds a head dimension: at least 16."""
-    return max(16, 1 << (depth - 1).bit_length())

@@ -17,12 +17,18 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.conditions import Conditions
+from memeff_compile.kernels._triton.key_tiles import (
+    depth_block,
+    find_bounds,
+    flags_of,
+    positions_of,
+    tables_of,
+    tiles_of,
+    within,
+)
 from memeff_compile.kernels.attention.shapes import (
-    BOUNDS_CHUNK,
-    BOUNDS_WARPS,
     KERNELS,
     Shape,
-    depth_block,
     shape_for,
 )
 from memeff_compile.kernels.device import gpu, on_device
@@ -68,16 +74,6 @@ class _Call:
         """Say whether positions alone do not tell which tiles count."""
         return self.given.has_tables() or self.mean
 
-    def flags(self) -> dict[str, Any]:
-        """Return the constants that say which conditions there are."""
-        return {
-            "HAS_AHEAD": self.given.ahead is not None,
-            "HAS_BEHIND": self.given.behind is not None,
-            "HAS_KEY_MASK": self.given.key_mask is not None,
-            "HAS_IDS": self.given.query_ids is not None,
-            "MEAN": self.mean,
-        }
-
     def constants(self, shape: Shape) -> dict[str, Any]:
         """Return the constants of an attention kernel."""
         depth, scale = self.sizes[5], self.given.scale
@@ -92,7 +88,8 @@ class _Call:
             "SOFTCAP": self.given.softcap > 0,
             "UPCAST": not self.q.is_cuda,
             "num_warps": shape.warps,
-            **self.flags(),
+            "MEAN": self.mean,
+            **flags_of(self.given),
         }
 
     def scales(self) -> tuple[float, float]:
@@ -102,100 +99,37 @@ class _Call:
             return self.given.softcap * math.log2(math.e), size / self.given.softcap
         return (size or 1.0) * math.log2(math.e), 1.0
 
-    def positions(self) -> tuple[int, int]:
-        """Return ahead and behind, 0 where there is none."""
-        return self.given.ahead or 0, self.given.behind or 0
-
-    def tables(self) -> tuple[Any, ...]:
-        """Return the tables and their strides over the batch; q stands where there is none."""
-        mask = self.given.key_mask
-        tables = (
-            None if mask is None else mask.view(torch.uint8),
-            self.given.query_ids,
-            self.given.key_ids,
+    def bounds(
+        self, shape: Shape, lse: Tensor | None, *, ours_are_queries: bool = True
+    ) -> tuple[Tensor, int]:
+        """Return which tiles each tile of ours visits, and how many there are."""
+        _, heads, _, queries, keys, _ = self.sizes
+        tile = (shape.rows, shape.keys)
+        ours = (queries, shape.rows) if ours_are_queries else (keys, shape.keys)
+        found = find_bounds(
+            self.q,
+            self.given,
+            (heads, queries, keys),
+            tile,
+            ours_are_queries=ours_are_queries,
+            mean=self.mean,
+            lse=lse,
         )
-        found: list[Any] = []
-        for table in tables:
-            if table is None:
-                found += [self.q, 0]
-            else:
-                found += [table, table.stride(0) if table.shape[0] > 1 else 0]
-        return tuple(found)
+        return found, tiles_of(*ours)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
     queries, keys = q.shape[2], k.shape[2]
-    tables = (given.key_mask, given.query_ids, given.key_ids)
-    key_mask, query_ids, key_ids = (None if each is None else _unit_stride(each) for each in tables)
-    within = Conditions(
-        key_mask,
-        query_ids,
-        key_ids,
-        _within(given.ahead, keys, queries),
-        _within(given.behind, queries, keys),
-        given.scale,
-        given.softcap,
-        given.mean,
-    )
-    mean = within.has_empty_means(queries, keys)
+    given = within(given, queries, keys)
     sizes = (q.shape[0], q.shape[1], k.shape[1], queries, keys, q.shape[3])
-    return _Call(_rows(q), _rows(k), _rows(v), within, mean, sizes)
-
-
-def _within(bound: int | None, most: int, least: int) -> int | None:
-    """Drop a bound that reaches beyond `most` positions, and keep others above -`least`."""
-    if bound is None or bound >= most - 1:
-        return None
-    return max(bound, -least)
-
-
-def _unit_stride(table: Tensor) -> Tensor:
-    return table if table.stride(1) == 1 else table.contiguous()
+    mean = given.has_empty_means(queries, keys)
+    return _Call(_rows(q), _rows(k), _rows(v), given, mean, sizes)
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """Return a tensor whose last axis has unit stride, and whose positions are not far apart."""
     is_plain = tensor.stride(3) == 1 and tensor.stride(2) <= MAX_ROW_STRIDE
     return tensor if is_plain else tensor.contiguous()
-
-
-def _tiles(length: int, size: int) -> int:
-    return -(-length // size)
-
-
-def _find_bounds(
-    call: _Call, ours_are_queries: bool, shape: Shape, lse: Tensor | None
-) -> tuple[Tensor, int]:
-    """Return which tiles each tile of ours visits, (B, tiles, 4) int32, and how many there are.
-
-    Where positions alone tell, q stands for the table, which is not read.
-    """
-    from memeff_compile.kernels.attention import tiles_kernels as kernels
-
-    batch, heads, _, queries, keys, _ = call.sizes
-    ours, others = (shape.rows, shape.keys) if ours_are_queries else (shape.keys, shape.rows)
-    tiles = _tiles(queries if ours_are_queries else keys, ours)
-    if not call.has_bounds():
-        return call.q, tiles
-    bounds = call.q.new_empty((batch, tiles, 4), dtype=torch.int32)
-    kernels._attention_bounds_kernel[(batch * tiles,)](
-        *call.tables(),
-        bounds if lse is None else lse,
-        bounds,
-        *call.positions(),
-        heads,
-        queries,
-        keys,
-        tiles,
-        OURS=ours,
-        OTHERS=others,
-        CHUNK=max(1, BOUNDS_CHUNK // others),
-        OURS_ARE_QUERIES=ours_are_queries,
-        FROM_LSE=lse is not None,
-        **call.flags(),
-        num_warps=BOUNDS_WARPS,
-    )
-    return bounds, tiles
 
 
 def attend(
@@ -217,7 +151,7 @@ def attend(
     out = q.new_empty((batch, queries, heads, depth))
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     with on_device(q):
-        bounds, tiles = _find_bounds(call, True, shape, None)
+        bounds, tiles = call.bounds(shape, None)
         kernels._attention_kernel[(batch * heads * tiles,)](
             call.q,
             *call.q.stride()[:3],
@@ -225,12 +159,12 @@ def attend(
             *call.k.stride()[:3],
             call.v,
             *call.v.stride()[:3],
-            *call.tables(),
+            *tables_of(call.given, call.q),
             bounds,
             out,
             lse,
             *call.scales(),
-            *call.positions(),
+            *positions_of(call.given),
             batch * heads,
             heads,
             heads // groups,
@@ -280,7 +214,7 @@ def _query_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> N
 
     grad, out, lse, sums, delta, grad_q = buffers
     batch, heads, groups, queries, keys, _ = call.sizes
-    bounds, tiles = _find_bounds(call, True, shape, lse)
+    bounds, tiles = call.bounds(shape, lse)
     kernels._attention_query_gradient_kernel[(batch * heads * tiles,)](
         grad,
         *grad.stride()[:3],
@@ -292,7 +226,7 @@ def _query_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> N
         *call.k.stride()[:3],
         call.v,
         *call.v.stride()[:3],
-        *call.tables(),
+        *tables_of(call.given, call.q),
         bounds,
         lse,
         sums,
@@ -300,7 +234,7 @@ def _query_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> N
         grad_q,
         *call.scales(),
         call.given.scale,
-        *call.positions(),
+        *positions_of(call.given),
         batch * heads,
         heads,
         heads // groups,
@@ -317,7 +251,7 @@ def _key_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> Non
 
     grad, lse, sums, delta, grad_k, grad_v = buffers
     batch, heads, groups, queries, keys, _ = call.sizes
-    bounds, tiles = _find_bounds(call, False, shape, lse)
+    bounds, tiles = call.bounds(shape, lse, ours_are_queries=False)
     parts = ((False, True), (True, False)) if shape.is_split else ((True, True),)
     for with_k, with_v in parts:
         kernels._attention_key_gradient_kernel[(batch * groups * tiles,)](
@@ -329,7 +263,7 @@ def _key_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> Non
             *call.k.stride()[:3],
             call.v,
             *call.v.stride()[:3],
-            *call.tables(),
+            *tables_of(call.given, call.q),
             bounds,
             sums,
             delta,
@@ -337,7 +271,7 @@ def _key_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> Non
             grad_v,
             *call.scales(),
             call.given.scale,
-            *call.positions(),
+            *positions_of(call.given),
             batch * groups,
             groups,
             heads // groups,

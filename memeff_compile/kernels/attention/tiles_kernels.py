@@ -21,22 +21,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from memeff_compile.kernels._triton.key_tiles_kernels import bounds_of, edge_tile, which_count
+from memeff_compile.kernels._triton.products_kernels import dot, load_rows, store_rows
+
 LOW = tl.constexpr(-1.0e38)  # below every score; finite, so that differences are numbers
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-FAR = tl.constexpr(2**62)
 
 
 # --- scores ---------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    if UPCAST:
-        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(a, b, acc)
-    return acc
 
 
 @triton.jit
@@ -54,276 +47,6 @@ def _weights(raw, sums, scale):
     """Return the weights of raw scores in the backward, which are 1 at most."""
     exponent = raw * scale - sums
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def _load_rows(
-    ptrs, is_row, depth, DEPTH: tl.constexpr, DEPTH_BLOCK: tl.constexpr, MASKED: tl.constexpr
-):
-    """Load (rows, DEPTH_BLOCK), zeros beyond DEPTH and, with MASKED, where is_row is false."""
-    if MASKED:
-        mask = is_row[:, None]
-        if DEPTH != DEPTH_BLOCK:
-            mask = mask & (depth < DEPTH)[None, :]
-        found = tl.load(ptrs, mask=mask, other=0.0)
-    elif DEPTH != DEPTH_BLOCK:
-        found = tl.load(ptrs, mask=(depth < DEPTH)[None, :], other=0.0)
-    else:
-        found = tl.load(ptrs)
-    return found
-
-
-@triton.jit
-def _store_rows(ptrs, values, is_row, depth, DEPTH: tl.constexpr, DEPTH_BLOCK: tl.constexpr):
-    mask = is_row[:, None]
-    if DEPTH != DEPTH_BLOCK:
-        mask = mask & (depth < DEPTH)[None, :]
-    tl.store(ptrs, values.to(ptrs.dtype.element_ty), mask=mask)
-
-
-# --- which keys count -----------------------------------------------------------------------------
-
-
-@triton.jit
-def _counts(
-    query,
-    key,
-    is_key,
-    query_id,
-    key_id,
-    ahead,
-    behind,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-):
-    """Return which keys count for which queries; each argument is broadcast to two axes."""
-    found = is_key
-    if HAS_AHEAD:
-        found = found & (key <= query + ahead)
-    if HAS_BEHIND:
-        found = found & (key >= query - behind)
-    if HAS_IDS:
-        found = found & (query_id == key_id)
-    return found
-
-
-@triton.jit
-def _range(
-    tile,
-    ours,
-    others,
-    up,
-    down,
-    OURS: tl.constexpr,
-    OTHERS: tl.constexpr,
-    HAS_UP: tl.constexpr,
-    HAS_DOWN: tl.constexpr,
-):
-    """Return the tiles of others that a tile of ours visits, by positions alone.
-
-    Ours at p sees others from p - down to p + up. Returns first, full first, full stop and stop.
-    """
-    low = tile * OURS
-    high = tl.minimum(low + OURS, ours) - 1
-    first, full_first = 0, 0
-    stop, full_stop = others, others
-    if HAS_UP:
-        stop = tl.maximum(tl.minimum(others, high + up + 1), 0)
-        full_stop = tl.maximum(tl.minimum(others, low + up + 1), 0)
-    if HAS_DOWN:
-        first = tl.maximum(low - down, 0)
-        full_first = tl.maximum(high - down, 0)
-    stop = (stop + OTHERS - 1) // OTHERS
-    first = tl.minimum(first // OTHERS, stop)
-    full_first = tl.minimum(tl.maximum((full_first + OTHERS - 1) // OTHERS, first), stop)
-    full_stop = tl.minimum(tl.maximum(full_stop // OTHERS, full_first), stop)
-    return first, full_first, full_stop, stop
-
-
-@triton.jit
-def _edge_tile(index, first, full_first, full_stop):
-    """Return the tile of visit number `index` to the incomplete ones, both edges in turn."""
-    edge = full_first - first
-    return tl.where(index < edge, first + index, full_stop + index - edge)
-
-
-@triton.jit
-def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Summarise (tiles, size) places: whether some and all are shown, and the span of their ids."""
-    shown = place < length
-    inside = tl.minimum(place, length - 1)
-    if HAS_MASK:
-        shown = shown & (tl.load(mask_ptr + inside) != 0)
-    some = tl.max(shown.to(tl.int32), axis=1)
-    every = tl.min((shown | (place >= length)).to(tl.int32), axis=1)
-    low, high = some.to(tl.int64), some.to(tl.int64)
-    if HAS_IDS:
-        ids = tl.load(ids_ptr + inside).to(tl.int64)
-        low = tl.min(tl.where(shown, ids, FAR), axis=1)
-        high = tl.max(tl.where(shown, ids, -FAR), axis=1)
-    return some, every, low, high
-
-
-@triton.jit
-def _attention_bounds_kernel(
-    key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
-    stride_mask_batch,
-    query_ids_ptr,  # (B or 1, M), with HAS_IDS
-    stride_query_ids_batch,
-    key_ids_ptr,  # (B or 1, N), with HAS_IDS
-    stride_key_ids_batch,
-    lse_ptr,  # (B, H, M) fp32: minus infinity for queries without keys, with FROM_LSE
-    bounds_ptr,  # (B, tiles of ours, 4) int32
-    ahead,
-    behind,
-    heads,
-    queries,
-    keys,
-    tiles,
-    OURS: tl.constexpr,  # places per tile
-    OTHERS: tl.constexpr,
-    CHUNK: tl.constexpr,  # tiles of others looked at together
-    OURS_ARE_QUERIES: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    MEAN: tl.constexpr,
-    FROM_LSE: tl.constexpr,
-):
-    tile = tl.program_id(0) % tiles
-    batch = (tl.program_id(0) // tiles).to(tl.int64)
-    mask_ptr = key_mask_ptr + batch * stride_mask_batch
-    query_ids_ptr += batch * stride_query_ids_batch
-    key_ids_ptr += batch * stride_key_ids_batch
-    lse_ptr += batch * heads * queries
-    place = tile * OURS + tl.arange(0, OURS)
-    if OURS_ARE_QUERIES:
-        first, full_first, full_stop, stop = _range(
-            tile, queries, keys, ahead, behind, OURS, OTHERS, HAS_AHEAD, HAS_BEHIND
-        )
-        some, every, low, high = _table_of(
-            query_ids_ptr, mask_ptr, place[None, :], queries, False, HAS_IDS
-        )
-        count = keys
-    else:
-        first, full_first, full_stop, stop = _range(
-            tile, keys, queries, behind, ahead, OURS, OTHERS, HAS_BEHIND, HAS_AHEAD
-        )
-        some, every, low, high = _table_of(
-            key_ids_ptr, mask_ptr, place[None, :], keys, HAS_KEY_MASK, HAS_IDS
-        )
-        count = queries
-    # The least that is visited, the most, the first complete one, the first thereafter that is not.
-    least, most, whole, broken = batch * 0 + FAR, batch * 0 - 1, batch * 0 + FAR, batch * 0 + FAR
-    start, end = first, stop
-    if MEAN and not OURS_ARE_QUERIES:
-        start, end = 0, (queries + OTHERS - 1) // OTHERS
-    for chunk in tl.range(start // CHUNK, (end + CHUNK - 1) // CHUNK, num_stages=1):
-        other = chunk * CHUNK + tl.arange(0, CHUNK)
-        places = other[:, None] * OTHERS + tl.arange(0, OTHERS)[None, :]
-        if OURS_ARE_QUERIES:
-            their_some, their_every, their_low, their_high = _table_of(
-                key_ids_ptr, mask_ptr, places, keys, HAS_KEY_MASK, HAS_IDS
-            )
-        else:
-            their_some, their_every, their_low, their_high = _table_of(
-                query_ids_ptr, mask_ptr, places, queries, False, HAS_IDS
-            )
-        visited = (other >= first) & (other < stop) & (some * their_some != 0)
-        complete = (other >= full_first) & (other < full_stop) & (every * their_every != 0)
-        if HAS_IDS:
-            visited = visited & (low <= their_high) & (their_low <= high)
-            complete = complete & (low == high) & (their_low == their_high) & (low == their_low)
-        if MEAN and not OURS_ARE_QUERIES:
-            sums = tl.load(lse_ptr + places, mask=places < queries, other=0.0)
-            has_empty = tl.max((sums == float("-inf")).to(tl.int32), axis=1) != 0
-            visited = visited | has_empty
-            complete = complete & (has_empty == 0)
-        other = other.to(tl.int64)
-        least = tl.minimum(least, tl.min(tl.where(visited, other, FAR), axis=0))
-        most = tl.maximum(most, tl.max(tl.where(visited, other, -1), axis=0))
-        whole = tl.minimum(whole, tl.min(tl.where(complete, other, FAR), axis=0))
-        broken = tl.minimum(
-            broken, tl.min(tl.where((complete == 0) & (other > whole), other, FAR), axis=0)
-        )
-    stop_all = most + 1
-    least = tl.minimum(least, stop_all)
-    whole = tl.minimum(whole, stop_all)
-    broken = tl.maximum(tl.minimum(broken, stop_all), whole)
-    if MEAN and OURS_ARE_QUERIES:
-        is_row = place < queries
-        if FROM_LSE:
-            sums = tl.load(lse_ptr + place, mask=is_row, other=0.0)
-            is_empty = (sums == float("-inf")).to(tl.int32)
-        else:
-            is_empty = is_row.to(tl.int32)
-            query_id = place
-            if HAS_IDS:
-                query_id = tl.load(query_ids_ptr + place, mask=is_row, other=0)
-            if broken > whole:  # a complete tile has a key for each query
-                is_empty = is_empty * 0
-            else:
-                for other in tl.range(least, stop_all, num_stages=1):
-                    key = (other * OTHERS + tl.arange(0, OTHERS)).to(tl.int32)
-                    is_key = key < keys
-                    key_id = key
-                    if HAS_IDS:
-                        key_id = tl.load(key_ids_ptr + key, mask=is_key, other=0)
-                    if HAS_KEY_MASK:
-                        is_key = is_key & (tl.load(mask_ptr + key, mask=is_key, other=0) != 0)
-                    counts = _counts(
-                        place[:, None],
-                        key[None, :],
-                        is_key[None, :] & is_row[:, None],
-                        query_id[:, None],
-                        key_id[None, :],
-                        ahead,
-                        behind,
-                        HAS_AHEAD,
-                        HAS_BEHIND,
-                        HAS_IDS,
-                    )
-                    is_empty = is_empty * (1 - tl.max(counts.to(tl.int32), axis=1))
-        if tl.max(is_empty, axis=0) != 0:
-            least, whole, broken = least * 0, whole * 0, broken * 0
-            stop_all = stop_all * 0 + (count + OTHERS - 1) // OTHERS
-    found_ptr = bounds_ptr + (batch * tiles + tile) * 4
-    tl.store(found_ptr, least.to(tl.int32))
-    tl.store(found_ptr + 1, whole.to(tl.int32))
-    tl.store(found_ptr + 2, broken.to(tl.int32))
-    tl.store(found_ptr + 3, stop_all.to(tl.int32))
-
-
-@triton.jit
-def _bounds(
-    bounds_ptr,
-    batch,
-    tile,
-    tiles,
-    ours,
-    others,
-    up,
-    down,
-    OURS: tl.constexpr,
-    OTHERS: tl.constexpr,
-    HAS_UP: tl.constexpr,
-    HAS_DOWN: tl.constexpr,
-    HAS_BOUNDS: tl.constexpr,
-):
-    """Return first, full first, full stop and stop of what a tile visits."""
-    if HAS_BOUNDS:
-        found_ptr = bounds_ptr + (batch * tiles + tile) * 4
-        first = tl.load(found_ptr)
-        full_first = tl.load(found_ptr + 1)
-        full_stop = tl.load(found_ptr + 2)
-        stop = tl.load(found_ptr + 3)
-    else:
-        first, full_first, full_stop, stop = _range(
-            tile, ours, others, up, down, OURS, OTHERS, HAS_UP, HAS_DOWN
-        )
-    return first, full_first, full_stop, stop
 
 
 # --- forward --------------------------------------------------------------------------------------
@@ -375,16 +98,16 @@ def _attend_tile(
     # What hidden keys hold must not get in, not even times 0; for a mean they do count.
     is_read = is_inside if MEAN else is_key
     k_ptrs = k_base + start * stride_k_key + k_offs
-    k = _load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    k = load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
     v_ptrs = v_base + start * stride_v_key + v_offs
-    v = _load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    v = load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
     product = tl.zeros((q.shape[0], KEYS), dtype=tl.float32)
-    raw = _raw(_dot(q, tl.trans(k), product, UPCAST), inner, SIGN, SOFTCAP)
+    raw = _raw(dot(q, tl.trans(k), product, UPCAST), inner, SIGN, SOFTCAP)
     if MASKED:
         key_id = key
         if HAS_IDS:
             key_id = tl.load(key_ids_ptr + key, mask=is_inside, other=0)
-        counts = _counts(
+        counts = which_count(
             query[:, None],
             key[None, :],
             is_key[None, :],
@@ -407,7 +130,7 @@ def _attend_tile(
     shrink = tl.exp2((largest - higher) * scale)
     total = total * shrink + tl.sum(weight, axis=1)
     acc = acc * shrink[:, None]
-    acc = _dot(weight.to(v.dtype), v, acc, UPCAST)
+    acc = dot(weight.to(v.dtype), v, acc, UPCAST)
     return acc, total, higher
 
 
@@ -469,7 +192,7 @@ def _attention_kernel(
     is_row = query < queries
     depth = tl.arange(0, DEPTH_BLOCK)
     offs = tl.arange(0, KEYS)
-    q = _load_rows(
+    q = load_rows(
         q_ptr
         + batch * stride_q_batch
         + head * stride_q_head
@@ -493,7 +216,7 @@ def _attention_kernel(
         query_id = tl.load(
             query_ids_ptr + batch * stride_query_ids_batch + query, mask=is_row, other=0
         )
-    first, full_first, full_stop, stop = _bounds(
+    first, full_first, full_stop, stop = bounds_of(
         bounds_ptr,
         batch,
         tile,
@@ -556,7 +279,7 @@ def _attention_kernel(
             q,
             query,
             query_id,
-            _edge_tile(index, first, full_first, full_stop),
+            edge_tile(index, first, full_first, full_stop),
             wide_zero,
             k_base,
             k_offs,
@@ -588,7 +311,7 @@ def _attention_kernel(
     sums = (largest * scale + tl.log2(divisor)) * LN_2
     sums = tl.where(largest <= LOW, float("-inf"), sums)
     tl.store(lse_ptr + (batch * heads + head) * queries + query, sums, mask=is_row)
-    _store_rows(
+    store_rows(
         out_ptr
         + (batch * queries * heads + head) * DEPTH
         + (wide_zero + query)[:, None] * (heads * DEPTH)
@@ -651,17 +374,17 @@ def _query_gradient_tile(
         is_key = is_key & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
     is_read = is_inside if MEAN else is_key
     k_ptrs = k_base + start * stride_k_key + k_offs
-    k = _load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    k = load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
     v_ptrs = v_base + start * stride_v_key + v_offs
-    v = _load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    v = load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
     zeros = tl.zeros((q.shape[0], KEYS), dtype=tl.float32)
-    raw = _raw(_dot(q, tl.trans(k), zeros, UPCAST), inner, SIGN, SOFTCAP)
+    raw = _raw(dot(q, tl.trans(k), zeros, UPCAST), inner, SIGN, SOFTCAP)
     weight = _weights(raw, sums[:, None], scale)
     if MASKED:
         key_id = key
         if HAS_IDS:
             key_id = tl.load(key_ids_ptr + key, mask=is_inside, other=0)
-        counts = _counts(
+        counts = which_count(
             query[:, None],
             key[None, :],
             is_key[None, :],
@@ -677,10 +400,10 @@ def _query_gradient_tile(
         if MEAN:
             weight = tl.where(is_empty[:, None] & is_inside[None, :], 1.0 / keys, weight)
     zeros = tl.zeros((q.shape[0], KEYS), dtype=tl.float32)
-    slope = weight * (_dot(grad, tl.trans(v), zeros, UPCAST) - delta[:, None])
+    slope = weight * (dot(grad, tl.trans(v), zeros, UPCAST) - delta[:, None])
     if SOFTCAP:
         slope = slope * (1.0 - raw * raw)
-    return _dot(slope.to(k.dtype), k, acc, UPCAST)
+    return dot(slope.to(k.dtype), k, acc, UPCAST)
 
 
 @triton.jit(do_not_specialize=["ahead", "behind"])
@@ -754,10 +477,10 @@ def _attention_query_gradient_kernel(
     place = (wide_zero + query)[:, None]
     out_ptrs = out_ptr + batch * stride_out_batch + head * stride_out_head
     out_ptrs = out_ptrs + place * stride_out_query + depth[None, :]
-    out = _load_rows(out_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, True)
+    out = load_rows(out_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, True)
     grad_ptrs = grad_ptr + batch * stride_grad_batch + head * stride_grad_head
     grad_ptrs = grad_ptrs + place * stride_grad_query + depth[None, :]
-    grad = _load_rows(grad_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, True)
+    grad = load_rows(grad_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, True)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
     stat = (batch * heads + head) * queries + query
     tl.store(delta_ptr + stat, delta, mask=is_row)
@@ -767,7 +490,7 @@ def _attention_query_gradient_kernel(
     tl.store(sums_ptr + stat, sums, mask=is_row)
     q_ptrs = q_ptr + batch * stride_q_batch + head * stride_q_head
     q_ptrs = q_ptrs + place * stride_q_query + depth[None, :]
-    q = _load_rows(q_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, True)
+    q = load_rows(q_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, True)
     group = head // repeat
     k_base = k_ptr + batch * stride_k_batch + group * stride_k_head
     k_offs = offs[:, None] * stride_k_key + depth[None, :]
@@ -780,7 +503,7 @@ def _attention_query_gradient_kernel(
         query_id = tl.load(
             query_ids_ptr + batch * stride_query_ids_batch + query, mask=is_row, other=0
         )
-    first, full_first, full_stop, stop = _bounds(
+    first, full_first, full_stop, stop = bounds_of(
         bounds_ptr,
         batch,
         tile,
@@ -845,7 +568,7 @@ def _attention_query_gradient_kernel(
             delta,
             query,
             query_id,
-            _edge_tile(index, first, full_first, full_stop),
+            edge_tile(index, first, full_first, full_stop),
             wide_zero,
             k_base,
             k_offs,
@@ -873,7 +596,7 @@ def _attention_query_gradient_kernel(
             UPCAST,
             True,
         )
-    _store_rows(
+    store_rows(
         grad_q_ptr
         + (batch * queries * heads + head) * DEPTH
         + place * (heads * DEPTH)
@@ -939,19 +662,19 @@ def _key_gradient_tile(
     depth = tl.arange(0, DEPTH_BLOCK)
     is_row = query < queries
     q_ptrs = q_base + (head * stride_q_head + start * stride_q_query) + q_offs
-    q = _load_rows(q_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    q = load_rows(q_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, MASKED)
     if MASKED:
         sums = tl.load(sums_ptr + stat + query, mask=is_row, other=float("inf"))
     else:
         sums = tl.load(sums_ptr + stat + query)
     zeros = tl.zeros((k.shape[0], ROWS), dtype=tl.float32)
-    raw = _raw(_dot(k, tl.trans(q), zeros, UPCAST), inner, SIGN, SOFTCAP)
+    raw = _raw(dot(k, tl.trans(q), zeros, UPCAST), inner, SIGN, SOFTCAP)
     weight = _weights(raw, sums[None, :], scale)
     if MASKED:
         query_id = query
         if HAS_IDS:
             query_id = tl.load(query_ids_ptr + query, mask=is_row, other=0)
-        counts = _counts(
+        counts = which_count(
             query[None, :],
             key[:, None],
             is_key[:, None],
@@ -968,9 +691,9 @@ def _key_gradient_tile(
             is_empty = (sums == float("inf")) & is_row
             weight = tl.where(is_empty[None, :] & (key < keys)[:, None], 1.0 / keys, weight)
     grad_ptrs = grad_base + (head * stride_grad_head + start * stride_grad_query) + grad_offs
-    grad = _load_rows(grad_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    grad = load_rows(grad_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, MASKED)
     if WITH_V:
-        grad_v = _dot(weight.to(grad.dtype), grad, grad_v, UPCAST)
+        grad_v = dot(weight.to(grad.dtype), grad, grad_v, UPCAST)
     if WITH_K:
         if MASKED:
             delta = tl.load(delta_ptr + stat + query, mask=is_row, other=0.0)
@@ -978,10 +701,10 @@ def _key_gradient_tile(
             delta = tl.load(delta_ptr + stat + query)
         # The sum starts at -delta, which need not be kept until the product is there.
         minus = tl.broadcast_to((-delta)[None, :], (k.shape[0], ROWS))
-        slope = weight * _dot(v, tl.trans(grad), minus, UPCAST)
+        slope = weight * dot(v, tl.trans(grad), minus, UPCAST)
         if SOFTCAP:
             slope = slope * (1.0 - raw * raw)
-        grad_k = _dot(slope.to(q.dtype), q, grad_k, UPCAST)
+        grad_k = dot(slope.to(q.dtype), q, grad_k, UPCAST)
     return grad_k, grad_v
 
 
@@ -1063,12 +786,12 @@ def _attention_key_gradient_kernel(
     place = (wide_zero + key)[:, None]
     k_ptrs = k_ptr + batch * stride_k_batch + group * stride_k_head
     k_ptrs = k_ptrs + place * stride_k_key + depth[None, :]
-    k = _load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, True)
+    k = load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, True)
     v_ptrs = v_ptr + batch * stride_v_batch + group * stride_v_head
     v_ptrs = v_ptrs + place * stride_v_key + depth[None, :]
-    v = _load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, True)
+    v = load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, True)
     their_ids_ptr = query_ids_ptr + batch * stride_query_ids_batch
-    first, full_first, full_stop, stop = _bounds(
+    first, full_first, full_stop, stop = bounds_of(
         bounds_ptr,
         batch,
         tile,
@@ -1145,7 +868,7 @@ def _attention_key_gradient_kernel(
             key,
             is_key,
             key_id,
-            _edge_tile(index % edges, first, full_first, full_stop),
+            edge_tile(index % edges, first, full_first, full_stop),
             index // edges,
             wide_zero,
             q_base,
@@ -1183,7 +906,7 @@ def _attention_key_gradient_kernel(
     offset = place * (groups * DEPTH) + depth[None, :]
     if WITH_K:
         grad_k_ptrs = grad_k_ptr + target + offset
-        _store_rows(grad_k_ptrs, grad_k * factor, is_inside, depth, DEPTH, DEPTH_BLOCK)
+        store_rows(grad_k_ptrs, grad_k * factor, is_inside, depth, DEPTH, DEPTH_BLOCK)
     if WITH_V:
         grad_v_ptrs = grad_v_ptr + target + offset
-        _store_rows(grad_v_ptrs, grad_v, is_inside, depth, DEPTH, DEPTH_BLOCK)
+        store_rows(grad_v_ptrs, grad_v, is_inside, depth, DEPTH, DEPTH_BLOCK)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels.checks import FLOATING, short
 from memeff_compile.kernels.coded_kv_cache import reference
 from memeff_compile.kernels.coded_kv_cache.layout import BITS, PLAIN, channel_group, group_of
 from memeff_compile.kernels.device import kernels_serve, where_it_runs
 
-FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_DEPTH = 256
 
 LEAST_DEPTH = 64
@@ -104,7 +104,7 @@ def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
     window = named["k_window"]
     if window.dim() != 4 or window.dtype not in FLOATING:
         return (
-            f"k_window is {_short(window.dtype)} with {window.dim()} dimensions; a floating "
+            f"k_window is {short(window.dtype)} with {window.dim()} dimensions; a floating "
             "(batch, heads, window, depth) is needed."
         )
     batch, heads, _, depth = window.shape
@@ -115,7 +115,7 @@ def supports_pool(pool: Sequence[Tensor], bits: int) -> str | None:
             return f"{name} is not contiguous; the tensors of a cache are used as allocated."
         wanted = _dtype_of(name, window.dtype, bits)
         if tensor.dtype != wanted:
-            return f"{name} is {_short(tensor.dtype)}; {_short(wanted)} is needed."
+            return f"{name} is {short(tensor.dtype)}; {short(wanted)} is needed."
         if name != "counts" and tuple(tensor.shape[:2]) != (batch, heads):
             return f"{name} is {tuple(tensor.shape)}; it has to begin with {(batch, heads)}."
     if not 16 <= depth <= MAX_DEPTH or depth & (depth - 1):
@@ -154,7 +154,7 @@ def _unlike_query(q: Tensor, pool: Sequence[Tensor]) -> str | None:
         )
     if q.dtype != window.dtype or q.device != window.device:
         return (
-            f"q is {_short(q.dtype)} on {q.device} and the cache {_short(window.dtype)} on "
+            f"q is {short(q.dtype)} on {q.device} and the cache {short(window.dtype)} on "
             f"{window.device}; cast or move one."
         )
     batch, heads, _, depth = window.shape
@@ -170,7 +170,7 @@ def _unlike_mask(q: Tensor, mask: Tensor | None) -> str | None:
         return None
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.device != q.device:
         return (
-            f"mask is {_short(mask.dtype)} with {mask.dim()} dimensions on {mask.device}; bool of "
+            f"mask is {short(mask.dtype)} with {mask.dim()} dimensions on {mask.device}; bool of "
             f"(batch or 1, 1, 1, keys) on {q.device} is needed."
         )
     if mask.shape[0] not in (1, q.shape[0]) or tuple(mask.shape[1:3]) != (1, 1):
@@ -193,18 +193,14 @@ def supports_append(pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int) -> 
     for name, new in (("k", k), ("v", v)):
         if new.dtype != window.dtype or new.device != window.device:
             return (
-                f"{name} is {_short(new.dtype)} on {new.device} and the cache "
-                f"{_short(window.dtype)} on {window.device}; cast or move one."
+                f"{name} is {short(new.dtype)} on {new.device} and the cache "
+                f"{short(window.dtype)} on {window.device}; cast or move one."
             )
         if new.dim() != 4 or (new.shape[0], new.shape[1], new.shape[3]) != (batch, heads, depth):
             return f"{name} is {tuple(new.shape)}; {(batch, heads, 'tokens', depth)} is needed."
     if k.shape != v.shape:
         return f"k is {tuple(k.shape)} and v {tuple(v.shape)}; they need the same shape."
     return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def engine_for(device: torch.device, dtype: torch.dtype, group: int = 64, bits: int = 4) -> str:
@@ -224,7 +220,7 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
         return None
     if engine_for(q.device, q.dtype, _group(pool, bits), bits) == "reference":
         return (
-            f"the kernels do not serve {_short(q.dtype)} in groups of {_group(pool, bits)} here, "
+            f"the kernels do not serve {short(q.dtype)} in groups of {_group(pool, bits)} here, "
             "and without them the number of tokens would have to be read from the GPU"
         )
     heads, depth = q.shape[1] // pool[4].shape[1], pool[4].shape[3]
@@ -235,7 +231,7 @@ def unproven(q: Tensor, pool: Sequence[Tensor], bits: int) -> str | None:
         )
     if q.dtype != torch.bfloat16 and bits < 4:
         return (
-            f"{bits} bits serve {_short(q.dtype)}; there 4 and 8 bits have been compared with "
+            f"{bits} bits serve {short(q.dtype)}; there 4 and 8 bits have been compared with "
             "float64 on a GPU, and all in bfloat16."
         )
     if heads > MOST_HEADS:

@@ -26,6 +26,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from memeff_compile.kernels._triton.products_kernels import dot
+from memeff_compile.kernels._triton.split_softmax_kernels import of_shares, step
+
 # Codes are loaded as numbers of 16 bits, two bytes each, and two of these become two bf16 numbers
 # by leaving nothing but the bits of one code of each. As bf16 numbers, whole numbers n below 256
 # are n * 2 ** -133: those below 128 have no exponent, and the least exponent is the next bit. In
@@ -265,13 +268,6 @@ def _of_both(high, IS_VALUE: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
 def _attend_exact(
     k_base,
     v_base,
@@ -294,13 +290,10 @@ def _attend_exact(
     offs = place.to(tl.int64) * DEPTH
     k = tl.load(k_base + offs[:, None] + depth[None, :], mask=is_seen[:, None], other=0.0)
     score = tl.zeros((k.shape[0], q.shape[1]), dtype=tl.float32)
-    score = _dot(k, q, score, UPCAST) * scale
+    score = dot(k, q, score, UPCAST) * scale
     is_mine = tl.arange(0, q.shape[1]) < LANES
     score = tl.where(is_seen[:, None] & is_mine[None, :], score, float("-inf"))
-    higher = tl.maximum(largest, tl.max(score, axis=0))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weight = tl.exp2(score - base[None, :])
-    shrink = tl.exp2(largest - base)
+    weight, shrink, higher = step(score, largest, 0)
     total = total * shrink + tl.sum(weight, axis=0)
     weight = weight.to(q.dtype)
     new = ()
@@ -310,7 +303,7 @@ def _attend_exact(
             mask=is_seen[None, :],
             other=0.0,
         )
-        new = new + (_dot(v, weight, accs[part] * shrink[None, :], UPCAST),)  # noqa: RUF005
+        new = new + (dot(v, weight, accs[part] * shrink[None, :], UPCAST),)  # noqa: RUF005
     return higher, total, new
 
 
@@ -487,7 +480,7 @@ def _coded_kv_cache_attention_kernel(
                 if BITS == 3:
                     k_more = _of_both(tl.load(k_base + block * PLACES + k_high), False, PACKED)
                 numbers = _all_numbers(k_raw, k_more, BITS, GROUP, DEPTH, PACKED, kind)
-                found = _dot(numbers, scaled, none, UPCAST)
+                found = dot(numbers, scaled, none, UPCAST)
                 score = found if side == 0 else tl.where((half == 0)[None, :], score, found)
             bias = tl.sum(_side_by_side(biases, HALVES), axis=0)
             # By fma, not a sum: Triton would let the product wait for what zeros add.
@@ -581,7 +574,7 @@ def _coded_kv_cache_attention_kernel(
                         v_raw, v_more, 0 if BITS == 8 else part, BITS, WIDTH, GROUP, PACKED, kind
                     )
                     acc = accs[part] if side == 0 else others[part]  # type: ignore[var-annotated]
-                    new_accs = new_accs + (_dot(numbers, scaled, acc, UPCAST),)  # noqa: RUF005
+                    new_accs = new_accs + (dot(numbers, scaled, acc, UPCAST),)  # noqa: RUF005
                 if side == 0:
                     accs = new_accs
                 else:
@@ -706,9 +699,5 @@ def _coded_kv_cache_combine_kernel(
     share = tl.load(
         share_ptr + place[:, None] * DEPTH + depth[None, :], mask=is_there[:, None], other=0.0
     )
-    base = tl.max(largest, axis=0)
-    base = tl.where(base == float("-inf"), 0.0, base)
-    weight = tl.exp2(largest - base)
-    whole = tl.sum(weight * total, axis=0)
-    result = tl.sum(share * weight[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    result = of_shares(largest, total, share)
     tl.store(out_ptr + row * DEPTH + depth, result.to(out_ptr.dtype.element_ty))

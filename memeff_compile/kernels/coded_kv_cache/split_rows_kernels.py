@@ -12,7 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels.coded_kv_cache.split_codes_kernels import _dot, _norms_of
+from memeff_compile.kernels._triton.products_kernels import dot
+from memeff_compile.kernels._triton.split_softmax_kernels import step
+from memeff_compile.kernels.coded_kv_cache.split_codes_kernels import _norms_of
 
 
 @triton.jit
@@ -37,16 +39,13 @@ def _attend(
     offs = place.to(tl.int64) * DEPTH
     k = tl.load(k_base + offs[:, None] + depth[None, :], mask=is_there[:, None], other=0.0)
     score = tl.zeros((k.shape[0], q.shape[1]), dtype=tl.float32)
-    score = _dot(k, q, score, UPCAST) * (scale * k_norm)[:, None]
+    score = dot(k, q, score, UPCAST) * (scale * k_norm)[:, None]
     score = tl.where(is_seen[:, None], score, float("-inf"))
-    higher = tl.maximum(largest, tl.max(score, axis=0))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weight = tl.exp2(score - base[None, :])
-    shrink = tl.exp2(largest - base)
+    weight, shrink, higher = step(score, largest, 0)
     total = total * shrink + tl.sum(weight, axis=0)
     weight = (weight * v_norm[:, None]).to(q.dtype)
     v = tl.load(v_base + offs[None, :] + depth[:, None], mask=is_there[None, :], other=0.0)
-    return higher, total, _dot(v, weight, acc * shrink[None, :], UPCAST)
+    return higher, total, dot(v, weight, acc * shrink[None, :], UPCAST)
 
 
 @triton.jit

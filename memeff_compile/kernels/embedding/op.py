@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels.checks import INDICES, short, two_devices, unfloating, unplain
 from memeff_compile.kernels.device import kernels_serve
 from memeff_compile.kernels.embedding import reference
-
-FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-INDICES = (torch.int32, torch.int64)
 
 ENGINES = {
     "sorted": (
@@ -59,25 +57,14 @@ def supports(weight: Tensor, ids: Tensor) -> str | None:
 
     Example: supports(torch.ones(5, 4), torch.zeros(3).long()) is None.
     """
-    if weight.layout != torch.strided or weight.is_quantized:
-        kind = "quantised" if weight.is_quantized else f"stored as {weight.layout}"
-        return f"weight is {kind}; a plain strided tensor is needed. Dequantise or densify it."
-    if weight.dtype not in FLOATING:
-        return (
-            f"weight has dtype {_short(weight.dtype)}; bfloat16, float16, float32 or float64 is "
-            "needed. Dequantise or cast it."
-        )
+    sentence = unplain("weight", weight) or unfloating("weight", weight)
+    if sentence is not None:
+        return sentence
     if weight.dim() != 2:
         return f"weight has {weight.dim()} dimensions; (V, D) is needed."
     if ids.dtype not in INDICES:
-        return f"ids has dtype {_short(ids.dtype)}; int64 or int32 is needed."
-    if ids.device != weight.device:
-        return f"ids is on {ids.device} and weight on {weight.device}; move them to one device."
-    return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        return f"ids has dtype {short(ids.dtype)}; int64 or int32 is needed."
+    return two_devices("ids", ids, "weight", weight)
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:

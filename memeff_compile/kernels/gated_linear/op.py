@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels.checks import two_devices, two_dtypes, unfloating, unplain
 from memeff_compile.kernels.device import kernels_serve, without_autocast
 from memeff_compile.kernels.gated_linear import reference
-
-FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """What may stand around the gate; `gelu` is the one with erf."""
@@ -62,23 +61,14 @@ def supports(
     for name, tensor in named.items():
         if tensor is None:
             continue
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
-            return f"{name} is {kind}; a plain strided tensor is needed. Dequantise or densify it."
-        if tensor.dtype not in FLOATING:
-            return (
-                f"{name} has dtype {_short(tensor.dtype)}; bfloat16, float16, float32 or float64 "
-                "is needed. Dequantise or cast it."
-            )
-        if tensor.dtype != gate.dtype:
-            return (
-                f"{name} has dtype {_short(tensor.dtype)} and gate {_short(gate.dtype)}; cast "
-                "them to one dtype."
-            )
-        if tensor.device != gate.device:
-            return (
-                f"{name} is on {tensor.device} and gate on {gate.device}; move them to one device."
-            )
+        sentence = (
+            unplain(name, tensor)
+            or unfloating(name, tensor)
+            or two_dtypes(name, tensor.dtype, "gate", gate.dtype)
+            or two_devices(name, tensor, "gate", gate)
+        )
+        if sentence is not None:
+            return sentence
     return _shape_problem(gate, up, weight, bias)
 
 
@@ -96,10 +86,6 @@ def _shape_problem(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         return f"bias has shape {_shape(bias)}; ({weight.shape[0]},) is needed."
     return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _shape(tensor: Tensor) -> tuple[Any, ...]:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels.checks import INDICES, short, unlike_heads
 from memeff_compile.kernels.device import kernels_serve
 from memeff_compile.kernels.kv_cache import reference
 
-FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-INDICES = (torch.int32, torch.int64)
 MAX_DEPTH = 256
 
 ENGINES = {
@@ -53,33 +52,11 @@ def supports(
     is None.
     """
     return (
-        _unlike_tensors(q, k_cache, v_cache)
+        unlike_heads({"q": q, "k_cache": k_cache, "v_cache": v_cache})
         or _unlike_shapes(q, k_cache, v_cache)
         or _unlike_last(q, last)
         or _unlike_mask(q, k_cache, mask)
     )
-
-
-def _unlike_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
-            return f"{name} is {kind}; a plain strided tensor is needed. Dequantise or densify it."
-        if tensor.dtype not in FLOATING:
-            return (
-                f"{name} has dtype {_short(tensor.dtype)}; bfloat16, float16, float32 or float64 "
-                "is needed. Dequantise or cast it."
-            )
-        if tensor.dim() != 4:
-            return f"{name} has {tensor.dim()} dimensions; (batch, heads, length, depth) is needed."
-        if tensor.dtype != q.dtype:
-            return (
-                f"q has dtype {_short(q.dtype)} and {name} {_short(tensor.dtype)}; "
-                "cast them to one dtype."
-            )
-        if tensor.device != q.device:
-            return f"q is on {q.device} and {name} on {tensor.device}; move them to one device."
-    return None
 
 
 def _unlike_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
@@ -107,7 +84,7 @@ def _unlike_last(q: Tensor, last: Tensor | None) -> str | None:
     batch, _, queries, _ = q.shape
     if last.dtype not in INDICES or last.dim() != 2 or last.device != q.device:
         return (
-            f"last is {_short(last.dtype)} with {last.dim()} dimensions on {last.device}; int32 or "
+            f"last is {short(last.dtype)} with {last.dim()} dimensions on {last.device}; int32 or "
             f"int64 of (batch or 1, queries or 1) on {q.device} is needed."
         )
     if not _fits(last.shape, (batch, queries)):
@@ -121,7 +98,7 @@ def _unlike_mask(q: Tensor, k_cache: Tensor, mask: Tensor | None) -> str | None:
     batch, _, queries, _ = q.shape
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.device != q.device:
         return (
-            f"mask is {_short(mask.dtype)} with {mask.dim()} dimensions on {mask.device}; bool of "
+            f"mask is {short(mask.dtype)} with {mask.dim()} dimensions on {mask.device}; bool of "
             f"(batch or 1, 1, queries or 1, keys) on {q.device} is needed."
         )
     keys = k_cache.shape[2]
@@ -143,7 +120,7 @@ def supports_append(
     """
     if positions.dtype not in INDICES or positions.dim() != 1:
         return (
-            f"positions is {_short(positions.dtype)} with {positions.dim()} dimensions; int32 or "
+            f"positions is {short(positions.dtype)} with {positions.dim()} dimensions; int32 or "
             "int64 of (tokens,) is needed."
         )
     for name, cache, new in (("k", k_cache, k), ("v", v_cache, v)):
@@ -151,17 +128,13 @@ def supports_append(
             return f"{name} and its cache need (batch, heads, length, depth)."
         if cache.dtype != new.dtype:
             return (
-                f"{name} has dtype {_short(new.dtype)} and its cache {_short(cache.dtype)}; "
+                f"{name} has dtype {short(new.dtype)} and its cache {short(cache.dtype)}; "
                 "cast one of them."
             )
         wanted = (*cache.shape[:2], positions.shape[0], cache.shape[3])
         if tuple(new.shape) != wanted:
             return f"{name} is {tuple(new.shape)}; {wanted} is needed."
     return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
@@ -220,7 +193,7 @@ def _fake_attention(
 def _last(mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1:
         raise UnsupportedInputError(
-            f"kv_cache_last: mask is {_short(mask.dtype)} {tuple(mask.shape)}; bool of "
+            f"kv_cache_last: mask is {short(mask.dtype)} {tuple(mask.shape)}; bool of "
             "(batch or 1, 1, queries or 1, keys) is needed."
         )
     places = torch.arange(1, mask.shape[3] + 1, device=mask.device)

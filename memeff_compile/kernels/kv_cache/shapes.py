@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memeff_compile.kernels._triton.gpus import Gpu
+from memeff_compile.kernels._triton.key_tiles import depth_block
 
 MIN_ROWS = 16
 """The fewest rows of a tensor-core product; query heads of one key-value head share a tile."""
@@ -81,11 +82,6 @@ def programs_per_processor(shapes: Shapes, depth: int, itemsize: int, gpu: Gpu) 
     """
     used = shapes.stages * shapes.keys * _bytes_per_key(depth, itemsize)
     return max(1, min(MAX_PROGRAMS, _shared_memory(gpu) // used))
-
-
-def depth_block(depth: int) -> int:
-    """Return the power of two that holds a head dimension: at least 16."""
-    return max(16, 1 << (depth - 1).bit_length())
 
 
 def rows_for(rows: int, itemsize: int) -> int:

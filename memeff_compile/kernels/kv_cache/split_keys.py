@@ -16,10 +16,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.key_tiles import depth_block
 from memeff_compile.kernels.device import gpu, on_device, processors
 from memeff_compile.kernels.kv_cache.shapes import (
     Shapes,
-    depth_block,
     programs_per_processor,
     rows_for,
     shapes_for,

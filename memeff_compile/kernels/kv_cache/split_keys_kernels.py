@@ -17,6 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from memeff_compile.kernels._triton.products_kernels import dot
+from memeff_compile.kernels._triton.split_softmax_kernels import of_shares, step
+
 
 @triton.jit
 def _last_key_of_rows(last_ptr, stride_last_batch, stride_last_query, batch, query, is_row, keys):
@@ -25,13 +28,6 @@ def _last_key_of_rows(last_ptr, stride_last_batch, stride_last_query, batch, que
         last_ptr + batch * stride_last_batch + query * stride_last_query, mask=is_row, other=-1
     )
     return tl.minimum(last, keys - 1).to(tl.int32)
-
-
-@triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -122,7 +118,7 @@ def _kv_cache_attention_kernel(
             k = tl.load(k_base + start * stride_k_key + k_offs, mask=is_key, other=0.0)
             v = tl.load(v_base + start * stride_v_key + v_offs, mask=is_key, other=0.0)
             score = tl.zeros((ROWS, KEYS), dtype=tl.float32)
-            score = _dot(q, tl.trans(k), score, UPCAST) * scale
+            score = dot(q, tl.trans(k), score, UPCAST) * scale
             is_seen = position[None, :] <= last[:, None]
             if HAS_MASK:
                 seen = tl.load(
@@ -136,14 +132,10 @@ def _kv_cache_attention_kernel(
                 )
                 is_seen = is_seen & (seen != 0)
             score = tl.where(is_seen, score, float("-inf"))
-            higher = tl.maximum(largest, tl.max(score, axis=1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp2(score - base[:, None])
-            shrink = tl.exp2(largest - base)
+            weight, shrink, largest = step(score, largest, 1)
             total = total * shrink + tl.sum(weight, axis=1)
             acc = acc * shrink[:, None]
-            acc = _dot(weight.to(v.dtype), v, acc, UPCAST)
-            largest = higher
+            acc = dot(weight.to(v.dtype), v, acc, UPCAST)
         row_offs = head[:, None] * DEPTH + query[:, None].to(tl.int64) * (kv_heads * REPEAT * DEPTH)
         if IS_ALONE:
             acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -198,11 +190,7 @@ def _kv_cache_combine_kernel(
     if DEPTH != DEPTH_BLOCK:
         is_value = is_value & (depth < DEPTH)[None, :]
     share = tl.load(share_ptr + place[:, None] * DEPTH + depth[None, :], mask=is_value, other=0.0)
-    base = tl.max(largest, axis=0)
-    base = tl.where(base == float("-inf"), 0.0, base)
-    weight = tl.exp2(largest - base)
-    whole = tl.sum(weight * total, axis=0)
-    result = tl.sum(share * weight[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    result = of_shares(largest, total, share)
     head = kv_head * REPEAT + row % REPEAT
     out_row = (batch * queries + query) * (kv_heads * REPEAT) + head
     tl.store(

@@ -19,15 +19,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from memeff_compile.kernels._triton.products_kernels import dot
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc)
 
 
 @triton.jit
@@ -221,7 +216,7 @@ def _linear_cross_entropy_forward_kernel(
         for k in range(0, depth, BK):
             e = hidden_desc.load([hidden_row + row_block * BM, k])
             c = weight_desc.load([column_block * BN, k])
-            acc = _dot(e, c.T, acc, UPCAST)
+            acc = dot(e, c.T, acc, UPCAST)
 
         rows = row_block * BM + tl.arange(0, BM)
         is_row = rows < rows_here
@@ -426,7 +421,7 @@ def _linear_cross_entropy_dense_gradient_kernel(
             else:
                 e = hidden_desc.load([row_block * BM, k])
             c = weight_desc.load([first_column + column_block * BN, k])
-            acc = _dot(e, c.T, acc, UPCAST)
+            acc = dot(e, c.T, acc, UPCAST)
         for quarter in tl.static_range(4):
             local = column_block * BN + quarter * (BN // 4)
             g = _gradient_tile(
@@ -524,7 +519,7 @@ def _linear_cross_entropy_dense_products_kernel(
                         e = tl.load(hidden_ptr + place, mask=mask, other=0.0)
                     else:
                         e = hidden_desc.load([k, depth_block * BN])
-                    acc = _dot(g.T, e, acc, UPCAST)
+                    acc = dot(g.T, e, acc, UPCAST)
                 row = first_column + column_block * BM
                 parts = _halves(acc, BM, BN)
                 for half in tl.static_range(2):
@@ -542,7 +537,7 @@ def _linear_cross_entropy_dense_products_kernel(
                 for k in range(0, width, BK):
                     g = g_by_row_desc.load([row_block * BM, k])
                     c = weight_desc.load([first_column + k, depth_block * BN])
-                    acc = _dot(g, c, acc, UPCAST)
+                    acc = dot(g, c, acc, UPCAST)
                 parts = _halves(acc, BM, BN)
                 for half in tl.static_range(2):
                     quarters = _halves(parts[half], BM, BN // 2)

@@ -14,6 +14,15 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
+from memeff_compile.kernels.checks import (
+    FLOATING,
+    INDICES,
+    short,
+    two_devices,
+    two_dtypes,
+    unfloating,
+    unplain,
+)
 from memeff_compile.kernels.device import (
     gpu,
     kernels_serve,
@@ -31,8 +40,6 @@ from memeff_compile.kernels.linear_cross_entropy import (
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
 from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal
 
-FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-INDICES = (torch.int32, torch.int64)
 # What memeff.linear_cross_entropy may be.
 GRADIENT_FILTERS = ("exact", "mass", "block")
 # Which of the two gradients a filter may leave blocks out of.
@@ -138,14 +145,9 @@ def _layout_fault(*tensors: Tensor | None) -> str | None:
     for name, tensor in zip(_NAMES, tensors, strict=True):
         if tensor is None:
             continue
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
-            return f"{name} is {kind}; a plain strided tensor is needed. Dequantise or densify it."
-        if tensor.device != hidden.device:
-            return (
-                f"{name} is on {tensor.device} and hidden on {hidden.device}; move them to one "
-                "device."
-            )
+        sentence = unplain(name, tensor) or two_devices(name, tensor, "hidden", hidden)
+        if sentence is not None:
+            return sentence
     return None
 
 
@@ -162,30 +164,26 @@ def _dtype_fault(
 ) -> str | None:
     floating = {"hidden": hidden, "weight": weight, "bias": bias}
     for name, tensor in floating.items():
-        if tensor is not None and tensor.dtype not in FLOATING:
-            return (
-                f"{name} has dtype {_short(tensor.dtype)}; bfloat16, float16, float32 or float64 "
-                "is needed. Dequantise or cast it."
-            )
-        if tensor is not None and dtype is None and tensor.dtype != hidden.dtype:
-            return (
-                f"{name} has dtype {_short(tensor.dtype)} and hidden {_short(hidden.dtype)}; "
-                "cast them to one dtype."
-            )
+        if tensor is None:
+            continue
+        sentence = unfloating(name, tensor)
+        if sentence is None and dtype is None:
+            sentence = two_dtypes(name, tensor.dtype, "hidden", hidden.dtype)
+        if sentence is not None:
+            return sentence
     if dtype is not None and dtype not in FLOATING:
         return (
-            f"the compute dtype is {_short(dtype)}; bfloat16, float16, float32 or float64 is "
-            "needed."
+            f"the compute dtype is {short(dtype)}; bfloat16, float16, float32 or float64 is needed."
         )
     if target.dtype not in INDICES:
         return (
-            f"target has dtype {_short(target.dtype)}; class indices of dtype int64 or int32 are "
+            f"target has dtype {short(target.dtype)}; class indices of dtype int64 or int32 are "
             "needed. Class probabilities are not supported."
         )
     if column_weight is not None:
         if column_weight.dtype not in FLOATING:
             return (
-                f"column_weight has dtype {_short(column_weight.dtype)}; a floating dtype is "
+                f"column_weight has dtype {short(column_weight.dtype)}; a floating dtype is "
                 "needed. Cast it."
             )
         if column_weight.requires_grad:
@@ -250,10 +248,6 @@ def _size_pairs(
             sentence = f"{name} has {vector.shape[0]} elements and weight {vocab} rows."
             pairs.append((vector.shape[0], vocab, sentence))
     return pairs
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _require_support(

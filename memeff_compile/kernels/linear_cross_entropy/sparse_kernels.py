@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from memeff_compile.kernels._triton.products_kernels import dot
 from memeff_compile.kernels.linear_cross_entropy.fused_kernels import (
     _add_tile,
-    _dot,
     _gradient_tile,
     _halves,
     _quarter,
@@ -63,7 +63,7 @@ def _linear_cross_entropy_sparse_gradient_kernel(
         for k in range(0, depth, BK):
             e = hidden_desc.load([row_block * TILE, k])
             c = weight_desc.load([column_block * TILE, k])
-            acc = _dot(e, c.T, acc, UPCAST)
+            acc = dot(e, c.T, acc, UPCAST)
         offs_n = row_block * TILE + tl.arange(0, TILE)
         for quarter in tl.static_range(4):
             local = quarter * (TILE // 4)
@@ -152,7 +152,7 @@ def _linear_cross_entropy_sparse_products_kernel(
                     k = (step % STEPS) * BK
                     g = g_by_column_desc.load([slot * TILE + k, 0])
                     e = hidden_desc.load([row_block * TILE + k, depth_block * BN])
-                    acc = _dot(g.T, e, acc, UPCAST)
+                    acc = dot(g.T, e, acc, UPCAST)
                 parts = _halves(acc, TILE, BN)
                 for half in tl.static_range(2):
                     quarters = _halves(parts[half], TILE, BN // 2)
@@ -175,7 +175,7 @@ def _linear_cross_entropy_sparse_products_kernel(
                     k = (step % STEPS) * BK
                     g = g_by_row_desc.load([slot * TILE, k])
                     c = weight_desc.load([column_block * TILE + k, depth_block * BN])
-                    acc = _dot(g, c, acc, UPCAST)
+                    acc = dot(g, c, acc, UPCAST)
                 parts = _halves(acc, TILE, BN)
                 for half in tl.static_range(2):
                     quarters = _halves(parts[half], TILE, BN // 2)

@@ -1,18 +1,27 @@
 """memeff::quantized_attention_by_call: attention whose level depends on how often it was called.
 
 A diffusion model calls the same graph for every time step, and early steps bear fewer bits than
-late ones. The op counts its calls on the host and takes the levels in turn, from the start again
-after the last. What is captured in a CUDA graph by hand cannot count: there the most precise level
-serves. Inductor leaves the op out of the graphs it captures itself.
+late ones. The op takes the levels in turn, from the start again after the last, and `counter`, a
+number on the CPU that it writes to, says which is next: the host chooses the kernels, and waits
+for no GPU to do so.
 
-In float64, where nothing is coded, nothing is counted either: so a comparison may run beside.
+A compiled graph carries its counters as buffers. A site compiled anew, for other shapes say, finds
+the counter that its graph before has, as long as the model's parameter and that graph live; two
+models count apart. Calls from several threads are counted one by one. Checkpoints recompute nothing
+here, for the op serves where no gradient is needed.
+
+What is captured in a CUDA graph by hand has its kernels chosen once and for all: there the most
+precise level serves at every replay, and nothing is counted. Inductor leaves the op out of the
+graphs it captures itself. In float64, where nothing is coded, nothing is counted either: so a
+comparison may run beside.
 """
 
 from __future__ import annotations
 
-import itertools
+import threading
 import weakref
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,17 +32,13 @@ from memeff_compile.kernels.device import without_autocast
 from memeff_compile.kernels.quantized_attention.op import quantized_attention
 from memeff_compile.kernels.quantized_attention.settings import LEVELS, PRECISION
 
-_counts: dict[int, int] = {}
-_numbers: dict[tuple[str, tuple[str, ...]], int] = {}
-_fresh = itertools.count()
-
 _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_TAGS = [torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded]
+_TAGS = [torch.Tag.pt2_compliant_tag]
 if hasattr(torch.Tag, "cudagraph_unsafe"):
     _TAGS.append(torch.Tag.cudagraph_unsafe)
 _LIBRARY.define(
     "quantized_attention_by_call(Tensor q, Tensor k, Tensor v, Tensor? key_mask=None, "
-    "Tensor? query_ids=None, Tensor? key_ids=None, *, str[] levels, int counter, "
+    "Tensor? query_ids=None, Tensor? key_ids=None, *, str[] levels, Tensor(a!) counter, "
     "SymInt? ahead=None, SymInt? behind=None, float? scale=None) -> Tensor",
     tags=tuple(_TAGS),
 )
@@ -41,38 +46,40 @@ _LIBRARY.define(
 
 # --- counters -------------------------------------------------------------------------------------
 
+_one_at_a_time = threading.Lock()
+_counters: WeakValueDictionary[tuple[str, tuple[str, ...], int], Tensor] = WeakValueDictionary()
 
-def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> int:
-    """Return the number of a site's counter, the same whenever it is asked.
+
+def counter_for(site: str, levels: Sequence[str] = (), owner: object = None) -> Tensor:
+    """Return a site's counter: the one that lives, or a new one, which stands at the first call.
 
     Args:
-        site: what tells sites apart in this process, while they live.
-        levels: what is taken in turn; other levels begin with their first.
+        site: what tells sites of one owner apart.
+        levels: what is taken in turn; other levels have a counter of their own.
         owner: when it dies the counter is forgotten, so that who takes its place begins anew.
     """
-    key = site, tuple(levels)
-    if key not in _numbers:
-        _numbers[key] = next(_fresh)
+    key = site, tuple(levels), id(owner)
+    found = _counters.get(key)
+    if found is None:
+        _counters[key] = found = torch.zeros((), dtype=torch.int64, device="cpu")
         if owner is not None:
-            weakref.finalize(owner, _forget, key)
-    return _numbers[key]
-
-
-def _forget(key: tuple[str, tuple[str, ...]]) -> None:
-    _counts.pop(_numbers.pop(key, -1), None)
+            weakref.finalize(owner, _counters.pop, key, None)
+    return found
 
 
 def restart() -> None:
     """Begin with the first call again, for every site."""
-    _counts.clear()
+    for counter in list(_counters.values()):
+        counter.zero_()
 
 
-def _next(levels: Sequence[str], counter: int, device: torch.device) -> str:
+def _next(levels: Sequence[str], counter: Tensor, device: torch.device) -> str:
     """Return the level of this call, and count it."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return max(levels, key=PRECISION.index)
-    count = _counts.get(counter, 0)
-    _counts[counter] = (count + 1) % len(levels)
+    with _one_at_a_time:
+        count = int(counter)
+        counter.fill_((count + 1) % len(levels))
     return levels[count % len(levels)]
 
 
@@ -88,12 +95,13 @@ def _attend(
     key_ids: Tensor | None = None,
     *,
     levels: Sequence[str],
-    counter: int,
+    counter: Tensor,
     ahead: int | None = None,
     behind: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
     _require_levels(levels)
+    _require_no_gradient(q, k, v)
     tables = (key_mask, query_ids, key_ids)
     is_wide = q.dtype == torch.float64
     level = "exact" if is_wide else _next(levels, counter, q.device)
@@ -127,7 +135,7 @@ def _fake_attend(
     key_ids: Tensor | None = None,
     *,
     levels: Sequence[str],
-    counter: int,
+    counter: Tensor,
     ahead: int | None = None,
     behind: int | None = None,
     scale: float | None = None,
@@ -147,15 +155,15 @@ def _require_levels(levels: Sequence[str]) -> None:
         )
 
 
-def _no_backward(ctx: object, grad: Tensor | None) -> None:
-    raise UnsupportedInputError(
-        "quantized_attention_by_call has no backward: it serves inference. Call it under "
-        "torch.no_grad()."
-    )
+def _require_no_gradient(*operands: Tensor) -> None:
+    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        raise UnsupportedInputError(
+            "quantized_attention_by_call has no backward: it serves inference. Call it under "
+            "torch.no_grad()."
+        )
 
 
 _LIBRARY.impl("quantized_attention_by_call", _attend, "CompositeExplicitAutograd")
 torch.library.register_fake("memeff::quantized_attention_by_call", _fake_attend, lib=_LIBRARY)
-torch.library.register_autograd("memeff::quantized_attention_by_call", _no_backward, lib=_LIBRARY)
 
 quantized_attention_by_call = torch.ops.memeff.quantized_attention_by_call.default

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels.attention.op import supports as supports_attention
-from memeff_compile.kernels.attention.reference import attend as exact_attend
+from memeff_compile.kernels.attention import attention
+from memeff_compile.kernels.attention import supports as supports_attention
 from memeff_compile.kernels.device import (
     gpu,
     kernels_serve,
@@ -134,22 +134,15 @@ def _attend(
     _require_support((q, k, v), tables, level, granularity, smooth)
     factor = q.shape[3] ** -0.5 if scale is None else scale
     given = Conditions(*tables, ahead, behind, factor, 0.0, False)
-    if q.dtype == torch.float64:
-        return _uncoded(q, k, v, given, with_lse)
+    if q.dtype == torch.float64:  # asks what the formula is, not what codes make of it
+        out, lse = attention(q, k, v, *tables, ahead=ahead, behind=behind, scale=scale)
+        return out, (lse if with_lse else lse[:, :, :0]).float()
     settings = _settings(q, level, granularity, smooth, with_lse)
     attend = reference.attend
     if q.is_cuda and q.numel() and k.numel() and engine_for(q.device, q.dtype) == "tiles":
         from memeff_compile.kernels.quantized_attention.tiles import attend
     with without_autocast(q.device.type):
         return attend(q, k, v, given, settings)
-
-
-def _uncoded(
-    q: Tensor, k: Tensor, v: Tensor, given: Conditions, with_lse: bool
-) -> tuple[Tensor, Tensor]:
-    """Attend exactly: float64 asks what the formula is, not what codes make of it."""
-    out, lse = exact_attend(q, k, v, given)
-    return out, (lse if with_lse else lse[:, :, :0]).float()
 
 
 def _fake_attend(

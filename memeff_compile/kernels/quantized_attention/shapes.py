@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memeff_compile.kernels._triton.gpus import Gpu
+from memeff_compile.kernels._triton.key_tiles import depth_block
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class Shape:
     magic: bool = False
     registers: int | None = None
 
+
+NARROWEST = 64
+"""Channels of a tile of codes at least."""
 
 LOOK_WARPS = 4
 LOOK_KEYS = 16
@@ -87,11 +91,6 @@ def shape_for(depth: int, gpu: Gpu, *, has_tables: bool = False) -> Shape:
 
     Example: shape_for(128, H200).keys == 128.
     """
-    kind, block = gpu.kind, depth_block(depth)
+    kind, block = gpu.kind, depth_block(depth, NARROWEST)
     found = _SHAPES[kind][block]
     return _SHAPES_WITH_TABLES.get(kind, {}).get(block, found) if has_tables else found
-
-
-def depth_block(depth: int) -> int:
-    """Return the power of two that holds a head dimension: at least 64."""
-    return max(64, 1 << (depth - 1).bit_length())

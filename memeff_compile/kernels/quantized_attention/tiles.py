@@ -19,7 +19,16 @@ from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels.attention.shapes import BOUNDS_CHUNK, BOUNDS_WARPS
+from memeff_compile.kernels._triton.key_tiles import (
+    depth_block,
+    find_bounds,
+    flags_of,
+    mask_and_stride,
+    positions_of,
+    tables_of,
+    tiles_of,
+    within,
+)
 from memeff_compile.kernels.device import gpu, on_device, processors
 from memeff_compile.kernels.quantized_attention import reference
 from memeff_compile.kernels.quantized_attention.settings import (
@@ -34,6 +43,7 @@ from memeff_compile.kernels.quantized_attention.shapes import (
     LOOK_KEYS,
     LOOK_WARPS,
     MOST_CHUNKS,
+    NARROWEST,
     PROGRAMS_PER_PROCESSOR,
     SETTLE_WARPS,
     TOTAL_BLOCKS,
@@ -41,7 +51,6 @@ from memeff_compile.kernels.quantized_attention.shapes import (
     TOTAL_WARPS,
     WRITE_WARPS,
     Shape,
-    depth_block,
     shape_for,
 )
 
@@ -88,10 +97,6 @@ def starts_early(tensor: Tensor) -> bool:
     return tensor.is_cuda and gpu(tensor.device).starts_early
 
 
-def _blocks(length: int, size: int) -> int:
-    return -(-length // size)
-
-
 def _require_rows_in_reach(queries: int, keys: int) -> None:
     """Refuse more rows of codes than the 32-bit coordinates of a descriptor tell apart."""
     for name, rows in (("queries", queries), ("keys", keys)):
@@ -104,15 +109,6 @@ def _require_rows_in_reach(queries: int, keys: int) -> None:
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-def _mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
-    """Return the mask of keys as bytes and its stride over the batch; `like` for none."""
-    mask = given.key_mask
-    if mask is None:
-        return like, 0
-    mask = (mask if mask.stride(1) == 1 else mask.contiguous()).view(torch.uint8)
-    return mask, mask.stride(0) if mask.shape[0] > 1 else 0
 
 
 # --- codes ----------------------------------------------------------------------------------------
@@ -129,7 +125,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     """
     _require_rows_in_reach(
         q.shape[0] * q.shape[1] * q.shape[2],
-        k.shape[0] * k.shape[1] * _blocks(k.shape[2], BLOCK) * BLOCK,
+        k.shape[0] * k.shape[1] * tiles_of(k.shape[2], BLOCK) * BLOCK,
     )
     if settings.granularity != "row":
         return packed(reference.codes(q, k, v, given, settings), settings)
@@ -138,9 +134,9 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     q, k, v = _rows(q), _rows(k), _rows(v)
     batch, heads, queries, depth = q.shape
     groups, keys = k.shape[1:3]
-    wide, is_smooth = depth_block(depth), "q" in settings.smooth
+    wide, is_smooth = depth_block(depth, NARROWEST), "q" in settings.smooth
     rows = BLOCK if is_smooth else QUERY_ROWS
-    query_blocks, key_blocks = _blocks(queries, rows), _blocks(keys, BLOCK)
+    query_blocks, key_blocks = tiles_of(queries, rows), tiles_of(keys, BLOCK)
     stride, samples, sampled = sampled_queries(queries)
     chunk, chunks = _chunks(batch * groups, keys, q.device)
     found = _empty(q, (batch, heads, groups, queries, keys, wide), settings)
@@ -250,7 +246,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
 
 def _strided(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Any, ...]:
     """Return q, k, v and the mask of keys, each with its strides, as the kernels take them."""
-    mask, stride = _mask_and_stride(given, q)
+    mask, stride = mask_and_stride(given, q)
     return (q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], mask, stride)
 
 
@@ -268,10 +264,10 @@ def _with_correction(
 
 def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
     """Return keys per chunk and chunks, so that the programs that look keep the GPU busy."""
-    wanted = _blocks(PROGRAMS_PER_PROCESSOR * processors(device), rows)
-    wanted = max(1, min(wanted, MOST_CHUNKS, _blocks(keys, LOOK_KEYS)))
-    chunk = _blocks(_blocks(keys, wanted), LOOK_KEYS) * LOOK_KEYS
-    return chunk, _blocks(keys, chunk)
+    wanted = tiles_of(PROGRAMS_PER_PROCESSOR * processors(device), rows)
+    wanted = max(1, min(wanted, MOST_CHUNKS, tiles_of(keys, LOOK_KEYS)))
+    chunk = tiles_of(tiles_of(keys, wanted), LOOK_KEYS) * LOOK_KEYS
+    return chunk, tiles_of(keys, chunk)
 
 
 def _empty(
@@ -280,7 +276,7 @@ def _empty(
     settings: Settings,
 ) -> Packed:
     batch, heads, groups, queries, keys, depth = sizes
-    blocks = _blocks(keys, BLOCK)
+    blocks = tiles_of(keys, BLOCK)
     fp32, int8 = torch.float32, torch.int8
     dtype = VALUES[settings.values].dtype
 
@@ -311,9 +307,9 @@ def packed(made: reference.Codes, settings: Settings) -> Packed:
         made: the codes.
         settings: the arithmetic they were made by.
     """
-    wide = depth_block(made.q.shape[3])
+    wide = depth_block(made.q.shape[3], NARROWEST)
     missing = wide - made.q.shape[3]
-    after = _blocks(made.k.shape[2], BLOCK) * BLOCK - made.k.shape[2]
+    after = tiles_of(made.k.shape[2], BLOCK) * BLOCK - made.k.shape[2]
     pad = torch.nn.functional.pad
     values = pad(made.v, (0, missing, 0, after)).transpose(2, 3)
     if settings.values == "e4m3":
@@ -396,22 +392,13 @@ def attend_packed(
     batch, heads, queries, depth = q.shape
     wide, key_blocks = made.k.shape[1], made.v.shape[1] // BLOCK
     q = _rows(q)
-    tiles = _blocks(queries, shape.rows)
+    tiles = tiles_of(queries, shape.rows)
     out = q.new_empty((batch, queries, heads, depth))
     lse = made.k_scale.new_empty((batch, heads, queries if settings.with_lse else 0))
-    given = _within(given, queries, keys)
-    flags = {
-        "HAS_AHEAD": given.ahead is not None,
-        "HAS_BEHIND": given.behind is not None,
-        "HAS_KEY_MASK": given.key_mask is not None,
-        "HAS_IDS": given.query_ids is not None,
-    }
+    given = within(given, queries, keys)
     is_described = gpu(q.device).has_descriptors
-    tables = _tables(given, q)
-    positions = (given.ahead or 0, given.behind or 0)
-    sizes = (heads, queries, keys, tiles)
     with on_device(q):
-        bounds = _bounds(given, q, tables, positions, sizes, shape, flags)
+        bounds = find_bounds(q, given, (heads, queries, keys), (shape.rows, shape.keys))
         kernels._quantized_attention_kernel[(batch * heads * tiles,)](
             *_operands(made, q, given, shape, is_described),
             made.k_scale if made.q_scale is None else made.q_scale,
@@ -421,11 +408,11 @@ def attend_packed(
             made.k_scale if made.shift is None else made.shift,
             made.k_scale if made.rest is None else made.rest,
             made.k_scale if made.counts is None else made.counts,
-            *tables,
+            *tables_of(given, q),
             bounds,
             out,
             lse if settings.with_lse else made.k_scale,
-            *positions,
+            *positions_of(given),
             together or math.gcd(batch * heads, HEADS_TOGETHER),
             heads,
             heads // groups,
@@ -454,7 +441,7 @@ def attend_packed(
             num_warps=shape.warps,
             **({"launch_pdl": True} if starts_early(q) else {}),
             **({} if shape.registers is None else {"maxnreg": shape.registers}),
-            **flags,
+            **flags_of(given),
         )
     return out.transpose(1, 2), lse
 
@@ -483,67 +470,3 @@ def _operands(
         tiles(made.k, shape.keys, wide),
         tiles(made.v, wide, shape.keys),
     )
-
-
-def _within(given: Conditions, queries: int, keys: int) -> Conditions:
-    """Drop bounds that hide nothing, and keep others within the sizes."""
-
-    def bound(number: int | None, most: int, least: int) -> int | None:
-        return None if number is None or number >= most - 1 else max(number, -least)
-
-    return Conditions(
-        given.key_mask,
-        given.query_ids,
-        given.key_ids,
-        bound(given.ahead, keys, queries),
-        bound(given.behind, queries, keys),
-        given.scale,
-        0.0,
-        False,
-    )
-
-
-def _tables(given: Conditions, like: Tensor) -> tuple[Any, ...]:
-    """Return the tables and their strides over the batch; `like` stands where there is none."""
-    found: list[Any] = [*_mask_and_stride(given, like)]
-    for table in (given.query_ids, given.key_ids):
-        if table is None:
-            found += [like, 0]
-        else:
-            table = table if table.stride(1) == 1 else table.contiguous()
-            found += [table, table.stride(0) if table.shape[0] > 1 else 0]
-    return tuple(found)
-
-
-def _bounds(
-    given: Conditions,
-    like: Tensor,
-    tables: tuple[Any, ...],
-    positions: tuple[int, int],
-    sizes: tuple[int, int, int, int],
-    shape: Shape,
-    flags: dict[str, bool],
-) -> Tensor:
-    """Return which tiles of keys each tile of queries visits; `like` where positions tell."""
-    if not given.has_tables():
-        return like
-    from memeff_compile.kernels.attention import tiles_kernels as kernels
-
-    tiles = sizes[3]
-    bounds = like.new_empty((like.shape[0], tiles, 4), dtype=torch.int32)
-    kernels._attention_bounds_kernel[(like.shape[0] * tiles,)](
-        *tables,
-        bounds,
-        bounds,
-        *positions,
-        *sizes,
-        OURS=shape.rows,
-        OTHERS=shape.keys,
-        CHUNK=max(1, BOUNDS_CHUNK // shape.keys),
-        OURS_ARE_QUERIES=True,
-        MEAN=False,
-        FROM_LSE=False,
-        num_warps=BOUNDS_WARPS,
-        **flags,
-    )
-    return bounds

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels.attention.tiles_kernels import _bounds, _counts, _edge_tile
+from memeff_compile.kernels._triton.key_tiles_kernels import bounds_of, edge_tile, which_count
 from memeff_compile.kernels.quantized_attention.rounding_kernels import (
     MAGIC,
     MAGIC_VALUE,
@@ -158,7 +158,7 @@ def _attend_tile(
         key_id = key
         if HAS_IDS:
             key_id = tl.load(key_ids_ptr + key, mask=is_inside, other=0)
-        counts = _counts(
+        counts = which_count(
             query[:, None],
             key[None, :],
             is_key[None, :],
@@ -306,7 +306,7 @@ def _quantized_attention_kernel(
         query_id = tl.load(
             query_ids_ptr + batch * stride_query_ids_batch + query, mask=is_row, other=0
         )
-    first, full_first, full_stop, stop = _bounds(
+    first, full_first, full_stop, stop = bounds_of(
         bounds_ptr,
         batch,
         tile,
@@ -371,7 +371,7 @@ def _quantized_attention_kernel(
             q_scale,
             query,
             query_id,
-            _edge_tile(index, first, full_first, full_stop),
+            edge_tile(index, first, full_first, full_stop),
             k_codes,
             v_codes,
             key_row,

@@ -421,6 +421,8 @@ def _attribute(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Readi
 
 def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
     """Read indexing as the slices, selects, new axes and gathers it is made of."""
+    if not kwargs and len(args) == 2 and is_several(args[0]) and _is_integer(args[1]):
+        return (_part(args[0], args[1]),)
     if kwargs or len(args) != 2 or not _is_tensor(args[0]):
         raise _CannotBind
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -479,6 +481,44 @@ def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading
     return tuple(calls)
 
 
+def is_several(value: Any) -> bool:
+    """Return whether a node has several results, as ``x.split(2)`` has."""
+    return isinstance(value, Node) and isinstance(compat.example_value(value), (tuple, list))
+
+
+def _part(parted: Node, index: Any) -> Call:
+    """Read ``x.chunk(4)[1]`` as the slice of x it is, and ``x.unbind()[1]`` as the row."""
+    parts = compat.example_value(parted)
+    call = read_one(parted)
+    if call is None or not isinstance(index, int) or not -len(parts) <= index < len(parts):
+        raise _CannotBind
+    index %= len(parts)
+    if call.op is aten.unbind.int:
+        return bind(aten.select.int, (call.args["self"], call.args["dim"], index), {})
+    if call.op not in _CUTS:
+        raise _CannotBind
+    dim, size = call.args["dim"], call.args.get("split_size")
+    if isinstance(size, int):  # the last part may be shorter, by as much as a slice is cut off
+        sizes: list[int | None] = [size] * (index + 1)
+    else:
+        sizes = [compat.known_size(part.shape[dim]) for part in parts[: index + 1]]
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        raise _CannotBind
+    start = sum(known[:-1])
+    return bind(aten.slice.Tensor, (call.args["self"], dim, start, start + known[-1]), {})
+
+
+_CUTS = {
+    aten.split.Tensor,
+    aten.split.sizes,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.tensor_split.sections,
+    aten.tensor_split.indices,
+}
+
+
 def _is_mask(item: Any) -> bool:
     return _is_tensor(item) and compat.example_value(item).dtype in (torch.bool, torch.uint8)
 
@@ -525,8 +565,9 @@ _BY_NAME = (
     "neg pow mean sum index_copy index_copy_ index_select view_as reshape_as expand_as "
     "repeat_interleave masked_fill relu gelu silu sigmoid softplus dropout layer_norm rms_norm "
     "linear embedding cat stack scaled_dot_product_attention take_along_dim chunk split unbind "
-    "ravel pad clamp roll square rsqrt sqrt argmax cos sin where triu tril ne eq lt le "
-    "gt ge baddbmm max topk special_entr arange full new_full ones_like zeros_like full_like "
+    "split_with_sizes tensor_split ravel pad clamp roll square rsqrt sqrt argmax cos sin where "
+    "triu tril ne eq lt le gt ge baddbmm max topk special_entr arange full new_full ones_like "
+    "zeros_like full_like "
     "logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor "
     "bitwise_not cumsum diff rsub broadcast_to abs amax amin round round_ clamp_ clamp_min "
     "clamp_min_ reciprocal"
@@ -662,8 +703,8 @@ def trace(node: Node) -> Reading | None:
         return None
     operands = list(dict.fromkeys(node.all_input_nodes))
     values = [compat.example_value(operand) for operand in operands]
-    if any(v is None for v in values):
-        return None
+    if any(v is None or is_several(o) for v, o in zip(values, operands, strict=True)):
+        return None  # make_fx takes a tuple apart: its inputs are no longer the operands
 
     def run(*given: Any) -> Any:
         binding = dict(zip(operands, given, strict=True))

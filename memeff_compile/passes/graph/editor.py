@@ -36,6 +36,7 @@ class Editor:
         self._outputs: list[tuple[Node, Any]] = []
         self._shared: list[Hashable] = []
         self._arguments: list[tuple[Node, Any]] = []
+        self._held: list[str] = []
         self._outer: Editor | None = None
         self._place: Node | None = None
         self._like: Node | None = None
@@ -69,6 +70,24 @@ class Editor:
             node = self.graph.call_function(op, args, kwargs)
         self._adopt(node)
         node.meta["example_value"] = self._evaluate(node, args, kwargs)
+        return node
+
+    def hold(self, name: str, tensor: torch.Tensor) -> Node:
+        """Insert a tensor that the graph keeps, and may write to: a buffer of the outermost one."""
+        if self.info.parent is not None:
+            return self.bring_in(self.around().hold(name, tensor))
+        gm, first = self.info.gm, _first_call(self.graph)
+        held = dict(gm.named_buffers(recurse=False))
+        target = next((name for name, found in held.items() if found is tensor), "")
+        if not target:
+            target = next(n for n in map(f"{name}_{{}}".format, itertools.count()) if n not in held)
+            compat.add_buffer(gm, target, tensor)
+            self._held.append(target)
+        with self.graph.inserting_before(first):
+            node = self.graph.get_attr(target)
+        self._inserted.append(node)
+        self.info.regions[node] = self.info.regions[first]
+        node.meta["example_value"] = self._fake_mode().from_tensor(tensor)
         return node
 
     def item(self, node: Node, index: int) -> Node:
@@ -197,14 +216,19 @@ class Editor:
         output.args = arguments
 
     def commit(self, dead: Sequence[Node]) -> None:
-        """Erase those of ``dead`` that nobody uses any more, last first, and lint the graph."""
-        for node in sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True):
-            if not node.users and node.op in ("call_function", "call_method"):
-                self.graph.erase_node(node)
+        """Lint the graph and erase those of ``dead`` that nobody uses any more, last first.
+
+        What can fail comes before what cannot be undone: a node that is erased.
+        """
+        order = sorted(set(dead), key=lambda n: self.info.positions.get(n, 0), reverse=True)
+        assert all(node.graph is self.graph for node in order), "a dead node of another graph"
         self.graph.lint()
-        self.info.refresh()
         if self._outer is not None:
             self._outer.commit([])
+        for node in order:
+            if not node.users and node.op in ("call_function", "call_method"):
+                self.graph.erase_node(node)
+        self.info.refresh()
 
     def rollback(self) -> None:
         """Undo every edit of this match."""
@@ -220,8 +244,10 @@ class Editor:
             self.graph.erase_node(node)
         for key in self._shared:
             del self.info.shared[key]
+        for name in self._held:
+            compat.remove_buffer(self.info.gm, name)
         self._inserted, self._replaced, self._outputs = [], [], []
-        self._shared, self._arguments = [], []
+        self._shared, self._arguments, self._held = [], [], []
         self.info.refresh()
         if self._outer is not None:
             self._outer.rollback()
@@ -231,10 +257,7 @@ class Editor:
 
         values = torch.fx.node.map_arg((tuple(args), kwargs), compat.example_value)
         operands = torch.utils._pytree.tree_leaves(values)
-        known = (compat.example_value(n) for n in self.graph.nodes)  # for what has no operand
-        tensors = itertools.chain(operands, (v for v in known if isinstance(v, torch.Tensor)))
-        mode = next((compat.fake_mode_of(v) for v in tensors if compat.is_fake(v)), None)
-        assert mode is not None, f"no fake operand for {node}"
+        mode = self._fake_mode(operands)
         region = self.info.regions[node]
         devices = [v.device for v in operands if isinstance(v, torch.Tensor)]
         device = next(iter(devices), None) or kwargs["device"]
@@ -246,6 +269,11 @@ class Editor:
         ):
             assert isinstance(node.target, OpOverload)
             return node.target(*values[0], **values[1])
+
+    def _fake_mode(self, operands: Sequence[Any] = ()) -> Any:
+        """Return the mode of the operands that are fake, or of any value of the graph."""
+        values = itertools.chain(operands, map(compat.example_value, self.graph.nodes))
+        return next(compat.fake_mode_of(value) for value in values if compat.is_fake(value))
 
 
 def _first_call(graph: Graph) -> Node:

@@ -66,8 +66,8 @@ class GraphInfo:
     def refresh(self) -> None:
         """Walk the graph again: after an edit positions and regions have changed."""
         self.notes.clear()
-        for name in ("writes", "_written_memory", "placeholders", "sources_of_sizes"):
-            self.__dict__.pop(name, None)
+        for name in self.__dict__.keys() - self.__dataclass_fields__.keys():
+            del self.__dict__[name]  # what a cached_property has worked out: all that is no field
         self.regions, self.positions = {}, {}
         stack: list[tuple[Node, Region]] = []
         current = self.region

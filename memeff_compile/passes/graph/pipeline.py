@@ -1,7 +1,7 @@
 """Runs the passes over a captured graph, in order: match, check, rewrite, verify, record.
 
 A match is rewritten whole or not at all. An edit that would change what a consumer sees is rolled
-back; an error of our own restores the graph as it came and is reported, and compilation goes on.
+back, and so is the match in which a pass of ours fails: the report says so, the others go on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ... import compat
 from ...errors import StrictError
 from ...logits.recipe import DeferredOutput
 from ...options import MAY_FIND_NOTHING, Options
-from ...report import GraphReport, LogitsUse, Record, Report
+from ...report import CHANGES, GraphReport, LogitsUse, Record, Report
 from .. import defer_logits
 from .base import Decline, Done, Gain, GraphPass
 from .editor import Editor, EditRefused
@@ -44,30 +44,22 @@ class Outcome:
 
 
 def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outcome:
-    """Run ``passes`` over ``gm``, editing it in place where they match.
-
-    Raises:
-        StrictError: A pass named in ``memeff.strict`` did not fire on this graph.
-    """
+    """Run ``passes`` over ``gm``, editing it in place where they match."""
     started = time.perf_counter()
     nodes = len(gm.graph.nodes)
     before = _guarded_render(gm)
     state = _Run(options)
-    snapshot: list[tuple[GraphModule, Graph]] = []
     info = GraphInfo(gm, options, ambient_region())
     training = info.needs_grad
     try:
         for graph_pass in passes:
             for level in _levels(info):
-                state.apply(graph_pass, level, snapshot)
-    except Exception as error:  # our own fault must never cost the user a run
-        log.warning("memeff_compile: internal error, graph left as it was", exc_info=True)
-        for module, graph in snapshot:
-            module.graph = graph
-        state.fail(error)
-    state.note_unused_skips(gm)
+                state.apply(graph_pass, level)
+        state.note_unused_skips(gm)
+    except Exception as error:  # no match is to blame: an undo failed
+        state.give_up(error)
     if state.changed:
-        for module, _ in snapshot:
+        for module, _ in state.snapshot:
             module.recompile()
     seconds = time.perf_counter() - started
     compile_id = compat.compile_id()
@@ -83,7 +75,6 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
     )
     _log(report)
     compat.trace_artifact(TRACE_NAME, lambda: Report((report,)).to_json(indent=2))
-    _enforce_strict(options, report)
     return Outcome(report, state.changed, state.deferred, state.inductor)
 
 
@@ -102,20 +93,15 @@ class _Run:
         self.deferred: list[DeferredOutput] = []
         self.inductor: dict[str, Any] = {}
         self.changed = False
+        self.snapshot: list[tuple[GraphModule, Graph]] = []
 
-    def fail(self, error: Exception) -> None:
-        """Forget what was done: the graph has been restored."""
+    def give_up(self, error: Exception) -> None:
+        """Put the graph back as it came and forget what was done."""
+        for module, graph in self.snapshot:
+            module.graph = graph
         self.deferred, self.inductor, self.changed = [], {}, False
-        self.records = [r for r in self.records if r.action == "declined"]
-        self.records.append(
-            Record(
-                "backend",
-                "internal_error",
-                "internal_error",
-                f"an internal error left the graph as it was: {type(error).__name__}: {error}",
-                "please report it with the graph from memeff_compile.graphs()[-1].before",
-            )
-        )
+        self.records = [r for r in self.records if r.action in ("declined", "internal_error")]
+        self._append(_internal_error("backend", error, "the graph"), is_counted=False)
 
     def note_unused_skips(self, gm: GraphModule) -> None:
         """Say so when a path in ``memeff.skip`` names no module of this graph: it may be a typo."""
@@ -137,99 +123,78 @@ class _Run:
                     )
                 )
 
-    def apply(
-        self,
-        graph_pass: GraphPass,
-        info: GraphInfo,
-        snapshot: list[tuple[GraphModule, Graph]],
-    ) -> None:
-        """Let one pass work on one level of the graph."""
-        if not graph_pass.enabled(info):
-            return
-        for found in list(graph_pass.find(info)):
-            if isinstance(found, Decline):
-                self._decline(graph_pass, info, found, None)
-                continue
-            anchor = graph_pass.anchor(found)
-            refusal = self._skipped(graph_pass, info, found) or graph_pass.check(info, found)
-            gain = (
-                graph_pass.gain(info, found)
-                if refusal is None or refusal.code != "skipped"
-                else None
-            )
-            if refusal is not None:
-                self._decline(graph_pass, info, refusal, gain, anchor, graph_pass.places(found))
-                continue
-            level: GraphInfo | None = info
-            while level is not None:  # an edit of a checkpoint's body may give it more arguments
-                if not any(module is level.gm for module, _ in snapshot):
-                    snapshot.append((level.gm, copy_graph(level.gm)))
-                level = level.parent
-            self._rewrite(graph_pass, info, found, gain)
-
-    def _skipped(self, graph_pass: GraphPass, info: GraphInfo, found: Any) -> Decline | None:
-        for node in graph_pass.places(found):
-            path = graph_pass.skipped(info, node)
-            if path:
-                return Decline(
-                    "skipped", f"memeff.skip names {path}", node=graph_pass.anchor(found)
+    def apply(self, graph_pass: GraphPass, info: GraphInfo) -> None:
+        """Let one pass work on one level of the graph; an error of its costs it that one match."""
+        for found in self._found(graph_pass, info):
+            editor = Editor(info)
+            try:
+                self._serve(graph_pass, info, found, editor)
+            except Exception as error:
+                editor.rollback()
+                self._append(
+                    _internal_error(
+                        graph_pass.name, error, "this place", _place(graph_pass, info, found)
+                    ),
+                    is_counted=True,
                 )
-        return None
 
-    def _rewrite(
-        self, graph_pass: GraphPass, info: GraphInfo, found: Any, gain: Gain | None
-    ) -> None:
-        anchor = graph_pass.anchor(found)
-        where = _place(info, anchor, graph_pass.places(found))
-        editor = Editor(info)
+    def _found(self, graph_pass: GraphPass, info: GraphInfo) -> list[Any]:
+        """Return what a pass finds; where an error ends the search, what it had found by then."""
+        found: list[Any] = []
+        try:
+            if graph_pass.enabled(info):
+                for answer in graph_pass.find(info):
+                    found.append(answer)
+        except Exception as error:
+            what = "what this pass had not found yet"
+            self._append(_internal_error(graph_pass.name, error, what), is_counted=False)
+        return found
+
+    def _serve(self, graph_pass: GraphPass, info: GraphInfo, found: Any, editor: Editor) -> None:
+        """Judge one match and rewrite it, or say why not."""
+        if isinstance(found, Decline):
+            self._decline(graph_pass, info, found, None)
+            return
+        anchor, places = graph_pass.anchor(found), list(graph_pass.places(found))
+        skipped = self._skipped(graph_pass, info, anchor, places)
+        refusal = skipped or graph_pass.check(info, found)
+        gain = None if skipped else graph_pass.gain(info, found)
+        if refusal is not None:
+            self._decline(graph_pass, info, refusal, gain, anchor, places)
+            return
+        self._keep(info)
+        where = _where(info, anchor, places)
         try:
             done = graph_pass.rewrite(info, found, editor)
+            record, notes = _records(graph_pass, done, where, gain)
             editor.commit(graph_pass.dead(found))
         except EditRefused as refused:
             editor.rollback()
-            self._decline(
-                graph_pass,
-                info,
-                Decline("edit_refused", f"the edit was undone: {refused}"),
-                gain,
-                anchor,
-            )
+            undone = Decline("edit_refused", f"the edit was undone: {refused}")
+            self._decline(graph_pass, info, undone, gain, anchor)
             return
         self.changed = True
         self.deferred.extend(done.deferred)
         self.inductor |= done.inductor
-        self._record_done(graph_pass, done, where, gain)
+        self._append(record, is_counted=done.sites > 0)
+        self.records.extend(notes)
 
-    def _record_done(
-        self, graph_pass: GraphPass, done: Done, where: tuple[str, str], gain: Gain | None
-    ) -> None:
-        source, module = where
-        self._append(
-            Record(
-                graph_pass.name,
-                done.action,
-                done.code,
-                _sentence(done.sentence),
-                source=source,
-                module=module,
-                bytes_before=gain.before if gain else None,
-                bytes_after=gain.after if gain else None,
-                sizes=gain.sizes if gain else {},
-                sites=max(done.sites, 1),
-            ),
-            is_counted=done.sites > 0,
-        )
-        for action, code, sentence in done.notes:
-            self.records.append(
-                Record(
-                    defer_logits.NAME,
-                    action,
-                    code,
-                    _sentence(sentence),
-                    source=source,
-                    module=module,
-                )
-            )
+    def _keep(self, info: GraphInfo) -> None:
+        """Copy the graphs that an edit at this level may touch, once."""
+        level: GraphInfo | None = info
+        while level is not None:  # an edit of a checkpoint's body may give it more arguments
+            if not any(module is level.gm for module, _ in self.snapshot):
+                self.snapshot.append((level.gm, copy_graph(level.gm)))
+            level = level.parent
+
+    def _skipped(
+        self, graph_pass: GraphPass, info: GraphInfo, anchor: Node, places: Iterable[Node]
+    ) -> Decline | None:
+        for node in places:
+            path = graph_pass.skipped(info, node)
+            if path:
+                return Decline("skipped", f"memeff.skip names {path}", node=anchor)
+        return None
 
     def _decline(
         self,
@@ -241,7 +206,7 @@ class _Run:
         nearby: Iterable[Node] = (),
     ) -> None:
         node = decline.node or anchor
-        source, module = _place(info, node, nearby) if node is not None else ("", "")
+        source, module = _where(info, node, nearby) if node is not None else ("", "")
         self._append(
             Record(
                 graph_pass.name,
@@ -269,7 +234,56 @@ class _Run:
         self.records.append(record)
 
 
-def _place(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
+def _records(
+    graph_pass: GraphPass, done: Done, where: tuple[str, str], gain: Gain | None
+) -> tuple[Record, list[Record]]:
+    """Return what a rewrite has to say: of itself, and of what else it did."""
+    source, module = where
+    record = Record(
+        graph_pass.name,
+        done.action,
+        done.code,
+        _sentence(done.sentence),
+        source=source,
+        module=module,
+        bytes_before=gain.before if gain else None,
+        bytes_after=gain.after if gain else None,
+        sizes=gain.sizes if gain else {},
+        sites=max(done.sites, 1),
+    )
+    notes = [
+        Record(defer_logits.NAME, action, code, _sentence(sentence), source=source, module=module)
+        for action, code, sentence in done.notes
+    ]
+    return record, notes
+
+
+def _internal_error(
+    name: str, error: Exception, what: str, where: tuple[str, str] = ("", "")
+) -> Record:
+    """Log an error of our own and return its record."""
+    log.warning(
+        "memeff_compile: internal error in %s, left as it was: %s", name, what, exc_info=True
+    )
+    return Record(
+        name,
+        "internal_error",
+        "internal_error",
+        _sentence(f"an internal error left {what} as it was: {type(error).__name__}: {error}"),
+        "please report it with the graph from memeff_compile.graphs()[-1].before",
+        *where,
+    )
+
+
+def _place(graph_pass: GraphPass, info: GraphInfo, found: Any) -> tuple[str, str]:
+    """Return where a match is, or nothing where the pass fails at saying so."""
+    try:
+        return _where(info, graph_pass.anchor(found), graph_pass.places(found))
+    except Exception:
+        return "", ""
+
+
+def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
     """Return the user's line of ``node``, and its module path or that of the nodes around it."""
     paths = (info.module_path(n) for n in (node, *nearby))
     return info.source_line(node), next(filter(None, paths), "")
@@ -313,7 +327,7 @@ def _guarded_render(gm: GraphModule) -> str:
 
 
 def _log(report: GraphReport) -> None:
-    fired = [r for r in report.records if r.action in ("rewrote", "deferred", "dropped")]
+    fired = [r for r in report.records if r.action in CHANGES]
     log.info(
         "%s: %d nodes, changes: %d, declined: %d, %.1f ms",
         report.name,
@@ -328,22 +342,23 @@ def _log(report: GraphReport) -> None:
         log.debug("before:\n%s\nafter:\n%s", report.before, report.after)
 
 
-def _enforce_strict(options: Options, report: GraphReport) -> None:
-    """Raise when a pass the user insists on declined a place, or found none in a training graph."""
+def enforce_strict(options: Options, report: GraphReport) -> None:
+    """Raise when a pass the user insists on left a place, or found none in a training graph.
+
+    Raises:
+        StrictError: A pass named in ``memeff.strict`` did not fire on this graph.
+    """
     for name in options.strict:
-        fired = any(
-            r.pass_name == name and r.action in ("rewrote", "deferred", "dropped")
-            for r in report.records
-        )
-        declined = [r for r in report.records if r.action == "declined" and r.pass_name == name]
+        mine = [r for r in report.records if r.pass_name in (name, "backend")]
+        fired = any(r.action in CHANGES for r in mine)
+        left = [r for r in mine if r.action in ("declined", "internal_error")]
         expected = report.training and name not in MAY_FIND_NOTHING
-        if declined or (expected and not fired):
-            reasons = "\n".join(f"  - {r.code}: {r.sentence} {r.source}" for r in declined)
+        if left or (expected and not fired):
+            reasons = "\n".join(f"  - {r.code}: {r.sentence} {r.source}" for r in left)
             raise StrictError(
                 f"memeff.strict names {name}, which did not rewrite everything it found "
                 f"in {report.name}:\n"
                 + (reasons or "  - nothing in this training graph looks like what it rewrites")
                 + "\nRemove the name from memeff.strict to compile anyway, or change the "
-                "code as hinted "
-                "in memeff_compile.last_report()."
+                "code as hinted in memeff_compile.last_report()."
             )

@@ -11,6 +11,7 @@ they are replayed on the hidden states. Pointwise steps fold into ``scale``, ``s
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +22,9 @@ from torch.fx import Node
 from ... import compat
 from ...logits.recipe import Modifiers, Unfoldable, fold_steps
 from ..graph.base import Decline
-from ..graph.canonical import Call, Reading, aten, read, read_one, trace
+from ..graph.canonical import Call, Reading, aten, is_several, read, read_one, trace
 from ..graph.editor import Editor
-from ..graph.graph_info import GraphInfo
+from ..graph.graph_info import GraphInfo, node_name
 
 SMALLEST_VOCABULARY = 32
 """Fewer classes than this make logits too small to matter."""
@@ -438,6 +439,14 @@ class HeadReader:
                 "gather the head to a plain tensor, or leave the loss to the model's own code",
                 node,
             )
+        if _is_part(node):
+            return Decline(
+                "unknown_step",
+                f"{_describe(node)} between the head and the loss does more than cut the rows into "
+                "parts of known sizes",
+                "cut the hidden states, or compute one loss of all rows",
+                node,
+            )
         return Decline(
             "no_linear_head",
             f"the logits come from {_describe(node)}, which is not a linear head",
@@ -579,7 +588,12 @@ def _second(call: Call) -> Any:
 
 
 def _describe(node: Node) -> str:
-    name = (
-        node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.name)
-    )
-    return f"`{name}`"
+    """Name the operation, and for one of its several results that which has them."""
+    return f"`{node_name(node.all_input_nodes[0] if _is_part(node) else node)}`"
+
+
+def _is_part(node: Node) -> bool:
+    """Return whether a node is one of the several results of an op, as of ``sort``."""
+    if node.target is not operator.getitem or not is_several(node.args[0]):
+        return False
+    return not isinstance(node.all_input_nodes[0].target, torch._ops.HigherOrderOperator)

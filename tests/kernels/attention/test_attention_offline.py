@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memeff_compile.kernels._triton.gpus import gpu_of
+from memeff_compile.kernels._triton.key_tiles import BOUNDS_CHUNK, BOUNDS_WARPS, depth_block
 from memeff_compile.kernels.attention.shapes import (
-    BOUNDS_CHUNK,
-    BOUNDS_WARPS,
     KERNELS,
     Shape,
-    depth_block,
     shape_for,
 )
-from tests.support.cubins import stack_bytes
+from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
-# Shared memory a block may use, in bytes.
-SHARED_LIMITS = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
+CAPABILITIES = gpus(80, 89, 90, 100)
 POINTERS = {
     "key_mask_ptr": "*u8",
     "query_ids_ptr": "*i64",
@@ -60,36 +56,24 @@ EVERY = {
 
 
 def _compile(
-    name: str, capability: int, dtype: str, constants: dict[str, Any], warps: int, unit: str = ""
+    kernel: Any, capability: int, dtype: str, given: dict[str, Any], warps: int, unit: str = "x"
 ) -> Any:
     """Compile a kernel; the runtime integers that `unit` names by a pattern are 1, a constant."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    units = {each: 1 for each in kernel.arg_names if re.fullmatch(unit, each)}
 
+    def type_of(argument: str) -> str:
+        if argument.endswith("_ptr"):
+            return POINTERS.get(argument, f"*{dtype}")
+        return "fp32" if argument in FLOATS else "i32"
+
+    return compile_for(capability, kernel, {**units, **given}, type_of, num_warps=warps)
+
+
+def _kernel(name: str) -> Any:
+    from memeff_compile.kernels._triton import key_tiles_kernels
     from memeff_compile.kernels.attention import tiles_kernels
 
-    kernel = getattr(tiles_kernels, name)
-    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    signature, hints = {}, {}
-    for place, argument in enumerate(kernel.arg_names):
-        is_number = argument not in FLOATS and not argument.endswith("_ptr")
-        if is_number and unit and argument not in constants and re.fullmatch(unit, argument):
-            constants[argument] = 1
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument.endswith("_ptr"):
-            signature[argument] = POINTERS.get(argument, f"*{dtype}")
-            hints[(place,)] = [["tt.divisibility", 16]]
-        else:
-            signature[argument] = "fp32" if argument in FLOATS else "i32"
-            if argument.startswith("stride"):
-                hints[(place,)] = [["tt.divisibility", 16]]
-    return triton.compile(
-        ASTSource(kernel, signature, constants, hints),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps},
-    )
+    return getattr(tiles_kernels, name, None) or getattr(key_tiles_kernels, name)
 
 
 def _constants(depth: int, shape: Shape, flags: dict[str, Any]) -> dict[str, Any]:
@@ -110,9 +94,7 @@ NAMES = {
 }
 
 
-def _check(
-    kernel: str, capability: int, depth: int, flags: dict[str, Any], dtype: str, folder: Path
-) -> None:
+def _check(kernel: str, capability: int, depth: int, flags: dict[str, Any], dtype: str) -> None:
     """Compile a kernel with its own tile: no stack, shared memory in bounds, tensor cores."""
     has_tables = bool(flags["HAS_BOUNDS"])
     shape = shape_for(kernel, depth, gpu_of(divmod(capability, 10)), has_tables=has_tables)
@@ -121,12 +103,9 @@ def _check(
         parts = [{"WITH_K": False}, {"WITH_V": False}]
     for part in parts:
         constants = _constants(depth, shape, {**flags, **part})
-        compiled = _compile(NAMES[kernel], capability, dtype, constants, shape.warps)
-        ptx = compiled.asm["ptx"]
-        assert compiled.metadata.shared <= SHARED_LIMITS[capability]
-        spilled = stack_bytes(compiled.asm["cubin"], folder)
-        assert spilled <= SPILLED.get((kernel, capability, depth_block(depth)), 0)
-        assert "atom." not in ptx
+        compiled = _compile(_kernel(NAMES[kernel]), capability, dtype, constants, shape.warps)
+        stack = SPILLED.get((kernel, capability, depth_block(depth)), 0)
+        ptx = within_limits(compiled, capability, stack)
         assert re.search(PRODUCTS[capability], ptx), "no tensor cores"
         if shape.stages > 1:
             assert "cp.async.cg.shared.global" in ptx, "tiles are not loaded ahead"
@@ -140,8 +119,8 @@ PRODUCTS = {80: r"mma\.sync", 89: r"mma\.sync", 90: r"wgmma", 100: r"tcgen05\.mm
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_attention_compiles_within_the_limits(kernel: str, tmp_path: Path) -> None:
-    _check(kernel, 90, 128, PLAIN, "bf16", tmp_path)
+def test_attention_compiles_within_the_limits(kernel: str) -> None:
+    _check(kernel, 90, 128, PLAIN, "bf16")
 
 
 @pytest.mark.slow
@@ -149,18 +128,16 @@ def test_attention_compiles_within_the_limits(kernel: str, tmp_path: Path) -> No
     ("depth", "dtype"), [(64, "bf16"), (96, "bf16"), (128, "fp16"), (256, "bf16")]
 )
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_attention_compiles_within_the_limits_everywhere(
-    capability: int, depth: int, dtype: str, kernel: str, tmp_path: Path
+    capability: int, depth: int, dtype: str, kernel: str
 ) -> None:
     for flags in (CAPPED, EVERY):
-        _check(kernel, capability, depth, flags, dtype, tmp_path)
+        _check(kernel, capability, depth, flags, dtype)
 
 
 @pytest.mark.parametrize(("ours_are_queries", "from_lse"), [(True, False), (False, True)])
-def test_bounds_compile_within_the_limits(
-    ours_are_queries: bool, from_lse: bool, tmp_path: Path
-) -> None:
+def test_bounds_compile_within_the_limits(ours_are_queries: bool, from_lse: bool) -> None:
     constants = {
         "OURS": 128,
         "OTHERS": 64,
@@ -169,9 +146,8 @@ def test_bounds_compile_within_the_limits(
         "FROM_LSE": from_lse,
         **EVERY,
     }
-    kernel = _compile("_attention_bounds_kernel", 90, "bf16", constants, BOUNDS_WARPS)
-    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
-    assert "atom." not in kernel.asm["ptx"]
+    kernel = _kernel("_attention_bounds_kernel")
+    within_limits(_compile(kernel, 90, "bf16", constants, BOUNDS_WARPS), 90)
 
 
 # One sequence, one head, one query or one key: Triton makes constants of such numbers.
@@ -185,4 +161,4 @@ UNITS = (
 def test_numbers_that_are_one_compile(name: str) -> None:
     constants = {**_constants(64, Shape(16, 16, 4, 1), EVERY), "OURS": 16, "OTHERS": 16}
     constants |= {"CHUNK": 4, "OURS_ARE_QUERIES": True, "FROM_LSE": False}
-    _compile(name, 80, "bf16", constants, 4, UNITS)
+    _compile(_kernel(name), 80, "bf16", constants, 4, UNITS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -19,12 +19,11 @@ from memeff_compile.kernels.coded_kv_cache.shapes import (
     rows_for,
     shapes_for,
 )
-from tests.support.cubins import stack_bytes
+from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
-# Shared memory a block may use, in bytes.
-SHARED_LIMITS = {80: 166912, 90: 232448, 100: 232448}
+CAPABILITIES = gpus(80, 90, 100)
 STACK = 16
 """Bytes of stack that a launch may use: a register or two at the end of a program."""
 
@@ -43,32 +42,19 @@ UNIT_STRIDES = ("stride_q_depth", "stride_k_depth", "stride_v_depth", "stride_ma
 def _compile(
     module: str, name: str, capability: int, dtype: str, given: dict[str, Any], warps: int
 ) -> Any:
-    from importlib import import_module
+    def type_of(argument: str) -> str:
+        if argument.endswith("_ptr"):
+            return POINTERS.get(argument, f"*{dtype}")
+        return "fp32" if argument == "scale" else "i32"
 
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernels = import_module(f"memeff_compile.kernels.coded_kv_cache.{module}")
-    kernel = getattr(kernels, name)
-    # A stride of one is what the launcher sees, and what Triton makes a constant of.
-    constants = {**given, **dict.fromkeys(UNIT_STRIDES, 1)}
-    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    signature, hints = {}, {}
-    for place, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument.endswith("_ptr"):
-            signature[argument] = POINTERS.get(argument, f"*{dtype}")
-            hints[(place,)] = [["tt.divisibility", 16]]
-        else:
-            signature[argument] = "fp32" if argument == "scale" else "i32"
-            if argument.startswith(("stride_q", "stride_k", "stride_v")):
-                hints[(place,)] = [["tt.divisibility", 16]]
-    return triton.compile(
-        ASTSource(kernel, signature, constants, hints),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps},
+    return compile_for(
+        capability,
+        getattr(import_module(f"memeff_compile.kernels.coded_kv_cache.{module}"), name),
+        # A stride of one is what the launcher sees, and what Triton makes a constant of.
+        {**given, **dict.fromkeys(UNIT_STRIDES, 1)},
+        type_of,
+        lambda argument: argument.startswith(("stride_q", "stride_k", "stride_v")),
+        num_warps=warps,
     )
 
 
@@ -179,12 +165,10 @@ def test_attention_compiles_within_the_limits(
     bits: int,
     scheme: str,
     more: dict[str, Any],
-    tmp_path: Path,
 ) -> None:
     kernel = _attention(capability, dtype, depth, bits, scheme, **more)
     ptx = kernel.asm["ptx"]
-    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert stack_bytes(kernel.asm["cubin"], tmp_path) <= STACK
+    within_limits(kernel, capability, stack=STACK)
     assert "atom." not in ptx
     assert "cp.async.cg.shared.global" in ptx, "codes are not loaded ahead"
     assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx), "no tensor cores"
@@ -203,20 +187,17 @@ def test_attention_compiles_within_the_limits(
 )
 @pytest.mark.parametrize("capability", [90])
 def test_append_compiles_within_the_limits(
-    capability: int, depth: int, bits: int, scheme: str, tokens: int, tmp_path: Path
+    capability: int, depth: int, bits: int, scheme: str, tokens: int
 ) -> None:
     kernel = _append(capability, "bf16", depth, bits, scheme, tokens)
-    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    within_limits(kernel, capability)
 
 
 @pytest.mark.parametrize(("depth", "splits"), [(64, 2), (128, MAX_SPLITS), (256, 5)])
-@pytest.mark.parametrize("capability", [80, 90])
-def test_combine_compiles_within_the_limits(
-    capability: int, depth: int, splits: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("capability", gpus(80, 90))
+def test_combine_compiles_within_the_limits(capability: int, depth: int, splits: int) -> None:
     kernel = _combine(capability, depth, splits)
-    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    within_limits(kernel, capability)
     assert "atom." not in kernel.asm["ptx"]
 
 

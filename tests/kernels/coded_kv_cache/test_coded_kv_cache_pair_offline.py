@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,12 +11,11 @@ import pytest
 from memeff_compile.kernels.coded_kv_cache import split_rows
 from memeff_compile.kernels.coded_kv_cache.layout import channel_group
 from memeff_compile.kernels.coded_kv_cache.shapes import rows_for
-from tests.support.cubins import stack_bytes
+from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
-# Shared memory a block may use, in bytes.
-SHARED_LIMITS = {80: 166912, 90: 232448, 100: 232448}
+CAPABILITIES = gpus(80, 90, 100)
 STACK = 16
 
 POINTERS = {
@@ -44,33 +43,20 @@ def pointer(name: str, bits: int) -> str:
 
 
 def build(module: str, name: str, capability: int, given: dict[str, Any], warps: int) -> Any:
-    from importlib import import_module
-
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel = getattr(import_module(f"memeff_compile.kernels.coded_kv_cache.{module}"), name)
-    names = kernel.arg_names
-    units = [n for n in names if n.startswith("stride") and n.endswith(("_depth", "_mask_key"))]
-    constants = {**given, **dict.fromkeys(units, 1)}
-    constants = {key: value for key, value in constants.items() if key in names}
-    signature, hints = {}, {}
-    for place, argument in enumerate(names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument.endswith("_ptr"):
-            signature[argument] = pointer(argument, given.get("BITS", 16))
-            hints[(place,)] = [["tt.divisibility", 16]]
-        else:
-            signature[argument] = "fp32" if argument in ("scale", "t", "gamma") else "i32"
-            if argument.startswith("stride") and "mask" not in argument:
-                hints[(place,)] = [["tt.divisibility", 16]]
-    return triton.compile(
-        ASTSource(kernel, signature, constants, hints),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps},
-    )
+    ends = ("_depth", "_mask_key")
+    units = {n: 1 for n in kernel.arg_names if n.startswith("stride") and n.endswith(ends)}
+
+    def type_of(argument: str) -> str:
+        if argument.endswith("_ptr"):
+            return pointer(argument, given.get("BITS", 16))
+        return "fp32" if argument in ("scale", "t", "gamma") else "i32"
+
+    def is_aligned(argument: str) -> bool:
+        return argument.startswith("stride") and "mask" not in argument
+
+    constants = {**given, **units}
+    return compile_for(capability, kernel, constants, type_of, is_aligned, num_warps=warps)
 
 
 def append(capability: int, bits: int, depth: int = 128, **more: Any) -> Any:
@@ -150,11 +136,10 @@ SLOW = pytest.mark.slow
     ids=str,
 )
 def test_append_compiles_within_the_limits(
-    capability: int, bits: int, more: dict[str, Any], tmp_path: Path
+    capability: int, bits: int, more: dict[str, Any]
 ) -> None:
     kernel = append(capability, bits, **more)
-    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    within_limits(kernel, capability)
 
 
 @pytest.mark.parametrize(
@@ -169,11 +154,10 @@ def test_append_compiles_within_the_limits(
     ids=str,
 )
 def test_merging_a_prompt_compiles_within_the_limits(
-    capability: int, bits: int, more: dict[str, Any], tmp_path: Path
+    capability: int, bits: int, more: dict[str, Any]
 ) -> None:
     for kernel in prompt(capability, bits, **more):
-        assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-        assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+        within_limits(kernel, capability)
         assert "atom." not in kernel.asm["ptx"]
 
 
@@ -187,23 +171,20 @@ def test_merging_a_prompt_compiles_within_the_limits(
     ],
     ids=str,
 )
-def test_attention_compiles_within_the_limits(
-    capability: int, more: dict[str, Any], tmp_path: Path
-) -> None:
+def test_attention_compiles_within_the_limits(capability: int, more: dict[str, Any]) -> None:
     kernel = rows(capability, **more)
     ptx = kernel.asm["ptx"]
-    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert stack_bytes(kernel.asm["cubin"], tmp_path) <= STACK
+    within_limits(kernel, capability, stack=STACK)
     assert "atom." not in ptx
     assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx), "no tensor cores"
 
 
 @pytest.mark.parametrize("capability", [90])
-def test_appending_to_the_lower_layer_compiles(capability: int, tmp_path: Path) -> None:
+def test_appending_to_the_lower_layer_compiles(capability: int) -> None:
     constants = {"DEPTH": 128, "WINDOW": 192, "TOKENS": 1}
     name = "_coded_kv_cache_append_lower_kernel"
     kernel = build("append_pairs_kernels", name, capability, constants, 1)
-    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    within_limits(kernel, capability)
 
 
 @pytest.mark.slow

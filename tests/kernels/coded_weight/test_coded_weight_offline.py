@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from memeff_compile.kernels.coded_weight import shapes
-from tests.support.cubins import stack_bytes
+from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
-# Shared memory a block may use, in bytes.
-SHARED_LIMITS = {80: 166912, 90: 232448, 100: 232448}
+CAPABILITIES = gpus(80, 90, 100)
 POINTERS = {
     "places_ptr": "*i16",
     "values_ptr": "*i16",
@@ -27,30 +26,20 @@ POINTERS = {
 def _compile(
     module: str, name: str, capability: int, constants: dict[str, Any], warps: int, **types: str
 ) -> Any:
-    from importlib import import_module
+    folder = "memeff_compile.kernels.coded_weight"
 
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = getattr(
-        import_module(f"memeff_compile.kernels.coded_weight.{module}_kernels"), f"{name}_kernel"
-    )
-    signature, hints = {}, {}
-    for place, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-            continue
-        is_pointer = argument.endswith("_ptr")
-        if argument not in ("rate", "decay"):
-            hints[(place,)] = [["tt.divisibility", 16]]
+    def type_of(argument: str) -> str:
         number = "fp32" if argument in ("rate", "decay") else "i32"
-        plain = POINTERS.get(argument, "*i32") if is_pointer else number
-        signature[argument] = types.get(argument, plain)
-    return triton.compile(
-        ASTSource(kernel, signature, constants, hints),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps},
+        plain = POINTERS.get(argument, "*i32") if argument.endswith("_ptr") else number
+        return types.get(argument, plain)
+
+    return compile_for(
+        capability,
+        getattr(import_module(f"{folder}.{module}_kernels"), f"{name}_kernel"),
+        constants,
+        type_of,
+        lambda argument: True,
+        num_warps=warps,
     )
 
 
@@ -107,28 +96,8 @@ def _tile(capability: int, tokens: int) -> Any:
 
 
 def _gluon(name: str, capability: int, constants: dict[str, Any], warps: int, **types: str) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from memeff_compile.kernels.coded_weight import matrix_kernels
-
-    kernel = getattr(matrix_kernels, f"{name}_kernel")
     types = {"x_ptr": "*bf16", "xt_ptr": "*bf16", **types}
-    signature, hints = {}, {}
-    for place, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-            continue
-        plain = POINTERS.get(argument, "*i32") if argument.endswith("_ptr") else "i32"
-        signature[argument] = types.get(argument, plain)
-        if not argument.endswith("_desc"):
-            hints[(place,)] = [["tt.divisibility", 16]]
-    return triton.compile(
-        GluonASTSource(kernel, signature, constants, hints),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps},
-    )
+    return _compile("matrix", name, capability, constants, warps, **types)
 
 
 def _matrix(capability: int, tokens: int, rows: int, *, is_even: bool) -> Any:
@@ -218,22 +187,19 @@ def _encode(capability: int, name: str) -> Any:
     return _compile("pair", name, capability, constants, 4, **types)
 
 
-def _check(kernel: Any, capability: int, folder: Path) -> None:
-    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
+def _check(kernel: Any, capability: int) -> None:
     # Older versions of Triton keep a pointer or two on the stack of the longest kernel.
-    assert stack_bytes(kernel.asm["cubin"], folder) <= 16
+    within_limits(kernel, capability, stack=16)
 
 
 @pytest.mark.parametrize("field", [8, 4, 2, 1])
 @pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
-def test_decoding_compiles_within_the_limits(
-    capability: int, codec: str, field: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_decoding_compiles_within_the_limits(capability: int, codec: str, field: int) -> None:
     if field != 8 and capability != 90:
         field = 4
     kernel = _decode(capability, codec, field, 0 if field == 8 else 64)
-    _check(kernel, capability, tmp_path)
+    _check(kernel, capability)
     assert "atom." not in kernel.asm["ptx"]
     if field == 8 and codec != "rans":
         assert re.search(r"ld\.global\.\S*v[24]\.b32", kernel.asm["ptx"]), "narrow loads"
@@ -241,12 +207,10 @@ def test_decoding_compiles_within_the_limits(
 
 
 @pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
-def test_decoding_with_a_step_compiles_within_the_limits(
-    capability: int, codec: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_decoding_with_a_step_compiles_within_the_limits(capability: int, codec: str) -> None:
     kernel = _decode(capability, codec, 8, 0, steps=True)
-    _check(kernel, capability, tmp_path)
+    _check(kernel, capability)
     assert "fma.rn.f32" in kernel.asm["ptx"], "rounded twice"
 
 
@@ -257,36 +221,32 @@ def test_decoding_with_a_step_compiles_within_the_limits(
         *("tier", "count", "rans", "patches", "histogram", "signs", "shelter"),
     ],
 )
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
-def test_encoding_compiles_within_the_limits(capability: int, name: str, tmp_path: Path) -> None:
-    _check(_encode(capability, name), capability, tmp_path)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_encoding_compiles_within_the_limits(capability: int, name: str) -> None:
+    _check(_encode(capability, name), capability)
 
 
 @pytest.mark.parametrize(
     ("capability", "rows"), [(80, 14336), (90, 14336), (90, 1024), (100, 4096)]
 )
-def test_a_product_of_one_token_compiles_within_the_limits(
-    capability: int, rows: int, tmp_path: Path
-) -> None:
+def test_a_product_of_one_token_compiles_within_the_limits(capability: int, rows: int) -> None:
     kernel = _row(capability, rows)
-    _check(kernel, capability, tmp_path)
+    _check(kernel, capability)
     assert "cp.async.cg.shared.global" in kernel.asm["ptx"], "codes are not loaded ahead"
 
 
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
-def test_products_of_one_token_compile_within_the_limits(capability: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_products_of_one_token_compile_within_the_limits(capability: int) -> None:
     kernel = _rows(capability)
-    _check(kernel, capability, tmp_path)
+    _check(kernel, capability)
     assert kernel.asm["ptx"].count("cp.async.commit_group") >= 3, "codes are not loaded ahead"
 
 
 @pytest.mark.parametrize("tokens", [2, 16])
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
-def test_a_product_of_some_tokens_compiles_within_the_limits(
-    capability: int, tokens: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_product_of_some_tokens_compiles_within_the_limits(capability: int, tokens: int) -> None:
     kernel = _tile(capability, tokens)
-    _check(kernel, capability, tmp_path)
+    _check(kernel, capability)
     assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", kernel.asm["ptx"]), "no tensor cores"
 
 
@@ -295,10 +255,10 @@ def test_a_product_of_some_tokens_compiles_within_the_limits(
     [(80, 16, 14336, True), (90, 16, 14336, True), (90, 2, 1024, False), (100, 2, 14336, True)],
 )
 def test_operands_are_decoded_in_registers(
-    capability: int, tokens: int, rows: int, is_even: bool, tmp_path: Path
+    capability: int, tokens: int, rows: int, is_even: bool
 ) -> None:
     kernel = _matrix(capability, tokens, rows, is_even=is_even)
-    _check(kernel, capability, tmp_path)
+    _check(kernel, capability)
     assert "mma.sync" in kernel.asm["ptx"], "no tensor cores"
     loop = re.search(r"ld\.global\.\S*v4\.b32[\s\S]*?mma\.sync", kernel.asm["ptx"])
     assert loop is not None, "narrow loads"
@@ -309,26 +269,26 @@ def test_operands_are_decoded_in_registers(
     "tokens",
     [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)],
 )
-def test_products_run_while_the_next_operand_is_decoded(tokens: int, tmp_path: Path) -> None:
+def test_products_run_while_the_next_operand_is_decoded(tokens: int) -> None:
     kernel = _wide(tokens)
-    _check(kernel, 90, tmp_path)
+    _check(kernel, 90)
     assert "wgmma.mma_async" in kernel.asm["ptx"], "no tensor cores of Hopper"
     assert "wgmma.wait_group.sync.aligned 1" in kernel.asm["ptx"], "one after the other"
 
 
-def test_columns_are_ordered_within_the_limits(tmp_path: Path) -> None:
+def test_columns_are_ordered_within_the_limits() -> None:
     constants = {"TOKENS": shapes.ORDERED_TOKENS}
     kernel = _compile("win4", "order", 90, constants, 8, turned_ptr="*i16")
-    _check(kernel, 90, tmp_path)
+    _check(kernel, 90)
     assert not re.search(r"st\.global\.\S*b(16|32) ", kernel.asm["ptx"].replace("v4.b32", "")), (
         "narrow"
     )
 
 
-def test_the_sum_of_shares_compiles_within_the_limits(tmp_path: Path) -> None:
+def test_the_sum_of_shares_compiles_within_the_limits() -> None:
     constants = {"SPLITS": 4, "BLOCK": shapes.SUM_BLOCK}
     kernel = _compile("win4", "sum", 90, constants, 4, parts_ptr="*fp32", out_ptr="*bf16")
-    _check(kernel, 90, tmp_path)
+    _check(kernel, 90)
 
 
 @pytest.mark.usefixtures("sizes_of_one")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.cubins import stack_bytes
+from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
-# Shared memory a block may use, in bytes.
-SHARED_LIMITS = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
+CAPABILITIES = gpus(80, 89, 90, 100)
 BLOCKS = {
     "_embedding_runs_kernel": {"BLOCK": 1024},
     "_embedding_borders_kernel": {"BLOCK": 256, "CHUNKS": 16},
@@ -20,47 +18,31 @@ BLOCKS = {
 
 
 def _compile(name: str, capability: int, dtype: str, index: str, *, aligned: bool) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from memeff_compile.kernels.embedding import sorted_kernels
 
-    kernel = getattr(sorted_kernels, name)
     constants: dict[str, Any] = {"CHUNK": sorted_kernels.CHUNK, **BLOCKS[name]}
     # A stride of one is what the launcher sees, and what Triton makes a constant of.
     constants |= {"stride_rows_column": 1, "stride_out_column": 1}
     pointers = {"ids_ptr": f"*{index}", "order_ptr": "*i64", "partial_ptr": "*fp32"}
-    signature, hints = {}, {}
-    for place, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument.endswith("_ptr"):
-            signature[argument] = pointers.get(argument, f"*{dtype}")
-            hints[(place,)] = [["tt.divisibility", 16]]
-        else:
-            signature[argument] = "i32"
-            if aligned and argument.startswith(("stride", "depth")):
-                hints[(place,)] = [["tt.divisibility", 16]]
-    used = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    source = ASTSource(kernel, signature, used, hints)
-    return triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": sorted_kernels.WARPS},
+    return compile_for(
+        capability,
+        getattr(sorted_kernels, name),
+        constants,
+        lambda name: pointers.get(name, f"*{dtype}") if name.endswith("_ptr") else "i32",
+        lambda name: aligned and name.startswith(("stride", "depth")),
+        num_warps=sorted_kernels.WARPS,
     )
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "ragged"])
 @pytest.mark.parametrize(("dtype", "index"), [("bf16", "i64"), ("fp16", "i32"), ("fp32", "i64")])
 @pytest.mark.parametrize("name", list(BLOCKS))
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernel_compiles_within_the_limits(
-    name: str, capability: int, dtype: str, index: str, aligned: bool, tmp_path: Path
+    name: str, capability: int, dtype: str, index: str, aligned: bool
 ) -> None:
     kernel = _compile(name, capability, dtype, index, aligned=aligned)
-    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    within_limits(kernel, capability)
     assert "atom" not in kernel.asm["ptx"]
     if aligned:
         assert "ld.global.v4.b32" in kernel.asm["ptx"]

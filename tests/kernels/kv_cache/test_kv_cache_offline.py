@@ -3,57 +3,48 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memeff_compile.kernels._triton.gpus import gpu_of
+from memeff_compile.kernels._triton.key_tiles import depth_block
 from memeff_compile.kernels.kv_cache.shapes import (
     MAX_ROWS,
     MAX_SPLITS,
     MIN_ROWS,
-    depth_block,
     shapes_for,
 )
 from memeff_compile.kernels.kv_cache.split_keys import alignment
-from tests.support.cubins import stack_bytes
+from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
-# Shared memory a block may use, in bytes.
-SHARED_LIMITS = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
+CAPABILITIES = gpus(80, 89, 90, 100)
 POINTERS = {"last_ptr": "*i64", "mask_ptr": "*u8", "share_ptr": "*fp32", "stat_ptr": "*fp32"}
 UNIT_STRIDES = ("stride_q_depth", "stride_k_depth", "stride_v_depth", "stride_mask_key")
 
 
 def _compile(name: str, capability: int, dtype: str, given: dict[str, Any], warps: int) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from memeff_compile.kernels.kv_cache import split_keys_kernels
 
-    kernel = getattr(split_keys_kernels, name)
-    # A stride of one is what the launcher sees, and what Triton makes a constant of.
-    constants = {**given, **dict.fromkeys(UNIT_STRIDES, 1)}
-    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    signature, hints = {}, {}
-    for place, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument.endswith("_ptr"):
-            signature[argument] = POINTERS.get(argument, f"*{dtype}")
-            hints[(place,)] = [["tt.divisibility", 16]]
-        else:
-            signature[argument] = "fp32" if argument == "scale" else "i32"
-            is_odd = argument.endswith("_unit") and given["DEPTH"] // given["ALIGN"] % 16 != 0
-            if argument.startswith("stride") and "last" not in argument and not is_odd:
-                hints[(place,)] = [["tt.divisibility", 16]]
-    return triton.compile(
-        ASTSource(kernel, signature, constants, hints),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps},
+    def type_of(argument: str) -> str:
+        if argument.endswith("_ptr"):
+            return POINTERS.get(argument, f"*{dtype}")
+        return "fp32" if argument == "scale" else "i32"
+
+    def is_aligned(argument: str) -> bool:
+        is_odd = argument.endswith("_unit") and given["DEPTH"] // given["ALIGN"] % 16 != 0
+        return argument.startswith("stride") and "last" not in argument and not is_odd
+
+    return compile_for(
+        capability,
+        getattr(split_keys_kernels, name),
+        # A stride of one is what the launcher sees, and what Triton makes a constant of.
+        {**given, **dict.fromkeys(UNIT_STRIDES, 1)},
+        type_of,
+        is_aligned,
+        num_warps=warps,
     )
 
 
@@ -103,7 +94,7 @@ CASES = [
     CASES,
     ids=lambda value: str(value),
 )
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_attention_compiles_within_the_limits(
     capability: int,
     dtype: str,
@@ -111,24 +102,18 @@ def test_attention_compiles_within_the_limits(
     rows: int,
     has_mask: bool,
     splits: int,
-    tmp_path: Path,
 ) -> None:
     kernel = _attention(capability, dtype, depth, rows, has_mask=has_mask, splits=splits)
-    ptx = kernel.asm["ptx"]
-    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
-    assert "atom." not in ptx
+    ptx = within_limits(kernel, capability)
     assert "cp.async.cg.shared.global" in ptx, "keys and values are not loaded ahead"
     if dtype != "fp32":
         assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx), "no tensor cores"
 
 
 @pytest.mark.parametrize(("depth", "size"), [(100, 8), (72, 16)])
-def test_rows_of_other_lengths_than_sixteens_are_loaded_ahead(
-    depth: int, size: int, tmp_path: Path
-) -> None:
+def test_rows_of_other_lengths_than_sixteens_are_loaded_ahead(depth: int, size: int) -> None:
     kernel = _attention(90, "bf16", depth, MIN_ROWS, has_mask=False, splits=4)
-    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    within_limits(kernel, 90)
     found = set(
         re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+|\d+), ", kernel.asm["ptx"])
     )
@@ -137,12 +122,10 @@ def test_rows_of_other_lengths_than_sixteens_are_loaded_ahead(
 
 @pytest.mark.parametrize("splits", [2, 5, MAX_SPLITS])
 @pytest.mark.parametrize("depth", [64, 256])
-@pytest.mark.parametrize("capability", [80, 90])
-def test_combine_compiles_within_the_limits(
-    capability: int, depth: int, splits: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("capability", gpus(80, 90))
+def test_combine_compiles_within_the_limits(capability: int, depth: int, splits: int) -> None:
     kernel = _combine(capability, depth, splits)
-    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    within_limits(kernel, capability)
     assert "atom." not in kernel.asm["ptx"]
 
 

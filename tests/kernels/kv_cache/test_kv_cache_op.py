@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels._triton.gpus import gpu_of
+from memeff_compile.kernels._triton.key_tiles import depth_block
 from memeff_compile.kernels.kv_cache import (
     ENGINES,
     bytes_after,
@@ -24,7 +25,6 @@ from memeff_compile.kernels.kv_cache import (
 )
 from memeff_compile.kernels.kv_cache.shapes import (
     MAX_SPLITS,
-    depth_block,
     programs_per_processor,
     rows_for,
     shapes_for,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.cubins import stack_bytes
+from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
-# Shared memory a block may use, in bytes.
-SHARED_LIMITS = {90: 232448}
+CAPABILITIES = gpus(90)
 TENSOR_CORES = {90: "wgmma.mma_async"}
 EPILOGUE = ("HAS_BIAS", "HAS_COLUMN_WEIGHT", "HAS_SOFTCAP", "WITH_LOGIT_SUM")
 INT_POINTERS = (
@@ -75,45 +73,29 @@ def _blocks(name: str, shapes: Any, columns: int) -> dict[str, list[int]]:
 def _compile(
     name: str, capability: int, constants: dict[str, Any], *, warps: int, stages: int, dtype: str
 ) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from memeff_compile.kernels.linear_cross_entropy import fused_kernels, sparse_kernels
 
     kernel = getattr(fused_kernels, name, None) or getattr(sparse_kernels, name)
     shapes = _shapes(capability)
-    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    signature, hints = {}, {}
-    for place, argument in enumerate(kernel.arg_names):
+
+    def type_of(argument: str) -> str | None:
         switch = OPTIONAL.get(argument)
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif switch in kernel.arg_names and not constants.get(switch):
-            signature[argument] = "constexpr"
-            constants[argument] = None
-        elif argument.endswith("_desc"):
+        if switch in kernel.arg_names and not constants.get(switch):
+            return None
+        if argument.endswith("_desc"):
             if argument == "hidden_desc" and constants.get("GATHER"):
-                signature[argument] = "constexpr"
-                constants[argument] = None
-                continue
+                return None
             of = "fp32" if argument == "grad_hidden_desc" else dtype
             block = ", ".join(map(str, _blocks(name, shapes, constants.get("BN", 0))[argument]))
-            signature[argument] = f"tensordesc<{of}[{block}]>"
-        elif argument.endswith("_ptr"):
+            return f"tensordesc<{of}[{block}]>"
+        if argument.endswith("_ptr"):
             of = dtype if argument in HALF_POINTERS else "fp32"
             of = "i32" if argument in INT_POINTERS else "u8" if argument in BYTE_POINTERS else of
-            signature[argument] = f"*{of}"
-            hints[(place,)] = [["tt.divisibility", 16]]
-        elif argument in ("scale", "softcap", "threshold", "limit"):
-            signature[argument] = "fp32"
-        else:
-            signature[argument] = "i32"
-    return triton.compile(
-        ASTSource(kernel, signature, constants, hints),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "num_stages": stages},
-    )
+            return f"*{of}"
+        return "fp32" if argument in ("scale", "softcap", "threshold", "limit") else "i32"
+
+    settings = {"num_warps": warps, "num_stages": stages}
+    return compile_for(capability, kernel, constants, type_of, lambda name: False, **settings)
 
 
 def _shapes(capability: int) -> Any:
@@ -123,9 +105,8 @@ def _shapes(capability: int) -> Any:
     return shapes_for_programs(132)
 
 
-def _check(kernel: Any, capability: int, folder: Path, *, multiplies: bool) -> None:
-    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert stack_bytes(kernel.asm["cubin"], folder) == 0
+def _check(kernel: Any, capability: int, *, multiplies: bool) -> None:
+    within_limits(kernel, capability)
     if multiplies:
         assert TENSOR_CORES[capability] in kernel.asm["ptx"]
         assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
@@ -185,12 +166,12 @@ def _product(name: str, flags: dict[str, Any], capability: int, epilogue: str) -
 
 
 @pytest.mark.parametrize(("name", "flags", "epilogue"), EPILOGUES, ids=str)
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_product_compiles_within_the_limits(
-    name: str, flags: dict[str, Any], capability: int, epilogue: str, tmp_path: Path
+    name: str, flags: dict[str, Any], capability: int, epilogue: str
 ) -> None:
     kernel = _product(name, flags, capability, epilogue)
-    _check(kernel, capability, tmp_path, multiplies=True)
+    _check(kernel, capability, multiplies=True)
 
 
 @pytest.mark.usefixtures("sizes_of_one")
@@ -236,12 +217,12 @@ def _helper(
 
 
 @pytest.mark.parametrize(("name", "sizes", "warps"), SMALL, ids=lambda value: str(value))
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_helper_compiles_within_the_limits(
-    name: str, sizes: dict[str, int], warps: int, capability: int, tmp_path: Path
+    name: str, sizes: dict[str, int], warps: int, capability: int
 ) -> None:
     kernel = _helper(name, sizes, warps, capability)
-    _check(kernel, capability, tmp_path, multiplies=False)
+    _check(kernel, capability, multiplies=False)
 
 
 @pytest.mark.usefixtures("sizes_of_one")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.cubins import stack_bytes
+from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
-# Shared memory a block may use, in bytes.
-SHARED_LIMITS = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
+CAPABILITIES = gpus(80, 89, 90, 100)
 FLAGS = (
     "HAS_BIAS",
     "HAS_COLUMN_WEIGHT",
@@ -64,37 +62,24 @@ OPTIONAL = {
 def _compile(
     name: str, capability: int, dtype: str, block: int, *, everything: bool, aligned: bool
 ) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from memeff_compile.kernels.linear_cross_entropy import hybrid_kernels
 
-    kernel = getattr(hybrid_kernels, name)
-    flags = [flag for flag in FLAGS if flag in kernel.arg_names]
-    constants: dict[str, Any] = dict.fromkeys(flags, everything)
-    constants |= {"HAS_IGNORE": True, "BLOCK": block}
-    signature, hints = {}, {}
-    for place, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif OPTIONAL.get(argument) and not everything:
-            signature[argument] = "constexpr"
-            constants[argument] = None
-        elif argument.endswith("_ptr"):
-            signature[argument] = POINTERS[name][argument].format(dtype=dtype)
-            hints[(place,)] = [["tt.divisibility", 16]]
-        elif argument in ("scale", "softcap"):
-            signature[argument] = "fp32"
-        else:
-            signature[argument] = "i32"
-            if aligned and argument != "ignore_index":
-                hints[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, hints)
-    return triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": hybrid_kernels.WARPS},
+    constants: dict[str, Any] = dict.fromkeys(FLAGS, everything)
+
+    def type_of(argument: str) -> str | None:
+        if OPTIONAL.get(argument) and not everything:
+            return None
+        if argument.endswith("_ptr"):
+            return POINTERS[name][argument].format(dtype=dtype)
+        return "fp32" if argument in ("scale", "softcap") else "i32"
+
+    return compile_for(
+        capability,
+        getattr(hybrid_kernels, name),
+        {**constants, "HAS_IGNORE": True, "BLOCK": block},
+        type_of,
+        lambda argument: aligned and argument != "ignore_index",
+        num_warps=hybrid_kernels.WARPS,
     )
 
 
@@ -102,7 +87,7 @@ def _compile(
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
 @pytest.mark.parametrize(("dtype", "block"), [("bf16", 2048), ("fp16", 1024), ("fp32", 2048)])
 @pytest.mark.parametrize("name", list(POINTERS))
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernel_compiles_within_the_limits(
     name: str,
     capability: int,
@@ -110,11 +95,9 @@ def test_kernel_compiles_within_the_limits(
     block: int,
     everything: bool,
     aligned: bool,
-    tmp_path: Path,
 ) -> None:
     kernel = _compile(name, capability, dtype, block, everything=everything, aligned=aligned)
-    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    within_limits(kernel, capability)
     if aligned:
         assert "ld.global.v4.b32" in kernel.asm["ptx"]
 

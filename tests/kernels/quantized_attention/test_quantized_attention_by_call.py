@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ import memeff_compile
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.attention import attention
 from memeff_compile.kernels.quantized_attention import (
+    by_call,
     counter_for,
     quantized_attention,
     quantized_attention_by_call,
@@ -24,10 +26,14 @@ LEVELS = ["8b", "exact", "8b+f16"]
 
 
 @pytest.fixture(autouse=True)
-def from_the_first_call() -> Iterator[None]:
-    memeff_compile.restart_attention_calls()
-    yield
-    memeff_compile.restart_attention_calls()
+def counters() -> Iterator[dict[str, Tensor]]:
+    """Hold the counters of two sites, as the graphs that have them would."""
+    held.update({site: counter_for(site) for site in "ab"})
+    yield held
+    held.clear()
+
+
+held: dict[str, Tensor] = {}
 
 
 def small() -> Case:
@@ -36,7 +42,7 @@ def small() -> Case:
 
 def call(case: Case, site: str = "a", **bounds: int) -> Tensor:
     found: Tensor = quantized_attention_by_call(
-        case.q, case.k, case.v, *case.tables, levels=LEVELS, counter=counter_for(site), **bounds
+        case.q, case.k, case.v, *case.tables, levels=LEVELS, counter=held[site], **bounds
     )
     return found
 
@@ -64,17 +70,40 @@ def test_sites_count_apart() -> None:
     assert torch.equal(call(case, "a"), at(case, "8b"))
     assert torch.equal(call(case, "b"), at(case, "8b"))
     assert torch.equal(call(case, "a"), at(case, "exact"))
-    assert counter_for("a") != counter_for("b")
-    assert counter_for("a") == counter_for("a")
+    assert counter_for("a") is held["a"] is not counter_for("b")
 
 
 def test_other_levels_and_another_owner_begin_anew() -> None:
-    assert counter_for("c", ["8b", "4b"]) != counter_for("c", ["8b", "exact"])
-    owner = torch.nn.Parameter(torch.ones(1))
+    assert counter_for("c", ["8b", "4b"]) is not counter_for("c", ["8b", "exact"])
+    owner, other = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     first = counter_for("c", LEVELS, owner)
-    assert counter_for("c", LEVELS, owner) == first
+    assert counter_for("c", LEVELS, owner) is first
+    assert counter_for("c", LEVELS, other) is not first
+    key = "c", tuple(LEVELS), id(owner)
     del owner
-    assert counter_for("c", LEVELS) != first
+    assert key not in by_call._counters, "who takes the owner's place would count on"
+
+
+def test_a_counter_lives_as_long_as_a_graph_has_it() -> None:
+    call(small())
+    assert int(counter_for("a")) == 1
+    held.clear()
+    assert int(counter_for("a")) == 0
+
+
+def test_calls_of_several_threads_are_counted_one_by_one() -> None:
+    counter, seen = counter_for("threads", LEVELS), []
+
+    def count() -> None:
+        for _ in range(300):
+            seen.append(by_call._next(LEVELS, counter, torch.device("cpu")))
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert [seen.count(level) for level in LEVELS] == [400, 400, 400]
 
 
 def test_exact_calls_take_conditions_too() -> None:
@@ -109,7 +138,7 @@ def test_bad_levels_and_gradients_are_named() -> None:
     case = small()
     for levels in ([], ["9b"]):
         with pytest.raises(UnsupportedInputError, match=r"levels is .*8b"):
-            quantized_attention_by_call(case.q, case.k, case.v, levels=levels, counter=0)
+            quantized_attention_by_call(case.q, case.k, case.v, levels=levels, counter=held["a"])
     case.q.requires_grad_()
     with pytest.raises(UnsupportedInputError, match="no backward"):
         call(case).sum().backward()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import memeff_compile
+from memeff_compile.kernels._triton.key_tiles import depth_block
 from memeff_compile.kernels.quantized_attention import (
     GRANULARITIES,
     LEVELS,
@@ -21,7 +22,6 @@ from memeff_compile.kernels.quantized_attention import (
     tiles,
 )
 from memeff_compile.kernels.quantized_attention.settings import settings_for
-from memeff_compile.kernels.quantized_attention.shapes import depth_block
 from tests.support.coded_attention import biased, conditions, exact, relative_l1
 from tests.support.dense_attention import Case, compose, draw
 
@@ -185,13 +185,15 @@ def test_levels_by_call_are_followed_beside_cuda_graphs() -> None:
             nearest = min(levels, key=lambda name: relative_l1(found, wanted[name]))
             assert nearest == level
     memeff_compile.restart_attention_calls()
-    given = {"levels": levels, "counter": counter_for("captured"), "ahead": 0}
+    counter = counter_for("captured")
+    given = {"levels": levels, "counter": counter, "ahead": 0}
     quantized_attention_by_call(case.q, case.k, case.v, **given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = quantized_attention_by_call(case.q, case.k, case.v, **given)
     graph.replay()
     torch.testing.assert_close(captured, wanted["exact"])
+    assert int(counter) == 1, "what is captured was counted"
 
 
 def test_nothing_waits_for_the_gpu() -> None:

@@ -15,28 +15,26 @@ from typing import Any
 import pytest
 
 from memeff_compile.kernels._triton.gpus import gpu_of
-from memeff_compile.kernels.attention.shapes import BOUNDS_CHUNK, BOUNDS_WARPS
+from memeff_compile.kernels._triton.key_tiles import BOUNDS_CHUNK, BOUNDS_WARPS, depth_block
 from memeff_compile.kernels.quantized_attention.settings import BLOCK, QUERY_ROWS
 from memeff_compile.kernels.quantized_attention.shapes import (
     LOOK_KEYS,
     LOOK_WARPS,
     MOST_CHUNKS,
+    NARROWEST,
     SETTLE_WARPS,
     TOTAL_BLOCKS,
     TOTAL_COLUMNS,
     TOTAL_WARPS,
     WRITE_WARPS,
     Shape,
-    depth_block,
     shape_for,
 )
-from memeff_compile.kernels.quantized_attention.tiles import FIRST_DESCRIBED, FIRST_EARLY
-from tests.support.cubins import stack_bytes
+from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
-# Shared memory a block may use, in bytes.
-SHARED_LIMITS = {80: 166912, 89: 101376, 90: 232448, 100: 232448}
+CAPABILITIES = gpus(80, 89, 90, 100)
 POINTERS = {
     "key_mask_ptr": "*u8",
     "query_ids_ptr": "*i64",
@@ -83,32 +81,12 @@ def _compile(
     codes: dict[str, str] | None = None,
     registers: int | None = None,
 ) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    def type_of(argument: str) -> str:
+        plain = POINTERS.get(argument, "*fp32") if argument.endswith("_ptr") else "i32"
+        return (codes or {}).get(argument, "fp32" if argument == "scale" else plain)
 
-    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    signature, hints = {}, {}
-    for place, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif argument in (codes or {}):
-            assert codes is not None
-            signature[argument] = codes[argument]
-        elif argument.endswith("_ptr"):
-            signature[argument] = POINTERS.get(argument, "*fp32")
-        else:
-            signature[argument] = "fp32" if argument == "scale" else "i32"
-        if signature[argument].startswith("*") or argument.startswith("stride"):
-            hints[(place,)] = [["tt.divisibility", 16]]
-    options = {"num_warps": warps}
-    if registers is not None:
-        options["maxnreg"] = registers
-    return triton.compile(
-        ASTSource(kernel, signature, constants, hints),
-        target=GPUTarget("cuda", capability, 32),
-        options=options,
-    )
+    options = {} if registers is None else {"maxnreg": registers}
+    return compile_for(capability, kernel, constants, type_of, num_warps=warps, **options)
 
 
 def _attention(
@@ -118,8 +96,8 @@ def _attention(
 
     has_tables = bool(flags["HAS_BOUNDS"])
     shape = shape or shape_for(depth, gpu_of(divmod(capability, 10)), has_tables=has_tables)
-    wide = depth_block(depth)
-    is_described = capability // 10 >= FIRST_DESCRIBED
+    wide = depth_block(depth, NARROWEST)
+    is_described = capability >= 90
     tiles = {
         "q_codes": ("i8", shape.rows, wide),
         "k_codes": ("i8", shape.keys, wide),
@@ -157,14 +135,11 @@ def _tool(name: str, *arguments: object) -> str:
     return ran.stdout
 
 
-def _check(capability: int, depth: int, flags: dict[str, Any], folder: Path) -> None:
+def _check(capability: int, depth: int, flags: dict[str, Any]) -> None:
     value = "fp16" if capability < 89 else "fp8e4nv"
     compiled, shape = _attention(capability, depth, flags, value)
-    assert compiled.metadata.shared <= SHARED_LIMITS[capability]
     # One number of the prologue may wait outside of the registers; the loops are read below.
-    assert stack_bytes(compiled.asm["cubin"], folder) <= (0 if shape.registers is None else 8)
-    ptx = compiled.asm["ptx"]
-    assert "atom." not in ptx
+    ptx = within_limits(compiled, capability, 0 if shape.registers is None else 8)
     assert re.search(r"s32\.s8\.s8(\.s32)?", ptx), "scores are no products of int8"
     if capability == 90:
         assert re.search(r"wgmma\S*s32\.s8\.s8", ptx)
@@ -175,23 +150,21 @@ def _check(capability: int, depth: int, flags: dict[str, Any], folder: Path) -> 
 
 
 @pytest.mark.parametrize("depth", [64, 128])
-def test_attention_compiles_within_the_limits(depth: int, tmp_path: Path) -> None:
-    _check(90, depth, PLAIN, tmp_path)
+def test_attention_compiles_within_the_limits(depth: int) -> None:
+    _check(90, depth, PLAIN)
 
 
-@pytest.mark.parametrize("capability", [80, 89])
-def test_older_gpus_are_served(capability: int, tmp_path: Path) -> None:
-    _check(capability, 128, PLAIN, tmp_path)
+@pytest.mark.parametrize("capability", gpus(80, 89))
+def test_older_gpus_are_served(capability: int) -> None:
+    _check(capability, 128, PLAIN)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [64, 96, 128, 256])
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
-def test_attention_compiles_within_the_limits_everywhere(
-    capability: int, depth: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_attention_compiles_within_the_limits_everywhere(capability: int, depth: int) -> None:
     for flags in (PLAIN, EVERY, {**EVERY, "SCALE_PER_KEY": True}):
-        _check(capability, depth, flags, tmp_path)
+        _check(capability, depth, flags)
 
 
 def _loop(compiled: Any, folder: Path) -> list[str]:
@@ -241,7 +214,7 @@ def _preparation(depth: int = 128, **changes: Any) -> dict[str, Any]:
     return {
         "LIMIT": 127,
         "DEPTH": depth,
-        "DEPTH_BLOCK": depth_block(depth),
+        "DEPTH_BLOCK": depth_block(depth, NARROWEST),
         "BLOCK": BLOCK,
         "CHUNKS": MOST_CHUNKS,
         "SMOOTH_Q": False,
@@ -265,9 +238,9 @@ def _prepared(capability: int, depth: int, **changes: Any) -> list[Any]:
     from memeff_compile.kernels.quantized_attention import prepare_kernels as kernels
 
     value = "*fp16" if capability < 89 else "*fp8e4nv"
-    flags = {"HAS_REST": value == "*fp8e4nv", "EARLY": capability // 10 >= FIRST_EARLY}
+    flags = {"HAS_REST": value == "*fp8e4nv", "EARLY": capability >= 90}
     constants = _preparation(depth, **flags, **changes)
-    width = max(1, depth_block(depth) // 128)
+    width = max(1, depth_block(depth, NARROWEST) // 128)
     launches = (
         (kernels._look_kernel, LOOK_KEYS, LOOK_WARPS * width),
         (kernels._settle_kernel, 0, SETTLE_WARPS),
@@ -280,28 +253,24 @@ def _prepared(capability: int, depth: int, **changes: Any) -> list[Any]:
     ]
 
 
-def _check_preparation(capability: int, depth: int, folder: Path, **changes: Any) -> None:
+def _check_preparation(capability: int, depth: int, **changes: Any) -> None:
     for place, compiled in enumerate(_prepared(capability, depth, **changes)):
         # Heads this wide stay exact by default: two numbers may wait outside of the registers.
-        assert stack_bytes(compiled.asm["cubin"], folder) <= (8 if depth > 128 else 0)
-        assert compiled.metadata.shared <= SHARED_LIMITS[capability]
-        ptx = compiled.asm["ptx"]
+        ptx = within_limits(compiled, capability, 8 if depth > 128 else 0)
         assert place in (1, 3) or "ld.global.v4" in ptx or "cp.async" in ptx
 
 
-def test_preparation_compiles_within_the_limits(tmp_path: Path) -> None:
-    _check_preparation(90, 128, tmp_path)
+def test_preparation_compiles_within_the_limits() -> None:
+    _check_preparation(90, 128)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [64, 128, 256])
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
-def test_preparation_compiles_within_the_limits_everywhere(
-    capability: int, depth: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_preparation_compiles_within_the_limits_everywhere(capability: int, depth: int) -> None:
     changes = {"SMOOTH_Q": True, "WITH_LSE": True, "HAS_KEY_MASK": True, "LIMIT": 7}
-    _check_preparation(capability, depth, tmp_path)
-    _check_preparation(capability, depth, tmp_path, **changes)
+    _check_preparation(capability, depth)
+    _check_preparation(capability, depth, **changes)
 
 
 @pytest.mark.usefixtures("sizes_of_one")
@@ -313,7 +282,7 @@ def test_numbers_that_are_one_compile() -> None:
 
 def test_bounds_of_these_tiles_compile() -> None:
     """The kernel is attention's; its tiles are ours."""
-    from memeff_compile.kernels.attention import tiles_kernels
+    from memeff_compile.kernels._triton import key_tiles_kernels
 
     shape = shape_for(128, gpu_of((9, 0)), has_tables=True)
     constants = {
@@ -325,4 +294,4 @@ def test_bounds_of_these_tiles_compile() -> None:
         "MEAN": False,
         "FROM_LSE": False,
     }
-    _compile(tiles_kernels._attention_bounds_kernel, 90, constants, BOUNDS_WARPS)
+    _compile(key_tiles_kernels._attention_bounds_kernel, 90, constants, BOUNDS_WARPS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,11 @@ from memeff_compile.kernels.ternary_linear.shapes import (
     tile_shapes,
     vector_shapes,
 )
-from tests.support.cubins import stack_bytes
+from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
-# Shared memory a block may use, in bytes.
-SHARED_LIMITS = {80: 166912, 90: 232448, 100: 232448}
+CAPABILITIES = gpus(80, 90, 100)
 POINTERS = {
     "codes_ptr": "*i8",
     "sums_ptr": "*i32",
@@ -41,33 +39,23 @@ def _compile(
     warps: int,
     kinds: dict[str, str] | None = None,
 ) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from memeff_compile.kernels.ternary_linear import tiles_kernels
 
-    kernel = getattr(tiles_kernels, name)
-    constants = {key: value for key, value in given.items() if key in kernel.arg_names}
-    signature, hints = {}, {}
-    kinds = POINTERS | (kinds or {})
-    for place, argument in enumerate(kernel.arg_names):
+    def type_of(argument: str) -> str:
         is_pointer = argument.endswith(("_ptr", "_a", "_b", "_c"))
-        is_pointer = is_pointer and not argument.startswith(("rows_", "tiles_"))
-        if argument in constants:
-            signature[argument] = "constexpr"
-        elif is_pointer:
+        if is_pointer and not argument.startswith(("rows_", "tiles_")):
             default = "*fp32" if "scale" in argument else f"*{dtype}"
-            signature[argument] = kinds.get(argument, default)
-            hints[(place,)] = [["tt.divisibility", 16]]
-        else:
-            signature[argument] = "fp32" if "eps" in argument else "i32"
-            if argument in DIVISIBLE:
-                hints[(place,)] = [["tt.divisibility", 16]]
-    return triton.compile(
-        ASTSource(kernel, signature, constants, hints),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "enable_fp_fusion": False},
+            return (POINTERS | (kinds or {})).get(argument, default)
+        return "fp32" if "eps" in argument else "i32"
+
+    return compile_for(
+        capability,
+        getattr(tiles_kernels, name),
+        given,
+        type_of,
+        DIVISIBLE.__contains__,
+        num_warps=warps,
+        enable_fp_fusion=False,
     )
 
 
@@ -149,14 +137,6 @@ def _tiles(
     return _compile("_ternary_tiles_kernel", capability, "bf16", constants, shapes.warps, kinds)
 
 
-def _check(kernel: Any, capability: int, folder: Path, stack: int = 0) -> str:
-    assert kernel.metadata.shared <= SHARED_LIMITS[capability]
-    assert stack_bytes(kernel.asm["cubin"], folder) <= stack
-    ptx: str = kernel.asm["ptx"]
-    assert "atom." not in ptx
-    return ptx
-
-
 @pytest.mark.parametrize(
     ("words", "rows", "tokens", "group", "kind"),
     [
@@ -170,14 +150,14 @@ def _check(kernel: Any, capability: int, folder: Path, stack: int = 0) -> str:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_kernel_for_few_tokens_compiles_within_the_limits(
-    capability: int, words: int, rows: int, tokens: int, group: int, kind: str, tmp_path: Path
+    capability: int, words: int, rows: int, tokens: int, group: int, kind: str
 ) -> None:
     shapes = vector_shapes(words, rows, tokens, 132)
     kernel = _vectors(capability, kind, shapes, words, tokens=tokens, group=group)
     # ptxas keeps two registers of the widest rows on the stack of 10.0, where nothing is measured.
-    ptx = _check(kernel, capability, tmp_path, stack=8 if (capability, words) == (100, 2048) else 0)
+    ptx = within_limits(kernel, capability, stack=8 if (capability, words) == (100, 2048) else 0)
     assert "dp4a" in ptx
     assert "ld.global.v4" in ptx, "weights are not loaded sixteen bytes at a time"
 
@@ -186,11 +166,11 @@ def test_the_kernel_for_few_tokens_compiles_within_the_limits(
     ("words", "rows", "tokens"), [(1024, 3200, 1), (256, 3200, 1), (256, 8640, 2)], ids=str
 )
 def test_a_gate_a_norm_and_a_sum_fit_into_the_kernel_for_few_tokens(
-    words: int, rows: int, tokens: int, tmp_path: Path
+    words: int, rows: int, tokens: int
 ) -> None:
     shapes = vector_shapes(words, rows, tokens, 132)
     kernel = _vectors(90, "int8", shapes, words, tokens=tokens, has_neighbours=True)
-    ptx = _check(kernel, 90, tmp_path)
+    ptx = within_limits(kernel, 90)
     assert ptx.index("ld.global.v4") < ptx.index("griddepcontrol.wait"), "weights wait for tokens"
 
 
@@ -205,15 +185,15 @@ def test_a_gate_a_norm_and_a_sum_fit_into_the_kernel_for_few_tokens(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", gpus(80, 90))
 def test_weights_come_before_tokens_that_were_quantised_already(
-    capability: int, words: int, rows: int, tokens: int, group: int, tmp_path: Path
+    capability: int, words: int, rows: int, tokens: int, group: int
 ) -> None:
     shapes = coded_shapes(words, rows, tokens, 132)
     options = {"tokens": tokens, "group": group, "is_coded": True}
     is_early = capability == 90
     kernel = _vectors(capability, "int8", shapes, words, has_neighbours=is_early, **options)
-    ptx = _check(kernel, capability, tmp_path)
+    ptx = within_limits(kernel, capability)
     if is_early:
         assert ptx.index("ld.global.v4") < ptx.index("griddepcontrol.wait"), "weights wait"
 
@@ -221,37 +201,35 @@ def test_weights_come_before_tokens_that_were_quantised_already(
 @pytest.mark.parametrize(
     ("tokens", "rows"), [(16, 14336), (16, 4096), (48, 14336), (256, 14336), (4096, 14336)]
 )
-@pytest.mark.parametrize("capability", list(SHARED_LIMITS))
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_kernel_for_many_tokens_compiles_within_the_limits(
-    capability: int, tokens: int, rows: int, tmp_path: Path
+    capability: int, tokens: int, rows: int
 ) -> None:
     shapes = tile_shapes(tokens, rows, 1024, 132, is_hopper=capability == 90)
-    ptx = _check(_tiles(capability, shapes), capability, tmp_path)
+    ptx = within_limits(_tiles(capability, shapes), capability)
     assert re.search(r"mma\.sync.*s8|wgmma.*s8|tcgen05\.mma", ptx), "no integer tensor cores"
     assert "cp.async" in ptx, "operands are not loaded ahead"
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-def test_weights_can_be_asked_for_while_tokens_are_quantised(
-    capability: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("capability", gpus(90, 100))
+def test_weights_can_be_asked_for_while_tokens_are_quantised(capability: int) -> None:
     shapes = TileShapes(16, 64, 128, 4, 3, prefetches=True)
-    ptx = _check(_tiles(capability, shapes), capability, tmp_path)
+    ptx = within_limits(_tiles(capability, shapes), capability)
     assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait")
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_quantisers_compile_without_spills(kind: str, tmp_path: Path) -> None:
+def test_quantisers_compile_without_spills(kind: str) -> None:
     constants = {**_quantizer(kind, is_native=True), "COLUMNS": 16384}
     kinds = {"codes_ptr": "*i32"}
     for is_on in (False, True):
         given = {**constants, **_neighbours(is_on=is_on)}
         kernel = _compile("_ternary_quantize_kernel", 90, "bf16", given, 16, kinds)
-        _check(kernel, 90, tmp_path)
+        within_limits(kernel, 90)
 
 
 @pytest.mark.usefixtures("sizes_of_one")
-def test_kernels_compile_for_sizes_of_one(tmp_path: Path) -> None:
+def test_kernels_compile_for_sizes_of_one() -> None:
     _vectors(90, "topk8", VectorShapes(4, 4, 2), 16, tokens=2, group=3)
     small = TileShapes(16, 32, 32, 4, 2)
     _tiles(90, small, is_part=True, is_even=False)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
 from memeff_compile import calibrate_attention
@@ -116,11 +118,11 @@ class Twice(nn.Module):
         return first + self.layer(x * 12.0)
 
 
-def compiled(model: nn.Module, table: Any) -> Any:
+def compiled(model: nn.Module, table: Any, inner: str = "aot_eager") -> Any:
     options = {
         "memeff.attention": table,
         "memeff.attention.length": 0,
-        "memeff.inner": "aot_eager",
+        "memeff.inner": inner,
     }
     return torch.compile(model, backend="memeff", options=options)
 
@@ -173,6 +175,44 @@ def test_a_loop_takes_the_levels_of_its_steps() -> None:
     assert len(memeff_compile.last_report().graphs) == 1
     sentence = next(r.sentence for r in memeff_compile.last_report().records if r.sites)
     assert "level by call: 8b+f16 x 1, exact x 1, 8b x 1" in sentence
+
+
+class Checkpointed(Attend):
+    """The same inside of a checkpoint, whose body is a graph of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return found
+
+
+@pytest.mark.parametrize("kind", [Attend, Checkpointed])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_graph_compiled_anew_counts_on(kind: type[Attend], inner: str) -> None:
+    """The counter is a buffer of the graph, which its next graph finds; another model has its own.
+
+    Begun once, a counter is restarted where it stands.
+    """
+    levels = ["8b+f16", "exact", "8b"]
+    fresh()
+    seen: list[str] = []
+    plain = quantized_attention_folder.by_call._next
+    by_call = mock.patch.object(
+        quantized_attention_folder.by_call,
+        "_next",
+        lambda *args: seen.append(plain(*args)) or seen[-1],
+    )
+    with torch.no_grad(), by_call:
+        step = compiled(kind(1.0).eval(), {"": levels}, inner)
+        step(draw()), step(draw(length=40)), step(draw())
+        assert seen == levels
+        other = compiled(nn.Sequential(kind(1.0)).eval(), {"0": levels}, inner)
+        other(draw()), step(draw()), other(draw()), step(draw())
+        assert seen[3:] == [levels[0], levels[0], levels[1], levels[1]]
+        memeff_compile.restart_attention_calls()
+        step(draw()), other(draw())
+        assert seen[7:] == [levels[0]] * 2
+    for graph in memeff_compile.graphs():
+        assert "counter=" in graph.after
 
 
 def test_a_table_of_a_loop_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,25 @@ def test_compiled_decoding_reads_codes_and_equals_eager(model: Any) -> None:
     assert "coded_kv_cache_view(" not in memeff_compile.graphs()[-1].after
 
 
+def test_one_compiled_model_reads_codes_of_any_bits(model: Any) -> None:
+    """Dynamo makes a symbol of what a second cache has otherwise: its bits, lengths and windows."""
+    compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
+    ids = prompt(tokens=70)
+    for length, settings in (
+        (LENGTH, {"bits": 4, **SHORT}),
+        (LENGTH, {"bits": 8, **SHORT}),
+        (128, {"bits": 2, "group": 64, "recent": 32}),
+        (LENGTH, {"bits": 3, "scheme": "per_head", **SHORT}),
+    ):
+        memeff_compile.report.clear()
+        expected = logits(model, model, KVCache(model.config, length, **settings), ids, 66)
+        found = logits(model, compiled, KVCache(model.config, length, **settings), ids, 66)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert set(fired()) == {("rewrote", "rewrote")}, settings
+        sentences = [r.sentence for r in memeff_compile.last_report().records]
+        assert all(f"{length} tokens in codes of {settings['bits']} bits" in s for s in sentences)
+
+
 def test_queries_of_few_bits_read_codes_too(model: Any) -> None:
     """BitNet a4.8's smallest heads: 4-bit queries, 3-bit keys and values, the first token apart."""
     settings = {"bits": 3, "scheme": "per_head", "keep_first": 1, **SHORT}

@@ -682,6 +682,8 @@ def test_every_entry_of_the_table_was_captured(graphs: dict[str, list[Node]]) ->
         torch.arange,  # no operand to trace it with; read in the tests of rewrite_kv_update
         torch.chunk,
         torch.split,
+        torch.split_with_sizes,  # this one and tensor_split: read in test_parted_logits
+        torch.tensor_split,
         torch.topk,
         torch.unbind,
         torch.arange,
@@ -702,7 +704,8 @@ def test_every_entry_of_the_table_was_captured(graphs: dict[str, list[Node]]) ->
         if hasattr(Tensor, m) and not m.startswith("__") and ("call_method", m) not in seen
     }
     elsewhere_too = {"new_full", "new_ones", "new_zeros"}
-    assert methods <= {"index_copy_", "chunk", "split", "topk", "unbind"} | elsewhere_too
+    several = {"chunk", "split", "split_with_sizes", "tensor_split", "topk", "unbind"}
+    assert methods <= {"index_copy_"} | several | elsewhere_too
 
 
 @pytest.mark.parametrize("name", ["__add__", "__mul__", "__truediv__", "__matmul__", "__getitem__"])

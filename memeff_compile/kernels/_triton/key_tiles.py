@@ -1,0 +1,132 @@
+"""What launches of attention over tiles of keys share: conditions as arguments, and the bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels._triton.conditions import Conditions
+
+BOUNDS_CHUNK = 2048
+"""Places that the kernel of the bounds looks at together."""
+
+BOUNDS_WARPS = 8
+
+
+def depth_block(depth: int, least: int = 16) -> int:
+    """Return the power of two that holds a head dimension: at least `least`.
+
+    Example: depth_block(96) == 128 and depth_block(8) == 16.
+    """
+    return max(least, 1 << (depth - 1).bit_length())
+
+
+def tiles_of(length: int, size: int) -> int:
+    """Return how many tiles of a size hold so many places."""
+    return -(-length // size)
+
+
+def within(given: Conditions, queries: int, keys: int) -> Conditions:
+    """Drop bounds that hide nothing, keep others within the sizes, and tables at unit stride."""
+
+    def bound(number: int | None, most: int, least: int) -> int | None:
+        return None if number is None or number >= most - 1 else max(number, -least)
+
+    return replace(
+        given,
+        key_mask=_unit_stride(given.key_mask),
+        query_ids=_unit_stride(given.query_ids),
+        key_ids=_unit_stride(given.key_ids),
+        ahead=bound(given.ahead, keys, queries),
+        behind=bound(given.behind, queries, keys),
+    )
+
+
+def _unit_stride(table: Tensor | None) -> Tensor | None:
+    return table if table is None or table.stride(1) == 1 else table.contiguous()
+
+
+def flags_of(given: Conditions) -> dict[str, bool]:
+    """Return the constants that say which conditions there are."""
+    return {
+        "HAS_AHEAD": given.ahead is not None,
+        "HAS_BEHIND": given.behind is not None,
+        "HAS_KEY_MASK": given.key_mask is not None,
+        "HAS_IDS": given.query_ids is not None,
+    }
+
+
+def mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
+    """Return the mask of keys as bytes and its stride over the batch; `like` for none."""
+    mask = _unit_stride(given.key_mask)
+    return (like, 0) if mask is None else (mask.view(torch.uint8), _over_batch(mask))
+
+
+def tables_of(given: Conditions, like: Tensor) -> tuple[Any, ...]:
+    """Return the tables and their strides over the batch; `like` stands where there is none."""
+    found: list[Any] = [*mask_and_stride(given, like)]
+    for table in map(_unit_stride, (given.query_ids, given.key_ids)):
+        found += [like, 0] if table is None else [table, _over_batch(table)]
+    return tuple(found)
+
+
+def _over_batch(table: Tensor) -> int:
+    return table.stride(0) if table.shape[0] > 1 else 0
+
+
+def positions_of(given: Conditions) -> tuple[int, int]:
+    """Return ahead and behind, 0 where there is none."""
+    return given.ahead or 0, given.behind or 0
+
+
+def find_bounds(
+    like: Tensor,
+    given: Conditions,
+    sizes: tuple[int, int, int],
+    shape: tuple[int, int],
+    *,
+    ours_are_queries: bool = True,
+    mean: bool = False,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Return which tiles each tile of ours visits, (B, tiles, 4) int32.
+
+    Where positions alone tell, `like` stands for the table, which is not read.
+
+    Args:
+        like: of the batch's size, on the device.
+        given: the conditions, `within` the sizes.
+        sizes: heads, queries and keys.
+        shape: queries and keys per tile.
+        ours_are_queries: tiles of queries visit tiles of keys, not the other way around.
+        mean: a query may have no key and get the mean of all.
+        lse: (B, H, M) fp32: minus infinity tells such queries.
+    """
+    if not (given.has_tables() or mean):
+        return like
+    from memeff_compile.kernels._triton import key_tiles_kernels as kernels
+
+    _, queries, keys = sizes
+    ours, others = shape if ours_are_queries else shape[::-1]
+    batch, tiles = like.shape[0], tiles_of(queries if ours_are_queries else keys, ours)
+    bounds = like.new_empty((batch, tiles, 4), dtype=torch.int32)
+    kernels._attention_bounds_kernel[(batch * tiles,)](
+        *tables_of(given, like),
+        bounds if lse is None else lse,
+        bounds,
+        *positions_of(given),
+        *sizes,
+        tiles,
+        OURS=ours,
+        OTHERS=others,
+        CHUNK=max(1, BOUNDS_CHUNK // others),
+        OURS_ARE_QUERIES=ours_are_queries,
+        MEAN=mean,
+        FROM_LSE=lse is not None,
+        num_warps=BOUNDS_WARPS,
+        **flags_of(given),
+    )
+    return bounds

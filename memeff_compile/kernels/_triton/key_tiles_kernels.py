@@ -1,0 +1,260 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Which tiles of keys meet which tiles of queries, and which keys of a tile count.
+
+For one tile what it visits is four numbers: first and stop of what is visited, and in between first
+and stop of what is complete. Positions alone give them by arithmetic, tables (masks and ids) by a
+small kernel in front.
+
+Axis letters: rows are queries, keys are keys; "ours" is the tile of a program, "others" what it
+visits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FAR = tl.constexpr(2**62)
+
+
+@triton.jit
+def which_count(
+    query,
+    key,
+    is_key,
+    query_id,
+    key_id,
+    ahead,
+    behind,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    """Return which keys count for which queries; each argument is broadcast to two axes."""
+    found = is_key
+    if HAS_AHEAD:
+        found = found & (key <= query + ahead)
+    if HAS_BEHIND:
+        found = found & (key >= query - behind)
+    if HAS_IDS:
+        found = found & (query_id == key_id)
+    return found
+
+
+@triton.jit
+def _visited(
+    tile,
+    ours,
+    others,
+    up,
+    down,
+    OURS: tl.constexpr,
+    OTHERS: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_DOWN: tl.constexpr,
+):
+    """Return the tiles of others that a tile of ours visits, by positions alone.
+
+    Ours at p sees others from p - down to p + up. Returns first, full first, full stop and stop.
+    """
+    low = tile * OURS
+    high = tl.minimum(low + OURS, ours) - 1
+    first, full_first = 0, 0
+    stop, full_stop = others, others
+    if HAS_UP:
+        stop = tl.maximum(tl.minimum(others, high + up + 1), 0)
+        full_stop = tl.maximum(tl.minimum(others, low + up + 1), 0)
+    if HAS_DOWN:
+        first = tl.maximum(low - down, 0)
+        full_first = tl.maximum(high - down, 0)
+    stop = (stop + OTHERS - 1) // OTHERS
+    first = tl.minimum(first // OTHERS, stop)
+    full_first = tl.minimum(tl.maximum((full_first + OTHERS - 1) // OTHERS, first), stop)
+    full_stop = tl.minimum(tl.maximum(full_stop // OTHERS, full_first), stop)
+    return first, full_first, full_stop, stop
+
+
+@triton.jit
+def edge_tile(index, first, full_first, full_stop):
+    """Return the tile of visit number `index` to the incomplete ones, both edges in turn."""
+    edge = full_first - first
+    return tl.where(index < edge, first + index, full_stop + index - edge)
+
+
+@triton.jit
+def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS: tl.constexpr):
+    """Summarise (tiles, size) places: whether some and all are shown, and the span of their ids."""
+    shown = place < length
+    inside = tl.minimum(place, length - 1)
+    if HAS_MASK:
+        shown = shown & (tl.load(mask_ptr + inside) != 0)
+    some = tl.max(shown.to(tl.int32), axis=1)
+    every = tl.min((shown | (place >= length)).to(tl.int32), axis=1)
+    low, high = some.to(tl.int64), some.to(tl.int64)
+    if HAS_IDS:
+        ids = tl.load(ids_ptr + inside).to(tl.int64)
+        low = tl.min(tl.where(shown, ids, FAR), axis=1)
+        high = tl.max(tl.where(shown, ids, -FAR), axis=1)
+    return some, every, low, high
+
+
+@triton.jit
+def _attention_bounds_kernel(
+    key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
+    stride_mask_batch,
+    query_ids_ptr,  # (B or 1, M), with HAS_IDS
+    stride_query_ids_batch,
+    key_ids_ptr,  # (B or 1, N), with HAS_IDS
+    stride_key_ids_batch,
+    lse_ptr,  # (B, H, M) fp32: minus infinity for queries without keys, with FROM_LSE
+    bounds_ptr,  # (B, tiles of ours, 4) int32
+    ahead,
+    behind,
+    heads,
+    queries,
+    keys,
+    tiles,
+    OURS: tl.constexpr,  # places per tile
+    OTHERS: tl.constexpr,
+    CHUNK: tl.constexpr,  # tiles of others looked at together
+    OURS_ARE_QUERIES: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    MEAN: tl.constexpr,
+    FROM_LSE: tl.constexpr,
+):
+    tile = tl.program_id(0) % tiles
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    mask_ptr = key_mask_ptr + batch * stride_mask_batch
+    query_ids_ptr += batch * stride_query_ids_batch
+    key_ids_ptr += batch * stride_key_ids_batch
+    lse_ptr += batch * heads * queries
+    place = tile * OURS + tl.arange(0, OURS)
+    if OURS_ARE_QUERIES:
+        first, full_first, full_stop, stop = _visited(
+            tile, queries, keys, ahead, behind, OURS, OTHERS, HAS_AHEAD, HAS_BEHIND
+        )
+        some, every, low, high = _table_of(
+            query_ids_ptr, mask_ptr, place[None, :], queries, False, HAS_IDS
+        )
+        count = keys
+    else:
+        first, full_first, full_stop, stop = _visited(
+            tile, keys, queries, behind, ahead, OURS, OTHERS, HAS_BEHIND, HAS_AHEAD
+        )
+        some, every, low, high = _table_of(
+            key_ids_ptr, mask_ptr, place[None, :], keys, HAS_KEY_MASK, HAS_IDS
+        )
+        count = queries
+    # The least that is visited, the most, the first complete one, the first thereafter that is not.
+    least, most, whole, broken = batch * 0 + FAR, batch * 0 - 1, batch * 0 + FAR, batch * 0 + FAR
+    start, end = first, stop
+    if MEAN and not OURS_ARE_QUERIES:
+        start, end = 0, (queries + OTHERS - 1) // OTHERS
+    for chunk in tl.range(start // CHUNK, (end + CHUNK - 1) // CHUNK, num_stages=1):
+        other = chunk * CHUNK + tl.arange(0, CHUNK)
+        places = other[:, None] * OTHERS + tl.arange(0, OTHERS)[None, :]
+        if OURS_ARE_QUERIES:
+            their_some, their_every, their_low, their_high = _table_of(
+                key_ids_ptr, mask_ptr, places, keys, HAS_KEY_MASK, HAS_IDS
+            )
+        else:
+            their_some, their_every, their_low, their_high = _table_of(
+                query_ids_ptr, mask_ptr, places, queries, False, HAS_IDS
+            )
+        visited = (other >= first) & (other < stop) & (some * their_some != 0)
+        complete = (other >= full_first) & (other < full_stop) & (every * their_every != 0)
+        if HAS_IDS:
+            visited = visited & (low <= their_high) & (their_low <= high)
+            complete = complete & (low == high) & (their_low == their_high) & (low == their_low)
+        if MEAN and not OURS_ARE_QUERIES:
+            sums = tl.load(lse_ptr + places, mask=places < queries, other=0.0)
+            has_empty = tl.max((sums == float("-inf")).to(tl.int32), axis=1) != 0
+            visited = visited | has_empty
+            complete = complete & (has_empty == 0)
+        other = other.to(tl.int64)
+        least = tl.minimum(least, tl.min(tl.where(visited, other, FAR), axis=0))
+        most = tl.maximum(most, tl.max(tl.where(visited, other, -1), axis=0))
+        whole = tl.minimum(whole, tl.min(tl.where(complete, other, FAR), axis=0))
+        broken = tl.minimum(
+            broken, tl.min(tl.where((complete == 0) & (other > whole), other, FAR), axis=0)
+        )
+    stop_all = most + 1
+    least = tl.minimum(least, stop_all)
+    whole = tl.minimum(whole, stop_all)
+    broken = tl.maximum(tl.minimum(broken, stop_all), whole)
+    if MEAN and OURS_ARE_QUERIES:
+        is_row = place < queries
+        if FROM_LSE:
+            sums = tl.load(lse_ptr + place, mask=is_row, other=0.0)
+            is_empty = (sums == float("-inf")).to(tl.int32)
+        else:
+            is_empty = is_row.to(tl.int32)
+            query_id = place
+            if HAS_IDS:
+                query_id = tl.load(query_ids_ptr + place, mask=is_row, other=0)
+            if broken > whole:  # a complete tile has a key for each query
+                is_empty = is_empty * 0
+            else:
+                for other in tl.range(least, stop_all, num_stages=1):
+                    key = (other * OTHERS + tl.arange(0, OTHERS)).to(tl.int32)
+                    is_key = key < keys
+                    key_id = key
+                    if HAS_IDS:
+                        key_id = tl.load(key_ids_ptr + key, mask=is_key, other=0)
+                    if HAS_KEY_MASK:
+                        is_key = is_key & (tl.load(mask_ptr + key, mask=is_key, other=0) != 0)
+                    counts = which_count(
+                        place[:, None],
+                        key[None, :],
+                        is_key[None, :] & is_row[:, None],
+                        query_id[:, None],
+                        key_id[None, :],
+                        ahead,
+                        behind,
+                        HAS_AHEAD,
+                        HAS_BEHIND,
+                        HAS_IDS,
+                    )
+                    is_empty = is_empty * (1 - tl.max(counts.to(tl.int32), axis=1))
+        if tl.max(is_empty, axis=0) != 0:
+            least, whole, broken = least * 0, whole * 0, broken * 0
+            stop_all = stop_all * 0 + (count + OTHERS - 1) // OTHERS
+    found_ptr = bounds_ptr + (batch * tiles + tile) * 4
+    tl.store(found_ptr, least.to(tl.int32))
+    tl.store(found_ptr + 1, whole.to(tl.int32))
+    tl.store(found_ptr + 2, broken.to(tl.int32))
+    tl.store(found_ptr + 3, stop_all.to(tl.int32))
+
+
+@triton.jit
+def bounds_of(
+    bounds_ptr,
+    batch,
+    tile,
+    tiles,
+    ours,
+    others,
+    up,
+    down,
+    OURS: tl.constexpr,
+    OTHERS: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_DOWN: tl.constexpr,
+    HAS_BOUNDS: tl.constexpr,
+):
+    """Return first, full first, full stop and stop of what a tile visits."""
+    if HAS_BOUNDS:
+        found_ptr = bounds_ptr + (batch * tiles + tile) * 4
+        first = tl.load(found_ptr)
+        full_first = tl.load(found_ptr + 1)
+        full_stop = tl.load(found_ptr + 2)
+        stop = tl.load(found_ptr + 3)
+    else:
+        first, full_first, full_stop, stop = _visited(
+            tile, ours, others, up, down, OURS, OTHERS, HAS_UP, HAS_DOWN
+        )
+    return first, full_first, full_stop, stop

@@ -1,0 +1,44 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Products of tiles, and rows of the head dimension, as kernels of several ops take them.
+
+UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dot(a, b, acc, UPCAST: tl.constexpr):
+    """Return acc + a b; operands in fp32 are not rounded."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def load_rows(
+    ptrs, is_row, depth, DEPTH: tl.constexpr, DEPTH_BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """Load (rows, DEPTH_BLOCK), zeros beyond DEPTH and, with MASKED, where is_row is false."""
+    if MASKED:
+        mask = is_row[:, None]
+        if DEPTH != DEPTH_BLOCK:
+            mask = mask & (depth < DEPTH)[None, :]
+        found = tl.load(ptrs, mask=mask, other=0.0)
+    elif DEPTH != DEPTH_BLOCK:
+        found = tl.load(ptrs, mask=(depth < DEPTH)[None, :], other=0.0)
+    else:
+        found = tl.load(ptrs)
+    return found
+
+
+@triton.jit
+def store_rows(ptrs, values, is_row, depth, DEPTH: tl.constexpr, DEPTH_BLOCK: tl.constexpr):
+    mask = is_row[:, None]
+    if DEPTH != DEPTH_BLOCK:
+        mask = mask & (depth < DEPTH)[None, :]
+    tl.store(ptrs, values.to(ptrs.dtype.element_ty), mask=mask)

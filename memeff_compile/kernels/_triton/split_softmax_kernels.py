@@ -1,0 +1,31 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Softmax over keys that come in tiles, and over shares of keys that programs have each.
+
+Scores are in base 2. A row of which nothing is seen yet has minus infinity as its largest score.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def step(score, largest, AXIS: tl.constexpr):
+    """Return the weights of a tile, by what sums so far shrink, and the largest score now."""
+    higher = tl.maximum(largest, tl.max(score, axis=AXIS))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score - tl.expand_dims(base, AXIS))
+    shrink = tl.exp2(largest - base)
+    return weight, shrink, higher
+
+
+@triton.jit
+def of_shares(largest, total, share):
+    """Return what (splits, D) shares, each with its largest score and total, are together."""
+    base = tl.max(largest, axis=0)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    weight = tl.exp2(largest - base)
+    whole = tl.sum(weight * total, axis=0)
+    return tl.sum(share * weight[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)

@@ -1,0 +1,69 @@
+"""Sentences about inputs that no op serves: what is seen, what is needed, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INDICES = (torch.int32, torch.int64)
+
+
+def short(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def unplain(name: str, tensor: Tensor) -> str | None:
+    """Say why a tensor's memory cannot be used, or return None."""
+    if tensor.layout == torch.strided and not tensor.is_quantized:
+        return None
+    kind = "quantised" if tensor.is_quantized else f"stored as {tensor.layout}"
+    return f"{name} is {kind}; a plain strided tensor is needed. Dequantise or densify it."
+
+
+def unfloating(name: str, tensor: Tensor) -> str | None:
+    """Say why a tensor's dtype cannot be computed in, or return None."""
+    if tensor.dtype in FLOATING:
+        return None
+    return (
+        f"{name} has dtype {short(tensor.dtype)}; bfloat16, float16, float32 or float64 is needed. "
+        "Dequantise or cast it."
+    )
+
+
+def two_dtypes(name: str, dtype: torch.dtype, other: str, of_other: torch.dtype) -> str | None:
+    """Say that two tensors have to share a dtype, or return None where they do."""
+    if dtype == of_other:
+        return None
+    return f"{name} has dtype {short(dtype)} and {other} {short(of_other)}; cast them to one dtype."
+
+
+def two_devices(name: str, tensor: Tensor, other: str, of_other: Tensor) -> str | None:
+    """Say that two tensors have to be on one device, or return None where they are."""
+    if tensor.device == of_other.device:
+        return None
+    where = f"{name} is on {tensor.device} and {other} on {of_other.device}"
+    return f"{where}; move them to one device."
+
+
+def unlike_heads(named: Mapping[str, Tensor]) -> str | None:
+    """Say why queries, keys and values cannot meet, or return None: layout, dtype, axes, device.
+
+    Args:
+        named: (batch, heads, length, depth) each; the first is what the others are compared with.
+    """
+    first, of_first = next(iter(named.items()))
+    for name, tensor in named.items():
+        sentence = unplain(name, tensor) or unfloating(name, tensor)
+        if sentence is not None:
+            return sentence
+        if tensor.dim() != 4:
+            return f"{name} has {tensor.dim()} dimensions; (batch, heads, length, depth) is needed."
+        sentence = two_dtypes(first, of_first.dtype, name, tensor.dtype)
+        sentence = sentence or two_devices(first, of_first, name, tensor)
+        if sentence is not None:
+            return sentence
+    return None

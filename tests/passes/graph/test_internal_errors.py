@@ -1,0 +1,399 @@
+"""A pass that fails costs its one match: each is broken in turn, at every stage, beside others."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
+
+import memeff_compile
+from memeff_compile import backend, compat
+from memeff_compile.kernels.coded_kv_cache import (
+    Layout,
+    coded_kv_cache_append,
+    coded_kv_cache_view,
+)
+from memeff_compile.kernels.coded_weight import CodedWeight, encode
+from memeff_compile.kernels.device import planned_for
+from memeff_compile.passes import PASSES, keep_rotary_tables
+from memeff_compile.passes.graph.base import Decline, Done, Gain, GraphPass
+from memeff_compile.passes.graph.editor import Editor
+from memeff_compile.passes.graph.graph_info import GraphInfo
+from memeff_compile.report import CHANGES, GraphReport
+from tests.support.captured_graphs import FUSE
+from tests.support.coded_caches import allocate, draw
+from tests.support.ternary_layers import Detached
+
+V, D = 64, 8
+GPU = torch.device("cuda", 0)
+STAGES = ("find", "check", "gain", "anchor", "places", "rewrite", "edited", "dead", "rubbish")
+
+
+class Broken(GraphPass):
+    """A pass whose first match fails at one stage; `served` counts the others."""
+
+    def __init__(self, whole: Any, stage: str = "") -> None:
+        self.whole, self.stage = whole, stage
+        self.name = whole.name
+        self.first: Any = None
+        self.served = 0
+
+    def _may_fail(self, stage: str, match: Any) -> None:
+        if self.stage == stage and match is self.first:
+            raise KeyError(f"broken at {stage}")
+
+    def enabled(self, info: GraphInfo) -> bool:
+        return bool(self.whole.enabled(info))
+
+    def find(self, info: GraphInfo) -> Iterator[Any]:
+        for match in self.whole.find(info):
+            yield match
+            if self.first is None and not isinstance(match, Decline):
+                self.first = match
+                self._may_fail("find", match)
+
+    def check(self, info: GraphInfo, match: Any) -> Decline | None:
+        self._may_fail("check", match)
+        found: Decline | None = self.whole.check(info, match)
+        return found
+
+    def gain(self, info: GraphInfo, match: Any) -> Gain | None:
+        self._may_fail("gain", match)
+        found: Gain | None = self.whole.gain(info, match)
+        return found
+
+    def anchor(self, match: Any) -> Any:
+        self._may_fail("anchor", match)
+        return self.whole.anchor(match)
+
+    def places(self, match: Any) -> Sequence[Any]:
+        self._may_fail("places", match)
+        found: Sequence[Any] = self.whole.places(match)
+        return found
+
+    def rewrite(self, info: GraphInfo, match: Any, editor: Editor) -> Done:
+        self._may_fail("rewrite", match)
+        done: Done = self.whole.rewrite(info, match, editor)
+        self._may_fail("edited", match)
+        self.served += 1
+        return done
+
+    def dead(self, match: Any) -> Sequence[Any]:
+        if match is self.first and self.stage in ("dead", "rubbish"):
+            self.served -= 1
+            if self.stage == "rubbish":
+                return [*self.whole.dead(match), None]
+        self._may_fail("dead", match)
+        found: Sequence[Any] = self.whole.dead(match)
+        return found
+
+
+@dataclasses.dataclass
+class Program:
+    """A function or module with matches for a pass, and at least one for another."""
+
+    make: Callable[[], tuple[Callable[..., Any], tuple[Tensor, ...]]]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    grad: bool = True
+    matches: int = 2
+    is_planned: bool = False
+    tolerance: float = 1e-9
+
+
+def numbers(*size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def classes(*size: int) -> Tensor:
+    return torch.arange(torch.Size(size).numel()).view(size) * 7 % V
+
+
+HEADS = {(d, seed): numbers(V, d, seed=seed) for d in (8, 16, 32, 256) for seed in (8, 9)}
+TURNS = [numbers(8, 8, seed=layer) for layer in range(3)]
+
+
+def loss_of(hidden: Tensor, seed: int = 8) -> Tensor:
+    """A head and its loss: what another pass serves."""
+    weight = HEADS[hidden.shape[-1], seed].to(hidden.dtype)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return F.cross_entropy(F.linear(rows, weight), torch.arange(rows.shape[0]) % V)
+
+
+def masked(q: Tensor) -> Tensor:
+    """Attention under a mask that is known to be causal."""
+    places = torch.arange(q.shape[2])
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=places[None] <= places[:, None])
+
+
+def heads(dtype: torch.dtype = torch.float64) -> Tensor:
+    return numbers(2, 2, 6, 16, seed=3, dtype=dtype).requires_grad_(dtype == torch.float64)
+
+
+def two_losses() -> Any:
+    def function(q: Tensor, h: Tensor) -> Any:
+        return masked(q), loss_of(h), loss_of(h.tanh(), 9)
+
+    return function, (heads(), numbers(5, D).requires_grad_())
+
+
+def two_tied_tables() -> Any:
+    def one(ids: Tensor, table: Tensor) -> Tensor:
+        hidden = torch.tanh(F.embedding(ids, table))
+        return F.cross_entropy(F.linear(hidden, table).view(-1, V), ids.view(-1))
+
+    def function(ids: Tensor, a: Tensor, b: Tensor) -> Any:
+        return one(ids, a), one(ids, b)
+
+    return function, (classes(2, 6), *(numbers(V, D, seed=s).requires_grad_() for s in (1, 2)))
+
+
+class Coded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, seed in (("up", 1), ("down", 2)):
+            weight = numbers(256, 256, seed=seed, dtype=torch.bfloat16)
+            coded = CodedWeight(encode(weight, "win4"), "win4", weight.shape)
+            setattr(self, name, nn.Parameter(coded))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return loss_of(F.linear(F.silu(F.linear(x, self.up)), self.down).float())
+
+
+def two_coded_weights() -> Any:
+    return Coded(), (numbers(3, 256, seed=5, dtype=torch.bfloat16),)
+
+
+def two_checkpointed_blocks() -> Any:
+    def block(x: Tensor, g: Tensor, u: Tensor, d: Tensor) -> Tensor:
+        return x + F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d)
+
+    def function(x: Tensor, *weights: Tensor) -> Tensor:
+        for layer in range(2):
+            x = checkpoint(block, x, *weights[3 * layer : 3 * layer + 3], use_reentrant=False)
+        return loss_of(x)
+
+    shapes = [(10, D), (10, D), (D, 10)] * 2
+    weights = (numbers(*s, seed=i).requires_grad_() for i, s in enumerate(shapes))
+    return function, (numbers(2, 5, D, seed=9).requires_grad_(), *weights)
+
+
+def two_returned_heads() -> Any:
+    def function(q: Tensor, h: Tensor, w: Tensor) -> Any:
+        return masked(q), F.linear(h.sin(), w), h.cos() @ w.T
+
+    return function, (heads(), numbers(5, D).requires_grad_(), numbers(V, D).requires_grad_())
+
+
+def two_reads_of_a_coded_cache() -> Any:
+    pool = allocate(Layout(16, 4, group=16, recent=16, kept=2), 2, 2, 60, torch.float32)
+    coded_kv_cache_append(*pool, *draw(2, 2, 50, 16, torch.float32), 4, 16, 60)
+    mask = (torch.arange(60) < 50).expand(2, 1, 1, 60)
+
+    def function(q: Tensor, *pool: Tensor) -> Any:
+        for _ in range(2):
+            k, v = coded_kv_cache_view(*pool, None, None, 4, 60)
+            q = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return q, loss_of(q)
+
+    return function, (numbers(2, 4, 1, 16, dtype=torch.float32), *pool)
+
+
+def two_static_caches() -> Any:
+    def function(q: Tensor, k: Tensor, p: Tensor, *caches: Tensor) -> Any:
+        for keys, values in (caches[:2], caches[2:]):
+            keys.index_copy_(2, p, k)
+            values.index_copy_(2, p, k)
+            mask = torch.arange(24)[None, None, None, :] <= p[None, None, :, None]
+            q = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+        return q, loss_of(q)
+
+    caches = (numbers(2, 2, 24, 8, seed=s, dtype=torch.float32) for s in range(4))
+    new = numbers(2, 2, 1, 8, seed=7, dtype=torch.float32)
+    query = numbers(2, 4, 1, 8, seed=8, dtype=torch.float32)
+    return function, (query, new, torch.tensor([12]), *caches)
+
+
+class TwoMultiheads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        settings: dict[str, Any] = {"batch_first": True, "dtype": torch.float64}
+        self.parts = nn.ModuleList(nn.MultiheadAttention(16, 4, **settings) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x, x, x)[0]
+        return loss_of(x)
+
+
+def two_multiheads() -> Any:
+    return TwoMultiheads(), (numbers(2, 6, 16, seed=4).requires_grad_(),)
+
+
+def masked_attention() -> Any:
+    def function(q: Tensor) -> Any:
+        return loss_of(masked(masked(q)))
+
+    return function, (heads(),)
+
+
+def two_kinds_of_attention() -> Any:
+    def function(q: Tensor) -> Any:
+        first = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return loss_of(F.scaled_dot_product_attention(first, q, q).float())
+
+    return function, (heads(torch.bfloat16),)
+
+
+class Rotary(nn.Module):
+    """Layers that turn what they are given by two tables, which are one match."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = torch.arange(12)[:, None].double() * 100 ** (-torch.arange(4)[None] / 4)
+        of = torch.cat((once, once), -1)[None]
+        cos, sin = of.cos(), of.sin()
+        for layer in range(3):
+            half = torch.cat((-x[..., 4:], x[..., :4]), -1)
+            x = (x * cos + half * sin) @ TURNS[layer]
+        return loss_of(x)
+
+
+def two_tables() -> Any:
+    return Rotary(), (numbers(2, 12, 8, seed=1).requires_grad_(),)
+
+
+class TwoTernary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Detached(32, 32), Detached(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return loss_of(self.second(torch.tanh(self.first(x))))
+
+
+def two_ternary_linears() -> Any:
+    return TwoTernary(), (numbers(3, 32, dtype=torch.float32).requires_grad_(),)
+
+
+LOW = {"memeff.attention": "8b", "memeff.attention.length": 0}
+PROGRAMS = {
+    FUSE: Program(two_losses),
+    "fuse_embedding_gradient": Program(two_tied_tables),
+    "encode_weights": Program(two_coded_weights, grad=False, tolerance=1e-5),
+    "fuse_gated_linear": Program(two_checkpointed_blocks),
+    "defer_logits": Program(two_returned_heads),
+    "compress_kv_cache": Program(two_reads_of_a_coded_cache, grad=False, tolerance=1e-5),
+    "rewrite_kv_update": Program(two_static_caches, grad=False, is_planned=True, tolerance=1e-5),
+    "expand_multihead": Program(two_multiheads),
+    "recover_attention": Program(masked_attention, matches=1),
+    "quantize_attention": Program(two_kinds_of_attention, LOW, grad=False, tolerance=0.1),
+    "keep_rotary_tables": Program(two_tables, {"memeff.inner": "inductor"}, grad=False, matches=1),
+    "ternarize_linear": Program(two_ternary_linears, tolerance=1e-4),
+}
+
+
+@pytest.fixture(autouse=True)
+def _tables_as_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tables as small as these, and put aot_eager in the place of Inductor."""
+
+    def inner(gm: Any, example_inputs: Any, patches: Any, tag: str) -> Any:
+        return compat.compile_with_aot_eager(gm, example_inputs)
+
+    monkeypatch.setattr(keep_rotary_tables, "where_it_runs", lambda _: GPU)
+    monkeypatch.setattr(keep_rotary_tables, "FEWEST_NUMBERS", 12 * 8)
+    monkeypatch.setattr(compat, "compile_with_inductor", inner)
+
+
+def values(function: Callable[..., Any], inputs: Sequence[Any], *, grad: bool) -> list[Tensor]:
+    """Return outputs, gradients of inputs and what was written into them."""
+    given = [
+        x.detach().clone().requires_grad_(x.requires_grad and grad) if _is_plain(x) else x
+        for x in inputs
+    ]
+    with torch.set_grad_enabled(grad):
+        found = [x for x in function(*given) if x is not None]
+    if grad:
+        sum(x.sin().sum() for x in found).backward()
+    leaves = [x for x in given if _is_plain(x)]
+    gradients = [x.grad for x in leaves if x.grad is not None]
+    return [x.detach() * 1 for x in [*found, *leaves] if x.is_floating_point()] + gradients
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter)
+
+
+def run(
+    program: Program, whole: Any, patch: pytest.MonkeyPatch
+) -> dict[str, tuple[Broken, GraphReport]]:
+    """Compile one graph with a pass broken at every stage, compare each with the graph itself."""
+    found: dict[str, tuple[Broken, GraphReport]] = {}
+    options = {"memeff.inner": "eager", **program.options}
+
+    def inner(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled: dict[str, Callable[..., Any]] = {}
+        for stage in ("", *STAGES):
+            broken = Broken(whole, stage)
+            patch.setattr(backend, "PASSES", tuple(broken if p is whole else p for p in PASSES))
+            twin = copy.deepcopy(gm)
+            with planned_for(GPU) if program.is_planned else contextlib.nullcontext():
+                compiled[stage] = backend.memeff(twin, example_inputs, options=options)
+            found[stage] = broken, memeff_compile.graphs()[-1]
+
+        def call(*args: Any) -> Any:
+            wanted = values(gm.forward, args, grad=program.grad)
+            for stage, each in compiled.items():
+                for mine, theirs in zip(values(each, args, grad=program.grad), wanted, strict=True):
+                    limit = program.tolerance
+                    torch.testing.assert_close(mine, theirs, rtol=limit, atol=limit, msg=stage)
+            return gm.forward(*args)
+
+        return call
+
+    torch._dynamo.reset()
+    memeff_compile.reset()
+    function, inputs = program.make()
+    with torch.set_grad_enabled(program.grad):
+        torch.compile(function, backend=inner, fullgraph=True)(*inputs)
+    return found
+
+
+def changes(report: GraphReport, *, but: str) -> list[tuple[str, str, int]]:
+    """Return what the other passes did."""
+    done = [r for r in report.records if r.action in CHANGES and r.pass_name != but]
+    return [(r.pass_name, r.sentence, r.sites) for r in done]
+
+
+@pytest.mark.parametrize("whole", PASSES, ids=lambda each: str(each.name))
+def test_a_failing_match_costs_itself_alone(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(PROGRAMS[whole.name], whole, monkeypatch)
+    sound, report = found.pop("")
+    others = changes(report, but=whole.name)
+    assert sound.served == PROGRAMS[whole.name].matches
+    assert others, "no other pass has anything to do"
+    assert not [r for r in report.records if r.action == "internal_error"]
+    assert list(found) == list(STAGES)
+    for stage, (broken, report) in found.items():
+        (record,) = [r for r in report.records if r.action == "internal_error"]
+        # What was found before the search failed is served, and so are other levels of the graph.
+        kept = sound.served - 1
+        assert broken.served >= 1 if stage == "find" else broken.served == kept, stage
+        assert record.pass_name == whole.name, stage
+        assert record.source or stage in ("find", "anchor", "places"), stage
+        assert changes(report, but=whole.name) == others, stage
+        assert "KeyError: 'broken at" in record.sentence or stage == "rubbish", stage
+
+
+def test_every_pass_has_a_program() -> None:
+    assert list(PROGRAMS) == [each.name for each in PASSES]

@@ -1,0 +1,97 @@
+"""Kernels compiled for GPUs that are not there, and what is asked of all of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memeff_compile.kernels._triton.gpus import gpu_of
+
+HOPPER = 90
+
+
+def gpus(*capabilities: int) -> list[Any]:
+    """Return test parameters: the narrowest GPU and Hopper as they are, the others marked slow."""
+    usual = {HOPPER, min(capabilities, key=shared_of)}
+    return [
+        each if each in usual else pytest.param(each, marks=pytest.mark.slow)
+        for each in capabilities
+    ]
+
+
+def shared_of(capability: int) -> int:
+    """Return the bytes of shared memory that a block may use, as of 89 for 8.9."""
+    return gpu_of(divmod(capability, 10)).shared
+
+
+def compile_for(
+    capability: int,
+    kernel: Any,
+    given: Mapping[str, Any],
+    type_of: Callable[[str], str | None],
+    is_aligned: Callable[[str], bool] = lambda argument: argument.startswith("stride"),
+    **options: Any,
+) -> Any:
+    """Compile a kernel of Triton or Gluon for a GPU.
+
+    Args:
+        capability: of the GPU, as 89 for 8.9.
+        kernel: the kernel.
+        given: constants, by name; those that the kernel does not know are left out.
+        type_of: the type of any other argument, or None for an argument that is the constant None.
+        is_aligned: which numbers sixteen divides; pointers are all aligned.
+        **options: of the compiler, such as `num_warps`.
+    """
+    import triton
+    from triton import compiler
+    from triton.backends.compiler import GPUTarget
+
+    constants = {name: value for name, value in given.items() if name in kernel.arg_names}
+    signature, hints = {}, {}
+    for place, argument in enumerate(kernel.arg_names):
+        kind = "constexpr" if argument in constants else type_of(argument)
+        if kind is None:
+            constants[argument], kind = None, "constexpr"
+        signature[argument] = kind
+        is_number = kind in ("i32", "i64")
+        if kind.startswith("*") or (is_number and is_aligned(argument)):
+            hints[(place,)] = [["tt.divisibility", 16]]
+    source: Any = compiler.ASTSource
+    if type(kernel).__name__ == "GluonJITFunction":
+        from triton.experimental.gluon import _runtime
+
+        source = _runtime.GluonASTSource
+    return triton.compile(
+        source(kernel, signature, constants, hints),
+        target=GPUTarget("cuda", capability, 32),
+        options=options,
+    )
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Return the bytes of stack a kernel uses, which is where spilled registers go."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return max(int(found) for found in re.findall(r"STACK:(\d+)", listing))
+
+
+def within_limits(compiled: Any, capability: int, stack: int = 0) -> str:
+    """Check shared memory and stack, and that nothing is added in any order; return the PTX."""
+    assert compiled.metadata.shared <= shared_of(capability)
+    assert stack_bytes(compiled.asm["cubin"]) <= stack
+    ptx: str = compiled.asm["ptx"]
+    assert "atom." not in ptx
+    return ptx
