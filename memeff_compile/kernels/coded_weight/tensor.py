@@ -9,6 +9,7 @@ encoded. A view is decoded memory of its own, and a write to it does not reach t
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, UnsupportedInputError
@@ -143,6 +146,7 @@ class CodedWeight(Tensor):
         self.codec = codec
         self.room = room
         self.place = parts[0].device
+        _watch_optimizers()
 
     @property
     def parts(self) -> list[Tensor]:
@@ -467,12 +471,12 @@ def _takes_data(func: object, weight: CodedWeight, new: Tensor) -> bool:
     del func, new
     if compat.can_be_swapped(weight):
         return True
-    if weight.grad is None:
+    if weight.grad is None and not compat.tensor_hooks(weight):
         return False  # the module gets a new parameter
     raise CodedWeightError(
-        f"a compressed weight of {tuple(weight.shape)} with a gradient was to be cast or emptied "
-        "while an autograd graph or compiled code holds it. Drop its gradient first "
-        "(model.zero_grad()), and the loss, or call memeff_compile.decompress_(model)."
+        f"a compressed weight of {tuple(weight.shape)} with a gradient or hooks was to be cast or "
+        "emptied while an autograd graph or compiled code holds it. Drop the gradient and the loss "
+        "first, remove() what optim_in_backward returned, or call torch._dynamo.reset()."
     )
 
 
@@ -508,11 +512,10 @@ def _set_data(func: object, weight: CodedWeight, new: Tensor) -> None:
 
 
 _ABOVE: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), _on_values),
     **dict.fromkeys(
-        (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), _on_values
-    ),
-    **dict.fromkeys(
-        (Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_), _no_write  # type: ignore[attr-defined]
+        (Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_),
+        _no_write,  # type: ignore[attr-defined]
     ),
     Tensor.share_memory_: _share_memory,
     Tensor.is_shared: _is_shared,
@@ -564,6 +567,21 @@ def _copy_(func: object, weight: CodedWeight, value: Tensor, *args: object) -> C
     return weight
 
 
+def _lerp(func: object, selves: Any, others: Any, weights: Any) -> object:  # noqa: ANN401
+    """Average weights, as `torch.optim.swa_utils` does: whole new values are encoded."""
+    del func
+    if isinstance(selves, Tensor):
+        _lerp(None, [selves], [others], weights)
+        return selves
+    each = weights if isinstance(weights, (list, tuple)) else [weights] * len(selves)
+    for own, other, weight in zip(selves, others, each, strict=True):
+        if isinstance(own, CodedWeight):
+            own.store(torch.lerp(own.decode(), other, weight))
+        else:
+            own.lerp_(other, weight)
+    return None
+
+
 def _product(
     func: object,
     x: Tensor,
@@ -603,6 +621,10 @@ _SERVED: dict[Any, Callable[..., Any]] = {
     _aten.clone.default: _clone,
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy_,
+    _aten.lerp_.Scalar: _lerp,
+    _aten._foreach_lerp_.Scalar: _lerp,
+    _aten._foreach_lerp_.List: _lerp,
+    _aten._foreach_lerp_.ScalarList: _lerp,
     op.coded_weight_linear: _product,
     op.coded_weight_linears: _products,
     op.coded_weight_linear_backward: _product_backward,
@@ -611,9 +633,10 @@ _AT_SECOND = (op.coded_weight_linear, op.coded_weight_linears, op.coded_weight_l
 
 
 def _is_on_weight(func: object, args: Sequence[object]) -> bool:
-    """Say whether what a served op takes as its weight, or as the first of them, is coded."""
+    """Say whether what a served op takes as its weight, or one of them, is coded."""
     given = args[1 if func in _AT_SECOND else 0]
-    return isinstance(given[0] if isinstance(given, (list, tuple)) else given, CodedWeight)
+    several = given if isinstance(given, (list, tuple)) else (given,)
+    return any(isinstance(each, CodedWeight) for each in several)
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
@@ -627,6 +650,23 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         given = kwargs.get(argument.name, args[place] if place < len(args) else None)
         if any(isinstance(each, CodedWeight) for each in tree_iter(given)):
             raise CodedWeightError(_write_message(schema.name))
+
+
+def _refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Raise before an optimizer changes anything, where it would come to a coded weight."""
+    computes_gradients = any(each is not None for each in (*args[1:], *kwargs.values()))
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            if isinstance(each, CodedWeight) and (
+                each.grad is not None or (computes_gradients and each.requires_grad)
+            ):
+                raise CodedWeightError(_write_message(f"{type(optimizer).__name__}.step"))
+
+
+@functools.cache
+def _watch_optimizers() -> RemovableHandle:
+    """Look at what optimizers are about to step: one that raised half-way has changed the rest."""
+    return register_optimizer_step_pre_hook(_refuse_step)
 
 
 def _write_message(writer: str) -> str:
