@@ -11,7 +11,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest check gpu golden bench figures docs clean
+.PHONY: help demo test test-all test-newest check gpu golden bench fuzz figures docs clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -30,15 +30,20 @@ $(INSTALLED_DEV): $(INSTALLED)
 demo: $(INSTALLED)  ## train a small Llama with and without the backend, and compare
 	@$(PY) -m memeff_compile demo
 
+# Kernels' tests are compiled or interpreted in processes of their own; tests/architecture holds that
+# these folders have all of them.
+KERNEL_TESTS := tests/kernels tests/model/weights tests/architecture
+PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist loadgroup
+
 test: $(INSTALLED)  ## every CPU test, in three processes
-	$(PY) -m pytest -q -n $(JOBS)
-	TRITON_INTERPRET=1 $(PY) -m pytest -q -m interpreter
-	env -u TRITON_INTERPRET $(PY) -m pytest -q -m 'offline and not slow'
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) -m 'interpreter and not slow' $(KERNEL_TESTS)
+	env -u TRITON_INTERPRET $(PYTEST) -m 'offline and not slow' $(KERNEL_TESTS)
 
 test-all: $(INSTALLED)  ## the CPU tests and those that take minutes
-	$(PY) -m pytest -q -n $(JOBS) -m 'not gpu and not interpreter and not offline'
-	TRITON_INTERPRET=1 $(PY) -m pytest -q -m interpreter
-	env -u TRITON_INTERPRET $(PY) -m pytest -q -m offline
+	$(PYTEST) -m 'not gpu and not interpreter and not offline'
+	TRITON_INTERPRET=1 $(PYTEST) -m interpreter $(KERNEL_TESTS)
+	env -u TRITON_INTERPRET $(PYTEST) -m offline $(KERNEL_TESTS)
 
 test-newest:  ## the CPU tests against the newest torch and transformers, in .venv-newest
 	$(PYTHON) -m venv .venv-newest
@@ -66,6 +71,14 @@ OP ?= linear_cross_entropy
 SCRIPT = $(or $(wildcard benchmarks/*/$(OP).py),$(error no benchmarks/*/$(OP).py))
 bench:  ## measure with the python it finds: make bench OP=models ARGS="--model llama3.2-1b"
 	PYTHONPATH=$(CURDIR) $(PYTHON) $(SCRIPT) $(ARGS)
+
+SECONDS ?= 600
+SEED ?= 0
+PART ?= a,b,c,d,e
+OUT ?=
+fuzz: $(INSTALLED)  ## random programs against eager PyTorch: make fuzz SECONDS=600 SEED=1 PART=a,b OUT=counts.jsonl
+	PYTHONPATH=$(CURDIR) $(PY) -m fuzz --seconds $(SECONDS) --seed $(SEED) --part $(PART) \
+	  $(if $(filter command,$(firstword $(origin JOBS))),--jobs $(JOBS)) $(if $(OUT),--out $(OUT))
 
 figures: $(INSTALLED)  ## redraw every figure from the raw results
 	$(PY) benchmarks/plot.py

@@ -25,6 +25,9 @@ from tests.support.fresh_python import fresh_python as fresh_python
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Inductor starts a pool of processes, each importing torch: dearer than all that the tests compile.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 OPTIONAL = ("expecttest", "hypothesis", "transformers", "accelerate", "peft")
 """Test files that import one of these are left out where it is missing (`make gpu`)."""
 

@@ -263,8 +263,7 @@ class _Memory:
             value = None if self.origin is None else self.origin()
             self.value = self.source.compute(self.recipe, self.rows) if value is None else value
         view._own = None
-        if view._size == self.shape:
-            return self.value
+        # Never the memory itself for its size: transposed square logits have that size, too.
         return self.value.as_strided(view._size, view._stride, view._offset)
 
     def write(self, view: DeferredLogits) -> Tensor:
@@ -652,15 +651,14 @@ def _copy(
     view: DeferredLogits, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor]
 ) -> DeferredLogits | None:
     """A new tensor whose values are `function` of those of `view`."""
-    if view._order is not None:
-        result = _copy(_unmoved(view, view._order), recipe, function)
-        return None if result is None else _moved(result, view._order)
-    memory = view._shared
+    memory, order = view._shared, view._order
     # A copy of values that are there is possible even when they could not be computed again.
     if not memory.is_pristine(view) or (
         memory.value is not None and memory.source.change() is not None
     ):
         return None
+    # Asked of `view` itself: what `_unmoved` makes has a version counter of its own.
+    view = view if order is None else _unmoved(view, order)
     is_whole = prod(view._size) == prod(memory.shape) and not view._is_reordered
     copy = _Memory(
         memory.source,
@@ -669,7 +667,8 @@ def _copy(
         memory.shape if is_whole else view._size,
         memory.snapshot(view, function),
     )
-    return copy.whole(view._size)
+    result = copy.whole(view._size)
+    return result if order is None else _moved(result, order)
 
 
 def _indexed(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -30,3 +33,14 @@ def test_triton_kernels_compile_for_a_gpu_that_is_not_there(capability: int) -> 
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
     assert f".target sm_{capability}" in compiled.asm["ptx"]
+
+
+def test_the_special_processes_are_given_every_file_that_needs_them() -> None:
+    root = Path(__file__).resolve().parents[2]
+    given = re.search(r"^KERNEL_TESTS := (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
+    assert given is not None
+    folders = [root / folder for folder in given[1].split()]
+    marked = re.compile(r"pytest\.mark\.(interpreter|offline)\b")
+    needing = [path for path in (root / "tests").rglob("*.py") if marked.search(path.read_text())]
+    assert len(needing) > 20
+    assert all(any(path.is_relative_to(f) for f in folders) for path in needing)

@@ -226,7 +226,7 @@ def test_symbolic_sizes_compile_once_and_equal_eager(surface: str, mode: str) ->
 @pytest.mark.parametrize("surface", SURFACES)
 def test_no_grad_equals_eager(surface: str, mode: str) -> None:
     tolerance = 1e-6 if mode == "fp32" else 2e-2
-    for dynamic in (False, True):
+    for dynamic in (False, True) if mode == "fp32" else (True,):
         run = no_grad_run(mode, dynamic)
         for pair in run.pairs:
             ours, eager = pair.ours[surface], pair.eager[surface]

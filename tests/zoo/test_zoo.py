@@ -119,7 +119,9 @@ def test_the_zoo_is_large_enough() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 def test_fused_loss_equals_eager(family: Family) -> None:
-    assert_equals_eager(build(family), inputs(family))
+    """One family of each kind goes through AOTAutograd; for the others the passes are enough."""
+    inner = "aot_eager" if family.name in ("llama", "t5", "bert", "whisper") else "eager"
+    assert_equals_eager(build(family), inputs(family), inner=inner)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,8 @@ def test_graph_break_of_transformers_before_the_head_does_not_matter() -> None:
 @pytest.mark.parametrize("items", [torch.tensor(17), 17], ids=["tensor", "int"])
 def test_num_items_in_batch_equals_eager(name: str, items: Any) -> None:
     family = BY_NAME[name]
-    assert_equals_eager(build(family), {**inputs(family), "num_items_in_batch": items})
+    batch = {**inputs(family), "num_items_in_batch": items}
+    assert_equals_eager(build(family), batch, inner="eager")
 
 
 def test_shift_labels_equal_eager() -> None:
@@ -186,7 +189,7 @@ def test_tied_and_untied_heads_equal_eager(name: str, tied: bool) -> None:
     model = build(BY_NAME[name], tie_word_embeddings=tied)
     shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert shared == tied
-    assert_equals_eager(model, inputs(BY_NAME[name]))
+    assert_equals_eager(model, inputs(BY_NAME[name]), inner="eager")
 
 
 def test_attention_mask_equals_eager() -> None:

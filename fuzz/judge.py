@@ -1,0 +1,176 @@
+"""What counts as a failure: numbers beyond rounding, an exception of ours alone, a lost rewrite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import memeff_compile
+from memeff_compile.errors import MemeffError
+
+from .program import Fault, Program, World, run, start
+
+__all__ = ["Kind", "Verdict", "compare", "internal_errors", "judge", "verdict"]
+
+Kind = Literal["same", "invalid", "decline", "difference", "exception", "internal_error", "crash"]
+
+FAILURES: frozenset[str] = frozenset({"difference", "exception", "internal_error", "crash"})
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+"""Largest difference over the largest entry (or over a tenth, where all entries are smaller)."""
+
+_LEAST = 0.1
+
+_REFUSALS = ("aot_autograd does not currently support double backward",)
+"""What PyTorch's own compilers cannot do."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one program."""
+
+    kind: Kind
+    sentence: str = ""
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether somebody has to look at it."""
+        return self.kind in FAILURES
+
+    def resembles(self, other: Verdict) -> bool:
+        """Whether both are the same failure, as far as one can say without understanding it."""
+        alike = self.kind == other.kind
+        if alike and self.kind in ("exception", "internal_error"):
+            return self.sentence.split(":")[:2] == other.sentence.split(":")[:2]
+        return alike
+
+
+def judge(program: Program) -> Verdict:
+    """Run a program from the start, in both worlds."""
+    torch._dynamo.reset()
+    eager, ours = start(program, ours=False), start(program, ours=True)
+    return verdict(program, eager, ours)
+
+
+def verdict(program: Program, eager: World, ours: World) -> Verdict:
+    """Run a body in two worlds that have run the setup."""
+    names = eager.enter()
+    fault = eager.fault or run(program.body, names)
+    if fault is not None:
+        return Verdict("invalid", str(fault))
+    expected = names["seen"]
+    names = ours.enter()
+    fault = ours.fault or run(program.body, names)
+    if fault is None:
+        try:
+            difference = compare(names["seen"], expected, program.precision)
+        except Exception as error:  # deferred logits compute when they are looked at
+            fault = Fault(error, 0)
+    lost = internal_errors()
+    if lost:
+        return Verdict("internal_error", lost)
+    if fault is not None:
+        is_known = isinstance(fault.error, MemeffError) or any(map(str(fault).count, _REFUSALS))
+        return Verdict("decline" if is_known else "exception", str(fault))
+    if difference and not _is_rounding(program, names["seen"], expected):
+        return Verdict("difference", difference)
+    return Verdict("same")
+
+
+def internal_errors() -> str:
+    """Return what our passes lost since the last reset, or an empty string."""
+    for graph in memeff_compile.graphs():
+        for record in graph.records:
+            if record.action == "internal_error":
+                return f"{record.pass_name}: {record.sentence}"
+    return ""
+
+
+def _is_rounding(program: Program, found: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """Whether ours is at most twice as far from float64 as eager is."""
+    if program.precision == torch.float64:
+        return False
+    wide = program.widened()
+    world = start(wide, ours=False)
+    names = world.enter()
+    if (world.fault or run(wide.body, names)) is not None:
+        return False
+    truth = [_wide(value) for value in _flat(names["seen"])]
+    ours, theirs = ([_wide(value) for value in _flat(seen)] for seen in (found, expected))
+    if not len(truth) == len(ours) == len(theirs):
+        return False
+    least = torch.finfo(program.precision).eps
+    for exact, our, their in zip(truth, ours, theirs, strict=True):
+        if not isinstance(exact, Tensor):
+            continue
+        if not isinstance(our, Tensor) or not our.shape == exact.shape == their.shape:
+            return False
+        size = least * (1 + _size(exact))
+        if not _error(our, exact) <= 2 * _error(their, exact) + size:
+            return False
+    return True
+
+
+def _wide(value: Any) -> Any:
+    return value.detach().double() if isinstance(value, Tensor) else value
+
+
+def compare(found: Any, expected: Any, precision: torch.dtype, path: str = "seen") -> str:
+    """Say where two results differ, or return an empty string."""
+    if isinstance(expected, Tensor):
+        if not isinstance(found, Tensor):
+            return f"{path}: {type(found).__name__} instead of a tensor"
+        return _compare_tensors(found, expected, precision, path)
+    if isinstance(expected, list | tuple):
+        if not isinstance(found, list | tuple) or len(found) != len(expected):
+            return f"{path}: {found!r:.100} instead of {expected!r:.100}"
+        places = range(len(expected))
+        lines = (compare(found[i], expected[i], precision, f"{path}[{i}]") for i in places)
+        return next(filter(None, lines), "")
+    if isinstance(expected, float) and isinstance(found, float):
+        pair = torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
+        return _compare_tensors(*pair, precision, path)
+    if expected is None and isinstance(found, Tensor) and not found.any():
+        return ""  # AOTAutograd gives zeros to what a result does not depend on
+    return "" if found == expected else f"{path}: {found!r:.100} instead of {expected!r:.100}"
+
+
+def _compare_tensors(found: Tensor, expected: Tensor, precision: torch.dtype, path: str) -> str:
+    for fact in ("shape", "dtype", "requires_grad"):
+        ours, theirs = getattr(found, fact), getattr(expected, fact)
+        if ours != theirs:
+            return f"{path}.{fact}: {ours} instead of {theirs}"
+    ours, theirs = found.detach(), expected.detach()
+    if not theirs.dtype.is_floating_point:
+        wrong = int((ours != theirs).sum())
+        return f"{path}: {wrong} of {theirs.numel()} entries differ" if wrong else ""
+    error, size = _error(ours, theirs), max(_size(theirs), _LEAST)
+    if error <= _TOLERANCE[precision] * size:
+        return ""
+    return f"{path}: off by {error:.2g} where the largest entry is {size:.2g}"
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference; entries that are both nan or the same infinity do not differ."""
+    if not expected.numel():
+        return 0.0
+    found, expected = found.double(), expected.double()
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    error = float((found - expected).abs().masked_fill(same, 0).max())
+    return math.inf if math.isnan(error) else error
+
+
+def _size(expected: Tensor) -> float:
+    finite = expected[expected.isfinite()] if expected.numel() else expected
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [leaf for part in value for leaf in _flat(part)]
+    return [value]

@@ -1,0 +1,164 @@
+"""Going through the programs of one part, one after the other, in one process."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from .judge import Verdict, judge, verdict
+from .program import Program, World, start
+from .report import Failure, Tally
+from .shrink import shrink
+from .sketch import Sketch
+
+__all__ = ["PARTS", "load", "work"]
+
+PARTS = {"a": "logits", "b": "losses", "c": "attention", "d": "verbs", "e": "caches"}
+
+_SHRUNK = 8
+"""So many failures are shrunk; the others are counted."""
+
+
+Before = Callable[[str, Program], object]
+
+
+class Part(Protocol):
+    """One file of programs."""
+
+    TITLE: str
+    REUSE: int  # bodies that share a setup
+    IMPORTS: str  # what its programs need beside torch
+
+    def setup(self, random: random.Random) -> list[str]:
+        """Draw what is made once."""
+
+    def body(self, random: random.Random, sketch: Sketch) -> None:
+        """Draw what is done with it."""
+
+    def is_exact(self, names: dict[str, Any]) -> bool:
+        """Say whether values are in float64, so that comparisons may be drawn."""
+
+
+def load(part: str) -> Part:
+    """Import the file of a part."""
+    module: Any = importlib.import_module(f"{__package__}.{PARTS[part]}")
+    found: Part = module
+    return found
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process and of the compilers that it has run."""
+    return sum(os.times()[:4])
+
+
+def programs(
+    part: Part, seed: str, number: int, before: Before
+) -> Iterator[tuple[str, Program, World, World]]:
+    """Draw one setup, and the programs that share it, each behind the one before."""
+    setup = tuple(part.setup(random.Random(f"{seed}/{number}")))
+    torch._dynamo.reset()
+    only = Program(setup, (), part.IMPORTS)
+    eager, ours = start(only, ours=False), start(only, ours=True)
+    for place in range(part.REUSE):
+        own = f"{seed}/{number}/{place}"
+        before(own, Program((), ()))
+        names = eager.enter()
+        choices = random.Random(own)
+        sketch = Sketch(choices, names, is_exact=part.is_exact(names))
+        part.body(choices, sketch)
+        yield own, Program(setup, tuple(sketch.lines), part.IMPORTS), eager, ours
+
+
+def work(
+    tally: Tally,
+    seed: str,
+    seconds: float,
+    *,
+    before: Before = lambda own, program: None,
+    after: Callable[[Tally], object] = lambda tally: None,
+    device: str = "cpu",
+    stops: bool = False,
+) -> None:
+    """Run programs until so much CPU time is spent.
+
+    Args:
+        tally: what was counted so far; continues there.
+        seed: what to draw from.
+        seconds: CPU time of this call.
+        before: told each program before it runs, and an empty one before it is drawn.
+        after: told the counts now and then.
+        device: where tensors are made.
+        stops: at the first failure.
+    """
+    with _settled(device):
+        _work(tally, seed, seconds, before, after, stops)
+
+
+def _work(
+    tally: Tally,
+    seed: str,
+    seconds: float,
+    before: Before,
+    after: Callable[[Tally], object],
+    stops: bool,
+) -> None:
+    part = load(tally.part)
+    started, spent = _cpu_seconds(), tally.cpu_seconds
+    while _cpu_seconds() - started < seconds:
+        number, tally.next_setup = tally.next_setup, tally.next_setup + 1
+        after(tally)
+        for own, program, eager, ours in programs(part, seed, number, before):
+            before(own, program)
+            found = verdict(program, eager, ours)
+            tally.programs += 1
+            tally.kinds[found.kind] += 1
+            if found.kind == "decline":
+                tally.declines[found.sentence] += 1
+            if found.is_failure:
+                tally.failures += _report(tally, own, program, found)
+                after(tally)
+                if stops:
+                    return
+            tally.cpu_seconds = spent + _cpu_seconds() - started
+            if found.kind == "internal_error" or _cpu_seconds() - started >= seconds:
+                break
+        if number % 20 == 0:
+            gc.collect()
+
+
+def _report(tally: Tally, own: str, program: Program, found: Verdict) -> list[Failure]:
+    if len(tally.failures) >= _SHRUNK:
+        return []
+    sentence = found.sentence
+    if found.resembles(judge(program)):
+        program = shrink(program, found, judge)
+        sentence = judge(program).sentence or sentence
+    else:
+        sentence += " (only behind the programs before it: run the part with this seed)"
+    heading = f"part {tally.part}, seed {own}: {found.kind}: {sentence}".replace("\n", " ")
+    return [Failure(tally.part, own, found.kind, sentence, program.text(heading[:300]))]
+
+
+@contextmanager
+def _settled(device: str) -> Iterator[None]:
+    """Quiet, one thread, and as many compilations as it takes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dynamo = {"recompile_limit": 64, "accumulated_recompile_limit": 100_000}
+    with (
+        warnings.catch_warnings(action="ignore"),
+        torch.device(device) if device != "cpu" else nullcontext(),
+        torch._dynamo.config.patch(dynamo),
+        torch._functorch.config.patch(donated_buffer=False),  # or no second backward pass
+        torch._inductor.config.patch(compile_threads=1),
+    ):
+        yield
+    torch.set_num_threads(threads)

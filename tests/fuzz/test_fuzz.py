@@ -1,0 +1,119 @@
+"""A small share of the random programs, always the same, and faults that they must find.
+
+`make fuzz` runs as many as one likes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fuzz.__main__ as watching
+from fuzz.__main__ import main
+from fuzz.judge import compare, judge
+from fuzz.program import Program
+from fuzz.report import Tally
+from fuzz.worker import work
+
+SECONDS = 4
+
+
+def found(part: str, seed: str = "0", seconds: float = SECONDS) -> Tally:
+    """Run programs of one part."""
+    tally = Tally(part)
+    work(tally, seed, seconds)
+    return tally
+
+
+@pytest.mark.parametrize("part", ["a"])
+def test_random_programs_do_what_eager_does(part: str) -> None:
+    tally = found(part)
+    assert tally.programs > 1
+    assert not tally.failures, "\n\n".join(failure.text for failure in tally.failures)
+
+
+def transposed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memeff_compile.logits.tensor import _Memory
+
+    plain = _Memory.link
+
+    def link(self: _Memory, view: Any) -> torch.Tensor:
+        value = plain(self, view)
+        return self.value if view._size == self.shape and self.value is not None else value
+
+    monkeypatch.setattr(_Memory, "link", link)
+
+
+@pytest.mark.parametrize(("part", "plant"), [("a", transposed_twice)])
+def test_a_planted_fault_is_found_and_printed_as_a_short_program(
+    part: str, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    tally = Tally(part)
+    work(tally, "0", 60, stops=True)
+    text = tally.failures[0].text
+    assert len(text.strip().split("\n")) < 20
+    names: dict[str, Any] = {}
+    exec(text, names)
+    assert compare(names["program"](True), names["program"](False), torch.float64)
+    monkeypatch.undo()
+    torch._dynamo.reset()
+    exec(text, names)
+    assert not compare(names["program"](True), names["program"](False), torch.float64)
+
+
+CRASHES = """
+import sys, types, fuzz.worker, fuzz.__main__
+fuzz.worker.load = lambda part: types.SimpleNamespace(
+    REUSE=1, IMPORTS="import ctypes", setup=lambda random: [], is_exact=lambda names: True,
+    body=lambda random, sketch: sketch.lines.append("if ours: ctypes.string_at(0)"),
+)
+sys.exit(fuzz.__main__.main(sys.argv[1:]))
+"""
+
+
+def test_a_crash_of_the_process_is_reported_with_its_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(options: Namespace, folder: Path) -> list[str]:
+        return [sys.executable, "-c", CRASHES, "worker", "--seconds=1", f"--folder={folder}"]
+
+    monkeypatch.setattr(watching, "_command", command)
+    out = tmp_path / "counts.jsonl"
+    assert main(["--part=a", "--seconds=1", f"--out={out}"]) == 1
+    assert "if ours: ctypes.string_at(0)" in capsys.readouterr().out
+    row = json.loads(out.read_text())
+    assert (row["part"], row["programs"], row["crash"], row["same"]) == ("a", 1, 1, 0)
+
+
+def test_results_differ_by_value_kind_and_number() -> None:
+    one = torch.ones(2, dtype=torch.float64)
+    exact = torch.float64
+    assert not compare([one, 1.0, "a", None], [one, 1.0, "a", None], exact)
+    assert compare([one + 1e-6], [one], exact)
+    assert not compare([one + 1e-6], [one], torch.float32)
+    assert compare([one.float()], [one], exact)
+    assert compare([one[:1]], [one], exact)
+    assert compare([one, one], [one], exact)
+    assert compare([None], [one], exact)
+    assert compare([one * torch.nan], [one], exact)
+    assert not compare([one * torch.nan], [one * torch.nan], exact)
+    assert compare([torch.tensor([1])], [torch.tensor([2])], exact)
+
+
+def test_a_program_says_what_became_of_it() -> None:
+    def kind(*lines: str) -> str:
+        return judge(Program((), lines)).kind
+
+    assert kind("seen.append(torch.rand(2))") == "same"
+    assert kind("seen.append(2 if ours else 1)") == "difference"
+    assert kind("raise ValueError") == "invalid"
+    assert kind("if ours: raise ValueError") == "exception"
+    assert kind("if ours: raise memeff_compile.OptionError('say so')") == "decline"
