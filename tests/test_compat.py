@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -632,6 +633,47 @@ def test_private_names_of_torch_stand_in_compat_only() -> None:
         text = file.read_text()
         found |= set(re.findall(r"^\s*(?:from|import) (torch\._[\w.]+)", text, re.MULTILINE))
     assert found <= allowed, found - allowed
+
+
+class _NoMemory(Tensor):
+    """Twos, which stand nowhere."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:
+            return torch.device("cpu")
+        return func(*(torch.full(a.shape, 2.0) if isinstance(a, cls) else a for a in args))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+@probes("tensor_without_memory", "can_be_swapped")
+def test_a_wrapper_without_memory_raises_where_it_is_reached() -> None:
+    made = compat.tensor_without_memory(_NoMemory, (2, 3), dtype=torch.float32)
+    assert (made.device.type, made.is_meta) == ("cpu", False)
+    assert made.sum() == 12
+    assert compat.can_be_swapped(made)
+    kept = weakref.ref(made)
+    assert not compat.can_be_swapped(made)
+    assert kept() is made
+    plain = torch.zeros(2, 3)
+    for reach in (
+        made.data_ptr,
+        lambda: setattr(plain, "data", made),
+        lambda: torch.utils.dlpack.to_dlpack(made),
+        lambda: made.untyped_storage().tolist(),
+    ):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            reach()
+
+
+@probes("is_forward_mode_active")
+def test_forward_mode_is_noticed() -> None:
+    assert not compat.is_forward_mode_active()
+    with torch.autograd.forward_ad.dual_level():
+        assert compat.is_forward_mode_active()
 
 
 @probes("multiplies_bf16")

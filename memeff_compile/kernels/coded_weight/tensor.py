@@ -319,7 +319,7 @@ class CodedWeight(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> CodedWeight:
         """Return a weight with parts of its own."""
         if not self.is_leaf:
-            return cast("CodedWeight", super().__deepcopy__(memo))  # refuses, as for any tensor
+            return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]  # refuses
         if id(self) not in memo:
             parts = [part.clone() for part in self.parts]
             others = copy.deepcopy(self._set_by_others(), memo)
@@ -435,7 +435,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
 
 
 def _on_values(func: Callable[..., Any], weight: CodedWeight, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """Let a reader have the decoded values; torch's own refusals, of gradients, stay as they are."""
+    """Let a reader have the decoded values; torch refuses what it refuses of dense ones."""
     return func(weight.decode().requires_grad_(weight.requires_grad), *args, **kwargs)
 
 
@@ -515,12 +515,12 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), _on_values),
     **dict.fromkeys(
         (Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_),
-        _no_write,  # type: ignore[attr-defined]
+        _no_write,
     ),
     Tensor.share_memory_: _share_memory,
     Tensor.is_shared: _is_shared,
     Tensor.data_ptr: _no_address,
-    Tensor.__cuda_array_interface__.__get__: _no_address,  # type: ignore[attr-defined]
+    Tensor.__cuda_array_interface__.__get__: _no_address,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch._has_compatible_shallow_copy_type: _takes_data,
 }
