@@ -6,6 +6,7 @@ One file to mend per torch release: ``tests/test_compat.py`` probes every name h
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 import sys
@@ -331,7 +332,12 @@ def unseen_by_saved_tensor_hooks() -> Iterator[None]:
 
 
 def tensor_without_memory(
-    kind: type[Any], size: Sequence[int], *, dtype: torch.dtype, requires_grad: bool = False
+    kind: type[Any],
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool = False,
 ) -> Any:
     """Make a tensor of a wrapper subclass, of which C++ can reach no memory.
 
@@ -340,6 +346,8 @@ def tensor_without_memory(
     storage on the meta device, as fake tensors have, and torch raises there. Its
     `__torch_dispatch__` is asked for the device, with `torch.ops.prim.device.default`.
     """
+    del device
+    _let_fake_modes_ask()
     found = torch.Tensor._make_wrapper_subclass(
         kind,
         tuple(size),
@@ -350,6 +358,24 @@ def tensor_without_memory(
     )
     torch._C._set_throw_on_mutable_data_ptr(found)
     return found
+
+
+@functools.cache
+def _let_fake_modes_ask() -> None:
+    """Have fake modes, which answer for fake tensors alone, hand on the question for the device."""
+    from torch._subclasses import fake_tensor
+
+    op = torch.ops.prim.device.default
+    handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
+    usual = handlers[op]
+
+    def device_of(args: Sequence[Any]) -> Any:
+        tensor = args[0]
+        if isinstance(tensor, fake_tensor.FakeTensor):
+            return usual(args)
+        return tensor.__torch_dispatch__(op, (type(tensor),), args)
+
+    handlers[op] = device_of
 
 
 def can_be_swapped(tensor: torch.Tensor) -> bool:

@@ -117,9 +117,10 @@ class CodedWeight(Tensor):
         requires_grad: bool = False,
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> CodedWeight:
-        del parts, codec, room
-        found = compat.tensor_without_memory(
-            cls, shape, dtype=torch.bfloat16, requires_grad=requires_grad
+        del codec, room
+        made = compat.tensor_without_memory if type(parts[0]) is Tensor else _made_by_a_compiler
+        found = made(
+            cls, shape, dtype=torch.bfloat16, device=parts[0].device, requires_grad=requires_grad
         )
         return cast("CodedWeight", found)
 
@@ -388,6 +389,11 @@ class CodedWeight(Tensor):
         plain = [each.decode() if isinstance(each, CodedWeight) else each for each in leaves]
         args, kwargs = tree_unflatten(plain, spec)
         return func(*args, **kwargs)
+
+
+def _made_by_a_compiler(kind: type[CodedWeight], *args: Any, **settings: Any) -> Tensor:  # noqa: ANN401
+    """Make a weight of fake parts, of which a compiler's modes are asked for the device."""
+    return torch.Tensor._make_wrapper_subclass(kind, *args, **settings)
 
 
 def _rebuild(
