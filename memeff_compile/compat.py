@@ -331,35 +331,6 @@ def unseen_by_saved_tensor_hooks() -> Iterator[None]:
         yield
 
 
-def tensor_without_memory(
-    kind: type[Any],
-    size: Sequence[int],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    requires_grad: bool = False,
-) -> Any:
-    """Make a tensor of a wrapper subclass, of which C++ can reach no memory.
-
-    An ordinary wrapper has the keys of its device and a null pointer, which everything reads that
-    passes the dispatcher by: `.data =` on another tensor, DLPack, storages. This one has its
-    storage on the meta device, as fake tensors have, and torch raises there. Its
-    `__torch_dispatch__` is asked for the device, with `torch.ops.prim.device.default`.
-    """
-    del device
-    _let_fake_modes_ask()
-    found = torch.Tensor._make_wrapper_subclass(
-        kind,
-        tuple(size),
-        dtype=dtype,
-        device=torch.device("meta"),
-        dispatch_device=True,
-        requires_grad=requires_grad,
-    )
-    torch._C._set_throw_on_mutable_data_ptr(found)
-    return found
-
-
 @functools.cache
 def _let_fake_modes_ask() -> None:
     """Have fake modes, which answer for fake tensors alone, hand on the question for the device."""
@@ -402,6 +373,82 @@ def is_dtensor(value: Any) -> bool:
 def fake_mode_of(value: Any) -> Any:
     """Return the fake mode ``value`` belongs to, or None."""
     return getattr(value, "fake_mode", None)
+
+
+def make_without_memory(
+    cls: type[torch.Tensor],
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
+    storage_offset: int | None = None,
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """Make a wrapper subclass that nothing takes for a tensor with memory.
+
+    A wrapper has its device's dispatch keys and a null pointer, so that whatever reaches memory
+    without Python crashes: raw pointers, storages, a plain tensor whose `.data` it became. This
+    one has keys and storage of the meta device, and only says that it is on `device`.
+
+    The class answers what it says and refuses (`ABOUT_MEMORY`) from its `__torch_dispatch__`, and
+    has a property `device` and a method `refuse_memory`, which raises.
+    """
+    made = torch.Tensor._make_wrapper_subclass(
+        cls,
+        tuple(size),
+        strides=None if strides is None else tuple(strides),
+        storage_offset=storage_offset,
+        dtype=dtype,
+        device=torch.device("meta"),
+        dispatch_device=True,
+        requires_grad=requires_grad,
+        _extra_dispatch_keys=_autocast_keys(device.type),
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    _refuse_assigned_data()
+    _let_fake_modes_ask()
+    return made
+
+
+@functools.cache
+def _autocast_keys(kind: str) -> Any:
+    if kind == "meta":
+        return None
+    name = f"Autocast{torch._C._dispatch_key_for_device(kind)}"
+    return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name))
+
+
+def _device_of(tensor: torch.Tensor) -> torch.device:
+    return tensor.device
+
+
+def _shares_metadata(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Answer what an assignment to `.data` asks: both have to be of one class."""
+    for each in (tensor, other):
+        refuse = getattr(each, "refuse_memory", None)
+        if refuse is not None and type(tensor) is not type(other):
+            refuse()
+    op = torch.ops.aten._has_compatible_shallow_copy_type.default
+    return bool(op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.Meta), tensor, other))
+
+
+ABOUT_MEMORY: dict[Any, Callable[..., Any]] = {
+    torch.ops.prim.device.default: _device_of,
+    torch.ops.aten._has_compatible_shallow_copy_type.default: _shares_metadata,
+}
+"""What tensors made by `make_without_memory` are asked below autograd, and the answers."""
+
+
+@functools.cache
+def _refuse_assigned_data() -> torch.library.Library:
+    """Have assignments to `.data` ask `_shares_metadata` where one of the tensors has meta's keys.
+
+    PyTorch asks an operation that is never dispatched to Python.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_has_compatible_shallow_copy_type", _shares_metadata, "AutogradMeta")
+    return library
 
 
 def add_buffer(gm: GraphModule, name: str, tensor: torch.Tensor) -> None:

@@ -635,38 +635,62 @@ def test_private_names_of_torch_stand_in_compat_only() -> None:
     assert found <= allowed, found - allowed
 
 
-class _NoMemory(Tensor):
+class _Memoryless(Tensor):
     """Twos, which stand nowhere."""
+
+    device = torch.device("cpu")  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:
-            return torch.device("cpu")
-        return func(*(torch.full(a.shape, 2.0) if isinstance(a, cls) else a for a in args))
+        if func in compat.ABOUT_MEMORY:
+            return compat.ABOUT_MEMORY[func](*args)
+        args = [torch.full(x.shape, 2.0) if isinstance(x, _Memoryless) else x for x in args]
+        return func(*args, **(kwargs or {}))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def refuse_memory(self) -> None:
+        raise TypeError("it has no memory")
 
-@probes("tensor_without_memory", "can_be_swapped")
-def test_a_wrapper_without_memory_raises_where_it_is_reached() -> None:
-    made = compat.tensor_without_memory(_NoMemory, (2, 3), dtype=torch.float32)
-    assert (made.device.type, made.is_meta) == ("cpu", False)
-    assert made.sum() == 12
-    assert compat.can_be_swapped(made)
-    kept = weakref.ref(made)
-    assert not compat.can_be_swapped(made)
-    assert kept() is made
-    plain = torch.zeros(2, 3)
-    for reach in (
-        made.data_ptr,
-        lambda: setattr(plain, "data", made),
-        lambda: torch.utils.dlpack.to_dlpack(made),
-        lambda: made.untyped_storage().tolist(),
-    ):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            reach()
+
+@probes("make_without_memory")
+def test_a_tensor_without_memory_gives_none_away() -> None:
+    tensor = compat.make_without_memory(
+        _Memoryless, (2, 3), dtype=torch.float32, device=torch.device("cpu")
+    )
+    assert torch.equal(tensor + 1, torch.full((2, 3), 3.0))
+    other = torch.ones(2, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.matmul(tensor, tensor.t()).dtype == torch.bfloat16
+    for _ in range(2):
+        with pytest.raises(TypeError, match="no memory"):
+            other.data = tensor
+        with pytest.raises(TypeError, match="no memory"), torch.inference_mode():
+            tensor.data = other
+    with pytest.raises(NotImplementedError):
+        tensor.untyped_storage().tolist()
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(tensor)
+    assert torch.equal(other, torch.ones(2, 3))
+    meta = torch.ones(2, device="meta")
+    meta.data = torch.ones(3, device="meta")
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        meta.data = other
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert tensor.is_cpu
+
+
+@probes("can_be_swapped")
+def test_a_tensor_with_a_weak_reference_is_not_swapped() -> None:
+    tensor = torch.ones(2)
+    assert compat.can_be_swapped(tensor)
+    kept = weakref.ref(tensor)
+    assert not compat.can_be_swapped(tensor)
+    assert kept() is tensor
 
 
 @probes("is_forward_mode_active")

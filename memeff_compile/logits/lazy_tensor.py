@@ -3,20 +3,26 @@
 
 A wrapper subclass has a shape, a dtype, a device and a place in the autograd graph, and no memory.
 Everything that reaches memory without passing through the dispatcher would therefore see nothing,
-or crash: pickling, numpy, raw pointers, storages, shared memory. `LazyTensor` sends each of these
-to a plain tensor: `_values` for what only reads, `_memory` for what may write as well.
+or fail: pickling, numpy, raw pointers, storages, shared memory. `LazyTensor` sends each of these
+to a plain tensor: `_values` for what only reads, `_memory` for what may write as well. What cannot
+be sent there is refused (`compat.make_without_memory`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from memeff_compile import compat
+from memeff_compile.errors import UnsupportedInputError
+
 if TYPE_CHECKING:
+    from typing import Self
+
     import numpy
 
 __all__ = ["MEMORY_METHODS", "LazyTensor", "untraced"]
@@ -29,6 +35,7 @@ MEMORY_METHODS = (
     "__dlpack_device__",
     "__reduce_ex__",
     "__repr__",
+    "apply_",
     "_typed_storage",
     "data_ptr",
     "is_pinned",
@@ -52,8 +59,42 @@ def untraced(function: _Function) -> _Function:
 _ABSTRACT = "a subclass of LazyTensor has to say where its values come from"
 
 
+_NO_DATA = (
+    "a {} was assigned to the .data of another tensor, or another one to its .data; it is computed "
+    "when it is read and has no memory to hand over. Copy the values, tensor.copy_(logits), or "
+    'compile with options={{"memeff.logits": "eager"}}.'
+)
+
+
 class LazyTensor(torch.Tensor):
     """A tensor with values on demand; subclasses say where they come from."""
+
+    _device: torch.device
+
+    @classmethod
+    def _make(
+        cls,
+        size: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        strides: Sequence[int] | None = None,
+        offset: int | None = None,
+    ) -> Self:
+        made = compat.make_without_memory(
+            cls, size, dtype=dtype, device=device, strides=strides, storage_offset=offset
+        )
+        assert isinstance(made, cls)
+        made._device = device
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where the values are, or will be."""
+        return self._device
+
+    def refuse_memory(self) -> NoReturn:
+        """Raise for a `.data` of a plain tensor, which would be this one's memory."""
+        raise UnsupportedInputError(_NO_DATA.format(type(self).__name__))
 
     def _values(self) -> Tensor:
         """Return the values as a plain tensor without autograd, to be read and not written."""
@@ -102,7 +143,9 @@ class LazyTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = self._stand_in(shared=False).__deepcopy__(memo)
+            plain = self._stand_in(shared=False)
+            memo.setdefault(id(memo), []).append(plain)  # the copies are noted by address
+            memo[id(self)] = plain.__deepcopy__(memo)
         copied: Tensor = memo[id(self)]
         return copied
 
@@ -111,6 +154,10 @@ class LazyTensor(torch.Tensor):
 
     def tolist(self) -> list[Any]:
         return self._values().tolist()
+
+    def apply_(self, function: Callable[[Any], Any]) -> LazyTensor:
+        self._stand_in().apply_(function)
+        return self
 
     def data_ptr(self) -> int:
         return self._memory().data_ptr()

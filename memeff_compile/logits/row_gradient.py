@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from memeff_compile import compat
 from memeff_compile.logits.fused_rows import FusedRows
 from memeff_compile.logits.lazy_tensor import LazyTensor, untraced
 
@@ -96,9 +97,7 @@ class RowGradient(LazyTensor):
     def __new__(
         cls: type[RowGradient], shape: Sequence[int], pieces: tuple[Piece, ...], like: Tensor
     ) -> RowGradient:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=like.dtype, device=like.device
-        )
+        self = cls._make(shape, like.dtype, like.device)
         self.pieces, self._dense, self._moved = pieces, None, None
         return self
 
@@ -173,6 +172,8 @@ class RowGradient(LazyTensor):
 
 @untraced
 def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if func in compat.ABOUT_MEMORY:
+        return compat.ABOUT_MEMORY[func](*args)
     rule = _RULES.get(func)
     if rule is not None:
         result = _apply_rule(rule, args, kwargs)
@@ -314,12 +315,12 @@ def _index_add(
 
 
 def indexed_dims(indices: Sequence[Tensor | None]) -> int:
-    """Number of leading dimensions that a list of advanced indices covers."""
-    covered = 0
-    for place, index in enumerate(indices):
-        if index is not None:
-            masks = index.dtype in (torch.bool, torch.uint8)
-            covered = max(covered, place + (index.dim() if masks else 1))
+    """Number of leading dimensions up to the last one that advanced indices cover."""
+    place = covered = 0
+    for index in indices:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        place += index.dim() if is_mask and index is not None else 1
+        covered = covered if index is None else place
     return covered
 
 

@@ -261,7 +261,8 @@ class _Memory:
         self._refuse_lost_writes(view, is_own=False)
         if self.value is None:
             value = None if self.origin is None else self.origin()
-            self.value = self.source.compute(self.recipe, self.rows) if value is None else value
+            value = self.source.compute(self.recipe, self.rows) if value is None else value
+            self.value = value.contiguous()
         view._own = None
         # Never the memory itself for its size: transposed square logits have that size, too.
         return self.value.as_strided(view._size, view._stride, view._offset)
@@ -333,7 +334,8 @@ class _Memory:
         """Raise if a loan was written to that `view` cannot see."""
         if not self.loans:
             return
-        if _version(view) == self.loan_version:
+        counting = view if view._taken_from is None else view._taken_from
+        if _version(counting) == self.loan_version:
             self.loans = [storage for storage in self.loans if not storage.expired()]
         elif not is_own or self.lender() is not view:
             raise MemeffError(_LOST_WRITE)
@@ -361,7 +363,7 @@ class DeferredLogits(LazyTensor):
     _size: tuple[int, ...]
     _stride: tuple[int, ...]
     _offset: int
-    _counts_writes: bool  # false for `.data`, whose version counter is its own
+    _taken_from: DeferredLogits | None  # of `.data`, whose version counter is its own
     _order: tuple[int, ...] | None  # of dimensions, where the vocabulary has left the last place
     _is_reordered: bool  # the rows are not in the order of the memory
     _row_hook: Any
@@ -375,17 +377,10 @@ class DeferredLogits(LazyTensor):
         stride: tuple[int, ...],
         offset: int,
     ) -> DeferredLogits:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            size,
-            strides=stride,
-            storage_offset=offset,
-            dtype=memory.recipe.dtype,
-            device=rows.device,
-        )
+        self = cls._make(size, memory.recipe.dtype, rows.device, stride, offset)
         self._shared, self._rows, self._own, self._row_hook = memory, rows, None, None
         self._size, self._stride, self._offset = size, stride, offset
-        self._counts_writes, self._order, self._is_reordered = True, None, False
+        self._taken_from, self._order, self._is_reordered = None, None, False
         return self
 
     @property
@@ -449,7 +444,7 @@ def _row_count(view: DeferredLogits) -> int:
 def _version(view: DeferredLogits) -> int | None:
     """Number of writes to `view` and its aliases, where PyTorch keeps count."""
     with torch._C.DisableTorchFunctionSubclass():
-        return view._version if view._counts_writes and not view.is_inference() else None
+        return None if view._taken_from is not None or view.is_inference() else view._version
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -466,6 +461,8 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 @untraced
 def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one ATen operation: lazily where a rule says how, else on the computed values."""
+    if func in compat.ABOUT_MEMORY:
+        return compat.ABOUT_MEMORY[func](*args)
     rule = _LAZY.get(func)
     if rule is not None and isinstance(args[0], DeferredLogits) and _takes(rule, func, args[0]):
         result = rule(func, args[0], args[1:], kwargs)
@@ -541,14 +538,13 @@ _Rule = Callable[[Any, DeferredLogits, Sequence[Any], Mapping[str, Any]], Any]
 
 def _derive(view: DeferredLogits, geometry: Tensor, rows: Tensor) -> DeferredLogits:
     """A view of `view` that has the given rows."""
-    derived = DeferredLogits(
-        view._shared,
-        rows,
-        tuple(geometry.shape),
-        geometry.stride(),
-        int(geometry.storage_offset()),
-    )
-    derived._counts_writes, derived._is_reordered = view._counts_writes, view._is_reordered
+    size, offset = tuple(geometry.shape), int(geometry.storage_offset())
+    # A view in inference mode of a tensor from outside belongs outside, as in eager PyTorch.
+    is_inference = view.is_inference()
+    changes = is_inference != torch.is_inference_mode_enabled()
+    with torch.inference_mode(is_inference) if changes else nullcontext():
+        derived = DeferredLogits(view._shared, rows, size, geometry.stride(), offset)
+    derived._taken_from, derived._is_reordered = view._taken_from, view._is_reordered
     return derived
 
 
@@ -859,7 +855,8 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 def _data(func: Any, view: DeferredLogits) -> Tensor:
     data: Tensor = func(view)
     if isinstance(data, DeferredLogits):
-        data._counts_writes = False
+        is_data = view._taken_from is not None
+        data._taken_from = view._taken_from if is_data else cast("DeferredLogits", view.detach())
     return data
 
 

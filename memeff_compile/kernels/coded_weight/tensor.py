@@ -13,7 +13,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ class CodedWeight(Tensor):
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> CodedWeight:
         del codec, room
-        made = compat.tensor_without_memory if type(parts[0]) is Tensor else _made_by_a_compiler
+        made = compat.make_without_memory if type(parts[0]) is Tensor else _made_by_a_compiler
         found = made(
             cls, shape, dtype=torch.bfloat16, device=parts[0].device, requires_grad=requires_grad
         )
@@ -127,8 +127,8 @@ class CodedWeight(Tensor):
     def __init__(
         self,
         parts: Sequence[Tensor],
-        codec: str,
-        shape: Sequence[int],
+        codec: str = "",
+        shape: Sequence[int] = (),
         requires_grad: bool = False,
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> None:
@@ -142,6 +142,8 @@ class CodedWeight(Tensor):
             room: spare room that lists get when they have to be made anew.
         """
         del shape, requires_grad
+        if isinstance(parts, CodedWeight):
+            return  # torch.Tensor(weight), which has made an alias of it
         for name, part in zip(parse(codec).parts, parts, strict=True):
             setattr(self, name, part)
         self.codec = codec
@@ -159,6 +161,18 @@ class CodedWeight(Tensor):
     def coded_bytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
+
+    def refuse_memory(self) -> NoReturn:
+        """Raise where the `.data` of another tensor would become this weight's memory."""
+        raise CodedWeightError(
+            f"a compressed weight of {tuple(self.shape)} was assigned to the .data of another "
+            "tensor, and its dense values are nowhere in memory. Assign weight.decode(), which "
+            "returns them as a plain tensor, or call memeff_compile.decompress_(model)."
+        )
+
+    def _typed_storage(self) -> NoReturn:
+        """Raise: torch's own reductions for other processes would send a tensor without values."""
+        _no_address(None, self)
 
     def settle(self) -> None:
         """Wait for what `store_soon` left open, if anything."""
@@ -340,7 +354,8 @@ class CodedWeight(Tensor):
         del tensor_contents
         return (
             f"CodedWeight(shape={tuple(self.shape)}, codec={self.codec!r}, "
-            f"device={str(self.device)!r}, requires_grad={self.requires_grad})"
+            f"device={str(self.device)!r}, requires_grad={self.requires_grad}; "
+            "values are decoded when they are read)"
         )
 
     @classmethod
@@ -378,6 +393,8 @@ class CodedWeight(Tensor):
         del types
         if func is _DEVICE:
             return cast("CodedWeight", args[0]).place
+        if func in compat.ABOUT_MEMORY:
+            return compat.ABOUT_MEMORY[func](*args)
         kwargs = dict(kwargs or {})
         serve = _SERVED.get(func)
         if serve is not None and _is_on_weight(func, args):
@@ -458,7 +475,7 @@ def _is_shared(func: object, weight: CodedWeight) -> bool:
     return all(part.is_shared() for part in weight.parts)
 
 
-def _no_address(func: object, weight: CodedWeight, *args: object) -> int:
+def _no_address(func: object, weight: CodedWeight, *args: object) -> NoReturn:
     del func, args
     raise CodedWeightError(
         f"the address of a compressed weight of {tuple(weight.shape)} was asked for, and its dense "
@@ -567,6 +584,12 @@ def _to_copy(func: object, weight: CodedWeight, **kwargs: Any) -> object:  # noq
     return weight.like([part.to(copy=True, **place) for part in weight.parts])
 
 
+def _is_set_to(func: object, weight: CodedWeight, other: Tensor) -> bool:
+    del func
+    both = isinstance(other, CodedWeight) and weight.shape == other.shape
+    return both and weight.parts[0] is cast("CodedWeight", other).parts[0]
+
+
 def _copy_(func: object, weight: CodedWeight, value: Tensor, *args: object) -> CodedWeight:
     del func, args
     weight.store(value)
@@ -627,6 +650,7 @@ _SERVED: dict[Any, Callable[..., Any]] = {
     _aten.clone.default: _clone,
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy_,
+    _aten.is_set_to.default: _is_set_to,
     _aten.lerp_.Scalar: _lerp,
     _aten._foreach_lerp_.Scalar: _lerp,
     _aten._foreach_lerp_.List: _lerp,
