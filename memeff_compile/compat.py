@@ -762,11 +762,6 @@ def is_sole_owner(held: list[torch.Tensor]) -> bool:
     return not torch.compiler.is_compiling() and references(held) == SOLE_OWNER
 
 
-def memory_holders(tensor: torch.Tensor) -> int:
-    """Return how many tensors hold the memory of this one: itself, views, what autograd saved."""
-    return references([tensor])[0] - SOLE_OWNER[0] + 1
-
-
 def revive_hooks(tensor: torch.Tensor) -> None:
     """Have the hooks of a tensor run whose insides were swapped: they are named and do not run.
 

@@ -550,18 +550,6 @@ def test_autograd_beside_the_callers_is_seen_by_nobody() -> None:
 # --- distributed ------------------------------------------------------------------------------------------
 
 
-@probes("memory_holders")
-def test_holders_of_memory_are_counted() -> None:
-    weight = nn.Parameter(torch.ones(2, 3))
-    assert compat.memory_holders(weight) == 1
-    view = weight[0]
-    assert compat.memory_holders(weight) == 2
-    array = weight.detach().numpy()
-    assert compat.memory_holders(weight) == 3
-    del view, array
-    assert compat.memory_holders(weight) == 1
-
-
 @probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward", "is_sharded_by_fsdp")
 def test_plain_tensors_belong_to_no_group() -> None:
     weight = nn.Parameter(torch.ones(2))
