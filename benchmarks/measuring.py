@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import rows, timing
-from benchmarks.methods import IGNORED, Loss
-from benchmarks.registry import Inputs, Method
+from benchmarks.methods import IGNORED, Loss, Method
+from benchmarks.registry import Inputs
 
 MIB = 2**20
 

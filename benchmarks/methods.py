@@ -10,6 +10,8 @@ import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -215,3 +217,100 @@ def liger_cute() -> Loss:
         return (found[0] if isinstance(found, tuple) else found).mean()
 
     return loss
+
+
+# ------------------------------------------------------------------ by name
+
+
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to compute the loss and its gradients.
+
+    Attributes:
+        name: what rows and figures call it.
+        build: returns the loss, or raises `Unavailable` with the reason.
+        budget: largest relative gradient error (Frobenius) with which it may be timed; None for
+            a filter that promises nothing about it.
+        loss_budget: the same for the loss.
+    """
+
+    name: str
+    build: Callable[[], Loss]
+    budget: float | None
+    loss_budget: float
+
+    def why_not(self) -> str | None:
+        """Say why the method cannot run here, or return None if it can."""
+        try:
+            self.build()
+        except (Unavailable, ImportError) as problem:
+            return str(problem) or type(problem).__name__
+        return None
+
+
+ROUNDED = (3e-2, 1e-2)
+"""Budgets of methods that round their logits to 16 bits before `exp`."""
+
+EXACT_LOSS = 1e-4
+
+_FILTERS: dict[str, float | None] = {"exact": 4e-3, "mass": 2e-2, "block": None}
+
+_FIXED = {
+    name: Method(name, build, *ROUNDED)
+    for name, build in (
+        ("eager", lambda: eager),
+        ("inductor", inductor),
+        ("apple", partial(apple, "auto")),
+        ("apple no filter", partial(apple, None)),
+        ("liger", liger),
+        ("liger cute", liger_cute),
+    )
+}
+
+NAMES = (*_FIXED, *(f"memeff {name}" for name in _FILTERS))
+
+PARTS = ("both", "hidden", "weight")
+
+
+def method(spec: str) -> Method:
+    """Return the method that a string names.
+
+    Args:
+        spec: a name of `NAMES`; "memeff" methods take further words: parts=both|hidden|weight,
+            level=<number>, sort=0|1, workspace=<bytes, or 64MiB>.
+
+    Example: method("memeff block sort=1").name == "memeff block sort=1".
+    """
+    if spec in _FIXED:
+        return _FIXED[spec]
+    words = spec.split()
+    if words[:1] != ["memeff"] or len(words) < 2 or words[1] not in _FILTERS:
+        raise ValueError(f"method is {spec!r}; the methods are {', '.join(NAMES)}")
+    knobs = {"gradient_filter": words[1], **dict(_knob(word) for word in words[2:])}
+    return Method(spec, partial(memeff, **knobs), _FILTERS[words[1]], EXACT_LOSS)
+
+
+def _knob(word: str) -> tuple[str, Any]:
+    name, _, value = word.partition("=")
+    if name == "parts" and value in PARTS:
+        return "filter_parts", value
+    if name == "level":
+        return "filter_level", float(value)
+    if name == "sort" and value in ("0", "1"):
+        return "sort_vocabulary", value == "1"
+    if name == "workspace":
+        return "workspace", _bytes(value)
+    raise ValueError(
+        f"knob is {word!r}; the knobs are parts={'|'.join(PARTS)}, level=<number>, sort=0|1 and "
+        "workspace=<bytes, or a size such as 64MiB>"
+    )
+
+
+def _bytes(text: str) -> int:
+    if text == "auto":
+        return 0
+    unit = next((u for u in UNITS if text.endswith(u)), "")
+    return int(float(text.removesuffix(unit)) * UNITS.get(unit, 1))

@@ -22,9 +22,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import ROOT, ablation_figures
+from benchmarks import ROOT
 from benchmarks.models import convergence
-from benchmarks.rows import read
+from benchmarks.rows import latest, read
 
 COLOURS = {
     "eager": "#9a9a9a",
@@ -34,6 +34,12 @@ COLOURS = {
     "memeff mass": "#f2a541",
     "memeff block": "#8c510a",
     "memeff": "#e4572e",
+}
+KEPT_COLOURS = {0: "#8c510a", 1: "#f2a541", 3: "#e4572e", 7: "#2da44e"}
+MODEL_COLOURS = {
+    "language model": "#4c78a8",
+    "vision transformer": "#2da44e",
+    "diffusion transformer": "#e4572e",
 }
 Row = dict[str, Any]
 
@@ -326,8 +332,8 @@ TERNARY_PANELS = {
 def exponents(rows: list[Row]) -> Any:
     """Draw how often each exponent occurs, before and after training."""
     figure, axis = pyplot.subplots(figsize=(5, 3.6))
-    latest = {row["when"]: row for row in rows}
-    for (when, row), shade in zip(latest.items(), ("#9a9a9a", "#e4572e"), strict=False):
+    by_when = {row["when"]: row for row in rows}
+    for (when, row), shade in zip(by_when.items(), ("#9a9a9a", "#e4572e"), strict=False):
         share = [count / row["weights"] for count in row["exponents"]]
         seen = [place for place, count in enumerate(row["exponents"]) if count]
         axis.step(
@@ -340,7 +346,7 @@ def exponents(rows: list[Row]) -> Any:
     axis.set_yscale("log")
     axis.legend(fontsize=7, frameon=False)
     tidy(axis, "exponent", "share of weights")
-    found = latest["trained"]["entropy"]
+    found = by_when["trained"]["entropy"]
     entropies = (
         f"entropy of sign {found['sign']:.2f} of 1, mantissa {found['mantissa']:.2f} of 7 bits"
     )
@@ -367,6 +373,81 @@ def coded_weight_throughput(rows: list[Row]) -> Any:
     return figure
 
 
+def weights_ablation(rows: list[Row]) -> Any:
+    """Draw perplexity and time of a forward against the bits of a weight (NeuZip's Figure 3)."""
+    found = [row for row in rows if row["part"] == "perplexity"]
+    if not found:
+        return None
+    found = latest(found, "method", "codec", "mantissa", "block")
+    timed = [row for row in rows if row["part"] == "times"]
+    timed = latest(timed, "method", "codec", "mantissa", "block")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.8))
+    for kept, shade in KEPT_COLOURS.items():
+        mine = [r for r in found if r.get("mantissa") == kept and r["codec"] == "tier"]
+        mine.sort(key=lambda row: row["bits"])
+        label = f"tier, {kept} mantissa bits" + (" (lossless)" if kept == 7 else "")
+        across = [row["bits"] for row in mine]
+        left.plot(across, [row["perplexity"] for row in mine], "o-", color=shade, label=label)
+        for row in [row for row in timed if row.get("mantissa") == kept]:
+            right.plot(row["bits"], row["ms"]["median"], "o", color=shade)
+            right.annotate(row["codec"], (row["bits"], row["ms"]["median"]), **_BESIDE)
+    for row in found:
+        if row.get("emulated") or row["method"] == "dense":
+            left.plot(row["bits"], row["perplexity"], "x", color="black")
+            left.annotate(row["method"], (row["bits"], row["perplexity"]), **_BESIDE)
+    for row in timed:
+        if row["method"] == "dense":
+            right.plot(row["bits"], row["ms"]["median"], "x", color="black")
+            right.annotate("dense", (row["bits"], row["ms"]["median"]), **_BESIDE)
+    tidy(left, "bits per weight of the linears", "perplexity")
+    tidy(right, "bits per weight of the linears", "ms of a forward, eager")
+    right.set_ylim(bottom=0)
+    left.legend(frameon=False, fontsize=7)
+    title = f"Language model of {found[0]['parameters'] / 1e6:.0f} M parameters"
+    figure.suptitle(f"{title}; x: plain emulations and dense\n{caption(found)}", fontsize=8)
+    return figure
+
+
+_BESIDE: dict[str, Any] = {"textcoords": "offset points", "xytext": (3, 3), "fontsize": 6}
+
+
+def attention_ablation(rows: list[Row]) -> Any:
+    """Draw 4-bit scores by layer and step, and what adaptive choices recover."""
+    scored = latest([row for row in rows if row["table"] == "scores"], "model")
+    if not scored:
+        return None
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6))
+    for row in scored:
+        _scores(axes[0], row)
+        if row["calls"] > 1:
+            shown = axes[1].imshow(row["four"]["mean"], aspect="auto", origin="lower")
+            figure.colorbar(shown, ax=axes[1], label="score of 4b")
+            axes[1].set_title(row["model"], fontsize=8)
+    axes[1].set_xlabel("step of sampling")
+    axes[1].set_ylabel("layer")
+    tidy(axes[0], "layer", "score of 4b, mean and deviation")
+    axes[0].legend(frameon=False, fontsize=7)
+    chosen = [row for row in rows if "recovered" in row]
+    for row in latest(chosen, "model", "variant"):
+        marker = "x" if "and step" in row["variant"] else "o"
+        shade = MODEL_COLOURS.get(row["model"], "black")
+        axes[2].plot(100 * row["share_of_4b"], 100 * row["recovered"], marker, color=shade)
+    axes[2].axhline(80, color="black", linewidth=0.6, linestyle="--")
+    axes[2].set_ylim(-20, 120)
+    tidy(axes[2], "% of attentions in 4 bits", "% of the harm recovered")
+    axes[2].set_title("o by layer, x by layer and step", fontsize=8)
+    figure.suptitle(caption(rows), fontsize=8)
+    return figure
+
+
+def _scores(axis: Any, row: Row) -> None:
+    means = [sum(steps) / len(steps) for steps in row["four"]["mean"]]
+    spreads = [max(steps) for steps in row["four"]["deviation"]]
+    shade = MODEL_COLOURS.get(row["model"], "black")
+    places = range(len(means))
+    axis.errorbar(places, means, spreads, fmt="o-", markersize=3, color=shade, label=row["model"])
+
+
 _POINTS = {"textcoords": "offset points", "fontsize": 7}
 
 PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
@@ -377,8 +458,8 @@ PAINTERS: dict[str, tuple[Callable[[list[Row]], Any], str]] = {
     "scaling.jsonl": (scaling, "scaling"),
     "convergence.jsonl": (curves, "convergence"),
     "probabilities.jsonl": (probabilities, "probabilities"),
-    "weights-ablation.jsonl": (ablation_figures.weights, "weights-ablation"),
-    "attention-ablation.jsonl": (ablation_figures.attention, "attention-ablation"),
+    "weights-ablation.jsonl": (weights_ablation, "weights-ablation"),
+    "attention-ablation.jsonl": (attention_ablation, "attention-ablation"),
     "ternary-qat.jsonl": (ternary_training, "ternary-qat"),
     "coded-weight-exponents.jsonl": (exponents, "coded-weight-exponents"),
     "coded-weight-throughput.jsonl": (coded_weight_throughput, "coded-weight-throughput"),

@@ -1,13 +1,14 @@
-"""What there is to measure: shapes, data and methods of `linear + cross entropy`, each with a name.
+"""What there is to measure: the shapes of every op and how its inputs are drawn.
 
-Shapes are N tokens, D hidden size, V vocabulary. A shape can also be spelled out, as in
-8192x2304x256000, and a method can carry knobs, as in "memeff mass parts=hidden level=0.001".
+`OPS` has an op for each folder of the package's kernels. Shapes of `h200` are those that tables
+show, those of `tiny` what the tests run.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import methods
-from benchmarks.methods import IGNORED, Loss, Unavailable
+from benchmarks.methods import IGNORED
 
-SHAPES = {
+# --- linear + cross entropy -----------------------------------------------------------------------
+
+LOSS_SHAPES = {  # N tokens, D hidden size, V vocabulary
     "gemma2": (8192, 2304, 256000),
     "llama3": (8192, 4096, 128256),
     "llama1b": (16384, 2048, 128256),
     "tiny": (128, 32, 512),
 }
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def sizes(shape: str) -> tuple[int, int, int]:
@@ -32,19 +33,16 @@ def sizes(shape: str) -> tuple[int, int, int]:
 
     Example: sizes("128x32x512") == (128, 32, 512).
     """
-    if shape in SHAPES:
-        return SHAPES[shape]
+    if shape in LOSS_SHAPES:
+        return LOSS_SHAPES[shape]
     try:
         n, d, v = map(int, shape.split("x"))
     except ValueError:
-        known = ", ".join(SHAPES)
+        known = ", ".join(LOSS_SHAPES)
         raise ValueError(
             f"shape is {shape!r}; it takes NxDxV, such as 8192x2304x256000, or one of {known}"
         ) from None
     return n, d, v
-
-
-# ------------------------------------------------------------------ data
 
 
 @dataclass(frozen=True)
@@ -125,91 +123,408 @@ def inputs(
     return Inputs(hidden.requires_grad_(), weight.requires_grad_(), target)
 
 
-# ------------------------------------------------------------------ methods
+# --- attention ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Method:
-    """A way to compute the loss and its gradients.
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention: sizes, and what its mask says.
 
     Attributes:
-        name: what rows and figures call it.
-        build: returns the loss, or raises `Unavailable` with the reason.
-        budget: largest relative gradient error (Frobenius) with which it may be timed; None for
-            a filter that promises nothing about it.
-        loss_budget: the same for the loss.
+        sizes: B, H, G, M (= N), D.
+        window: keys that a query sees, itself included, or None.
+        softcap: 0 for none.
+        padding: half of the sequences start with so large a share of padding.
+        documents: sequences are packed from so many.
     """
 
     name: str
-    build: Callable[[], Loss]
-    budget: float | None
-    loss_budget: float
+    sizes: tuple[int, int, int, int, int]
+    window: int | None = None
+    softcap: float = 0.0
+    padding: float = 0.0
+    documents: int = 0
 
-    def why_not(self) -> str | None:
-        """Say why the method cannot run here, or return None if it can."""
-        try:
-            self.build()
-        except (Unavailable, ImportError) as problem:
-            return str(problem) or type(problem).__name__
-        return None
+    def is_causal_alone(self) -> bool:
+        """Say whether PyTorch can express the mask without a dense one."""
+        return not (self.window or self.softcap or self.padding or self.documents)
 
 
-ROUNDED = (3e-2, 1e-2)
-"""Budgets of methods that round their logits to 16 bits before `exp`."""
-EXACT_LOSS = 1e-4
-_FILTERS: dict[str, float | None] = {"exact": 4e-3, "mass": 2e-2, "block": None}
-
-_FIXED = {
-    name: Method(name, build, *ROUNDED)
-    for name, build in (
-        ("eager", lambda: methods.eager),
-        ("inductor", methods.inductor),
-        ("apple", partial(methods.apple, "auto")),
-        ("apple no filter", partial(methods.apple, None)),
-        ("liger", methods.liger),
-        ("liger cute", methods.liger_cute),
-    )
+ATTENTION_CASES = {
+    "h200": [
+        Case("causal-d128-4k", (4, 32, 8, 4096, 128)),
+        Case("causal-d128-16k", (1, 32, 8, 16384, 128)),
+        Case("causal-d64-2k", (8, 32, 8, 2048, 64)),
+        Case("gemma2-d256-2k", (4, 8, 4, 2048, 256), softcap=50.0),
+        Case("window-d128-16k", (1, 32, 8, 16384, 128), window=4096),
+        Case("padding-d128-2k", (8, 32, 8, 2048, 128), padding=0.5),
+        Case("packed-d128-8k", (1, 32, 8, 8192, 128), documents=8),
+    ],
+    "tiny": [
+        Case("causal", (1, 4, 2, 64, 16)),
+        Case("gemma2", (1, 4, 2, 64, 16), softcap=50.0),
+        Case("padding", (2, 4, 2, 64, 16), padding=0.5),
+        Case("packed", (1, 4, 2, 64, 16), documents=4, window=9),
+    ],
 }
-NAMES = (*_FIXED, *(f"memeff {name}" for name in _FILTERS))
-PARTS = ("both", "hidden", "weight")
 
 
-def method(spec: str) -> Method:
-    """Return the method that a string names.
+@dataclasses.dataclass
+class AttentionData:
+    """Leaves, the gradient of the output, and the mask in each method's words."""
 
-    Args:
-        spec: a name of `NAMES`; "memeff" methods take further words: parts=both|hidden|weight,
-            level=<number>, sort=0|1, workspace=<bytes, or 64MiB>.
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    key_mask: Tensor | None
+    ids: Tensor | None
+    dense: Tensor | None = None
+    block_mask: Any = None
 
-    Example: method("memeff block sort=1").name == "memeff block sort=1".
-    """
-    if spec in _FIXED:
-        return _FIXED[spec]
-    words = spec.split()
-    if words[:1] != ["memeff"] or len(words) < 2 or words[1] not in _FILTERS:
-        raise ValueError(f"method is {spec!r}; the methods are {', '.join(NAMES)}")
-    knobs = {"gradient_filter": words[1], **dict(_knob(word) for word in words[2:])}
-    return Method(spec, partial(methods.memeff, **knobs), _FILTERS[words[1]], EXACT_LOSS)
+    def seen(self, batch: int, first: int, stop: int) -> Tensor:
+        """Return bool (stop - first, N): what some queries of a sequence see."""
+        length = self.case.sizes[3]
+        query = torch.arange(first, stop, device=self.q.device)[:, None]
+        key = torch.arange(length, device=self.q.device)[None]
+        found = key <= query
+        if self.case.window:
+            found = found & (query - key < self.case.window)
+        if self.key_mask is not None:
+            found = found & self.key_mask[batch][None]
+        if self.ids is not None:
+            found = found & (self.ids[0, first:stop, None] == self.ids[0, None])
+        return found
+
+    def pairs(self) -> int:
+        """Return the pairs of a query and a key that count, over all sequences."""
+        batch, _, _, length, _ = self.case.sizes
+        steps = range(0, length, 2048)
+        found = [self.seen(b, i, min(i + 2048, length)).sum() for b in range(batch) for i in steps]
+        return int(torch.stack(found).sum())
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keyword arguments of ours."""
+        window = self.case.window
+        behind = None if window is None else window - 1
+        return {"ahead": 0, "behind": behind, "softcap": self.case.softcap}
 
 
-def _knob(word: str) -> tuple[str, Any]:
-    name, _, value = word.partition("=")
-    if name == "parts" and value in PARTS:
-        return "filter_parts", value
-    if name == "level":
-        return "filter_level", float(value)
-    if name == "sort" and value in ("0", "1"):
-        return "sort_vocabulary", value == "1"
-    if name == "workspace":
-        return "workspace", _bytes(value)
-    raise ValueError(
-        f"knob is {word!r}; the knobs are parts={'|'.join(PARTS)}, level=<number>, sort=0|1 and "
-        "workspace=<bytes, or a size such as 64MiB>"
+def attention_inputs(case: Case, device: str) -> AttentionData:
+    """Return random data for a case."""
+    batch, heads, groups, length, depth = case.sizes
+    like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    # As models have them: heads beside the depth.
+    q, k, v, grad = (
+        torch.randn(batch, length, n, depth, **like).transpose(1, 2)
+        for n in (heads, groups, groups, heads)
     )
+    key_mask = ids = None
+    places = torch.arange(length, device=device)
+    if case.padding:
+        starts = torch.tensor([int(case.padding * length) * (b % 2) for b in range(batch)])
+        key_mask = places[None] >= starts[:, None].to(device)
+    if case.documents:
+        ids = (places // (length // case.documents))[None].int()
+    for leaf in (q, k, v):
+        leaf.requires_grad_()
+    return AttentionData(case, q, k, v, grad, key_mask, ids)
 
 
-def _bytes(text: str) -> int:
-    if text == "auto":
-        return 0
-    unit = next((u for u in UNITS if text.endswith(u)), "")
-    return int(float(text.removesuffix(unit)) * UNITS.get(unit, 1))
+def attention_rows(
+    device: str, heads: int, groups: int, length: int, depth: int, kind: str = "iid", seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v in bf16; of kind `bias` with means of 3, 4 and 1 deviations."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=generator)
+
+    found = [normal(1, count, length, depth) for count in (heads, groups, groups)]
+    if kind == "bias":
+        for place, size in enumerate((3.0, 4.0, 1.0)):
+            found[place] = found[place] + size * normal(1, found[place].shape[1], 1, depth)
+    q, k, v = (each.bfloat16() for each in found)
+    return q, k, v
+
+
+# --- caches ---------------------------------------------------------------------------------------
+
+CACHES = {
+    "h200": [(16, 4096), (16, 32768), (1, 32768), (1, 4096)],
+    "cpu": [(1, 256), (1, 1024), (1, 4096), (4, 2048)],
+    "tiny": [(2, 64), (1, 96)],
+}
+
+CACHE_HEADS = {"h200": (32, 8, 128), "cpu": (8, 2, 64), "tiny": (4, 2, 16)}
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheData:
+    """Queries, and caches of which the first `filled` keys count."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    filled: int
+    last: Tensor
+
+
+def cache_inputs(batch: int, filled: int, length: int, options: Any) -> CacheData:
+    """Return random data; `options` has heads, dtype and device."""
+    heads, kv_heads, depth = options.heads
+    device = options.device
+    like: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": device}
+    q = torch.randn(batch, heads, 1, depth, **like)
+    k, v = (torch.empty(batch, kv_heads, length, depth, **like).normal_() for _ in range(2))
+    return CacheData(q, k, v, filled, torch.full((1, 1), filled - 1, device=device))
+
+
+CODED_CACHES = {
+    "h200": [
+        (4, 16, 32768),
+        (4, 16, 4096),
+        (4, 64, 32768),
+        (4, 1, 32768),
+        (4, 1, 131072),
+        (2, 16, 32768),
+        (3, 16, 32768),
+        (8, 16, 32768),
+    ],
+    "tiny": [(4, 2, 300), (3, 1, 300)],
+}
+
+CODED_HEADS = {"h200": (32, 8, 128), "tiny": (4, 2, 16)}
+
+
+def layout_of(bits: int, options: Any) -> Any:
+    """Return what the caches are made of."""
+    from memeff_compile.kernels.coded_kv_cache import Layout
+
+    return Layout(options.heads[2], bits, options.scheme)
+
+
+def coded_cache(layout: Any, batch: int, tokens: int, options: Any) -> list[Tensor]:
+    """Return a full cache with random codes, and scales as keys and values have them."""
+    from memeff_compile.kernels.coded_kv_cache import CODED, LENGTH
+
+    pool: list[Tensor] = []
+    device, dtype = options.device, getattr(torch, options.dtype)
+    for name, shape in layout.shapes(batch, options.heads[1], tokens).items():
+        kind = name.split("_")[-1]
+        if kind == "codes":
+            drawn = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+        elif kind == "scales":
+            drawn = torch.rand(shape, device=device, dtype=dtype).mul_(0.2).add_(0.1)
+            drawn *= 16.0 / 2**layout.bits
+            if layout.scheme == "kivi":  # the zeros
+                drawn[..., 1] *= -(2.0 ** (layout.bits - 1))
+        elif kind in ("window", "kept"):
+            drawn = torch.randn(shape, device=device, dtype=dtype)
+        elif kind == "places":
+            drawn = torch.arange(layout.kept, dtype=torch.int32, device=device)
+            drawn = drawn.expand(shape).contiguous()
+        else:
+            drawn = torch.zeros(shape, dtype=torch.int64, device=device)
+        pool.append(drawn)
+    pool[-1][LENGTH] = tokens
+    pool[-1][CODED] = layout.groups(tokens) * layout.group
+    return pool
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+WEIGHTS = {"h200": [(14336, 4096), (28672, 8192)], "tiny": [(128, 256)]}
+
+WEIGHT_TOKENS = {"h200": (1, 16, 64, 256, 4096), "tiny": (1, 5)}
+
+
+def weight_of(kind: str, shape: tuple[int, ...], device: str) -> Tensor:
+    """Return a random bf16 weight."""
+    weight = torch.randn(shape, device=device)
+    if kind == "normal":
+        return weight.mul_(0.02).to(torch.bfloat16)
+    weight /= torch.rand(shape, device=device).mul_(0.9).add_(0.1).sqrt_()
+    weight *= 0.012 * torch.exp(0.4 * torch.randn(shape[0], 1, device=device))
+    weight *= torch.exp(0.3 * torch.randn(1, shape[1], device=device))
+    return weight.to(torch.bfloat16)
+
+
+def hostile_weight(rows: int, columns: int, device: str) -> Tensor:
+    """Draw a normal weight with everything strange in it."""
+    weight = (torch.randn(rows, columns, device=device) * 0.02).to(torch.bfloat16)
+    flat = weight.view(-1)
+    odd = [float("nan"), float("inf"), -float("inf"), 3.38e38, 0.0, -0.0, 1e-40, -1e-39, 300.0]
+    places = torch.randperm(flat.numel(), device=device)[: 5 * len(odd)]
+    flat[places] = torch.tensor(odd * 5, device=device).to(torch.bfloat16)[: places.numel()]
+    flat.view(torch.int16)[0] = 0x7FA5
+    return weight
+
+
+TERNARY = {
+    "h200": [(4096, 14336), (14336, 4096), (8192, 28672), (2560, 6912)],
+    "tiny": [(64, 96)],
+}
+
+TERNARY_TOKENS = {"h200": [1, 4, 16, 64, 256, 4096], "tiny": [1, 8]}
+
+
+def draw_packed(columns: int, rows: int, device: str) -> Tensor:
+    """Return random packed weights."""
+    from memeff_compile.kernels.ternary_linear import reference
+
+    codes = torch.randint(-1, 2, (rows, columns), device=device, dtype=torch.int8)
+    return reference.pack_codes(codes)
+
+
+# --- every op -------------------------------------------------------------------------------------
+
+TIED = {"h200": [(8192, 2304, 256000)], "tiny": [(16, 8, 64)]}
+"""Tokens, width and vocabulary of an embedding: Gemma-2-2B's."""
+GATED = {"h200": [(8192, 14336, 4096)], "tiny": [(16, 24, 8)]}
+"""Tokens, intermediate and hidden size of a gated MLP: Llama-3-8B's."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of the package.
+
+    Attributes:
+        shapes: by size, "h200" and "tiny"; what a shape is differs from op to op.
+        draw: shape and device -> what `call` takes.
+        call: the op itself; its result carries a gradient where the op has one.
+    """
+
+    shapes: Mapping[str, Sequence[Any]]
+    draw: Callable[[Any, str], Any]
+    call: Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class _Options:
+    heads: tuple[int, int, int]
+    device: str
+    dtype: str = "bfloat16"
+    scheme: str = "kivi"
+
+
+def _heads_of(device: str) -> _Options:
+    return _Options(CACHE_HEADS["h200" if device == "cuda" else "tiny"], device)
+
+
+def _loss(data: Inputs) -> Tensor:
+    from benchmarks.methods import memeff
+
+    return memeff(gradient_filter="exact")(data.hidden, data.weight, data.target)
+
+
+def _attention(data: AttentionData) -> Tensor:
+    from memeff_compile.kernels.attention import attention
+
+    ids = (data.key_mask, data.ids, data.ids)
+    return attention(data.q, data.k, data.v, *ids, **data.settings())[0]
+
+
+def _quantized(rows: tuple[Tensor, ...]) -> Tensor:
+    from memeff_compile.kernels.quantized_attention import quantized_attention
+
+    return quantized_attention(*rows, ahead=0, level="8b", with_lse=False)[0]
+
+
+def _cached(data: CacheData) -> Tensor:
+    from memeff_compile.kernels.kv_cache import kv_cache_attention
+
+    return kv_cache_attention(data.q, data.k, data.v, data.last)
+
+
+def _coded_cache(shape: tuple[int, int, int], device: str) -> tuple[Tensor, list[Tensor], int]:
+    bits, batch, tokens = shape
+    options = _heads_of(device)
+    pool = coded_cache(layout_of(bits, options), batch, tokens, options)
+    heads, _, depth = options.heads
+    q = torch.randn(batch, heads, 1, depth, device=device, dtype=torch.bfloat16)
+    return q, pool, bits
+
+
+def _over_codes(data: tuple[Tensor, list[Tensor], int]) -> Tensor:
+    from memeff_compile.kernels.coded_kv_cache import coded_kv_cache_attention
+
+    q, pool, bits = data
+    return coded_kv_cache_attention(q, *pool, None, None, bits, None, None)
+
+
+def _coded_weight(shape: tuple[int, int], device: str) -> tuple[Tensor, Tensor]:
+    from memeff_compile.kernels.coded_weight import CodedWeight, encode
+
+    x = torch.randn(1, shape[1], device=device, dtype=torch.bfloat16)
+    parts = encode(weight_of("trained", shape, device), "win4")
+    return x, CodedWeight(parts, "win4", shape)
+
+
+def _coded_linear(data: tuple[Tensor, Tensor]) -> Tensor:
+    from memeff_compile.kernels.coded_weight import coded_weight_linear
+
+    return coded_weight_linear(*data, None)
+
+
+def _ternary(shape: tuple[int, int], device: str) -> tuple[Tensor, Tensor, Tensor]:
+    columns, rows = shape
+    x = torch.randn(1, columns, device=device, dtype=torch.bfloat16)
+    return x, draw_packed(columns, rows, device), torch.full((), 40.0, device=device)
+
+
+def _ternary_linear(data: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    from memeff_compile.kernels.ternary_linear import ternary_linear
+
+    x, packed, scale = data
+    return ternary_linear(x, [packed], [scale], [None], x.dtype)[0]
+
+
+def _table(shape: tuple[int, int, int], device: str) -> tuple[Tensor, Tensor]:
+    tokens, width, vocabulary = shape
+    table = torch.randn(vocabulary, width, device=device, dtype=torch.bfloat16)
+    return table.requires_grad_(), torch.randint(0, vocabulary, (tokens,), device=device)
+
+
+def _embedding(data: tuple[Tensor, Tensor]) -> Tensor:
+    from memeff_compile.kernels.embedding import embedding
+
+    return embedding(*data, -1)
+
+
+def _gate(shape: tuple[int, int, int], device: str) -> tuple[Tensor, ...]:
+    tokens, inner, width = shape
+    like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    gate, up = (torch.randn(tokens, inner, **like) for _ in range(2))
+    return gate, up, torch.randn(width, inner, **like)
+
+
+def _gated(data: tuple[Tensor, ...]) -> Tensor:
+    from memeff_compile.kernels.gated_linear import gated_linear
+
+    return gated_linear(*data, None, "silu")
+
+
+OPS = {
+    "attention": Op(ATTENTION_CASES, attention_inputs, _attention),
+    "coded_kv_cache": Op(CODED_CACHES, _coded_cache, _over_codes),
+    "coded_weight": Op(WEIGHTS, _coded_weight, _coded_linear),
+    "embedding": Op(TIED, _table, _embedding),
+    "gated_linear": Op(GATED, _gate, _gated),
+    "kv_cache": Op(
+        CACHES, lambda shape, device: cache_inputs(*shape, shape[1], _heads_of(device)), _cached
+    ),
+    "linear_cross_entropy": Op(
+        {"h200": ["gemma2", "llama3", "llama1b"], "tiny": ["tiny"]},
+        lambda shape, device: inputs(shape, "peaked", device, torch.bfloat16),
+        _loss,
+    ),
+    "quantized_attention": Op(
+        {"h200": [(32, 8, 4096, 128)], "tiny": [(4, 2, 64, 16)]},
+        lambda shape, device: attention_rows(device, *shape),
+        _quantized,
+    ),
+    "ternary_linear": Op(TERNARY, _ternary, _ternary_linear),
+}
+"""Folder of `memeff_compile/kernels` -> the op."""

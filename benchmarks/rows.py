@@ -10,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,14 @@ def append(path: Path, row: dict[str, Any]) -> None:
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of one file."""
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def latest(rows: Iterable[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """Return the last row for each combination of values, in the order of first appearance."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        found[tuple(row.get(key) for key in keys)] = row
+    return list(found.values())
 
 
 def percentiles(samples: list[float], digits: int = 3) -> dict[str, float]:

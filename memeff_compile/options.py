@@ -488,7 +488,7 @@ class Options:
         "sequences, windows and softcaps are told to a kernel of ours where it is fast. The others "
         "are lossy and serve where no gradient is needed: `8b` multiplies int8 and E4M3, `8b+f16` "
         "keeps weights and values in fp16, `4b` has scores of 4-bit codes, for studies "
-        "(docs/quantize-attention.md).",
+        "(docs/passes/quantize-attention.md).",
         check=_check_attention,
     )
     attention_length: int | None = _option(
@@ -558,7 +558,7 @@ class Options:
         values="`off`, `on`, `raise`",
         meaning="Whether the first call of each rewritten graph also runs the original one and "
         "compares values and gradients. After a mismatch `on` warns and goes on with the original "
-        "graph; `raise` raises a `VerifyError` (docs/verify.md).",
+        "graph; `raise` raises a `VerifyError` (docs/use/verify.md).",
         check=_check_verify,
     )
     verify_tolerance: float = _option(

@@ -198,7 +198,7 @@ def test_target_that_is_no_class_is_named() -> None:
 
 
 def test_example_of_the_page_runs() -> None:
-    page = Path(__file__).resolve().parents[1] / "docs" / "fuse-linear-cross-entropy.md"
+    page = Path(__file__).resolve().parents[1] / "docs" / "passes" / "fuse-linear-cross-entropy.md"
     (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
     names: dict[str, Any] = {}
     exec(example, names)

@@ -1,7 +1,7 @@
 """The front pages: their snippets run and print what the page says, links resolve, tables are whole.
 
-A ``text`` block behind a ``python`` block of README.md or docs/first-steps.md is what that snippet
-prints, up to times and what other releases count differently. Where a page and the program differ, EXPECTTEST_ACCEPT=1 rewrites the page, as it
+A ``text`` block behind a ``python`` block of README.md or docs/use/first-steps.md is what that
+snippet prints, up to times and what other releases count differently. Where a page and the program differ, EXPECTTEST_ACCEPT=1 rewrites the page, as it
 does for the goldens of assert_expected_inline, so ``make golden`` renews both.
 """
 
@@ -19,15 +19,16 @@ from tests.support.fresh_python import FreshPython
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-FIRST_STEPS = ROOT / "docs" / "first-steps.md"
+FIRST_STEPS = ROOT / "docs" / "use" / "first-steps.md"
 PASS_PAGES = sorted(
-    page for page in (ROOT / "docs").glob("*.md") if "\n## What is declined\n" in page.read_text()
+    page for page in (ROOT / "docs").rglob("*.md") if "\n## What is declined\n" in page.read_text()
 )
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 LINES = re.MULTILINE | re.DOTALL
 SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", LINES)
 FENCED = re.compile(r"^```.*?^```$", LINES)
+PAGE = re.compile(r"\bdocs/[\w/-]+\.md\b")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MARK = "--- end of snippet"
 
@@ -127,6 +128,26 @@ def test_raw_data_behind_numbers_is_there(page: Path) -> None:
     named = re.findall(r"benchmarks/results/[\w./-]+\.jsonl", page.read_text())
     missing = sorted({name for name in named if not (ROOT / name).is_file()})
     assert not missing, "a number without its raw rows does not enter the docs"
+
+
+def test_pages_that_code_names_are_there() -> None:
+    rooms = ("memeff_compile", "benchmarks", "tests", "examples")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    named = {(page, path) for path in files for page in PAGE.findall(path.read_text())}
+    assert len({page for page, _ in named}) > 3
+    assert not [(page, str(path)) for page, path in named if not (ROOT / page).is_file()]
+
+
+def test_the_index_names_every_page_and_where_old_ones_went() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if "docs" in page.parts}
+    linked = set(LINK.findall(index))
+    assert pages - {"index.md"} <= linked
+    moved = dict(re.findall(r"^\| `([\w-]+\.md)` \| \[[^]]+\]\(([^)]+)\)", index, re.MULTILINE))
+    assert len(moved) > 20
+    for old, new in moved.items():
+        assert old == Path(new).name, (old, new)
+        assert not (ROOT / "docs" / old).exists()
 
 
 def constants(node: ast.AST) -> set[str]:

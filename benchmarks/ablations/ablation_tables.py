@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.rows import read
+from benchmarks.rows import latest, read
 
 Row = dict[str, Any]
 MODELS = ("language model", "vision transformer", "diffusion transformer")
@@ -31,14 +31,6 @@ LAYERS = {
     "4, 5": "weights and values in",
     "6": "values",
 }
-
-
-def latest(rows: Iterable[Row], *keys: str) -> list[Row]:
-    """Return the last row for each combination of values, in the order of first appearance."""
-    found: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        found[tuple(row.get(key) for key in keys)] = row
-    return list(found.values())
 
 
 def lines(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:

@@ -228,7 +228,7 @@ def zeros(model: Any, ids: Tensor, device: str) -> dict[str, float]:
         def look(module: nn.Module, inputs: tuple[Tensor]) -> None:
             x = inputs[0].flatten(0, -2)
             if isinstance(module, TernaryLinear):
-                note(name, reference.quantize(x, Quantizer(module.kind))[0])
+                note(name, reference.codes_and_scale(x, Quantizer(module.kind))[0])
             elif isinstance(module, ReferenceLinear):
                 note(name, QUANTIZERS[module.kind](x.float()))
             else:

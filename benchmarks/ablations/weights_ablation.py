@@ -33,9 +33,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
-from benchmarks import GENERATED, RESULTS, rows, timing
+from benchmarks import GENERATED, RESULTS, registry, rows, timing
 from benchmarks.ablations import attention_subjects
-from benchmarks.ops import coded_weights
 from memeff_compile.kernels.coded_weight import CodedWeight, encode
 from memeff_compile.model.weights.compress import SKIPPED
 
@@ -248,8 +247,8 @@ def errors(subject: Any, side: int) -> Iterator[dict[str, Any]]:
     device = subject.tokens.device.type
     torch.manual_seed(0)
     given: dict[str, Callable[[], list[Tensor]]] = {
-        "normal": lambda: [coded_weights.draw("normal", (side, side), device)],
-        "trained-like": lambda: [coded_weights.draw("trained", (side, side), device)],
+        "normal": lambda: [registry.weight_of("normal", (side, side), device)],
+        "trained-like": lambda: [registry.weight_of("trained", (side, side), device)],
         "the model": lambda: [one.weight.detach() for _, _, one in linears(subject.model)],
     }
     for kind, make in given.items():

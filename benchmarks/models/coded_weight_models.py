@@ -43,9 +43,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
-from benchmarks import rows, timing
+from benchmarks import registry, rows, timing
 from benchmarks.models import training
-from benchmarks.ops.coded_weights import build, draw
+from benchmarks.ops.coded_weights import build
 from memeff_compile.kernels.coded_weight import CODECS, Room, coded_weight_decode, encode
 from memeff_compile.kernels.coded_weight import encode_into as encode_again
 
@@ -318,7 +318,7 @@ def pairs(
 def throughput(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Time both directions on square matrices; wall time of a call with the wait for its end."""
     for side in SIDES[options.size]:
-        weight = draw("trained", (side, side), options.device)
+        weight = registry.weight_of("trained", (side, side), options.device)
         calls = 20 if options.device == "cuda" else 1
         for way, both in pairs(weight, options.device).items():
             row: dict[str, Any] = {"way": way, "side": side, "mib": 2 * side * side / 2**20}

@@ -37,7 +37,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import rows, timing
+from benchmarks import registry, rows, timing
+from benchmarks.registry import AttentionData, Case
 from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.attention import attention, shapes, tiles
 
@@ -48,122 +49,16 @@ LOOKED_AT = 256
 """Queries, first and last, whose output is compared."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One attention: sizes, and what its mask says.
-
-    Attributes:
-        sizes: B, H, G, M (= N), D.
-        window: keys that a query sees, itself included, or None.
-        softcap: 0 for none.
-        padding: half of the sequences start with so large a share of padding.
-        documents: sequences are packed from so many.
-    """
-
-    name: str
-    sizes: tuple[int, int, int, int, int]
-    window: int | None = None
-    softcap: float = 0.0
-    padding: float = 0.0
-    documents: int = 0
-
-    def is_causal_alone(self) -> bool:
-        """Say whether PyTorch can express the mask without a dense one."""
-        return not (self.window or self.softcap or self.padding or self.documents)
-
-
-CASES = {
-    "h200": [
-        Case("causal-d128-4k", (4, 32, 8, 4096, 128)),
-        Case("causal-d128-16k", (1, 32, 8, 16384, 128)),
-        Case("causal-d64-2k", (8, 32, 8, 2048, 64)),
-        Case("gemma2-d256-2k", (4, 8, 4, 2048, 256), softcap=50.0),
-        Case("window-d128-16k", (1, 32, 8, 16384, 128), window=4096),
-        Case("padding-d128-2k", (8, 32, 8, 2048, 128), padding=0.5),
-        Case("packed-d128-8k", (1, 32, 8, 8192, 128), documents=8),
-    ],
-    "tiny": [
-        Case("causal", (1, 4, 2, 64, 16)),
-        Case("gemma2", (1, 4, 2, 64, 16), softcap=50.0),
-        Case("padding", (2, 4, 2, 64, 16), padding=0.5),
-        Case("packed", (1, 4, 2, 64, 16), documents=4, window=9),
-    ],
-}
-
-
-@dataclasses.dataclass
-class Data:
-    """Leaves, the gradient of the output, and the mask in each method's words."""
-
-    case: Case
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad: Tensor
-    key_mask: Tensor | None
-    ids: Tensor | None
-    dense: Tensor | None = None
-    block_mask: Any = None
-
-    def seen(self, batch: int, first: int, stop: int) -> Tensor:
-        """Return bool (stop - first, N): what some queries of a sequence see."""
-        length = self.case.sizes[3]
-        query = torch.arange(first, stop, device=self.q.device)[:, None]
-        key = torch.arange(length, device=self.q.device)[None]
-        found = key <= query
-        if self.case.window:
-            found = found & (query - key < self.case.window)
-        if self.key_mask is not None:
-            found = found & self.key_mask[batch][None]
-        if self.ids is not None:
-            found = found & (self.ids[0, first:stop, None] == self.ids[0, None])
-        return found
-
-    def pairs(self) -> int:
-        """Return the pairs of a query and a key that count, over all sequences."""
-        batch, _, _, length, _ = self.case.sizes
-        steps = range(0, length, 2048)
-        found = [self.seen(b, i, min(i + 2048, length)).sum() for b in range(batch) for i in steps]
-        return int(torch.stack(found).sum())
-
-    def settings(self) -> dict[str, Any]:
-        """Return the keyword arguments of ours."""
-        window = self.case.window
-        behind = None if window is None else window - 1
-        return {"ahead": 0, "behind": behind, "softcap": self.case.softcap}
-
-
-def draw(case: Case, device: str) -> Data:
-    """Return random data for a case."""
-    batch, heads, groups, length, depth = case.sizes
-    like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    # As models have them: heads beside the depth.
-    q, k, v, grad = (
-        torch.randn(batch, length, n, depth, **like).transpose(1, 2)
-        for n in (heads, groups, groups, heads)
-    )
-    key_mask = ids = None
-    places = torch.arange(length, device=device)
-    if case.padding:
-        starts = torch.tensor([int(case.padding * length) * (b % 2) for b in range(batch)])
-        key_mask = places[None] >= starts[:, None].to(device)
-    if case.documents:
-        ids = (places // (length // case.documents))[None].int()
-    for leaf in (q, k, v):
-        leaf.requires_grad_()
-    return Data(case, q, k, v, grad, key_mask, ids)
-
-
 # --- methods --------------------------------------------------------------------------------------
 
 
-def ours(data: Data) -> Tensor:
+def ours(data: AttentionData) -> Tensor:
     """Attend with the op of the package."""
     out, _ = attention(data.q, data.k, data.v, data.key_mask, data.ids, data.ids, **data.settings())
     return out
 
 
-def sdpa(data: Data) -> Tensor:
+def sdpa(data: AttentionData) -> Tensor:
     """Attend with PyTorch's attention, grouped, with a dense mask where it needs one."""
     causal = data.dense is None
     return F.scaled_dot_product_attention(
@@ -171,7 +66,7 @@ def sdpa(data: Data) -> Tensor:
     )
 
 
-def chain(data: Data) -> Tensor:
+def chain(data: AttentionData) -> Tensor:
     """Attend as an eager model does under a softcap."""
     repeat = data.q.shape[1] // data.k.shape[1]
     k, v = (each.repeat_interleave(repeat, 1) for each in (data.k, data.v))
@@ -182,7 +77,7 @@ def chain(data: Data) -> Tensor:
     return score.softmax(-1, dtype=torch.float32).to(data.q.dtype) @ v
 
 
-def prepare_flex(data: Data) -> Callable[[Data], Tensor]:
+def prepare_flex(data: AttentionData) -> Callable[[AttentionData], Tensor]:
     """Return FlexAttention, compiled, for the mask and softcap of a case."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -208,7 +103,7 @@ def prepare_flex(data: Data) -> Callable[[Data], Tensor]:
     torch._dynamo.reset()  # beyond a few shapes Dynamo gives up and runs it unfused
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    def attend(given: Data) -> Tensor:
+    def attend(given: AttentionData) -> Tensor:
         score_mod = capped if case.softcap else None
         return compiled(
             given.q,
@@ -222,10 +117,12 @@ def prepare_flex(data: Data) -> Callable[[Data], Tensor]:
     return attend
 
 
-def methods(data: Data, options: argparse.Namespace) -> dict[str, Callable[[Data], Tensor]]:
+def methods(
+    data: AttentionData, options: argparse.Namespace
+) -> dict[str, Callable[[AttentionData], Tensor]]:
     """Return the methods of a case; what they need is made here."""
     case = data.case
-    found: dict[str, Callable[[Data], Tensor]] = {"ours": ours}
+    found: dict[str, Callable[[AttentionData], Tensor]] = {"ours": ours}
     if not case.is_causal_alone():
         batch = case.sizes[0] if data.key_mask is not None else 1
         length = case.sizes[3]
@@ -239,7 +136,7 @@ def methods(data: Data, options: argparse.Namespace) -> dict[str, Callable[[Data
 # --- correctness ----------------------------------------------------------------------------------
 
 
-def errors(method: Callable[[Data], Tensor], data: Data) -> dict[str, float]:
+def errors(method: Callable[[AttentionData], Tensor], data: AttentionData) -> dict[str, float]:
     """Return the largest differences from float64 over the largest values.
 
     The gradient flows from the first and last queries of the last head of the last sequence alone,
@@ -282,7 +179,7 @@ def errors(method: Callable[[Data], Tensor], data: Data) -> dict[str, float]:
 # --- time -----------------------------------------------------------------------------------------
 
 
-def forward_of(method: Callable[[Data], Tensor], data: Data) -> Callable[[], Any]:
+def forward_of(method: Callable[[AttentionData], Tensor], data: AttentionData) -> Callable[[], Any]:
     """Return the forward without gradients."""
 
     def call() -> None:
@@ -292,14 +189,14 @@ def forward_of(method: Callable[[Data], Tensor], data: Data) -> Callable[[], Any
     return call
 
 
-def both_of(method: Callable[[Data], Tensor], data: Data) -> Callable[[], Any]:
+def both_of(method: Callable[[AttentionData], Tensor], data: AttentionData) -> Callable[[], Any]:
     """Return forward and backward."""
     return lambda: torch.autograd.grad(method(data), (data.q, data.k, data.v), data.grad)
 
 
 def run_case(case: Case, options: argparse.Namespace) -> None:
     """Check, time and write one case."""
-    data = draw(case, options.device)
+    data = registry.attention_inputs(case, options.device)
     heads, depth = case.sizes[1], case.sizes[4]
     pairs = data.pairs() * heads * depth
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
@@ -356,7 +253,7 @@ GRIDS: dict[str, list[tuple[list[int], ...]]] = {  # rows, keys, warps, stages
 
 def sweep_case(case: Case, options: argparse.Namespace) -> None:
     """Print the five fastest tiles of each kernel, everything else as by default."""
-    data = draw(case, options.device)
+    data = registry.attention_inputs(case, options.device)
     q, k, v = (each.detach() for each in (data.q, data.k, data.v))
     settings = data.settings()
     scale, softcap = q.shape[3] ** -0.5, settings["softcap"]
@@ -402,7 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--size", choices=list(CASES), default="h200")
+    parser.add_argument("--size", choices=list(registry.ATTENTION_CASES), default="h200")
     parser.add_argument("--shape", action="append", help="a case by name; may be repeated")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--sweep", action="store_true", help="try tiles; nothing is written")
@@ -418,7 +315,7 @@ def main() -> None:
     torch.manual_seed(0)
     if torch.cuda.is_available():
         print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
-    for case in CASES[options.size]:
+    for case in registry.ATTENTION_CASES[options.size]:
         if options.shape and case.name not in options.shape:
             continue
         (sweep_case if options.sweep else run_case)(case, options)

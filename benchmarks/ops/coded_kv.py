@@ -55,7 +55,7 @@ from torch.nn.attention import SDPBackend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
-from benchmarks import rows, timing
+from benchmarks import registry, rows, timing
 from benchmarks.ops import kv_decode
 from memeff_compile.kernels.coded_kv_cache import (
     CODED,
@@ -70,19 +70,6 @@ from memeff_compile.kernels.coded_kv_cache import (
 )
 from memeff_compile.kernels.coded_kv_cache.shapes import Shapes, splits_for
 
-CASES = {
-    "h200": [
-        (4, 16, 32768),
-        (4, 16, 4096),
-        (4, 64, 32768),
-        (4, 1, 32768),
-        (4, 1, 131072),
-        (2, 16, 32768),
-        (3, 16, 32768),
-        (8, 16, 32768),
-    ],
-    "tiny": [(4, 2, 300), (3, 1, 300)],
-}
 SWEPT = [
     (2, 16, 32768),
     (4, 16, 32768),
@@ -93,40 +80,8 @@ SWEPT = [
     (8, 16, 32768),
 ]
 STEPS = {"h200": [(16, 32768)], "tiny": [(2, 300)]}
-HEADS = {"h200": (32, 8, 128), "tiny": (4, 2, 16)}
 ERROR_BUDGET = 1.5e-2
 """Largest difference from float64 over what the codes say, over the largest value."""
-
-
-def layout_of(bits: int, options: argparse.Namespace) -> Layout:
-    """Return what the caches are made of."""
-    return Layout(options.heads[2], bits, options.scheme)
-
-
-def fill(layout: Layout, batch: int, tokens: int, options: argparse.Namespace) -> list[Tensor]:
-    """Return a full cache with random codes, and scales as keys and values have them."""
-    pool: list[Tensor] = []
-    device, dtype = options.device, getattr(torch, options.dtype)
-    for name, shape in layout.shapes(batch, options.heads[1], tokens).items():
-        kind = name.split("_")[-1]
-        if kind == "codes":
-            drawn = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
-        elif kind == "scales":
-            drawn = torch.rand(shape, device=device, dtype=dtype).mul_(0.2).add_(0.1)
-            drawn *= 16.0 / 2**layout.bits
-            if layout.scheme == "kivi":  # the zeros
-                drawn[..., 1] *= -(2.0 ** (layout.bits - 1))
-        elif kind in ("window", "kept"):
-            drawn = torch.randn(shape, device=device, dtype=dtype)
-        elif kind == "places":
-            drawn = torch.arange(layout.kept, dtype=torch.int32, device=device)
-            drawn = drawn.expand(shape).contiguous()
-        else:
-            drawn = torch.zeros(shape, dtype=torch.int64, device=device)
-        pool.append(drawn)
-    pool[-1][LENGTH] = tokens
-    pool[-1][CODED] = layout.groups(tokens) * layout.group
-    return pool
 
 
 def codes_bytes(layout: Layout, batch: int, tokens: int, options: argparse.Namespace) -> int:
@@ -152,7 +107,7 @@ def error(found: Tensor, q: Tensor, pool: list[Tensor], bits: int, tokens: int) 
     some = [t if t.dim() == 1 else t[:2].contiguous() for t in pool]
     some = [t.float() if t.is_floating_point() else t for t in some]
     keys, values = coded_kv_cache_view(*some, None, None, bits, tokens)
-    data = kv_decode.Data(q[:2], keys, values, tokens, q)
+    data = registry.CacheData(q[:2], keys, values, tokens, q)
     return kv_decode.error(found[:2], data)
 
 
@@ -168,10 +123,10 @@ def attention(options: argparse.Namespace) -> None:
         found: dict[str, dict[str, Any]] = {}
         q = torch.randn(batch, heads, 1, depth, **like)
         for bits in (b for b, *shape in options.cases if tuple(shape) == (batch, tokens)):
-            layout = layout_of(bits, options)
+            layout = registry.layout_of(bits, options)
             size = codes_bytes(layout, batch, tokens, options)
             count = max(1, min(16, math.ceil(kv_decode.ROTATED_BYTES / size)))
-            pools = [fill(layout, batch, tokens, options) for _ in range(count)]
+            pools = [registry.coded_cache(layout, batch, tokens, options) for _ in range(count)]
             row = {"method": f"memeff, {bits} bits", "bits": bits, "bytes": size}
             row["error"] = error(attend(q, pools[0], bits), q, pools[0], bits, tokens)
             found[f"memeff, {bits} bits"] = row
@@ -183,7 +138,7 @@ def attention(options: argparse.Namespace) -> None:
             )
         size = kv_decode.cache_bytes(batch, tokens, options)
         held = [
-            kv_decode.draw(batch, tokens, tokens, options)
+            registry.cache_inputs(batch, tokens, tokens, options)
             for _ in range(kv_decode.copies_for(batch, tokens, options))
         ]
         for name, method in (
@@ -217,8 +172,11 @@ def append(options: argparse.Namespace) -> None:
     _, kv_heads, depth = options.heads
     like: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": options.device}
     for bits, batch, tokens in options.cases:
-        layout = layout_of(bits, options)
-        pools = [fill(layout, batch, tokens, options) for _ in range(4 if tokens < 65536 else 1)]
+        layout = registry.layout_of(bits, options)
+        pools = [
+            registry.coded_cache(layout, batch, tokens, options)
+            for _ in range(4 if tokens < 65536 else 1)
+        ]
         k, v = (torch.randn(batch, kv_heads, 1, depth, **like) for _ in range(2))
 
         def one(pool: list[Tensor], length: int) -> Tensor:
@@ -256,7 +214,7 @@ _BUILT: dict[str, Any] = {}
 
 
 def build(options: argparse.Namespace) -> Any:
-    """Return a causal language model with random weights, and heads as in `HEADS`; one for all."""
+    """Return a causal language model with random weights; one for all parts."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     if options.size in _BUILT:
@@ -550,7 +508,7 @@ def cache_size(bits: int, batch: int, tokens: int, options: argparse.Namespace) 
     heads, depth = options.heads[1:]
     if bits == 16:
         return 4 * batch * heads * tokens * depth
-    return bytes_after(layout_of(bits, options), batch, heads, tokens, 2)
+    return bytes_after(registry.layout_of(bits, options), batch, heads, tokens, 2)
 
 
 def steps_of(
@@ -609,7 +567,7 @@ def size(options: argparse.Namespace) -> None:
         if bits == 16:
             formula = float(4 * heads * depth)
         else:
-            layout = layout_of(bits, options)
+            layout = registry.layout_of(bits, options)
             parts = depth // layout.channel_group
             group = layout.group if layout.scheme == "kivi" else 0
             formula = float(bytes_per_token(heads, depth, bits, group=group, shares=parts))
@@ -628,7 +586,7 @@ def allocate(bits: int, batch: int, tokens: int, options: argparse.Namespace) ->
     like: dict[str, Any] = {"dtype": torch.bfloat16, "device": options.device}
     if bits == 16:
         return [torch.empty(batch, heads, tokens, depth, **like) for _ in range(2)]
-    shapes = layout_of(bits, options).shapes(batch, heads, tokens)
+    shapes = registry.layout_of(bits, options).shapes(batch, heads, tokens)
     return [
         torch.empty(shape, **(like | ({"dtype": torch.uint8} if name.endswith("codes") else {})))
         for name, shape in shapes.items()
@@ -643,7 +601,7 @@ WARPS, STAGES, AT_ONCE, PROGRAMS = (1, 2), (2, 3), (1, 2), (3, 4, 6, 8)
 
 def variants(bits: int, batch: int, tokens: int, options: argparse.Namespace) -> list[Any]:
     """Return every launch worth a try, each number of programs once."""
-    groups = layout_of(bits, options).groups(tokens)
+    groups = registry.layout_of(bits, options).groups(tokens)
     found = {}
     for warps, stages, at_once, programs in itertools.product(WARPS, STAGES, AT_ONCE, PROGRAMS):
         splits = splits_for(batch * options.heads[1], groups, 132 * programs)
@@ -656,7 +614,7 @@ def compile_one(job: tuple[int, int, Any, argparse.Namespace]) -> str:
     """Compile one variant in a process of its own; small sizes with the same divisibility do."""
     bits, tokens, plan, options = job
     try:
-        pool = fill(layout_of(bits, options), 1, tokens, options)
+        pool = registry.coded_cache(registry.layout_of(bits, options), 1, tokens, options)
         q = torch.randn(
             1, options.heads[0], 1, options.heads[2], dtype=torch.bfloat16, device="cuda"
         )
@@ -685,10 +643,10 @@ def sweep(options: argparse.Namespace) -> None:
         if time.perf_counter() - started > options.budget:
             print("left out, no time:", bits, batch, tokens)
             continue
-        layout = layout_of(bits, options)
+        layout = registry.layout_of(bits, options)
         size = codes_bytes(layout, batch, tokens, options)
         count = max(1, min(16, math.ceil(kv_decode.ROTATED_BYTES / size)))
-        pools = [fill(layout, batch, tokens, options) for _ in range(count)]
+        pools = [registry.coded_cache(layout, batch, tokens, options) for _ in range(count)]
         q = torch.randn(
             batch, options.heads[0], 1, options.heads[2], dtype=torch.bfloat16, device="cuda"
         )
@@ -736,7 +694,7 @@ def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=list(PARTS), nargs="+", default=["attention"])
-    parser.add_argument("--size", choices=list(CASES), default="h200")
+    parser.add_argument("--size", choices=list(registry.CODED_CACHES), default="h200")
     parser.add_argument("--scheme", choices=["kivi", "per_head"], default="kivi")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--workers", type=int, default=14)
@@ -747,14 +705,14 @@ def main() -> None:
     parser.add_argument("--reserve", type=float, default=2.5)
     parser.add_argument("--out", type=Path, default=Path("coded_kv.jsonl"))
     options = parser.parse_args()
-    options.heads = HEADS[options.size]
+    options.heads = registry.CODED_HEADS[options.size]
     options.device = "cuda" if options.size == "h200" else "cpu"
     options.steps = STEPS[options.size]
     if options.mode is None and options.size == "h200":
         options.mode = "reduce-overhead"
     options.dtype = "bfloat16" if options.size == "h200" else "float32"
     for part in options.part:
-        options.cases = SWEPT if part == "sweep" else CASES[options.size]
+        options.cases = SWEPT if part == "sweep" else registry.CODED_CACHES[options.size]
         torch.manual_seed(0)
         PARTS[part](options)
 

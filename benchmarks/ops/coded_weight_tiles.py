@@ -26,34 +26,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks import registry
 from benchmarks.timing import Repeated, waited
 from memeff_compile.kernels.coded_weight import codecs, reference, shapes
 from memeff_compile.kernels.coded_weight.layout import CODECS, parse
 
-SHAPES = [(14336, 4096), (28672, 8192)]
 ONE_TOKEN = [(28672, 4096), (6144, 4096), (4096, 14336), (4096, 4096), (1024, 4096)]
 """More shapes for one token: those of Llama-3-8B, also with equal inputs taken together."""
 DEVICE = "cuda"
-
-
-def trained_like(rows: int, columns: int) -> Tensor:
-    """Draw a weight with scales per row and column and heavier tails than a normal one."""
-    spread = torch.rand(rows, columns, device=DEVICE).mul_(0.9).add_(0.1).sqrt_()
-    weight = torch.randn(rows, columns, device=DEVICE) / spread * 0.012
-    weight *= torch.exp(0.4 * torch.randn(rows, 1, device=DEVICE))
-    weight *= torch.exp(0.3 * torch.randn(1, columns, device=DEVICE))
-    return weight.to(torch.bfloat16)
-
-
-def hostile(rows: int, columns: int) -> Tensor:
-    """Draw a normal weight with everything strange in it."""
-    weight = (torch.randn(rows, columns, device=DEVICE) * 0.02).to(torch.bfloat16)
-    flat = weight.view(-1)
-    odd = [float("nan"), float("inf"), -float("inf"), 3.38e38, 0.0, -0.0, 1e-40, -1e-39, 300.0]
-    places = torch.randperm(flat.numel(), device=DEVICE)[: 5 * len(odd)]
-    flat[places] = torch.tensor(odd * 5, device=DEVICE).to(torch.bfloat16)[: places.numel()]
-    flat.view(torch.int16)[0] = 0x7FA5
-    return weight
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -66,21 +46,21 @@ def check() -> None:
     torch.manual_seed(0)
     for shape in ((1024, 4096), (70, 512), (3, 7), (1, 1), (515, 1111)):
         for codec in CODECS:
-            form, weight = parse(codec), hostile(*shape)
+            form, weight = parse(codec), registry.hostile_weight(*shape, DEVICE)
             parts, plain = codecs.encode(weight, form), reference.encode(weight, form)
             same = [
                 a.shape == b.shape and torch.equal(a, b) for a, b in zip(parts, plain, strict=True)
             ]
             exact = torch.equal(bits(codecs.decode(parts, form, shape)), bits(weight))
             roomy = codecs.encode(weight, form, codecs.Room(0.1, 64))
-            other = hostile(*shape)
+            other = registry.hostile_weight(*shape, DEVICE)
             fitted = codecs.encode_into(roomy, other, form)
             again = torch.equal(bits(codecs.decode(roomy, form, shape)), bits(other))
             if not (all(same) and exact and fitted and again):
                 print("WRONG", shape, codec, same, exact, fitted, again)
     for codec, kept, block in itertools.product(CODECS, (0, 1, 3), (32, 512)):
         form = parse(f"{codec}:k{kept}:b{block}")
-        weight = trained_like(70, 512)
+        weight = registry.weight_of("trained", (70, 512), DEVICE)
         parts = reference.encode(weight, form)
         a, b = codecs.decode(parts, form, weight.shape), reference.decode(parts, form, weight.shape)
         if not torch.equal(bits(a), bits(b)):
@@ -88,7 +68,7 @@ def check() -> None:
     for rows, columns, tokens in itertools.product(
         (33, 512, 4096), (256, 4096, 14336), (1, 2, 16, 17, 64, 200)
     ):
-        weight = trained_like(rows, columns)
+        weight = registry.weight_of("trained", (rows, columns), DEVICE)
         weight.view(-1)[:: rows * 7] = 300.0
         parts = codecs.encode(weight, parse("win4"))
         x = torch.randn(tokens, columns, device=DEVICE, dtype=torch.bfloat16)
@@ -284,7 +264,7 @@ def one_token_times() -> None:
     """Time the tiles of one token on more shapes, and how much one launch for several saves."""
     for shape in ONE_TOKEN:
         copies = max(2, (320 << 20) // (2 * shape[0] * shape[1]))
-        weights = [trained_like(*shape) for _ in range(copies)]
+        weights = [registry.weight_of("trained", shape, DEVICE) for _ in range(copies)]
         coded = [codecs.encode(weight, parse("win4")) for weight in weights]
         product_times(coded, weights, 1)
 
@@ -305,8 +285,8 @@ def main() -> None:
     if options.only == "compile":
         return
     torch.manual_seed(0)
-    for number, shape in enumerate(SHAPES):
-        weights = [trained_like(*shape) for _ in range(3 - number)]
+    for number, shape in enumerate(registry.WEIGHTS["h200"]):
+        weights = [registry.weight_of("trained", shape, DEVICE) for _ in range(3 - number)]
         for codec in ("win4", "tier", "rans"):
             coded = [codecs.encode(weight, parse(codec)) for weight in weights]
             size = sum(part.nbytes for part in coded[0]) * 8 / weights[0].numel()

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
-from benchmarks import rows, timing
+from benchmarks import registry, rows, timing
 from memeff_compile.kernels.coded_weight import (
     CODECS,
     CodedWeight,
@@ -49,8 +49,6 @@ from memeff_compile.kernels.coded_weight import (
     encode_into,
 )
 
-SHAPES = {"h200": [(14336, 4096), (28672, 8192)], "tiny": [(128, 256)]}
-TOKENS = {"h200": (1, 16, 64, 256, 4096), "tiny": (1, 5)}
 BATCHES = {"h200": [(1, 1024), (8, 1024)], "tiny": [(1, 8)]}
 MODELS: dict[str, dict[str, Any]] = {
     "h200": {
@@ -74,17 +72,6 @@ ROTATED_BYTES = 256 << 20
 GIB = 2**30
 
 
-def draw(kind: str, shape: tuple[int, ...], device: str) -> Tensor:
-    """Return a random bf16 weight."""
-    weight = torch.randn(shape, device=device)
-    if kind == "normal":
-        return weight.mul_(0.02).to(torch.bfloat16)
-    weight /= torch.rand(shape, device=device).mul_(0.9).add_(0.1).sqrt_()
-    weight *= 0.012 * torch.exp(0.4 * torch.randn(shape[0], 1, device=device))
-    weight *= torch.exp(0.3 * torch.randn(1, shape[1], device=device))
-    return weight.to(torch.bfloat16)
-
-
 def timed(groups: dict[str, list[Callable[[], object]]], device: str) -> dict[str, Any]:
     """Time lists of calls, microseconds per call; graphs take turns."""
     runs = {name: timing.Repeated(calls, least=1) for name, calls in groups.items()}
@@ -99,16 +86,16 @@ def timed(groups: dict[str, list[Callable[[], object]]], device: str) -> dict[st
 def kernels(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure each codec on each shape."""
     device = options.device
-    for shape in SHAPES[options.size]:
+    for shape in registry.WEIGHTS[options.size]:
         for kind in ("trained", "normal"):
-            weight = draw(kind, shape, device)
+            weight = registry.weight_of(kind, shape, device)
             for codec in CODECS:
                 size = sum(part.nbytes for part in encode(weight, codec))
                 bits = round(8 * size / weight.numel(), 4)
                 yield {"what": "bits", "codec": codec, "data": kind, "shape": shape, "bits": bits}
         copies = max(2, ROTATED_BYTES // (2 * shape[0] * shape[1]))
         copies = copies if device == "cuda" else 1
-        weights = [draw("trained", shape, device) for _ in range(copies)]
+        weights = [registry.weight_of("trained", shape, device) for _ in range(copies)]
         coded = {c: [CodedWeight(encode(w, c), c, shape) for w in weights] for c in CODECS}
         yield from _decoding(options, shape, weights, coded)
         yield from _encoding(options, shape, weights[0])
@@ -163,7 +150,7 @@ def _linears(
     weights: list[Tensor],
     coded: dict[str, list[CodedWeight]],
 ) -> Iterator[dict[str, Any]]:
-    for tokens in TOKENS[options.size]:
+    for tokens in registry.WEIGHT_TOKENS[options.size]:
         x = torch.randn(tokens, shape[1], device=options.device).to(torch.bfloat16)
         groups: dict[str, list[Callable[[], object]]] = {
             "dense": [lambda w=w, x=x: F.linear(x, w) for w in weights]
@@ -205,7 +192,9 @@ def build(options: argparse.Namespace) -> nn.Module:
                 kind = "normal" if "embed" in name or "lm_head" in name else "trained"
                 scale = 1.0 if kind == "normal" else 0.4
                 for piece in parameter.split(16384):
-                    piece.copy_(draw(kind, tuple(piece.shape), options.device) * scale)
+                    piece.copy_(
+                        registry.weight_of(kind, tuple(piece.shape), options.device) * scale
+                    )
     return model
 
 
@@ -335,7 +324,7 @@ def main() -> None:
     """Run the parts that were asked for and write their rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=PARTS, action="append")
-    parser.add_argument("--size", choices=tuple(SHAPES), default="h200")
+    parser.add_argument("--size", choices=tuple(registry.WEIGHTS), default="h200")
     parser.add_argument("--out", type=Path, default=Path("coded-weights.jsonl"))
     options = parser.parse_args()
     options.device = "cpu" if options.size == "tiny" else "cuda"

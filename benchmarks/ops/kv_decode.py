@@ -41,17 +41,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
-from benchmarks import rows, timing
+from benchmarks import registry, rows, timing
+from benchmarks.registry import CacheData
 from memeff_compile.kernels.kv_cache import kv_cache_attention, split_keys
 
 Call = Callable[[], Tensor]
 
-SHAPES = {
-    "h200": [(16, 4096), (16, 32768), (1, 32768), (1, 4096)],
-    "cpu": [(1, 256), (1, 1024), (1, 4096), (4, 2048)],
-    "tiny": [(2, 64), (1, 96)],
-}
-HEADS = {"h200": (32, 8, 128), "cpu": (8, 2, 64), "tiny": (4, 2, 16)}
 STEPS: dict[
     str, list[tuple[int, int, int]]
 ] = {  # batch, cache length, filled; the same length and batch share what is compiled
@@ -82,36 +77,15 @@ ERROR_BUDGET = 1.5e-2
 """Largest difference from float64 over the largest value of bf16's attention."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Queries, and caches of which the first `filled` keys count."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    filled: int
-    last: Tensor
-
-
-def draw(batch: int, filled: int, length: int, options: argparse.Namespace) -> Data:
-    """Return random data."""
-    heads, kv_heads, depth = options.heads
-    device = options.device
-    like: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "device": device}
-    q = torch.randn(batch, heads, 1, depth, **like)
-    k, v = (torch.empty(batch, kv_heads, length, depth, **like).normal_() for _ in range(2))
-    return Data(q, k, v, filled, torch.full((1, 1), filled - 1, device=device))
-
-
-def ours(data: Data) -> Tensor:
+def ours(data: CacheData) -> Tensor:
     """Attend with the op of the package."""
     return kv_cache_attention(data.q, data.k, data.v, data.last)
 
 
-def with_backend(backend: SDPBackend) -> Callable[[Data], Tensor]:
+def with_backend(backend: SDPBackend) -> Callable[[CacheData], Tensor]:
     """Return SDPA on the filled part, grouped by key-value head, with one backend."""
 
-    def attend(data: Data) -> Tensor:
+    def attend(data: CacheData) -> Tensor:
         k, v = (t[:, :, : data.filled] for t in (data.k, data.v))
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(data.q, k, v, enable_gqa=True)
@@ -119,13 +93,13 @@ def with_backend(backend: SDPBackend) -> Callable[[Data], Tensor]:
     return attend
 
 
-def masked(data: Data) -> Tensor:
+def masked(data: CacheData) -> Tensor:
     """Attend to the whole cache under a mask, grouped by key-value head."""
     mask = torch.arange(data.k.shape[2], device=data.q.device) <= data.last[:, None, :, None]
     return F.scaled_dot_product_attention(data.q, data.k, data.v, attn_mask=mask, enable_gqa=True)
 
 
-def repeated_and_masked(data: Data) -> Tensor:
+def repeated_and_masked(data: CacheData) -> Tensor:
     """Attend as transformers does over a StaticCache: a copy per query head, a mask."""
     batch, kv_heads, length, depth = data.k.shape
     times = data.q.shape[1] // kv_heads
@@ -135,7 +109,7 @@ def repeated_and_masked(data: Data) -> Tensor:
     return F.scaled_dot_product_attention(data.q, k, v, attn_mask=mask)
 
 
-def exact(data: Data) -> Tensor:
+def exact(data: CacheData) -> Tensor:
     """Attend in float64, one sequence at a time."""
     parts = []
     for q, k, v in zip(data.q, data.k, data.v, strict=True):
@@ -146,7 +120,7 @@ def exact(data: Data) -> Tensor:
     return torch.stack(parts)
 
 
-def error(found: Tensor, data: Data) -> float:
+def error(found: Tensor, data: CacheData) -> float:
     """Return the largest difference from float64, over the largest value."""
     wanted = exact(data)
     return float((found.double() - wanted).abs().max() / wanted.abs().max())
@@ -179,7 +153,7 @@ def cache_bytes(batch: int, length: int, options: argparse.Namespace) -> int:
 
 def attention(options: argparse.Namespace) -> None:
     """Compare the op with PyTorch's backends."""
-    methods: dict[str, Callable[[Data], Tensor]] = {
+    methods: dict[str, Callable[[CacheData], Tensor]] = {
         "memeff": ours,
         "memeff, cache twice as long": ours,
         "sdpa cudnn": with_backend(SDPBackend.CUDNN_ATTENTION),
@@ -187,12 +161,15 @@ def attention(options: argparse.Namespace) -> None:
         "sdpa, masked": masked,
         "sdpa, repeated and masked": repeated_and_masked,
     }
-    for batch, filled in options.case or SHAPES[options.size]:
+    for batch, filled in options.case or registry.CACHES[options.size]:
         timed: dict[str, timing.Repeated] = {}
         found: dict[str, dict[str, Any]] = {}
         count = copies_for(batch, filled, options)
-        held = {1: [draw(batch, filled, filled, options) for _ in range(count)]}
-        held[2] = [draw(batch, filled, 2 * filled, options) for _ in range(max(1, count // 2))]
+        held = {1: [registry.cache_inputs(batch, filled, filled, options) for _ in range(count)]}
+        held[2] = [
+            registry.cache_inputs(batch, filled, 2 * filled, options)
+            for _ in range(max(1, count // 2))
+        ]
         for name, attend in methods.items():
             data = held[2 if "twice" in name else 1]
             row = {"method": name, "batch": batch, "filled": filled, "error": None, "us": None}
@@ -327,9 +304,9 @@ def sweep(options: argparse.Namespace) -> None:
         split_keys.Shapes(keys, warps, stages)
         for keys, warps, stages in itertools.product((32, 64, 128), (4, 8), (2, 3, 4))
     ]
-    for batch, filled in options.case or SHAPES[options.size]:
+    for batch, filled in options.case or registry.CACHES[options.size]:
         count = copies_for(batch, filled, options)
-        data = [draw(batch, filled, filled, options) for _ in range(count)]
+        data = [registry.cache_inputs(batch, filled, filled, options) for _ in range(count)]
         heads, kv_heads, depth = options.heads
         sizes = (batch, heads, 1, filled, depth)
         chosen = split_keys.plan_for(sizes, kv_heads, 2, data[0].q.device)
@@ -357,10 +334,10 @@ def sweep(options: argparse.Namespace) -> None:
         clean()
 
 
-def _try_plan(data: list[Data], plan: split_keys.Plan) -> float | None:
+def _try_plan(data: list[CacheData], plan: split_keys.Plan) -> float | None:
     """Return the median time of a launch; None where it does not fit or is wrong."""
 
-    def attend(each: Data) -> Tensor:
+    def attend(each: CacheData) -> Tensor:
         scale = each.q.shape[3] ** -0.5
         return split_keys.attend(each.q, each.k, each.v, each.last, None, scale, plan=plan)
 
@@ -393,7 +370,7 @@ def main() -> None:
         "sweep": sweep,
     }
     parser.add_argument("--part", nargs="+", choices=parts, default=["attention", "step"])
-    parser.add_argument("--size", choices=SHAPES, default="h200")
+    parser.add_argument("--size", choices=registry.CACHES, default="h200")
     parser.add_argument(
         "--case", type=_case, nargs="+", help="batch x filled of attention and sweep, as in 1x32768"
     )
@@ -406,7 +383,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=60, help="seconds to begin steps in")
     parser.add_argument("--out", type=Path, default=Path("kv-decode.jsonl"))
     options = parser.parse_args()
-    options.heads = options.heads or HEADS[options.size]
+    options.heads = options.heads or registry.CACHE_HEADS[options.size]
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in options.part:
         parts[name](options)

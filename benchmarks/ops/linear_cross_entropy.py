@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import RESULTS, measuring, registry, rows
+from benchmarks import RESULTS, measuring, methods, registry, rows
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_METHODS = [
@@ -70,7 +70,7 @@ def memory_here(shape: str, data: str, ignored: int, dtype: str, method: str) ->
     """Return the memory of one method, measured in this process."""
     tensors = registry.inputs(shape, data, device(), DTYPES[dtype], ignored)
     try:
-        return measuring.memory(registry.method(method).build(), tensors)
+        return measuring.memory(methods.method(method).build(), tensors)
     except torch.cuda.OutOfMemoryError as problem:
         return {"error": str(problem)[:100]}
 
@@ -94,7 +94,7 @@ def checked(
     wanted = measuring.reference(tensors)
     losses = {}
     for name in names:
-        method = registry.method(name)
+        method = methods.method(name)
         row = base[name]
         reason = method.why_not()
         if reason is not None:

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import rows, timing
+from benchmarks import registry, rows, timing
 from memeff_compile.kernels.attention import attention
 from memeff_compile.kernels.quantized_attention import LEVELS, quantized_attention
 
@@ -64,23 +64,6 @@ def write(path: Path, row: dict[str, Any]) -> None:
 
 
 # --- inputs ---------------------------------------------------------------------------------------
-
-
-def draw(
-    device: str, heads: int, groups: int, length: int, depth: int, kind: str = "iid", seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v in bf16; of kind `bias` with means of 3, 4 and 1 deviations."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
-
-    found = [normal(1, count, length, depth) for count in (heads, groups, groups)]
-    if kind == "bias":
-        for place, size in enumerate((3.0, 4.0, 1.0)):
-            found[place] = found[place] + size * normal(1, found[place].shape[1], 1, depth)
-    q, k, v = (each.bfloat16() for each in found)
-    return q, k, v
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
@@ -162,7 +145,7 @@ def accuracy(settings: argparse.Namespace) -> None:
     for kind in ("iid", "bias"):
         for depth in settings.depths:
             for is_causal in (False, True):
-                q, k, v = draw(settings.device, 2, 2, length, depth, kind)
+                q, k, v = registry.attention_rows(settings.device, 2, 2, length, depth, kind)
                 wanted = exact(q, k, v, is_causal)
                 for name in (*LEVELS, *(["8b smooth qkv"] if settings.size != "tiny" else [])):
                     level, _, smooth = name.partition(" smooth ")
@@ -191,7 +174,10 @@ def _speed_of(
 ) -> None:
     heads = settings.heads
     count = max(1, CACHED_BYTES // (2 * (heads + 2 * groups) * length * depth))
-    copies = [draw(settings.device, heads, groups, length, depth, seed=i) for i in range(count)]
+    copies = [
+        registry.attention_rows(settings.device, heads, groups, length, depth, seed=i)
+        for i in range(count)
+    ]
     work = 4 * depth * heads * length * length / (2 if is_causal else 1)
     copies *= max(1, math.ceil(LEAST_WORK / (work * count)))
     functions = {}

@@ -46,7 +46,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
-from benchmarks import RESULTS, timing
+from benchmarks import RESULTS, registry, timing
 from benchmarks import rows as records
 from benchmarks.ops.kv_decode import filled_cache, set_filled
 from benchmarks.timing import Repeated
@@ -60,18 +60,7 @@ from memeff_compile.kernels.ternary_linear import (
 
 Call = Callable[[], Any]
 
-SHAPES = {
-    "h200": [(4096, 14336), (14336, 4096), (8192, 28672), (2560, 6912)],
-    "tiny": [(64, 96)],
-}
-TOKENS = {"h200": [1, 4, 16, 64, 256, 4096], "tiny": [1, 8]}
 ROTATED_BYTES = 192 << 20
-
-
-def draw_packed(columns: int, rows: int, device: str) -> Tensor:
-    """Return random packed weights."""
-    codes = torch.randint(-1, 2, (rows, columns), device=device, dtype=torch.int8)
-    return reference.pack_codes(codes)
 
 
 def copies_of(tensor: Tensor) -> list[Tensor]:
@@ -120,7 +109,7 @@ def measure_kernels(options: argparse.Namespace) -> None:
     """Write a row per shape, number of tokens and method."""
     for (columns, height), tokens in itertools.product(options.shapes, options.tokens):
         x = torch.randn(tokens, columns, device=options.device, dtype=torch.bfloat16)
-        packed = draw_packed(columns, height, options.device)
+        packed = registry.draw_packed(columns, height, options.device)
         scale = torch.full((), 40.0, device=options.device)
         error = error_of(x, packed, scale, Quantizer())
         graphs = {name: Repeated(calls) for name, calls in methods(x, packed, scale)}
@@ -431,7 +420,7 @@ def problem(columns: int, height: int, tokens: int, device: str) -> tuple[Tensor
     """Return tokens, packed weights and their scale."""
     torch.manual_seed(0)
     x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
-    return x, draw_packed(columns, height, device), torch.full((), 40.0, device=device)
+    return x, registry.draw_packed(columns, height, device), torch.full((), 40.0, device=device)
 
 
 def sweep(options: argparse.Namespace) -> None:
@@ -486,7 +475,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backend", default="memeff", choices=BACKENDS)
     parser.add_argument("--recipe", default="b1.58", help="of the packed model that decodes")
     parser.add_argument("--layers", type=int, default=0, help="other than the model's own number")
-    parser.add_argument("--size", default="h200", choices=list(SHAPES))
+    parser.add_argument("--size", default="h200", choices=list(registry.TERNARY))
     parser.add_argument("--shapes", default="", help="columns x rows, as 4096x14336,2560x6912")
     parser.add_argument("--tokens", default="", help="numbers of tokens, as 1,16")
     parser.add_argument("--repeats", type=int, default=15)
@@ -498,8 +487,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS / "nvidia-h200/ternary.jsonl")
     options = parser.parse_args()
     given = [tuple(map(int, pair.split("x"))) for pair in options.shapes.split(",") if pair]
-    options.shapes = given or SHAPES[options.size]
-    options.tokens = [int(n) for n in options.tokens.split(",") if n] or TOKENS[options.size]
+    options.shapes = given or registry.TERNARY[options.size]
+    options.tokens = [int(n) for n in options.tokens.split(",") if n] or registry.TERNARY_TOKENS[
+        options.size
+    ]
     options.device = "cuda" if options.size != "tiny" else "cpu"
     return options
 

@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import RESULTS
+from benchmarks import RESULTS, registry
 from benchmarks import rows as records
-from benchmarks.ops.ternary import copies_of, draw_packed, rested
+from benchmarks.ops.ternary import copies_of, rested
 from benchmarks.timing import Repeated
 from memeff_compile.kernels.ternary_linear import (
     Quantizer,
@@ -165,7 +165,7 @@ def linear(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
 def measure(columns: int, rows: int, zeros: float, options: argparse.Namespace) -> None:
     """Write a row for one shape and share of zeros."""
     x, scale = draw(columns, zeros), torch.full((), 40.0, device="cuda")
-    packed = draw_packed(columns, rows, "cuda")
+    packed = registry.draw_packed(columns, rows, "cuda")
     turned = turned_of(packed, columns)
     wanted = linear(x, packed, scale)
     codes, by_token, sums = ternary_linear_quantize(x, *Quantizer().arguments())

@@ -47,7 +47,7 @@ def test_pass_is_a_file_named_in_the_options_with_tests_and_a_page(name: str) ->
     assert (PACKAGE / "passes" / f"{name}.py").is_file()
     others = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
     assert any(name in path.read_text() for path in others if path.name != "test_options.py")
-    pages = " ".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    pages = " ".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     assert f"`{name}`" in pages
 
 

@@ -92,6 +92,24 @@ def of(found: list[dict[str, Any]], table: str) -> dict[str, dict[str, Any]]:
     return {row["variant"]: row for row in found if row["table"] == table}
 
 
+def test_fewer_bits_of_attention_are_farther_from_a_language_model() -> None:
+    from benchmarks.ablations import attention_ablation
+
+    subject = language_model(16)
+    named = {**attention_ablation.TABLE_1, **attention_ablation.TABLE_11}
+    found = {
+        name: attention_ablation.whole_model(subject, lambda place, s=named[name]: s)["loss"]
+        for name in ("exact", "8b+f16", "4b")
+    }
+    assert abs(found["8b+f16"] - found["exact"]) < 0.01 * found["exact"]
+    assert found["4b"] != found["exact"]
+    (layer, *_) = attention_ablation.layers(subject)
+    kinds = attention_ablation.TABLES_4_5
+    error = {name: layer.distance(settings)["relative_l1"] for name, settings in kinds.items()}
+    assert error["f16"] < error["e4m3"] < error["e5m2"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["language", "vision", "diffusion"])
 def test_every_table_has_its_rows(kind: str, found: dict[str, list[dict[str, Any]]]) -> None:
     from benchmarks.ablations import attention_ablation
@@ -103,6 +121,7 @@ def test_every_table_has_its_rows(kind: str, found: dict[str, list[dict[str, Any
     assert min(shares) == 0.0 < max(shares)
 
 
+@pytest.mark.slow
 def test_all_8b_recovers_everything(found: dict[str, list[dict[str, Any]]]) -> None:
     for kind in ("language", "vision", "diffusion"):
         none = [row for row in found[kind] if row.get("share_of_4b") == 0.0]
@@ -111,6 +130,7 @@ def test_all_8b_recovers_everything(found: dict[str, list[dict[str, Any]]]) -> N
             assert row["recovered"] == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_replaced_is_what_the_model_computes(
     found: dict[str, list[dict[str, Any]]],
 ) -> None:
@@ -125,6 +145,7 @@ def test_what_is_replaced_is_what_the_model_computes(
     assert of(found["vision"], "1")["exact"]["same_answers"] == 100.0
 
 
+@pytest.mark.slow
 def test_scores_have_a_line_for_each_layer_and_step(
     found: dict[str, list[dict[str, Any]]],
 ) -> None:
@@ -135,6 +156,7 @@ def test_scores_have_a_line_for_each_layer_and_step(
     assert bool((four < eight).all())
 
 
+@pytest.mark.slow
 def test_distances_are_ordered_as_arithmetic_has_it(
     found: dict[str, list[dict[str, Any]]],
 ) -> None:
@@ -149,6 +171,7 @@ def test_distances_are_ordered_as_arithmetic_has_it(
     assert token < tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["language", "vision", "diffusion"])
 def test_the_backend_serves_every_site_of_a_model(
     kind: str, glyphs: Path, folders: dict[str, Path]
@@ -172,6 +195,7 @@ def test_the_backend_serves_every_site_of_a_model(
     assert rows[2][subject.harm] != rows[1][subject.harm]
 
 
+@pytest.mark.slow
 def test_the_command_writes_rows_of_each_model(
     glyphs: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -215,10 +239,13 @@ def test_training_ends_with_its_time_at_a_rate_of_nothing(glyphs: Path) -> None:
     assert rates[2] == rates[3] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_samples_follow_their_class_and_noise(folders: dict[str, Path]) -> None:
+def test_samples_follow_their_class_and_noise(glyphs: Path, tmp_path: Path) -> None:
     from benchmarks.models import small_models
 
-    model, sizes = small_models.load(folders["dit"], "cpu", torch.float32)
+    sizes = dataclasses.replace(small_models.sizes_of("dit", "tiny"), steps=2)
+    trained, _ = small_models.train("dit", sizes, glyphs, "cpu")
+    small_models.save(trained, "dit", sizes, tmp_path / "dit")
+    model, sizes = small_models.load(tmp_path / "dit", "cpu", torch.float32)
     start = torch.randn(2, 1, sizes.side, sizes.side)
     label = torch.tensor([3, 3])
     once, again, other = (
@@ -248,11 +275,17 @@ def test_fonts_give_pictures_that_training_reads(tmp_path: Path) -> None:
     assert -1.0 <= float(first[0].min()) < float(first[0].max()) <= 1.0
 
 
-def test_the_benchmark_of_low_bits_runs(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_prefill_in_low_bits_says_how_far_its_logits_are(tmp_path: Path) -> None:
+    given = ("--size", "tiny", "--part", "prefill", "--out", str(tmp_path / "rows.jsonl"))
+    printed = script("quantized_attention", *given)
+    assert printed.count("logits_distance") == 2
+
+
+def test_low_bits_are_compared_with_float64(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    for part in ("accuracy", "prefill"):
-        given = ("--size", "tiny", "--part", part, "--depths", "16", "--out", str(out))
-        script("quantized_attention", *given)
+    given = ("--size", "tiny", "--part", "accuracy", "--depths", "16", "--out", str(out))
+    script("quantized_attention", *given)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 2 * 2 * 3
     by_level = {row["method"]: row for row in rows if row["kind"] == "iid" and row["causal"]}

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import timing
+from benchmarks import registry, rows, timing
+from tests.support.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ops", "models", "ablations", "data")
@@ -78,7 +79,7 @@ def test_timers_take_turns_and_say_milliseconds() -> None:
 
 
 def test_every_command_in_raw_rows_has_a_script_today() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "measured" / "benchmarks.md").read_text()
     renamed = dict(
         re.findall(r"^\| `(benchmarks/\w+\.py)[^`]*`.*\| `(benchmarks/\w+/\w+\.py)`", page, re.M)
     )
@@ -89,3 +90,15 @@ def test_every_command_in_raw_rows_has_a_script_today() -> None:
     assert len(commands) > 15
     for command in commands:
         assert (ROOT / renamed.get(command, "")).is_file() or Path(command).name in names, command
+
+
+def test_the_registry_has_inputs_for_every_op_of_the_package(tmp_path: Path) -> None:
+    kernels = ROOT / "memeff_compile" / "kernels"
+    folders = {path.parent.name for path in kernels.glob("*/op.py")}
+    assert set(registry.OPS) == folders
+    out = tmp_path / "rows.jsonl"
+    script("every_op", "--size", "tiny", "--repeats", "2", "--out", str(out))
+    measured = rows.read(out)
+    assert {row["op"] for row in measured} == folders
+    trained = {row["op"] for row in measured if "both_ms" in row}
+    assert trained >= {"attention", "embedding", "gated_linear", "linear_cross_entropy"}

@@ -36,7 +36,7 @@ def test_reference_equals_autograd_in_fp64(data: str, ignored: int) -> None:
 @pytest.mark.parametrize("ignored", [0, 50, 90])
 def test_gate_passes_the_exact_op_in_bf16(data: str, ignored: int) -> None:
     inputs = tiny(data, ignored, torch.bfloat16)
-    method = registry.method("memeff exact")
+    method = methods.method("memeff exact")
     row = measuring.gate(method, method.build(), inputs, measuring.reference(inputs))
     assert "failed" not in row
 
@@ -61,14 +61,14 @@ def not_a_number(hidden: Any, weight: Any, target: Any) -> Any:
 @pytest.mark.parametrize("loss", [scaled_gradient, wrong_loss, no_gradient, not_a_number])
 def test_gate_refuses_a_wrong_method(loss: Any) -> None:
     inputs = tiny()
-    row = measuring.gate(registry.method("memeff exact"), loss, inputs, measuring.reference(inputs))
+    row = measuring.gate(methods.method("memeff exact"), loss, inputs, measuring.reference(inputs))
     assert "allowed" in row["failed"]
 
 
 def test_a_method_that_fails_the_gate_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     given = linear_cross_entropy.arguments().parse_args(["--repeats", "1", "--dtype", "float32"])
     monkeypatch.setitem(
-        registry._FIXED, "eager", registry.Method("eager", lambda: wrong_loss, 1e-3, 1e-4)
+        methods._FIXED, "eager", methods.Method("eager", lambda: wrong_loss, 1e-3, 1e-4)
     )
     bad, good = linear_cross_entropy.measure(["eager", "memeff exact"], TINY, "peaked", 0, given)
     assert "failed" in bad
@@ -92,7 +92,7 @@ def test_a_knob_that_the_op_lacks_makes_a_method_unavailable() -> None:
 
 
 def test_method_names_carry_knobs() -> None:
-    method = registry.method("memeff mass parts=hidden level=0.5 sort=1 workspace=2MiB")
+    method = methods.method("memeff mass parts=hidden level=0.5 sort=1 workspace=2MiB")
     assert method.build.keywords == {
         "gradient_filter": "mass",
         "filter_parts": "hidden",
@@ -107,7 +107,7 @@ def test_method_names_carry_knobs() -> None:
 )
 def test_unknown_methods_and_knobs_are_answered_with_the_known_ones(wrong: str) -> None:
     with pytest.raises(ValueError, match=r"the (methods|knobs) are"):
-        registry.method(wrong)
+        methods.method(wrong)
 
 
 def test_peaked_rows_have_a_few_likely_tokens_and_flat_rows_none() -> None:

@@ -82,6 +82,7 @@ def test_the_rate_is_nothing_when_time_or_steps_are_over() -> None:
     assert rates == pytest.approx([plan.peak_lr, 0.0, 0.0, plan.peak_lr / plan.warm_up], abs=1e-12)
 
 
+@pytest.mark.slow
 def test_each_cache_has_a_row_and_the_exact_one_answers_as_the_model(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 

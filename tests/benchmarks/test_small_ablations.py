@@ -49,7 +49,7 @@ def test_references_round_as_the_op_does(kind: str) -> None:
     from benchmarks.ablations import reference_quantizers
 
     x = drawn()
-    codes, scale = reference.quantize(x, Quantizer(kind))
+    codes, scale = reference.codes_and_scale(x, Quantizer(kind))
     found = reference_quantizers.QUANTIZERS[kind](x)
     torch.testing.assert_close(found, codes / scale[:, None], rtol=1e-5, atol=1e-7)
 
@@ -83,6 +83,7 @@ def qat(text: Path, out: Path, *arguments: str, inner: str = "none") -> str:
     return script("ternary_ablation", *given, *arguments)
 
 
+@pytest.mark.slow
 def test_ternary_runs_share_their_first_stage_and_fill_the_tables(
     text: Path, tmp_path: Path
 ) -> None:
@@ -146,6 +147,7 @@ def kv_rows(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_caches_of_few_bits_are_compared_with_an_exact_one(text: Path, kv_rows: Path) -> None:
     from benchmarks import rows
     from benchmarks.ablations import kv_ablation

@@ -55,6 +55,7 @@ def measured(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in found if row["part"] == "perplexity"]
 
 
+@pytest.mark.slow
 def test_lossless_codes_change_nothing_and_are_smaller(found: list[dict[str, Any]]) -> None:
     exact = [row for row in measured(found) if row.get("mantissa") == 7]
     assert len(exact) == 2
@@ -65,6 +66,7 @@ def test_lossless_codes_change_nothing_and_are_smaller(found: list[dict[str, Any
         assert row["model_mib"] < found[0]["model_mib"]
 
 
+@pytest.mark.slow
 def test_fewer_bits_cost_more_accuracy(found: list[dict[str, Any]]) -> None:
     by_name = {row["method"]: row for row in measured(found) if row.get("emulated")}
     assert list(by_name) == ["int8", "fp4", "fp4 double", "nf4", "nf4 double"]
@@ -77,6 +79,7 @@ def test_fewer_bits_cost_more_accuracy(found: list[dict[str, Any]]) -> None:
     assert kept[0]["bits"] < kept[3]["bits"]
 
 
+@pytest.mark.slow
 def test_times_are_given_only_for_what_runs_as_it_would(found: list[dict[str, Any]]) -> None:
     timed = [row for row in found if row["part"] == "times"]
     assert not [row for row in timed if row.get("emulated")]
@@ -85,6 +88,7 @@ def test_times_are_given_only_for_what_runs_as_it_would(found: list[dict[str, An
     assert all(row["ms"]["median"] > 0 for row in timed)
 
 
+@pytest.mark.slow
 def test_tables_hold_every_method_and_block(found: list[dict[str, Any]]) -> None:
     from benchmarks.ablations import ablation_tables
 
@@ -95,6 +99,23 @@ def test_tables_hold_every_method_and_block(found: list[dict[str, Any]]) -> None
     assert head.endswith("| 32 | 512 |")
 
 
+def test_codes_keep_what_the_papers_formula_keeps() -> None:
+    from benchmarks import registry
+    from benchmarks.ablations import weights_ablation
+
+    torch.manual_seed(0)
+    weight = registry.weight_of("trained", (64, 512), "cpu")
+    assert torch.equal(weights_ablation.through_codes(weight, "win4"), weight)
+    coded = weights_ablation.through_codes(weight, "win4:k1:b512")
+    ours, formula = (
+        weights_ablation.relative([(weight, each)])["relative_l2"]
+        for each in (coded, weights_ablation.published(weight, 1, 512))
+    )
+    assert ours == pytest.approx(formula, rel=0.01)
+    assert formula == pytest.approx(0.103, rel=0.1)
+
+
+@pytest.mark.slow
 def test_the_papers_formula_is_what_the_codes_do(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.ablations import weights_ablation
 

@@ -1,4 +1,4 @@
-"""What people put around a model, each with what docs/training-loops.md says of it."""
+"""What people put around a model, each with what docs/use/training-loops.md says of it."""
 
 from __future__ import annotations
 

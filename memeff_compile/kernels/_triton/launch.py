@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from memeff_compile.kernels._triton import compat
+
 _compiled: dict[tuple[Any, ...], Any] = {}
 _MOST = 4096
 """Specialisations that are held; more begin anew."""
@@ -35,31 +37,20 @@ def launch(
         constants: The others by their names, and options of the compiler.
         name: What `constants` follow from; equal names have equal constants.
     """
-    if not _is_compiled(kernel):
+    if not compat.is_compiled(kernel):
         kernel[grid](*arguments, **constants)
         return
-    from triton import knobs
-    from triton.runtime import driver
-
-    device = driver.active.get_current_device()
+    device = compat.current_device()
     key = (id(kernel), device, name, *map(_kind, arguments))
     found = _compiled.get(key)
-    is_watched = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
-    if found is None or is_watched:
+    if found is None or compat.is_watched():
         compiled = kernel[grid](*arguments, **constants)
         if len(_compiled) >= _MOST:
             _compiled.clear()
-        _compiled[key] = _handle(kernel, compiled, constants, len(arguments))
+        _compiled[key] = compat.launcher(kernel, compiled, constants, len(arguments))
         return
-    run, function, metadata, rest = found
     across, down, deep = (*grid, 1, 1)[:3]
-    stream = driver.active.get_current_stream(device)
-    run(across, down, deep, stream, function, metadata, None, None, None, *arguments, *rest)
-
-
-def _is_compiled(kernel: Any) -> bool:  # noqa: ANN401
-    """Return whether a kernel runs on a GPU, and nobody asked to be called before its launches."""
-    return hasattr(kernel, "device_caches") and not kernel.pre_run_hooks
+    found((across, down, deep), device, arguments)
 
 
 def _kind(argument: Tensor | int | float) -> Any:  # noqa: ANN401
@@ -69,15 +60,3 @@ def _kind(argument: Tensor | int | float) -> Any:  # noqa: ANN401
     if isinstance(argument, int):
         return argument % 16 == 0, argument == 1, -(1 << 31) <= argument < 1 << 31
     return float
-
-
-def _handle(
-    kernel: Any,  # noqa: ANN401
-    compiled: Any,  # noqa: ANN401
-    constants: Mapping[str, Any],
-    count: int,
-) -> tuple[Any, Any, Any, list[Any]]:
-    """Return what launches a compiled kernel, and the arguments that stand behind the others."""
-    names = list(kernel.arg_names)
-    rest = [constants[name] for name in names[count:]]
-    return compiled.run, compiled.function, compiled.packed_metadata, rest

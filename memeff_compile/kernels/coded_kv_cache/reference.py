@@ -1,4 +1,4 @@
-"""Engine R: codes, appending, the dense view and attention in plain PyTorch.
+"""The reference: codes, appending, the dense view and attention in plain PyTorch.
 
 Right on any device and in any floating dtype. It reads the number of tokens on the host, which is
 free on a CPU and waits for the device elsewhere. Arithmetic runs in float32, in float64 for float64

@@ -95,7 +95,7 @@ class Outcome:
 
         rooms = (*self._rooms, 0, 0)[:3]
         with on_device(value):
-            pair_kernels.shelter_kernel[(processors(value.device),)](
+            pair_kernels.pair_shelter_kernel[(processors(value.device),)](
                 value.view(-1).view(torch.int16),
                 self._needed,
                 refuge,
@@ -150,7 +150,7 @@ def histogram(patterns: Tensor, every: int = 1) -> Tensor:
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
     block = 1024
     with on_device(patterns):
-        pair_kernels.histogram_kernel[(-(-patterns.numel() // (RUN * every)),)](
+        pair_kernels.pair_histogram_kernel[(-(-patterns.numel() // (RUN * every)),)](
             patterns, counts, every, BLOCKS=RUN // block, BLOCK=block, num_warps=4
         )
     return counts
@@ -216,7 +216,7 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
 
     starts, places, values = lists
     with on_device(patterns):
-        pair_kernels.patches_kernel[(starts.numel() - 1,)](
+        pair_kernels.pair_patches_kernel[(starts.numel() - 1,)](
             patterns,
             header,
             starts,
@@ -241,7 +241,7 @@ def _write_win4(
     chunks = patterns.numel() // CHUNK
     counts, marks = _empty(patterns, chunks), _empty(patterns, chunks)
     with on_device(patterns):
-        win4_kernels.encode_kernel[(chunks,)](
+        win4_kernels.win4_encode_kernel[(chunks,)](
             patterns.view(torch.int32),
             header,
             codes,
@@ -250,7 +250,7 @@ def _write_win4(
             marks,
             num_warps=shapes.WIN4_ENCODE_WARPS,
         )
-        win4_kernels.starts_kernel[(1,)](
+        win4_kernels.win4_starts_kernel[(1,)](
             counts, starts, chunks, BLOCK=shapes.STARTS_BLOCK, num_warps=8
         )
     return marks
@@ -266,7 +266,7 @@ def _write_win4_patches(
     if not places.numel():
         return
     with on_device(patterns):
-        win4_kernels.patches_kernel[(marks.numel(),)](
+        win4_kernels.win4_patches_kernel[(marks.numel(),)](
             patterns,
             header,
             marks,
@@ -284,7 +284,7 @@ def _best_window(counts: Tensor) -> Tensor:
 
     header = _empty(counts, 1)
     with on_device(counts):
-        win4_kernels.window_kernel[(1,)](counts, header, num_warps=4)
+        win4_kernels.win4_window_kernel[(1,)](counts, header, num_warps=4)
     return header
 
 
@@ -312,7 +312,7 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
     chunks = patterns.numel() // CHUNK
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
     with on_device(patterns):
-        tier_kernels.count_kernel[(chunks,)](patterns, header, counts, BLOCK=1024, num_warps=4)
+        tier_kernels.tier_count_kernel[(chunks,)](patterns, header, counts, BLOCK=1024, num_warps=4)
     # PyTorch adds up along the last dimension in parallel, along the first one number by number.
     by_list = counts.t().contiguous()
     starts = by_list.new_zeros((3, chunks + 1))
@@ -326,7 +326,7 @@ def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
 
     header, first, second, third, stream_starts, *_, signs = parts
     with on_device(patterns):
-        tier_kernels.encode_kernel[(patterns.numel() // CHUNK,)](
+        tier_kernels.tier_encode_kernel[(patterns.numel() // CHUNK,)](
             patterns.view(torch.int32),
             header,
             first,
@@ -388,7 +388,7 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
 
     def launch(words: Tensor, starts: Tensor, *, count: bool) -> None:
         with on_device(patterns):
-            rans_kernels.encode_kernel[grid](
+            rans_kernels.rans_encode_kernel[grid](
                 patterns,
                 table,
                 words,
@@ -407,7 +407,7 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
     launch(words, starts, count=False)
     signs = _empty(patterns, size // 4)
     with on_device(patterns):
-        pair_kernels.signs_kernel[(size // CHUNK,)](
+        pair_kernels.pair_signs_kernel[(size // CHUNK,)](
             patterns.view(torch.int32), signs, BLOCK=512, num_warps=4
         )
     header = torch.tensor(rans_table(histogram), dtype=torch.int32, device=patterns.device)
@@ -484,7 +484,7 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     with on_device(out):
         if form.codec == "win4":
             width = shapes.WIN4_DECODE_WORDS
-            win4_kernels.decode_kernel[(out.numel() // (8 * width),)](
+            win4_kernels.win4_decode_kernel[(out.numel() // (8 * width),)](
                 *coded,
                 signs,
                 norms,
@@ -497,7 +497,7 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
                 num_warps=shapes.WIN4_DECODE_WARPS,
             )
         elif form.codec == "tier":
-            tier_kernels.decode_kernel[(out.numel() // CHUNK,)](
+            tier_kernels.tier_decode_kernel[(out.numel() // CHUNK,)](
                 *coded,
                 signs,
                 norms,
@@ -510,7 +510,7 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
             )
         else:
             chunks, warps = out.numel() // RANS_CHUNK, shapes.RANS_WARPS
-            rans_kernels.decode_kernel[(-(-chunks // warps),)](
+            rans_kernels.rans_decode_kernel[(-(-chunks // warps),)](
                 *coded,
                 signs,
                 norms,
@@ -625,7 +625,7 @@ def _one_row(
     rows, columns = shape
     out = x.new_empty((1, rows))
     with on_device(x):
-        win4_kernels.row_kernel[(-(-rows // setting.rows),)](
+        win4_kernels.win4_row_kernel[(-(-rows // setting.rows),)](
             x.view(torch.int32),
             *parts,
             out if bias is None else bias,
@@ -694,7 +694,7 @@ def products(
         }
     programs = sum(-(-o.numel() // tile.rows) for o, tile in zip(outs, tiles, strict=True))
     with on_device(x):
-        win4_kernels.rows_kernel[(programs,)](
+        win4_kernels.win4_rows_kernel[(programs,)](
             x.view(torch.int32),
             *operands,
             columns // 8,
@@ -734,7 +734,7 @@ def _tiles(
         out = x.new_empty((splits, tokens, rows), dtype=torch.float32)
     grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
     with on_device(x):
-        win4_kernels.tile_kernel[grid](
+        win4_kernels.win4_tile_kernel[grid](
             x.view(torch.int32),
             *parts,
             x if bias is None else bias,
@@ -762,7 +762,7 @@ def _summed(parts: Tensor, like: Tensor) -> Tensor:
 
     total = like.new_empty(parts.shape[1:])
     with on_device(like):
-        win4_kernels.sum_kernel[(-(-total.numel() // shapes.SUM_BLOCK),)](
+        win4_kernels.win4_sum_kernel[(-(-total.numel() // shapes.SUM_BLOCK),)](
             parts,
             total,
             total.numel(),
@@ -790,7 +790,7 @@ def _matrix(
     )
     grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
     with on_device(x):
-        matrix_kernels.matrix_kernel[grid](
+        matrix_kernels.win4_matrix_kernel[grid](
             x,
             *parts,
             x if bias is None else bias,
@@ -820,9 +820,7 @@ def _wide(
     shape: Sequence[int],
     setting: shapes.WideTile,
 ) -> Tensor:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
+    from memeff_compile.kernels._triton.gluon import NVMMASharedLayout, TensorDescriptor
     from memeff_compile.kernels.coded_weight import matrix_kernels
 
     (rows, columns), tokens = shape, x.shape[0]
@@ -838,7 +836,7 @@ def _wide(
     ]
     grid = (-(-rows // setting.rows), -(-tokens // setting.tokens))
     with on_device(x):
-        matrix_kernels.wide_kernel[grid](
+        matrix_kernels.win4_wide_kernel[grid](
             TensorDescriptor.from_tensor(ordered, [setting.tokens, 64], of_x),
             *by_row,
             turned,
@@ -876,7 +874,7 @@ def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
     stride = -(-tokens // 16) * 16
     ordered, turned = torch.empty_like(x), x.new_empty((columns, stride))
     with on_device(x):
-        win4_kernels.order_kernel[(columns // GROUP, -(-tokens // shapes.ORDERED_TOKENS))](
+        win4_kernels.win4_order_kernel[(columns // GROUP, -(-tokens // shapes.ORDERED_TOKENS))](
             x.view(torch.int32),
             ordered.view(torch.int32),
             turned.view(torch.int16),

@@ -12,19 +12,20 @@ Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, w
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import (
+from memeff_compile.kernels._triton.gluon import (
+    async_copy,
+    barrier,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
+    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 CHUNK: gl.constexpr = gl.constexpr(8192)
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -137,7 +138,7 @@ def _columns(at, is_token, IS_EVEN: gl.constexpr):
 
 
 @gluon.jit
-def matrix_kernel(
+def win4_matrix_kernel(
     x_ptr,  # (M, K) bf16
     header_ptr,
     codes_ptr,
@@ -321,7 +322,7 @@ def _gather(columns_note, batch, slot, xt_ptr, token, xt_stride, copied: gl.cons
 
 
 @gluon.jit
-def wide_kernel(
+def win4_wide_kernel(
     x_desc,  # (M, K) bf16, columns in the order of the operands
     codes_desc,
     signs_desc,
@@ -386,7 +387,7 @@ def wide_kernel(
         _expect(code_bars, stage, bytes_of_codes, stage < halves)
     for stage in gl.static_range(X_STAGES):
         _expect(bars, stage, bytes_of_x, stage < steps)
-    _barrier()
+    barrier()
     for stage in gl.static_range(STAGES):
         _fetch_codes(
             codes_desc,
@@ -465,7 +466,7 @@ def wide_kernel(
         slot = before % X_STAGES
         wanted = (step > 0) & (before < steps)
         _expect(bars, slot, bytes_of_x, wanted)
-        _barrier()
+        barrier()
         tma.async_copy_global_to_shared(
             x_desc, [first_token, before * 64], bars.index(slot), x.index(slot), pred=wanted
         )
@@ -494,7 +495,7 @@ def wide_kernel(
         place = far % STAGES  # that of this half, whose words are in registers by now
         _expect(bars, slot, bytes_of_x, wanted)
         _expect(code_bars, place, bytes_of_codes, far < halves)
-        _barrier()
+        barrier()
         tma.async_copy_global_to_shared(
             x_desc, [first_token, before * 64], bars.index(slot), x.index(slot), pred=wanted
         )
@@ -510,7 +511,7 @@ def wide_kernel(
             far < halves,
         )
     acc, second = warpgroup_mma_wait(0, deps=[acc, second])
-    _barrier()
+    barrier()
     for stage in gl.static_range(X_STAGES):
         mbarrier.invalidate(bars.index(stage))
     for stage in gl.static_range(STAGES):
@@ -524,7 +525,7 @@ def wide_kernel(
     token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, copied))
     for start in range(patch, end, NOTED):
         if start > patch:
-            _barrier()
+            barrier()
             _note_patches(
                 rows_note,
                 columns_note,
@@ -543,7 +544,7 @@ def wide_kernel(
                 NOTED,
                 WARPS,
             )
-            _barrier()
+            barrier()
         batches = (gl.minimum(end - start, NOTED) + 63) // 64
         for several in range(0, batches, X_STAGES):
             for stage in gl.static_range(X_STAGES):
@@ -559,7 +560,7 @@ def wide_kernel(
                     )
             async_copy.wait_group(0)
             fence_async_shared()
-            _barrier()
+            barrier()
             for stage in gl.static_range(X_STAGES):
                 if several + stage < batches:
                     its_row = _noted(rows_note, several + stage, gl.SliceLayout(0, left))
@@ -568,7 +569,7 @@ def wide_kernel(
                     a = a.to(gl.bfloat16, bitcast=True)
                     gathered = x.index(stage)._reinterpret(gl.bfloat16, [64, TOKENS], turned)
                     acc = warpgroup_mma(a, gathered, acc)
-            _barrier()
+            barrier()
     out: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
     if HAS_BIAS:
         out_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))

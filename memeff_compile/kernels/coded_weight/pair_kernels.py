@@ -175,7 +175,7 @@ def is_tier_patch(pattern, header_ptr):
 
 
 @triton.jit(do_not_specialize=["room"])
-def patches_kernel(
+def pair_patches_kernel(
     weight_ptr,  # 16-bit patterns
     header_ptr,
     starts_ptr,  # (chunks + 1,) int32
@@ -203,7 +203,7 @@ def patches_kernel(
 
 
 @triton.jit(do_not_specialize=["room_0", "room_1", "room_2", "size"])
-def shelter_kernel(
+def pair_shelter_kernel(
     value_ptr,  # 16-bit patterns
     needed_ptr,  # (COUNT,) int32
     refuge_ptr,
@@ -227,7 +227,7 @@ def shelter_kernel(
 
 
 @triton.jit(do_not_specialize=["every"])
-def histogram_kernel(weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+def pair_histogram_kernel(weight_ptr, counts_ptr, every, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     """Add the exponents of every so manieth BLOCKS * BLOCK weights to 256 counts, in any order."""
     first = tl.program_id(0).to(tl.int64) * every * BLOCKS * BLOCK
     counts = tl.zeros((256,), tl.int32)
@@ -244,7 +244,7 @@ def _sign_bytes(pair):
 
 
 @triton.jit
-def signs_kernel(words_ptr, signs_ptr, BLOCK: tl.constexpr):
+def pair_signs_kernel(words_ptr, signs_ptr, BLOCK: tl.constexpr):
     """Write the signs and mantissas of one chunk."""
     first = tl.program_id(0).to(tl.int64) * (CHUNK // 8)
     for start in range(0, CHUNK // 8, BLOCK):

@@ -44,7 +44,7 @@ def _next_pair(state, place, header_ptr, words_ptr):
 
 
 @triton.jit
-def decode_kernel(
+def rans_decode_kernel(
     header_ptr,  # (1024,) slots
     words_ptr,  # 16-bit words
     word_starts_ptr,  # (chunks + 1,) int32
@@ -96,7 +96,7 @@ def decode_kernel(
 
 
 @triton.jit
-def encode_kernel(
+def rans_encode_kernel(
     weight_ptr,  # 16-bit patterns
     slots_ptr,  # (2, 256) int32: slots of an exponent, and those before it
     words_ptr,

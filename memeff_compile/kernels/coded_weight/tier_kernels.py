@@ -90,7 +90,7 @@ def _take_pair(first_codes, PAIR: tl.constexpr, second, third, narrow, middle, w
 
 
 @triton.jit
-def decode_kernel(
+def tier_decode_kernel(
     header_ptr,
     first_ptr,
     second_ptr,
@@ -205,7 +205,7 @@ def _codes(pattern, narrow, middle, wide):
 
 
 @triton.jit
-def count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
+def tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
     """Count, for one chunk, codes in the second stream, in the third, and patches."""
     chunk = tl.program_id(0).to(tl.int64)
     narrow, middle = tl.load(header_ptr), tl.load(header_ptr + 1)
@@ -257,7 +257,7 @@ def _append(stream_ptr, bits, start, at, room, is_any):
 
 
 @triton.jit(do_not_specialize=["second_room", "third_room"])
-def encode_kernel(
+def tier_encode_kernel(
     words_ptr,  # pair words of the weight
     header_ptr,
     first_ptr,

@@ -41,7 +41,7 @@ def _exponents(codes, base, PAIR: tl.constexpr):
 
 
 @triton.jit
-def decode_kernel(
+def win4_decode_kernel(
     header_ptr,
     codes_ptr,
     starts_ptr,
@@ -150,7 +150,7 @@ def _coded_pair(pair, base, PAIR: tl.constexpr):
 
 
 @triton.jit
-def encode_kernel(
+def win4_encode_kernel(
     words_ptr,  # pair words of the weight
     header_ptr,
     codes_ptr,
@@ -183,7 +183,7 @@ def encode_kernel(
 
 
 @triton.jit(do_not_specialize=["room"])
-def patches_kernel(
+def win4_patches_kernel(
     weight_ptr,  # 16-bit patterns
     header_ptr,
     marks_ptr,
@@ -210,7 +210,7 @@ def patches_kernel(
 
 
 @triton.jit
-def starts_kernel(counts_ptr, starts_ptr, chunks, BLOCK: tl.constexpr):
+def win4_starts_kernel(counts_ptr, starts_ptr, chunks, BLOCK: tl.constexpr):
     """Write running sums that start with 0: (chunks,) to (chunks + 1,)."""
     before = 0
     tl.store(starts_ptr, before)
@@ -222,7 +222,7 @@ def starts_kernel(counts_ptr, starts_ptr, chunks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def window_kernel(counts_ptr, header_ptr):
+def win4_window_kernel(counts_ptr, header_ptr):
     """Write the exponent below the window of 15 that holds most weights, as `win4_header`."""
     exponent = tl.arange(0, 256)
     count = tl.load(counts_ptr + exponent)
@@ -395,7 +395,7 @@ def _some_rows(
 
 
 @triton.jit
-def row_kernel(
+def win4_row_kernel(
     x_ptr,
     header_ptr,
     codes_ptr,
@@ -442,7 +442,7 @@ def row_kernel(
 
 
 @triton.jit
-def rows_kernel(
+def win4_rows_kernel(
     x_ptr,
     header_0_ptr,
     codes_0_ptr,
@@ -590,7 +590,7 @@ def _dot_pair(weight, x, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def tile_kernel(
+def win4_tile_kernel(
     x_ptr,  # (M, K / 2) pair words
     header_ptr,
     codes_ptr,
@@ -677,7 +677,7 @@ def tile_kernel(
 
 
 @triton.jit
-def sum_kernel(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def win4_sum_kernel(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """Add the shares of the columns: (SPLITS, size) fp32 to (size,) bf16."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = place < size
@@ -688,9 +688,9 @@ def sum_kernel(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def order_kernel(
+def win4_order_kernel(
     x_ptr,  # (M, K / 2) pair words
-    ordered_ptr,  # the same, columns in the order of the operands of `matrix_kernels.wide_kernel`
+    ordered_ptr,  # the same, columns in the order of the operands of `win4_wide_kernel`
     turned_ptr,  # (K, STRIDE) 16-bit patterns, the transpose of x
     tokens_count,
     groups,  # K / 256

@@ -1,4 +1,4 @@
-"""Engine R: sort the ids, sum the rows of each id, add each sum to its row; plain PyTorch.
+"""The reference: sort the ids, sum the rows of each id, add each sum to its row; plain PyTorch.
 
 Works on any device, never waits for one, and sums in the same order every time. Nothing is as large
 as the table: sums are one row per token, a few columns of the hidden size at a time.

@@ -1,4 +1,4 @@
-"""Engine R: the gated product and its gradients in plain PyTorch, some thousand numbers at a time.
+"""The reference: the gated product and its gradients, some thousand numbers at a time.
 
 Works on any device, in fp32 (fp64 for fp64) inside, rounded once.
 """

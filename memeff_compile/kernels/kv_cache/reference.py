@@ -1,4 +1,4 @@
-"""Engine R: the filled part of the cache through PyTorch's attention, grouped by key-value head.
+"""The reference: the filled part of the cache through PyTorch's attention, by key-value head.
 
 Works on any device and in any floating dtype. On the CPU the filled length is read on the host and
 nothing beyond it is touched; elsewhere that would wait for the device, so the whole cache is read

@@ -22,8 +22,8 @@ from torch import Tensor
 from memeff_compile.kernels.linear_cross_entropy.shapes import TILE
 
 if TYPE_CHECKING:
-    from memeff_compile.kernels.linear_cross_entropy.fused import Selection
     from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs
+    from memeff_compile.kernels.linear_cross_entropy.rows import Selection
     from memeff_compile.kernels.linear_cross_entropy.shapes import Shapes
 
 Size: TypeAlias = int | torch.SymInt

@@ -1,29 +1,30 @@
-"""Engines F and S: every product of the head in Triton, with its neighbours in the epilogue.
+"""The engine `fused`: every product of the head in Triton, with its neighbours in the epilogue.
 
-F, forward: tiles of logits become a maximum and a sum per row and tile, merged in a fixed order;
-the tile that holds a row's target hands out its logit. F, backward, per piece of W columns: tiles
+Forward: tiles of logits become a maximum and a sum per row and tile, merged in a fixed order;
+the tile that holds a row's target hands out its logit. Backward, per piece of W columns: tiles
 of logits again, this time written as G = dloss/dlogits in 16 bits; then dC of those columns
 complete in one write, and dE += G C in fp32, by one reduction per element and launch, so that
 nothing depends on the order in which programs run.
 
-S: forward's statistics also say which tiles matter (`filters.py`). Backward then recomputes the
-listed tiles only, into a packed buffer of G, and sums the two products over the lists. Which of
-the two runs is decided on the GPU: both are launched and one finds no work. Ignored rows are left
-out before anything is computed, by an order of rows that is built on the GPU as well.
+Under a filter forward's statistics also say which tiles matter (`filters.py`). Backward then
+recomputes the listed tiles only, into a packed buffer of G, and sums the two products over the
+lists. Which of the two runs is decided on the GPU: both are launched and one finds no work. Ignored
+rows are left out before anything is computed, by an order of rows built on the GPU (`rows.py`).
 
 No call waits for the GPU or reads a value on the host. 16-bit inputs with a depth that is a
-multiple of 8; engine H serves the rest.
+multiple of 8; the engine `hybrid` serves the rest.
 
 Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 plus 8ND * pieces / 4.28e12.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.compat import described
 from memeff_compile.kernels.device import on_device
 from memeff_compile.kernels.linear_cross_entropy import filters, tile_lists, tuned
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
@@ -32,11 +33,11 @@ from memeff_compile.kernels.linear_cross_entropy.pieces import (
     Rows,
     spans,
 )
+from memeff_compile.kernels.linear_cross_entropy.rows import gather, row_block, select_rows
 from memeff_compile.kernels.linear_cross_entropy.shapes import (
     FILTER_FORWARD_BYTES,
     FORWARD_BYTES,
     Room,
-    Shapes,
     fused_budget,
     is_minimal,
     piece_width,
@@ -47,18 +48,6 @@ from memeff_compile.kernels.linear_cross_entropy.shapes import (
 
 if TYPE_CHECKING:
     from memeff_compile.kernels.linear_cross_entropy.tile_lists import TileLists
-
-
-class Selection(NamedTuple):
-    """The rows that count, in order, as the kernels read them.
-
-    `order`, `place` and `kept` are None where every row counts.
-    """
-
-    target: Tensor  # (N,) int32, compact, -1 for a row without a target
-    order: Tensor | None = None  # (N,) int32: original row of each compact row
-    place: Tensor | None = None  # (N,) int32: compact row of each original row, or -1
-    kept: Tensor | None = None  # (1,) int32
 
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -377,7 +366,7 @@ class _Backward:
             self.hidden,
             self.selection.place,
             self.depth,
-            BLOCK=_row_block(self.depth, self.shapes),
+            BLOCK=row_block(self.depth, self.shapes),
         )
         return self.hidden
 
@@ -569,84 +558,9 @@ class _Backward:
         }
 
 
-def select_rows(target: Tensor, knobs: Knobs, row_order: Tensor | None = None) -> Selection:
-    """Leave out the rows whose target is ignored, unless something else of them counts.
-
-    `row_order` is an order that forward's filter decided on; the rows that count come first in it.
-    """
-    target = target.contiguous()
-    rows, ignore_index = target.numel(), knobs.ignore_index
-    drops = ignore_index is not None and not knobs.keeps_ignored_rows
-    if row_order is not None and row_order.numel():
-        return _ordered(target, row_order, knobs, drops=drops)
-    if not drops:
-        if ignore_index is not None:
-            target = target.masked_fill(target == ignore_index, -1)
-        return Selection(target.to(torch.int32))
-    from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
-
-    compact, order, place = (target.new_empty(rows, dtype=torch.int32) for _ in range(3))
-    kept = target.new_empty(1, dtype=torch.int32)
-    kernels._linear_cross_entropy_compact_kernel[(1,)](
-        target, order, place, compact, kept, rows, ignore_index, BLOCK=2048, num_warps=8
-    )
-    return Selection(compact, order, place, kept)
-
-
-def _ordered(target: Tensor, order: Tensor, knobs: Knobs, *, drops: bool) -> Selection:
-    from memeff_compile.kernels.linear_cross_entropy import sparse_kernels as kernels
-
-    rows = target.numel()
-    if drops:
-        kept = target.ne(knobs.ignore_index or 0).sum(dtype=torch.int32).view(1)
-    else:
-        kept = torch.full((1,), rows, dtype=torch.int32, device=target.device)
-    place = torch.full((rows,), -1, dtype=torch.int32, device=target.device)
-    compact = torch.full_like(place, -1)
-    block = 512
-    kernels._linear_cross_entropy_place_kernel[(-(-rows // block),)](
-        target,
-        order,
-        kept,
-        place,
-        compact,
-        rows,
-        knobs.ignore_index or 0,
-        HAS_IGNORE=knobs.ignore_index is not None,
-        BLOCK=block,
-    )
-    return Selection(compact, order, place, kept)
-
-
-def gather(hidden: Tensor, out: Tensor, selection: Selection, first: int, shapes: Shapes) -> None:
-    """Copy the compact rows from `first` on into `out`."""
-    from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
-
-    rows, depth = out.shape
-    kernels._linear_cross_entropy_gather_kernel[(rows,)](
-        hidden,
-        hidden.stride(0),
-        out,
-        selection.order,
-        selection.kept,
-        first,
-        depth,
-        PAD=max(shapes.rows, shapes.step),
-        BLOCK=_row_block(depth, shapes),
-    )
-
-
-def _row_block(depth: int, shapes: Shapes) -> int:
-    return 16 if shapes.is_interpreted else min(4096, 1 << (depth - 1).bit_length())
-
-
 def _tiles(matrix: Tensor | None, rows: int, columns: int) -> Any:  # noqa: ANN401
     """Describe a matrix to the kernels as tiles of this shape."""
-    if matrix is None:
-        return None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+    return None if matrix is None else described(matrix, (rows, columns))
 
 
 def _aligned(hidden: Tensor) -> Tensor:

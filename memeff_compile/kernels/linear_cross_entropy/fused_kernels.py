@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Engine F's kernels: products whose epilogue turns a tile of logits into what is kept of it.
+"""The kernels of `fused`: products whose epilogue turns a tile of logits into what is kept.
 
 Four products make a training step of the head, and each kernel here is one of them (the last one,
 two): tiles of logits to row statistics, tiles of logits to gradients G, G to the gradients of the

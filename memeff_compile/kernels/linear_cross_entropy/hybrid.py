@@ -1,4 +1,4 @@
-"""Engine H: library products piece by piece, one Triton pass over each piece. CUDA, sm_80 or later.
+"""The engine `hybrid`: library products piece by piece, one Triton pass over each piece.
 
 Forward, per strip of the vocabulary: S = E C_v^T in fp32 (16-bit inputs, fp32 output), then one
 pass that folds S into a running maximum and sum per row. Backward, per piece: the same strips of S

@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The two elementwise passes of engine H: products to row statistics, products to gradients.
+"""The two elementwise passes of `hybrid`: products to row statistics, products to gradients.
 
 Each program owns one row of an N x W piece of fp32 products, so nothing is summed across programs
 and every result is the same bit for bit from run to run. 16-bit vectors are widened right after

@@ -89,7 +89,7 @@ def bytes_after(
 
     The larger of forward and backward: the workspace of pieces (each at most half as wide as the
     vocabulary, once that exceeds 64 columns), the vectors of N elements, and for 16-bit inputs the
-    fp32 sum of the hidden gradient (4ND). Engine R adds the fp32 copies of 16-bit hidden states
+    fp32 sum of the hidden gradient (4ND). `reference` adds the fp32 copies of 16-bit hidden states
     and of pieces of the weight, and on a CPU the copies of the rows that are not ignored.
 
     Args:

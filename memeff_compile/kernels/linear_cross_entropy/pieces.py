@@ -17,7 +17,7 @@ MIB = 2**20
 # The smallest piece. A smaller workspace than this piece needs is exceeded rather than refused.
 MIN_WIDTH = 64
 
-# Engine H, automatic workspace: at least 64 MiB and at least 16 KiB per row. 16 KiB per row is a
+# `hybrid`, automatic workspace: at least 64 MiB and at least 16 KiB per row. 16 KiB per row is a
 # strip of 2048 fp32 products (8 KiB) beside a gradient piece of 4096 columns in bf16 (8 KiB), about
 # 6 % of what the bf16 logits of a 128k vocabulary take. Measured on an H200, forward + backward:
 # strip 1024 / 2048 / 4096 with that piece take 61.4 / 59.8 / 60.1 ms at N, D, V = 16384, 2048,
@@ -27,7 +27,7 @@ MIN_WIDTH = 64
 HYBRID_AUTO_BYTES = 64 * MIB
 HYBRID_AUTO_BYTES_PER_ROW = 16 * 1024
 
-# Engine R: on a CPU a piece should stay in the cache between the product and the passes over it;
+# `reference`: on a CPU a piece should stay in the cache between the product and the passes over it;
 # elsewhere it should be large enough to hide the launches.
 REFERENCE_AUTO_BYTES = {"cpu": 8 * MIB}
 REFERENCE_AUTO_BYTES_ELSEWHERE = 64 * MIB
@@ -126,7 +126,7 @@ def _half_vocab(vocab: int) -> int:
 
 
 def hybrid_budget(rows: int, workspace: int, bytes_per_row: int = HYBRID_AUTO_BYTES_PER_ROW) -> int:
-    """Return the bytes engine H may use for pieces; `workspace` 0 means automatic."""
+    """Return the bytes the engine `hybrid` may use for pieces; `workspace` 0 means automatic."""
     return workspace or max(HYBRID_AUTO_BYTES, bytes_per_row * rows)
 
 
@@ -140,7 +140,7 @@ def hybrid_widths(
     processors: int,
     bytes_per_row: int = HYBRID_AUTO_BYTES_PER_ROW,
 ) -> Widths:
-    """Choose engine H's widths within the workspace.
+    """Choose the engine `hybrid`'s widths within the workspace.
 
     16-bit inputs: a strip of fp32 products (4 bytes per element) beside a piece of gradients in the
     input dtype (2 bytes); the strip gets half of the budget. fp32 inputs: the gradient replaces
@@ -192,7 +192,7 @@ def _piece_seconds(width: int, depth: int, processors: int) -> float:
 def reference_bytes_per_logit(
     itemsize: int, has_softcap: bool, with_gradient: bool, with_entropy: bool = False
 ) -> int:
-    """Return the bytes engine R holds per element of a piece.
+    """Return the bytes the engine `reference` holds per element of a piece.
 
     Args:
         itemsize: bytes of one input element: 2 and 4 compute in fp32, 8 in fp64.
@@ -207,7 +207,7 @@ def reference_bytes_per_logit(
 
 
 def reference_budget(rows: int, workspace: int, bytes_per_logit: int, device_type: str) -> int:
-    """Return the bytes engine R may use for pieces; `workspace` 0 means automatic."""
+    """Return the bytes the engine `reference` may use for pieces; `workspace` 0 means automatic."""
     return workspace or max(
         REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE),
         REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows,
@@ -217,7 +217,7 @@ def reference_budget(rows: int, workspace: int, bytes_per_logit: int, device_typ
 def reference_width(
     rows: int, vocab: int, workspace: int, bytes_per_logit: int, device_type: str
 ) -> int:
-    """Choose engine R's piece width within the workspace."""
+    """Choose the engine `reference`'s piece width within the workspace."""
     budget = reference_budget(rows, workspace, bytes_per_logit, device_type)
     width = budget // (bytes_per_logit * max(rows, 1))
     return min(_round_down(width, MIN_WIDTH), _half_vocab(vocab))

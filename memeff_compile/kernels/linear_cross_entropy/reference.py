@@ -1,8 +1,8 @@
-"""Engine R: the formula in plain PyTorch, piece by piece over the vocabulary; any device.
+"""The reference: the formula in plain PyTorch, piece by piece over the vocabulary; any device.
 
 16-bit and fp32 inputs meet in fp32 products that go into exp unrounded; fp64 stays fp64. In
 backward the gradient with respect to the products is formed in full precision, target term
-included, and rounded once to the input dtype, as engine H does. On a CPU, where looking at targets
+included, and rounded once to the input dtype, as `hybrid` does. On a CPU, where looking at targets
 costs nothing, rows with an ignored target are left out of every product.
 """
 

@@ -1,4 +1,4 @@
-"""Tile shapes per GPU, and how much of the logits engines F and S hold at once."""
+"""Tile shapes per GPU, and how much of the logits the engines hold at once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Engine S's kernels: gradients from the listed tiles of logits only.
+"""The kernels of the engine `fused` under a filter: gradients from the listed tiles of logits only.
 
 A tile is TILE rows by TILE columns. `tile_lists.py` lists the active ones by group: a group is a
 run of columns whose active tiles fit the buffer of G, one tile after the other. Every list and

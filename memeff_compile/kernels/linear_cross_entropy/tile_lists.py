@@ -1,4 +1,4 @@
-"""Lists of active tiles, built on the GPU from a map of them: what engine S walks over."""
+"""Lists of active tiles, built on the GPU from a map of them: what the sparse kernels walk over."""
 
 from __future__ import annotations
 

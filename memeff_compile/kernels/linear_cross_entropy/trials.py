@@ -2,8 +2,8 @@
 
 Head and loss in bf16, forward and backward, on random numbers, with some targets ignored; filtered
 gradients on random maps of tiles. Numbers are checked first, on a shape that is small in the hidden
-size alone, so that every setting walks over pieces of its own width: against engine R in fp32, and
-for filtered gradients against the formula written out.
+size alone, so that every setting walks over pieces of its own width: against `reference` in fp32,
+and for filtered gradients against the formula written out.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Loss:
         return nll, grad_hidden, grad_weight
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the same from engine R in fp32."""
+        """Return the same from the engine `reference` in fp32."""
         wide = self.hidden.float(), self.weight.float(), None, self.target, None
         found = reference.forward(*wide, self.knobs)
         nothing = self.grad_nll.new_empty(0)

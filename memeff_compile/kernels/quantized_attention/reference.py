@@ -1,4 +1,4 @@
-"""The engine `reference`: the arithmetic of the kernels in plain PyTorch, on any device.
+"""The reference: the arithmetic of the kernels in plain PyTorch, on any device.
 
 Codes are whole numbers held in fp32, whose products fp32 sums exactly; weights and values are
 rounded to their format and multiplied in fp32. Weights are made tile by tile of keys with a running

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels._triton.compat import described
 from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels._triton.key_tiles import (
     depth_block,
@@ -457,16 +458,10 @@ def _operands(
     facts = (q, *q.stride()[:3], given.scale * math.log2(math.e), k_mean)
     if not is_described:
         return *facts, made.q, made.k, made.v
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     wide = made.q.shape[1]
-
-    def tiles(codes: Tensor, rows: int, columns: int) -> object:
-        return TensorDescriptor.from_tensor(codes, [rows, columns])
-
     return (
         *facts,
-        made.q if made.q_scale is None else tiles(made.q, shape.rows, wide),
-        tiles(made.k, shape.keys, wide),
-        tiles(made.v, wide, shape.keys),
+        made.q if made.q_scale is None else described(made.q, (shape.rows, wide)),
+        described(made.k, (shape.keys, wide)),
+        described(made.v, (wide, shape.keys)),
     )

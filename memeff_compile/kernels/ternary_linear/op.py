@@ -173,9 +173,7 @@ def _engine(tensor: Tensor) -> ModuleType:
         from memeff_compile.kernels.ternary_linear import tiles
 
         return tiles
-    from memeff_compile.kernels.ternary_linear import plain
-
-    return plain
+    return reference
 
 
 # --- pack -----------------------------------------------------------------------------------------

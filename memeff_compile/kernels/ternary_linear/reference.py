@@ -1,4 +1,4 @@
-"""Engine R: ternary linears in plain PyTorch, on any device, with exact integer accumulation.
+"""The reference: ternary linears in plain PyTorch, on any device, with exact integer accumulation.
 
 Weight codes are -1, 0, 1, stored as 0, 1, 2 in two bits. A 32-bit word t holds the codes of columns
 16 t .. 16 t + 15: byte b, field j is column 16 t + 4 j + b. Activations stand in the same order,
@@ -7,6 +7,8 @@ four planes j of bytes c = 4 t + b, so that a word masked to one field lines up 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from memeff_compile.kernels.ternary_linear.quantizer import (
     FP4_CODES,
     FP4_THRESHOLDS,
     KINDS,
+    NO_ENTRY,
     PER_WORD,
     Entry,
     Quantizer,
@@ -103,7 +106,7 @@ def enter(x: Tensor, entry: Entry) -> Tensor:
     return x
 
 
-def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     """Quantise each token (row) of x.
 
     Args:
@@ -114,7 +117,7 @@ def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
         codes (M, K) int8 and scale (M,) float32. A token that holds what is no number, or from
         which no scale can be made, has the scale nan.
 
-    Example: quantize(torch.tensor([[1.0, -2.0]]), Quantizer())[0] is [[64, -127]].
+    Example: codes_and_scale(torch.tensor([[1.0, -2.0]]), Quantizer())[0] is [[64, -127]].
     """
     kind = KINDS[quantizer.kind]
     values = x.to(compute_dtype(x.dtype, is_native=quantizer.is_native))
@@ -165,7 +168,7 @@ def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
     return torch.cat(pieces, dim=1)
 
 
-def product(
+def product_of_codes(
     codes: Tensor,
     scale: Tensor,
     packed: Tensor,
@@ -196,9 +199,7 @@ def product(
     return found.to(dtype)
 
 
-def dequantized_tokens(
-    codes: Tensor, scale: Tensor, *, is_step: bool, dtype: torch.dtype
-) -> Tensor:
+def tokens_of_codes(codes: Tensor, scale: Tensor, *, is_step: bool, dtype: torch.dtype) -> Tensor:
     """Return the (M, K) activations that the model's own arithmetic multiplies."""
     scale = scale[:, None]
     values = codes.float() * scale if is_step else codes.float() / scale
@@ -212,3 +213,71 @@ def dequantized_weights(
     codes = unpack_codes(packed, columns).float()
     scale = scale.reshape(()).float()
     return (codes * scale if is_step else codes / scale).to(dtype)
+
+
+# --- the engine: codes in the order of packed weights ---------------------------------------------
+
+
+def serves_vectors(tokens: int) -> bool:
+    """Return False: few tokens are quantised as many are."""
+    del tokens
+    return False
+
+
+def chains(device: torch.device) -> bool:
+    """Return False: there are no kernels to overlap."""
+    del device
+    return False
+
+
+def quantize(
+    x: Tensor, quantizer: Quantizer, entry: Entry = NO_ENTRY, *, is_chained: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes in planes, scales, and the sum of the codes of each token."""
+    del is_chained
+    codes, scale = codes_and_scale(enter(x, entry), quantizer)
+    return to_planes(codes), scale, codes.sum(-1, dtype=torch.int32)
+
+
+def product(
+    codes: Tensor,
+    scale: Tensor,
+    sums: Tensor,
+    packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    is_step: bool,
+    weight_is_step: bool,
+    added: Tensor | None = None,
+    is_chained: bool = False,
+    leading: Sequence[int] | None = None,
+) -> Tensor:
+    """Return (M, N) or (*leading, N) from codes in planes; the sums are not needed.
+
+    It is no view: an op in place may follow.
+    """
+    del sums, is_chained
+    found = product_of_codes(
+        from_planes(codes, 16 * packed.shape[1]),
+        scale,
+        packed,
+        weight_scale,
+        bias,
+        dtype=dtype,
+        is_step=is_step,
+        weight_is_step=weight_is_step,
+    )
+    found = found if added is None else added + found
+    shape = (*(found.shape[:1] if leading is None else leading), found.shape[1])
+    shaped: Tensor = torch.ops.aten._unsafe_view.default(found, shape)
+    return shaped
+
+
+def dequantized_tokens(
+    codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return (M, K) from codes in planes."""
+    rows = from_planes(codes, columns)
+    return tokens_of_codes(rows, scale, is_step=is_step, dtype=dtype)

@@ -26,9 +26,6 @@ class TileShapes:
     """A launch on tensor cores: tokens, rows and bytes of weights per tile, warps and stages.
 
     `group` tiles of rows, one after the other, share a tile of tokens in cache.
-
-    With `prefetches`, a program asks for all its weights while the tokens are being quantised; what
-    that gains has not been measured, and `tile_shapes` does not choose it.
     """
 
     tokens: int
@@ -37,7 +34,6 @@ class TileShapes:
     warps: int
     stages: int
     splits: int = 1
-    prefetches: bool = False
     group: int = 8
 
 

@@ -489,7 +489,6 @@ def _plan(
         "IS_EVEN": width % shapes.bytes == 0,
         "IS_PART": splits > 1,
         "IS_CHAINED": is_chained,
-        "LINES": _power_of_two(-(-share // 128)) if shapes.prefetches else 0,
         "BYTEWISE": device.type != "cuda",
         "num_warps": shapes.warps,
         **({"launch_pdl": True} if is_chained else {}),

@@ -628,19 +628,6 @@ def _field(packed, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
 
 
 @triton.jit
-def _ask_for(address):
-    """Bring the lines at these addresses into the cache of the GPU."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [address.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _ternary_tiles_kernel(
     codes_ptr,  # (M, 4, width) int8
     packed_ptr,  # (N, width) uint8
@@ -667,7 +654,6 @@ def _ternary_tiles_kernel(
     IS_STEP: tl.constexpr,
     WEIGHT_IS_STEP: tl.constexpr,
     IS_CHAINED: tl.constexpr,  # started while the tokens are still being quantised
-    LINES: tl.constexpr,  # of 128 bytes of a row to bring near in the meantime, a power of two
     BYTEWISE: tl.constexpr,
 ):
     token_tiles = tl.cdiv(tokens, TOKENS)
@@ -690,10 +676,6 @@ def _ternary_tiles_kernel(
     codes_ptrs = codes_ptr + near_token[None, :] * 4 * width + byte[:, None]
     acc = tl.zeros((ROWS, TOKENS), dtype=tl.int32)
     if IS_CHAINED:
-        if LINES > 0:
-            line = tl.minimum(begin + tl.arange(0, LINES) * 128, end - 1)
-            address = packed_ptr + near_row[:, None] * width + line[None, :]
-            _ask_for(address)
         tl.extra.cuda.gdc_wait()
     for start in tl.range(begin, end, BYTES, num_stages=STAGES):
         if IS_EVEN:

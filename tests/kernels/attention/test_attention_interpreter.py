@@ -96,7 +96,7 @@ def test_only_tiles_that_count_are_visited() -> None:
 
     def bounds(**changes: Any) -> list[list[int]]:
         given = dataclasses.replace(conditions(case), **changes)
-        found, _ = tiles._find_bounds(tiles._call(case.q, case.k, case.v, given), True, shape, None)
+        found, _ = tiles._call(case.q, case.k, case.v, given).bounds(shape, None)
         return found[0].tolist()
 
     assert bounds(key_mask=key_mask) == [[0, 0, 0, 0], [1, 2, 2, 2], [1, 3, 3, 3], [1, 2, 3, 4]]

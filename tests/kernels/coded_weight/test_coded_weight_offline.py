@@ -27,6 +27,7 @@ def _compile(
     module: str, name: str, capability: int, constants: dict[str, Any], warps: int, **types: str
 ) -> Any:
     folder = "memeff_compile.kernels.coded_weight"
+    engine = "win4" if module == "matrix" else module
 
     def type_of(argument: str) -> str:
         number = "fp32" if argument in ("rate", "decay") else "i32"
@@ -35,7 +36,7 @@ def _compile(
 
     return compile_for(
         capability,
-        getattr(import_module(f"{folder}.{module}_kernels"), f"{name}_kernel"),
+        getattr(import_module(f"{folder}.{module}_kernels"), f"{engine}_{name}_kernel"),
         constants,
         type_of,
         lambda argument: True,

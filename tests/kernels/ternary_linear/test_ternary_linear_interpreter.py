@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.ternary_linear import KINDS, Quantizer, plain, reference, tiles
+from memeff_compile.kernels.ternary_linear import KINDS, Quantizer, reference, tiles
 from memeff_compile.kernels.ternary_linear.quantizer import Entry
 from memeff_compile.kernels.ternary_linear.shapes import TileShapes, VectorShapes
 
@@ -40,7 +40,7 @@ def test_tokens_have_the_codes_of_the_reference(kind: str, is_step: bool) -> Non
         quantizer = Quantizer(kind, is_step=is_step, is_native=is_native, adds_eps=is_step)
         x = draw(3, 37, dtype)
         x[1, 3] = float("nan")
-        got, wanted = tiles.quantize(x, quantizer), plain.quantize(x, quantizer)
+        got, wanted = tiles.quantize(x, quantizer), reference.quantize(x, quantizer)
         for place, (found, right) in enumerate(zip(got, wanted, strict=True)):
             if KINDS[kind].is_mean and place == 1:  # the mean is summed in another order
                 torch.testing.assert_close(found, right, rtol=2e-3, atol=0, equal_nan=True)
@@ -63,11 +63,11 @@ def test_weights_have_the_codes_of_the_reference(is_step: bool) -> None:
 )
 def test_products_have_the_bits_of_the_reference(shapes: TileShapes) -> None:
     x, weights, scale = draw(20, 300), packed(40, 300), torch.tensor(1.7)
-    tokens = plain.quantize(x, Quantizer())
+    tokens = reference.quantize(x, Quantizer())
     for bias, is_step in ((torch.randn(40), False), (None, True)):
         settings = {"dtype": torch.float32, "is_step": is_step, "weight_is_step": is_step}
         found = tiles.product(*tokens, weights, scale, bias, shapes=shapes, **settings)
-        assert_same(found, plain.product(*tokens, weights, scale, bias, **settings))
+        assert_same(found, reference.product(*tokens, weights, scale, bias, **settings))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -76,7 +76,7 @@ def test_few_tokens_have_the_bits_of_many(count: int) -> None:
     weights = [packed(rows, 37) for rows in (19, 8, 3)][:count]
     scale, biases = torch.tensor(1.7), [torch.randn(19), None, torch.randn(3)][:count]
     settings = {"dtype": torch.float32, "weight_is_step": False}
-    tokens = plain.quantize(x, quantizer)
+    tokens = reference.quantize(x, quantizer)
     for shapes in (VectorShapes(8, 4), VectorShapes(4, 4, 2)):
         found = tiles.vectors(
             x, weights, [scale] * count, biases, quantizer, shapes=shapes, **settings
@@ -85,7 +85,9 @@ def test_few_tokens_have_the_bits_of_many(count: int) -> None:
             x, weights, [scale] * count, biases, quantizer, shapes=shapes, coded=tokens, **settings
         )
         for got, same, weight, bias in zip(found, coded, weights, biases, strict=True):
-            assert_same(got, plain.product(*tokens, weight, scale, bias, is_step=False, **settings))
+            assert_same(
+                got, reference.product(*tokens, weight, scale, bias, is_step=False, **settings)
+            )
             assert_same(got, same)
 
 
@@ -100,7 +102,7 @@ ENTRIES = {
 def test_gates_norms_and_sums_are_those_of_the_reference(case: str) -> None:
     """The mean of a norm is summed in another order, so that a code may be the next one."""
     x, entry, quantizer = draw(3, 300), ENTRIES[case](), Quantizer()
-    got, wanted = tiles.quantize(x, quantizer, entry), plain.quantize(x, quantizer, entry)
+    got, wanted = tiles.quantize(x, quantizer, entry), reference.quantize(x, quantizer, entry)
     assert int((got[0].int() - wanted[0].int()).abs().max()) <= 1
     assert float((got[0] != wanted[0]).float().mean()) < 1e-2
     torch.testing.assert_close(got[1], wanted[1], rtol=1e-5, atol=0)
@@ -112,15 +114,15 @@ def test_gates_norms_and_sums_are_those_of_the_reference(case: str) -> None:
     for shapes in (TileShapes(16, 32, 32, 4, 2), TileShapes(16, 16, 32, 4, 2, 3)):
         many = tiles.product(*got, weights, scale, None, is_step=False, shapes=shapes, **settings)
         assert_same(few, many)
-    assert_same(few, plain.product(*got, weights, scale, None, is_step=False, **settings))
+    assert_same(few, reference.product(*got, weights, scale, None, is_step=False, **settings))
 
 
 def test_operands_of_the_backward_have_the_bits_of_the_reference() -> None:
     weights, scale = packed(5, 37), torch.tensor(1.7)
-    codes, by_token, _ = plain.quantize(draw(3, 37), Quantizer())
+    codes, by_token, _ = reference.quantize(draw(3, 37), Quantizer())
     for is_step in (False, True):
         settings = {"is_step": is_step, "dtype": torch.float32}
         found = tiles.dequantized_weights(weights, scale, 37, **settings)
-        assert_same(found, plain.dequantized_weights(weights, scale, 37, **settings))
+        assert_same(found, reference.dequantized_weights(weights, scale, 37, **settings))
         found = tiles.dequantized_tokens(codes, by_token, 37, **settings)
-        assert_same(found, plain.dequantized_tokens(codes, by_token, 37, **settings))
+        assert_same(found, reference.dequantized_tokens(codes, by_token, 37, **settings))

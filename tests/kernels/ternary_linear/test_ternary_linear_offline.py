@@ -130,7 +130,6 @@ def _tiles(
         "IS_PART": is_part,
         "HAS_BIAS": not is_part,
         "IS_CHAINED": capability >= 90,
-        "LINES": 8 if shapes.prefetches else 0,
         "BYTEWISE": False,
     }
     kinds = {"packed_ptr": "*u8"}
@@ -209,13 +208,6 @@ def test_the_kernel_for_many_tokens_compiles_within_the_limits(
     ptx = within_limits(_tiles(capability, shapes), capability)
     assert re.search(r"mma\.sync.*s8|wgmma.*s8|tcgen05\.mma", ptx), "no integer tensor cores"
     assert "cp.async" in ptx, "operands are not loaded ahead"
-
-
-@pytest.mark.parametrize("capability", gpus(90, 100))
-def test_weights_can_be_asked_for_while_tokens_are_quantised(capability: int) -> None:
-    shapes = TileShapes(16, 64, 128, 4, 3, prefetches=True)
-    ptx = within_limits(_tiles(capability, shapes), capability)
-    assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait")
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -1,0 +1,59 @@
+"""The one place that knows Triton's private names: one file to fix per release of it.
+
+Nothing here imports triton before it is called. Gluon's names are in `gluon`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def current_device() -> int:
+    """Return the index of the GPU that a launch would go to."""
+    from triton.runtime import driver
+
+    found: int = driver.active.get_current_device()
+    return found
+
+
+def is_watched() -> bool:
+    """Say whether somebody, such as a profiler, asked to be called around each launch."""
+    from triton import knobs
+
+    hooks = knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+
+
+def is_compiled(kernel: Any) -> bool:  # noqa: ANN401
+    """Say whether a kernel runs on a GPU, and nobody asked to be called before its launches."""
+    return hasattr(kernel, "device_caches") and not kernel.pre_run_hooks
+
+
+def launcher(
+    kernel: Any,  # noqa: ANN401
+    compiled: Any,  # noqa: ANN401
+    constants: Mapping[str, Any],
+    count: int,
+) -> Callable[[tuple[int, int, int], int, Sequence[Any]], None]:
+    """Return what launches a compiled kernel on a grid, with the `count` arguments that vary."""
+    from triton.runtime import driver
+
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    rest = [constants[name] for name in list(kernel.arg_names)[count:]]
+    stream_of = driver.active.get_current_stream
+
+    def launch(grid: tuple[int, int, int], device: int, arguments: Sequence[Any]) -> None:
+        stream = stream_of(device)
+        run(*grid, stream, function, metadata, None, None, None, *arguments, *rest)
+
+    return launch
+
+
+def described(tensor: Tensor, block: Sequence[int]) -> Any:  # noqa: ANN401
+    """Return a matrix as the descriptor of tiles of a shape, which the GPU loads by itself."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))

@@ -1,0 +1,95 @@
+"""Which rows count: an order of them that is built on the GPU, and rows gathered by it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs
+from memeff_compile.kernels.linear_cross_entropy.shapes import Shapes
+
+
+class Selection(NamedTuple):
+    """The rows that count, in order, as the kernels read them.
+
+    `order`, `place` and `kept` are None where every row counts.
+    """
+
+    target: Tensor  # (N,) int32, compact, -1 for a row without a target
+    order: Tensor | None = None  # (N,) int32: original row of each compact row
+    place: Tensor | None = None  # (N,) int32: compact row of each original row, or -1
+    kept: Tensor | None = None  # (1,) int32
+
+
+def select_rows(target: Tensor, knobs: Knobs, row_order: Tensor | None = None) -> Selection:
+    """Leave out the rows whose target is ignored, unless something else of them counts.
+
+    `row_order` is an order that forward's filter decided on; the rows that count come first in it.
+    """
+    target = target.contiguous()
+    rows, ignore_index = target.numel(), knobs.ignore_index
+    drops = ignore_index is not None and not knobs.keeps_ignored_rows
+    if row_order is not None and row_order.numel():
+        return _ordered(target, row_order, knobs, drops=drops)
+    if not drops:
+        if ignore_index is not None:
+            target = target.masked_fill(target == ignore_index, -1)
+        return Selection(target.to(torch.int32))
+    from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+
+    compact, order, place = (target.new_empty(rows, dtype=torch.int32) for _ in range(3))
+    kept = target.new_empty(1, dtype=torch.int32)
+    kernels._linear_cross_entropy_compact_kernel[(1,)](
+        target, order, place, compact, kept, rows, ignore_index, BLOCK=2048, num_warps=8
+    )
+    return Selection(compact, order, place, kept)
+
+
+def _ordered(target: Tensor, order: Tensor, knobs: Knobs, *, drops: bool) -> Selection:
+    from memeff_compile.kernels.linear_cross_entropy import sparse_kernels as kernels
+
+    rows = target.numel()
+    if drops:
+        kept = target.ne(knobs.ignore_index or 0).sum(dtype=torch.int32).view(1)
+    else:
+        kept = torch.full((1,), rows, dtype=torch.int32, device=target.device)
+    place = torch.full((rows,), -1, dtype=torch.int32, device=target.device)
+    compact = torch.full_like(place, -1)
+    block = 512
+    kernels._linear_cross_entropy_place_kernel[(-(-rows // block),)](
+        target,
+        order,
+        kept,
+        place,
+        compact,
+        rows,
+        knobs.ignore_index or 0,
+        HAS_IGNORE=knobs.ignore_index is not None,
+        BLOCK=block,
+    )
+    return Selection(compact, order, place, kept)
+
+
+def gather(hidden: Tensor, out: Tensor, selection: Selection, first: int, shapes: Shapes) -> None:
+    """Copy the compact rows from `first` on into `out`."""
+    from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+
+    rows, depth = out.shape
+    kernels._linear_cross_entropy_gather_kernel[(rows,)](
+        hidden,
+        hidden.stride(0),
+        out,
+        selection.order,
+        selection.kept,
+        first,
+        depth,
+        PAD=max(shapes.rows, shapes.step),
+        BLOCK=row_block(depth, shapes),
+    )
+
+
+def row_block(depth: int, shapes: Shapes) -> int:
+    """Return how many features of a row a program copies at a time."""
+    return 16 if shapes.is_interpreted else min(4096, 1 << (depth - 1).bit_length())
