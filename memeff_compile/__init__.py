@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .backend import compile as compile
     from .backend import reset as reset
+    from .errors import CalibrationError as CalibrationError
+    from .errors import CodedWeightError as CodedWeightError
+    from .errors import DoubleBackwardError as DoubleBackwardError
+    from .errors import ExplainError as ExplainError
+    from .errors import MemeffError as MemeffError
     from .errors import OptionError as OptionError
+    from .errors import StaleLogitsError as StaleLogitsError
+    from .errors import StrictError as StrictError
+    from .errors import TargetRangeError as TargetRangeError
+    from .errors import TuneError as TuneError
+    from .errors import UnsupportedInputError as UnsupportedInputError
+    from .errors import VerifyError as VerifyError
     from .functional import linear_cross_entropy as linear_cross_entropy
     from .model.attention.calibrate import calibrate_attention as calibrate_attention
     from .model.attention.calibrate import restart_attention_calls as restart_attention_calls
@@ -38,12 +49,23 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "CalibrationError": "errors",
+    "CodedWeightError": "errors",
     "CompressionReport": "model.weights.compress",
+    "DoubleBackwardError": "errors",
+    "ExplainError": "errors",
     "Explanation": "planning.explain",
     "KVCache": "model.cache.kv_cache",
+    "MemeffError": "errors",
     "MiniCache": "model.cache.minicache",
     "OptionError": "errors",
     "Options": "options",
+    "StaleLogitsError": "errors",
+    "StrictError": "errors",
+    "TargetRangeError": "errors",
+    "TuneError": "errors",
+    "UnsupportedInputError": "errors",
+    "VerifyError": "errors",
     "calibrate_attention": "model.attention.calibrate",
     "compile": "backend",
     "compress_": "model.weights.compress",

@@ -22,7 +22,7 @@ from . import compat, report
 from .errors import MemeffError, OptionError
 from .kernels.coded_weight import CODECS
 from .kernels.device import decided_by_measurement
-from .logits.tensor import accept, attach
+from .logits.attach import accept, attach
 from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
 from .passes import PASSES

@@ -95,3 +95,14 @@ torch.compile(ToyModel(), backend="memeff", options={"memeff.inner": "eager"})(t
     assert result.returncode == 0, result.stderr
     assert result.stdout == ""
     assert "memeff" not in result.stderr
+
+
+def test_every_error_class_is_a_public_name(fresh_python: FreshPython) -> None:
+    code = """
+import memeff_compile
+from memeff_compile import errors
+missing = [name for name in errors.__all__ if getattr(memeff_compile, name, None) is None]
+print(missing, len(errors.__all__) > 10)
+"""
+    result = fresh_python(code)
+    assert result.stdout.strip() == "[] True", result.stderr

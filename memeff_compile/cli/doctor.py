@@ -6,6 +6,8 @@ The last finding is a measurement, not a guess: a toy model is compiled, trained
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import platform
 import re
 import sys
@@ -184,21 +186,19 @@ def _backend() -> list[Finding]:
 
 
 def _engines() -> list[Finding]:
+    """Say of every op folder which engine serves it here."""
     import torch
 
-    from memeff_compile.kernels import embedding, linear_cross_entropy
+    from memeff_compile import kernels
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return [
-        finding
-        for name, folder in (
-            ("linear_cross_entropy", linear_cross_entropy),
-            ("embedding", embedding),
-        )
-        for finding in _engines_of(
-            f"memeff::{name}", folder.ENGINES, folder.engine_for(device, torch.bfloat16)
-        )
-    ]
+    findings: list[Finding] = []
+    for entry in pkgutil.iter_modules(kernels.__path__):
+        folder = importlib.import_module(f"{kernels.__name__}.{entry.name}")
+        if hasattr(folder, "ENGINES"):
+            first = folder.engine_for(device, torch.bfloat16)
+            findings += _engines_of(f"memeff::{entry.name}", folder.ENGINES, first)
+    return findings
 
 
 def _engines_of(op: str, engines: Mapping[str, str], first: str) -> list[Finding]:

@@ -17,7 +17,7 @@ tensors in their own right: gathered, summed or handed to `nll_loss` they are ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from memeff_compile import compat
 from memeff_compile.errors import DoubleBackwardError
 from memeff_compile.logits.fused_rows import Folded, FusedRows, Head, fold_recipe
 from memeff_compile.logits.lazy_tensor import untraced
+from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.recipe import LogitsRecipe
 from memeff_compile.logits.row_gradient import Piece, RowGradient
 from memeff_compile.logits.source import reading_for
@@ -34,29 +35,7 @@ from memeff_compile.logits.source import reading_for
 if TYPE_CHECKING:
     from memeff_compile.logits.tensor import DeferredLogits
 
-__all__ = ["SERVED", "Declined", "Statistics"]
-
-
-class Statistics(NamedTuple):
-    """Numbers per row that are known of one place in the memory of deferred logits."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    lse: Tensor
-    logit_sum: Tensor | None
-
-    def of(self, view: DeferredLogits) -> tuple[Tensor, Tensor | None] | None:
-        """Return the numbers of `view`: the same rows, or one of them along dimension 0."""
-        size, stride, offset = view._size, view._stride, view._offset
-        if (size, stride, offset) == self[:3]:
-            return self.lse, self.logit_sum
-        if (size, stride) != (self.size[1:], self.stride[1:]) or len(size) < 2:
-            return None
-        index, rest = divmod(offset - self.offset, self.stride[0])
-        if rest or not 0 <= index < self.size[0]:
-            return None
-        return self.lse[index], None if self.logit_sum is None else self.logit_sum[index]
+__all__ = ["SERVED", "Declined"]
 
 
 class _Rows(torch.autograd.Function):
@@ -77,11 +56,9 @@ class _Rows(torch.autograd.Function):
         with_sum: bool,
         of_ignored: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        head, memory = _head(view), view._shared
+        head, memory = view.head, view.memory
         is_log = head.folded.factor is not None
-        known = (
-            None if target is not None or memory.statistics is None else memory.statistics.of(view)
-        )
+        known = memory.statistics(view) if target is None else None
         if known is not None and (known[1] is not None or not with_sum):
             nll, (lse, logit_sum) = None, known
         else:
@@ -96,15 +73,8 @@ class _Rows(torch.autograd.Function):
                 with_logit_sum=with_sum,
             )
             if ignore_index is None or of_ignored:
-                memory.statistics = Statistics(
-                    view._size,
-                    view._stride,
-                    view._offset,
-                    lse,
-                    logit_sum
-                    if with_sum and column_weight is None and ignore_index is None
-                    else None,
-                )
+                is_of_all = with_sum and column_weight is None and ignore_index is None
+                memory.keep_statistics(view, lse, logit_sum if is_of_all else None)
         total = logit_sum if with_sum else None
         if is_log and total is not None:
             columns = head.vocabulary if column_weight is None else column_weight.sum()
@@ -114,7 +84,7 @@ class _Rows(torch.autograd.Function):
             ctx.save_for_backward(
                 head.hidden, head.weight, head.bias, *head.vectors, target, column_weight, lse
             )
-            ctx.view, ctx.recipe, ctx.shape, ctx.dtype = view, head.recipe, view._size, view.dtype
+            ctx.view, ctx.recipe, ctx.shape, ctx.dtype = view, head.recipe, view.dims, view.dtype
             ctx.settings, ctx.use = head.settings, head.use
             ctx.ignore_index, ctx.of_ignored, ctx.is_log = ignore_index, of_ignored, is_log
         return (
@@ -196,15 +166,13 @@ class _LogSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, view: DeferredLogits, recipe: LogitsRecipe) -> DeferredLogits:
-        memory = view._shared
-        origin = memory.snapshot(view, lambda values: values.to(recipe.dtype).log_softmax(-1))
-        result = type(memory)(memory.source, recipe, view._rows, view._size, origin)
+        result = view.copied(recipe, lambda values: values.to(recipe.dtype).log_softmax(-1))
         if ctx.needs_input_grad[0]:
-            head = _head(view)
+            head = view.head
             ctx.save_for_backward(head.hidden, head.weight, head.bias, *head.vectors)
-            ctx.view, ctx.memory, ctx.recipe, ctx.use = view, result, recipe, head.use
+            ctx.view, ctx.memory, ctx.recipe, ctx.use = view, result.memory, recipe, head.use
             ctx.dtype = view.dtype
-        return result.whole(view._size)
+        return result
 
     @staticmethod
     @untraced
@@ -214,9 +182,7 @@ class _LogSoftmax(torch.autograd.Function):
             plain = _plain_for_second_derivative(ctx)
             values = plain.to(ctx.recipe.dtype).log_softmax(-1)
             return torch.autograd.grad(values, plain, grad, create_graph=True)[0], None
-        memory, value = ctx.memory, None
-        if memory is not None and not memory.is_open and memory.alias_version is None:
-            value = memory.value  # which nobody has written to
+        value = None if ctx.memory is None else ctx.memory.untouched_value()
         ctx.view = ctx.memory = None
         if isinstance(grad, RowGradient) and grad.is_fused:
             pieces = tuple(
@@ -247,25 +213,11 @@ def _plain_for_second_derivative(ctx: Any) -> Tensor:
             "backward has run before, without it; the op has only a first derivative. Ask for it "
             "the first time, or compile with options={'memeff.linear_cross_entropy': 'off'}."
         )
-    with reading_for("a second derivative"), torch._C.DisableTorchFunctionSubclass():
-        return view.expand(view._size)
+    with reading_for("a second derivative"):
+        return view.as_plain()
 
 
 # What can be served -------------------------------------------------------------------------------
-
-
-def _head(view: DeferredLogits) -> Head:
-    source, memory = view._shared.source, view._shared
-    assert source.loss is not None
-    return Head(
-        view._rows,
-        source.weight,
-        source.bias,
-        source.vectors,
-        memory.recipe,
-        source.loss,
-        source.use,
-    )
 
 
 class Declined(Exception):
@@ -274,10 +226,10 @@ class Declined(Exception):
 
 def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
     """Return how the op takes the rows of `view`, or raise `Declined`."""
-    memory = view._shared
-    if not memory.is_pristine(view):
-        raise Declined("the logits were written to")
-    folded = fold_recipe(memory.recipe)
+    lost = view.lost_factors()
+    if lost is not None:
+        raise Declined(lost)
+    folded = fold_recipe(view.recipe)
     if isinstance(folded, str):
         raise Declined(folded)
     for operand in (target, column_weight):
@@ -285,11 +237,9 @@ def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
             raise Declined(f"an operand is a {type(operand).__name__}")
     if compat.is_functorch_active():
         raise Declined("torch.func is at work")
-    if memory.value is not None and memory.source.change() is not None:
-        raise Declined("the values were computed before the weights changed")
     if target is None:
-        target = torch.empty(view._rows.shape[:-1], dtype=torch.int64, device=view.device)
-    sentence = _head(view).refusal(target, column_weight)
+        target = torch.empty(view.rows.shape[:-1], dtype=torch.int64, device=view.device)
+    sentence = view.head.refusal(target, column_weight)
     if sentence is not None:
         raise Declined(sentence)
     return folded
@@ -297,17 +247,17 @@ def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
 
 def _is_deferred(value: Any) -> bool:
     """Whether a loss of these logits (or log-probabilities) may be fused at all."""
-    shared = getattr(value, "_shared", None)
-    return shared is not None and shared.source.loss is not None
+    memory = getattr(value, "memory", None)
+    return isinstance(memory, Memory) and memory.source.loss is not None
 
 
 def _last(view: DeferredLogits, dim: Any) -> bool:
     """Whether `dim` is the vocabulary, and stands last."""
-    rank = len(view._size)
+    rank = len(view.dims)
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
     is_number = isinstance(dim, int) and not isinstance(dim, bool)
-    return is_number and view._order is None and dim in (-1, rank - 1)
+    return is_number and view.order is None and dim in (-1, rank - 1)
 
 
 def _served(
@@ -322,7 +272,7 @@ def _served(
     of_ignored: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the op on the rows of `view`, with autograd."""
-    source = view._shared.source
+    source = view.memory.source
     source.require_unchanged()
     result = _rows(view, target, ignore_index, column_weight, with_lse, with_sum, of_ignored)
     if source.use is not None:
@@ -389,7 +339,7 @@ def _cross_entropy(
         rows = nll * norm
     loss = _reduced(rows, norm, reduction)
     if is_smooth:
-        vocabulary = view._size[-1]
+        vocabulary = view.dims[-1]
         mass = vocabulary if weight is None else weight.to(lse.dtype).sum()
         spread = torch.where(kept, lse * mass - total, 0)
         smooth = _reduced(spread, norm, reduction)
@@ -427,14 +377,14 @@ def _class_last(input: Any, target: Any) -> DeferredLogits:
     _need(not target.dtype.is_floating_point, "the targets are class probabilities")
     _need(target.dtype == torch.int64, "the targets are not int64")
     view: DeferredLogits = input
-    rank = len(view._size)
-    if view._order is not None:
-        _need(view._order == (0, rank - 1, *range(1, rank - 1)), "the classes are elsewhere")
+    rank = len(view.dims)
+    if view.order is not None:
+        _need(view.order == (0, rank - 1, *range(1, rank - 1)), "the classes are elsewhere")
         with torch._C.DisableTorchFunctionSubclass():
             view = cast("DeferredLogits", view.permute(0, *range(2, rank), 1))
     else:
         _need(rank <= 2, "the loss reads its classes from dimension 1 and the head's are last")
-    _need(target.shape == view._size[:-1], "the shapes of logits and targets differ")
+    _need(target.shape == view.dims[:-1], "the shapes of logits and targets differ")
     return view
 
 
@@ -453,7 +403,7 @@ def _check_loss(
     )
     if weight is not None:
         _need(not weight.requires_grad, "the class weights need a gradient")
-        _need(weight.shape == view._size[-1:], "the class weights have another size")
+        _need(weight.shape == view.dims[-1:], "the class weights have another size")
         _need(weight.dtype == view.dtype, "the class weights have another dtype")
 
 
@@ -483,7 +433,7 @@ def _log_softmax(input: Any, dim: Any, dtype: torch.dtype | None = None) -> Any:
     folded = _check(input, None)
     _need(folded.factor is None, "log_softmax of log-probabilities")
     result = dtype or _result_dtype("log_softmax", input, lambda x: x.log_softmax(-1))
-    recipe = input._shared.recipe.cast(result).then("log_softmax")
+    recipe = input.recipe.cast(result).then("log_softmax")
     _need(isinstance(fold_recipe(recipe), Folded), "log_softmax in float64")
     return _log_soft(input, recipe)
 
@@ -492,7 +442,7 @@ def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False, out:
     _need(_is_deferred(input), "")
     _need(_last(input, dim) and isinstance(index, Tensor), "gather over another dimension")
     _need(out is None and not sparse_grad, "gather with options")
-    _need(index.shape == (*input._size[:-1], 1), "gather of several classes, or of some rows")
+    _need(index.shape == (*input.dims[:-1], 1), "gather of several classes, or of some rows")
     _need(index.dtype == torch.int64, "the index is not int64")
     return _picked(input, index.squeeze(-1)).unsqueeze(-1)
 
@@ -504,14 +454,14 @@ def _take_along_dim(input: Any, indices: Any, dim: Any = None, *, out: Any = Non
 def _get_item(input: Any, index: Any) -> Any:
     """`log_probs[rows, targets]`: one index per dimension, the vocabulary's last."""
     is_one_each = isinstance(index, tuple) and _is_deferred(input) and len(index) == input.dim()
-    if not is_one_each or len(index) < 2 or input._order is not None:
+    if not is_one_each or len(index) < 2 or input.order is not None:
         return NotImplemented
     if not all(isinstance(i, Tensor) and i.dtype == torch.int64 and i.dim() for i in index):
         return NotImplemented
     *rows, target = torch.broadcast_tensors(*index)
     view = input[tuple(rows)]
     _need(_is_deferred(view), "the logits were computed before")
-    vocabulary = input._size[-1]
+    vocabulary = input.dims[-1]
     return _picked(view, torch.where(target < 0, target + vocabulary, target))
 
 
@@ -545,7 +495,7 @@ def _sum(
 ) -> Any:
     if not _is_deferred(input):
         return NotImplemented
-    folded = fold_recipe(input._shared.recipe)
+    folded = fold_recipe(input.recipe)
     if isinstance(folded, str) or folded.factor is None:
         return NotImplemented
     _need(_last(input, dim) and out is None, "sum over another dimension")
@@ -568,7 +518,7 @@ def _mean(
     total = _sum(input, dim, keepdim, dtype=dtype or torch.float32, out=out)
     if total is NotImplemented:
         return NotImplemented
-    return (total / input._size[-1]).to(dtype or input.dtype)
+    return (total / input.dims[-1]).to(dtype or input.dtype)
 
 
 def _serving(handler: Any) -> Callable[..., Any]:

@@ -45,6 +45,12 @@ NARROW = 64
 FEWEST_PAIRS = 32 * 4096 * 4096
 """Pairs of a query and a key, over all heads, that fill the GPU as the measurements did."""
 
+NEVER_FASTER = {
+    "8b+f16": "was slower than PyTorch's kernels wherever it was measured",
+    "4b": "was nowhere measured to be faster than PyTorch's kernels",
+}
+"""Levels that a length has to ask for: without one, a call that asks for them stays exact."""
+
 WIDEST = 128
 """Wider heads were measured to be slower than PyTorch's kernels."""
 
@@ -79,6 +85,7 @@ class Site:
     asked: Asked
     levels: tuple[str, ...]
     counter: torch.Tensor | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def level(self) -> str:
@@ -276,12 +283,19 @@ def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
     reason = _reason_against(info, node, found)
     if reason is not None:
         return reason
+    left_out: tuple[str, ...] = ()
+    if info.options.attention_length is None:
+        left_out = tuple(level for level in NEVER_FASTER if level in levels)
+        levels = tuple("exact" if level in left_out else level for level in levels)
+    if set(levels) == {"exact"}:
+        why = "; ".join(f"{level} {NEVER_FASTER[level]}" for level in left_out)
+        return Decline("not_faster", f"{why}: kept exact", _ALL_THE_SAME, node)
     call = node.args[0] if found.kind == "told" else node
     assert isinstance(call, Node)
     if len(levels) == 1:
         return Site(node, call, found, levels)
     counter = op_folder.counter_for(place.counter, levels, _parameter(info))
-    return Site(node, call, found, levels, counter)
+    return Site(node, call, found, levels, counter, left_out)
 
 
 def _parameter(info: GraphInfo) -> torch.nn.Parameter | None:
@@ -349,6 +363,9 @@ def _unserved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> st
     return ""
 
 
+_ALL_THE_SAME = "set memeff.attention.length to have it all the same"
+
+
 def _without_gain(
     info: GraphInfo,
     node: Node,
@@ -362,7 +379,7 @@ def _without_gain(
     if least is not None:
         return None if keys >= least else _not_faster(node, keys, least, "memeff.attention.length")
     device = where_it_runs(query.device)
-    hint = "set memeff.attention.length to have it all the same"
+    hint = _ALL_THE_SAME
     if device.type != "cuda":
         why = f"on {device.type} the arithmetic of low bits is emulated"
         return Decline("not_faster", f"{why}: kept exact", hint, node)
@@ -400,7 +417,7 @@ def _not_faster(node: Node, length: int, least: int, source: str) -> Decline:
         "not_faster",
         f"{length} queries or keys are fewer than {least}, from which on low bits pay by {source}: "
         "kept exact",
-        "set memeff.attention.length to have it all the same",
+        _ALL_THE_SAME,
         node,
     )
 
@@ -451,6 +468,7 @@ def _sentence(info: GraphInfo, site: Site) -> str:
         parts.append("this GPU does not multiply E4M3: weights and values in fp16")
     if len(site.levels) > 1:
         parts.append("calls are counted while the model runs")
+    parts += [f"{level} {NEVER_FASTER[level]}: exact in its place" for level in site.left_out]
     if not was_measured(query.device, "quantized_attention"):
         parts.append("speed not measured on this GPU")
     return "; ".join(parts)

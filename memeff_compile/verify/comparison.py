@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from memeff_compile import compat
+from memeff_compile.logits.attach import attach
 from memeff_compile.logits.recipe import DeferredOutput
-from memeff_compile.logits.tensor import DeferredLogits, attach
+from memeff_compile.logits.tensor import DeferredLogits
 from memeff_compile.options import Options
 from memeff_compile.verify.op_by_op import WIDER, KeptGraph, run_op_by_op, wide_outputs
 from memeff_compile.verify.tolerance import (
@@ -67,6 +68,7 @@ class Verdict:
 
     exact: list[Gap] = field(default_factory=list)
     as_run: list[Gap] = field(default_factory=list)
+    uncompiled: list[Gap] = field(default_factory=list)
     has_gradients: bool = False
     why_not_exact: str = ""
     ran: str = "compiled"
@@ -78,6 +80,12 @@ class Verdict:
         """What is further apart than allowed, worst first, the sharper comparison's first."""
         both = [g for gaps in (self.exact, self.as_run) for g in _by_share(gaps)]
         return [gap for gap in both if gap.share > 1]
+
+    @property
+    def is_of_the_compiler(self) -> bool:
+        """Whether the rewritten graph agrees as long as nobody compiles it."""
+        ours = (*self.exact, *self.uncompiled)
+        return bool(self.uncompiled) and not any(gap.share > 1 for gap in ours)
 
     def difference(self) -> str:
         """Say what differs, by the sharper comparison that shows it."""
@@ -178,7 +186,7 @@ class Comparison:
             why = "there was no memory for it" if _is_out_of_memory(error) else in_one_line(error)
             raise NotRunError(why) from error
         factor = self.options.verify_tolerance
-        for gaps in (verdict.exact, verdict.as_run):
+        for gaps in (verdict.exact, verdict.as_run, verdict.uncompiled):
             gaps[:] = [replace(gap, allowed=gap.allowed * factor) for gap in gaps]
         return verdict
 
@@ -238,25 +246,36 @@ class Comparison:
         if truth is not None and exact is not None:
             verdict.exact += self._gaps(exact, truth, None, EXACT, group, with_integers=True)
             del exact
-        ours: _Trial | Gap = self._as_run(run, plain, truth, verdict)
-        if isinstance(ours, Gap):
-            verdict.as_run.append(ours)
-            return {}
-        verdict.has_gradients |= plain.gradients is not None
-        if group == _GROUPS[0]:
-            verdict.as_run += self._kinds(ours, plain)
         # Dropout draws other numbers for another dtype: then there is no truth to measure by.
         yardstick = None if plain.drew else truth
         coarse = _rounds_products(plain.values)
         slack = slack_of(self.original.dtypes, coarse_products=coarse)
-        gaps = self._gaps(ours, plain, yardstick, slack, group)
-        if self.options.linear_cross_entropy in LOSSY:
-            verdict.lossy = self.options.linear_cross_entropy
-            gaps = [gap for gap in gaps if not gap.what.startswith("gradient")]
-        if self._has_codes():
-            verdict.is_coded, gaps = True, []
+
+        def measured(ours: _Trial | Gap) -> list[Gap]:
+            if isinstance(ours, Gap):
+                return [ours]
+            gaps = self._gaps(ours, plain, yardstick, slack, group)
+            if self.options.linear_cross_entropy in LOSSY:
+                verdict.lossy = self.options.linear_cross_entropy
+                gaps = [gap for gap in gaps if not gap.what.startswith("gradient")]
+            if self._has_codes():
+                verdict.is_coded, gaps = True, []
+            return [*(self._kinds(ours, plain) if group == _GROUPS[0] else []), *gaps]
+
+        ours = self._as_run(run, plain, truth, verdict)
+        gaps = measured(ours)
         verdict.as_run += gaps
+        limit = self.options.verify_tolerance
+        if verdict.ran == "compiled" and any(gap.share > limit for gap in gaps):
+            verdict.uncompiled += measured(self._tried(run, self._op_by_op()))
+        if isinstance(ours, Gap):
+            return {}
+        verdict.has_gradients |= plain.gradients is not None
         return plain.groups
+
+    def _op_by_op(self) -> Compiled:
+        """Return the rewritten graph as something to call that no compiler has seen."""
+        return attach(partial(_run, self.rewritten), self.plan, clone_hidden=False)
 
     def _as_run(
         self,
@@ -271,7 +290,11 @@ class Comparison:
         if plain.drew or truth is None or self.reuses_memory:
             # A compiler draws other random numbers, rounds elsewhere, or keeps pointers.
             verdict.ran = "op by op"
-            call = attach(partial(_run, self.rewritten), self.plan, clone_hidden=False)
+            call = self._op_by_op()
+        return self._tried(run, call)
+
+    @staticmethod
+    def _tried(run: Callable[..., _Trial], call: Compiled) -> _Trial | Gap:
         try:
             return run(call)
         except Exception as error:

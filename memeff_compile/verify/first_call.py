@@ -18,8 +18,8 @@ import torch
 
 from memeff_compile import compat, report
 from memeff_compile.errors import VerifyError
+from memeff_compile.logits.attach import accept
 from memeff_compile.logits.recipe import DeferredOutput
-from memeff_compile.logits.tensor import accept
 from memeff_compile.options import PASS_NAMES, SWITCHES, Options
 from memeff_compile.report import GraphReport, LogitsUse, Record
 from memeff_compile.verify.comparison import (
@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 Compiled = Callable[..., Any]
 
 _ATTEMPTS = 3
+
+_COMPILERS = {"inductor": ("Inductor", "aot_eager"), "aot_eager": ("AOTAutograd", "eager")}
+"""What `memeff.inner` names, and the value that does without it."""
 
 
 def verified(
@@ -132,15 +135,27 @@ class _Verifier:
         assert self.comparison is not None
         rewrites = ", ".join(self._rewrites()) or "none"
         where = write(self.comparison, verdict.mismatches, self.graph_report.name, args)
-        sentence = (
-            f"The rewritten graph does not compute what the original does: {verdict.difference()} "
-            f"Rewrites in this graph: {rewrites}. From now on the original graph runs, op by op."
-        )
+        code, who = "verify_failed", "The rewritten graph does not compute what the original does"
         hint = (
             f"Please report it with the reproducer. Until then options={self._switches()} has the "
             f"original graph compiled. {where}"
         )
-        self._record(Record("backend", "mismatch", "verify_failed", sentence, hint), undo=True)
+        if verdict.is_of_the_compiler and self.options.inner in _COMPILERS:
+            code, (inner, simpler) = "compiler_failed", _COMPILERS[self.options.inner]
+            who = (
+                f"{inner} of torch {torch.__version__} does not compute what the graph says, which "
+                "agrees with the original where it runs op by op, so that no rewrite is to blame"
+            )
+            hint = (
+                "Please report it to PyTorch; see whether plain torch.compile is as far off. Until "
+                f"then options={{'memeff.inner': '{simpler}'}} does without "
+                f"that compiler. {where}"
+            )
+        sentence = (
+            f"{who}: {verdict.difference()} "
+            f"Rewrites in this graph: {rewrites}. From now on the original graph runs, op by op."
+        )
+        self._record(Record("backend", "mismatch", code, sentence, hint), undo=True)
         text = f"memeff.verify: {self.graph_report.name}: {sentence} {hint}"
         self._settled(self.plain)
         if self.options.verify == "raise":

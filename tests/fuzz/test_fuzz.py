@@ -40,15 +40,15 @@ def test_random_programs_do_what_eager_does(part: str) -> None:
 
 
 def transposed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memeff_compile.logits.tensor import _Memory
+    from memeff_compile.logits.memory import Memory
 
-    plain = _Memory.link
+    plain = Memory.link
 
-    def link(self: _Memory, view: Any) -> torch.Tensor:
+    def link(self: Memory, view: Any) -> torch.Tensor:
         value = plain(self, view)
-        return self.value if view._size == self.shape and self.value is not None else value
+        return self.value if view.dims == self.shape and self.value is not None else value
 
-    monkeypatch.setattr(_Memory, "link", link)
+    monkeypatch.setattr(Memory, "link", link)
 
 
 @pytest.mark.parametrize(("part", "plant"), [("a", transposed_twice)])

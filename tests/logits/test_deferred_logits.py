@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memeff_compile.errors import MemeffError, StaleLogitsError, UnsupportedInputError
+from memeff_compile.logits.attach import attach, defer
 from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe
 from memeff_compile.logits.row_gradient import RowGradient
-from memeff_compile.logits.tensor import DeferredLogits, attach, defer
+from memeff_compile.logits.tensor import DeferredLogits
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 70, 8, 21
 EAGER = 'options={"memeff.logits": "eager"}'
@@ -1122,7 +1123,7 @@ def no_collector() -> Iterator[None]:
 
 
 def _watched(part: Tensor) -> list[weakref.ref[Any]]:
-    memory = part._shared
+    memory = part.memory
     kept = [part, memory, memory.source, memory.source.hidden, memory.value]
     return [weakref.ref(thing) for thing in kept if thing is not None]
 
@@ -1173,7 +1174,7 @@ def test_detached_logits_release_the_graph_of_the_hidden_states() -> None:
 def test_copy_of_a_slice_does_not_keep_the_computed_logits() -> None:
     logits = world(deferred=True).logits.detach()
     logits.argmax()
-    value = weakref.ref(logits._shared.value)
+    value = weakref.ref(logits.memory.value)
     kept = logits[:, -1].clone(), logits.half()
     del logits
     assert value() is None

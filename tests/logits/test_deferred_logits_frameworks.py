@@ -23,8 +23,9 @@ from transformers.trainer_pt_utils import (
     nested_truncate,
 )
 
+from memeff_compile.logits.attach import attach, defer
 from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe
-from memeff_compile.logits.tensor import DeferredLogits, attach, defer
+from memeff_compile.logits.tensor import DeferredLogits
 
 BATCH, LENGTH, HIDDEN, VOCAB = 2, 6, 8, 13
 IDS = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % VOCAB

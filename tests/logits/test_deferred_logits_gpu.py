@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from memeff_compile.logits.attach import attach, defer
 from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe
-from memeff_compile.logits.tensor import DeferredLogits, attach, defer
+from memeff_compile.logits.tensor import DeferredLogits
 
 pytestmark = pytest.mark.gpu
 

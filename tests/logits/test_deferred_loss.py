@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
 from memeff_compile.errors import DoubleBackwardError, StaleLogitsError, TargetRangeError
+from memeff_compile.logits.attach import defer
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings
 from memeff_compile.logits.row_gradient import RowGradient
-from memeff_compile.logits.tensor import DeferredLogits, defer
+from memeff_compile.logits.tensor import DeferredLogits
 from memeff_compile.report import LogitsUse
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 10, 8, 300
@@ -527,7 +528,7 @@ def no_collector() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["flat", "label smoother", "selected, fp32 form"])
 def test_a_loss_kept_for_logging_holds_no_hidden_states(name: str) -> None:
     at = world()
-    source = weakref.ref(at.logits._shared.source)
+    source = weakref.ref(at.logits.memory.source)
     loss = FORMS[name](at.logits)
     loss.backward()
     del at
@@ -535,7 +536,7 @@ def test_a_loss_kept_for_logging_holds_no_hidden_states(name: str) -> None:
     assert loss.isfinite()
 
     at = world()
-    source = weakref.ref(at.logits._shared.source)
+    source = weakref.ref(at.logits.memory.source)
     loss = FORMS[name](at.logits)
     del at, loss  # without a backward: no reference cycle
     assert source() is None

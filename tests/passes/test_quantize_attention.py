@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memeff_compile
 from memeff_compile.errors import OptionError, StrictError
+from memeff_compile.kernels import device
 from memeff_compile.kernels.device import planned_for
 from memeff_compile.passes import quantize_attention
 from memeff_compile.report import Record
@@ -312,6 +313,58 @@ def test_a_window_counts_as_short_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
         with planned_for(torch.device("cuda", 0)):
             _, records = run(function, *qkv(), **{"attention.length": "auto"})
         assert [r.action for r in records] == [action]
+
+
+@pytest.fixture
+def short_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take lengths as small as these for ones from which on low bits pay."""
+    monkeypatch.setattr(quantize_attention, "SHORTEST", 32)
+    monkeypatch.setattr(quantize_attention, "NARROW", D)
+    monkeypatch.setattr(quantize_attention, "FEWEST_PAIRS", 1)
+
+
+@pytest.mark.usefixtures("short_pays")
+def test_a_level_that_was_never_faster_needs_a_length() -> None:
+    auto = {"attention.length": "auto"}
+    for level, words in (("8b+f16", "slower"), ("4b", "nowhere measured to be faster")):
+        with planned_for(torch.device("cuda", 0)):
+            _, (record,) = run(attend, *qkv(), attention=level, **auto)
+            _, (fired,) = run(attend, *qkv(), attention=level, **{"attention.length": S})
+        assert (record.action, record.code) == ("declined", "not_faster")
+        assert level in record.sentence
+        assert words in record.sentence
+        assert "memeff.attention.length" in record.hint
+        assert fired.action == "rewrote"
+
+
+@pytest.mark.usefixtures("short_pays")
+def test_levels_of_a_table_that_were_never_faster_stay_exact() -> None:
+    """Calibration falls back to 8b+f16 for what 8b is too coarse for: exact is faster."""
+    levels = {"layers.0": ["8b", "8b+f16"], "layers.1": ["exact", "8b+f16"], "layers.2": "8b+f16"}
+    settings = {"attention": levels, "attention.length": "auto"}
+    with planned_for(torch.device("cuda", 0)):
+        _, records = run(Blocks(), heads(length=S), **settings)
+    (fired,) = [r for r in records if r.action == "rewrote"]
+    assert "level by call: 8b x 1, exact x 1," in fired.sentence
+    assert "8b+f16 was slower" in fired.sentence
+    assert fired.sentence.endswith("exact in its place.")
+    assert sum(r.sites for r in records if r.code == "not_faster") == 2
+
+
+@pytest.mark.usefixtures("short_pays")
+def test_a_plan_asks_nothing_of_the_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned tensors are on the CPU, of which torch.cuda knows no capability."""
+
+    def ask(index: int | torch.device) -> tuple[int, int]:
+        raise ValueError(f"Expected a cuda device, but got: {index}")
+
+    monkeypatch.setattr(device, "_has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", ask)
+    options = {"memeff.attention": "8b"}
+    with torch.no_grad():
+        found = str(memeff_compile.explain(Blocks(), heads(length=S), options=options))
+    assert "level 8b" in found
+    assert "internal" not in found
 
 
 def test_exact_and_off_leave_it_alone() -> None:

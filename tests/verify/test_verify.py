@@ -28,6 +28,7 @@ from memeff_compile.passes.graph.graph_info import GraphInfo
 from memeff_compile.report import Record
 from memeff_compile.verify import comparison
 from tests.support.closeness import needs_compiler
+from tests.support.fresh_python import FreshPython
 from tests.support.zoo import FAMILIES, Family, build, inputs
 
 aten = torch.ops.aten
@@ -687,3 +688,97 @@ def test_transformers_models_are_verified(family: Family) -> None:
     sentence = the("verified").sentence
     assert "Nearest to its bound in float64" in sentence
     assert "As run (compiled)" in sentence
+
+
+# --- inner compilers that are wrong ---------------------------------------------------------------
+
+
+class _Stretched(torch.autograd.Function):
+    """The identity, with a gradient that is 3 % too long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 1.03
+
+
+@pytest.fixture
+def wrong_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have aot_eager compute right values and wrong gradients."""
+    right = backend.compat.compile_with_aot_eager
+
+    def wrong(gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        run = right(gm, example_inputs)
+
+        def stretched(*args: Any) -> Any:
+            return [_Stretched.apply(x) if x.requires_grad else x for x in run(*args)]
+
+        return stretched
+
+    monkeypatch.setattr(backend.compat, "compile_with_aot_eager", wrong)
+
+
+@pytest.mark.usefixtures("wrong_compiler")
+def test_a_wrong_compiler_is_named_and_does_not_serve() -> None:
+    model, twin = make(), make()
+    with pytest.warns(RuntimeWarning, match="AOTAutograd of torch") as caught:
+        found = step(compiled(model, "aot_eager"), model)
+    assert_equal(found, step(twin, twin))
+    record = the("mismatch")
+    assert record.code == "compiler_failed"
+    assert torch.__version__ in record.sentence
+    assert "no rewrite is to blame" in record.sentence
+    assert "gradient of" in record.sentence
+    assert "options={'memeff.inner': 'eager'}" in record.hint
+    assert "report it to PyTorch" in str(caught[0].message)
+    other = make()
+    assert_equal(step(compiled(other, "eager"), other), step(twin, twin))
+
+
+@pytest.mark.usefixtures("wrong_compiler")
+def test_a_wrong_rewrite_is_not_blamed_on_a_wrong_compiler(
+    break_with: Callable[..., None],
+) -> None:
+    break_with(LOSS, with_wrong_gradient)
+    model = make()
+    with pytest.warns(RuntimeWarning, match="The rewritten graph does not compute"):
+        step(compiled(model, "aot_eager"), model)
+    assert the("mismatch").code == "verify_failed"
+
+
+FALCON = """
+import warnings
+import torch
+import transformers
+import memeff_compile
+
+torch.manual_seed(0)
+config = transformers.FalconConfig(
+    vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, multi_query=True,
+    parallel_attn=True, bias=False, hidden_dropout=0.0, attention_dropout=0.0,
+)
+model = transformers.FalconForCausalLM(config).train()
+ids = torch.randint(0, 96, (2, 24))
+options = {"memeff.verify": "on", "memeff.inner": INNER}
+compiled = torch.compile(model, backend="memeff", options=options)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    compiled(input_ids=ids, labels=ids).loss.backward()
+print([r.code for r in memeff_compile.last_report().records if r.action in ("mismatch", "verified")])
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
+def test_inductor_adds_gradients_of_list_indices_wrong(
+    inner: str, fresh_python: FreshPython
+) -> None:
+    """torch 2.13 on a CPU: index_put that adds what is read transposed. It may write astray."""
+    result = fresh_python(FALCON.replace("INNER", repr(inner)))
+    is_wrong = inner == "inductor" and torch.__version__.startswith("2.13.")
+    wanted = "['compiler_failed']" if is_wrong else "['verify_passed']"
+    assert result.stdout.splitlines()[-1:] == [wanted], result.stderr

@@ -91,9 +91,9 @@ def supports_weight(weight: Tensor, codec: str = "win4") -> str | None:
     return None
 
 
-def engine_for(device: torch.device) -> str:
-    """Name the engine that serves weights on a device: a key of `ENGINES`."""
-    return "triton" if kernels_serve(device, torch.bfloat16) else "reference"
+def engine_for(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Name the engine that serves weights of a dtype on a device: a key of `ENGINES`."""
+    return "triton" if kernels_serve(device, dtype) else "reference"
 
 
 def _uses_kernels(tensor: Tensor) -> bool:

@@ -45,6 +45,18 @@ def refuse(sentence: str) -> None:
     raise UnsupportedInputError(f"KVCache: {sentence}")
 
 
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    """Return what a tensor and the buffer it is written to have in common."""
+    batch, heads, _, depth = tensor.shape
+    return batch, heads, depth, tensor.dtype, tensor.device
+
+
+def _in_words(tensor: Tensor) -> str:
+    batch, heads, _, depth = tensor.shape
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{batch} sequences, {heads} heads and {depth} channels in {dtype} on {tensor.device}"
+
+
 def remaining(tokens_to_remove: int) -> int:
     """Return how many tokens `crop` is to remove."""
     if tokens_to_remove > 0:
@@ -62,6 +74,31 @@ class InPlace(CacheLayerMixin):
     is_sliding = False
     max_cache_len: int
     is_empty: bool
+    buffers: tuple[str, str]
+    """Names of tensors like keys and values: (batch, heads, some tokens, depth)."""
+
+    def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Refuse what does not fit what is there, before anything is written.
+
+        How many tokens there are already is asked where the host knows it: not on a GPU, and not in
+        a compiled graph.
+        """
+        new = key_states.shape[2]
+        if new > self.max_cache_len:
+            refuse(
+                f"{new} tokens were given to a cache of max_cache_len={self.max_cache_len}. Make a "
+                "longer one."
+            )
+        if not self.is_initialized:
+            return
+        given = (key_states, value_states)
+        for what, name, tensor in zip(("keys", "values"), self.buffers, given, strict=True):
+            held = getattr(self, name)
+            if _kind(tensor) != _kind(held):
+                refuse(
+                    f"{what} of {_in_words(tensor)} were given to a cache of {_in_words(held)}. "
+                    "reset() keeps its tensors; make a new cache for another batch or model."
+                )
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -130,6 +167,7 @@ class ExactLayer(InPlace, StaticLayer):
     """A layer whose keys and values stay as they come, in the dtype they come in."""
 
     is_croppable = True
+    buffers = "keys", "values"
     keys: Any
     values: Any
 
@@ -152,9 +190,22 @@ class ExactLayer(InPlace, StaticLayer):
     ) -> tuple[Tensor, Tensor]:
         """Write new tokens; return them where they are all there is, else the whole buffers."""
         refuse_training(key_states, value_states)
+        self.require_like(key_states, value_states)
+        self._require_room(key_states)
         was_empty, self.is_empty = self.is_empty, False
         whole = super().update(key_states, value_states, *args, **kwargs)
         return (key_states, value_states) if was_empty else whole
+
+    def _require_room(self, key_states: Tensor) -> None:
+        """Refuse more tokens than there is room for behind those that are there."""
+        if self.is_empty or key_states.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        length, new = int(self.cumulative_length), key_states.shape[2]
+        if length + new > self.max_cache_len:
+            refuse(
+                f"{length} tokens and {new} more were given to a cache of "
+                f"max_cache_len={self.max_cache_len}. Make a longer one."
+            )
 
     def get_seq_length(self) -> Any:  # noqa: ANN401 - a number, or a tensor once there are tokens
         """Return the tokens in the cache."""
@@ -192,6 +243,7 @@ class CodedLayer(InPlace):
         layout: what it is made of, once it is known.
     """
 
+    buffers = "k_window", "v_window"
     is_croppable = False  # only tokens that are not yet in codes can be removed
     settled = "in codes"
     counts: Tensor
@@ -249,14 +301,6 @@ class CodedLayer(InPlace):
                 "this model."
             )
 
-    def _require_tokens(self, new: int) -> None:
-        """Refuse more tokens at once than there is room for."""
-        if new > self.max_cache_len:
-            refuse(
-                f"{new} tokens were given to a cache of max_cache_len={self.max_cache_len}. Make a "
-                "longer one."
-            )
-
     def update(
         self,
         key_states: Tensor,
@@ -267,10 +311,10 @@ class CodedLayer(InPlace):
         """Write new tokens; return them where they are all there is, else a dense view."""
         del args, kwargs
         refuse_training(key_states, value_states)
+        self.require_like(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.layout is not None
-        self._require_tokens(key_states.shape[2])
         bits, recent = self.layout.bits, self.layout.recent
         pool = self.pool()
         coded_kv_cache_append(*pool, key_states, value_states, bits, recent, self.max_cache_len)

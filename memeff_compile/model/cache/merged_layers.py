@@ -163,9 +163,9 @@ class MergedLayer(CodedLayer):
         refuse_training(key_states, value_states)
         if not self.is_upper and self.pair.parked is not None:
             refuse(self.pair.torn())
+        self.require_like(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._require_tokens(key_states.shape[2])
         was_empty, self.is_empty = self.is_empty, False
         new = (key_states, value_states)
         if self.is_upper:

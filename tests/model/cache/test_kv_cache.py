@@ -113,6 +113,50 @@ def test_one_compiled_model_reads_codes_of_any_bits(model: Any) -> None:
         assert all(f"{length} tokens in codes of {settings['bits']} bits" in s for s in sentences)
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "exact": {"bits": 16},
+    "codes": {"bits": 4, **SHORT},
+    "merged": {"bits": 4, "merge": memeff_compile.MiniCache(start_layer=0), **SHORT},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_cache_cannot_take_is_said_and_changes_nothing(model: Any, kind: str) -> None:
+    """Another batch after reset(), another dtype, a prompt longer than the cache."""
+    ids = prompt(tokens=30)
+    cache = KVCache(model.config, 48, **KINDS[kind])
+
+    @torch.no_grad()
+    def give(given: Tensor) -> None:
+        model(input_ids=given, past_key_values=cache)
+
+    with pytest.raises(
+        UnsupportedInputError, match=r"60 tokens .* max_cache_len=48. Make a longer"
+    ):
+        give(prompt(tokens=60))
+    give(ids)
+    cache.reset()
+    with pytest.raises(UnsupportedInputError, match="make a new cache for another batch"):
+        give(ids[:1])
+    other = ids.new_zeros(1, 2, 4, 16, dtype=torch.float64)
+    with pytest.raises(UnsupportedInputError, match="in float64 on cpu were given to a cache of"):
+        cache.layers[0].update(other, other)
+    before = [t.clone() for layer in cache.layers for _, t in layer.tensors()]
+    assert int(cache.get_seq_length()) == 0
+    give(ids)
+    after = [t for layer in cache.layers for _, t in layer.tensors()]
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_step_behind_the_end_of_an_exact_cache_is_refused(model: Any) -> None:
+    cache, ids = KVCache(model.config, 30, 16), prompt(tokens=30)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+        with pytest.raises(UnsupportedInputError, match="30 tokens and 1 more were given"):
+            model(input_ids=ids[:, :1], past_key_values=cache)
+    assert int(cache.get_seq_length()) == 30
+
+
 def test_queries_of_few_bits_read_codes_too(model: Any) -> None:
     """BitNet a4.8's smallest heads: 4-bit queries, 3-bit keys and values, the first token apart."""
     settings = {"bits": 3, "scheme": "per_head", "keep_first": 1, **SHORT}
@@ -513,7 +557,7 @@ def test_training_and_offloading_are_refused(model: Any) -> None:
 def test_another_number_of_sequences_is_refused(model: Any) -> None:
     cache = fill(model, KVCache(model.config, LENGTH, 4, **SHORT))
     before = [tensor.clone() for tensor in cache.layers[0].pool()]
-    ids, wanted = prompt(tokens=3)[:1].repeat(3, 1), r"k is \(3, .*'tokens', .* is needed"
+    ids, wanted = prompt(tokens=3)[:1].repeat(3, 1), "keys of 3 sequences, .* new cache"
     with pytest.raises(UnsupportedInputError, match=wanted), torch.no_grad():
         model(input_ids=ids, past_key_values=cache)
     for found, held in zip(cache.layers[0].pool(), before, strict=True):

@@ -1,0 +1,182 @@
+# ruff: noqa: ANN401  (the protocols of PyTorch take and return anything)
+"""Where deferred logits begin, and where compiled code takes them again.
+
+`defer` makes them of hidden states and a head, `attach` does so with what a compiled graph returns,
+and `accept` gives compiled code their values. `_Defer` is the autograd function whose result the
+logits are: its backward multiplies with the head once more, so that autograd sees an ordinary
+non-leaf tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from memeff_compile import compat
+from memeff_compile.logits.fused_rows import FusedRows
+from memeff_compile.logits.lazy_tensor import untraced
+from memeff_compile.logits.memory import Memory
+from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe, LossSettings
+from memeff_compile.logits.row_gradient import RowGradient
+from memeff_compile.logits.source import LogitsSource
+from memeff_compile.logits.tensor import DeferredLogits
+from memeff_compile.report import LogitsUse
+
+__all__ = ["REMEDY", "accept", "attach", "defer"]
+
+REMEDY = (
+    'Read out.logits before optimizer.step(), or compile with options={"memeff.logits": "eager"}.'
+)
+"""What a user can do about stale logits: the last sentence of every `StaleLogitsError`."""
+
+
+def defer(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    vectors: Sequence[Tensor],
+    recipe: LogitsRecipe,
+    *,
+    remedy: str = REMEDY,
+    loss: LossSettings | None = None,
+    use: LogitsUse | None = None,
+) -> Tensor:
+    """Return the logits of `hidden` as a tensor that is computed on first use.
+
+    Args:
+        hidden: (..., hidden), what enters the head.
+        weight: the head's weight, oriented as `recipe` says.
+        bias: (vocabulary,) or None.
+        vectors: the tensors that the recipe's bias steps add.
+        recipe: how the logits come from the hidden states.
+        remedy: what to do about stale logits, the end of the error's sentence.
+        loss: how losses of these logits are fused; None leaves them to PyTorch, on computed values.
+        use: where to count what becomes of the logits.
+
+    Returns:
+        A `DeferredLogits` of shape (..., vocabulary), joined to autograd as the logits would be.
+        Reading it for the first time after the head or the hidden states were changed in place
+        raises a `StaleLogitsError`.
+
+    Example:
+        >>> logits = defer(hidden, head.weight, None, (), LogitsRecipe(hidden.dtype))
+        >>> logits[:, -1].argmax(-1)        # computes the last rows and no others
+    """
+    result: Tensor = _apply(recipe, (remedy, loss, use), hidden, weight, bias, *vectors)
+    return result
+
+
+def attach(
+    compiled: Callable[..., Sequence[Any]],
+    plan: Sequence[DeferredOutput],
+    *,
+    clone_hidden: bool,
+    use: LogitsUse | None = None,
+) -> Callable[..., Sequence[Any]]:
+    """Wrap a compiled callable so that the outputs named in `plan` become deferred logits.
+
+    Args:
+        compiled: takes the graph's arguments; returns hidden states in the place of logits.
+        plan: one entry per output to replace; the other outputs pass untouched.
+        clone_hidden: keep a copy of the hidden states, because `compiled` reuses their memory at
+            its next call, as CUDA graphs do.
+        use: where to count what becomes of the logits.
+
+    Returns:
+        A callable of the graph's arguments with the kind of result that `compiled` has.
+    """
+    entries = tuple(plan)
+
+    def run(*args: Any) -> Sequence[Any]:
+        # As Dynamo calls it; AOTAutograd's _boxed_call flag does not hold here.
+        outputs = compiled(*args)
+        results = list(outputs)
+        for entry in entries:
+            hidden, weight = results[entry.output], args[entry.weight]
+            bias = None if entry.bias is None else args[entry.bias]
+            vectors = [args[index] for index in entry.vectors]
+            if compat.is_fake(hidden):
+                # DDP asks for fake outputs, to compile the next piece of the model with.
+                logits = entry.recipe.logits(hidden, weight, bias, vectors)
+            else:
+                hidden = hidden.clone() if clone_hidden else hidden
+                logits = defer(
+                    hidden, weight, bias, vectors, entry.recipe, loss=entry.loss, use=use
+                )
+            results[entry.output] = logits.detach() if entry.detached else logits
+        return results if isinstance(outputs, list) else tuple(results)
+
+    return run
+
+
+def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """Wrap a compiled callable so that deferred logits among its arguments arrive as plain ones.
+
+    Args:
+        compiled: takes plain tensors only.
+        places: the arguments that come out of another compiled callable.
+
+    Returns:
+        A callable of the same arguments. Gradients reach the deferred logits.
+    """
+    entries = tuple(places)
+
+    def run(*args: Any) -> Any:
+        if any(isinstance(args[place], DeferredLogits) for place in entries):
+            args = tuple(arg.as_plain() if isinstance(arg, DeferredLogits) else arg for arg in args)
+        return compiled(*args)
+
+    return run
+
+
+class _Defer(torch.autograd.Function):
+    """Joins deferred logits to the hidden states and the head that they come from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        recipe: LogitsRecipe,
+        settings: tuple[str, LossSettings | None, LogitsUse | None],
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *vectors: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, *vectors)
+        source = LogitsSource(hidden, weight, bias, vectors, *settings)
+        ctx.recipe, ctx.source = recipe, weakref.ref(source)
+        shape = (*hidden.shape[:-1], recipe.vocab(weight))
+        return DeferredLogits.whole(Memory(source, recipe, source.hidden, shape), shape)
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, *vectors = ctx.saved_tensors
+        recipe: LogitsRecipe = ctx.recipe
+        needed = ctx.needs_input_grad[2:]
+        source = ctx.source()
+        if source is not None:
+            source.is_differentiated = True
+        if not isinstance(grad, RowGradient):
+            parts = recipe.gradients(grad, hidden, weight, bias, vectors, needed)
+            return (None, None, *parts)
+        totals: list[Tensor | None] = [None] * len(needed)
+        for piece in grad.pieces:
+            if isinstance(piece.rows, FusedRows):
+                parts = piece.rows.gradients(recipe, needed)
+            else:
+                rows = piece.select(hidden)
+                parts = recipe.gradients(piece.rows, rows, weight, bias, vectors, needed)
+            for place, part in enumerate(parts):
+                if part is not None:
+                    part = piece.scatter(part) if place == 0 else part
+                    total = totals[place]
+                    totals[place] = part if total is None else total + part
+        return (None, None, *totals)
+
+
+_apply = cast("Callable[..., Tensor]", _Defer.apply)

@@ -1,0 +1,207 @@
+"""One piece of memory of eager PyTorch, which deferred logits and their views share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memeff_compile.errors import MemeffError
+from memeff_compile.logits.recipe import LogitsRecipe
+from memeff_compile.logits.source import LogitsSource
+
+if TYPE_CHECKING:
+    from memeff_compile.logits.tensor import DeferredLogits
+
+__all__ = ["Memory", "Statistics"]
+
+# A product of few rows costs about as much as one of this many: reading the head dominates it.
+_LEAST_ROWS = 64
+
+
+class Statistics(NamedTuple):
+    """Numbers per row that are known of one place in the memory of deferred logits."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    lse: Tensor
+    logit_sum: Tensor | None
+
+    def of(self, view: DeferredLogits) -> tuple[Tensor, Tensor | None] | None:
+        """Return the numbers of `view`: the same rows, or one of them along dimension 0."""
+        size, stride, offset = view.dims, view.strides, view.offset
+        if (size, stride, offset) == self[:3]:
+            return self.lse, self.logit_sum
+        if (size, stride) != (self.size[1:], self.stride[1:]) or len(size) < 2:
+            return None
+        index, rest = divmod(offset - self.offset, self.stride[0])
+        if rest or not 0 <= index < self.size[0]:
+            return None
+        return self.lse[index], None if self.logit_sum is None else self.logit_sum[index]
+
+
+class Memory:
+    """What is one piece of memory in eager PyTorch: a tensor and all its views.
+
+    The values of all rows, once computed, live here, and every view reads them here. Before that,
+    a view that has only some of the rows computes just these, for itself.
+
+    Writes go to the one place where everybody reads. The exception is a plain alias of rows that
+    a view had computed for itself (a loan): the other views cannot see a write through it, so
+    they refuse to be read after one. All aliases of a tensor share one version counter in
+    PyTorch, which is how such a write is noticed.
+    """
+
+    def __init__(
+        self,
+        source: LogitsSource,
+        recipe: LogitsRecipe,
+        rows: Tensor,
+        shape: tuple[int, ...],
+        origin: Callable[[], Tensor | None] | None = None,
+    ) -> None:
+        self.source, self.recipe, self.rows, self.shape = source, recipe, rows, shape
+        self.origin = origin
+        self.value: Tensor | None = None
+        self.rows_computed = 0
+        self.is_open = False  # somebody may have written, or may write unnoticed
+        self.alias_version: int | None = None  # of the views, when the first plain alias left
+        self.loans: list[StorageWeakRef] = []
+        self.loan_version: int | None = None
+        self.lender: Callable[[], DeferredLogits | None] = _nobody
+        self._statistics: Statistics | None = None
+
+    def read(self, view: DeferredLogits) -> Tensor:
+        """Return the values of `view`, computing its rows alone where that is less work."""
+        if self.value is not None or (view.own is None and not self._is_less_work(view)):
+            return self.link(view)
+        self._refuse_lost_writes(view, is_own=True)
+        if view.own is None:
+            own = self.source.compute(self.recipe, view.rows)
+            view.own = own if view.order is None else own.permute(view.order)
+            self.rows_computed += max(_row_count(view), _LEAST_ROWS)
+        return view.own
+
+    def link(self, view: DeferredLogits) -> Tensor:
+        """Return the part of this memory that `view` is, computing all of it if need be."""
+        self._refuse_lost_writes(view, is_own=False)
+        if self.value is None:
+            value = None if self.origin is None else self.origin()
+            value = self.source.compute(self.recipe, self.rows) if value is None else value
+            self.value = value.contiguous()
+        view.own = None
+        # Never the memory itself for its size: transposed square logits have that size, too.
+        return self.value.as_strided(view.dims, view.strides, view.offset)
+
+    def write(self, view: DeferredLogits) -> Tensor:
+        """Return the memory of `view` to somebody who may write to it unnoticed."""
+        plain = self.link(view)
+        if self.loans:
+            raise MemeffError(_LOST_WRITE)
+        self.is_open = True
+        return plain
+
+    def lend(self, view: DeferredLogits) -> None:
+        """Note that a plain alias of the values of `view` is about to leave."""
+        version = _version(view)
+        if version is None:
+            self.write(view)
+            return
+        self.read(view)
+        if self.alias_version is None:
+            self.alias_version = version
+        if view.own is not None:
+            is_only_lender = not self.loans or self.lender() is view
+            self.lender = weakref.ref(view) if is_only_lender else _nobody
+            if not self.loans:
+                self.loan_version = version
+            self.loans.append(StorageWeakRef(view.own.untyped_storage()))
+
+    def statistics(self, view: DeferredLogits) -> tuple[Tensor, Tensor | None] | None:
+        """Return log-sum-exp and sum of the rows of `view`, if the last loss found them out."""
+        return None if self._statistics is None else self._statistics.of(view)
+
+    def keep_statistics(self, view: DeferredLogits, lse: Tensor, logit_sum: Tensor | None) -> None:
+        """Note what a loss found out about the rows of `view`."""
+        place = (view.dims, view.strides, view.offset)
+        self._statistics = Statistics(*place, lse, logit_sum)
+
+    def untouched_value(self) -> Tensor | None:
+        """Return the values of all rows if they are there and nobody can have written to them."""
+        return None if self.is_open or self.alias_version is not None else self.value
+
+    def is_pristine(self, view: DeferredLogits) -> bool:
+        """Say whether the values of `view` are surely those of the forward pass."""
+        return not self.is_open and self.alias_version in (None, _version(view))
+
+    def snapshot(
+        self, view: DeferredLogits, function: Callable[[Tensor], Tensor]
+    ) -> Callable[[], Tensor | None]:
+        """Return a way to apply `function` to a copy of the values of `view` later.
+
+        It holds none of this memory.
+        """
+        reference, origin = weakref.ref(self), self.origin
+        geometry = (view.dims, view.strides, view.offset)
+        is_inference = self.source.is_inference
+
+        def copy() -> Tensor | None:
+            memory, value = reference(), None
+            if memory is not None:
+                if memory.is_open or memory.alias_version is not None:
+                    return None
+                value = memory.value
+            if value is None and origin is not None:
+                value = origin()
+            if value is None:
+                return None
+            with torch.inference_mode(is_inference), torch.no_grad():
+                part = value.as_strided(*geometry)
+                result = function(part)
+                if result is part or not result.is_contiguous():
+                    result = result.clone(memory_format=torch.contiguous_format)
+                return result
+
+        return copy
+
+    def _is_less_work(self, view: DeferredLogits) -> bool:
+        """Say whether to compute the rows of `view` alone, after what such rows have cost."""
+        rows = prod(self.shape[:-1])
+        return _row_count(view) < rows and self.rows_computed < rows
+
+    def _refuse_lost_writes(self, view: DeferredLogits, *, is_own: bool) -> None:
+        """Raise if a loan was written to that `view` cannot see."""
+        if not self.loans:
+            return
+        counting = view if view._taken_from is None else view._taken_from
+        if _version(counting) == self.loan_version:
+            self.loans = [storage for storage in self.loans if not storage.expired()]
+        elif not is_own or self.lender() is not view:
+            raise MemeffError(_LOST_WRITE)
+
+
+_LOST_WRITE = (
+    "A part of deferred logits, computed on its own, was modified in place while other tensors "
+    "share its memory, which would not see the new values. Modify a copy (logits.clone()), or "
+    'compile with options={"memeff.logits": "eager"}.'
+)
+
+
+def _nobody() -> None:
+    return None
+
+
+def _row_count(view: DeferredLogits) -> int:
+    return prod(view.rows.shape[:-1])
+
+
+def _version(view: DeferredLogits) -> int | None:
+    """Number of writes to `view` and its aliases, where PyTorch keeps count."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return None if view._taken_from is not None or view.is_inference() else view._version
