@@ -91,10 +91,13 @@ def memeff(**knobs: Any) -> Loss:
         filter_parts: gradients that are filtered: "both", "hidden" or "weight".
         sort_vocabulary: whether hot columns are brought together first.
         workspace: bytes, 0 for automatic.
+        gradients: "forward" for the op that makes them there.
 
     Raises:
         Unavailable: If the installed op lacks a knob that is asked for.
     """
+    if knobs.pop("gradients", "") == "forward":
+        return _total(knobs.pop("workspace", 0))
     from memeff_compile.errors import UnsupportedInputError
     from memeff_compile.kernels import linear_cross_entropy as folder
 
@@ -116,6 +119,28 @@ def memeff(**knobs: Any) -> Loss:
         loss(*probe)
     except UnsupportedInputError as problem:
         raise Unavailable(str(problem)) from problem
+    return loss
+
+
+def _total(workspace: int) -> Loss:
+    from memeff_compile.kernels import linear_cross_entropy as folder
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        found: tuple[Tensor, ...] = folder.linear_cross_entropy_total(
+            hidden,
+            weight,
+            None,
+            target,
+            None,
+            (target != IGNORED).sum(),
+            ignore_index=IGNORED,
+            scale=1.0,
+            softcap=0.0,
+            workspace=workspace,
+            output_mask=[hidden.requires_grad, weight.requires_grad, False],
+        )
+        return found[0]
+
     return loss
 
 
@@ -280,7 +305,7 @@ def method(spec: str) -> Method:
 
     Args:
         spec: a name of `NAMES`; "memeff" methods take further words: parts=both|hidden|weight,
-            level=<number>, sort=0|1, workspace=<bytes, or 64MiB>.
+            level=<number>, sort=0|1, workspace=<bytes, or 64MiB>, gradients=forward.
 
     Example: method("memeff block sort=1").name == "memeff block sort=1".
     """
@@ -297,6 +322,8 @@ def _knob(word: str) -> tuple[str, Any]:
     name, _, value = word.partition("=")
     if name == "parts" and value in PARTS:
         return "filter_parts", value
+    if name == "gradients" and value == "forward":
+        return name, value
     if name == "level":
         return "filter_level", float(value)
     if name == "sort" and value in ("0", "1"):

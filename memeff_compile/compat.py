@@ -467,6 +467,27 @@ def is_functorch_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def is_traced(*tensors: torch.Tensor) -> bool:
+    """Return whether tensors stand for others, or a mode watches what is done to them."""
+    return (
+        any(type(tensor) is not torch.Tensor for tensor in tensors)
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def frees_saved_tensors() -> bool:
+    """Return whether a backward runs that drops what a node saved as soon as the node is done."""
+    return (
+        torch._C._current_graph_task_id() != -1
+        and not torch._C._autograd._get_current_graph_task_keep_graph()
+    )
+
+
+def packs_saved_tensors() -> bool:
+    """Return whether hooks get to see what autograd saves now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def ignores_gradients(hook: Any) -> bool:
     """Return whether a tensor hook only marks the time: FSDP2's look at no gradient."""
     owner = getattr(hook, "__self__", None)

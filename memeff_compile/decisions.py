@@ -70,6 +70,11 @@ DECISIONS = {
             choices=("fused", "hybrid"),
         ),
         Decision(
+            "linear_cross_entropy.gradients",
+            "in which pass the gradients of a loss that is one number are made",
+            choices=("backward", "forward"),
+        ),
+        Decision(
             "linear_cross_entropy.fused.bytes_per_row",
             "automatic workspace of engine F, per token",
             low=1024,

@@ -123,6 +123,18 @@ def linear_cross_entropy(
     _require_settings(reduction, label_smoothing, z_loss, hidden, weight, target, class_weight)
     hidden, weight, bias = _as_autocast_would(hidden, weight, bias)
     smooth = label_smoothing > 0
+    if (
+        reduction != "none"
+        and not (smooth or z_loss or return_stats)
+        and torch.is_grad_enabled()
+        and any(part is not None and part.requires_grad for part in (hidden, weight, bias))
+        and op_folder.makes_gradients_in_forward(
+            hidden.device, hidden.dtype, hidden.shape[-1], gradient_filter=filter
+        )
+    ):
+        return _total(
+            hidden, weight, bias, target, class_weight, reduction, ignore_index, scale, softcap
+        )
     nll, lse, logit_sum, entropy, top, *_ = op_folder.linear_cross_entropy(
         hidden,
         weight,
@@ -139,14 +151,8 @@ def linear_cross_entropy(
         with_entropy=return_stats,
         with_top=return_stats,
     )
-    kept = torch.ones_like(target, dtype=torch.bool)
-    if ignore_index is not None:
-        kept = target != ignore_index
-    rows, norm = nll, kept.to(nll.dtype)
-    if class_weight is not None:
-        index = torch.where(kept, target, 0).long()
-        norm = class_weight.to(nll.dtype)[index] * kept
-        rows = nll * norm
+    kept, norm = _kept_and_norm(target, class_weight, ignore_index, nll.dtype)
+    rows = nll if class_weight is None else nll * norm
     if smooth:
         total = weight.shape[0] if class_weight is None else class_weight.to(nll.dtype).sum()
         spread = torch.where(kept, lse * total - logit_sum, 0.0)
@@ -156,6 +162,50 @@ def linear_cross_entropy(
         squares = torch.where(kept, lse, 0.0).square()
         loss = loss + z_loss * _reduced(squares, kept, reduction)
     return (loss, Stats(lse, entropy, top, -nll)) if return_stats else loss
+
+
+def _kept_and_norm(
+    target: Tensor, class_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return which rows count, and for how much in a mean."""
+    kept = torch.ones_like(target, dtype=torch.bool)
+    if ignore_index is not None:
+        kept = target != ignore_index
+    if class_weight is None:
+        return kept, kept.to(dtype)
+    index = torch.where(kept, target, 0).long()
+    return kept, class_weight.to(dtype)[index] * kept
+
+
+def _total(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    reduction: Reduction,
+    ignore_index: int | None,
+    scale: float,
+    softcap: float,
+) -> Tensor:
+    """Return a mean or a sum from the op that makes the gradients beside it."""
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    _, norm = _kept_and_norm(target, class_weight, ignore_index, dtype)
+    needs = [part is not None and part.requires_grad for part in (hidden, weight, bias)]
+    found: tuple[Tensor, ...] = op_folder.linear_cross_entropy_total(
+        hidden,
+        weight,
+        bias,
+        target,
+        None if class_weight is None else norm,
+        norm.sum() if reduction == "mean" else None,
+        ignore_index=ignore_index,
+        scale=float(scale),
+        softcap=float(softcap),
+        workspace=0,
+        output_mask=needs,
+    )
+    return found[0]
 
 
 def _reduced(rows: Tensor, norm: Tensor, reduction: str) -> Tensor:

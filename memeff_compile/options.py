@@ -74,20 +74,6 @@ MAY_FIND_NOTHING = tuple(facts.name for facts in PASS_FACTS if facts.may_find_no
 ATTENTION_LEVELS = ("8b", "8b+f16", "4b")
 """The low-bit forms of attention, which `memeff.attention` and its tables name."""
 
-MAY_FIND_NOTHING = (
-    "compress_kv_cache",
-    "rewrite_kv_update",
-    "expand_multihead",
-    "recover_attention",
-    "keep_rotary_tables",
-    "quantize_attention",
-    "encode_weights",
-    "ternarize_linear",
-)
-"""Passes of which `memeff.strict` asks only that they decline nothing: a graph that trains has no
-cache to update, attention that is already as it should be needs no change, few models have ternary
-weights, and weights are compressed only where `compress_` was called."""
-
 Check: TypeAlias = Callable[[str, object], object]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 from memeff_compile import compat
@@ -685,6 +686,38 @@ def test_whether_a_cpu_multiplies_bf16_is_known() -> None:
     assert isinstance(has, bool)
     if "AVX2" in torch.backends.cpu.get_cpu_capability():
         assert not has
+
+
+# --- what a backward may overwrite ----------------------------------------------------------------
+
+
+@probes("is_traced", "frees_saved_tensors", "packs_saved_tensors")
+def test_a_backward_knows_whether_it_is_the_last_to_read() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            packed.append(compat.packs_saved_tensors())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            seen.append((compat.is_traced(gradient), compat.frees_saved_tensors()))
+            return gradient
+
+    packed: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    total = Probe.apply(x).sum()  # type: ignore[no-untyped-call]
+    total.backward(retain_graph=True)
+    total.backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        Probe.apply(x)  # type: ignore[no-untyped-call]
+    assert seen == [(False, False), (False, True)]
+    assert packed == [False, True]
+    assert not compat.frees_saved_tensors()
+    with FakeTensorMode():
+        assert compat.is_traced(torch.ones(2))
 
 
 # --- addresses ------------------------------------------------------------------------------------

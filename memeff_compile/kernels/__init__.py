@@ -9,6 +9,7 @@ from memeff_compile.kernels.embedding import op as _embedding
 from memeff_compile.kernels.gated_linear import op as _gated_linear
 from memeff_compile.kernels.kv_cache import op as _kv_cache
 from memeff_compile.kernels.linear_cross_entropy import op as _linear_cross_entropy
+from memeff_compile.kernels.linear_cross_entropy import total as _linear_cross_entropy_total
 from memeff_compile.kernels.quantized_attention import by_call as _attention_by_call
 from memeff_compile.kernels.quantized_attention import op as _quantized_attention
 from memeff_compile.kernels.ternary_linear import op as _ternary_linear
@@ -24,6 +25,7 @@ del (
     _gated_linear,
     _kv_cache,
     _linear_cross_entropy,
+    _linear_cross_entropy_total,
     _quantized_attention,
     _ternary_linear,
 )

@@ -31,7 +31,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import embedding as op_folder
-from ..kernels.linear_cross_entropy import linear_cross_entropy
+from ..kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_total
 from .graph.base import Decline, Done, Gain, GraphPass
 from .graph.canonical import Call, aten, read_one
 from .graph.editor import Editor
@@ -266,7 +266,7 @@ def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:
 
 def _is_head(node: Node, weight: Node) -> bool:
     return (
-        node.target is linear_cross_entropy
+        node.target in (linear_cross_entropy, linear_cross_entropy_total)
         and node.args[_WEIGHT_ARGUMENT] is weight
         and sum(operand is weight for operand in node.args) == 1
     )

@@ -445,7 +445,7 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
     found = gpu(query.device)
     if not found.is_nvidia:
         return "no kernel for grouped heads is known on GPUs other than NVIDIA's"
-    if found.capability < (8, 0):
+    if not found.runs_kernels:
         return "PyTorch's fused kernels for grouped heads need compute capability 8.0"
     return ""
 

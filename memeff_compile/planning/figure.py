@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ExplainError
+from ..model.figures import matplotlib_for
 
 COLOURS = ("#4c78a8", "#9a9a9a", "#e4572e")
 GIB = 1 << 30
@@ -51,14 +52,7 @@ def draw(bars: Bars, path: Path) -> None:
 
 
 def _pyplot() -> Any:  # noqa: ANN401 - matplotlib has no types
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise ExplainError(
-            "A figure needs matplotlib, which is not installed: pip install matplotlib. "
-            "The table and --json need nothing more."
-        ) from error
-    matplotlib.use("Agg")
+    matplotlib_for(ExplainError).use("Agg")
     return importlib.import_module("matplotlib.pyplot")
 
 

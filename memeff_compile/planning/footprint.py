@@ -456,6 +456,7 @@ def op_transient(scale: Scale, device: str) -> Transient:
     known = {
         "linear_cross_entropy": _loss_transient,
         "linear_cross_entropy_backward": _loss_transient,
+        "linear_cross_entropy_total": _total_transient,
         "embedding_backward": _embedding_transient,
         "embedding_accumulate": _embedding_transient,
         "gated_linear": _gated_transient,
@@ -516,6 +517,25 @@ def _loss_transient(
         with_entropy=bool(arguments.get("with_entropy")),
         training=name.endswith("backward"),
     )
+
+
+def _total_transient(
+    scale: Scale, device: str, name: str, arguments: Mapping[str, Any]
+) -> sympy.Expr:
+    del device, name
+    hidden, weight = arguments["hidden"].meta["val"], arguments["weight"].meta["val"]
+    vocab, depth = (int(size) for size in weight.shape)
+    rows = scale.rows(hidden)
+    held = op_folder.total_bytes(
+        rows,
+        depth,
+        vocab,
+        dtype=hidden.dtype,
+        device=hidden.device,
+        workspace=arguments["workspace"],
+        has_softcap=bool(arguments["softcap"]),
+    )
+    return held + op_folder.TOTAL_BYTES_PER_ROW * rows
 
 
 def _embedding_transient(

@@ -37,6 +37,30 @@ def test_op_folder_is_complete(folder: Path, file: str) -> None:
     assert (folder / file).is_file(), f"{folder.name} lacks {file}; see CONTRIBUTING, 'add an op'"
 
 
+KERNEL_FILES = sorted((PACKAGE / "kernels").rglob("*_kernels.py"))
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_kernels_stand_beside_the_engine_that_launches_them(path: Path) -> None:
+    """`<engine>_kernels.py` beside `<engine>.py`; parts of an engine are launched by one of these."""
+    beside = [other.read_text() for other in path.parent.glob("*.py") if other != path]
+    engine = path.with_name(path.name.replace("_kernels", ""))
+    shared = path.parent.name == "_triton"
+    assert engine.is_file() or shared or any(path.stem in text for text in beside)
+
+
+@pytest.mark.parametrize("folder", OP_FOLDERS, ids=lambda folder: folder.name)
+def test_a_kernel_has_one_name_in_its_folder(folder: Path) -> None:
+    """A profile names the kernel alone: two of one name could not be told apart."""
+    names = [
+        node.name
+        for path in folder.glob("*_kernels.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+    ]
+    assert len(names) == len(set(names))
+
+
 @pytest.mark.parametrize("folder", OP_FOLDERS, ids=lambda folder: folder.name)
 def test_op_folder_has_tests(folder: Path) -> None:
     assert list((ROOT / "tests" / "kernels").rglob(f"*{folder.name}*"))

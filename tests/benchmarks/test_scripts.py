@@ -180,7 +180,7 @@ def test_merging_is_measured_for_what_it_does_and_costs(
     assert (model / "config.json").exists()
     found = rows.read(out)
     answers = [row for row in found if row["what"] == "merging: fidelity"]
-    assert [row["study"] for row in answers] == ["named"] * 13 + ["t"] * 5
+    assert [row["study"] for row in answers] == ["named"] * 13 + ["t"] * 7
     named = answers[:13]
     assert all(row["kl"] >= 0 and set(row["text"]) == {"python", "other"} for row in named)
     texts = [text for row in answers for text in row["text"].values()]

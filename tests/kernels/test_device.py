@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from memeff_compile.kernels.attention.op import served
 from memeff_compile.kernels.coded_weight import codecs
 from memeff_compile.kernels.quantized_attention.op import has_fp8
 from memeff_compile.kernels.ternary_linear.tiles import chains
+from memeff_compile.passes import recover_attention
 
 CUDA = torch.device("cuda", 0)
 HALF = torch.bfloat16
@@ -96,6 +99,21 @@ def test_nothing_that_only_nvidia_has_is_asked_of_amd(
     assert not codecs._is_wide(64, CUDA)
     assert not device.was_measured(CUDA, "attention")
     assert "need triton and an NVIDIA GPU" in served(CUDA, HALF, 64)
+
+
+def test_heads_stay_expanded_on_a_gpu_of_amd(
+    found: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is known of PyTorch's kernels for grouped heads is known of NVIDIA's GPUs."""
+    each = SimpleNamespace(device=CUDA, dtype=HALF, shape=(1, 4, 64, 64))
+    ask = recover_attention.why_not_grouped
+    monkeypatch.setitem(ask.__globals__, "_tensors", lambda info, site: [each] * 4)
+    found((9, 0), "6.4")
+    assert ask(Mock(), Mock()) == "no kernel for grouped heads is known on GPUs other than NVIDIA's"
+    found((7, 5))
+    assert ask(Mock(), Mock()).endswith("need compute capability 8.0")
+    found((9, 0))
+    assert ask(Mock(), Mock()) == ""
 
 
 def test_a_planned_device_is_a_hopper_whatever_gpu_is_here(found: Callable[..., None]) -> None:

@@ -32,3 +32,13 @@ from memeff_compile.kernels.linear_cross_entropy.op import (
 )
 from memeff_compile.kernels.linear_cross_entropy.op import supports as supports
 from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal as is_minimal
+from memeff_compile.kernels.linear_cross_entropy.total import (
+    TOTAL_BYTES_PER_ROW as TOTAL_BYTES_PER_ROW,
+)
+from memeff_compile.kernels.linear_cross_entropy.total import (
+    linear_cross_entropy_total as linear_cross_entropy_total,
+)
+from memeff_compile.kernels.linear_cross_entropy.total import (
+    makes_gradients_in_forward as makes_gradients_in_forward,
+)
+from memeff_compile.kernels.linear_cross_entropy.total import total_bytes as total_bytes

@@ -88,7 +88,7 @@ def forward(
     shapes = shapes_for(hidden.device)
     bias, column_weight = _vector(bias, None), _vector(column_weight, torch.float32)
     with on_device(hidden):
-        hidden = _aligned(hidden)
+        hidden = aligned(hidden)
         selection = select_rows(target, knobs)
         is_filtered = knobs.gradient_filter != "exact"
         parts = shapes.columns // shapes.rows if is_filtered else 1
@@ -105,8 +105,8 @@ def forward(
         chooser = None
         if is_filtered:
             chooser = filters.Chooser(hidden, vocab, shapes, selection, knobs)
-        hidden_desc = _tiles(gathered, shapes.rows, shapes.step)
-        weight_desc = _tiles(weight, shapes.columns, shapes.step)
+        hidden_desc = tiles_of(gathered, shapes.rows, shapes.step)
+        weight_desc = tiles_of(weight, shapes.columns, shapes.step)
         for first, stop in spans(0, rows, groups.size):
             here = stop - first
             if is_compact:
@@ -209,7 +209,7 @@ def backward(
     """
     with on_device(hidden):
         return _Backward(
-            grads, _aligned(hidden), weight, bias, target, column_weight, lse, left_out, knobs,
+            grads, aligned(hidden), weight, bias, target, column_weight, lse, left_out, knobs,
             output_mask,
         ).run()  # fmt: skip
 
@@ -400,10 +400,10 @@ class _Backward:
         g_columns = shapes.gradient_columns(is_plain=self.is_plain and not gathers)
         grad_weight = self.grad_weight if needs_weight else None
         kernels._linear_cross_entropy_dense_gradient_kernel[(shapes.programs,)](
-            _tiles(hidden, tile, step),
+            tiles_of(hidden, tile, step),
             *where,
-            _tiles(self.weight, g_columns, step),
-            _tiles(g, tile, g_columns // 4),
+            tiles_of(self.weight, g_columns, step),
+            tiles_of(g, tile, g_columns // 4),
             self.bias,
             self.column_weight,
             self.selection.target,
@@ -430,13 +430,13 @@ class _Backward:
         )
         if self.sums is not None or grad_weight is not None:
             kernels._linear_cross_entropy_dense_products_kernel[(shapes.programs,)](
-                _tiles(g, step, tile),
-                _tiles(g, tile, step),
-                _tiles(hidden, step, columns),
+                tiles_of(g, step, tile),
+                tiles_of(g, tile, step),
+                tiles_of(hidden, step, columns),
                 *where,
-                _tiles(self.weight, step, columns),
-                _tiles(grad_weight, tile, columns // 4),
-                _tiles(self.sums, tile, columns // 4),
+                tiles_of(self.weight, step, columns),
+                tiles_of(grad_weight, tile, columns // 4),
+                tiles_of(self.sums, tile, columns // 4),
                 self.selection.kept,
                 is_sparse,
                 first,
@@ -478,9 +478,9 @@ class _Backward:
         g = self.piece[: self.slots * tile * tile].view(self.slots * tile, tile)
         has_kept = self.selection.kept is not None
         kernels._linear_cross_entropy_sparse_gradient_kernel[(2 * shapes.programs,)](
-            _tiles(self.hidden, tile, step),
-            _tiles(self.weight, tile, step),
-            _tiles(g, tile, tile // 4),
+            tiles_of(self.hidden, tile, step),
+            tiles_of(self.weight, tile, step),
+            tiles_of(g, tile, tile // 4),
             self.bias,
             self.column_weight,
             self.selection.target,
@@ -505,12 +505,12 @@ class _Backward:
         )
         if self.sums is not None or self.grad_weight is not None:
             kernels._linear_cross_entropy_sparse_products_kernel[(shapes.programs,)](
-                _tiles(g, step, tile),
-                _tiles(g, tile, step),
-                _tiles(self.hidden, step, columns),
-                _tiles(self.weight, step, columns),
-                _tiles(self.grad_weight, tile, columns // 4),
-                _tiles(self.sums, tile, columns // 4),
+                tiles_of(g, step, tile),
+                tiles_of(g, tile, step),
+                tiles_of(self.hidden, step, columns),
+                tiles_of(self.weight, step, columns),
+                tiles_of(self.grad_weight, tile, columns // 4),
+                tiles_of(self.sums, tile, columns // 4),
                 self.selection.kept,
                 lists.group_tile,
                 lists.group_column,
@@ -558,12 +558,12 @@ class _Backward:
         }
 
 
-def _tiles(matrix: Tensor | None, rows: int, columns: int) -> Any:  # noqa: ANN401
+def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:  # noqa: ANN401
     """Describe a matrix to the kernels as tiles of this shape."""
     return None if matrix is None else described(matrix, (rows, columns))
 
 
-def _aligned(hidden: Tensor) -> Tensor:
+def aligned(hidden: Tensor) -> Tensor:
     """Copy hidden states that cannot be read tile by tile: N x D, once."""
     hidden = hidden.contiguous()
     return hidden if hidden.data_ptr() % 16 == 0 else hidden.clone()

@@ -250,6 +250,18 @@ def _size_pairs(
     return pairs
 
 
+def check_sizes(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+) -> None:
+    """Refuse sizes that do not agree, symbols among them."""
+    for seen, needed, sentence in _size_pairs(hidden, weight, bias, target, column_weight):
+        torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")
+
+
 def _require_support(
     hidden: Tensor,
     weight: Tensor,
@@ -323,7 +335,7 @@ def _found_shapes(hidden: Tensor, vocab: int, rows: int, knobs: Knobs) -> tuple[
     return filters.found_shapes(rows, vocab, knobs.gradient_filter if has_filter else "exact")
 
 
-def _check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
+def check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
     """Refuse targets that are no column: at once on a CPU, by a device assertion on CUDA."""
     is_valid = (target >= 0) & (target < vocab)
     if ignore_index is not None:
@@ -358,7 +370,7 @@ def _forward(
         return _fake_forward(hidden, weight, bias, target, column_weight, **settings)
     flat_target = target.reshape(rows)
     with without_autocast(hidden.device.type):
-        _check_range(flat_target, weight.shape[0], knobs.ignore_index)
+        check_range(flat_target, weight.shape[0], knobs.ignore_index)
         flat_hidden = hidden.reshape(rows, hidden.shape[-1])
         name = _engine(flat_hidden, weight, knobs)
         operands = (flat_hidden, weight, bias, flat_target, column_weight, knobs)
@@ -443,8 +455,7 @@ def _fake_forward(
     **settings: Any,  # noqa: ANN401
 ) -> tuple[Tensor, ...]:
     _require_support(hidden, weight, bias, target, column_weight, settings)
-    for seen, needed, sentence in _size_pairs(hidden, weight, bias, target, column_weight):
-        torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")
+    check_sizes(hidden, weight, bias, target, column_weight)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     knobs = _knobs(settings)
 

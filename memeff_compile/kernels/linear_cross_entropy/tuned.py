@@ -10,6 +10,7 @@ from memeff_compile.kernels.linear_cross_entropy.pieces import HYBRID_AUTO_BYTES
 from memeff_compile.kernels.linear_cross_entropy.shapes import FUSED_AUTO_BYTES_PER_ROW
 
 ENGINE = "linear_cross_entropy.engine"
+GRADIENTS = "linear_cross_entropy.gradients"
 SHARE = "linear_cross_entropy.dense_share"
 
 BYTES_PER_ROW = {"fused": FUSED_AUTO_BYTES_PER_ROW, "hybrid": HYBRID_AUTO_BYTES_PER_ROW}
@@ -23,6 +24,11 @@ def bytes_per_row_of(engine: str) -> str:
 def engine_of_both(device: torch.device) -> str:
     """Name the engine for calls that "fused" and "hybrid" could both serve on this device."""
     return str(tuned(device, ENGINE, "fused"))
+
+
+def gradients_in(device: torch.device) -> str:
+    """Name the pass in which the gradients of a loss that is one number are made."""
+    return str(tuned(device, GRADIENTS, "backward"))
 
 
 def bytes_per_row(engine: str, device: torch.device, dtype: torch.dtype) -> int:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from memeff_compile.errors import CalibrationError
 from memeff_compile.kernels.quantized_attention import LEVELS, attend_under_mask, restart
+from memeff_compile.model.figures import Spread, draw_spreads
 
 FORMAT = 1
 EXACT = "exact"
@@ -52,12 +53,26 @@ class Calibration(dict[str, Any]):
         return "\n".join([*rows, note])
 
     def plot(self, path: str | Path) -> None:
-        """Draw mean and standard deviation of each level's scores by site, as SVG.
+        """Draw the mean over calls and the standard deviation of each level's scores by site.
 
         Args:
-            path: Where the file goes.
+            path: Where the file goes; its ending says the format, SVG if it has none.
+
+        Raises:
+            CalibrationError: matplotlib is not installed.
         """
-        Path(path).write_text(_drawing(self), encoding="utf-8")
+        scores = cast("Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]", self["scores"])
+        tried = list(next(iter(scores.values())))
+        series = {level: [_spread(found[level]) for found in scores.values()] for level in tried}
+        names = [site or "(model)" for site in scores]
+        least = float(self["min_score"])
+        draw_spreads(path, names, series, "score", CalibrationError, least=least)
+
+
+def _spread(calls: Sequence[Mapping[str, float]]) -> Spread:
+    mean = sum(call["mean"] for call in calls) / len(calls)
+    off = max(call["std"] for call in calls)
+    return mean - off, mean, max(mean, min(1.0, mean + off))
 
 
 def _worst(calls: Sequence[Mapping[str, float]]) -> float:
@@ -302,46 +317,3 @@ def _watched(model: nn.Module, levels: Sequence[str]) -> Iterator[_Watch]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-# --- drawing --------------------------------------------------------------------------------------
-
-
-def _drawing(table: Mapping[str, Any]) -> str:
-    """Return an SVG: for each site and level the mean score over calls, and its spread."""
-    scores = cast("Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]", table["scores"])
-    tried = list(next(iter(scores.values())))
-    calls_of = [calls for found in scores.values() for calls in found.values()]
-    least = min(call["mean"] - call["std"] for calls in calls_of for call in calls)
-    low, left, width = min(least, float(table["min_score"])) - 0.005, 260, 420
-    colours = dict(zip(LEVELS, ("#1f6feb", "#2da44e", "#bf8700"), strict=True))
-
-    def across(value: float) -> float:
-        return left + width * (value - low) / (1.0 - low)
-
-    parts = []
-    for place, level in enumerate(tried):
-        parts.append(f'<text x="{left + 90 * place}" y="16" fill="{colours[level]}">{level}</text>')
-    y = 30
-    for site, found in scores.items():
-        parts.append(f'<text x="8" y="{y + 12}">{site or "(model)"}</text>')
-        for level in tried:
-            calls = found[level]
-            mean = sum(call["mean"] for call in calls) / len(calls)
-            spread = max(call["std"] for call in calls)
-            ends = across(mean - spread), across(min(1.0, mean + spread))
-            colour = colours[level]
-            parts.append(
-                f'<line x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{y + 8}" y2="{y + 8}" '
-                f'stroke="{colour}" stroke-width="3"/>'
-                f'<circle cx="{across(mean):.1f}" cy="{y + 8}" r="4" fill="{colour}"/>'
-            )
-        y += 20
-    line = across(float(table["min_score"]))
-    parts.append(f'<line x1="{line:.1f}" x2="{line:.1f}" y1="24" y2="{y}" stroke="#cf222e"/>')
-    parts.append(f'<text x="{line:.1f}" y="{y + 16}" fill="#cf222e">{table["min_score"]}</text>')
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 40}" height="{y + 30}" '
-        f'font-family="sans-serif" font-size="12">\n{body}\n</svg>\n'
-    )

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from memeff_compile.errors import CalibrationError
 from memeff_compile.model.cache.minicache import MiniCache
+from memeff_compile.model.figures import Spread, draw_spreads
 
 BINS = 40
 """Of a histogram of cosines, from -1 to 1."""
@@ -89,12 +91,20 @@ class FidelityReport:
         return json.dumps(asdict(self), indent=1)
 
     def plot(self, path: str | Path) -> None:
-        """Draw how alike neighbouring layers are, as SVG.
+        """Draw how alike neighbouring layers are: mean cosine, the middle nine tenths of the rows.
 
         Args:
-            path: Where the file goes.
+            path: Where the file goes; its ending says the format, SVG if it has none.
+
+        Raises:
+            CalibrationError: matplotlib is not installed.
         """
-        Path(path).write_text(_drawing(self.pairs), encoding="utf-8")
+        names = ["-".join(map(str, pair["layers"])) for pair in self.pairs]
+        series: dict[str, list[Spread]] = {"keys": [], "values": []}
+        for pair, (kind, spreads) in product(self.pairs, series.items()):
+            spreads.append((pair[kind]["low"], pair[kind]["mean"], pair[kind]["high"]))
+        title = "cosine between neighbouring layers"
+        draw_spreads(path, names, series, title, CalibrationError)
 
 
 def fidelity_report(
@@ -353,43 +363,3 @@ def _spread(parts: Sequence[Tensor]) -> dict[str, Any]:
         "high": float(ordered[len(ordered) - 1 - len(ordered) // 20]),
         "histogram": [int(count) for count in counts],
     }
-
-
-def _drawing(pairs: Sequence[Mapping[str, Any]]) -> str:
-    """Return an SVG: mean cosine of each two neighbouring layers, and nine tenths of the rows."""
-    left, top, height, each = 60, 30, 240, 28
-    width = each * max(1, len(pairs))
-    parts = []
-    for value in (-1.0, -0.5, 0.0, 0.5, 1.0):
-        y = top + height * (1.0 - value) / 2.0
-        parts.append(
-            f'<line x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d0d7de"/>'
-            f'<text x="{left - 36}" y="{y + 4:.1f}">{value:.1f}</text>'
-        )
-    for kind, colour, shift in (("keys", "#1f6feb", -4), ("values", "#bf8700", 4)):
-        places = []
-        for number, pair in enumerate(pairs):
-            x = left + each * (number + 0.5) + shift
-            ends = [top + height * (1.0 - pair[kind][end]) / 2.0 for end in ("low", "high")]
-            y = top + height * (1.0 - pair[kind]["mean"]) / 2.0
-            places.append(f"{x:.1f},{y:.1f}")
-            parts.append(
-                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{ends[0]:.1f}" y2="{ends[1]:.1f}" '
-                f'stroke="{colour}" stroke-opacity="0.5" stroke-width="3"/>'
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>'
-            )
-        parts.append(f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}"/>')
-        parts.append(f'<text x="{left + 10 + 12 * shift}" y="16" fill="{colour}">{kind}</text>')
-    for number, pair in enumerate(pairs):
-        x = left + each * number + 4
-        name = "-".join(map(str, pair["layers"]))
-        parts.append(f'<text x="{x}" y="{top + height + 16}" font-size="9">{name}</text>')
-    parts.append(
-        f'<text x="{left}" y="{top + height + 36}">cosine between neighbouring layers: mean, and '
-        "the middle nine tenths of the rows</text>"
-    )
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(480, left + width + 40)}" '
-        f'height="{top + height + 50}" font-family="sans-serif" font-size="12">\n{body}\n</svg>\n'
-    )

@@ -172,6 +172,27 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
     return again
 
 
+def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
+    """Return whether one number is all that a call's losses give, so that its factor is one, too.
+
+    Its gradients can then be made in the forward. Not in an activation checkpoint, whose forward
+    runs twice.
+    """
+    tail = group[0]
+    hidden = info.tensor(tail.chain.head.hidden)
+    if len(group) > 1 or tail.kind != "loss" or tail.reduction == 0 or hidden is None:
+        return False
+    if tail.label_smoothing or info.parent is not None or is_silent(info, tail):
+        return False
+    return op_folder.makes_gradients_in_forward(
+        hidden.device,
+        tail.chain.head.compute_dtype,
+        hidden.shape[-1],
+        gradient_filter=info.options.linear_cross_entropy,
+        workspace=info.options.linear_cross_entropy_workspace,
+    )
+
+
 def _reading_early(tail: Tail, early: Mapping[Node, Node]) -> Tail:
     target = None if tail.target is None else early.get(tail.target, tail.target)
     weight = None if tail.class_weight is None else early.get(tail.class_weight, tail.class_weight)
@@ -188,6 +209,7 @@ class GroupEmitter:
         self.with_target = next((t for t in group if t.target is not None), None)
         self.ignore_index = self.with_target.ignore_index if self.with_target else None
         self.op = self.target = self.hidden = group[0].node
+        self.total: Node | None = None
         self._items: dict[int, Node] = {}
         self._silent = False
 
@@ -208,6 +230,9 @@ class GroupEmitter:
         smoothing = any(t.label_smoothing > 0 for t in self.group)
         column_weight = self.with_target.class_weight if smoothing and self.with_target else None
         options = self.info.options
+        if is_total(self.info, self.group):
+            self._total_call(weight, bias)
+            return
         self.op = e.call(
             op_folder.linear_cross_entropy,
             self.hidden,
@@ -235,6 +260,38 @@ class GroupEmitter:
             self._item(3)
         if self._has("top"):
             self._item(4)
+
+    def _total_call(self, weight: Node, bias: Node | None) -> None:
+        """Insert the op that returns the loss itself, and the gradients beside it."""
+        e, tail = self.editor, self.group[0]
+        assert tail.ignore_index is not None
+        row_weight = norm = None
+        if tail.class_weight is not None or tail.reduction == 1:
+            norm = kept = e.call(aten.ne.Scalar, self.target, tail.ignore_index)
+            if tail.class_weight is not None:
+                wide = torch.float64 if self.head.compute_dtype == torch.float64 else torch.float32
+                norm = row_weight = self._row_weights(tail.class_weight, kept, wide)
+            norm = e.call(aten.sum.default, norm) if tail.reduction == 1 else None
+        options = self.info.options
+        self.op = e.call(
+            op_folder.linear_cross_entropy_total,
+            self.hidden,
+            weight,
+            bias,
+            self.target,
+            row_weight,
+            norm,
+            ignore_index=tail.ignore_index,
+            scale=self.modifiers.scale,
+            softcap=self.modifiers.softcap,
+            workspace=options.linear_cross_entropy_workspace,
+            output_mask=[self._trains(node) for node in (self.hidden, weight, bias)],
+        )
+        self.total = self._item(0)
+
+    def _trains(self, node: Node | None) -> bool:
+        value = None if node is None else self.info.tensor(node)
+        return value is not None and value.requires_grad
 
     def _has(self, *kinds: str) -> bool:
         return any(tail.kind in kinds for tail in self.group)
@@ -388,10 +445,12 @@ class GroupEmitter:
         none.
         """
         e = self.editor
+        if self.total is not None:
+            return self.total
         kept = e.call(aten.ne.Scalar, self.target, tail.ignore_index)
         rows, norm = self.nll, kept
         if tail.class_weight is not None:
-            norm = self._row_weights(tail.class_weight, kept)
+            norm = self._row_weights(tail.class_weight, kept, self._loss_dtype())
             rows = e.call(aten.mul.Tensor, rows, norm)
         loss = self._reduce(tail, rows, norm)
         if tail.label_smoothing > 0:
@@ -412,16 +471,14 @@ class GroupEmitter:
         assert weight is not None
         return int(weight.shape[1 if self.head.transposed else 0])
 
-    def _row_weights(self, class_weight: Node, kept: Node) -> Node:
+    def _row_weights(self, class_weight: Node, kept: Node, dtype: torch.dtype) -> Node:
         e = self.editor
         zero = e.call(aten.zeros_like.default, self.target)
         index = e.call(aten.where.self, kept, self.target, zero)
         flat = e.call(
             aten.index_select.default, class_weight, 0, e.call(aten.reshape.default, index, [-1])
         )
-        picked = e.call(
-            aten.to.dtype, e.call(aten.reshape_as.default, flat, index), self._loss_dtype()
-        )
+        picked = e.call(aten.to.dtype, e.call(aten.reshape_as.default, flat, index), dtype)
         return e.call(aten.mul.Tensor, picked, kept)
 
     def _loss_dtype(self) -> torch.dtype:

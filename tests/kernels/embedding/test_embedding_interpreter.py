@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.embedding import sorted_rows
-from memeff_compile.kernels.embedding.sorted_kernels import BORDER_CHUNKS, CHUNK
+from memeff_compile.kernels.embedding.sorted_rows_kernels import BORDER_CHUNKS, CHUNK
 
 pytestmark = pytest.mark.interpreter
 

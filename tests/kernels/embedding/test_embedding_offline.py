@@ -18,19 +18,19 @@ BLOCKS = {
 
 
 def _compile(name: str, capability: int, dtype: str, index: str, *, aligned: bool) -> Any:
-    from memeff_compile.kernels.embedding import sorted_kernels
+    from memeff_compile.kernels.embedding import sorted_rows_kernels
 
-    constants: dict[str, Any] = {"CHUNK": sorted_kernels.CHUNK, **BLOCKS[name]}
+    constants: dict[str, Any] = {"CHUNK": sorted_rows_kernels.CHUNK, **BLOCKS[name]}
     # A stride of one is what the launcher sees, and what Triton makes a constant of.
     constants |= {"stride_rows_column": 1, "stride_out_column": 1}
     pointers = {"ids_ptr": f"*{index}", "order_ptr": "*i64", "partial_ptr": "*fp32"}
     return compile_for(
         capability,
-        getattr(sorted_kernels, name),
+        getattr(sorted_rows_kernels, name),
         constants,
         lambda name: pointers.get(name, f"*{dtype}") if name.endswith("_ptr") else "i32",
         lambda name: aligned and name.startswith(("stride", "depth")),
-        num_warps=sorted_kernels.WARPS,
+        num_warps=sorted_rows_kernels.WARPS,
     )
 
 

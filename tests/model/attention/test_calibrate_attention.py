@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -274,7 +275,11 @@ def test_the_table_prints_and_draws(tmp_path: Path) -> None:
     drawing = ElementTree.parse(tmp_path / "scores.svg").getroot()
     words = [each.text for each in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert {"calm", "loud", "twice#1", "4b", "8b", "0.9"} <= set(words)
-    assert len(list(drawing.iter("{http://www.w3.org/2000/svg}circle"))) == 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(CalibrationError, match="pip install matplotlib"):
+            table.plot(tmp_path / "other.svg")
+    assert not (tmp_path / "other.svg").exists()
 
 
 def test_the_model_and_its_results_are_left_alone() -> None:

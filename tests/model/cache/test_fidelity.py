@@ -80,7 +80,10 @@ def test_numbers_are_those_computed_by_hand(model: Any, tmp_path: Path) -> None:
     assert "0-1" in str(report)
     assert json.loads(report.to_json())["settings"]["merge"]["start_layer"] == 0
     report.plot(tmp_path / "layers.svg")
-    assert (tmp_path / "layers.svg").read_text().count("<circle") == 2 * (LAYERS - 1)
+    drawn = (tmp_path / "layers.svg").read_text()
+    names = ["-".join(map(str, pair["layers"])) for pair in report.pairs]
+    assert len(names) == LAYERS - 1
+    assert all(f">{name}</text>" in drawn for name in (*names, "keys", "values"))
 
 
 def test_padding_is_left_out(model: Any) -> None:

@@ -1,0 +1,270 @@
+"""Head and loss with their gradients made in the forward: right first, then memory, time, kernels.
+
+    python benchmarks/ops/linear_cross_entropy_total.py --seconds 330 --out $OUT/total.jsonl
+
+One process and no more seconds than given: what comes first matters most, and a row that is missing
+was not reached. Small cases of every kind are compared with float64, over memory that held nan, and
+twice for the same bits. Then each shape: gradient errors against fp32, peak memory, times with all
+methods in turn, and what each kernel of a step takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks import measuring, methods, registry, rows, timing
+from benchmarks.methods import IGNORED
+from memeff_compile.kernels import linear_cross_entropy as folder
+
+TODAY, FORWARD = "memeff exact", "memeff exact gradients=forward"
+FIRST = ("llama3", "gemma2", "llama1b")
+FIRST_METHODS = (
+    FORWARD,
+    f"{FORWARD} workspace=256MiB",
+    f"{FORWARD} workspace=512MiB",
+    TODAY,
+    "inductor",
+    "liger",
+)
+HELD_OUT = ("4096x2048x151936", "10007x3584x152064", "12288x5120x202048", "32768x2048x128256")
+HELD_OUT_METHODS = (FORWARD, TODAY, "inductor")
+SMALL_BUDGET = 4.5e-3
+"""Relative error (Frobenius) of bf16 gradients against float64 on the same inputs."""
+
+
+class Runner:
+    """Writes rows, and knows what time is left."""
+
+    def __init__(self, seconds: float, out: Path | None) -> None:
+        self.end, self.out = time.monotonic() + seconds, out
+        self.machine = rows.environment()
+
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return self.end - time.monotonic()
+
+    def row(self, what: str, **found: Any) -> None:
+        """Print a row, and keep it."""
+        print(what, json.dumps(found), flush=True)
+        if self.out is not None:
+            rows.append(self.out, {"what": what, **found, **self.machine})
+
+
+# ------------------------------------------------------------------ right
+
+
+def small_case(
+    device: str, kind: str, *, ignored: float = 0.0, spread: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw 1537 rows of 512 features and 9003 classes."""
+    source = torch.Generator(device).manual_seed(3)
+    shape = (1537, 512, 9003) if device == "cuda" else (70, 16, 201)
+    hidden, weight, target = registry.DATA[kind](shape, source)
+    lost = torch.rand(target.shape, device=device, generator=source) < ignored
+    return (hidden * spread).bfloat16(), weight.bfloat16(), target.masked_fill(lost, IGNORED)
+
+
+def poison(device: str) -> None:
+    """Leave nan in the memory that is allocated next."""
+    if device == "cuda":
+        held = [torch.full((size,), torch.nan, device=device) for size in (2**28, 2**24, 2**20)]
+        del held
+
+
+def total(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    norm: Tensor | None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, ...]:
+    """Call the op on pieces of 512 rows."""
+    found: tuple[Tensor, ...] = folder.linear_cross_entropy_total(
+        hidden,
+        weight,
+        bias,
+        target,
+        None,
+        norm,
+        ignore_index=IGNORED,
+        scale=1.0,
+        softcap=softcap,
+        workspace=2 * 512 * weight.shape[0],
+        output_mask=[True, True, bias is not None],
+    )
+    return found
+
+
+def compare(
+    run: Runner, device: str, name: str, softcap: float = 0.0, has_bias: bool = False, **case: Any
+) -> bool:
+    """Compare one case with float64, twice and over memory that held nan; say if it is right."""
+    hidden, weight, target = small_case(device, **case)
+    bias = torch.randn(weight.shape[0], device=device).bfloat16() if has_bias else None
+    results = []
+    for _ in range(2):
+        poison(device)
+        norm = (target != IGNORED).sum()
+        results.append(total(hidden, weight, bias, target, norm, softcap))
+    found, again = results
+    wide = [t.double().requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    z = F.linear(*wide)
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    loss = F.cross_entropy(z, target, ignore_index=IGNORED)
+    loss.backward()
+    errors = [float((found[0] - loss.detach()).abs() / loss.detach().abs())]
+    for one, other in zip(found[1:], wide, strict=False):
+        assert other.grad is not None
+        errors.append(float((one.double() - other.grad).norm() / other.grad.norm()))
+    same = all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    passes = same and errors[0] <= 1e-5 and max(errors) <= SMALL_BUDGET
+    run.row("right", case=name, errors=errors, same_bits=same, passes=passes)
+    return passes
+
+
+def check(run: Runner, device: str) -> bool:
+    """Compare with float64; say whether all is right."""
+    cases: dict[str, dict[str, Any]] = {
+        "peaked": {"kind": "peaked"},
+        "flat, 40 % ignored": {"kind": "flat", "ignored": 0.4},
+        "peaked, 90 % ignored": {"kind": "peaked", "ignored": 0.9},
+        "far from the target": {"kind": "spread", "spread": 60.0},
+        "softcap": {"kind": "spread", "softcap": 5.0, "ignored": 0.2},
+        "bias and softcap": {"kind": "spread", "softcap": 5.0, "has_bias": True},
+    }
+    verdicts = [compare(run, device, name, **case) for name, case in cases.items()]
+    hidden, weight, target = small_case(device, "flat")
+    hidden[700 % hidden.shape[0]] = torch.nan
+    found = total(hidden, weight, None, target, None)
+    bad = found[1].isnan().any(1)
+    passes = bool(found[0].isnan()) and int(bad.sum()) == 1
+    run.row("right", case="a row of nan", rows_of_nan=int(bad.sum()), passes=passes)
+    return all(verdicts) and passes
+
+
+# ------------------------------------------------------------------ memory, time, kernels
+
+
+def methods_here(names: tuple[str, ...]) -> dict[str, Any]:
+    """Build the methods that can run here."""
+    found = {}
+    for name in names:
+        method = methods.method(name)
+        if method.why_not() is None:
+            found[name] = method
+    return found
+
+
+def measure(
+    run: Runner, shape: str, names: tuple[str, ...], device: str, *, rounds: int, **data: Any
+) -> None:
+    """Measure one shape: errors and memory of each method, then times in turns."""
+    torch._dynamo.reset()
+    kind, ignored, frozen = "peaked", data.get("ignored", 0), data.get("frozen", False)
+    tensors = registry.inputs(shape, kind, device, torch.bfloat16, ignored)
+    wanted = measuring.reference(tensors)
+    if frozen:
+        tensors.weight.requires_grad_(False)
+    calls: dict[str, Callable[[], Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for name, method in methods_here(names).items():
+        if run.left() < 15:
+            break
+        loss = method.build()
+        row: dict[str, Any] = {}
+        measuring.both(loss, tensors)
+        row["grad_hidden_error"] = measuring.relative_error(tensors.hidden.grad, wanted.grad_hidden)
+        if not frozen:
+            error = measuring.relative_error(tensors.weight.grad, wanted.grad_weight)
+            row["grad_weight_error"] = error
+        tensors.without_gradients()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            measuring.both(loss, tensors)
+            torch.cuda.synchronize()
+            given = sum(
+                t.grad.nbytes for t in (tensors.hidden, tensors.weight) if t.grad is not None
+            )
+            peak = torch.cuda.max_memory_allocated() - before
+            row["MiB_beyond_gradients"] = (peak - given) / 2**20
+            tensors.without_gradients()
+        calls[name] = lambda loss=loss: measuring.both(loss, tensors)
+        found[name] = row
+    del wanted
+    clock = timing.Clock()
+
+    def timer(call: Callable[[], Any]) -> Callable[[], float]:
+        def sample() -> float:
+            clock.flush()
+            value = timing.milliseconds(call)
+            tensors.without_gradients()
+            return value
+
+        return sample
+
+    times = timing.in_turns({name: timer(call) for name, call in calls.items()}, rounds)
+    for name, row in found.items():
+        row |= rows.percentiles(times[name])
+        run.row("head and loss", shape=shape, method=name, ignored=ignored, frozen=frozen, **row)
+    if device == "cuda" and FORWARD in calls and rounds > 3:
+        kernels(run, shape, calls[FORWARD])
+
+
+def kernels(run: Runner, shape: str, call: Callable[[], Any]) -> None:
+    """Write what each kernel of one step takes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    spent = {
+        each.key[:60]: [round(each.self_device_time_total / 1e3, 3), each.count]
+        for each in seen.key_averages()
+        if each.self_device_time_total > 20
+    }
+    run.row("kernels", shape=shape, ms_and_launches=spent)
+
+
+def main() -> None:
+    """Read the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=330)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--shape", nargs="+", help="these shapes alone")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    run = Runner(given.seconds, given.out)
+    if not check(run, device):
+        sys.exit("wrong numbers are not timed")
+    for shape in given.shape or FIRST:
+        if run.left() > 25:
+            measure(run, shape, FIRST_METHODS, device, rounds=given.rounds)
+    if given.shape:
+        return
+    if run.left() > 20:
+        measure(run, "llama3", (FORWARD, TODAY), device, rounds=3, frozen=True)
+    if run.left() > 20:
+        measure(run, "llama3", (FORWARD, TODAY), device, rounds=3, ignored=50)
+    for shape in HELD_OUT:
+        if run.left() > 30:
+            measure(run, shape, HELD_OUT_METHODS, device, rounds=3)
+
+
+if __name__ == "__main__":
+    main()

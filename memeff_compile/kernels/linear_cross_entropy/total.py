@@ -1,0 +1,392 @@
+"""memeff::linear_cross_entropy_total: one number for all rows, and its gradients in the forward.
+
+Where a loss is one number, the gradients of hidden states and weight are known up to a factor as
+soon as a row's logits are: three products make a step, where a backward that recomputes the logits
+makes four. The op returns
+
+    total = sum over rows that count of row_weight_i * nll_i, over norm
+
+and the gradients of that number. Its backward multiplies them by the loss's own gradient: in place
+where nothing can read them again, else in a copy. What is held from the forward to the backward are
+the gradients themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import Tensor
+
+from memeff_compile import compat
+from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels.device import kernels_serve, where_it_runs, without_autocast
+from memeff_compile.kernels.linear_cross_entropy import op as rows_op
+from memeff_compile.kernels.linear_cross_entropy import total_fused, total_reference, tuned
+from memeff_compile.kernels.linear_cross_entropy.memory import Size
+from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal
+from memeff_compile.kernels.linear_cross_entropy.total_reference import row_gradients, total_of
+
+_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
+_LIBRARY.define(
+    "linear_cross_entropy_total(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
+    "Tensor? row_weight, Tensor? norm, *, int? ignore_index, float scale, float softcap, "
+    "int workspace, bool[3] output_mask) -> "
+    "(Tensor total, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "linear_cross_entropy_total_backward(Tensor grad_total, Tensor grad_hidden, "
+    "Tensor grad_weight, Tensor grad_bias, Tensor hidden, Tensor weight, Tensor? bias) -> "
+    "(Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+class Totals(NamedTuple):
+    """What an engine returns: the number, and the gradients that were asked for."""
+
+    total: Tensor
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+
+
+def makes_gradients_in_forward(
+    device: torch.device,
+    dtype: torch.dtype,
+    depth: int,
+    *,
+    gradient_filter: str = "exact",
+    workspace: int = 0,
+) -> bool:
+    """Say whether a loss that is one number is best served with its gradients in the forward.
+
+    A filter and the minimal workspace belong to engines that recompute the logits. fp16 has not
+    the range for gradients that are scaled afterwards.
+
+    Args:
+        device, dtype, depth: of the hidden states.
+        gradient_filter, workspace: as for `linear_cross_entropy`.
+    """
+    if gradient_filter != "exact" or is_minimal(workspace) or dtype == torch.float16:
+        return False
+    if tuned.gradients_in(where_it_runs(device)) != "forward":
+        return False
+    return not kernels_serve(device, dtype) or _fused_serves(device, dtype, depth)
+
+
+def _fused_serves(device: torch.device, dtype: torch.dtype, depth: int) -> bool:
+    return dtype in total_fused.DTYPES and rows_op.engine_for(device, dtype, depth) == "fused"
+
+
+# Losses, factors, orders of rows and the like; a bound.
+TOTAL_BYTES_PER_ROW = 64
+
+
+def total_bytes(
+    rows: Size,
+    depth: int,
+    vocab: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    workspace: int = 0,
+    has_softcap: bool = False,
+) -> sympy.Expr:
+    """Return a bound of what a call holds beside inputs, gradients and 64 bytes per row.
+
+    On a GPU: X, the statistics of its tiles and the rows times their scale. In plain PyTorch: a
+    piece of logits, two more with a softcap, the rows that count and, for 16-bit inputs, the fp32
+    sums of the weight's gradient and a piece of the weight.
+
+    Args:
+        rows, depth, vocab: N as a symbol or number, D, V.
+        dtype, device: of hidden states and weight.
+        workspace, has_softcap: as for the op.
+    """
+    n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
+    if kernels_serve(device, dtype):
+        return total_fused.bytes_held(n, depth, vocab, workspace, is_plain=not has_softcap)
+    height = total_reference.rows_per_piece(
+        n, vocab, wide * (1 + has_softcap), workspace, where_it_runs(device).type
+    )
+    held = wide * height * (vocab * (1 + 2 * has_softcap) + 3 * depth) + dtype.itemsize * depth * n
+    if dtype.itemsize < wide:
+        held += wide * (height * vocab + total_reference.MIN_ROWS * depth + vocab * depth)
+    return held
+
+
+def _require_support(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    row_weight: Tensor | None,
+    norm: Tensor | None,
+    softcap: float,
+    workspace: int,
+) -> None:
+    sentence = rows_op.supports(hidden, weight, bias, target, softcap=softcap, workspace=workspace)
+    if sentence is None and row_weight is not None and row_weight.dim() != target.dim():
+        sentence = (
+            f"row_weight has {row_weight.dim()} dimensions and target {target.dim()}; one number "
+            "per target is needed."
+        )
+    if sentence is None and norm is not None and norm.dim() != 0:
+        sentence = f"norm has {norm.dim()} dimensions; a single number is needed."
+    for name, factor in (("row_weight", row_weight), ("norm", norm)):
+        if sentence is None and factor is not None and factor.requires_grad:
+            sentence = f"{name} requires a gradient, which the op does not give. Detach it."
+    if sentence is not None:
+        raise UnsupportedInputError(f"linear_cross_entropy_total: {sentence}")
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    row_weight: Tensor | None,
+    norm: Tensor | None,
+    *,
+    ignore_index: int | None,
+    scale: float,
+    softcap: float,
+    workspace: int,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _require_support(hidden, weight, bias, target, row_weight, norm, softcap, workspace)
+    rows = target.numel()
+    needs_hidden, needs_weight, needs_bias = output_mask
+    mask = (needs_hidden, needs_weight, needs_bias and bias is not None)
+    flat = (
+        hidden.reshape(rows, hidden.shape[-1]),
+        weight,
+        bias,
+        target.reshape(rows),
+        None if row_weight is None else row_weight.reshape(rows),
+        norm,
+    )
+    modifiers = (ignore_index, scale, softcap, workspace)
+    with without_autocast(hidden.device.type):
+        if rows == 0:
+            found = _of_nothing(*flat, mask)
+        elif _fused_serves(hidden.device, hidden.dtype, hidden.shape[-1]) and total_fused.serves(
+            weight
+        ):
+            rows_op.check_range(flat[3], weight.shape[0], ignore_index)
+            found = Totals(*total_fused.run(*flat, *modifiers, mask))
+        elif kernels_serve(hidden.device, hidden.dtype):
+            found = _by_recomputing(*flat, *modifiers, mask)
+        else:
+            rows_op.check_range(flat[3], weight.shape[0], ignore_index)
+            found = Totals(*total_reference.run(*flat, *modifiers, mask))
+    gradients = [hidden.new_empty(0) if part is None else part for part in found[1:]]
+    if needs_hidden:
+        gradients[0] = gradients[0].reshape(hidden.shape)
+    return found.total, gradients[0], gradients[1], gradients[2]
+
+
+def _of_nothing(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    row_weight: Tensor | None,
+    norm: Tensor | None,
+    mask: tuple[bool, bool, bool],
+) -> Totals:
+    """Return the total of no rows, which is 0, or nan where a mean of them is asked for."""
+    del target
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    total = total_of(hidden.new_zeros(0, dtype=wide), row_weight, norm)
+    zeros = [
+        torch.zeros_like(tensor) if wanted and tensor is not None else None
+        for tensor, wanted in zip((hidden, weight, bias), mask, strict=True)
+    ]
+    return Totals(total, *zeros)
+
+
+def _by_recomputing(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    row_weight: Tensor | None,
+    norm: Tensor | None,
+    ignore_index: int | None,
+    scale: float,
+    softcap: float,
+    workspace: int,
+    mask: tuple[bool, bool, bool],
+) -> Totals:
+    """Run an engine's forward and its backward behind it, where none makes both at once."""
+    settings: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "scale": scale,
+        "softcap": softcap,
+        "with_lse": False,
+        "with_logit_sum": False,
+        "gradient_filter": "exact",
+        "workspace": workspace,
+    }
+    nll, lse, nothing, entropy, _, _, active, row_order = rows_op.linear_cross_entropy(
+        hidden, weight, bias, target, None, **settings
+    )
+    gradients = rows_op.linear_cross_entropy_backward(
+        row_gradients(target, row_weight, norm, ignore_index, nll.dtype),
+        torch.zeros_like(lse),
+        nothing,
+        entropy,
+        hidden,
+        weight,
+        bias,
+        target,
+        None,
+        lse,
+        entropy,
+        active,
+        row_order,
+        **settings,
+        output_mask=list(mask),
+    )
+    wanted = [part if asked else None for part, asked in zip(gradients, mask, strict=True)]
+    return Totals(total_of(nll, row_weight, norm), *wanted)
+
+
+def _fake_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    row_weight: Tensor | None,
+    norm: Tensor | None,
+    *,
+    ignore_index: int | None,
+    scale: float,
+    softcap: float,
+    workspace: int,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    del ignore_index, scale
+    _require_support(hidden, weight, bias, target, row_weight, norm, softcap, workspace)
+    rows_op.check_sizes(hidden, weight, bias, target, None)
+    needs_hidden, needs_weight, needs_bias = output_mask
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    nothing = [hidden.new_empty(0) for _ in range(3)]
+    return (
+        hidden.new_empty((), dtype=wide),
+        hidden.new_empty(hidden.shape) if needs_hidden else nothing[0],
+        torch.empty_like(weight) if needs_weight else nothing[1],
+        torch.empty_like(bias) if needs_bias and bias is not None else nothing[2],
+    )
+
+
+def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
+    """Multiply a gradient by a number, in the wider of the two dtypes, into a tensor of its own."""
+    return (gradient.to(by.dtype) * by).to(gradient.dtype)
+
+
+# Elements that are widened at a time where a gradient is scaled outside a compiled graph.
+CHUNK = 1 << 22
+
+
+def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
+    """Write gradient * by to `out`, which may be `gradient`, without a wide copy of all of it."""
+    if gradient.dim() == 0 or gradient.dtype == by.dtype:
+        torch.mul(gradient, by, out=out)
+        return
+    rows = max(1, CHUNK // max(1, gradient[0].numel())) if gradient.shape[0] else 1
+    for source, target in zip(gradient.split(rows), out.split(rows), strict=True):
+        target.copy_(source.to(by.dtype) * by)
+
+
+def _backward(
+    grad_total: Tensor,
+    grad_hidden: Tensor,
+    grad_weight: Tensor,
+    grad_bias: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    del hidden, weight, bias
+    scaled = [torch.empty_like(part) for part in (grad_hidden, grad_weight, grad_bias)]
+    for part, out in zip((grad_hidden, grad_weight, grad_bias), scaled, strict=True):
+        _scale_into(part, grad_total, out)
+    return scaled[0], scaled[1], scaled[2]
+
+
+def _fake_backward(
+    grad_total: Tensor,
+    grad_hidden: Tensor,
+    grad_weight: Tensor,
+    grad_bias: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    del grad_total, hidden, weight, bias
+    parts = grad_hidden, grad_weight, grad_bias
+    scaled = [torch.empty_like(part) for part in parts]
+    return scaled[0], scaled[1], scaled[2]
+
+
+def _setup_context(
+    ctx: Any,  # noqa: ANN401
+    inputs: tuple[Any, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, ...],
+) -> None:
+    del keyword_only_inputs
+    _, *gradients = output
+    ctx.mark_non_differentiable(*gradients)
+    ctx.is_alone = not compat.packs_saved_tensors()
+    # The inputs are what a second derivative would be taken of, which is refused.
+    ctx.save_for_backward(*gradients, *inputs[:3])
+
+
+def _link(ctx: Any, grad_total: Tensor, *without_gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    del without_gradient
+    *gradients, hidden, weight, bias = ctx.saved_tensors
+    needed = ctx.needs_input_grad[:3]
+    if torch.is_grad_enabled():
+        found = torch.ops.memeff.linear_cross_entropy_total_backward.default(
+            grad_total, *gradients, hidden, weight, bias
+        )
+    elif compat.is_traced(grad_total, *gradients):
+        # Plain operations in a graph: the compiler fuses them and knows what it may overwrite.
+        found = [_scaled(part, grad_total) for part in gradients]
+    else:
+        # Another backward, or a hook that packed these tensors, may read them again.
+        is_last = ctx.is_alone and compat.frees_saved_tensors()
+        found = gradients if is_last else [torch.empty_like(part) for part in gradients]
+        for part, out in zip(gradients, found, strict=True):
+            _scale_into(part, grad_total, out)
+    wanted = [part if asked else None for part, asked in zip(found, needed, strict=True)]
+    return (*wanted, None, None, None)
+
+
+def _refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:  # noqa: ANN401
+    raise DoubleBackwardError(
+        "linear_cross_entropy: a second derivative of the fused loss was asked for, and the op has "
+        "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}."
+    )
+
+
+_LIBRARY.impl("linear_cross_entropy_total", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("linear_cross_entropy_total_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("memeff::linear_cross_entropy_total", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake(
+    "memeff::linear_cross_entropy_total_backward", _fake_backward, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "memeff::linear_cross_entropy_total", _link, setup_context=_setup_context, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "memeff::linear_cross_entropy_total_backward", _refuse_double_backward, lib=_LIBRARY
+)
+
+linear_cross_entropy_total = torch.ops.memeff.linear_cross_entropy_total.default

@@ -1,0 +1,328 @@
+"""Engine T: the total and its gradients from one walk over the rows, in three products.
+
+Pieces of R rows meet the whole vocabulary. A product in Triton writes X, probabilities up to a
+factor per row, in 16 bits with fp32 statistics from the same registers; once a row's log-sum-exp is
+known, its factor goes into what X is multiplied with, and X gives dE of its rows, complete, and one
+summand of dC. X costs 2RV bytes and nothing of it is rounded twice; dC is rounded once per piece.
+Rows whose logits lie far from where they were expected are computed again, which the GPU decides.
+
+No call waits for the GPU or reads a value on the host; ignored rows are left out as in engine F.
+bf16 with a depth that is a multiple of 8 and a contiguous weight, compute capability 9.0.
+
+Expected time on an H200: 3 * 2NDV / 660e12, plus 4VD bytes per piece and 4NV bytes at 4.28e12,
+partly under the products. Floors at 790e12 and predictions: N, D, V = 8192, 4096, 128256: 32.7 and
+40 ms; 8192, 2304, 256000: 36.7 and 47 ms; 16384, 2048, 128256: 32.7 and 41 ms.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.device import DEFAULT_PROCESSORS, on_device
+from memeff_compile.kernels.linear_cross_entropy import fused
+from memeff_compile.kernels.linear_cross_entropy.pieces import MIB, Knobs, spans
+from memeff_compile.kernels.linear_cross_entropy.rows import gather, row_block, select_rows
+from memeff_compile.kernels.linear_cross_entropy.shapes import (
+    Shapes,
+    shapes_for,
+    shapes_for_programs,
+)
+from memeff_compile.kernels.linear_cross_entropy.total_reference import row_gradients, total_of
+
+DTYPES = (torch.bfloat16,)
+serves = fused.serves
+
+# Automatic workspace: three sixteenths of what all logits would take, up to this much.
+AUTO_BYTES = 512 * MIB
+AUTO_SHARE = (3, 16)
+
+# Rows and tiles of statistics that one program merges at a time.
+ROWS = 8
+TILES = 128
+
+
+def piece_rows(rows: int, vocab: int, workspace: int, tile: int, columns: int) -> int:
+    """Return how many rows a piece has: whole blocks, in even shares.
+
+    Args:
+        rows, vocab: N, V.
+        workspace: bytes, 0 = automatic.
+        tile, columns: rows and columns of a tile of logits.
+    """
+    width = -(-vocab // columns) * columns
+    share = 2 * rows * width * AUTO_SHARE[0] // AUTO_SHARE[1]
+    fitting = max((workspace or min(AUTO_BYTES, share)) // (2 * width) // tile, 1)
+    blocks = -(-rows // tile)
+    return -(-blocks // -(-blocks // fitting)) * tile
+
+
+def bytes_held(
+    rows: sympy.Expr, depth: int, vocab: int, workspace: int, *, is_plain: bool
+) -> sympy.Expr:
+    """Return a bound of the bytes of X, its statistics and the scaled rows of one piece."""
+    shapes = shapes_for_programs(DEFAULT_PROCESSORS)
+    columns = shapes.gradient_columns(is_plain=is_plain)
+    width = -(-vocab // shapes.columns) * shapes.columns
+    share = 2 * rows * width * sympy.Rational(*AUTO_SHARE)
+    budget = workspace or sympy.Min(AUTO_BYTES, share)
+    height = sympy.Max(budget / (2 * width), shapes.rows)
+    return height * (2 * width + 8 * -(-vocab // columns) + 2 * depth)
+
+
+def run(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    row_weight: Tensor | None,
+    norm: Tensor | None,
+    ignore_index: int | None,
+    scale: float,
+    softcap: float,
+    workspace: int,
+    output_mask: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Compute the total and the gradients that `output_mask` asks for.
+
+    Args:
+        hidden: (N, D) bf16.
+        weight: (V, D) contiguous.
+        bias: (V,) or None.
+        target: (N,) int32 or int64.
+        row_weight: (N,) or None.
+        norm: a number or None.
+    """
+    knobs = Knobs(ignore_index, scale, softcap, False, False, "exact", workspace)
+    with on_device(hidden):
+        walk = _Walk(fused.aligned(hidden), weight, bias, target, knobs, output_mask)
+        walk.factor = row_gradients(target, row_weight, norm, ignore_index, torch.float32)
+        for index, (first, stop) in enumerate(spans(0, walk.rows, walk.height)):
+            walk.piece(index, first, stop - first)
+        grad_bias = None if walk.bias_sums is None or bias is None else walk.bias_sums.to(bias)
+        total = total_of(walk.nll, row_weight, norm)
+        return total, walk.grad_hidden, walk.grad_weight, grad_bias
+
+
+class _Walk:
+    """The buffers of one walk, and the launches over a piece."""
+
+    factor: Tensor
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        knobs: Knobs,
+        output_mask: tuple[bool, bool, bool],
+    ) -> None:
+        self.hidden, self.weight, self.knobs = hidden, weight, knobs
+        self.bias = None if bias is None else bias.contiguous()
+        (self.rows, self.depth), self.vocab = hidden.shape, weight.shape[0]
+        self.shapes: Shapes = shapes_for(hidden.device)
+        needs_hidden, needs_weight, needs_bias = output_mask
+        self.selection = select_rows(target, knobs)
+        self.is_compact = self.selection.kept is not None
+        tile = self.shapes.rows
+        is_plain = bias is None and not knobs.softcap
+        self.columns = self.shapes.gradient_columns(is_plain=is_plain)
+        self.height = piece_rows(self.rows, self.vocab, knobs.workspace, tile, self.shapes.columns)
+        self.tiles = -(-self.vocab // self.columns)
+        self.width = self.tiles * self.columns
+
+        def floats(*sizes: int) -> Tensor:
+            return hidden.new_empty(sizes, dtype=torch.float32)
+
+        # Ignored rows, which no kernel writes, have a loss and a gradient of zero.
+        new = torch.zeros_like if self.is_compact else torch.empty_like
+        self.nll = new(hidden[:, 0], dtype=torch.float32)
+        self.grad_hidden = new(hidden) if needs_hidden else None
+        self.grad_weight = torch.empty_like(weight) if needs_weight else None
+        self.bias_sums = None
+        if needs_bias:
+            self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
+        self.x = hidden.new_empty((self.height, self.width))
+        self.stats = floats(2, self.tiles, self.height)
+        self.base, self.row_scale = floats(self.height), floats(self.height)
+        self.target_logit = floats(self.height)
+        self.scaled: Tensor | None = None
+        if needs_weight or self.is_compact:
+            self.scaled = hidden.new_empty((self.height, self.depth))
+        pieces = -(-self.rows // self.height)
+        # 16 bytes each, so that every piece's launches are compiled alike
+        self.again, self.counters = (
+            target.new_zeros((pieces, 4), dtype=torch.int32) for _ in range(2)
+        )
+
+    def piece(self, index: int, first: int, here: int) -> None:
+        """Compute the losses of these rows, their dE and what they give to dC."""
+        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
+
+        selection, knobs, again = self.selection, self.knobs, self.again[index]
+        has_kept = {"HAS_KEPT": self.is_compact}
+        has_softcap = {"HAS_SOFTCAP": knobs.softcap > 0}
+        hidden, block = self.hidden[first : first + here], row_block(self.depth, self.shapes)
+        if self.is_compact:
+            assert self.scaled is not None
+            hidden = self.scaled[:here]
+            gather(self.hidden, hidden, selection, first, self.shapes)
+        kernels._linear_cross_entropy_total_base_kernel[(here,)](
+            hidden,
+            hidden.stride(0),
+            self.weight,
+            self.bias,
+            selection.target,
+            selection.kept,
+            self.base,
+            first,
+            here,
+            self.vocab,
+            self.depth,
+            knobs.scale,
+            knobs.softcap,
+            HAS_BIAS=self.bias is not None,
+            BLOCK=block,
+            **has_kept,
+            **has_softcap,
+        )
+        self._logits(first, here, None)
+        self._rows(first, here, again, is_final=False)
+        self._logits(first, here, again)
+        self._rows(first, here, again, is_final=True)
+        if self.grad_weight is not None:
+            assert self.scaled is not None
+            kernels._linear_cross_entropy_total_scale_rows_kernel[(self._padded(here),)](
+                hidden,
+                hidden.stride(0),
+                self.row_scale,
+                selection.kept,
+                self.scaled,
+                first,
+                here,
+                self.depth,
+                PAD=self.shapes.rows,
+                BLOCK=block,
+                **has_kept,
+            )
+        if self.grad_weight is not None or self.grad_hidden is not None:
+            self._products(index, first, here)
+        if self.bias_sums is not None:
+            kernels._linear_cross_entropy_total_bias_kernel[(-(-self.vocab // 128),)](
+                self.x,
+                self.row_scale,
+                self.bias_sums,
+                selection.kept,
+                first,
+                here,
+                self.width,
+                self.vocab,
+                BLOCK=128,
+                ROWS=64,
+                **has_kept,
+            )
+
+    def _padded(self, rows: int) -> int:
+        return min(-(-rows // self.shapes.rows) * self.shapes.rows, self.height)
+
+    def _logits(self, first: int, here: int, again: Tensor | None) -> None:
+        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
+
+        shapes, knobs, selection = self.shapes, self.knobs, self.selection
+        gathered = self.scaled if self.is_compact else self.hidden
+        kernels._linear_cross_entropy_total_logits_kernel[(shapes.programs,)](
+            fused.tiles_of(gathered, shapes.rows, shapes.step),
+            fused.tiles_of(self.weight, self.columns, shapes.step),
+            fused.tiles_of(self.x, shapes.rows, self.columns // 4),
+            self.bias,
+            selection.target,
+            selection.kept,
+            again,
+            self.base,
+            self.stats,
+            self.target_logit,
+            first,
+            0 if self.is_compact else first,
+            here,
+            self.vocab,
+            self.depth,
+            knobs.scale,
+            knobs.softcap,
+            HAS_AGAIN=again is not None,
+            HAS_BIAS=self.bias is not None,
+            HAS_KEPT=self.is_compact,
+            HAS_SOFTCAP=knobs.softcap > 0,
+            BM=shapes.rows,
+            BN=self.columns,
+            BK=shapes.step,
+            FLATTEN=shapes.flatten,
+            UPCAST=shapes.is_interpreted,
+            num_warps=shapes.warps,
+            num_stages=shapes.stages,
+        )
+
+    def _rows(self, first: int, here: int, again: Tensor, *, is_final: bool) -> None:
+        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
+
+        selection, knobs = self.selection, self.knobs
+        kernels._linear_cross_entropy_total_rows_kernel[(-(-here // ROWS),)](
+            self.stats,
+            self.target_logit,
+            selection.target,
+            selection.order,
+            selection.kept,
+            self.factor,
+            self.base,
+            again,
+            self.row_scale,
+            self.x,
+            self.nll,
+            first,
+            here,
+            self.tiles,
+            self.width,
+            self.vocab,
+            knobs.scale,
+            knobs.softcap,
+            FINAL=is_final,
+            HAS_KEPT=self.is_compact,
+            HAS_SOFTCAP=knobs.softcap > 0,
+            ROWS=ROWS,
+            TILES=TILES,
+            num_warps=4,
+        )
+
+    def _products(self, index: int, first: int, here: int) -> None:
+        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
+
+        shapes, selection = self.shapes, self.selection
+        tile, columns, step = shapes.rows, shapes.columns, shapes.step
+        kernels._linear_cross_entropy_total_products_kernel[(shapes.programs,)](
+            fused.tiles_of(self.x, step, tile),
+            fused.tiles_of(self.x, tile, step),
+            fused.tiles_of(self.scaled, step, columns),
+            fused.tiles_of(self.weight, step, columns),
+            fused.tiles_of(self.grad_weight, tile, columns // 4),
+            self.grad_hidden,
+            selection.order,
+            selection.kept,
+            self.row_scale,
+            self.counters[index],
+            first,
+            here,
+            self.width,
+            self.vocab,
+            self.depth,
+            ADD=index > 0,
+            HAS_KEPT=self.is_compact,
+            NEEDS_WEIGHT=self.grad_weight is not None,
+            NEEDS_HIDDEN=self.grad_hidden is not None,
+            BM=tile,
+            BN=columns,
+            BK=step,
+            UPCAST=shapes.is_interpreted,
+            num_warps=shapes.warps,
+            num_stages=shapes.stages,
+        )

@@ -1,0 +1,389 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The kernels of `total_fused`: one piece of R rows by the whole vocabulary at a time.
+
+The buffer holds X_ij = exp(z_ij - base_i) dz/ds, rounded once to 16 bits. base_i is a number near
+the row's logits that is known before them, so nothing has to wait for the log-sum-exp: the factor
+exp(base_i - lse_i) that turns X into probabilities is one per row, and goes into the two products
+behind it. At a row's target stands (p - 1) / factor, so that nothing cancels in 16 bits.
+
+Rows are compact where ignored rows cost nothing, and their number is read on the GPU, as in
+`fused_kernels`. Logits are in base 2. Axis letters: n rows, v columns, d features.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from memeff_compile.kernels._triton.products_kernels import dot
+from memeff_compile.kernels.linear_cross_entropy.fused_kernels import (
+    LN2,
+    _halves,
+    _logits,
+    _quarter,
+)
+
+# How far above its base a row's largest logit may lie, in base 2: sums of 2^96 stay in fp32.
+FAR = tl.constexpr(64.0)
+
+
+@triton.jit
+def _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT: tl.constexpr):
+    """Return how many rows of this piece exist."""
+    if HAS_KEPT:
+        return tl.minimum(piece_rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
+    return piece_rows
+
+
+@triton.jit
+def _linear_cross_entropy_total_base_kernel(
+    hidden_ptr,  # (R, D) rows of this piece
+    stride_hidden_row,
+    weight_ptr,  # (V, D) contiguous
+    bias_ptr,  # (V,) or None
+    target_ptr,  # (N,) int32, compact, -1 for a row without a target
+    kept_ptr,  # (1,) int32 or None
+    base_ptr,  # (R,) fp32 out
+    first_row,
+    piece_rows,
+    vocab,
+    depth,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Take the logit of a row's target as its base: a trained model's rows lie close above it."""
+    row = tl.program_id(0)
+    is_row = row < _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT)
+    target = tl.load(target_ptr + first_row + row, mask=is_row, other=-1)
+    is_class = (target >= 0) & (target < vocab)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, depth, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        mask = (offs < depth) & is_class
+        e = tl.load(hidden_ptr + row.to(tl.int64) * stride_hidden_row + offs, mask=mask, other=0.0)
+        c = tl.load(weight_ptr + target.to(tl.int64) * depth + offs, mask=mask, other=0.0)
+        sums += e.to(tl.float32) * c.to(tl.float32)
+    s = tl.zeros((1,), tl.float32) + tl.sum(sums, axis=0)
+    column = tl.zeros((1,), tl.int32) + tl.where(is_class, target, vocab)
+    z2, _slope = _logits(s[:, None], column, bias_ptr, vocab, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    tl.store(base_ptr + row, tl.sum(tl.sum(z2, axis=1), axis=0))
+
+
+@triton.jit
+def _linear_cross_entropy_total_logits_kernel(
+    hidden_desc,  # (., D), block BM x BK
+    weight_desc,  # (V, D), block BN x BK
+    x_desc,  # (R, W) out, W the vocabulary in whole tiles, block BM x BN / 4
+    bias_ptr,
+    target_ptr,  # (N,) int32, compact
+    kept_ptr,
+    again_ptr,  # (1,) int32: whether a base was too far off, or None
+    base_ptr,  # (R,) fp32
+    stats_ptr,  # (2, T, R) fp32 out: maximum, sum of exp2(z2 - base)
+    target_logit_ptr,  # (R,) fp32 out, base 2
+    first_row,  # compact row where the piece starts
+    hidden_row,  # where it starts in hidden_desc
+    piece_rows,  # R
+    vocab,
+    depth,
+    scale,
+    softcap,
+    HAS_AGAIN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Write X and its row statistics, tile by tile; rows and columns that do not exist are zero."""
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT)
+    row_blocks = tl.cdiv(rows_here, BM)
+    column_blocks = tl.cdiv(vocab, BN)
+    tiles = row_blocks * column_blocks
+    if HAS_AGAIN:
+        tiles = tl.where(tl.load(again_ptr) > 0, tiles, 0)
+    plane = tl.cast(column_blocks, tl.int64) * piece_rows
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        row_block = tile % row_blocks
+        column_block = tile // row_blocks
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for k in range(0, depth, BK):
+            e = hidden_desc.load([hidden_row + row_block * BM, k])
+            c = weight_desc.load([column_block * BN, k])
+            acc = dot(e, c.T, acc, UPCAST)
+
+        rows = row_block * BM + tl.arange(0, BM)
+        is_row = rows < rows_here
+        base = tl.load(base_ptr + rows, mask=is_row, other=0.0)
+        target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
+        peak = tl.full((BM,), float("-inf"), tl.float32)
+        mass = tl.zeros((BM,), tl.float32)
+        for quarter in tl.static_range(4):
+            first = column_block * BN + quarter * (BN // 4)
+            offs = tl.arange(0, BN // 4)
+            columns = first + offs
+            z2, slope = _logits(
+                _quarter(acc, quarter, BM, BN),
+                columns,
+                bias_ptr,
+                vocab,
+                scale,
+                softcap,
+                HAS_BIAS,
+                HAS_SOFTCAP,
+            )
+            local = target - first
+            is_here = (local >= 0) & (local < BN // 4)
+            if tl.max(is_here.to(tl.int32), axis=0) > 0:
+                z2_target = tl.sum(tl.where(offs[None, :] == local[:, None], z2, 0.0), axis=1)
+                tl.store(target_logit_ptr + rows, z2_target, mask=is_row & is_here)
+            if first + BN // 4 > vocab:
+                z2 = tl.where(columns[None, :] < vocab, z2, float("-inf"))
+            # tl.max passes over NaN; the sum keeps it.
+            peak = tl.maximum(peak, tl.max(z2, axis=1))
+            x = tl.exp2(z2 - base[:, None])
+            mass += tl.sum(x, axis=1)
+            x = tl.where(is_row[:, None], x * slope, 0.0)
+            x_desc.store([row_block * BM, first], x.to(x_desc.dtype))
+        place = column_block.to(tl.int64) * piece_rows + rows
+        tl.store(stats_ptr + place, peak, mask=is_row)
+        tl.store(stats_ptr + plane + place, mass, mask=is_row)
+
+
+@triton.jit
+def _linear_cross_entropy_total_rows_kernel(
+    stats_ptr,  # (2, T, R) fp32
+    target_logit_ptr,  # (R,) fp32, base 2
+    target_ptr,  # (N,) int32, compact
+    order_ptr,  # (N,) int32 or None
+    kept_ptr,
+    factor_ptr,  # (N,) fp32, original rows: what the gradient of a row's loss is times
+    base_ptr,  # (R,) fp32, in and, where it is too far off, out
+    again_ptr,  # (1,) int32 out
+    row_scale_ptr,  # (R,) fp32 out: what X is times
+    x_ptr,  # (R, W), one element per row out
+    nll_ptr,  # (N,) fp32 out, original rows
+    first_row,
+    piece_rows,
+    tiles,  # T
+    width,  # W
+    vocab,
+    scale,
+    softcap,
+    FINAL: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Merge a row's statistics in a fixed order: first whether its base will do, then the rest."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT)
+    is_row = rows < rows_here
+    plane = tl.cast(tiles, tl.int64) * piece_rows
+    base = tl.load(base_ptr + rows, mask=is_row, other=0.0)
+    if not FINAL:
+        peaks = tl.full((ROWS,), float("-inf"), tl.float32)
+        for start in range(0, tiles, TILES):
+            offs = start + tl.arange(0, TILES)
+            mask = (offs < tiles)[:, None] & is_row[None, :]
+            place = offs.to(tl.int64)[:, None] * piece_rows + rows[None, :]
+            peak = tl.load(stats_ptr + place, mask=mask, other=float("-inf"))
+            peaks = tl.maximum(peaks, tl.max(peak, axis=0))
+        is_far = is_row & ((tl.abs(peaks - base) > FAR) | (tl.abs(base) == float("inf")))
+        # A row of -inf alone keeps a base of 0: its sum is 0 and its loss nan, as in eager.
+        nearer = tl.where(peaks == float("-inf"), 0.0, peaks)
+        tl.store(base_ptr + rows, nearer, mask=is_far)
+        if tl.max(is_far.to(tl.int32), axis=0) > 0:
+            tl.store(again_ptr, 1)
+    else:
+        masses = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, tiles, TILES):
+            offs = start + tl.arange(0, TILES)
+            mask = (offs < tiles)[:, None] & is_row[None, :]
+            place = offs.to(tl.int64)[:, None] * piece_rows + rows[None, :]
+            mass = tl.load(stats_ptr + plane + place, mask=mask, other=0.0)
+            masses += tl.sum(mass, axis=0)
+        target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
+        z2_target = tl.load(target_logit_ptr + rows, mask=is_row, other=0.0)
+        source = first_row + rows
+        if HAS_KEPT:
+            source = tl.load(order_ptr + source, mask=is_row, other=0)
+        # (base - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
+        nll2 = (base - z2_target) + tl.log2(tl.where(is_row, masses, 1.0))
+        has_target = is_row & (target >= 0) & (target < vocab)
+        # A target that is no class can never look like a loss.
+        nll = tl.where(has_target, nll2 * LN2, tl.where(target < 0, 0.0, float("nan")))
+        tl.store(nll_ptr + source, nll, mask=is_row)
+        factor = tl.load(factor_ptr + source, mask=is_row, other=0.0)
+        tl.store(row_scale_ptr + rows, factor / masses, mask=is_row)
+        slope = tl.zeros((ROWS,), tl.float32) + scale
+        if HAS_SOFTCAP:
+            ratio = z2_target * LN2 / softcap
+            slope *= 1.0 - ratio * ratio
+        # X at the target: (p - 1) / (1 / mass), with p - 1 = 2^-nll2 - 1.
+        x = (tl.exp2(-nll2) - 1.0) * masses * slope
+        x_place = rows.to(tl.int64) * width + target
+        tl.store(x_ptr + x_place, x.to(x_ptr.dtype.element_ty), mask=has_target)
+
+
+@triton.jit
+def _linear_cross_entropy_total_scale_rows_kernel(
+    hidden_ptr,  # (R, D) rows of this piece, or out_ptr itself
+    stride_hidden_row,
+    row_scale_ptr,  # (R,) fp32
+    kept_ptr,
+    out_ptr,  # (R, D) contiguous
+    first_row,
+    piece_rows,
+    depth,
+    HAS_KEPT: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply rows by their scale; rows past the last up to a multiple of PAD become zero."""
+    row = tl.program_id(0)
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT)
+    if row < tl.cdiv(rows_here, PAD) * PAD:
+        is_row = row < rows_here
+        scale = tl.load(row_scale_ptr + row, mask=is_row, other=0.0)
+        for start in range(0, depth, BLOCK):
+            offs = start + tl.arange(0, BLOCK)
+            inside = offs < depth
+            place = row.to(tl.int64) * stride_hidden_row + offs
+            values = tl.load(hidden_ptr + place, mask=inside & is_row, other=0.0)
+            scaled = (values.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row.to(tl.int64) * depth + offs, scaled, mask=inside)
+
+
+@triton.jit
+def _linear_cross_entropy_total_products_kernel(
+    x_by_column_desc,  # (R, W), block BK x BM
+    x_by_row_desc,  # (R, W), block BM x BK
+    scaled_desc,  # (R, D) rows times their scale, block BK x BN
+    weight_desc,  # (V, D), block BK x BN
+    grad_weight_desc,  # (V, D) in and out, block BM x BN / 4, or None
+    grad_hidden_ptr,  # (N, D) contiguous out, original rows, or None
+    order_ptr,
+    kept_ptr,
+    row_scale_ptr,  # (R,) fp32
+    counter_ptr,  # (1,) int32, 0 at first
+    first_row,
+    piece_rows,
+    width,
+    vocab,
+    depth,
+    ADD: tl.constexpr,  # add to grad_weight instead of overwriting it
+    HAS_KEPT: tl.constexpr,
+    NEEDS_WEIGHT: tl.constexpr,
+    NEEDS_HIDDEN: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Write dE of this piece's rows and add what they give to dC, in one launch.
+
+    The few tiles of dE sum over the vocabulary and come first; the many tiles of dC sum over the
+    rows and fill the multiprocessors beside and behind them. Programs take the next tile when they
+    are done with one. Each tile is one program's, so the order changes no bit.
+    """
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT)
+    depth_blocks = tl.cdiv(depth, BN)
+    hidden_tiles = 0
+    if NEEDS_HIDDEN:
+        hidden_tiles = tl.cdiv(rows_here, BM) * depth_blocks
+    tiles = hidden_tiles
+    if NEEDS_WEIGHT:
+        weight_tiles = tl.cdiv(vocab, BM) * depth_blocks
+        if ADD:
+            weight_tiles = tl.where(rows_here > 0, weight_tiles, 0)
+        tiles += weight_tiles
+    tile = tl.atomic_add(counter_ptr, 1)
+    while tile < tiles:
+        if tile < hidden_tiles:
+            if NEEDS_HIDDEN:
+                row_block = tile // depth_blocks
+                depth_block = tile % depth_blocks
+                acc = tl.zeros((BM, BN), dtype=tl.float32)
+                for k in range(0, width, BK):
+                    x = x_by_row_desc.load([row_block * BM, k])
+                    c = weight_desc.load([k, depth_block * BN])
+                    acc = dot(x, c, acc, UPCAST)
+                rows = row_block * BM + tl.arange(0, BM)
+                is_row = rows < rows_here
+                scale = tl.load(row_scale_ptr + rows, mask=is_row, other=0.0)
+                out = first_row + rows
+                if HAS_KEPT:
+                    out = tl.load(order_ptr + out, mask=is_row, other=0)
+                for quarter in tl.static_range(4):
+                    columns = depth_block * BN + quarter * (BN // 4) + tl.arange(0, BN // 4)
+                    part = _quarter(acc, quarter, BM, BN) * scale[:, None]
+                    place = out.to(tl.int64)[:, None] * depth + columns[None, :]
+                    mask = is_row[:, None] & (columns < depth)[None, :]
+                    tl.store(
+                        grad_hidden_ptr + place,
+                        part.to(grad_hidden_ptr.dtype.element_ty),
+                        mask=mask,
+                    )
+        else:
+            if NEEDS_WEIGHT:
+                column_block = (tile - hidden_tiles) // depth_blocks
+                depth_block = (tile - hidden_tiles) % depth_blocks
+                acc = tl.zeros((BM, BN), dtype=tl.float32)
+                for k in range(0, rows_here, BK):
+                    x = x_by_column_desc.load([k, column_block * BM])
+                    e = scaled_desc.load([k, depth_block * BN])
+                    acc = dot(x.T, e, acc, UPCAST)
+                parts = _halves(acc, BM, BN)
+                for half in tl.static_range(2):
+                    quarters = _halves(parts[half], BM, BN // 2)
+                    for quarter in tl.static_range(2):
+                        column = depth_block * BN + half * (BN // 2) + quarter * (BN // 4)
+                        part = quarters[quarter]
+                        if ADD:
+                            part += grad_weight_desc.load([column_block * BM, column]).to(
+                                tl.float32
+                            )
+                        grad_weight_desc.store(
+                            [column_block * BM, column], part.to(grad_weight_desc.dtype)
+                        )
+        tile = tl.atomic_add(counter_ptr, 1)
+
+
+@triton.jit
+def _linear_cross_entropy_total_bias_kernel(
+    x_ptr,  # (R, W) contiguous
+    row_scale_ptr,  # (R,) fp32
+    sums_ptr,  # (V,) fp32 in and out
+    kept_ptr,
+    first_row,
+    piece_rows,
+    width,
+    vocab,
+    HAS_KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Add the column sums of X, each row times its scale: the gradient of the bias."""
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < vocab
+    sums = tl.load(sums_ptr + columns, mask=inside, other=0.0)
+    for start in range(0, rows_here, ROWS):
+        offs = start + tl.arange(0, ROWS)
+        mask = (offs < rows_here)[:, None] & inside[None, :]
+        x = tl.load(
+            x_ptr + offs.to(tl.int64)[:, None] * width + columns[None, :], mask=mask, other=0.0
+        )
+        scale = tl.load(row_scale_ptr + offs, mask=offs < rows_here, other=0.0)
+        sums += tl.sum(x.to(tl.float32) * scale[:, None], axis=0)
+    tl.store(sums_ptr + columns, sums, mask=inside)

@@ -1,0 +1,165 @@
+"""The total and its gradients in plain PyTorch, piece by piece over the rows; any device.
+
+A piece of rows meets the whole vocabulary: its logits are made once, in fp32 or fp64, become row
+statistics, then the gradient of the logits in place, then two products. The gradient of the weight
+is summed over the pieces in that wide dtype. Rows with an ignored target are left out on a CPU,
+where looking at targets costs nothing.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.linear_cross_entropy.memory import Size
+from memeff_compile.kernels.linear_cross_entropy.pieces import (
+    REFERENCE_AUTO_BYTES,
+    REFERENCE_AUTO_BYTES_ELSEWHERE,
+    spans,
+)
+
+# Rows of the narrowest piece: the weight is read once per piece.
+MIN_ROWS = 64
+
+
+def rows_per_piece(
+    rows: Size, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
+) -> sympy.Expr:
+    """Return how many rows of logits are alive at once: at most half of them.
+
+    Args:
+        rows: N as a symbol or number.
+        vocab: V.
+        bytes_per_logit: of the wide dtype; twice that with a softcap.
+        workspace: bytes, 0 = automatic.
+        device_type: where the tensors are.
+    """
+    budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
+    fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else MIN_ROWS)
+    return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
+
+
+def row_gradients(
+    target: Tensor,
+    row_weight: Tensor | None,
+    norm: Tensor | None,
+    ignore_index: int | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return what the gradient of each row's loss is times: its weight over the norm, or 0.
+
+    An ignored row has 0 whatever the norm, which is 0 where all of them are.
+    """
+    factors = torch.ones_like(target, dtype=dtype) if row_weight is None else row_weight.to(dtype)
+    if norm is not None:
+        factors = factors / norm
+    return factors if ignore_index is None else factors.masked_fill(target == ignore_index, 0)
+
+
+def total_of(nll: Tensor, row_weight: Tensor | None, norm: Tensor | None) -> Tensor:
+    """Return the weighted sum of the rows' losses over the norm."""
+    total = (nll if row_weight is None else nll * row_weight.to(nll.dtype)).sum()
+    return total if norm is None else total / norm
+
+
+def run(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    row_weight: Tensor | None,
+    norm: Tensor | None,
+    ignore_index: int | None,
+    scale: float,
+    softcap: float,
+    workspace: int,
+    output_mask: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Compute the total and the gradients that `output_mask` asks for.
+
+    Args:
+        hidden: (N, D) of any floating dtype, N at least 1.
+        weight: (V, D), any strides.
+        bias: (V,) or None.
+        target: (N,) int32 or int64.
+        row_weight: (N,) or None.
+        norm: a number or None.
+    """
+    needs_hidden, needs_weight, needs_bias = output_mask
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    factors = row_gradients(target, row_weight, norm, ignore_index, wide)
+    nll = hidden.new_zeros(rows, dtype=wide)
+    grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+    sums = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+    bias_sums = None
+    if needs_bias and bias is not None:
+        bias_sums = torch.zeros_like(bias, dtype=wide)
+    kept = _kept(target, ignore_index)
+    per_logit = wide.itemsize * (1 + (softcap > 0))
+    height = int(rows_per_piece(rows, vocab, per_logit, workspace, weight.device.type))
+    buffer = hidden.new_empty(height, vocab, dtype=wide)
+    for first, stop in spans(0, rows if kept is None else kept.numel(), height):
+        here = slice(first, stop) if kept is None else kept[first:stop]
+        x, y = hidden[here].to(wide), target[here].long().unsqueeze(1)
+        g = buffer[: stop - first]
+        for start, end in _columns(weight, wide, height):
+            torch.mm(x, weight[start:end].to(wide).t(), out=g[:, start:end])
+        if bias is not None:
+            g.add_(bias)
+        g.mul_(scale)
+        slope = None
+        if softcap > 0:
+            g.div_(softcap).tanh_()
+            slope = g.square().neg_().add_(1)
+            g.mul_(softcap)
+        is_ignored = None if ignore_index is None else y == ignore_index
+        y = y if is_ignored is None else y.masked_fill(is_ignored, 0)
+        peak = g.amax(1, keepdim=True)
+        base = peak.masked_fill(peak == -torch.inf, 0)  # a row of -inf
+        at_target = g.gather(1, y)
+        mass = g.sub_(base).exp_().sum(1, keepdim=True)
+        # (peak - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
+        losses = (base - at_target) + mass.log()
+        factor = factors[here].unsqueeze(1)
+        if is_ignored is not None:
+            losses = losses.masked_fill(is_ignored, 0)
+        nll[here] = losses.squeeze(1)
+        g.div_(mass)
+        g.scatter_(1, y, g.gather(1, y) - 1).mul_(factor * scale)
+        if slope is not None:
+            g.mul_(slope)
+        if is_ignored is not None and kept is None:
+            g.masked_fill_(is_ignored, 0)  # also where a row of nan was to be left out
+        if sums is not None:
+            sums.addmm_(g.t(), x)
+        if bias_sums is not None:
+            bias_sums.add_(g.sum(0))
+        if grad_hidden is not None:
+            part = torch.zeros_like(x)
+            for start, end in _columns(weight, wide, height):
+                part.addmm_(g[:, start:end], weight[start:end].to(wide))
+            grad_hidden[here] = part.to(hidden.dtype)
+    return (
+        total_of(nll, row_weight, norm),
+        grad_hidden,
+        None if sums is None else sums.to(weight.dtype),
+        None if bias_sums is None or bias is None else bias_sums.to(bias.dtype),
+    )
+
+
+def _kept(target: Tensor, ignore_index: int | None) -> Tensor | None:
+    """Return the rows that count on a CPU, or None where all do or counting would wait."""
+    if ignore_index is None or target.device.type != "cpu":
+        return None
+    is_kept = target != ignore_index
+    return None if bool(is_kept.all()) else is_kept.nonzero().squeeze(1)
+
+
+def _columns(weight: Tensor, wide: torch.dtype, height: int) -> list[tuple[int, int]]:
+    """Cut a weight that has to be widened into pieces about as large as the logits' buffer."""
+    vocab, depth = weight.shape
+    if weight.dtype == wide:
+        return [(0, vocab)]
+    return list(spans(0, vocab, max(MIN_ROWS, height * vocab // max(depth, 1))))

@@ -1,0 +1,138 @@
+"""Engine T on a CPU: its kernels under Triton's interpreter, in fp32 and on tiles of 32 x 64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels.linear_cross_entropy import total_fused, total_reference
+
+pytestmark = pytest.mark.interpreter
+
+IGNORED = -100
+ALL = (True, True, True)
+
+
+def _inputs(
+    rows: int = 40, depth: int = 16, vocab: int = 90, *, ignored: float = 0.0, spread: float = 1.0
+) -> tuple[Tensor, ...]:
+    source = torch.Generator().manual_seed(0)
+    hidden = spread * torch.randn(rows, depth, generator=source)
+    weight = torch.randn(vocab, depth, generator=source)
+    bias = torch.randn(vocab, generator=source)
+    target = torch.randint(vocab, (rows,), generator=source)
+    target[torch.rand(rows, generator=source) < ignored] = IGNORED
+    return hidden, weight, bias, target
+
+
+def _both(
+    inputs: tuple[Tensor | None, ...], *settings: Any, row_weight: Tensor | None = None
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    hidden, weight, bias, target = inputs
+    assert hidden is not None
+    assert target is not None
+    norm = (target != IGNORED).sum()
+    found = total_fused.run(hidden, weight, bias, target, row_weight, norm, *settings)
+    wide = [None if part is None else part.double() for part in (hidden, weight, bias)]
+    expected = total_reference.run(*wide, target, row_weight, norm, *settings)
+    return found, expected
+
+
+def _assert_close(found: tuple[Any, ...], expected: tuple[Any, ...], budget: float = 1e-5) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.shape == other.shape
+            assert float((one.double() - other).norm()) <= budget * float(other.norm())
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    ("scale", "softcap", "has_bias"),
+    [(1.0, 0.0, False), (1.5, 4.0, True)],
+    ids=["plain", "bias and softcap"],
+)
+def test_total_and_gradients_match_float64(
+    scale: float, softcap: float, has_bias: bool, ignored: float
+) -> None:
+    hidden, weight, bias, target = _inputs(ignored=ignored)
+    inputs = hidden, weight, bias if has_bias else None, target
+    found, expected = _both(inputs, IGNORED, scale, softcap, 1, (True, True, has_bias))
+    if ignored == 1:
+        assert found[0].isnan()
+        assert all(part is None or not part.any() for part in found[1:])
+    else:
+        _assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("rows", "depth", "vocab"), [(1, 8, 33), (32, 16, 64), (34, 72, 130)])
+def test_odd_shapes_are_served(rows: int, depth: int, vocab: int) -> None:
+    found, expected = _both(
+        _inputs(rows, depth, vocab), None, 1.0, 0.0, 2 * 32 * vocab, (True, True, True)
+    )
+    _assert_close(found, expected)
+
+
+def test_row_weights_count() -> None:
+    weights = torch.rand(40, generator=torch.Generator().manual_seed(1))
+    found, expected = _both(_inputs(ignored=0.3), IGNORED, 1.0, 0.0, 1, ALL, row_weight=weights)
+    _assert_close(found, expected)
+
+
+@pytest.mark.parametrize("mask", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_what_is_asked_for_is_made(mask: tuple[bool, bool, bool]) -> None:
+    found, expected = _both(_inputs(ignored=0.3), IGNORED, 1.0, 0.0, 1, mask)
+    assert [part is not None for part in found[1:]] == list(mask)
+    _assert_close(found, expected)
+
+
+@pytest.mark.usefixtures("nan_filled_empty")
+def test_logits_far_above_the_target_are_computed_again() -> None:
+    inputs = _inputs(spread=60.0)
+    found, expected = _both(inputs, IGNORED, 1.0, 0.0, 1, ALL)
+    hidden, weight, bias, target = inputs
+    z = hidden @ weight.t() + bias
+    assert float((z.amax(1) - z.gather(1, target[:, None])[:, 0]).max()) > 128
+    _assert_close(found, expected)
+
+
+def test_a_row_of_nan_stays_in_its_row_and_spoils_the_weight() -> None:
+    hidden, weight, bias, target = _inputs()
+    hidden[3] = torch.nan
+    total, grad_hidden, grad_weight, _ = total_fused.run(
+        hidden, weight, bias, target, None, None, IGNORED, 1.0, 0.0, 1, ALL
+    )
+    assert total.isnan()
+    assert grad_hidden is not None
+    assert grad_weight is not None
+    assert grad_hidden[3].isnan().all()
+    assert not grad_hidden[:3].isnan().any()
+    assert not grad_hidden[4:].isnan().any()
+    assert grad_weight.isnan().all()
+
+
+def test_runs_agree_bit_for_bit() -> None:
+    inputs = _inputs(ignored=0.3)
+    first, second = (
+        total_fused.run(*inputs, None, None, IGNORED, 1.0, 0.0, 1, ALL) for _ in range(2)
+    )
+    for one, other in zip(first, second, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
+def test_a_piece_of_rows_stays_in_the_workspace_and_pieces_are_even() -> None:
+    for rows, vocab in ((8192, 128256), (8192, 256000), (4096, 151936), (10007, 152064)):
+        height = total_fused.piece_rows(rows, vocab, 0, 128, 256)
+        width = -(-vocab // 256) * 256
+        assert 2 * height * width <= total_fused.AUTO_BYTES
+        assert 2 * height * width <= 2 * rows * width / 5
+        pieces = -(-rows // height)
+        assert height - 128 < rows / pieces <= height
+    assert total_fused.piece_rows(5, 1000, 0, 128, 256) == 128
+    assert total_fused.piece_rows(8192, 128256, 256 << 20, 128, 256) == 1024

@@ -1,0 +1,108 @@
+"""Engine T compiled for a GPU that is not there: no spills, shared memory in bounds."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.support.offline import HOPPER, compile_for, shared_of, stack_bytes, within_limits
+
+pytestmark = pytest.mark.offline
+
+INTEGERS = ("target_ptr", "order_ptr", "kept_ptr", "again_ptr", "counter_ptr")
+HALVES = ("hidden_ptr", "weight_ptr", "bias_ptr", "x_ptr", "out_ptr", "grad_hidden_ptr")
+OPTIONAL = {"bias_ptr": "HAS_BIAS", "again_ptr": "HAS_AGAIN"}
+EPILOGUES = {
+    "plain": {"HAS_BIAS": False, "HAS_SOFTCAP": False},
+    "softcap": {"HAS_BIAS": False, "HAS_SOFTCAP": True},
+    "bias and softcap": {"HAS_BIAS": True, "HAS_SOFTCAP": True},
+}
+
+
+def _compile(name: str, constants: dict[str, Any], *, warps: int, stages: int) -> Any:
+    from memeff_compile.kernels.linear_cross_entropy import total_kernels
+
+    rows, columns, step = 128, constants.get("BN", 256), 64
+    blocks = {
+        "hidden_desc": (rows, step),
+        "weight_desc": (columns, step) if name == "logits" else (step, columns),
+        "x_desc": (rows, columns // 4),
+        "x_by_column_desc": (step, rows),
+        "x_by_row_desc": (rows, step),
+        "scaled_desc": (step, columns),
+        "grad_weight_desc": (rows, columns // 4),
+    }
+
+    def type_of(argument: str) -> str | None:
+        if argument in OPTIONAL and not constants.get(OPTIONAL[argument], True):
+            return None
+        if argument in blocks:
+            return f"tensordesc<bf16[{', '.join(map(str, blocks[argument]))}]>"
+        if argument.endswith("_ptr"):
+            kind = "i32" if argument in INTEGERS else "bf16" if argument in HALVES else "fp32"
+            return f"*{kind}"
+        return "fp32" if argument in ("scale", "softcap") else "i32"
+
+    kernel = getattr(total_kernels, f"_linear_cross_entropy_total_{name}_kernel")
+    return compile_for(HOPPER, kernel, constants, type_of, num_warps=warps, num_stages=stages)
+
+
+def _tiles(columns: int) -> dict[str, Any]:
+    return {"BM": 128, "BN": columns, "BK": 64, "FLATTEN": True, "UPCAST": False}
+
+
+@pytest.mark.parametrize("is_busy", [False, True], ids=["all rows", "kept rows, again"])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_logits_compile_within_the_limits(epilogue: str, is_busy: bool) -> None:
+    from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
+
+    shapes = shapes_for_programs(132)
+    columns = shapes.gradient_columns(is_plain=epilogue == "plain")
+    constants = {
+        **EPILOGUES[epilogue],
+        **_tiles(columns),
+        "HAS_AGAIN": is_busy,
+        "HAS_KEPT": is_busy,
+    }
+    compiled = _compile("logits", constants, warps=shapes.warps, stages=shapes.stages)
+    ptx = within_limits(compiled, HOPPER)
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+
+
+@pytest.mark.parametrize("is_busy", [False, True], ids=["all rows, first", "kept rows, adds"])
+def test_products_compile_within_the_limits(is_busy: bool) -> None:
+    constants = {
+        **_tiles(256),
+        "ADD": is_busy,
+        "HAS_KEPT": is_busy,
+        "NEEDS_WEIGHT": True,
+        "NEEDS_HIDDEN": True,
+    }
+    compiled = _compile("products", constants, warps=8, stages=3)
+    assert compiled.metadata.shared <= shared_of(HOPPER)
+    assert stack_bytes(compiled.asm["cubin"]) == 0
+    ptx = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    # Programs count tiles; nothing that is a result is added in any order.
+    assert {kind[-3:] for kind in re.findall(r"atom\.\S+", ptx)} == {"u32"}
+    assert "cp.reduce" not in ptx
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("base", {"BLOCK": 4096}),
+        ("rows", {"ROWS": 8, "TILES": 128, "FINAL": False}),
+        ("rows", {"ROWS": 8, "TILES": 128, "FINAL": True}),
+        ("scale_rows", {"PAD": 128, "BLOCK": 4096}),
+        ("bias", {"BLOCK": 128, "ROWS": 64}),
+    ],
+    ids=str,
+)
+def test_helpers_compile_within_the_limits(name: str, sizes: dict[str, Any]) -> None:
+    constants = {**sizes, **EPILOGUES["bias and softcap"], "HAS_KEPT": True}
+    within_limits(_compile(name, constants, warps=4, stages=3), HOPPER)
