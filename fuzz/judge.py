@@ -17,7 +17,9 @@ from .program import Fault, Program, World, run, start
 
 __all__ = ["Kind", "Verdict", "compare", "internal_errors", "judge", "verdict"]
 
-Kind = Literal["same", "invalid", "decline", "difference", "exception", "internal_error", "crash"]
+Kind = Literal[
+    "same", "invalid", "decline", "difference", "exception", "internal_error", "crash", "inner"
+]
 
 FAILURES: frozenset[str] = frozenset({"difference", "exception", "internal_error", "crash"})
 
@@ -59,6 +61,15 @@ def judge(program: Program) -> Verdict:
 
 def verdict(program: Program, eager: World, ours: World) -> Verdict:
     """Run a body in two worlds that have run the setup."""
+    found = _verdict(program, eager, ours)
+    if found.kind in ("difference", "exception"):
+        alone = program.without_us()
+        if alone != program and _verdict(alone, eager, start(alone, ours=True)).is_failure:
+            return Verdict("inner", found.sentence)  # what PyTorch's compilers do by themselves
+    return found
+
+
+def _verdict(program: Program, eager: World, ours: World) -> Verdict:
     names = eager.enter()
     fault = eager.fault or run(program.body, names)
     if fault is not None:

@@ -16,7 +16,7 @@ TITLE = "deferred logits"
 REUSE = 150
 IMPORTS = ""
 
-_VIEWS = [
+VIEWS = [
     *("{a}[{i}]", "{a}[:, {i}]", "{a}[..., {i}]", "{a}[{n}:]", "{a}[:, :{n}]", "{a}[..., :-1, :]"),
     *("{a}[None]", "{a}[::2]", "{a}[..., 1:, :]", "{a}[:, -1:]", "{a}[..., ::2]", "{a}[:, None]"),
     *("{a}.view({shape})", "{a}.reshape({shape})", "{a}.view({shape})", "{a}.flatten(0, 1)"),
@@ -37,7 +37,7 @@ _SELECTIONS = [
     *("{a}.take_along_dim({a}.argsort({d}), {d})", "{a}.flip({d})", "{a}.roll(1, {d})"),
     *("{a}.masked_select({a} > 0)", "{a}[torch.ones({a}.shape[:-1], dtype=torch.bool)]"),
 ]
-_VALUES = [
+VALUES = [
     *("{a} * {x}", "{a} / {x}", "-{a}", "{a} + {b}", "{a} * {like}", "{a} - {a}.mean({d}, True)"),
     *("{a}.clone()", "{a}.contiguous()", "{a}.to(D)", "{a}.double()", "{a}.type_as({b})"),
     *("{a}.softmax({d})", "{a}.log_softmax(-1)", "F.log_softmax({a}, {d})", "{a}.logsumexp({d})"),
@@ -64,7 +64,7 @@ _FACTS = [
     *("copy.deepcopy({a}.detach())", "torch.equal({a}, {like})", "torch.allclose({a}, {like})"),
     *("float({a}.mean())", "{a}.numel()", "{a}.retains_grad"),
 ]
-_WRITES = [
+WRITES = [
     *("{a}.mul_({x})", "{a}.add_({x})", "{a}.add_({like})", "{a}[{i}] = {x}", "{a}[:, {i}] = {x}"),
     *("{a}[..., {i}] = {x}", "{a}.masked_fill_({a} > 0, {x})", "{a}.div_({x})", "{a} /= {x}"),
     *("{a}.zero_()", "{a}.fill_({x})", "{a}.copy_({like})", "{a}[{a} > 0] = {x}", "{a}.tanh_()"),
@@ -177,7 +177,7 @@ def body(random: Random, sketch: Sketch) -> None:
     _call(random, sketch)
     if not sketch.tensors:
         return
-    kinds = [_VIEWS] * 9 + [_SELECTIONS] * 2 + [_VALUES] * 4 + [_WRITES] * 3 + [_LOSSES] * 4
+    kinds = [VIEWS] * 9 + [_SELECTIONS] * 2 + [VALUES] * 4 + [WRITES] * 3 + [_LOSSES] * 4
     kinds += [_FACTS, _HOOKS, _BACKWARD, _BACKWARD, _BACKWARD, _METRICS]
     for _ in range(random.randint(4, 14)):
         _step(random.choice(kinds), sketch)
@@ -207,7 +207,7 @@ def _step(kind: list[str], sketch: Sketch) -> None:
     text = sketch.fill(kind, sketch.pick(lambda t: t.is_floating_point() and t.dim() > 0))
     if text is None or (not sketch.is_exact and kind in (_METRICS, _FACTS)):
         return  # a comparison may hang on rounding
-    if kind in (_WRITES, _HOOKS, _BACKWARD):
+    if kind in (WRITES, _HOOKS, _BACKWARD):
         sketch.add(text)
     elif kind in (_METRICS, _FACTS):
         sketch.add(f"seen.append({text})")

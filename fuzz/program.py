@@ -7,6 +7,7 @@ import io
 import linecache
 import math
 import pickle
+import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,19 @@ class Program:
 
         setup, body = (tuple(map(wide, lines)) for lines in (self.setup, self.body))
         return Program(setup, body, self.imports)
+
+    def without_us(self) -> Program:
+        """The same program under the inner compiler alone, if nothing else in it is ours."""
+        text = "\n".join(self.lines)
+        if "memeff_compile" in text or "if ours:" in text:
+            return self
+
+        def alone(line: str) -> str:
+            return re.sub(
+                r"backend=memeff, options={'memeff.inner': ('\w+')[^}]*}", r"backend=\1", line
+            )
+
+        return Program(tuple(map(alone, self.setup)), tuple(map(alone, self.body)), self.imports)
 
     def text(self, heading: str = "") -> str:
         """Print it as a program that needs nothing of this harness."""

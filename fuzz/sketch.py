@@ -90,6 +90,7 @@ class Sketch:
             "strided": lambda: self._strided(value),
             "order": lambda: self.random.sample(range(value.dim()), value.dim()),
             "last": lambda: value.shape[-1] if value.dim() else 1,
+            "y": lambda: "{y}",
             "loss": lambda: self.pick(lambda t: not t.dim() and t.requires_grad),
         }
         parts = re.split(r"\{(\w+)\}", self.random.choice(templates))

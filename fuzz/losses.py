@@ -1,0 +1,132 @@
+"""Part b: heads and losses in one graph, with whatever people put between them."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+
+from .logits import VALUES, VIEWS, WRITES
+from .program import Names, run, start
+from .program import Program as _Program
+from .sketch import Sketch
+
+TITLE = "heads and losses"
+REUSE = 3
+IMPORTS = ""
+
+_HEADS = [
+    *("m[1](h)", "F.linear(h, m[1].weight)", "h @ m[1].weight.t()", "h.matmul(m[1].weight.T)"),
+    *("torch.einsum('bsh,vh->bsv', h, m[1].weight)", "F.linear(h, m[1].weight[: V - 3])"),
+    *("F.linear(h, m[1].weight.clone())", "m[1](h.reshape(-1, h.shape[-1]))", "m[1](h[:, -2:])"),
+    *("F.linear(h, m[0].weight)", "m[1](h) + m[2].bias.sum()", "m[1](h) * m[2].weight[0, 0]"),
+]
+_TARGETS = ["y", "y.flatten()", "y[:, 1:]", "y[:, 1:].reshape(-1)", "y.mT", "y[:, -2:].flatten()"]
+_TUPLES = [
+    *("torch.cat({a}.chunk(2, {d}), {d})", "{a}.split(2, {d})[0]", "{a}.unbind({d})[0]"),
+    *("torch.stack({a}.unbind(0))", "{a}.tensor_split(3, {d})[0]", "{a}.sort({d}).values"),
+    *("{a}.topk(2, {d})[0]", "torch.cat({a}.split([1, {a}.shape[0] - 1]))", "{a}.max({d})[0]"),
+    *("sum({a}.chunk(2, {d})).tanh()", "torch.meshgrid({a}[0, 0], {a}[0, 1], indexing='ij')[0]"),
+]
+_LOSSES = [
+    *("F.cross_entropy({a}.reshape(-1, {last}), {y})", "F.cross_entropy({a}, {y})"),
+    "F.cross_entropy({a}.flatten(0, -2), {y}, ignore_index=2)",
+    "F.cross_entropy({a}.reshape(-1, {last}), {y}, label_smoothing=0.1, reduction='sum')",
+    "F.cross_entropy({a}.view(-1, {last}), {y}, reduction='none')",
+    "F.cross_entropy({a}.mT, {y})",
+    "F.cross_entropy({a}.reshape(-1, {last}), {y}, m[1].weight.detach()[: {last}, 0].abs())",
+    "-{a}.log_softmax(-1).gather(-1, {y}.unsqueeze(-1)).mean()",
+    "F.nll_loss({a}.log_softmax(-1).flatten(0, -2), {y})",
+    "({a}.logsumexp(-1) - {a}.gather(-1, {y}.unsqueeze(-1)).squeeze(-1)).sum()",
+    "{a}.logsumexp(-1).square().mean()",
+    "sum(F.cross_entropy(p.mT, t) for p, t in zip({a}.chunk(2), {y}.chunk(2)))",
+    "sum(F.cross_entropy(p, t) for p, t in zip({a}.unbind(1), {y}.unbind(1)))",
+    "-({a}.softmax(-1) * {a}.log_softmax(-1)).sum(-1).mean()",
+    "nn.CrossEntropyLoss(ignore_index=1)({a}.reshape(-1, {last}).float(), {y})",
+]
+_PARTS = [
+    *("m[0].weight.requires_grad_(False)", "m[1].weight.requires_grad_(False)", "m[1].bias = None"),
+    *("m[0].weight = m[1].weight", "m[0].weight = m[1].weight", "m.requires_grad_(False)"),
+    "m[1].weight = nn.Parameter(m[1].weight.detach().t().contiguous().t())",
+    "m[1].weight.register_hook(lambda g: g * 2)",
+]
+_SHAPES = ((2, 5), (3, 3), (4, 4), (3, 7), (1, 6), (5, 5), (2, 2), (6, 3))
+
+
+def setup(random: Random) -> list[str]:
+    """Draw a model, a function of its head and losses, and how that is compiled."""
+    dtype = random.choice(("float64", "float64", "float32"))
+    hidden = random.choice((4, 8))
+    lines = [
+        f"D, V = torch.{dtype}, {random.choice((5 * hidden, 41, 67))}",
+        f"m = nn.Sequential(nn.Embedding(V, {hidden}), nn.Linear({hidden}, V),"
+        f" nn.Linear({hidden}, {hidden})).to(D)",
+    ]
+    if random.random() < 0.4:
+        lines.append(random.choice(_PARTS))
+    world = start(_Program(tuple(lines), ()), ours=False)
+    run([f"x, y = torch.randint(V, (2, {_shape(random)}))"], world.names)
+    sketch = Sketch(random, world.names, is_exact=dtype == "float64")
+    sketch.add(f"h = m[0](x){random.choice(('', '.tanh()', ' * 2'))}")
+    if random.random() < 0.3:
+        sketch.add("h = m[2](h)")
+    losses = _inside(random, sketch)
+    others = [name for name in sketch.tensors if name not in losses and random.random() < 0.2]
+    autocast = dtype == "float32" and random.random() < 0.3
+    inner = random.choice(["eager"] * 30 + ["aot_eager"] * 20 + ["inductor"])
+    dynamic = random.choice((None, None, None, True, False))
+    return [
+        *lines,
+        *(["@torch.autocast('cpu', dtype=torch.bfloat16)"] if autocast else []),
+        "def forward(x, y):",
+        *(f"    {line}" for line in sketch.lines),
+        f"    return {', '.join(losses + others[:2])},",
+        f"f = torch.compile(forward, backend=memeff, options={{'memeff.inner': '{inner}'}},"
+        f" dynamic={dynamic}) if ours else forward",
+    ]
+
+
+def _shape(random: Random) -> str:
+    rows, columns = random.choice(_SHAPES)
+    return f"{rows}, {columns}"
+
+
+def _inside(random: Random, sketch: Sketch) -> list[str]:
+    """Draw the lines of a graph until it has a loss; return the names of its losses."""
+    losses: list[str] = []
+    kinds = [VIEWS] * 3 + [_TUPLES] * 2 + [VALUES, WRITES] + [_LOSSES] * 5
+    sketch.bind(random.choice(_HEADS)) or sketch.bind("m[1](h)")
+    for _ in range(60):
+        if losses and random.random() < 0.3:
+            break
+        kind = random.choice(kinds)
+        text = sketch.fill(kind, sketch.pick(lambda t: t.is_floating_point() and t.dim() > 0))
+        if text is None or any(word in text for word in ("copy.", "torch.func", "checkpoint")):
+            continue
+        if kind is _LOSSES:
+            name = sketch.bind(text.replace("{y}", random.choice(_TARGETS)), "l")
+            losses += [name] if name else []
+        elif kind is WRITES:
+            sketch.add(text)
+        else:
+            sketch.bind(text)
+    return losses or ["h.sum()"]
+
+
+def body(random: Random, sketch: Sketch) -> None:
+    """Draw the sizes of one call."""
+    sketch.add(f"x, y = torch.randint(V, (2, {_shape(random)}))")
+    if random.random() < 0.1:
+        sketch.add("y[0, 0] = 2")
+    if not sketch.add("r = f(x, y)"):
+        return
+    if random.random() < 0.3:
+        sketch.add("seen.append(r)")
+    sketch.add("sum(p.square().mean() for p in r if p.requires_grad).backward()")
+    sketch.add("seen.append([p.grad for p in m.parameters()])")
+    sketch.add("seen.append(r)")
+
+
+def is_exact(names: Names) -> bool:
+    """Whether a setup computes in float64."""
+    return bool(names["D"] == torch.float64)
