@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -18,7 +20,9 @@ from torch.fx import GraphModule
 
 from . import compat, report
 from .errors import OptionError
+from .kernels.coded_weight import CODECS
 from .kernels.device import decided_by_measurement
+from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
 from .passes import PASSES
 from .wrappers import WRAPPERS, Trip
@@ -48,13 +52,26 @@ def memeff(
         StrictError: a pass named in ``memeff.strict`` did not fire.
         MemeffError: ``memeff.logits`` is ``none`` and another part of the model reads the logits.
     """
-    trip = Trip(gm, example_inputs, Options.parse(mode, options))
+    chosen = Options.parse(mode, options)
+    _refuse_codec(chosen)
+    trip = Trip(gm, example_inputs, chosen)
     keep_transformers_losses_in_one_graph()
     trip.rewrite(PASSES)
     compiled = _inner(trip)
     for wrapper in WRAPPERS:
         compiled = wrapper(compiled, trip)
     return compiled
+
+
+def _refuse_codec(options: Options) -> None:
+    if options.weights in CODECS:
+        raise OptionError(
+            f"memeff.weights is {options.weights!r}, and a backend cannot compress a model: it "
+            "sees graphs, which other instances of a class run too, and not who owns their "
+            f"weights. Call memeff_compile.compress_(model, {options.weights!r}) before "
+            f"torch.compile, or memeff_compile.compile(model, weights={options.weights!r}), which "
+            "does so; memeff.weights itself is 'exact' or 'off'."
+        )
 
 
 # torch._dynamo.reset() calls this.
@@ -134,6 +151,8 @@ def compile(
         options: As in `torch.compile(options=...)`, or an `Options`.
         dynamic, fullgraph, disable: As in `torch.compile`.
         **settings: Options of ours by keyword: `logits="eager"` is `memeff.logits`.
+            `weights="win4"` (or "tier", "rans") calls `compress_` on the model first;
+            `compression_report(model)` is what it returned.
 
     Returns:
         What `torch.compile` returns.
@@ -145,6 +164,20 @@ def compile(
         >>> compiled = memeff_compile.compile(model, logits="eager")  # doctest: +SKIP
     """
     checked = _parse(mode, options, settings)
+    if checked.weights in CODECS:
+        if model is None:  # a decorator: what it decorates decides
+            return partial(
+                compile,
+                mode=mode,
+                options=options,
+                dynamic=dynamic,
+                fullgraph=fullgraph,
+                disable=disable,
+                **settings,
+            )
+        skip = (*checked.skip.get("*", ()), *checked.skip.get("encode_weights", ()))
+        compress_for_compile(model, checked.weights, skip)
+        checked = replace(checked, weights="exact")
     wrapped = torch.compile(
         model,
         backend="memeff",

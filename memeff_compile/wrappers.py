@@ -15,11 +15,8 @@ from torch.fx import GraphModule
 
 from . import compat, report
 from .errors import MemeffError
-from .kernels.coded_weight import CODECS
 from .logits.attach import accept, attach
-from .model.weights.compress_when_safe import CompressWhenSafe
 from .options import Options
-from .passes.encode_weights import dense_weights
 from .passes.graph.base import GraphPass
 from .passes.graph.pipeline import Outcome, enforce_strict, run
 from .verify.first_call import verified
@@ -38,7 +35,6 @@ class Trip:
         options: of this compilation.
         pieces: inputs that another compiled piece of the model hands over.
         original: the graph as it came, where it will be compared with what becomes of it.
-        dense: the arguments that are weights to compress, with the paths of their modules.
         outcome: what the passes did.
         rewritten: the graph as the passes made it, where it will be compared.
         present: which outputs there are, where the passes left some as None.
@@ -49,7 +45,6 @@ class Trip:
     options: Options
     pieces: list[int] = field(init=False)
     original: KeptGraph | None = None
-    dense: list[tuple[int, str]] = field(default_factory=list)
     outcome: Outcome = field(init=False)
     rewritten: KeptGraph | None = None
     present: list[bool] | None = None
@@ -62,8 +57,6 @@ class Trip:
         self.original = None if options.verify == "off" else keep(gm, options)
         # A checkpoint around the compiled function would count what our fake operations save.
         with compat.unseen_by_saved_tensor_hooks():
-            if options.weights in CODECS:
-                self.dense = dense_weights(gm, options)
             self.outcome = run(gm, passes, options)
         report.record_graph(self.outcome.report)
         enforce_strict(options, self.outcome.report)
@@ -127,13 +120,6 @@ def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
     return attach(compiled, plan, clone_hidden=trip.reuses_memory, use=use) if plan else compiled
 
 
-def compress_weights(compiled: Compiled, trip: Trip) -> Compiled:
-    """Compress weights after some calls, where an option asks for it."""
-    if not trip.dense or trip.outcome.report.training:
-        return compiled
-    return CompressWhenSafe(compiled, trip.dense, trip.options.weights, trip.outcome.report)
-
-
 def verify_first_call(compiled: Compiled, trip: Trip) -> Compiled:
     """Compare the first call with the graph as it came, where an option asks for it."""
     if trip.original is None or trip.rewritten is None:
@@ -154,6 +140,5 @@ WRAPPERS: tuple[Callable[[Compiled, Trip], Compiled], ...] = (
     put_back,
     accept_pieces,
     attach_logits,  # outside of what gives back missing outputs: a plan counts them
-    compress_weights,
     verify_first_call,  # around all the others, which it compares
 )
