@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .model.ternary.verbs import ternarize_ as ternarize_
     from .model.weights.compress import CompressionReport as CompressionReport
     from .model.weights.compress import compress_ as compress_
+    from .model.weights.compress import compression_report as compression_report
     from .model.weights.compress import decompress_ as decompress_
     from .model.weights.compressed_file import load_compressed_ as load_compressed_
     from .model.weights.compressed_file import save_compressed as save_compressed
@@ -68,6 +69,7 @@ _HOME = {
     "calibrate_attention": "model.attention.calibrate",
     "compile": "backend",
     "compress_": "model.weights.compress",
+    "compression_report": "model.weights.compress",
     "decompress_": "model.weights.compress",
     "explain": "planning.explain",
     "explain_cache": "planning.caches",

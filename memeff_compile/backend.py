@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -21,10 +23,9 @@ from .errors import MemeffError, OptionError
 from .kernels.coded_weight import CODECS
 from .kernels.device import decided_by_measurement
 from .logits.attach import accept, attach
-from .model.weights.compress_when_safe import CompressWhenSafe
+from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
 from .passes import PASSES
-from .passes.encode_weights import dense_weights
 from .passes.graph.pipeline import enforce_strict, run
 from .verify.first_call import verified
 from .verify.op_by_op import keep
@@ -55,13 +56,13 @@ def memeff(
         MemeffError: ``memeff.logits`` is ``none`` and another part of the model reads the logits.
     """
     chosen = Options.parse(mode, options)
+    _refuse_codec(chosen)
     keep_transformers_losses_in_one_graph()
     pieces = compat.inputs_from_other_graphs(gm)
     _refuse_dropped(example_inputs, pieces)
     original = None if chosen.verify == "off" else keep(gm, chosen)
     # A checkpoint around the compiled function would count what our fake operations save.
     with compat.unseen_by_saved_tensor_hooks():
-        dense = dense_weights(gm, chosen) if chosen.weights in CODECS else []
         outcome = run(gm, PASSES, chosen)
     report.record_graph(outcome.report)
     enforce_strict(chosen, outcome.report)
@@ -79,8 +80,6 @@ def memeff(
         compiled = attach(
             compiled, outcome.deferred, clone_hidden=reuses, use=outcome.report.logits
         )
-    if dense and not outcome.report.training:
-        compiled = CompressWhenSafe(compiled, dense, chosen.weights, outcome.report)
     if original is None or rewritten is None:
         return compiled
     return verified(
@@ -127,6 +126,17 @@ def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> Non
             "compiles the model in pieces, one per bucket of gradients, and the logits cross from "
             "one to the next. Set memeff.logits to 'deferred' or 'eager', or "
             "torch._dynamo.config.optimize_ddp = False."
+        )
+
+
+def _refuse_codec(options: Options) -> None:
+    if options.weights in CODECS:
+        raise OptionError(
+            f"memeff.weights is {options.weights!r}, and a backend cannot compress a model: it "
+            "sees graphs, which other instances of a class run too, and not who owns their "
+            f"weights. Call memeff_compile.compress_(model, {options.weights!r}) before "
+            f"torch.compile, or memeff_compile.compile(model, weights={options.weights!r}), which "
+            "does so; memeff.weights itself is 'exact' or 'off'."
         )
 
 
@@ -209,6 +219,8 @@ def compile(
         options: As in `torch.compile(options=...)`, or an `Options`.
         dynamic, fullgraph, disable: As in `torch.compile`.
         **settings: Options of ours by keyword: `logits="eager"` is `memeff.logits`.
+            `weights="win4"` (or "tier", "rans") calls `compress_` on the model first;
+            `compression_report(model)` is what it returned.
 
     Returns:
         What `torch.compile` returns.
@@ -220,6 +232,20 @@ def compile(
         >>> compiled = memeff_compile.compile(model, logits="eager")  # doctest: +SKIP
     """
     checked = _parse(mode, options, settings)
+    if checked.weights in CODECS:
+        if model is None:  # a decorator: what it decorates decides
+            return partial(
+                compile,
+                mode=mode,
+                options=options,
+                dynamic=dynamic,
+                fullgraph=fullgraph,
+                disable=disable,
+                **settings,
+            )
+        skip = (*checked.skip.get("*", ()), *checked.skip.get("encode_weights", ()))
+        compress_for_compile(model, checked.weights, skip)
+        checked = replace(checked, weights="exact")
     wrapped = torch.compile(
         model,
         backend="memeff",

@@ -331,6 +331,32 @@ def unseen_by_saved_tensor_hooks() -> Iterator[None]:
         yield
 
 
+@functools.cache
+def _let_fake_modes_ask() -> None:
+    """Have fake modes, which answer for fake tensors alone, hand on the question for the device."""
+    from torch._subclasses import fake_tensor
+
+    op = torch.ops.prim.device.default
+    handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
+    usual = handlers[op]
+
+    def device_of(args: Sequence[Any]) -> Any:
+        tensor = args[0]
+        if isinstance(tensor, fake_tensor.FakeTensor):
+            return usual(args)
+        return tensor.__torch_dispatch__(op, (type(tensor),), args)
+
+    handlers[op] = device_of
+
+
+def can_be_swapped(tensor: torch.Tensor) -> bool:
+    """Return whether `torch.utils.swap_tensors` takes a tensor.
+
+    It does not where a weak reference, as compiled code has, or an autograd graph holds it.
+    """
+    return not weakref.getweakrefs(tensor) and tensor._use_count() == 1  # type: ignore[attr-defined]
+
+
 def is_fake(value: Any) -> bool:
     """Return whether ``value`` is a plain fake tensor: not a fake wrapper subclass."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -381,6 +407,7 @@ def make_without_memory(
     )
     torch._C._set_throw_on_mutable_data_ptr(made)
     _refuse_assigned_data()
+    _let_fake_modes_ask()
     return made
 
 
@@ -465,6 +492,13 @@ def assert_on_device(condition: torch.Tensor, message: str) -> None:
 def is_functorch_active() -> bool:
     """Return whether ``torch.func`` or ``torch.vmap`` is transforming what runs now."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_forward_mode_active() -> bool:
+    """Return whether forward-mode derivatives are being computed."""
+    from torch.autograd import forward_ad
+
+    return bool(forward_ad._current_level >= 0)
 
 
 def is_traced(*tensors: torch.Tensor) -> bool:
@@ -747,11 +781,6 @@ def is_sole_owner(held: list[torch.Tensor]) -> bool:
     hence False, where Dynamo traces.
     """
     return not torch.compiler.is_compiling() and references(held) == SOLE_OWNER
-
-
-def memory_holders(tensor: torch.Tensor) -> int:
-    """Return how many tensors hold the memory of this one: itself, views, what autograd saved."""
-    return references([tensor])[0] - SOLE_OWNER[0] + 1
 
 
 def revive_hooks(tensor: torch.Tensor) -> None:

@@ -520,8 +520,8 @@ class Options:
         "rans",
         meaning="Whether linears with weights that `memeff_compile.compress_` compressed run as "
         "one op that keeps nothing decoded for the backward. `off`: each is decoded, and kept. A "
-        "codec: in inference, weights that nothing but the model holds are compressed after some "
-        "calls, and the report names the others.",
+        "codec: `memeff_compile.compile(model, weights=...)` calls `compress_` on the model first; "
+        "`torch.compile`, whose backends see no models, refuses it.",
     )
     skip: Mapping[str, tuple[str, ...]] = _option(
         _FrozenMapping(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -550,18 +551,6 @@ def test_autograd_beside_the_callers_is_seen_by_nobody() -> None:
 # --- distributed ------------------------------------------------------------------------------------------
 
 
-@probes("memory_holders")
-def test_holders_of_memory_are_counted() -> None:
-    weight = nn.Parameter(torch.ones(2, 3))
-    assert compat.memory_holders(weight) == 1
-    view = weight[0]
-    assert compat.memory_holders(weight) == 2
-    array = weight.detach().numpy()
-    assert compat.memory_holders(weight) == 3
-    del view, array
-    assert compat.memory_holders(weight) == 1
-
-
 @probes("is_dtensor", "local_part", "fsdp_shard", "fsdp_frees_after_forward", "is_sharded_by_fsdp")
 def test_plain_tensors_belong_to_no_group() -> None:
     weight = nn.Parameter(torch.ones(2))
@@ -678,6 +667,26 @@ def test_a_tensor_without_memory_gives_none_away() -> None:
     meta.data = torch.ones(3, device="meta")
     with pytest.raises(RuntimeError, match="incompatible tensor type"):
         meta.data = other
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert tensor.is_cpu
+
+
+@probes("can_be_swapped")
+def test_a_tensor_with_a_weak_reference_is_not_swapped() -> None:
+    tensor = torch.ones(2)
+    assert compat.can_be_swapped(tensor)
+    kept = weakref.ref(tensor)
+    assert not compat.can_be_swapped(tensor)
+    assert kept() is tensor
+
+
+@probes("is_forward_mode_active")
+def test_forward_mode_is_noticed() -> None:
+    assert not compat.is_forward_mode_active()
+    with torch.autograd.forward_ad.dual_level():
+        assert compat.is_forward_mode_active()
 
 
 @probes("multiplies_bf16")

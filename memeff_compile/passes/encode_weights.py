@@ -26,16 +26,15 @@ from dataclasses import dataclass, replace
 import sympy
 import torch
 from torch._ops import HigherOrderOperator
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from .. import compat
 from ..kernels import coded_weight as op_folder
-from ..options import Options
 from ..report import format_bytes
 from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor
-from .graph.graph_info import GraphInfo, ambient_region, node_name
+from .graph.graph_info import GraphInfo, node_name
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class EncodeWeights(GraphPass):
 
     def find(self, info: GraphInfo) -> Iterable[Several | Decline]:
         """Yield every reader of a compressed weight, linears of one input together."""
-        yield from _not_in_training(info)
         yield from self._coded_linears(info)
 
     def _coded_linears(self, info: GraphInfo) -> Iterable[Several]:
@@ -177,49 +175,6 @@ def _read(node: Node) -> Coded | None:
     if _coded(weight) is None or any(_coded(n) is not None for n in (x, bias) if n is not None):
         return None
     return Coded(node, weight, x, bias)
-
-
-def dense_weights(gm: GraphModule, options: Options) -> list[tuple[int, str]]:
-    """Return which arguments of a graph are bf16 weights that nothing but linears read.
-
-    Returns:
-        The place of each among the arguments, and the path of the module that it is read for.
-    """
-    return _dense_weights(GraphInfo(gm, options, ambient_region()))
-
-
-def _dense_weights(info: GraphInfo) -> list[tuple[int, str]]:
-    found = []
-    for place, node in enumerate(info.placeholders):
-        value = info.tensor(node)
-        if value is None or value.dtype != torch.bfloat16 or value.dim() != 2:
-            continue
-        if _coded(node) is None and node.users and all(_is_weight(node, u) for u in node.users):
-            found.append((place, info.module_path(next(iter(node.users)))))
-    return found
-
-
-def _is_weight(node: Node, user: Node) -> bool:
-    if user.op not in ("call_function", "call_method") or _is_region(user):
-        return False
-    call = read_one(user)
-    if call is None or call.op is not aten.linear.default:
-        return False
-    return call.args["weight"] is node and node not in (call.args["input"], call.args["bias"])
-
-
-def _not_in_training(info: GraphInfo) -> Iterable[Decline]:
-    """Say why memeff.weights=win4 compresses nothing where weights are trained."""
-    if info.options.weights not in op_folder.CODECS or not info.needs_grad or info.parent:
-        return
-    for place, _ in _dense_weights(info)[:1]:
-        yield Decline(
-            "weights_trained",
-            "this graph records gradients, and training writes to dense weights; "
-            f"memeff.weights={info.options.weights!r} compresses where gradients are off",
-            "call memeff_compile.compress_(model) and optim_in_backward, or run under no_grad",
-            node=next(iter(info.placeholders[place].users)),
-        )
 
 
 # --- conditions -----------------------------------------------------------------------------------

@@ -750,6 +750,7 @@ def test_a_wrong_rewrite_is_not_blamed_on_a_wrong_compiler(
 
 
 FALCON = """
+import copy
 import warnings
 import torch
 import transformers
@@ -762,23 +763,26 @@ config = transformers.FalconConfig(
 )
 model = transformers.FalconForCausalLM(config).train()
 ids = torch.randint(0, 96, (2, 24))
-options = {"memeff.verify": "on", "memeff.inner": INNER}
-compiled = torch.compile(model, backend="memeff", options=options)
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    compiled(input_ids=ids, labels=ids).loss.backward()
-print([r.code for r in memeff_compile.last_report().records if r.action in ("mismatch", "verified")])
+
+def gradient(owner, run):
+    run(input_ids=ids, labels=ids).loss.backward()
+    return owner.transformer.h[0].self_attention.query_key_value.weight.grad.double()
+
+wide, plain, ours = (copy.deepcopy(model) for _ in range(3))
+truth = gradient(wide.double(), wide)
+warnings.simplefilter("ignore")
+options = {"memeff.verify": "on"}
+for owner, settings in ((plain, {"backend": "inductor"}), (ours, {"backend": "memeff", "options": options})):
+    found = gradient(owner, torch.compile(owner, **settings))
+    print(float((found - truth).norm() / truth.norm()))
 """
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("inner", ["inductor", "aot_eager"])
-def test_inductor_adds_gradients_of_list_indices_wrong(
-    inner: str, fresh_python: FreshPython
-) -> None:
+def test_inductor_adds_gradients_of_list_indices_wrong(fresh_python: FreshPython) -> None:
     """torch 2.13 on a CPU: index_put that adds what is read transposed. It may write astray."""
-    result = fresh_python(FALCON.replace("INNER", repr(inner)))
-    is_wrong = inner == "inductor" and torch.__version__.startswith("2.13.")
-    wanted = "['compiler_failed']" if is_wrong else "['verify_passed']"
-    assert result.stdout.splitlines()[-1:] == [wanted], result.stderr
+    result = fresh_python(FALCON)
+    plain, ours = map(float, result.stdout.split())
+    assert (plain > 1e-2) is torch.__version__.startswith("2.13."), result.stderr
+    assert ours < 1e-5

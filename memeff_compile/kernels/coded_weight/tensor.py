@@ -8,13 +8,18 @@ encoded. A view is decoded memory of its own, and a write to it does not reach t
 
 from __future__ import annotations
 
+import copy
+import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from memeff_compile import compat
 from memeff_compile.errors import CodedWeightError, UnsupportedInputError
@@ -23,12 +28,11 @@ from memeff_compile.kernels.coded_weight.layout import CODECS, parse
 
 _aten = torch.ops.aten
 _LINEAR = torch.nn.functional.linear
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_SET_ITEM = Tensor.__setitem__
+_DEVICE = torch.ops.prim.device.default
 
 
 OWN_ATTRIBUTES = frozenset(
-    ["codec", "room", "shares_with", "unsettled", "times_anew", "_is_param"]
+    ["codec", "room", "place", "shares_with", "unsettled", "times_anew", "_is_param"]
     + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
 )
 """Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""
@@ -91,6 +95,7 @@ class CodedWeight(Tensor):
     Attributes:
         codec: name of the codec, as `encode` takes it.
         room: spare room that lists get when they have to be made anew.
+        place: the device of the parts.
         shares_with: for what `.data` and `.detach()` give, the weight whose parts these are.
         unsettled: a new value that may still turn out not to have fitted.
         times_anew: how often it was encoded into new parts.
@@ -98,6 +103,7 @@ class CodedWeight(Tensor):
 
     codec: str
     room: codecs.Room
+    place: torch.device
     shares_with: CodedWeight | None = None
     unsettled: Unsettled | None = None
     times_anew: int = 0
@@ -111,19 +117,18 @@ class CodedWeight(Tensor):
         requires_grad: bool = False,
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> CodedWeight:
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            tuple(shape),
-            dtype=torch.bfloat16,
-            device=parts[0].device,
-            requires_grad=requires_grad,
+        del codec, room
+        made = compat.make_without_memory if type(parts[0]) is Tensor else _made_by_a_compiler
+        found = made(
+            cls, shape, dtype=torch.bfloat16, device=parts[0].device, requires_grad=requires_grad
         )
+        return cast("CodedWeight", found)
 
     def __init__(
         self,
         parts: Sequence[Tensor],
-        codec: str,
-        shape: Sequence[int],
+        codec: str = "",
+        shape: Sequence[int] = (),
         requires_grad: bool = False,
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> None:
@@ -137,10 +142,14 @@ class CodedWeight(Tensor):
             room: spare room that lists get when they have to be made anew.
         """
         del shape, requires_grad
+        if isinstance(parts, CodedWeight):
+            return  # torch.Tensor(weight), which has made an alias of it
         for name, part in zip(parse(codec).parts, parts, strict=True):
             setattr(self, name, part)
         self.codec = codec
         self.room = room
+        self.place = parts[0].device
+        _watch_optimizers()
 
     @property
     def parts(self) -> list[Tensor]:
@@ -152,6 +161,18 @@ class CodedWeight(Tensor):
     def coded_bytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
+
+    def refuse_memory(self) -> NoReturn:
+        """Raise where the `.data` of another tensor would become this weight's memory."""
+        raise CodedWeightError(
+            f"a compressed weight of {tuple(self.shape)} was assigned to the .data of another "
+            "tensor, and its dense values are nowhere in memory. Assign weight.decode(), which "
+            "returns them as a plain tensor, or call memeff_compile.decompress_(model)."
+        )
+
+    def _typed_storage(self) -> NoReturn:
+        """Raise: torch's own reductions for other processes would send a tensor without values."""
+        _no_address(None, self)
 
     def settle(self) -> None:
         """Wait for what `store_soon` left open, if anything."""
@@ -299,12 +320,42 @@ class CodedWeight(Tensor):
         parts = [inner[name] for name in parse(codec).parts]
         return CodedWeight(parts, codec, outer_size)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
+        """Pickle the parts, and what others have set on the weight."""
+        del protocol
+        return _rebuild, (type(self), self.parts, *self._about(), self._set_by_others())
+
+    def __copy__(self) -> CodedWeight:
+        """Return another weight that shows the same parts."""
+        found = _rebuild(type(self), self.parts, *self._about(), self._set_by_others())
+        found.shares_with = self
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CodedWeight:
+        """Return a weight with parts of its own."""
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]  # refuses
+        if id(self) not in memo:
+            parts = [part.clone() for part in self.parts]
+            others = copy.deepcopy(self._set_by_others(), memo)
+            found = memo[id(self)] = _rebuild(type(self), parts, *self._about(), others)
+            found.grad = copy.deepcopy(self.grad, memo)
+        return cast("CodedWeight", memo[id(self)])
+
+    def _about(self) -> tuple[str, tuple[int, ...], codecs.Room, bool, bool]:
+        is_parameter = isinstance(self, nn.Parameter)
+        return self.codec, tuple(self.shape), self.room, self.requires_grad, is_parameter
+
+    def _set_by_others(self) -> dict[str, Any]:
+        return {name: each for name, each in vars(self).items() if name not in OWN_ATTRIBUTES}
+
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # noqa: ANN401
         """Name shape, codec and size; values are not decoded for it."""
         del tensor_contents
         return (
             f"CodedWeight(shape={tuple(self.shape)}, codec={self.codec!r}, "
-            f"device={str(self.device)!r}, requires_grad={self.requires_grad})"
+            f"device={str(self.device)!r}, requires_grad={self.requires_grad}; "
+            "values are decoded when they are read)"
         )
 
     @classmethod
@@ -315,17 +366,15 @@ class CodedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Turn an eager linear into the op; a compiler sees the linear, and our pass does it."""
+        """Serve what reaches memory past the dispatcher, and turn an eager linear into the op.
+
+        A compiler sees the linear, and our pass does it.
+        """
         del types
         with torch._C.DisableTorchFunctionSubclass():
-            if func == _SET_DATA and isinstance(args[0], CodedWeight):
-                raise CodedWeightError(
-                    "new data was assigned to a compressed weight, as module.half(), .float() and "
-                    ".to(dtype) do; it holds bfloat16 and nothing else. Call "
-                    "memeff_compile.decompress_(model) first."
-                )
-            if func is _SET_ITEM and isinstance(args[0], CodedWeight):
-                raise CodedWeightError(_write_message("an assignment to a part"))
+            serve = _ABOVE.get(func)
+            if serve is not None and isinstance(args[0], CodedWeight):
+                return serve(func, *args, **(kwargs or {}))
             if func is _LINEAR and not torch.compiler.is_compiling():
                 found = _linear(*args, **(kwargs or {}))
                 if found is not None:
@@ -342,6 +391,10 @@ class CodedWeight(Tensor):
     ) -> Any:  # noqa: ANN401
         """Serve what can be served in coded form; refuse writes; decode for everything else."""
         del types
+        if func is _DEVICE:
+            return cast("CodedWeight", args[0]).place
+        if func in compat.ABOUT_MEMORY:
+            return compat.ABOUT_MEMORY[func](*args)
         kwargs = dict(kwargs or {})
         serve = _SERVED.get(func)
         if serve is not None and _is_on_weight(func, args):
@@ -353,6 +406,31 @@ class CodedWeight(Tensor):
         plain = [each.decode() if isinstance(each, CodedWeight) else each for each in leaves]
         args, kwargs = tree_unflatten(plain, spec)
         return func(*args, **kwargs)
+
+
+def _made_by_a_compiler(kind: type[CodedWeight], *args: Any, **settings: Any) -> Tensor:  # noqa: ANN401
+    """Make a weight of fake parts, of which a compiler's modes are asked for the device."""
+    return torch.Tensor._make_wrapper_subclass(kind, *args, **settings)
+
+
+def _rebuild(
+    kind: type[CodedWeight],
+    parts: Sequence[Tensor],
+    codec: str,
+    shape: Sequence[int],
+    room: codecs.Room,
+    requires_grad: bool,
+    is_parameter: bool,
+    others: Mapping[str, Any],
+) -> CodedWeight:
+    found = kind(parts, codec, shape, room=room)
+    if is_parameter:
+        found = cast("CodedWeight", nn.Parameter(found, requires_grad=requires_grad))
+        found.shares_with = None
+    else:
+        found.requires_grad_(requires_grad)
+    vars(found).update(others)
+    return found
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -369,9 +447,107 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
         return None  # the dense layer raises, and so does this
     needs_gradient = any(each is not None and each.requires_grad for each in (x, weight, bias))
     trains = torch.is_grad_enabled() and needs_gradient
-    if trains and not compat.is_functorch_active():
+    if compat.is_functorch_active() or compat.is_forward_mode_active():
+        return None  # the library's linear, of the decoded weight, knows these
+    if trains:
         return op.linear_in_autograd(x, weight, bias)
     return cast("Tensor", op.coded_weight_linear(x, weight, bias, trains))
+
+
+# --- what reaches memory past the dispatcher ------------------------------------------------------
+
+
+def _on_values(func: Callable[..., Any], weight: CodedWeight, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Let a reader have the decoded values; torch refuses what it refuses of dense ones."""
+    return func(weight.decode().requires_grad_(weight.requires_grad), *args, **kwargs)
+
+
+def _share_memory(func: object, weight: CodedWeight) -> CodedWeight:
+    """Put every part into memory that other processes can see."""
+    del func
+    for part in weight.parts:
+        part.share_memory_()
+    return weight
+
+
+def _is_shared(func: object, weight: CodedWeight) -> bool:
+    del func
+    return all(part.is_shared() for part in weight.parts)
+
+
+def _no_address(func: object, weight: CodedWeight, *args: object) -> NoReturn:
+    del func, args
+    raise CodedWeightError(
+        f"the address of a compressed weight of {tuple(weight.shape)} was asked for, and its dense "
+        "values are nowhere in memory. weight.decode() returns them as a plain tensor; or call "
+        "memeff_compile.decompress_(model)."
+    )
+
+
+def _no_write(func: Any, *args: object, **kwargs: object) -> None:  # noqa: ANN401
+    del args, kwargs
+    raise CodedWeightError(_write_message(f"Tensor.{func.__name__}"))
+
+
+def _takes_data(func: object, weight: CodedWeight, new: Tensor) -> bool:
+    """Say to `Module.half` and its like whether `weight.data = new` is possible."""
+    del func, new
+    if compat.can_be_swapped(weight):
+        return True
+    if weight.grad is None and not compat.tensor_hooks(weight):
+        return False  # the module gets a new parameter
+    raise CodedWeightError(
+        f"a compressed weight of {tuple(weight.shape)} with a gradient or hooks was to be cast or "
+        "emptied while an autograd graph or compiled code holds it. Drop the gradient and the loss "
+        "first, remove() what optim_in_backward returned, or call torch._dynamo.reset()."
+    )
+
+
+@torch.no_grad()
+def _set_data(func: object, weight: CodedWeight, new: Tensor) -> None:
+    """Take new data: whole values of the weight are encoded, any other make it a dense tensor."""
+    del func
+    like = (new.dtype, tuple(new.shape), new.device)
+    if like == (weight.dtype, tuple(weight.shape), weight.device):
+        weight.store(new)
+        return
+    if not compat.can_be_swapped(weight):
+        raise CodedWeightError(
+            f"data of {new.dtype} was assigned to a compressed weight, which would make it dense, "
+            "while an autograd graph or compiled code holds it. Call "
+            "memeff_compile.decompress_(model) first."
+        )
+    warnings.warn(
+        f"a compressed weight of {tuple(weight.shape)} became a dense one of {new.dtype} on "
+        f"{new.device}, since new data was assigned to it, as module.half(), .float() and "
+        ".to(dtype) do; codes hold bfloat16 and nothing else.",
+        stacklevel=2,
+    )
+    dense = new.detach()
+    if isinstance(weight, nn.Parameter):
+        dense = nn.Parameter(dense, requires_grad=weight.requires_grad)
+    vars(dense).update(weight._set_by_others())
+    gradient, weight.grad = weight.grad, None
+    torch.utils.swap_tensors(weight, dense)
+    compat.revive_hooks(weight)
+    if gradient is not None and gradient.shape == weight.shape:
+        weight.grad = gradient.to(weight.device, weight.dtype)
+
+
+_ABOVE: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), _on_values),
+    **dict.fromkeys(
+        (Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_),
+        _no_write,
+    ),
+    Tensor.share_memory_: _share_memory,
+    Tensor.is_shared: _is_shared,
+    Tensor.data_ptr: _no_address,
+    Tensor.__cuda_array_interface__.__get__: _no_address,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch._has_compatible_shallow_copy_type: _takes_data,
+}
+"""Functions that torch calls no op for, and what serves them."""
 
 
 # --- what is served in coded form -----------------------------------------------------------------
@@ -408,10 +584,31 @@ def _to_copy(func: object, weight: CodedWeight, **kwargs: Any) -> object:  # noq
     return weight.like([part.to(copy=True, **place) for part in weight.parts])
 
 
+def _is_set_to(func: object, weight: CodedWeight, other: Tensor) -> bool:
+    del func
+    both = isinstance(other, CodedWeight) and weight.shape == other.shape
+    return both and weight.parts[0] is cast("CodedWeight", other).parts[0]
+
+
 def _copy_(func: object, weight: CodedWeight, value: Tensor, *args: object) -> CodedWeight:
     del func, args
     weight.store(value)
     return weight
+
+
+def _lerp(func: object, selves: Any, others: Any, weights: Any) -> object:  # noqa: ANN401
+    """Average weights, as `torch.optim.swa_utils` does: whole new values are encoded."""
+    del func
+    if isinstance(selves, Tensor):
+        _lerp(None, [selves], [others], weights)
+        return selves
+    each = weights if isinstance(weights, (list, tuple)) else [weights] * len(selves)
+    for own, other, weight in zip(selves, others, each, strict=True):
+        if isinstance(own, CodedWeight):
+            own.store(torch.lerp(own.decode(), other, weight))
+        else:
+            own.lerp_(other, weight)
+    return None
 
 
 def _product(
@@ -453,6 +650,11 @@ _SERVED: dict[Any, Callable[..., Any]] = {
     _aten.clone.default: _clone,
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy_,
+    _aten.is_set_to.default: _is_set_to,
+    _aten.lerp_.Scalar: _lerp,
+    _aten._foreach_lerp_.Scalar: _lerp,
+    _aten._foreach_lerp_.List: _lerp,
+    _aten._foreach_lerp_.ScalarList: _lerp,
     op.coded_weight_linear: _product,
     op.coded_weight_linears: _products,
     op.coded_weight_linear_backward: _product_backward,
@@ -461,9 +663,10 @@ _AT_SECOND = (op.coded_weight_linear, op.coded_weight_linears, op.coded_weight_l
 
 
 def _is_on_weight(func: object, args: Sequence[object]) -> bool:
-    """Say whether what a served op takes as its weight, or as the first of them, is coded."""
+    """Say whether what a served op takes as its weight, or one of them, is coded."""
     given = args[1 if func in _AT_SECOND else 0]
-    return isinstance(given[0] if isinstance(given, (list, tuple)) else given, CodedWeight)
+    several = given if isinstance(given, (list, tuple)) else (given,)
+    return any(isinstance(each, CodedWeight) for each in several)
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
@@ -477,6 +680,23 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         given = kwargs.get(argument.name, args[place] if place < len(args) else None)
         if any(isinstance(each, CodedWeight) for each in tree_iter(given)):
             raise CodedWeightError(_write_message(schema.name))
+
+
+def _refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Raise before an optimizer changes anything, where it would come to a coded weight."""
+    computes_gradients = any(each is not None for each in (*args[1:], *kwargs.values()))
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            if isinstance(each, CodedWeight) and (
+                each.grad is not None or (computes_gradients and each.requires_grad)
+            ):
+                raise CodedWeightError(_write_message(f"{type(optimizer).__name__}.step"))
+
+
+@functools.cache
+def _watch_optimizers() -> RemovableHandle:
+    """Look at what optimizers are about to step: one that raised half-way has changed the rest."""
+    return register_optimizer_step_pre_hook(_refuse_step)
 
 
 def _write_message(writer: str) -> str:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import logging
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,8 @@ from memeff_compile.kernels.coded_weight import (
     supports_weight,
 )
 
+log = logging.getLogger(__name__)
+
 LARGEST_SHARE = 0.9
 """A weight stays dense if its code takes more than this share of it."""
 
@@ -39,9 +43,6 @@ SKIPPED = ("lm_head", "embed_out", "output_projection")
 
 MIN_SIZE = 1 << 20
 """Elements of the smallest weight that is compressed unless asked for."""
-
-Owners: TypeAlias = Sequence[tuple[nn.Module, str]]
-"""Modules, and the attributes under which they hold a weight."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,37 @@ def compress_(
     names = {each.name for each in found if each.codec}
     # What FSDP2 keeps of a shard shows its lists where they are.
     side_by_side(w for p, w in _coded_places(model) if p.name in names and w is p.parameter)
-    return CompressionReport(tuple(found))
+    _reports[model] = CompressionReport(tuple(found))
+    return _reports[model]
+
+
+_reports: weakref.WeakKeyDictionary[nn.Module, CompressionReport] = weakref.WeakKeyDictionary()
+
+
+def compression_report(model: nn.Module) -> CompressionReport | None:
+    """Return what the last `compress_` of a model returned, or None if there was none.
+
+    Args:
+        model: what `compress_` or `compile(weights=...)` was given, or what `compile` returned.
+    """
+    return _reports.get(compat.without_compile(model))
+
+
+def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None:
+    """Compress a model that is about to be compiled; a warning says where nothing was.
+
+    Raises:
+        OptionError: It is no model, but a function, whose weights are not known.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            f"compile was given weights={codec!r} and a {type(model).__name__}; weights belong to "
+            f"modules. Call memeff_compile.compress_(module, {codec!r}) on those that the function "
+            "uses, and compile it without."
+        )
+    report = compress_(compat.without_compile(model), codec, skip=(*SKIPPED, *skip))
+    if not compressed_weights(model):
+        log.warning("memeff_compile.compile(weights=%r) compressed nothing:\n%s", codec, report)
 
 
 @torch.no_grad()
@@ -342,7 +373,7 @@ def _dense(place: _Place, reason: str) -> CompressedWeight:
 
 def _compress_one(place: _Place, codec: str) -> CompressedWeight:
     weight = compat.local_part(place.parameter)
-    coded = coded_or_reason(weight, codec)
+    coded = _coded_or_reason(weight, codec)
     if isinstance(coded, str):
         return _dense(place, coded)
     after = coded.coded_bytes
@@ -356,39 +387,13 @@ def _compress_one(place: _Place, codec: str) -> CompressedWeight:
     return found
 
 
-def coded_or_reason(weight: Tensor, codec: str) -> CodedWeight | str:
+def _coded_or_reason(weight: Tensor, codec: str) -> CodedWeight | str:
     """Encode a weight; return why it is not worth it where its code is hardly smaller."""
     parts = encode(weight, codec)
     after = sum(part.nbytes for part in parts)
     if after > LARGEST_SHARE * weight.nbytes:
         return f"its code would take {bits_per_weight(after, weight.numel()):.1f} bits a weight"
     return CodedWeight(parts, codec, weight.shape)
-
-
-def why_left_dense(weight: Tensor, path: str, owners: Owners, codec: str) -> str:
-    """Return why `compress_` would leave a weight dense, or "".
-
-    Args:
-        weight: of a linear.
-        path: of its module.
-        owners: everyone who holds it.
-        codec: name of the codec.
-    """
-    if not owners:
-        return "no module owns it"
-    place = _Place(path, weight, tuple((path, module, name) for module, name in owners))
-    alone = {compat.storage_key(weight): {id(weight)}}
-    return _reason(place, codec, SKIPPED, MIN_SIZE, alone)
-
-
-def put_parameter(owners: Owners, old: Tensor, value: Tensor) -> None:
-    """Give modules a parameter of this value in the place of another, with its attributes."""
-    new = nn.Parameter(value, requires_grad=old.requires_grad)
-    _keep_attributes(old, new)
-    for module, name in owners:
-        module._parameters[name] = new
-        if isinstance(value, CodedWeight):
-            watch_state_dict(module)
 
 
 def _put(place: _Place, value: nn.Parameter) -> None:
@@ -503,7 +508,9 @@ __all__ = [
     "CompressionReport",
     "Format",
     "compress_",
+    "compress_for_compile",
     "compressed_weights",
+    "compression_report",
     "decompress_",
     "watch_state_dict",
 ]

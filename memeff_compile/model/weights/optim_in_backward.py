@@ -131,6 +131,14 @@ class _Update:
             self.held.grad = None
             self.held.data = self.held.data.new_empty(0)
 
+    def _hold_itself(self) -> None:
+        """Have the optimizer hold the weight, which was cast and is dense since."""
+        state = self.optimizer.state
+        if self.held in state:
+            state[self.parameter] = state.pop(self.held)
+        self.optimizer.param_groups[0]["params"] = [self.parameter]
+        self.held, self.is_coded = self.parameter, False
+
     @torch.no_grad()
     def run(self, max_norm: float | None) -> None:
         """Update the weight with the gradient it has, and give the gradient up."""
@@ -142,6 +150,8 @@ class _Update:
         if max_norm is not None:
             _clip(held, max_norm)
         coded, by = self.parameter, plain_step(self.optimizer)
+        if self.is_coded and not isinstance(coded, CodedWeight):
+            self._hold_itself()
         try:
             if isinstance(coded, CodedWeight):
                 if by is not None and coded.steps(held[0]) and compat.is_sole_owner(held):

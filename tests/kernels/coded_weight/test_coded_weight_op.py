@@ -379,9 +379,9 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "zero_": lambda w: w.zero_(),
     "out=": lambda w: torch.add(torch.ones(64, 256), 1, out=w),
     "index": lambda w: w.__setitem__(0, 1.0),
-    "data": lambda w: setattr(w, "data", torch.zeros(64, 256, dtype=torch.bfloat16)),
     "data.add_": lambda w: w.data.add_(1),
-    "half data": lambda w: setattr(w, "data", torch.zeros(64, 256, dtype=torch.float16)),
+    "apply_": lambda w: w.apply_(lambda number: number + 1),
+    "map_": lambda w: w.map_(normal(64, 256), lambda one, two: two),
     "foreach": lambda w: torch._foreach_add_([torch.zeros(1), w], 1),
     "resize_": lambda w: w.resize_(3, 3),
     "init": lambda w: nn.init.normal_(w),
@@ -402,6 +402,17 @@ def test_copying_a_whole_value_in_encodes_it() -> None:
     with torch.no_grad():
         weight.copy_(normal(64, 256, seed=5).float())
     assert torch.equal(weight.decode(), normal(64, 256, seed=5))
+
+
+def test_whole_data_is_encoded_and_any_other_makes_the_weight_dense() -> None:
+    weight = nn.Parameter(coded(normal(64, 256)))
+    weight.data = normal(64, 256, seed=5)
+    assert isinstance(weight, CodedWeight)
+    assert torch.equal(weight.decode(), normal(64, 256, seed=5))
+    with pytest.warns(UserWarning, match="became a dense one of torch.float16"):
+        weight.data = normal(64, 256).half()
+    assert type(weight) is nn.Parameter
+    assert torch.equal(weight, normal(64, 256).half())
 
 
 @pytest.mark.parametrize(

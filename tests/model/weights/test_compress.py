@@ -349,29 +349,13 @@ for name in ("SGD", "AdamW"):
                 raise SystemExit(f"{name} {settings} wrote")
 print("all refused")
 """
-_CASTS = """
-for cast in (lambda m: m.half(), lambda m: m.float(), lambda m: m.to("cpu", torch.float16)):
-    model, _ = made()
-    model.zero_grad()
-    try:
-        cast(model)
-    except memeff_compile.errors.CodedWeightError as error:
-        assert "decompress_" in str(error), error
-        assert model[0].weight.dtype == torch.bfloat16
-    else:
-        raise SystemExit("was cast")
-model, _ = made()
-assert model.bfloat16() is model
-assert type(model[0].weight).__name__ == "CodedWeight"
-print("all refused")
-"""
 
 
 def test_writes_are_refused_in_a_fresh_process() -> None:
-    code = "import memeff_compile.errors\n" + _WRITE + _OPTIMIZERS + _CASTS
+    code = "import memeff_compile.errors\n" + _WRITE + _OPTIMIZERS
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all refused") == 2
+    assert done.stdout.count("all refused") == 1
 
 
 def test_safetensors_gets_dense_values_or_refuses(tmp_path: Path) -> None:
@@ -379,7 +363,7 @@ def test_safetensors_gets_dense_values_or_refuses(tmp_path: Path) -> None:
     save_file(dict(model.state_dict()), tmp_path / "dense.safetensors")
     loaded = load_file(tmp_path / "dense.safetensors")
     assert torch.equal(loaded["weight"], model.weight.decode())
-    with pytest.raises(RuntimeError, match="storage"):
+    with pytest.raises(CodedWeightError, match="address of a compressed weight"):
         save_file({"weight": model.weight.detach()}, tmp_path / "coded.safetensors")
 
 
