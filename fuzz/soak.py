@@ -35,8 +35,9 @@ def _model() -> nn.Sequential:
 
 
 def _compiled(inner: str) -> nn.Module:
-    compiled: nn.Module = torch.compile(_model(), backend=memeff, options={"memeff.inner": inner})
-    return compiled
+    model = _model()
+    model.compile(backend=memeff, options={"memeff.inner": inner})
+    return model
 
 
 def _step(model: nn.Module, number: int) -> Tensor:
@@ -49,7 +50,8 @@ def _step(model: nn.Module, number: int) -> Tensor:
         logits[:, -1].argmax(-1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.1 * parameter.grad if parameter.grad is not None else 0
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1)
             parameter.grad = None
     return loss.detach()
 
