@@ -32,6 +32,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 BUILT_IN_FUNCTIONS: Any = torch._C._nn
 """Where functions of torch.nn.functional that are written in C++ live under their own names."""
 
+TAKES_ANOTHERS_INSIDES: Any = torch._has_compatible_shallow_copy_type
+"""What torch asks, through `__torch_function__`, before new data is put into a tensor."""
+
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a subclass that has none."""
 

@@ -544,7 +544,7 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
     Tensor.data_ptr: _no_address,
     Tensor.__cuda_array_interface__.__get__: _no_address,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    torch._has_compatible_shallow_copy_type: _takes_data,
+    compat.TAKES_ANOTHERS_INSIDES: _takes_data,
 }
 """Functions that torch calls no op for, and what serves them."""
 
