@@ -11,7 +11,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest check gpu golden bench fuzz figures docs clean
+.PHONY: help demo test test-all test-newest check gpu golden bench fuzz soak figures docs clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -79,6 +79,9 @@ OUT ?=
 fuzz: $(INSTALLED)  ## random programs against eager PyTorch: make fuzz SECONDS=600 SEED=1 PART=a,b OUT=counts.jsonl
 	PYTHONPATH=$(CURDIR) $(PY) -m fuzz --seconds $(SECONDS) --seed $(SEED) --part $(PART) \
 	  $(if $(filter command,$(firstword $(origin JOBS))),--jobs $(JOBS)) $(if $(OUT),--out $(OUT))
+
+soak: $(INSTALLED)  ## thousands of steps, compilations and generations: memory and live tensors flat
+	PYTHONPATH=$(CURDIR) $(PY) -m fuzz soak
 
 figures: $(INSTALLED)  ## redraw every figure from the raw results
 	$(PY) benchmarks/plot.py

@@ -33,6 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
     if options.command == "worker":
         return _worker(options)
+    if options.command == "soak":
+        from .soak import COUNTS, soak
+
+        found = soak(COUNTS)
+        print("\n".join(found) or "nothing grew")
+        return int(bool(found))
     with ThreadPoolExecutor(options.jobs) as pool:
         tallies = list(pool.map(lambda part: _watch(part, options), options.part))
     print(table(tallies))
@@ -44,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
-    parser.add_argument("command", nargs="?", choices=("run", "worker"), default="run")
+    parser.add_argument("command", nargs="?", choices=("run", "soak", "worker"), default="run")
     parser.add_argument("--part", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=600, help="of CPU time, for each part")
     parser.add_argument("--seed", default="0")
