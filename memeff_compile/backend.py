@@ -1,4 +1,4 @@
-"""The backend: options, passes, inner compiler, and the wrapper that hands out deferred logits.
+"""The backend: options, passes, inner compiler, and what goes around the compiled graph.
 
     torch.compile(model, backend="memeff")
 
@@ -19,16 +19,13 @@ import torch
 from torch.fx import GraphModule
 
 from . import compat, report
-from .errors import MemeffError, OptionError
+from .errors import OptionError
 from .kernels.coded_weight import CODECS
 from .kernels.device import decided_by_measurement
-from .logits.attach import accept, attach
 from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
 from .passes import PASSES
-from .passes.graph.pipeline import enforce_strict, run
-from .verify.first_call import verified
-from .verify.op_by_op import keep
+from .wrappers import WRAPPERS, Trip
 
 log = logging.getLogger(__name__)
 
@@ -57,76 +54,13 @@ def memeff(
     """
     chosen = Options.parse(mode, options)
     _refuse_codec(chosen)
+    trip = Trip(gm, example_inputs, chosen)
     keep_transformers_losses_in_one_graph()
-    pieces = compat.inputs_from_other_graphs(gm)
-    _refuse_dropped(example_inputs, pieces)
-    original = None if chosen.verify == "off" else keep(gm, chosen)
-    # A checkpoint around the compiled function would count what our fake operations save.
-    with compat.unseen_by_saved_tensor_hooks():
-        outcome = run(gm, PASSES, chosen)
-    report.record_graph(outcome.report)
-    enforce_strict(chosen, outcome.report)
-    rewritten = keep(gm, chosen) if original is not None and outcome.changed else None
-    outputs = _drop_missing_outputs(gm) if outcome.changed else None
-    compiled = _inner(gm, example_inputs, chosen, outcome.inductor)
-    if outputs is not None:
-        compiled = _put_back(compiled, outputs)
-    if pieces:
-        compiled = accept(compiled, pieces)
-    reuses = chosen.inner == "inductor" and compat.inductor_uses_cudagraphs(
-        chosen.inductor_patches()
-    )
-    if outcome.deferred:
-        compiled = attach(
-            compiled, outcome.deferred, clone_hidden=reuses, use=outcome.report.logits
-        )
-    if original is None or rewritten is None:
-        return compiled
-    return verified(
-        compiled,
-        original=original,
-        rewritten=rewritten,
-        plan=outcome.deferred,
-        pieces=pieces,
-        options=chosen,
-        graph_report=outcome.report,
-        reuses_memory=reuses,
-    )
-
-
-def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
-    """Take outputs that are None out of the graph and return which ones stayed; None if all did.
-
-    AOTAutograd takes them, but not where DDP compiles a model in pieces.
-    """
-    output = compat.output_node(gm.graph)
-    values: Any = output.args[0]
-    present = [value is not None for value in values]
-    if all(present):
-        return None
-    output.args = (tuple(value for value in values if value is not None),)
-    gm.recompile()
-    return present
-
-
-def _put_back(compiled: Callable[..., Any], present: Sequence[bool]) -> Callable[..., Any]:
-    """Wrap a compiled callable so that it returns None again where outputs were taken out."""
-
-    def run(*args: object) -> tuple[Any, ...]:
-        results = iter(compiled(*args))
-        return tuple(next(results) if is_there else None for is_there in present)
-
-    return run
-
-
-def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> None:
-    if any(example_inputs[place] is None for place in pieces):
-        raise MemeffError(
-            "memeff.logits='none' dropped logits that a later part of the model reads: DDP "
-            "compiles the model in pieces, one per bucket of gradients, and the logits cross from "
-            "one to the next. Set memeff.logits to 'deferred' or 'eager', or "
-            "torch._dynamo.config.optimize_ddp = False."
-        )
+    trip.rewrite(PASSES)
+    compiled = _inner(trip)
+    for wrapper in WRAPPERS:
+        compiled = wrapper(compiled, trip)
+    return compiled
 
 
 def _refuse_codec(options: Options) -> None:
@@ -144,19 +78,17 @@ def _refuse_codec(options: Options) -> None:
 memeff.reset = report.clear  # type: ignore[attr-defined]
 
 
-def _inner(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options,
-    advised: Mapping[str, Any],
-) -> Callable[..., Any]:
+def _inner(trip: Trip) -> Callable[..., Any]:
+    """Hand the graph to the inner compiler."""
+    gm, options = trip.gm, trip.options
     if options.inner == "eager":
         forward: Callable[..., Any] = gm.forward
         return forward
     if options.inner == "aot_eager":
-        return compat.compile_with_aot_eager(gm, example_inputs)
-    patches = {**advised, **options.inductor_patches()}
-    return compat.compile_with_inductor(gm, example_inputs, patches, decided_by_measurement())
+        return compat.compile_with_aot_eager(gm, trip.example_inputs)
+    patches = {**trip.outcome.inductor, **options.inductor_patches()}
+    tag = decided_by_measurement()
+    return compat.compile_with_inductor(gm, trip.example_inputs, patches, tag)
 
 
 def keep_transformers_losses_in_one_graph() -> None:
@@ -274,7 +206,7 @@ def _parse(
 
 def reset() -> None:
     """Forget every compiled graph and every report; calls `torch._dynamo.reset()`."""
-    torch._dynamo.reset()
+    compat.forget_compiled()
     report.clear()
 
 

@@ -6,19 +6,102 @@ One file to mend per torch release: ``tests/test_compat.py`` probes every name h
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+__all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket", "pytree"]
+
 Compiled = Callable[..., Sequence[Any]]
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+BUILT_IN_FUNCTIONS: Any = torch._C._nn
+"""Where functions of torch.nn.functional that are written in C++ live under their own names."""
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass that has none."""
+
+
+def schema(op: Any) -> Any:
+    """Return the schema of an op: its name, arguments and returns."""
+    return op._schema
+
+
+def reduction_of(size_average: bool | None, reduce: bool | None) -> str:
+    """Return the reduction that the two old arguments of a loss stand for."""
+    from torch.nn import _reduction
+
+    return str(_reduction.legacy_get_string(size_average, reduce, emit_warning=False))
+
+
+def wrapper_subclass(kind: type[_Tensor], *args: Any, **kwargs: Any) -> _Tensor:
+    """Return a tensor of a subclass that has sizes and no memory of its own."""
+    made: Any = torch.Tensor._make_wrapper_subclass(kind, *args, **kwargs)
+    return cast("_Tensor", made)
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Call functions of torch on subclasses as on plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that every in-place write to a tensor's memory raises."""
+    return tensor._version
+
+
+def untraced(function: _Function) -> _Function:
+    """Keep Dynamo out of a function."""
+    return cast("_Function", torch._dynamo.disable(function))
+
+
+def forget_compiled() -> None:
+    """Forget every compiled graph, and tell the backends."""
+    torch._dynamo.reset()
+
+
+def forward_of(model: torch.nn.Module) -> Callable[..., Any]:
+    """Return the call of a module as it is, also of one that was compiled in place."""
+    forward: Callable[..., Any] = model._call_impl
+    return forward
+
+
+def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> bool:
+    """Return whether a hook already runs after a module's state dict is made."""
+    return hook in module._state_dict_hooks.values()
+
+
+def copy_graph(gm: GraphModule) -> Graph:
+    """Return a copy of ``gm``'s graph that can take its place again."""
+    copied = Graph()
+    copied.set_codegen(copy.deepcopy(gm.graph._codegen))
+    mapping: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        mapping[node] = copied.node_copy(node, lambda n: mapping[n])
+        if hasattr(node, "_dynamo_source"):  # AOTAutograd asks every placeholder for it
+            mapping[node]._dynamo_source = node._dynamo_source
+    return copied
+
+
+def python_dispatcher() -> contextlib.AbstractContextManager[None]:
+    """Let Python implementations of ops go before those in C++, as sizes that are symbols need."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return cast("contextlib.AbstractContextManager[None]", enable_python_dispatcher())
 
 
 def output_node(graph: Graph) -> Node:

@@ -18,17 +18,16 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from .errors import TuneError
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-Value: TypeAlias = str | int | float
 
 # GPUs on which the defaults themselves were measured, as torch names them.
 MEASURED_BY_US = ("NVIDIA H200",)
@@ -41,24 +40,12 @@ class Decision:
     Args:
         name: Name in the table: the op, then what is chosen.
         meaning: One line for the reader of the table.
-        choices: The names it may be, or () for a number.
-        kind: int or float, for a number.
-        low: Smallest number.
-        high: Largest number.
+        choices: The names it may be.
     """
 
     name: str
     meaning: str
-    choices: tuple[str, ...] = ()
-    kind: type[int] | type[float] = int
-    low: float = 0.0
-    high: float = 0.0
-
-    def accepts(self, value: object) -> bool:
-        """Say whether a stored value is one that the kernels can be given."""
-        if self.choices:
-            return value in self.choices
-        return type(value) is self.kind and self.low <= value <= self.high
+    choices: tuple[str, ...]
 
 
 DECISIONS = {
@@ -67,31 +54,12 @@ DECISIONS = {
         Decision(
             "linear_cross_entropy.engine",
             "which engine computes head and loss in 16 bits, where both run",
-            choices=("fused", "hybrid"),
+            ("fused", "hybrid"),
         ),
         Decision(
             "linear_cross_entropy.gradients",
             "in which pass the gradients of a loss that is one number are made",
-            choices=("backward", "forward"),
-        ),
-        Decision(
-            "linear_cross_entropy.fused.bytes_per_row",
-            "automatic workspace of engine F, per token",
-            low=1024,
-            high=65536,
-        ),
-        Decision(
-            "linear_cross_entropy.hybrid.bytes_per_row",
-            "automatic workspace of engine H, per token",
-            low=1024,
-            high=65536,
-        ),
-        Decision(
-            "linear_cross_entropy.dense_share",
-            "share of tiles that count from which a filtered gradient is computed densely",
-            kind=float,
-            low=0.0,
-            high=1.0,
+            ("backward", "forward"),
         ),
     )
 }
@@ -112,7 +80,7 @@ class Machine:
 class Timing:
     """Milliseconds of one setting on one workload."""
 
-    value: Value
+    value: str
     workload: str
     median: float
     p20: float
@@ -123,8 +91,8 @@ class Timing:
 class Found:
     """One decision: what was chosen and why, what was timed, and what was refused and why."""
 
-    value: Value
-    default: Value
+    value: str
+    default: str
     reason: str
     timings: tuple[Timing, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -188,7 +156,7 @@ def _entry(given: dict[str, Any]) -> Entry:
 def _found(name: str, given: dict[str, Any]) -> Found:
     decision = DECISIONS.get(name)
     # A name of another version is kept: its entry is of other kernels and is never used.
-    if decision is not None and not decision.accepts(given["value"]):
+    if decision is not None and given["value"] not in decision.choices:
         raise ValueError(f"{name} is {given['value']!r}")
     timings = tuple(Timing(**each) for each in given["timings"])
     return Found(given["value"], given["default"], given["reason"], timings, given["refused"])
@@ -260,7 +228,6 @@ def kernels_version() -> str:
 _lock = threading.Lock()
 _entries: dict[Machine, Entry | None] = {}
 _table: Table | None = None
-_forced: Mapping[str, Value] = {}
 
 
 def measured(machine: Machine) -> Entry | None:
@@ -290,7 +257,7 @@ def _look_up(machine: Machine) -> Entry | None:
     return entry
 
 
-def value(machine: Machine | None, name: str, default: Value) -> Value:
+def value(machine: Machine | None, name: str, default: str) -> str:
     """Return the setting for a decision: measured where there is a measurement, else the default.
 
     Args:
@@ -298,8 +265,6 @@ def value(machine: Machine | None, name: str, default: Value) -> Value:
         name: A key of `DECISIONS`.
         default: What decides without a measurement.
     """
-    if name in _forced:
-        return _forced[name]
     entry = None if machine is None else measured(machine)
     found = None if entry is None else entry.found.get(name)
     return default if found is None else found.value
@@ -318,7 +283,6 @@ def fingerprint(machines: Iterable[Machine]) -> str:
         for name, found in entry.found.items()
         if found.value != found.default
     ]
-    decided += [("", name, forced) for name, forced in _forced.items()]
     if not decided:
         return ""
     return hashlib.sha256(repr(sorted(set(decided), key=repr)).encode()).hexdigest()[:16]
@@ -332,20 +296,6 @@ def speed_note(machine: Machine) -> str:
     if machine.gpu in MEASURED_BY_US:
         return f"defaults measured on an {machine.gpu}"
     return "speed not measured on this GPU (python -m memeff_compile tune)"
-
-
-@contextlib.contextmanager
-def using(settings: Mapping[str, Value]) -> Iterator[None]:
-    """Decide as told, in every thread: for measuring one setting against another.
-
-    Nothing may be compiled meanwhile.
-    """
-    global _forced
-    before, _forced = _forced, {**_forced, **settings}
-    try:
-        yield
-    finally:
-        _forced = before
 
 
 def forget() -> None:
@@ -366,8 +316,8 @@ class Workload(Protocol):
     def name(self) -> str:
         """Say what it is, sizes included."""
 
-    def run(self) -> object:
-        """Run it once with the settings in force."""
+    def run(self, setting: str) -> object:
+        """Run it once with a setting."""
 
 
 @dataclass(frozen=True)
@@ -378,12 +328,12 @@ class Question:
         name: A key of `DECISIONS`.
         default: What decides without a measurement.
         options: The settings to compare, the default among them.
-        fault: Runs with one setting in force and returns what is wrong with its numbers, or "".
+        fault: Runs with a setting and returns what is wrong with its numbers, or "".
         workloads: Makes what is timed; called once, and its results are dropped afterwards.
     """
 
     name: str
-    default: Value
-    options: Sequence[Value]
-    fault: Callable[[], str]
+    default: str
+    options: Sequence[str]
+    fault: Callable[[str], str]
     workloads: Callable[[], Sequence[Workload]]

@@ -601,11 +601,6 @@ class Options:
         levels = {"block": self.linear_cross_entropy_eps, "mass": self.linear_cross_entropy_tau}
         return levels.get(self.linear_cross_entropy) or 0.0
 
-    @property
-    def attention_is_lossy(self) -> bool:
-        """Whether some attention may run in low bits."""
-        return self.attention not in ("exact", "off")
-
     def attention_levels(self, site: str) -> tuple[str, ...]:
         """Return the level of a site, or one for each of its calls; nothing where no table has it.
 

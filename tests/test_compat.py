@@ -5,10 +5,11 @@ A failure here after an update of torch says which function of `compat.py` to me
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -610,19 +611,92 @@ def test_every_function_of_compat_is_probed() -> None:
     assert public <= PROBED, public - PROBED
 
 
+PACKAGE = Path(compat.__file__).parent
+OWN_WORDS = {"_replace", "_fields", "_asdict"}  # of named tuples: public
+REGISTRIES = {
+    # nn.Module has no public way to put a tensor of a subclass, or nothing, where a parameter was,
+    # nor one that tells what is kept from what is computed.
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+}
+UNAVOIDABLE = {
+    ("kernels/linear_cross_entropy/op.py", "_check"),  # documented by torch, underscore and all
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names(trees: Iterable[ast.AST]) -> set[str]:
+    """Return every name that the package itself gives to something."""
+    found: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) in ("self", "cls"):
+                found.add(node.attr)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+    return found
+
+
+def private_names(tree: ast.AST, own: set[str]) -> set[str]:
+    """Return the private names of others in a file: what it imports, and attributes it reads."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+            found |= {name for name in names if is_private(name)}
+        elif isinstance(node, ast.Import):
+            for name in (alias.name for alias in node.names if alias.name.startswith("torch")):
+                found |= {part for part in name.split(".") if is_private(part)}
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = ast.unparse(node.value)
+            if node.attr in own and owner.split(".")[0] != "torch":
+                continue
+            is_op = owner.split(".")[-1].lstrip("_") == "aten"  # the name of an op is public
+            if not is_op and not re.fullmatch(r"self|cls", owner):
+                found.add(node.attr)
+    return found
+
+
 def test_private_names_of_torch_stand_in_compat_only() -> None:
-    """Passes and backend reach Dynamo and Inductor through compat; what they import is listed."""
-    allowed = {
-        "torch._ops",
-        "torch._dispatch.python",
-        "torch.fx.node",
+    """In the whole package, imports inside functions and attributes of torch's objects included."""
+    trees = {
+        str(path.relative_to(PACKAGE)): ast.parse(path.read_text())
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path != Path(compat.__file__)
     }
-    package = Path(compat.__file__).parent
-    found = set()
-    for file in [package / "backend.py", *sorted((package / "passes").rglob("*.py"))]:
-        text = file.read_text()
-        found |= set(re.findall(r"^\s*(?:from|import) (torch\._[\w.]+)", text, re.MULTILINE))
-    assert found <= allowed, found - allowed
+    own = own_names(trees.values())
+    seen = {
+        (file, name)
+        for file, tree in trees.items()
+        if not file.endswith("_kernels.py")  # device code, which is of Triton
+        for name in private_names(tree, own)
+    }
+    left = {(file, name) for file, name in seen if name not in OWN_WORDS | REGISTRIES}
+    assert left <= UNAVOIDABLE, left - UNAVOIDABLE
+    assert left >= UNAVOIDABLE, "no longer needed in the list"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("from torch._inductor import config", "_inductor"),
+        ("def f():\n    import torch._dynamo", "_dynamo"),
+        ("from torch.utils import _pytree", "_pytree"),
+        ("torch._C.something()", "_C"),
+        ("def f(x):\n    return x._version", "_version"),
+    ],
+)
+def test_a_private_name_is_seen(text: str, name: str) -> None:
+    assert private_names(ast.parse(text), set()) == {name}
 
 
 class _Memoryless(Tensor):
@@ -930,3 +1004,81 @@ def test_a_function_is_called_at_the_end_of_a_backward_and_only_there() -> None:
     x.register_post_accumulate_grad_hook(lambda p: seen.append("leaf"))
     middle.sum().backward()
     assert seen == ["leaf", "end"]
+
+
+@probes("copy_graph", "schema", "python_dispatcher", "untraced", "forget_compiled")
+def test_graphs_are_copied_and_functions_kept_out_of_them() -> None:
+    seen = []
+
+    @compat.untraced
+    def outside(x: Tensor) -> None:
+        seen.append(compat.is_fake(x))
+
+    def function(x: Tensor) -> Tensor:
+        x = x * 2
+        outside(x)
+        return x + 1
+
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[int, int]:
+        return len(gm.graph.nodes), len(compat.copy_graph(gm).nodes)
+
+    before, after = look(question)
+    assert before == after > 2
+    with compat.python_dispatcher():
+        assert compat.schema(torch.ops.aten.mm.default).name == "aten::mm"
+    torch.compile(function, backend="eager")(torch.ones(2))
+    assert seen == [False]
+    compat.forget_compiled()
+
+
+class Wrapped(Tensor):
+    __torch_function__ = compat.NO_TORCH_FUNCTION
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("it has no memory")
+
+
+@probes("wrapper_subclass", "without_torch_function", "version_of")
+def test_tensors_of_subclasses_have_sizes_and_versions() -> None:
+    made = compat.wrapper_subclass(Wrapped, (2, 3), dtype=torch.float64)
+    assert type(made) is Wrapped
+    assert (made.shape, made.dtype) == ((2, 3), torch.float64)
+    plain = torch.zeros(2)
+    before = compat.version_of(plain)
+    with compat.without_torch_function():
+        plain.add_(1)
+    assert compat.version_of(plain) == before + 1
+
+
+@probes("forward_of", "has_state_dict_hook")
+def test_modules_are_called_as_they_are_and_their_hooks_known() -> None:
+    module = nn.Linear(2, 2)
+    assert compat.forward_of(module)(torch.ones(1, 2)).shape == (1, 2)
+
+    def hook(*args: Any) -> None:
+        pass
+
+    assert not compat.has_state_dict_hook(module, hook)
+    module.register_state_dict_post_hook(hook)
+    assert compat.has_state_dict_hook(module, hook)
+
+
+def test_built_in_functions_have_their_names() -> None:
+    assert compat.BUILT_IN_FUNCTIONS.gelu.__name__ == "gelu"
+
+
+@probes("add_buffer", "remove_buffer")
+def test_a_graph_holds_a_tensor_of_ours_until_it_is_taken_back() -> None:
+    gm = torch.fx.symbolic_trace(Model())
+    held = torch.ones(2)
+    compat.add_buffer(gm, "ours", held)
+    assert gm.ours is held
+    compat.remove_buffer(gm, "ours")
+    assert not hasattr(gm, "ours")
+
+
+@probes("reduction_of")
+def test_old_arguments_of_a_loss_are_a_reduction() -> None:
+    given = [(None, None), (False, None), (None, False)]
+    assert [compat.reduction_of(*each) for each in given] == ["mean", "sum", "none"]

@@ -1,32 +1,21 @@
 """Measures decisions on this machine's GPU: right first, then timed in turns, then chosen.
 
-Every setting of a decision runs under `decisions.using`, through the op as a model would call it.
-One whose numbers are wrong, or that fails, is out. The rest take turns on every workload; a setting
-is as good as the geometric mean, over workloads, of its median time against the default's. The
-default stays unless another is at least 2 % better.
+A setting whose numbers are wrong, or that fails, is out. The rest take turns on every workload; a
+setting is as good as the geometric mean, over workloads, of its median time against the default's.
+The default stays unless another is at least 2 % better.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import Any, Protocol
 
-from ..decisions import (
-    DECISIONS,
-    Entry,
-    Found,
-    Machine,
-    Question,
-    Table,
-    Timing,
-    Value,
-    Workload,
-    using,
-)
+from ..decisions import DECISIONS, Entry, Found, Machine, Question, Table, Timing, Workload
 from ..errors import TuneError
 
 WORTH = 0.98
@@ -48,7 +37,7 @@ class Bench:
     """What `measure` needs: where it runs, what to ask, a clock, and seconds per decision."""
 
     machine: Machine
-    questions: Callable[[Mapping[str, Value]], Iterator[Question]]
+    questions: Sequence[Question]
     clock: Clock
     seconds: float = 4.0
 
@@ -65,60 +54,52 @@ def measure(bench: Bench, today: str, say: Callable[[str], object] = lambda line
         TuneError: no setting of a decision computes right numbers.
     """
     found: dict[str, Found] = {}
-    chosen: dict[str, Value] = {}
-    for question in bench.questions(chosen):
-        found[question.name] = _answer(question, chosen, bench.clock, bench.seconds)
-        chosen[question.name] = found[question.name].value
+    for question in bench.questions:
+        found[question.name] = _answer(question, bench.clock, bench.seconds)
         say("\n".join(_decision_lines(question.name, found[question.name])))
     return Entry(bench.machine, today, found)
 
 
-def _answer(question: Question, chosen: Mapping[str, Value], clock: Clock, seconds: float) -> Found:
-    refused: dict[Value, str] = {}
-    left = _without_faults(question, question.options, chosen, refused, question.fault)
+def _answer(question: Question, clock: Clock, seconds: float) -> Found:
+    refused: dict[str, str] = {}
+    left = _without_faults(question.options, refused, question.fault)
     workloads = question.workloads() if len(left) > 1 else ()
 
-    def warm_up() -> str:
+    def warm_up(option: str) -> str:
         for work in workloads:
-            clock.milliseconds(work.run)
+            clock.milliseconds(partial(work.run, option))
         return ""
 
-    left = _without_faults(question, left, chosen, refused, warm_up)
-    reasons = {str(option): fault for option, fault in refused.items()}
+    left = _without_faults(left, refused, warm_up)
     if not left:
-        faults = "; ".join(f"{option}: {fault}" for option, fault in reasons.items())
+        faults = "; ".join(f"{option}: {fault}" for option, fault in refused.items())
         raise TuneError(
             f"{question.name}: no setting works on this GPU ({faults}). Please report this; until "
             "then compile with options={'memeff.linear_cross_entropy': 'off'}."
         )
     if len(left) == 1:
-        return Found(left[0], question.default, "no other setting works", (), reasons)
-    samples = _take_turns(question.name, left, workloads, chosen, clock, seconds)
+        return Found(left[0], question.default, "no other setting works", (), refused)
+    samples = _take_turns(left, workloads, clock, seconds)
     value, reason = _choose(question.default, samples)
     timings = tuple(
         _timing(option, name, times)
         for option, by_name in samples.items()
         for name, times in by_name.items()
     )
-    return Found(value, question.default, reason, timings, reasons)
+    return Found(value, question.default, reason, timings, refused)
 
 
 def _without_faults(
-    question: Question,
-    options: Sequence[Value],
-    chosen: Mapping[str, Value],
-    refused: dict[Value, str],
-    trial: Callable[[], str],
-) -> list[Value]:
+    options: Sequence[str], refused: dict[str, str], trial: Callable[[str], str]
+) -> list[str]:
     """Return the options that a trial finds nothing wrong with; note the others in `refused`."""
     left = []
     for option in options:
-        with using({**chosen, question.name: option}):
-            try:
-                fault = trial()
-            except Exception as error:
-                # Whatever a compiler or a driver raises, this setting is not for this GPU.
-                fault = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        try:
+            fault = trial(option)
+        except Exception as error:
+            # Whatever a compiler or a driver raises, this setting is not for this GPU.
+            fault = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
         if fault:
             refused[option] = fault
         else:
@@ -127,30 +108,22 @@ def _without_faults(
 
 
 def _take_turns(
-    name: str,
-    options: Sequence[Value],
-    workloads: Sequence[Workload],
-    chosen: Mapping[str, Value],
-    clock: Clock,
-    seconds: float,
-) -> dict[Value, dict[str, list[float]]]:
+    options: Sequence[str], workloads: Sequence[Workload], clock: Clock, seconds: float
+) -> dict[str, dict[str, list[float]]]:
     """Time every option on every workload in turn, for about `seconds`."""
-    samples: dict[Value, dict[str, list[float]]] = {option: {} for option in options}
+    samples: dict[str, dict[str, list[float]]] = {option: {} for option in options}
     started = clock.now()
     for turn in range(MAX_ROUNDS):
         if turn >= MIN_ROUNDS and clock.now() - started > seconds:
             break
         for work in workloads:
             for option in options:
-                with using({**chosen, name: option}):
-                    took = clock.milliseconds(work.run)
+                took = clock.milliseconds(partial(work.run, option))
                 samples[option].setdefault(work.name, []).append(took)
     return samples
 
 
-def _choose(
-    default: Value, samples: Mapping[Value, Mapping[str, list[float]]]
-) -> tuple[Value, str]:
+def _choose(default: str, samples: Mapping[str, Mapping[str, list[float]]]) -> tuple[str, str]:
     """Return the setting to use, and why."""
     base = default if default in samples else next(iter(samples))
     ratios = {
@@ -179,7 +152,7 @@ def _quantile(times: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def _timing(option: Value, name: str, times: Sequence[float]) -> Timing:
+def _timing(option: str, name: str, times: Sequence[float]) -> Timing:
     return Timing(option, name, *(round(_quantile(times, share), 4) for share in (0.5, 0.2, 0.8)))
 
 
@@ -270,10 +243,12 @@ def find_gpu(*, quick: bool) -> Bench:
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and "
             f"triton {_triton_version()}; {needed}. CUDA_VISIBLE_DEVICES chooses another GPU."
         )
-
-    def asked(chosen: Mapping[str, Value]) -> Iterator[Question]:
-        return questions(device, chosen, quick=quick)
-
+    asked = list(questions(device, quick=quick))
+    if not asked:
+        raise TuneError(
+            f"On {torch.cuda.get_device_name(device)} one engine alone serves each op: there is "
+            "nothing to choose, and nothing was measured."
+        )
     return Bench(machine(device.index), asked, GpuClock(device), seconds=1.0 if quick else 4.0)
 
 

@@ -142,16 +142,9 @@ def machine_of(device: torch.device) -> decisions.Machine | None:
     return machine(_index(device))
 
 
-def tuned(device: torch.device, name: str, default: decisions.Value) -> decisions.Value:
+def tuned(device: torch.device, name: str, default: str) -> str:
     """Return the setting that was measured on this device for a decision, else the default."""
     return decisions.value(machine_of(device), name, default)
-
-
-def tuned_number(device: torch.device, name: str, default: float) -> float:
-    """Return a measured number, else the default."""
-    found = tuned(device, name, default)
-    assert not isinstance(found, str)
-    return found
 
 
 def speed_note(device: torch.device) -> str:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from memeff_compile import compat
 from memeff_compile.errors import StaleLogitsError
 from memeff_compile.kernels import linear_cross_entropy as op_folder
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings, Unfoldable, fold_steps
@@ -30,7 +31,7 @@ __all__ = ["Folded", "FusedRows", "Head", "fold_recipe"]
 
 _BACKWARD_TENSORS = [
     argument.name
-    for argument in op_folder.linear_cross_entropy_backward._schema.arguments
+    for argument in compat.schema(op_folder.linear_cross_entropy_backward).arguments
     if not argument.kwarg_only
 ]
 
@@ -263,7 +264,9 @@ class FusedRows:
     def _versions(self) -> tuple[int, ...]:
         head = self.head
         tensors = (head.weight, head.bias, *head.vectors)
-        return tuple(t._version for t in tensors if t is not None and not t.is_inference())
+        return tuple(
+            compat.version_of(t) for t in tensors if t is not None and not t.is_inference()
+        )
 
     def scaled(self, factor: float) -> FusedRows:
         """Return this gradient times a number."""

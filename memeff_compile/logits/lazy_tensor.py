@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ MEMORY_METHODS = (
 
 def untraced(function: _Function) -> _Function:
     """Keep Dynamo out of a function that works on the real tensors."""
-    return cast("_Function", torch._dynamo.disable(function))
+    return compat.untraced(function)
 
 
 # Tensors have a metaclass of their own, so abc cannot refuse a subclass that leaves one out.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memeff_compile import compat
 from memeff_compile.errors import MemeffError
 from memeff_compile.logits.recipe import LogitsRecipe
 from memeff_compile.logits.source import LogitsSource
@@ -203,5 +204,7 @@ def _row_count(view: DeferredLogits) -> int:
 
 def _version(view: DeferredLogits) -> int | None:
     """Number of writes to `view` and its aliases, where PyTorch keeps count."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return None if view._taken_from is not None or view.is_inference() else view._version
+    with compat.without_torch_function():
+        return (
+            None if view._taken_from is not None or view.is_inference() else compat.version_of(view)
+        )

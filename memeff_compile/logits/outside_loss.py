@@ -380,7 +380,7 @@ def _class_last(input: Any, target: Any) -> DeferredLogits:
     rank = len(view.dims)
     if view.order is not None:
         _need(view.order == (0, rank - 1, *range(1, rank - 1)), "the classes are elsewhere")
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.without_torch_function():
             view = cast("DeferredLogits", view.permute(0, *range(2, rank), 1))
     else:
         _need(rank <= 2, "the loss reads its classes from dimension 1 and the head's are last")

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from memeff_compile import compat
+from memeff_compile.compat import pytree
 from memeff_compile.logits.fused_rows import FusedRows
 from memeff_compile.logits.lazy_tensor import LazyTensor, untraced
 
@@ -167,7 +167,7 @@ class RowGradient(LazyTensor):
         return _dispatch(func, args, kwargs or {})
 
     # Gradients meet no function that has to act above autograd.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = compat.NO_TORCH_FUNCTION
 
 
 @untraced

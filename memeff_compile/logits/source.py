@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memeff_compile import compat
 from memeff_compile.errors import StaleLogitsError
@@ -183,12 +182,12 @@ class LogitsSource:
 
 def _stamp(tensor: Tensor) -> tuple[int | None, int]:
     """What shows a change without a look at the values; inference tensors count no versions."""
-    return (None if tensor.is_inference() else tensor._version), tensor.data_ptr()
+    return (None if tensor.is_inference() else compat.version_of(tensor)), tensor.data_ptr()
 
 
 def _shard_stamp(shard: Tensor) -> tuple[Any, ...]:
     """What shows a change of a distributed tensor: it and its local part count writes apart."""
-    return shard._version, *_stamp(compat.local_part(shard))
+    return compat.version_of(shard), *_stamp(compat.local_part(shard))
 
 
 def _sample(weight: Tensor) -> Tensor:
@@ -201,7 +200,7 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 def _differ(left: Tensor, right: Tensor) -> bool:
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), compat.outside_dispatch_modes():
         return bool(_differences(left, right).any())
 
 

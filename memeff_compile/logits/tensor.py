@@ -33,9 +33,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
-from torch.utils import _pytree as pytree
 
 from memeff_compile import compat
+from memeff_compile.compat import pytree
 from memeff_compile.errors import MemeffError, UnsupportedInputError
 from memeff_compile.logits.fused_rows import Head
 from memeff_compile.logits.lazy_tensor import MEMORY_METHODS, LazyTensor, untraced
@@ -111,7 +111,7 @@ class DeferredLogits(LazyTensor):
 
     def as_plain(self) -> Tensor:
         """Return an ordinary tensor that is a view of this one for autograd."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.without_torch_function():
             return self.expand(self.dims)
 
     @property
@@ -211,7 +211,7 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    with reading_for(func._schema.name.split("::")[-1]):
+    with reading_for(compat.schema(func).name.split("::")[-1]):
         return _compute(func, args, kwargs)
 
 
@@ -225,10 +225,12 @@ def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one ATen operation on the computed values."""
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], DeferredLogits):
-        name = func._schema.name.split("::")[-1]
+        name = compat.schema(func).name.split("::")[-1]
         raise UnsupportedInputError(_OTHER_MEMORY.format(name))
     written = {id(view): view for view in _written(func, args, kwargs)}
-    is_view = any(out.alias_info and not out.alias_info.is_write for out in func._schema.returns)
+    is_view = any(
+        out.alias_info and not out.alias_info.is_write for out in compat.schema(func).returns
+    )
     wrappers: dict[int, DeferredLogits] = {}
 
     def plain(view: DeferredLogits) -> Tensor:
@@ -249,7 +251,7 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     result = func(*plain_args, **plain_kwargs)
     if not written:
         return result
-    if func._schema.name.startswith("aten::_foreach"):
+    if compat.schema(func).name.startswith("aten::_foreach"):
         # These count writes on the tensors they are given, which are the plain ones.
         for view in written.values():
             if not view.is_inference():
@@ -259,11 +261,11 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DeferredLogits]:
     """The deferred logits among the arguments that an operation writes to."""
-    name = func._schema.name
-    if not func._schema.is_mutable and (name.startswith("aten::") or not name.endswith("_")):
+    name = compat.schema(func).name
+    if not compat.schema(func).is_mutable and (name.startswith("aten::") or not name.endswith("_")):
         return []
     found: list[Any] = []
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(compat.schema(func).arguments):
         # Collectives write to lists of tensors without saying so in their schema.
         if name.startswith("aten::") and not (argument.alias_info and argument.alias_info.is_write):
             continue
@@ -420,7 +422,7 @@ def _shaped_like(
 ) -> Any:
     """New tensors that take nothing but shape, dtype and device."""
     stand_in = torch.empty((), dtype=view.memory.recipe.dtype, device=view.device)
-    if func._schema.name.endswith("_like"):
+    if compat.schema(func).name.endswith("_like"):
         stand_in = stand_in.expand(view.dims)
         if kwargs.get("memory_format") in (None, torch.preserve_format):
             kwargs = {**kwargs, "memory_format": torch.contiguous_format}
@@ -512,7 +514,7 @@ def _function(
             DeferredLogits, DeferredLogits.as_plain, (tuple(args), dict(kwargs))
         )
         return func(*args, **kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.without_torch_function():
         special = _ABOVE_AUTOGRAD.get(func)
         if special is not None:
             return special(func, *args, **kwargs)

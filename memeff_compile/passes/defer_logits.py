@@ -23,59 +23,27 @@ than a layer inside a model may be, and where Dynamo cut the function behind the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch.fx import Node
 
 from .. import compat
-from ..kernels import linear_cross_entropy as op_folder
-from ..logits.recipe import DeferredOutput, LogitsRecipe, LossSettings
-from .graph.base import Decline, Done, GraphPass, Note
+from .graph.base import Decline, Done, GraphPass
 from .graph.editor import Editor
-from .graph.graph_info import GraphInfo, node_name
-from .losses.head import SMALLEST_VOCABULARY, Chain, HeadReader, fold, replay_rows
-
-NAME = "defer_logits"
-
-STALE_SENTENCE = (
-    "out.logits is computed when first read; reading it after the weights changed raises "
-    "StaleLogitsError; options={'memeff.logits': 'eager'} restores eager logits"
+from .graph.graph_info import GraphInfo
+from .losses.outputs import (
+    NAME,
+    Returned,
+    check_returned,
+    is_unused,
+    returned_logits,
+    rewrite,
+    stale_sentence,
 )
 
 OUTSIDE_SENTENCE = (
     "This graph has no loss: one that is computed from out.logits outside (cross_entropy, "
     "log_softmax with gather or nll_loss) uses the fused op and does not read them"
 )
-
-# A head is told from a wide layer inside a model by its width against that of its input.
-_HEAD_WIDTH = 4
-
-GATHERED_SENTENCE = (
-    "out.logits is computed when first read; FSDP frees the gathered head in the "
-    "backward pass, and "
-    "a first read after loss.backward() raises StaleLogitsError; "
-    "options={'memeff.logits': 'eager'} "
-    "restores eager logits"
-)
-
-
-@dataclass(frozen=True)
-class LogitsOutput:
-    """A logits tensor among the graph's outputs: which ones, and how it comes from the head."""
-
-    node: Node
-    chain: Chain
-    detached: bool
-
-
-@dataclass
-class Returned:
-    """A head whose logits a training graph returns."""
-
-    head: Node
-    outputs: list[LogitsOutput]
 
 
 class DeferLogits(GraphPass):
@@ -85,7 +53,7 @@ class DeferLogits(GraphPass):
 
     def find(self, info: GraphInfo) -> Iterable[Returned]:
         """Yield one match per head whose logits are only returned."""
-        return [match for match in returned_logits(info) if _is_unused(info, match)]
+        return [match for match in returned_logits(info) if is_unused(info, match)]
 
     def check(self, info: GraphInfo, match: Returned) -> Decline | None:
         """Return why these logits must be left alone, or None."""
@@ -100,247 +68,10 @@ class DeferLogits(GraphPass):
         for step in (s for o in match.outputs for s in o.chain.steps):
             compat.hold_constant(step.symbol)
         plan, _ = rewrite(info, match.outputs, editor)
-        sentence = f"{_stale_sentence(match.outputs[0])}. {OUTSIDE_SENTENCE}"
+        sentence = f"{stale_sentence(match.outputs[0])}. {OUTSIDE_SENTENCE}"
         return Done(match.head, sentence, [], plan, "deferred", "logits_deferred")
 
     def dead(self, match: Returned) -> Sequence[Node]:
         """Return the nodes the rewrite leaves without users."""
         steps = (step.node for output in match.outputs for step in output.chain.steps)
         return [match.head, *dict.fromkeys(steps)]
-
-
-def returned_logits(info: GraphInfo) -> list[Returned]:
-    """Return the heads of a training graph whose logits are among its outputs."""
-    if not info.needs_grad or info.parent is not None:
-        return []
-    reader = HeadReader(info, tracing=False)
-    found: dict[Node, list[LogitsOutput]] = {}
-    for node in info.output.all_input_nodes:
-        chain = reader.chain(node)
-        value = info.tensor(node)
-        if isinstance(chain, Decline) or value is None or not value.requires_grad:
-            continue
-        if _is_wide(info, chain):
-            found.setdefault(chain.head.node, []).append(LogitsOutput(node, chain, chain.detached))
-    return [Returned(head, outputs) for head, outputs in found.items()]
-
-
-def _is_wide(info: GraphInfo, chain: Chain) -> bool:
-    """Say whether a linear layer is a head by its shape."""
-    head = chain.head
-    weight, hidden = info.tensor(head.weight), info.tensor(head.hidden)
-    if weight is None or hidden is None or head.weight.op != "placeholder":
-        return False
-    vocabulary = compat.size_hint(weight.shape[1 if head.transposed else 0])
-    width = _HEAD_WIDTH * compat.size_hint(hidden.shape[-1])
-    return vocabulary >= SMALLEST_VOCABULARY and vocabulary > width
-
-
-def is_deferrable(info: GraphInfo, match: Returned) -> bool:
-    """Say whether the pass will take these logits."""
-    is_on = DeferLogits().enabled(info)
-    return is_on and _is_unused(info, match) and check_returned(info, match) is None
-
-
-def _is_unused(info: GraphInfo, match: Returned) -> bool:
-    """Say whether nothing but the way to the outputs uses the logits."""
-    way = {match.head, *(step.node for output in match.outputs for step in output.chain.steps)}
-    return all(user in way or user is info.output for node in way for user in node.users)
-
-
-def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
-    """Return why logits that are only returned cannot be deferred, or None."""
-    if compat.feeds_resumed_code(info.gm):
-        return _no_loss(match, "the function goes on behind this graph, which Dynamo had to cut")
-    chains = [output.chain for output in match.outputs]
-    nodes = [match.head, *(step.node for chain in chains for step in chain.steps)]
-    regions = [info.regions[node] for node in nodes]
-    if any(not region.grad or region.inference for region in regions):
-        return _no_loss(match, "they are made where gradients or inference mode are switched")
-    head = chains[0].head
-    reason = _why_not_fused(info, chains)
-    if reason:
-        return _no_loss(match, reason)
-    operands = [head.hidden, head.weight, *nodes, *(n for chain in chains for n in chain.operands)]
-    writer = info.written_between(
-        operands if head.bias is None else [*operands, head.bias], match.head, info.output
-    )
-    if writer is not None:
-        return _no_loss(match, f"`{node_name(writer)}` writes in place to what they come from")
-    return check(info, match.outputs)
-
-
-def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
-    """Say why the op could not serve a loss of these logits, or return nothing."""
-    head = chains[0].head
-    hidden, weight = info.tensor(head.hidden), info.tensor(head.weight)
-    assert hidden is not None
-    assert weight is not None
-    vectors = [s.value for chain in chains for s in chain.steps if s.kind == "bias"]
-    for node in (head.hidden, head.weight, head.bias, *vectors):
-        value = None if node is None else compat.example_value(node)
-        if value is not None and not compat.is_fake(value):
-            return f"{node.name} is a {type(value).__name__}"
-    if any(compat.known_size(size) is None for size in (hidden.shape[-1], *weight.shape)):
-        return "the hidden or vocabulary size is dynamic"
-    for chain in chains:
-        folded = fold(chain.steps)
-        if isinstance(folded, Decline):
-            return folded.sentence
-    rows = hidden.select(-1, 0)
-    sentence = op_folder.supports(
-        hidden,
-        weight.t() if head.transposed else weight,
-        None if head.bias is None else info.tensor(head.bias),
-        rows.new_empty(rows.shape, dtype=torch.int64),
-        dtype=head.compute_dtype,
-        workspace=info.options.linear_cross_entropy_workspace,
-    )
-    return sentence or ""
-
-
-def _no_loss(match: Returned, reason: str) -> Decline:
-    return Decline(
-        "logits_not_deferrable",
-        f"the logits are an output of the compiled graph and cannot be deferred: {reason}",
-        "compute the loss inside the compiled function (pass labels=)",
-        match.head,
-    )
-
-
-def check(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> Decline | None:
-    """Return why these outputs cannot be deferred (or dropped), or None."""
-    if not outputs:
-        return None
-    node = outputs[0].node
-    path = info.module_path(outputs[0].chain.head.node)
-    mode = "eager" if info.options.skips(NAME, path) else info.options.logits
-    if info.parent is not None:
-        return Decline(
-            "logits_leave_checkpoint",
-            "the logits leave an activation checkpoint",
-            "return only the loss from the checkpointed function",
-            node,
-        )
-    if mode == "none":
-        return None
-    if mode == "eager":
-        return Decline(
-            "logits_kept",
-            "the logits are an output of the compiled graph and memeff.logits is 'eager' "
-            "(or memeff.skip names them), so they are computed and kept; a fused loss would "
-            "compute them a second time",
-            "return only the loss from the compiled function, or set memeff.logits to "
-            "'deferred' or 'none'",
-            node,
-        )
-    reason = _why_not_deferrable(info, outputs)
-    if not reason:
-        return None
-    return Decline(
-        "logits_not_deferrable",
-        f"the logits are an output of the compiled graph and cannot be deferred: {reason}",
-        "set options={'memeff.logits': 'none'} if nobody reads out.logits, or return only the loss "
-        "from the compiled function",
-        node,
-    )
-
-
-def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str:
-    if compat.is_exporting():
-        return "torch.export needs plain tensors as outputs"
-    for output in outputs:
-        head = output.chain.head
-        weights = [
-            head.weight,
-            head.bias,
-            *(s.value for s in output.chain.steps if s.kind == "bias"),
-        ]
-        for weight in weights:
-            if weight is None:
-                continue
-            if weight.op != "placeholder":
-                return f"{weight.name} is computed inside the graph"
-            if compat.fsdp_frees_after_forward(compat.example_input(weight)):
-                return "FSDP frees the gathered head weight after the forward pass"
-        if output.chain.moved:
-            return "they are returned with the vocabulary dimension moved"
-    return ""
-
-
-def rewrite(
-    info: GraphInfo, outputs: Sequence[LogitsOutput], editor: Editor
-) -> tuple[list[DeferredOutput], list[Note]]:
-    """Replace the outputs by hidden states (or None); return the plan and the notes."""
-    if not outputs:
-        return [], []
-    by_node = {o.node: o for o in outputs}
-    values: Any = info.output.args[0]
-    slots = list(values)
-    plan: list[DeferredOutput] = []
-    notes: list[Note] = []
-    for index, slot in enumerate(slots):
-        output = by_node.get(slot) if isinstance(slot, Node) else None
-        if output is None:
-            continue
-        if info.options.logits == "none":
-            slots[index] = None
-            notes.append(("dropped", "logits_none", "out.logits is None, as memeff.logits asks"))
-            continue
-        chain = output.chain
-        hidden_value = info.tensor(chain.head.hidden)
-        assert hidden_value is not None
-        with editor.at(info.output, like=output.node):
-            hidden = replay_rows(
-                editor, chain.head.hidden, chain.row_steps, _static_size(hidden_value)
-            )
-        slots[index] = hidden
-        plan.append(_planned(info, index, output))
-        notes.append(("deferred", "logits_deferred", _stale_sentence(output)))
-    editor.set_output((type(values)(slots),))
-    return plan, notes
-
-
-def _stale_sentence(output: LogitsOutput) -> str:
-    weight = compat.example_input(output.chain.head.weight)
-    is_gathered = weight is not None and compat.fsdp_shard(weight) is not None
-    return GATHERED_SENTENCE if is_gathered else STALE_SENTENCE
-
-
-def _loss_settings(info: GraphInfo) -> LossSettings | None:
-    options = info.options
-    if options.linear_cross_entropy == "off":
-        return None
-    return LossSettings(options.linear_cross_entropy_workspace)
-
-
-def _static_size(hidden: torch.Tensor) -> int:
-    size = compat.known_size(hidden.shape[-1])
-    assert size is not None, "the check admits only a static hidden size"
-    return size
-
-
-def _planned(info: GraphInfo, index: int, output: LogitsOutput) -> DeferredOutput:
-    positions = {placeholder: i for i, placeholder in enumerate(info.placeholders)}
-    head = output.chain.head
-    steps: list[tuple[str, object]] = []
-    vectors: list[int] = []
-    dtype = head.compute_dtype
-    for step in output.chain.point_steps:
-        value = info.tensor(step.node)
-        assert value is not None
-        if step.kind == "bias":  # a wider vector widens the logits
-            vectors.append(positions[step.value])
-            steps.append(("bias", None if value.dtype == dtype else value.dtype))
-        else:
-            steps.append((step.kind, step.value))
-        dtype = value.dtype
-    return DeferredOutput(
-        output=index,
-        weight=positions[head.weight],
-        bias=None if head.bias is None else positions[head.bias],
-        vectors=tuple(vectors),
-        recipe=LogitsRecipe(head.compute_dtype, head.transposed, tuple(steps)),
-        detached=output.detached,
-        loss=_loss_settings(info),
-    )

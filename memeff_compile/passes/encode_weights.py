@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 
 import sympy
 import torch
-from torch._ops import HigherOrderOperator
 from torch.fx import Node
 
 from .. import compat
+from ..compat import HigherOrderOperator
 from ..kernels import coded_weight as op_folder
 from ..report import format_bytes
 from .graph.base import Decline, Done, GraphPass

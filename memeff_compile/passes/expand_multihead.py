@@ -18,7 +18,7 @@ import inspect
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,11 +29,12 @@ from .. import compat
 from ..kernels.device import where_it_runs
 from .attention.mask_algebra import negated
 from .attention.mask_forms import Form, form_of
+from .attention.mask_reader import reader_of
+from .attention.torch_kernels import chooses_kernels
 from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor, EditRefused
-from .graph.graph_info import GraphInfo, node_name
-from .recover_attention import chooses_kernels, reader_of
+from .graph.graph_info import GraphInfo, kind_among, node_name
 
 _LARGEST_HEAD = 256
 
@@ -102,8 +103,7 @@ class ExpandMultihead(GraphPass):
             or _biased(info, match)
             or _no_fused_kernel(info, match)
         )
-        # Blocks are alike: equal answers are one record, with their count.
-        return None if found is None else replace(found, node=match.node, sites=1)
+        return None if found is None else found.counted(match.node)
 
     def places(self, match: Multihead) -> Sequence[Node]:
         """Return the call."""
@@ -213,28 +213,23 @@ def _gains(info: GraphInfo, match: Multihead) -> list[str]:
 
 
 def _rank(info: GraphInfo, node: Node) -> int:
-    tensor = info.tensor(node)
-    assert tensor is not None
+    tensor = info.value(node)
     return tensor.dim()
 
 
 def _is_cuda(info: GraphInfo, match: Multihead) -> bool:
-    tensor = info.tensor(match.output)
-    assert tensor is not None
+    tensor = info.value(match.output)
     return where_it_runs(tensor.device).type == "cuda"
 
 
 def _lengths(info: GraphInfo, match: Multihead) -> tuple[Any, Any]:
     """Return the numbers of queries and keys: the first axis, batched or not."""
-    query, key = info.tensor(match.given["query"]), info.tensor(match.given["key"])
-    assert query is not None
-    assert key is not None
+    query, key = info.value(match.given["query"]), info.value(match.given["key"])
     return query.shape[0], key.shape[0]
 
 
 def _scores(info: GraphInfo, match: Multihead) -> str:
-    query = info.tensor(match.given["query"])
-    assert query is not None
+    query = info.value(match.given["query"])
     batch = query.shape[1] if query.dim() == 3 else 1
     sizes = (batch, match.given["num_heads"], *_lengths(info, match))
     return " x ".join(str(compat.size_hint(size)) for size in sizes)
@@ -269,15 +264,13 @@ def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
 
 
 def _subclass(match: Multihead) -> Decline | None:
-    for node in match.node.all_input_nodes:
-        value = compat.example_value(node)
-        if isinstance(value, torch.Tensor) and not compat.is_fake(value):
-            kind = type(value).__name__
-            return Decline(
-                f"subclass_operand({kind})",
-                f"an operand of the attention is a {kind}, which this pass does not look into",
-            )
-    return None
+    kind = kind_among(match.node.all_input_nodes)
+    if not kind:
+        return None
+    return Decline(
+        f"subclass_operand({kind})",
+        f"an operand of the attention is a {kind}, which this pass does not look into",
+    )
 
 
 def _unusual(match: Multihead) -> Decline | None:
@@ -359,8 +352,7 @@ def _biased(info: GraphInfo, match: Multihead) -> Decline | None:
 
 def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
     """Ask whether the call in the place of scores and weights would be one kernel."""
-    output = info.tensor(match.output)
-    assert output is not None
+    output = info.value(match.output)
     device = where_it_runs(output.device).type
     size = match.given["embed_dim_to_check"] // match.given["num_heads"]
     reason = ""
@@ -386,11 +378,9 @@ class _Expansion:
     def __init__(self, info: GraphInfo, editor: Editor, match: Multihead) -> None:
         self.info, self.call, self.match = info, editor.call, match
         self.item = editor.item
-        output = info.tensor(match.output)
-        assert output is not None
+        output = info.value(match.output)
         self.output = output
-        query = info.tensor(match.given["query"])
-        assert query is not None
+        query = info.value(match.given["query"])
         self.is_batched = query.dim() == 3
         self.heads: int = match.given["num_heads"]
         self.width: int = match.given["embed_dim_to_check"]

@@ -134,8 +134,7 @@ class FuseEmbeddingGradient(GraphPass):
 
     def gain(self, info: GraphInfo, match: Table) -> Gain:
         """Return the formula for the table-sized buffers, before and after."""
-        weight = info.tensor(match.weight)
-        assert weight is not None
+        weight = info.value(match.weight)
         n, d, v, b = sympy.symbols("N D V B", integer=True, positive=True)
         compiled = info.options.inner == "inductor"
         before = op_folder.bytes_before(v, d, dtype=weight.dtype, compiled=compiled)
@@ -291,14 +290,12 @@ def _is_large(info: GraphInfo, weight: Node) -> bool:
 
 
 def _tokens(info: GraphInfo, call: Call) -> int:
-    ids = info.tensor(call.args["indices"])
-    assert ids is not None
+    ids = info.value(call.args["indices"])
     return max(math.prod(compat.size_hint(size) for size in ids.shape), 1)
 
 
 def _sentence(info: GraphInfo, match: Table) -> str:
-    weight = info.tensor(match.weight)
-    assert weight is not None
+    weight = info.value(match.weight)
     name = op_folder.engine_for(weight.device, weight.dtype)
     engine = f"engine {name}: {op_folder.ENGINES[name]}"
     if match.heads:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import sympy
 from torch.fx import Node
@@ -26,7 +26,7 @@ from ..report import format_bytes
 from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import Call, aten, read_one
 from .graph.editor import Editor
-from .graph.graph_info import GraphInfo, node_name
+from .graph.graph_info import GraphInfo, kind_among, node_name
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ class FuseGatedLinear(GraphPass):
             or _unsupported(info, match)
             or _mutated(info, match)
         )
-        # Blocks are alike: equal answers are one record, with their count.
-        return None if found is None else replace(found, node=match.linear, sites=1)
+        return None if found is None else found.counted(match.linear)
 
     def places(self, match: Gated) -> Sequence[Node]:
         """Return the linear and what it is made from."""
@@ -200,16 +199,14 @@ def _reused(match: Gated) -> Decline | None:
 
 
 def _subclass(match: Gated) -> Decline | None:
-    for node in (match.weight, match.bias, match.gate, match.up):
-        value = None if node is None else compat.example_value(node)
-        if value is not None and not compat.is_fake(value):
-            kind = type(value).__name__
-            return Decline(
-                f"subclass_weight({kind})",
-                f"an operand of the linear is a {kind}, which this op does not take",
-                "gather or dequantise the weight",
-            )
-    return None
+    kind = kind_among((match.weight, match.bias, match.gate, match.up))
+    if not kind:
+        return None
+    return Decline(
+        f"subclass_weight({kind})",
+        f"an operand of the linear is a {kind}, which this op does not take",
+        "gather or dequantise the weight",
+    )
 
 
 def _unsupported(info: GraphInfo, match: Gated) -> Decline | None:
@@ -245,17 +242,14 @@ def _cast(info: GraphInfo, editor: Editor, node: Node | None, like: Node) -> Nod
     """Cast a weight or bias as autocast would have for the linear."""
     if node is None:
         return None
-    value, wanted = info.tensor(node), info.tensor(like)
-    assert value is not None
-    assert wanted is not None
+    value, wanted = info.value(node), info.value(like)
     if value.dtype == wanted.dtype:
         return node
     return editor.call(aten.to.dtype, node, wanted.dtype)
 
 
 def _sentence(info: GraphInfo, match: Gated) -> str:
-    gate = info.tensor(match.gate)
-    assert gate is not None
+    gate = info.value(match.gate)
     n, i = sympy.symbols("N I", integer=True, positive=True)
     sizes = {
         n: math.prod(compat.size_hint(size) for size in gate.shape[:-1]),

@@ -35,12 +35,11 @@ from .. import compat
 from ..kernels import linear_cross_entropy as op_folder
 from ..kernels.device import speed_note, where_it_runs
 from ..options import Options
-from . import defer_logits
-from .defer_logits import LogitsOutput
 from .graph.base import Decline, Done, Gain, GraphPass
 from .graph.canonical import is_several
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, written_by
+from .losses import outputs
 from .losses.checks import check_operands, check_regions, check_tails, check_writes, mutated
 from .losses.emit import emit_group, groups_of, is_total
 from .losses.head import Chain, HeadReader
@@ -99,7 +98,7 @@ class FuseLinearCrossEntropy(GraphPass):
                     continue
                 if user is output and isinstance(chain, Chain):
                     detached = any(s.kind == "detach" for s in chain.steps)
-                    site.outputs.append(LogitsOutput(node, chain, detached))
+                    site.outputs.append(outputs.LogitsOutput(node, chain, detached))
                     continue
                 if user in throughs:
                     seen.add(user)
@@ -137,14 +136,12 @@ class FuseLinearCrossEntropy(GraphPass):
             refusal = judge(info, match)
             if refusal is not None:
                 return refusal
-        return defer_logits.check(info, match.outputs)
+        return outputs.check(info, match.outputs)
 
     def gain(self, info: GraphInfo, match: Site) -> Gain:
         """Return the formula for the logits' bytes, before and after."""
         head = match.head
-        hidden, weight = info.tensor(head.hidden), info.tensor(head.weight)
-        assert hidden is not None
-        assert weight is not None
+        hidden, weight = info.value(head.hidden), info.value(head.weight)
         n, d, v = sympy.symbols("N D V", integer=True, positive=True)
         training = info.region.grad and (hidden.requires_grad or weight.requires_grad)
         upcast = any(s.kind == "to" for t in match.tails for s in t.chain.steps)
@@ -221,7 +218,7 @@ class FuseLinearCrossEntropy(GraphPass):
         for group in groups:
             match.covered.extend(emit_group(info, editor, group))
             spellings.extend(t.name for t in group)
-        deferred, notes = defer_logits.rewrite(info, match.outputs, editor)
+        deferred, notes = outputs.rewrite(info, match.outputs, editor)
         engine = _engine(info.tensor(match.head.hidden), match, info.options)
         # Each call multiplies with the whole head: other rows, targets or modifiers cost time.
         times = f", {len(groups)} calls" if len(groups) > 1 else ""

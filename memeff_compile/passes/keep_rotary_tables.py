@@ -70,8 +70,7 @@ class KeepRotaryTables(GraphPass):
         readers = 0
         for table in match.nodes:
             users = _readers(table)
-            value = info.tensor(table)
-            assert value is not None
+            value = info.value(table)
             with editor.at(table.next, like=table):
                 sizes = [editor.size(size) for size in value.shape]
                 strides = [editor.size(stride) for stride in value.stride()]

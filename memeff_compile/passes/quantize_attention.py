@@ -26,11 +26,11 @@ from .. import compat
 from ..kernels import attention as exact_folder
 from ..kernels import quantized_attention as op_folder
 from ..kernels.device import kernels_need, was_measured, where_it_runs
+from .attention.torch_kernels import chooses_kernels, laid_out_as
 from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name
-from .recover_attention import _laid_out_as, chooses_kernels
 
 SHORTEST = 8192
 """Queries and keys from which on the low-bit form was faster than PyTorch's on an H200, for every
@@ -163,7 +163,7 @@ class QuantizeAttention(GraphPass):
         for site in match.sites:
             with editor.at(site.node):
                 editor.replace(
-                    site.node, _laid_out_as(editor, site.node, _insert(info, editor, site))
+                    site.node, laid_out_as(editor, site.node, _insert(info, editor, site))
                 )
         return Done(match.sites[0].node, match.sentence, sites=len(match.sites))
 

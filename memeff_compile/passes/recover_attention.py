@@ -9,7 +9,7 @@ The mask's part of the graph is read as a formula over batch, query and key inde
 mask_algebra, mask_forms), not matched node by node, and a call is changed only where the formula is
 proved to be what the call says instead, for all sizes the graph is compiled for. What PyTorch's
 call cannot say (padding, packed sequences, windows, softcaps) memeff::attention can, where it has a
-kernel (masked_attention). Everything else is named in the report and left alone.
+kernel (told_to_op). Everything else is named in the report and left alone.
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from .. import compat
-from ..kernels.device import gpu, was_measured, where_it_runs
+from ..compat import OpOverload
+from ..kernels.device import was_measured
 from .attention.mask_algebra import negated
 from .attention.mask_forms import Form, form_of
-from .attention.mask_reader import Mask, MaskReader
+from .attention.mask_reader import Mask, reader_of
+from .attention.repeated_heads import REPEATS, without_repeat
 from .attention.sites import Site, find_sites
 from .attention.told_to_op import Said, said_for, sentence, why_not_here, write
+from .attention.torch_kernels import (
+    chooses_kernels,
+    laid_out_as,
+    why_not_fused,
+    why_not_grouped,
+)
 from .graph.base import Decline, Done, GraphPass
-from .graph.canonical import Call, aten, read
-from .graph.editor import Editor, EditRefused
+from .graph.canonical import aten, read, read_one
+from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, written_by
-
-_LARGEST_HEAD = 256
-_READER = "mask_reader"
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class RecoverAttention(GraphPass):
                 compat.hold_constant(number)
             with editor.at(site.node):
                 result = _insert(info, editor, site, plan)
-                editor.replace(site.node, _laid_out_as(editor, site.node, result))
+                editor.replace(site.node, laid_out_as(editor, site.node, result))
         return Done(match.sites[0].node, match.plans[0].sentence, sites=len(match.sites))
 
     def dead(self, match: Match) -> Sequence[Node]:
@@ -251,8 +255,7 @@ def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[s
 
 
 def _length(info: GraphInfo, node: Node) -> Any:
-    tensor = info.tensor(node)
-    assert tensor is not None
+    tensor = info.value(node)
     return tensor.shape[-2]
 
 
@@ -266,9 +269,7 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
     """Return what a site asks of query and key, and the mask that says it, if one does."""
     if site.mask is None:
         return Form(causal=0 if site.causal else None), None
-    query, key = info.tensor(site.query), info.tensor(site.key)
-    assert query is not None
-    assert key is not None
+    query, key = info.value(site.query), info.value(site.key)
     shape = (*query.shape[:-1], key.shape[-2])
     mask = reader_of(info).mask(site.mask, shape)
     if mask is None:
@@ -280,16 +281,6 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
     if site.takes_away:
         mask = replace(mask, formula=negated(mask.formula))
     return form_of(mask.formula, shape), mask
-
-
-def reader_of(info: GraphInfo) -> MaskReader:
-    """Return the one reader of this level of the graph: a mask shared by layers is read once."""
-    reader = info.notes.get(_READER)
-    if reader is None:
-        parent = None if info.parent is None else reader_of(info.parent)
-        reader = info.notes[_READER] = MaskReader(info, parent)
-    found: MaskReader = reader
-    return found
 
 
 def _kept(site: Site, form: Form, reason: str) -> Decline:
@@ -345,148 +336,38 @@ def _bases(info: GraphInfo, site: Site) -> tuple[tuple[Node, Node] | None, Decli
 
 
 def _same_heads(info: GraphInfo, key: Node, value: Node) -> bool:
-    left, right = info.tensor(key), info.tensor(value)
-    assert left is not None
-    assert right is not None
+    left, right = info.value(key), info.value(value)
     return compat.statically_true(left.shape[1] == right.shape[1])
+
+
+_COPIES = (aten.contiguous.default, aten.clone.default)
 
 
 def _unrepeated(info: GraphInfo, node: Node) -> tuple[Node, Node] | None:
     """Return what ``repeat_kv`` repeated over the heads and the first node of it, or None."""
-    result = info.tensor(node)
-    if result is None or result.dim() != 4:
+    result, current = info.tensor(node), _through(node, _COPIES)
+    call = read_one(current)
+    if result is None or result.dim() != 4 or call is None or call.op not in REPEATS:
         return None
-    current = _through(node, (aten.contiguous.default, aten.clone.default))
-    call = _one_call(current)
-    if call is None:
-        return None
-    if call.op is aten.repeat_interleave.self_int:
-        return _interleaved(info, current, call)
-    if call.op.overloadpacket not in (aten.reshape, aten.view, aten.flatten):
-        return None
-    expanded = call.args["self"]
-    call = _one_call(expanded)
-    if call is None or call.op.overloadpacket is not aten.expand:
-        return None
-    added = call.args["self"]
-    call = _one_call(added)
-    if call is None or call.op is not aten.unsqueeze.default or call.args["dim"] not in (2, -3):
-        return None
-    base = call.args["self"]
-    before, wide = info.tensor(base), info.tensor(expanded)
-    if before is None or wide is None or before.dim() != 4 or wide.dim() != 5:
-        return None
-    batch, heads, length, size = before.shape
-    repeats = wide.shape[2]
-    expected = (batch, heads, repeats, length, size)
-    merged = (batch, heads * repeats, length, size)
-    if not _equal(wide.shape, expected) or not _equal(result.shape, merged):
-        return None
-    return base, added
-
-
-def _interleaved(info: GraphInfo, node: Node, call: Call) -> tuple[Node, Node] | None:
-    base, repeats = call.args["self"], call.args["repeats"]
-    before, result = info.tensor(base), info.tensor(node)
-    if before is None or result is None or before.dim() != 4 or not isinstance(repeats, int):
-        return None
-    if call.args["dim"] not in (1, -3):
-        return None
-    batch, heads, length, size = before.shape
-    if not _equal(result.shape, (batch, heads * repeats, length, size)):
-        return None
-    return base, node
+    repeated = without_repeat(info, current)
+    return None if repeated is None else (repeated[1], repeated[0][-1])
 
 
 def _through(node: Node, ops: Sequence[OpOverload]) -> Node:
-    call = _one_call(node)
+    call = read_one(node)
     while call is not None and call.op in ops and isinstance(call.args["self"], Node):
         node = call.args["self"]
-        call = _one_call(node)
+        call = read_one(node)
     return node
-
-
-def _one_call(node: Any) -> Call | None:
-    reading = read(node) if isinstance(node, Node) else None
-    return reading[0] if reading is not None and len(reading) == 1 else None
-
-
-def _equal(found: Sequence[Any], expected: Sequence[Any]) -> bool:
-    return len(found) == len(expected) and all(
-        compat.statically_true(a == b) for a, b in zip(found, expected, strict=True)
-    )
 
 
 # --- devices --------------------------------------------------------------------------------------
 
 
-def why_not_grouped(info: GraphInfo, site: Site) -> str:
-    """Return why the call without a mask would be slow on unexpanded keys, or an empty string.
-
-    On a CPU PyTorch's one fused kernel takes them, in every floating dtype, at the speed of
-    expanded ones or better. On a GPU the flash and cuDNN kernels do: 16 bits, heads of one size up
-    to 256 in steps of 8; the memory-efficient kernel does not, and what is left is slow.
-    """
-    query, key, value, result = _tensors(info, site)
-    device = where_it_runs(query.device).type
-    if device == "cpu":
-        return ""
-    if device != "cuda":
-        return f"no kernel for grouped heads is known on {device}"
-    if result.dtype not in (torch.bfloat16, torch.float16):
-        return f"PyTorch has no fused kernel for grouped heads in {_dtype(result)} on a GPU"
-    size = key.shape[-1]
-    if not _equal((query.shape[-1], value.shape[-1]), (size, size)):
-        return "PyTorch's fused kernels for grouped heads need heads of one size"
-    if not isinstance(size, int) or size > _LARGEST_HEAD or size % 8:
-        return "PyTorch's fused kernels for grouped heads take sizes up to 256 in steps of 8"
-    if not torch.backends.cuda.flash_sdp_enabled():
-        return "the flash kernels are switched off"
-    found = gpu(query.device)
-    if not found.is_nvidia:
-        return "no kernel for grouped heads is known on GPUs other than NVIDIA's"
-    if not found.runs_kernels:
-        return "PyTorch's fused kernels for grouped heads need compute capability 8.0"
-    return ""
-
-
-def why_not_fused(info: GraphInfo, site: Site) -> str:
-    """Return why a chain would not become one kernel, or an empty string."""
-    query, _, value, result = _tensors(info, site)
-    device = where_it_runs(query.device).type
-    if device == "cpu":
-        return ""
-    if device != "cuda":
-        return f"no fused kernel is known on {device}"
-    if result.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"PyTorch has no fused kernel in {_dtype(result)} on a GPU"
-    size = query.shape[-1]
-    if not isinstance(size, int) or size > _LARGEST_HEAD or size % 8 or value.shape[-1] != size:
-        return "PyTorch's fused kernels take heads of one size up to 256, in steps of 8"
-    return ""
-
-
-def _tensors(info: GraphInfo, site: Site) -> list[torch.Tensor]:
-    """Return query, key, value and result."""
-    found = [info.tensor(node) for node in (*site.operands, site.node)]
-    return [tensor for tensor in found if tensor is not None]
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
     """Say so where nobody has measured the new call against the original."""
-    query = info.tensor(site.query)
-    assert query is not None
+    query = info.value(site.query)
     return [] if was_measured(query.device, op) else ["speed not measured on this GPU"]
-
-
-def chooses_kernels(info: GraphInfo) -> bool:
-    """Return whether the graph switches attention's kernels itself, here or around this body."""
-    is_chosen = any("sdpa_kernel" in node_name(n) for n in info.gm.graph.nodes)
-    return is_chosen or (info.parent is not None and chooses_kernels(info.parent))
 
 
 # --- the new call ---------------------------------------------------------------------------------
@@ -494,8 +375,7 @@ def chooses_kernels(info: GraphInfo) -> bool:
 
 def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
     """Insert the new call in the dtype in which the site computes, autocast or not."""
-    old = info.tensor(site.node)
-    assert old is not None
+    old = info.value(site.node)
     query = info.current(site.query)
     key, value = map(info.current, plan.bases or (site.key, site.value))
     if plan.limit is not None:
@@ -519,66 +399,6 @@ def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
         scale=site.scale,
         enable_gqa=site.grouped or plan.bases is not None,
     )
-
-
-def _laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
-    """Copy the result where its layout differs and something behind it may depend on the layout."""
-    before, after = compat.example_value(old), compat.example_value(new)
-    if _equal(before.stride(), after.stride()) or not _depends_on_layout(old):
-        return new
-    if before.is_contiguous():
-        return editor.call(aten.contiguous.default, new)
-    copied = editor.call(aten.contiguous.default, editor.call(aten.transpose.int, new, 1, 2))
-    copied = editor.call(aten.transpose.int, copied, 1, 2)
-    if not _equal(before.stride(), compat.example_value(copied).stride()):
-        raise EditRefused(f"{old.name} would change its layout")
-    return copied
-
-
-_KEEPS_LAYOUT = {
-    aten.transpose,
-    aten.permute,
-    aten.unsqueeze,
-    aten.squeeze,
-    aten.slice,
-    aten.select,
-    aten.alias,
-    aten.detach,
-    aten.expand,
-    aten.to,
-    aten.clone,
-}
-
-
-_BLIND_TO_LAYOUT = {
-    aten.contiguous,
-    aten.reshape,
-    aten.flatten,
-    aten.linear,
-    aten.matmul,
-    aten.mm,
-    aten.bmm,
-    aten.addmm,
-}
-"""Ops whose result lies in memory as it does whatever their input's layout."""
-
-
-def _depends_on_layout(node: Node) -> bool:
-    """Return whether a view, or the world outside the graph, may see the layout of a result."""
-    return any(_sees_layout(user) for user in node.users)
-
-
-def _sees_layout(user: Node) -> bool:
-    reading = read(user)
-    if user.op == "output" or reading is None:
-        return True
-    for call in reading:
-        packet = call.op.overloadpacket
-        if packet in _BLIND_TO_LAYOUT:
-            return False
-        if packet not in _KEEPS_LAYOUT and torch.Tag.pointwise not in call.op.tags:
-            return True
-    return _depends_on_layout(user)
 
 
 def _is_pure(node: Node) -> bool:

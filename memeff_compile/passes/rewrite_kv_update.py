@@ -30,11 +30,11 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import kv_cache as op_folder
 from .attention.cached import held_scale, unserved_setting
-from .attention.repeated_heads import same_shape, without_repeat
+from .attention.repeated_heads import without_repeat
 from .graph.base import Decline, Done, Gain, GraphPass
 from .graph.canonical import Call, aten, read, read_one
 from .graph.editor import Editor
-from .graph.graph_info import GraphInfo, node_name
+from .graph.graph_info import GraphInfo, node_name, same_shape
 
 MAX_ROWS = 64
 """Queries times query heads per key-value head. More is a prefill, which SDPA's kernels serve."""
@@ -135,8 +135,7 @@ class RewriteKVUpdate(GraphPass):
         query = info.tensor(match.call.args["query"])
         if query is None or match.key is None or not _copies(info, match):
             return None
-        cache = info.tensor(match.key.node)
-        assert cache is not None
+        cache = info.value(match.key.node)
         b, h, m, n, d, s = sympy.symbols("B H M N D S", integer=True, positive=True)
         hints = [compat.size_hint(size) for size in (*query.shape[:3], *cache.shape[2:])]
         sizes = dict(zip("BHMND", hints, strict=True))
@@ -283,8 +282,7 @@ def _visible(info: GraphInfo, match: Site) -> Visible | None:
     value = info.tensor(mask)
     if value is None or match.key is None or not compat.is_fake(value):
         return None
-    cache = info.tensor(match.key.node)
-    assert cache is not None
+    cache = info.value(match.key.node)
     by_position = _by_position(info, mask, cache.shape[2])
     if by_position is not None:
         return by_position
@@ -494,9 +492,7 @@ def _changed_meanwhile(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
-    query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
-    assert query is not None
-    assert taken is not None
+    query, taken = (info.value(match.call.args[name]) for name in ("query", "key"))
     if op_folder.engine_for(query.device, query.dtype) != "reference":
         return None
     copied = 2 * compat.size_hint(taken.numel()) * taken.dtype.itemsize
@@ -550,8 +546,7 @@ def _is_seen_only_by(write: Node, owned: Sequence[Node]) -> bool:
 
 def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node] | None:
     """Return the last write to a cache before attention: the node, what it writes, and where."""
-    held = info.tensor(cache.node)
-    assert held is not None
+    held = info.value(cache.node)
     last = None
     for write in info.writes:
         if write.position >= info.positions[match.node]:
@@ -625,19 +620,16 @@ def _advice(info: GraphInfo, match: Site) -> dict[str, Any]:
     A step of one token is its weights read once, and libraries read them at three quarters of the
     memory's speed. Under this setting Inductor writes such products itself, as sums that it tunes.
     """
-    query = info.tensor(match.call.args["query"])
-    assert query is not None
+    query = info.value(match.call.args["query"])
     has_one_row = same_shape((query.shape[0], query.shape[2]), (1, 1))
     is_on_gpu = op_folder.engine_for(query.device, query.dtype) != "reference"
     return {"coordinate_descent_tuning": True} if has_one_row and is_on_gpu else {}
 
 
 def _sentence(info: GraphInfo, match: Site) -> str:
-    query = info.tensor(match.call.args["query"])
-    assert query is not None
+    query = info.value(match.call.args["query"])
     assert match.key is not None
-    cache = info.tensor(match.key.node)
-    assert cache is not None
+    cache = info.value(match.key.node)
     assert match.visible is not None
     name = op_folder.engine_for(query.device, query.dtype)
     bound = "the mask's last key" if match.visible.mask is not None else "the query's position"

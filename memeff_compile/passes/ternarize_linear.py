@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -30,7 +30,7 @@ from ..kernels import ternary_linear as op_folder
 from .graph.base import Decline, Done, Gain, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor
-from .graph.graph_info import GraphInfo, node_name
+from .graph.graph_info import GraphInfo, kind_among, node_name
 from .ternary.chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
 from .ternary.neighbours import Entering, is_computed, read_added, read_entering, read_gate
 from .ternary.products import Product, read_product
@@ -151,8 +151,7 @@ class TernarizeLinear(GraphPass):
         for site in match.sites:
             found = self._check_site(info, site)
             if found is not None:
-                # Blocks are alike: equal answers are one record, with their count.
-                return replace(found, node=site.linear, sites=1)
+                return found.counted(site.linear)
         return None
 
     def _check_site(self, info: GraphInfo, site: Site) -> Decline | None:
@@ -179,8 +178,7 @@ class TernarizeLinear(GraphPass):
         for site in match.sites:
             tokens, rows, columns = _sizes(info, site)
             sizes = {"N": sizes["N"] + rows, "K": columns, "M": tokens}
-        value = info.tensor(match.sites[0].linear)
-        assert value is not None
+        value = info.value(match.sites[0].linear)
         before = op_folder.saved_before(n, k, m, dtype=value.dtype)
         return Gain(before, op_folder.saved_after(n, k, m), sizes)
 
@@ -348,16 +346,14 @@ def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
 def _subclass(site: Site) -> Decline | None:
     assert isinstance(site.weight, Quantized)
     assert isinstance(site.tokens, Quantized)
-    for node in (site.weight.source, site.tokens.source, site.bias):
-        value = None if node is None else compat.example_value(node)
-        if value is not None and not compat.is_fake(value):
-            kind = type(value).__name__
-            return Decline(
-                f"subclass_weight({kind})",
-                f"an operand of the linear is a {kind}: the scale would be that of a part of it",
-                "gather the weight before the linear",
-            )
-    return None
+    kind = kind_among((site.weight.source, site.tokens.source, site.bias))
+    if not kind:
+        return None
+    return Decline(
+        f"subclass_weight({kind})",
+        f"an operand of the linear is a {kind}: the scale would be that of a part of it",
+        "gather the weight before the linear",
+    )
 
 
 def _reused(site: Site) -> Decline | None:
@@ -415,8 +411,7 @@ def _mutated(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _without_gain(info: GraphInfo, site: Site) -> Decline | None:
-    value = info.tensor(site.linear)
-    assert value is not None
+    value = info.value(site.linear)
     if _is_trained(info, site) or op_folder.engine_for(value.device, value.dtype) != "reference":
         return None
     return Decline(
@@ -446,8 +441,7 @@ def _train(info: GraphInfo, match: Group, editor: Editor) -> None:
     first = match.sites[0]
     assert isinstance(first.tokens, Quantized)
     assert isinstance(first.weight, Quantized)
-    value = info.tensor(first.linear)
-    assert value is not None
+    value = info.value(first.linear)
     source = info.current(first.tokens.source)
     biases = [(place, site.bias) for place, site in enumerate(match.sites) if site.bias is not None]
     with editor.at(first.linear):
@@ -495,8 +489,7 @@ def _infer(info: GraphInfo, match: Group, editor: Editor) -> None:
     """Emit one op for all linears of the group, before the first of them."""
     first = match.sites[0]
     assert isinstance(first.tokens, Quantized)
-    value = info.tensor(first.linear)
-    assert value is not None
+    value = info.value(first.linear)
     with editor.at(first.linear):
         weights = []
         for site in match.sites:
@@ -645,8 +638,7 @@ def _with_dead_items(nodes: Sequence[Node]) -> list[Node]:
 def _sentence(info: GraphInfo, match: Group, *, is_trained: bool) -> str:
     first = match.sites[0]
     assert isinstance(first.tokens, Quantized)
-    value = info.tensor(first.linear)
-    assert value is not None
+    value = info.value(first.linear)
     kind = op_folder.KINDS[first.tokens.quantizer.kind]
     engine = op_folder.engine_for(value.device, value.dtype)
     op = "memeff::ternary_linear_product" if is_trained else "memeff::ternary_linear"

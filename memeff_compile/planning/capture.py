@@ -15,7 +15,6 @@ import sympy
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import backend, compat
 from ..errors import ExplainError, MemeffError
@@ -71,7 +70,11 @@ def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
     Raises:
         ExplainError: the call has no tensor.
     """
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+    tensors = [
+        x
+        for x in compat.pytree.tree_leaves((args, kwargs))
+        if isinstance(x, torch.Tensor) and x.dim()
+    ]
     if not tensors:
         raise ExplainError(
             "The call has no tensor, so there is no batch to plan for. Pass what the model is "
@@ -237,7 +240,7 @@ def _fake_inputs(inputs: Any, sizes: Sizes, mode: Any) -> Any:  # noqa: ANN401 -
         return result.requires_grad_(value.requires_grad)
 
     with mode:
-        return tree_map(fake, inputs)
+        return compat.pytree.tree_map(fake, inputs)
 
 
 def _role(tensor: torch.Tensor, dim: int, sizes: Sizes) -> str:

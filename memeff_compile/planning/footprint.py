@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from .. import compat
 from ..kernels import attention as attention_folder
 from ..kernels import embedding as embedding_folder
 from ..kernels import gated_linear as gated_folder
@@ -468,7 +469,7 @@ def op_transient(scale: Scale, device: str) -> Transient:
         if not _is_ours(node):
             return _attention_transient(scale, device, node)
         op = called_op(node)
-        name = op._schema.name.rpartition("::")[2]  # type: ignore[attr-defined]
+        name = compat.schema(op).name.rpartition("::")[2]
         with planned_for(torch.device(device, 0)):
             formula = known.get(name)
             return formula(scale, device, name, _arguments(node)) if formula else sympy.Integer(0)
@@ -573,5 +574,5 @@ def _arguments(node: Node) -> dict[str, Any]:
     """Return the arguments of a call of ours by name."""
     op: Any = called_op(node)
     given = node.args[1:] if op is node.args[0] else node.args
-    named = zip((argument.name for argument in op._schema.arguments), given, strict=False)
+    named = zip((argument.name for argument in compat.schema(op).arguments), given, strict=False)
     return {**dict(named), **node.kwargs}

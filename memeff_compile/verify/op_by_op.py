@@ -15,18 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.graph import CodeGen
 from torch.fx.node import map_aggregate
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from memeff_compile import compat
+from memeff_compile.compat import HigherOrderOperator, pytree
 from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe
 from memeff_compile.options import Options
 from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
-from memeff_compile.passes.graph.pipeline import copy_graph
 
 __all__ = ["WIDER", "CannotWidenError", "KeptGraph", "keep", "run_op_by_op", "wide_outputs"]
 
@@ -118,7 +116,7 @@ def _is_tensor(gm: GraphModule, node: Node) -> bool:
 
 def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:
     """Copy a graph and those inside it; widen what they cast to."""
-    graph = copy_graph(gm)
+    graph = compat.copy_graph(gm)
     graph.set_codegen(CodeGen())
     for node in list(graph.nodes):
         node.meta = {"stack_trace": node.meta["stack_trace"]} if "stack_trace" in node.meta else {}

@@ -131,3 +131,15 @@ def test_passes_are_named_in_the_order_in_which_they_run() -> None:
     from memeff_compile.passes import PASSES
 
     assert tuple(each.name for each in PASSES) == PASS_NAMES
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_functions_outside_device_code_are_under_150_lines(module: Path) -> None:
+    long = [
+        f"{node.name}: {1 + (node.end_lineno or 0) - node.lineno}"
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        and 1 + (node.end_lineno or 0) - node.lineno >= 150
+    ]
+    assert long == []

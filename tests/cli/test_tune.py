@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from memeff_compile import __main__ as command_line
 from memeff_compile import decisions
 from memeff_compile.cli.measure import Bench, measure, table_text
 from memeff_compile.cli.tune import tune
-from memeff_compile.decisions import DECISIONS, Entry, Found, Machine, Question, Table, Value
+from memeff_compile.decisions import Entry, Found, Machine, Question, Table
 from memeff_compile.errors import TuneError
 
 ENGINE = "linear_cross_entropy.engine"
-WIDTH = "linear_cross_entropy.fused.bytes_per_row"
+OTHER = "another_op.engine"
 MACHINE = Machine("Some GPU", "9.0", "2.11.0", "3.6.0", "0.1.0-abc")
 
 
@@ -41,7 +40,7 @@ class Lab:
 
     def __init__(self) -> None:
         self.time = 0.0
-        self.order: list[tuple[str, Value]] = []
+        self.order: list[tuple[str, str]] = []
 
     def milliseconds(self, run: Callable[[], Any]) -> float:
         took = float(run())
@@ -54,44 +53,42 @@ class Lab:
 
 @dataclass
 class Job:
-    """A workload whose time depends on the setting in force."""
+    """A workload whose time depends on the setting."""
 
     name: str
-    decision: str
-    costs: Mapping[Value, float]
+    costs: Mapping[str, float]
     lab: Lab
 
-    def run(self) -> float:
-        setting = decisions.value(None, self.decision, "nothing in force")
+    def run(self, setting: str) -> float:
         self.lab.order.append((self.name, setting))
         return self.costs[setting]
 
 
 def question(
     name: str,
-    default: Value,
-    jobs: Mapping[str, Mapping[Value, float]],
+    default: str,
+    jobs: Mapping[str, Mapping[str, float]],
     lab: Lab,
-    faults: Mapping[Value, str] | None = None,
+    faults: Mapping[str, str] | None = None,
 ) -> Question:
-    def fault() -> str:
-        return (faults or {}).get(decisions.value(None, name, "nothing in force"), "")
+    def fault(setting: str) -> str:
+        return (faults or {}).get(setting, "")
 
     options = tuple(next(iter(jobs.values())))
     return Question(
-        name, default, options, fault, lambda: [Job(n, name, c, lab) for n, c in jobs.items()]
+        name, default, options, fault, lambda: [Job(n, c, lab) for n, c in jobs.items()]
     )
 
 
 def bench(lab: Lab, *questions: Question, seconds: float = 1e9) -> Bench:
-    return Bench(MACHINE, lambda chosen: iter(questions), lab, seconds)
+    return Bench(MACHINE, questions, lab, seconds)
 
 
 def answer(
-    jobs: Mapping[str, Mapping[Value, float]],
+    jobs: Mapping[str, Mapping[str, float]],
     *,
-    default: Value = "fused",
-    faults: Mapping[Value, str] | None = None,
+    default: str = "fused",
+    faults: Mapping[str, str] | None = None,
 ) -> Found:
     lab = Lab()
     entry = measure(bench(lab, question(ENGINE, default, jobs, lab, faults)), "2026-11-21")
@@ -140,8 +137,8 @@ def test_a_default_with_wrong_numbers_is_out_too() -> None:
 def test_a_setting_that_fails_is_out_with_its_error() -> None:
     lab = Lab()
 
-    def fault() -> str:
-        if decisions.value(None, ENGINE, "") == "fused":
+    def fault(setting: str) -> str:
+        if setting == "fused":
             raise RuntimeError("out of shared memory\nand a traceback")
         return ""
 
@@ -158,12 +155,12 @@ def test_a_setting_that_fails_only_at_full_size_is_out_too() -> None:
     jobs = {"a": {"fused": 1.0, "hybrid": 2.0, "third": 3.0}}
 
     class Fails(Job):
-        def run(self) -> float:
-            if decisions.value(None, ENGINE, "") == "fused":
+        def run(self, setting: str) -> float:
+            if setting == "fused":
                 raise MemoryError("4 GiB are needed")
-            return super().run()
+            return super().run(setting)
 
-    works = [Fails("a", ENGINE, jobs["a"], lab)]
+    works = [Fails("a", jobs["a"], lab)]
     asked = replace(question(ENGINE, "fused", jobs, lab), workloads=lambda: works)
     found = measure(bench(lab, asked), "2026-11-21").found[ENGINE]
     assert (found.value, found.reason) == ("hybrid", "the fastest of those that work")
@@ -183,35 +180,6 @@ def test_settings_take_turns_and_warm_up_first() -> None:
     jobs = {"a": {"fused": 1.0, "hybrid": 2.0}}
     measure(bench(lab, question(ENGINE, "fused", jobs, lab), seconds=0.0), "2026-11-21")
     assert lab.order == [("a", "fused"), ("a", "hybrid")] * 6  # one round to warm up, five timed
-
-
-def test_a_later_question_is_measured_under_the_earlier_answers() -> None:
-    lab, seen = Lab(), []
-    engine = question(ENGINE, "fused", {"a": {"fused": 2.0, "hybrid": 1.0}}, lab)
-
-    def fault() -> str:
-        seen.append(decisions.value(None, ENGINE, "fused"))
-        return ""
-
-    def questions(chosen: Mapping[str, Value]) -> Iterator[Question]:
-        yield engine
-        assert chosen == {ENGINE: "hybrid"}
-        width = question(WIDTH, 2048, {"a": {1024: 1.0, 2048: 1.0}}, lab)
-        yield replace(width, fault=fault)
-
-    measure(Bench(MACHINE, questions, lab, 0.0), "2026-11-21")
-    assert seen == ["hybrid", "hybrid"]
-    assert decisions.value(None, ENGINE, "fused") == "fused"  # nothing stays in force
-
-
-def test_a_setting_in_force_counts_in_every_thread() -> None:
-    """Autograd runs the backward pass of a GPU in a thread of its own."""
-    seen = []
-    with decisions.using({ENGINE: "hybrid"}):
-        thread = threading.Thread(target=lambda: seen.append(decisions.value(None, ENGINE, "")))
-        thread.start()
-        thread.join()
-    assert seen == ["hybrid"]
 
 
 # --- the table --------------------------------------------------------------------------------
@@ -236,7 +204,7 @@ def test_a_table_is_read_as_it_was_written(cache: Path) -> None:
 def test_a_measurement_decides_on_its_machine_and_nowhere_else(cache: Path) -> None:
     store(cache, entry())
     assert decisions.value(MACHINE, ENGINE, "fused") == "hybrid"
-    assert decisions.value(MACHINE, WIDTH, 13824) == 13824  # not in the entry
+    assert decisions.value(MACHINE, OTHER, "usual") == "usual"  # not in the entry
     assert decisions.value(replace(MACHINE, gpu="Another GPU"), ENGINE, "fused") == "fused"
     assert decisions.value(None, ENGINE, "fused") == "fused"
 
@@ -280,21 +248,6 @@ def test_a_broken_table_is_left_with_one_warning(
     assert "tune --reset" in record.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("name", "good", "bad"),
-    [
-        (ENGINE, ("fused", "hybrid"), ("reference", 1, None, [])),
-        (WIDTH, (1024, 65536), (1023, 65537, 2048.0, True, "2048")),
-        ("linear_cross_entropy.dense_share", (0.0, 1.0), (1.5, -0.1, 1, float("nan"))),
-    ],
-)
-def test_a_decision_takes_what_kernels_take(
-    name: str, good: Sequence[Any], bad: Sequence[Any]
-) -> None:
-    assert [DECISIONS[name].accepts(each) for each in good] == [True] * len(good)
-    assert [DECISIONS[name].accepts(each) for each in bad] == [False] * len(bad)
-
-
 def test_a_process_keeps_the_table_it_has_read(cache: Path) -> None:
     store(cache, entry(engine="hybrid"))
     assert decisions.value(MACHINE, ENGINE, "fused") == "hybrid"
@@ -329,8 +282,6 @@ def test_compiled_code_is_tagged_by_what_was_decided_and_not_by_when(cache: Path
         tags.append(decisions.fingerprint([MACHINE]))
     assert tags[0] == tags[1] != ""
     assert tags[2] == ""  # the default was confirmed
-    with decisions.using({ENGINE: "hybrid"}):
-        assert decisions.fingerprint([]) != ""
 
 
 def test_the_note_says_what_was_measured(cache: Path) -> None:

@@ -14,8 +14,10 @@ from memeff_compile import decisions
 from memeff_compile.cli.measure import find_gpu, measure
 from memeff_compile.cli.toy import ToyModel
 from memeff_compile.decisions import DECISIONS, Table
+from memeff_compile.errors import TuneError
 from memeff_compile.kernels.device import decided_by_measurement, gpu
-from memeff_compile.kernels.linear_cross_entropy import engine_for, tuned
+from memeff_compile.kernels.linear_cross_entropy import engine_for
+from memeff_compile.kernels.linear_cross_entropy.op import ENGINE
 
 pytestmark = pytest.mark.gpu
 
@@ -32,19 +34,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_measurement_finds_every_setting_right_and_decides(cache: Path) -> None:
+    if not gpu(DEVICE).is_hopper:
+        with pytest.raises(TuneError, match="one engine alone serves each op"):
+            find_gpu(quick=True)
+        return
     entry = measure(replace(find_gpu(quick=True), seconds=0.0), "2026-11-21")
     assert not {name: found.refused for name, found in entry.found.items() if found.refused}
-    assert all(DECISIONS[name].accepts(found.value) for name, found in entry.found.items())
+    assert all(found.value in DECISIONS[name].choices for name, found in entry.found.items())
     assert all(len(found.timings) > 1 for found in entry.found.values())
-    assert (tuned.ENGINE in entry.found) == gpu(DEVICE).is_hopper
 
-    if gpu(DEVICE).is_hopper:
-        other = replace(entry.found[tuned.ENGINE], value="hybrid", default="fused")
-        entry = replace(entry, found={**entry.found, tuned.ENGINE: other})
+    other = replace(entry.found[ENGINE], value="hybrid", default="fused")
+    entry = replace(entry, found={**entry.found, ENGINE: other})
     decisions.save(Table((entry,)), cache)
     decisions.forget()
     assert engine_for(DEVICE, torch.bfloat16, 64) == "hybrid"
-    assert not gpu(DEVICE).is_hopper or decided_by_measurement() != ""
+    assert decided_by_measurement() != ""
     model = ToyModel().to(DEVICE, torch.bfloat16)
     options = {"memeff.inner": "aot_eager"}
     torch.compile(model, backend="memeff", options=options)(torch.arange(32, device=DEVICE))

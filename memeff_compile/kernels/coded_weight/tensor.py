@@ -18,7 +18,6 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from memeff_compile import compat
@@ -371,7 +370,7 @@ class CodedWeight(Tensor):
         A compiler sees the linear, and our pass does it.
         """
         del types
-        with torch._C.DisableTorchFunctionSubclass():
+        with compat.without_torch_function():
             serve = _ABOVE.get(func)
             if serve is not None and isinstance(args[0], CodedWeight):
                 return serve(func, *args, **(kwargs or {}))
@@ -402,15 +401,15 @@ class CodedWeight(Tensor):
             if found is not NotImplemented:
                 return found
         _refuse_writes(func, args, kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = compat.pytree.tree_flatten((args, kwargs))
         plain = [each.decode() if isinstance(each, CodedWeight) else each for each in leaves]
-        args, kwargs = tree_unflatten(plain, spec)
+        args, kwargs = compat.pytree.tree_unflatten(plain, spec)
         return func(*args, **kwargs)
 
 
 def _made_by_a_compiler(kind: type[CodedWeight], *args: Any, **settings: Any) -> Tensor:  # noqa: ANN401
     """Make a weight of fake parts, of which a compiler's modes are asked for the device."""
-    return torch.Tensor._make_wrapper_subclass(kind, *args, **settings)
+    return compat.wrapper_subclass(kind, *args, **settings)
 
 
 def _rebuild(
@@ -671,14 +670,14 @@ def _is_on_weight(func: object, args: Sequence[object]) -> bool:
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
     """Raise where an op would write to a coded weight."""
-    schema = func._schema
+    schema = compat.schema(func)
     if not schema.is_mutable:
         return
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         given = kwargs.get(argument.name, args[place] if place < len(args) else None)
-        if any(isinstance(each, CodedWeight) for each in tree_iter(given)):
+        if any(isinstance(each, CodedWeight) for each in compat.pytree.tree_iter(given)):
             raise CodedWeightError(_write_message(schema.name))
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from memeff_compile.kernels._triton.compat import described
 from memeff_compile.kernels.device import on_device
-from memeff_compile.kernels.linear_cross_entropy import filters, tile_lists, tuned
+from memeff_compile.kernels.linear_cross_entropy import filters, tile_lists
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     Knobs,
     RowGradients,
@@ -248,20 +248,16 @@ class _Backward:
         self.row_values = self._row_values(grads, lse.contiguous())
 
         tile = self.shapes.rows
-        per_row = tuned.bytes_per_row("fused", hidden.device, hidden.dtype)
-        self.width = piece_width(
-            self.rows, self.depth, self.vocab, knobs.workspace, self.shapes, per_row
-        )
+        self.width = piece_width(self.rows, self.depth, self.vocab, knobs.workspace, self.shapes)
         self.lists: TileLists | None = None
         elements = self.rows * self.width
         if left_out.active.numel():
             row_blocks, columns = left_out.active.shape
-            budget = fused_budget(self.rows, knobs.workspace, per_row)
-            dense_share = tuned.dense_share(hidden.device)
+            budget = fused_budget(self.rows, knobs.workspace)
             slots = max(budget // (2 * tile * tile), 2 * row_blocks)
             self.slots = min(slots, left_out.active.numel() + row_blocks)
             self.groups = tile_lists.group_count(
-                row_blocks, columns, self.slots, knobs.filter_parts, dense_share
+                row_blocks, columns, self.slots, knobs.filter_parts, filters.DENSE_SHARE
             )
             kept = self.selection.kept
             self.lists = tile_lists.build(
@@ -269,7 +265,7 @@ class _Backward:
                 row_blocks if kept is None else (kept + tile - 1) // tile,
                 knobs.filter_parts,
                 self.slots,
-                dense_share,
+                filters.DENSE_SHARE,
             )
             elements = max(elements, self.slots * tile * tile)
         self.inside: Room | None = None

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.device import on_device, processors
-from memeff_compile.kernels.linear_cross_entropy import tuned
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     Knobs,
     RowGradients,
@@ -290,7 +289,6 @@ def _widths(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Widths:
         knobs.workspace,
         hidden.element_size(),
         processors(hidden.device),
-        tuned.bytes_per_row("hybrid", hidden.device, hidden.dtype),
     )
 
 

@@ -14,14 +14,18 @@ import torch
 
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     HYBRID_AUTO_BYTES,
+    HYBRID_AUTO_BYTES_PER_ROW,
     MIN_WIDTH,
     REFERENCE_AUTO_BYTES,
     REFERENCE_AUTO_BYTES_ELSEWHERE,
     REFERENCE_AUTO_COLUMNS,
     reference_bytes_per_logit,
 )
-from memeff_compile.kernels.linear_cross_entropy.shapes import FUSED_AUTO_BYTES, FUSED_MIN_WIDTH
-from memeff_compile.kernels.linear_cross_entropy.tuned import bytes_per_row
+from memeff_compile.kernels.linear_cross_entropy.shapes import (
+    FUSED_AUTO_BYTES,
+    FUSED_AUTO_BYTES_PER_ROW,
+    FUSED_MIN_WIDTH,
+)
 
 Size: TypeAlias = sympy.Expr | int
 
@@ -156,11 +160,11 @@ def piece_sizes(
     itemsize = dtype.itemsize
     if engine in ("fused", "hybrid"):
         per_logit, narrowest = (6 if itemsize == 2 else 4), MIN_WIDTH
-        automatic = HYBRID_AUTO_BYTES
+        automatic, per_row = HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW
         if engine == "fused":
             per_logit, narrowest = 2, FUSED_MIN_WIDTH
-            automatic, half = FUSED_AUTO_BYTES, sympy.Max(half, FUSED_MIN_WIDTH)
-        per_row = bytes_per_row(engine, torch.device(device_type), dtype)
+            automatic, per_row = FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW
+            half = sympy.Max(half, FUSED_MIN_WIDTH)
         budget = workspace or sympy.Max(automatic, per_row * n)
         held = sympy.Min(sympy.Max(budget, narrowest * per_logit * n), per_logit * n * half)
         return Pieces(held, held / (per_logit * n))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memeff_compile import compat
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels.checks import (
     FLOATING,
@@ -26,6 +27,7 @@ from memeff_compile.kernels.checks import (
 from memeff_compile.kernels.device import (
     gpu,
     kernels_serve,
+    tuned,
     where_it_runs,
     without_autocast,
 )
@@ -35,10 +37,12 @@ from memeff_compile.kernels.linear_cross_entropy import (
     hybrid,
     reference,
     sorting,
-    tuned,
 )
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
 from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal
+
+ENGINE = "linear_cross_entropy.engine"
+"""The decision that `tune` makes: which engine serves where "fused" and "hybrid" both could."""
 
 # What memeff.linear_cross_entropy may be.
 GRADIENT_FILTERS = ("exact", "mass", "block")
@@ -316,7 +320,7 @@ def engine_for(
         return "reference"
     device = where_it_runs(device)
     fits = dtype in fused.DTYPES and depth % 8 == 0 and not with_metrics
-    return tuned.engine_of_both(device) if fits and gpu(device).is_hopper else "hybrid"
+    return tuned(device, ENGINE, "fused") if fits and gpu(device).is_hopper else "hybrid"
 
 
 def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> str:
@@ -341,7 +345,7 @@ def check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
     if ignore_index is not None:
         is_valid |= target == ignore_index
     if target.device.type == "cuda":
-        torch._assert_async(
+        compat.assert_on_device(
             is_valid.all(),
             f"linear_cross_entropy: a target is outside 0 .. {vocab - 1} and is not ignore_index "
             f"({ignore_index})",

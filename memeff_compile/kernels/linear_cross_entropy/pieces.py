@@ -125,9 +125,9 @@ def _half_vocab(vocab: int) -> int:
     return max(MIN_WIDTH, -(-vocab // (2 * MIN_WIDTH)) * MIN_WIDTH)
 
 
-def hybrid_budget(rows: int, workspace: int, bytes_per_row: int = HYBRID_AUTO_BYTES_PER_ROW) -> int:
+def hybrid_budget(rows: int, workspace: int) -> int:
     """Return the bytes the engine `hybrid` may use for pieces; `workspace` 0 means automatic."""
-    return workspace or max(HYBRID_AUTO_BYTES, bytes_per_row * rows)
+    return workspace or max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * rows)
 
 
 @lru_cache(maxsize=1024)
@@ -138,7 +138,6 @@ def hybrid_widths(
     workspace: int,
     itemsize: int,
     processors: int,
-    bytes_per_row: int = HYBRID_AUTO_BYTES_PER_ROW,
 ) -> Widths:
     """Choose the engine `hybrid`'s widths within the workspace.
 
@@ -152,9 +151,8 @@ def hybrid_widths(
         workspace: bytes, 0 = automatic.
         itemsize: bytes of one element of the inputs, 2 or 4.
         processors: multiprocessors of the GPU.
-        bytes_per_row: of the automatic workspace.
     """
-    per_row = hybrid_budget(rows, workspace, bytes_per_row) // max(rows, 1)
+    per_row = hybrid_budget(rows, workspace) // max(rows, 1)
     widest = _half_vocab(vocab)
     if itemsize == 4:
         width = _whole_waves(min(per_row // 4, widest), depth, vocab, processors)

@@ -91,9 +91,9 @@ def row_groups(rows: int, fitting: int, shapes: Shapes) -> RowGroups:
     return RowGroups(-(-blocks // count) * shapes.rows, count)
 
 
-def fused_budget(rows: int, workspace: int, bytes_per_row: int = FUSED_AUTO_BYTES_PER_ROW) -> int:
+def fused_budget(rows: int, workspace: int) -> int:
     """Return the bytes of G that backward may hold; `workspace` 0 means automatic."""
-    return workspace or max(FUSED_AUTO_BYTES, bytes_per_row * rows)
+    return workspace or max(FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW * rows)
 
 
 @lru_cache(maxsize=1024)
@@ -103,7 +103,6 @@ def piece_width(
     vocab: int,
     workspace: int,
     shapes: Shapes,
-    bytes_per_row: int = FUSED_AUTO_BYTES_PER_ROW,
 ) -> int:
     """Choose how many columns of G backward holds at once.
 
@@ -111,7 +110,7 @@ def piece_width(
     multiprocessors idle in their last waves.
     """
     step = shapes.columns
-    limit = fused_budget(rows, workspace, bytes_per_row) // (2 * max(rows, 1))
+    limit = fused_budget(rows, workspace) // (2 * max(rows, 1))
     limit = min(max(limit // step * step, FUSED_MIN_WIDTH, step), -(-vocab // (2 * step)) * step)
     coarse = step * -(-limit // (step * 64))
     candidates = range(limit, max(limit // 2, step - 1), -coarse)

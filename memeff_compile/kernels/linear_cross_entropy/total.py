@@ -21,12 +21,15 @@ from torch import Tensor
 
 from memeff_compile import compat
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
-from memeff_compile.kernels.device import kernels_serve, where_it_runs, without_autocast
+from memeff_compile.kernels.device import kernels_serve, tuned, where_it_runs, without_autocast
 from memeff_compile.kernels.linear_cross_entropy import op as rows_op
-from memeff_compile.kernels.linear_cross_entropy import total_fused, total_reference, tuned
+from memeff_compile.kernels.linear_cross_entropy import total_fused, total_reference
 from memeff_compile.kernels.linear_cross_entropy.memory import Size
 from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal
 from memeff_compile.kernels.linear_cross_entropy.total_reference import row_gradients, total_of
+
+GRADIENTS = "linear_cross_entropy.gradients"
+"""The decision in which pass the gradients of a loss that is one number are made."""
 
 _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
 _LIBRARY.define(
@@ -72,7 +75,7 @@ def makes_gradients_in_forward(
     """
     if gradient_filter != "exact" or is_minimal(workspace) or dtype == torch.float16:
         return False
-    if tuned.gradients_in(where_it_runs(device)) != "forward":
+    if tuned(where_it_runs(device), GRADIENTS, "backward") != "forward":
         return False
     return not kernels_serve(device, dtype) or _fused_serves(device, dtype, depth)
 

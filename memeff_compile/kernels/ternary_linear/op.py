@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from memeff_compile import compat
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
 from memeff_compile.kernels.device import kernels_serve
 from memeff_compile.kernels.ternary_linear import reference
@@ -770,7 +771,7 @@ torch.library.register_autograd(
 def _twin(name: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> Any:  # noqa: ANN401
     """Define the op of this name once more, without a gradient: what code below autograd calls."""
     op = getattr(torch.ops.memeff, name).default
-    schema = str(op._schema).partition("::")[2]
+    schema = str(compat.schema(op)).partition("::")[2]
     _LIBRARY.define(schema.replace(name, f"{name}_below", 1), tags=_COMPLIANT)
     _LIBRARY.impl(f"{name}_below", compute, "CompositeExplicitAutograd")
     _LIBRARY.impl(f"{name}_below", torch.library.fallthrough_kernel, "Autograd")

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from memeff_compile import compat
 from memeff_compile.errors import CalibrationError
 from memeff_compile.model.cache.minicache import MiniCache
 from memeff_compile.model.figures import Spread, draw_spreads
@@ -240,8 +241,7 @@ def _answers(
 
 def _plain(model: Any) -> Callable[..., Any]:  # noqa: ANN401
     """Return the forward as it is, also of a model that was compiled in place."""
-    forward: Callable[..., Any] = model._call_impl
-    return forward
+    return compat.forward_of(model)
 
 
 class _Watch(TorchFunctionMode):

@@ -441,7 +441,7 @@ def _keep_attributes(old: Tensor, new: Tensor) -> None:
 
 
 def watch_state_dict(module: nn.Module) -> None:
-    if _decode_in_state_dict not in module._state_dict_hooks.values():
+    if not compat.has_state_dict_hook(module, _decode_in_state_dict):
         module.register_state_dict_post_hook(_decode_in_state_dict)
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from ... import compat
+from ...compat import OpOverload
 from ..graph.canonical import PREVIOUS, Call, aten, read, read_one
-from ..graph.graph_info import GraphInfo
+from ..graph.graph_info import GraphInfo, same_shape
 from . import mask_algebra as algebra
 from .mask_algebra import Cases, Flag, Formula, Linear, Magnitude, Scalar, Size, Unknown
 from .mask_forms import by_index, reads_in
@@ -153,7 +153,7 @@ class MaskReader:
                 value = _RULES[call.op.overloadpacket](_Operands(self, node, call, value))
         except (CannotRead, algebra.TooLarge, KeyError):
             return leaf(node, tensor)
-        if value is None or not _same_shape(value.shape, tensor.shape):
+        if value is None or not same_shape(value.shape, tensor.shape):
             return leaf(node, tensor)
         if not _fits(value.scalar, tensor.dtype):
             return leaf(node, tensor)
@@ -254,12 +254,6 @@ def _without_single_axes(scalar: Scalar, shape: Sequence[Size]) -> Scalar:
     }
     result: Scalar = algebra.substituted(scalar, by)
     return result
-
-
-def _same_shape(found: Sequence[Size], expected: Sequence[Size]) -> bool:
-    return len(found) == len(expected) and all(
-        compat.statically_true(a == b) for a, b in zip(found, expected, strict=True)
-    )
 
 
 # --- operands -------------------------------------------------------------------------------------
@@ -443,7 +437,7 @@ def _reshape(given: _Operands) -> Value:
     value, shape = given.value(), given.shape
     old = [p for p, size in enumerate(value.shape) if not compat.statically_true(size == 1)]
     new = [p for p, size in enumerate(shape) if not compat.statically_true(size == 1)]
-    if not _same_shape([value.shape[p] for p in old], [shape[p] for p in new]):
+    if not same_shape([value.shape[p] for p in old], [shape[p] for p in new]):
         raise CannotRead
     moved = dict(zip(old, new, strict=True))
     index = [algebra.axis(moved[p]) if p in moved else Linear() for p in range(len(value.shape))]
@@ -869,3 +863,16 @@ _RULES: dict[Any, Callable[[_Operands], Value]] = {
     aten.cumsum: _cumsum,
     aten.diff: _diff,
 }
+
+
+_READER = "mask_reader"
+
+
+def reader_of(info: GraphInfo) -> MaskReader:
+    """Return the one reader of this level of the graph: a mask shared by layers is read once."""
+    reader = info.notes.get(_READER)
+    if reader is None:
+        parent = None if info.parent is None else reader_of(info.parent)
+        reader = info.notes[_READER] = MaskReader(info, parent)
+    found: MaskReader = reader
+    return found

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import Node
 
-from ... import compat
 from ..graph.canonical import aten, read_one
-from ..graph.graph_info import GraphInfo
+from ..graph.graph_info import GraphInfo, same_shape
+
+_MERGES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
+
+REPEATS = (aten.repeat_interleave.self_int, *_MERGES)
+"""The last op of what repeats heads."""
 
 
 def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] | None:
@@ -29,7 +32,7 @@ def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] 
         times, dim = call.args["repeats"], call.args["dim"]
         is_heads = isinstance(dim, int) and before.dim() == 4 and dim % 4 == 1
         return ([node], source, times) if is_heads and isinstance(times, int) else None
-    if call.op in (aten.reshape.default, aten.view.default, aten.flatten.using_ints):
+    if call.op in _MERGES:
         return _without_expand(info, node, source)
     return None
 
@@ -53,10 +56,3 @@ def _without_expand(info: GraphInfo, node: Node, wide: Node) -> tuple[list[Node]
         whole.shape, (b, g * times, n, d)
     )
     return ([node, wide, narrow], source, times) if is_repeat else None
-
-
-def same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    """Return whether two shapes are known to be the same."""
-    return len(shape) == len(wanted) and all(
-        compat.statically_true(a == b) for a, b in zip(shape, wanted, strict=True)
-    )

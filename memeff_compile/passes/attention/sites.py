@@ -450,9 +450,7 @@ def _shapes_agree(info: GraphInfo, query: Node, key: Node, value: Node) -> bool:
 
 
 def _reason_against(info: GraphInfo, site: Site, scores: _Scores) -> Decline | None:
-    product, result = info.tensor(scores.product), info.tensor(site.node)
-    assert product is not None
-    assert result is not None
+    product, result = info.value(scores.product), info.value(site.node)
     if product.dtype != result.dtype or not result.dtype.is_floating_point:
         return Decline(
             "dtype_changes",

@@ -89,9 +89,7 @@ def _tables(
     info: GraphInfo, site: Site, form: Form
 ) -> tuple[Table | None, tuple[Table, Table] | None] | None:
     """Return the table of keys and those of ids; None where one cannot be written."""
-    query, key = info.tensor(site.query), info.tensor(site.key)
-    assert query is not None
-    assert key is not None
+    query, key = info.value(site.query), info.value(site.key)
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
 
     def table(content: Formula | Linear, along: int, dtype: torch.dtype) -> Table | None:
@@ -153,8 +151,7 @@ def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> s
     (number,) = lowest
     if number == -math.inf:
         return _unknown_rows("the original gives them nan")
-    result = info.tensor(site.node)
-    assert result is not None
+    result = info.value(site.node)
     if site.masked_in is None:
         return _unknown_rows("the scores are cast to a dtype of a smaller range")
     if site.fill is not None:
@@ -269,10 +266,7 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
 
 def sentence(info: GraphInfo, site: Site, said: Said, form: Form, shown: str) -> str:
     """Say what was recovered, from what, and which tensors are not built."""
-    query, key, result = (info.tensor(n) for n in (site.query, site.key, site.node))
-    assert query is not None
-    assert key is not None
-    assert result is not None
+    query, key, result = (info.value(n) for n in (site.query, site.key, site.node))
     told = [
         *(["softcap"] if said.softcap else []),
         *_described("key table", said.key_mask),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -29,6 +29,10 @@ class Decline:
     node: Node | None = None
     sites: int = 0
 
+    def counted(self, node: Node) -> Decline:
+        """Return the answer as that of one block of many: equal ones are one record of all."""
+        return replace(self, node=node, sites=1)
+
 
 @dataclass(frozen=True)
 class Gain:
@@ -41,6 +45,9 @@ class Gain:
 
 Note = tuple[Action, str, str]
 """What else a rewrite did, for the report: action, code, sentence."""
+
+NOTED = "defer_logits"
+"""The pass in whose name notes are: they tell what becomes of logits."""
 
 
 @dataclass

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
 from ... import compat
+from ...compat import OpOverload, OpOverloadPacket
 
 aten = torch.ops.aten
 
@@ -83,7 +83,7 @@ _RENAMED = {"input": "self", "axis": "dim", "keepdims": "keepdim", "tensor1": "s
 
 def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Bind ``args`` and ``kwargs`` to the schema of ``op``, defaults filled, or raise."""
-    schema = op._schema
+    schema = compat.schema(op)
     bound: dict[str, Any] = {}
     positional = [a for a in schema.arguments if not a.kwarg_only]
     names = {a.name for a in schema.arguments}
@@ -328,13 +328,8 @@ _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 def _reduction(given: Mapping[str, Any]) -> int:
     if given.get("size_average") is not None or given.get("reduce") is not None:
-        from torch.nn import _reduction as legacy
-
-        return _REDUCTIONS[
-            legacy.legacy_get_string(
-                given.get("size_average"), given.get("reduce"), emit_warning=False
-            )
-        ]
+        old = compat.reduction_of(given.get("size_average"), given.get("reduce"))
+        return _REDUCTIONS[old]
     reduction = given.get("reduction", "mean")
     if reduction not in _REDUCTIONS:
         raise _CannotBind
@@ -442,7 +437,7 @@ def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading
     def add(op: OpOverload, *rest: Any) -> None:
         nonlocal current
         schema_args = dict(
-            zip((a.name for a in op._schema.arguments), (current, *rest), strict=True)
+            zip((a.name for a in compat.schema(op).arguments), (current, *rest), strict=True)
         )
         calls.append(Call(op, schema_args))
         current = PREVIOUS
@@ -647,7 +642,7 @@ _METHODS.update(
 )
 for _name in _BY_NAME:
     _METHODS.setdefault(_name, _plain(_name))
-    for _owner in (torch, F, torch._C._nn):
+    for _owner in (torch, F, compat.BUILT_IN_FUNCTIONS):
         _function = getattr(_owner, _name, None)
         if _function is not None:
             _FUNCTIONS.setdefault(_function, _plain(_name))
@@ -697,9 +692,7 @@ def trace(node: Node) -> Reading | None:
     Milliseconds per node: the judge of the table, and the way out where the table has no entry.
     """
     value = compat.example_value(node)
-    if not isinstance(value, torch.Tensor) or isinstance(
-        node.target, torch._ops.HigherOrderOperator
-    ):
+    if not isinstance(value, torch.Tensor) or isinstance(node.target, compat.HigherOrderOperator):
         return None
     operands = list(dict.fromkeys(node.all_input_nodes))
     values = [compat.example_value(operand) for operand in operands]
@@ -757,7 +750,7 @@ def _alias_of(operand: Any) -> Reading:
 def bind_traced(op: OpOverload, traced: Node, stands_for: Mapping[Node, Any]) -> Call:
     """Bind a traced node, its operands replaced by the nodes they stand for."""
     ordered: dict[str, Any] = {}
-    schema_args = op._schema.arguments
+    schema_args = compat.schema(op).arguments
     positional = [a.name for a in schema_args if not a.kwarg_only]
     given = dict(zip(positional, traced.args, strict=False)) | dict(traced.kwargs)
     for argument in schema_args:

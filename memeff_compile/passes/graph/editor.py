@@ -15,10 +15,10 @@ from typing import Any
 
 import sympy
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from ... import compat
+from ...compat import OpOverload
 from .graph_info import GraphInfo, Region
 
 
@@ -253,17 +253,15 @@ class Editor:
             self._outer.rollback()
 
     def _evaluate(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        from torch._dispatch.python import enable_python_dispatcher
-
         values = torch.fx.node.map_arg((tuple(args), kwargs), compat.example_value)
-        operands = torch.utils._pytree.tree_leaves(values)
+        operands = compat.pytree.tree_leaves(values)
         mode = self._fake_mode(operands)
         region = self.info.regions[node]
         devices = [v.device for v in operands if isinstance(v, torch.Tensor)]
         device = next(iter(devices), None) or kwargs["device"]
         with (
             mode,
-            enable_python_dispatcher(),
+            compat.python_dispatcher(),
             torch.set_grad_enabled(region.grad),
             torch.autocast(device.type, enabled=False),
         ):

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
 from ... import compat
+from ...compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 from ...options import Options
 
 
@@ -88,6 +88,12 @@ class GraphInfo:
         """Return the fake tensor of ``node``, or None when it is not a recorded tensor."""
         value = compat.example_value(node) if isinstance(node, Node) else None
         return value if isinstance(value, torch.Tensor) else None
+
+    def value(self, node: Any) -> torch.Tensor:
+        """Return the fake tensor of ``node``, which is known to have one."""
+        value = compat.example_value(node)
+        assert isinstance(value, torch.Tensor)
+        return value
 
     @cached_property
     def placeholders(self) -> list[Node]:
@@ -411,7 +417,7 @@ def _has_inplace(target: Any) -> bool:
 
 def _written_by_schema(node: Node, op: OpOverload) -> tuple[Node, ...]:
     written: list[Node] = []
-    for index, argument in enumerate(op._schema.arguments):
+    for index, argument in enumerate(compat.schema(op).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
@@ -437,12 +443,28 @@ def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
     return tuple(n for n in node.all_input_nodes if n.op != "get_attr")
 
 
+def kind_among(nodes: Iterable[Node | None]) -> str:
+    """Return the type of the first operand that is a subclass of tensors, or ""."""
+    for node in nodes:
+        value = None if node is None else compat.example_value(node)
+        if isinstance(value, torch.Tensor) and not compat.is_fake(value):
+            return type(value).__name__
+    return ""
+
+
+def same_shape(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Return whether two shapes, or strides, are known to be the same."""
+    return len(shape) == len(wanted) and all(
+        compat.statically_true(a == b) for a, b in zip(shape, wanted, strict=True)
+    )
+
+
 def node_name(node: Node) -> str:
     """Return the name a reader knows the operation by."""
     if isinstance(node.target, str):
         return node.target
     if isinstance(node.target, OpOverload):
-        return node.target._schema.name.split("::")[-1]
+        return str(compat.schema(node.target).name.split("::")[-1])
     return getattr(node.target, "__name__", str(node.target))
 
 

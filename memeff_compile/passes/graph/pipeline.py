@@ -6,7 +6,6 @@ back, and so is the match in which a pass of ours fails: the report says so, the
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import time
@@ -21,8 +20,7 @@ from ...errors import StrictError
 from ...logits.recipe import DeferredOutput
 from ...options import MAY_FIND_NOTHING, Options
 from ...report import CHANGES, GraphReport, LogitsUse, Record, Report
-from .. import defer_logits
-from .base import Decline, Done, Gain, GraphPass
+from .base import NOTED, Decline, Done, Gain, GraphPass
 from .editor import Editor, EditRefused
 from .graph_info import GraphInfo, ambient_region, clean_module_path
 from .render import render
@@ -184,7 +182,7 @@ class _Run:
         level: GraphInfo | None = info
         while level is not None:  # an edit of a checkpoint's body may give it more arguments
             if not any(module is level.gm for module, _ in self.snapshot):
-                self.snapshot.append((level.gm, copy_graph(level.gm)))
+                self.snapshot.append((level.gm, compat.copy_graph(level.gm)))
             level = level.parent
 
     def _skipped(
@@ -252,7 +250,7 @@ def _records(
         sites=max(done.sites, 1),
     )
     notes = [
-        Record(defer_logits.NAME, action, code, _sentence(sentence), source=source, module=module)
+        Record(NOTED, action, code, _sentence(sentence), source=source, module=module)
         for action, code, sentence in done.notes
     ]
     return record, notes
@@ -304,18 +302,6 @@ _NAMES = ("memeff", "torch", "linear ", "matmul ", "mm ", "addmm ", "einsum ")
 def _module_stack(node: Node) -> list[str]:
     stack = node.meta.get("nn_module_stack") or {}
     return [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
-
-
-def copy_graph(gm: GraphModule) -> Graph:
-    """Return a copy of ``gm``'s graph that can take its place again."""
-    copied = Graph()
-    copied.set_codegen(copy.deepcopy(gm.graph._codegen))
-    mapping: dict[Node, Node] = {}
-    for node in gm.graph.nodes:
-        mapping[node] = copied.node_copy(node, lambda n: mapping[n])
-        if hasattr(node, "_dynamo_source"):  # AOTAutograd asks every placeholder for it
-            mapping[node]._dynamo_source = node._dynamo_source
-    return copied
 
 
 def _guarded_render(gm: GraphModule) -> str:

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
 from ... import compat
+from ...compat import HigherOrderOperator, OpOverload
 from .canonical import PREVIOUS, Call, read
 from .graph_info import clean_module_path
 
@@ -125,11 +125,13 @@ class _Renderer:
 
     def _call(self, call: Call, previous: str) -> str:
         defaults: Mapping[str, Any] = {
-            a.name: a.default_value for a in call.op._schema.arguments if a.has_default_value()
+            a.name: a.default_value
+            for a in compat.schema(call.op).arguments
+            if a.has_default_value()
         }
         parts = []
         positional = True
-        for argument in call.op._schema.arguments:
+        for argument in compat.schema(call.op).arguments:
             value = call.args[argument.name]
             if argument.name in defaults and _same(value, defaults[argument.name]):
                 positional = False
@@ -137,7 +139,7 @@ class _Renderer:
             text = previous if value is PREVIOUS else self._value(value)
             keep_bare = positional and not argument.kwarg_only
             parts.append(text if keep_bare else f"{argument.name}={text}")
-        namespace, _, name = call.op._schema.name.partition("::")
+        namespace, _, name = compat.schema(call.op).name.partition("::")
         return f"{namespace}.{name}({', '.join(parts)})"
 
     def _unread(self, node: Node) -> str:

@@ -596,4 +596,4 @@ def _is_part(node: Node) -> bool:
     """Return whether a node is one of the several results of an op, as of ``sort``."""
     if node.target is not operator.getitem or not is_several(node.args[0]):
         return False
-    return not isinstance(node.all_input_nodes[0].target, torch._ops.HigherOrderOperator)
+    return not isinstance(node.all_input_nodes[0].target, compat.HigherOrderOperator)

@@ -14,11 +14,11 @@ from torch.fx import Node
 
 from ... import compat
 from ...logits.recipe import Modifiers
-from ..defer_logits import LogitsOutput, is_deferrable, returned_logits
 from ..graph.base import Decline
 from ..graph.canonical import aten, read, read_one
 from ..graph.graph_info import GraphInfo, node_name
 from .head import Chain, Head, HeadReader, fold
+from .outputs import LogitsOutput, is_deferrable, returned_logits
 from .softmax import Soft, SoftmaxReader, broadcast_operand, class_position, same_shape
 
 

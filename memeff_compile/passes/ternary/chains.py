@@ -208,7 +208,7 @@ def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
 def _is_function(node: Any) -> bool:
     return (
         isinstance(node, Node)
-        and isinstance(node.target, torch._ops.HigherOrderOperator)
+        and isinstance(node.target, compat.HigherOrderOperator)
         and node.target.name() == "autograd_function_apply"
     )
 
@@ -544,7 +544,7 @@ def _require_one_dtype(*nodes: Node) -> None:
 
 def _base(call: Call) -> str:
     """Return the name of an op, the same in place and not."""
-    name: str = call.op._schema.name.split("::")[-1]
+    name: str = compat.schema(call.op).name.split("::")[-1]
     return name.rstrip("_")
 
 

@@ -15,8 +15,8 @@ import torch
 from torch.fx import Node
 
 from ... import compat
-from ..attention.repeated_heads import same_shape
 from ..graph.canonical import Call, aten, read_one
+from ..graph.graph_info import same_shape
 from .chains import other_user
 
 
@@ -156,7 +156,7 @@ def _is_float32(node: Node) -> bool:
 
 
 def _name(call: Call) -> str:
-    name: str = call.op._schema.name.split("::")[-1]
+    name: str = compat.schema(call.op).name.split("::")[-1]
     return name
 
 

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
 from memeff_compile import functional
-from memeff_compile.decisions import using
 from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
 from memeff_compile.kernels.linear_cross_entropy import (
     linear_cross_entropy,
@@ -22,7 +21,13 @@ from memeff_compile.kernels.linear_cross_entropy import (
 )
 
 IGNORED = -100
-FORWARD = {"linear_cross_entropy.gradients": "forward"}
+
+
+def measured_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the table say that gradients are best made in the forward."""
+    monkeypatch.setattr(total, "tuned", lambda *_: "forward")
+
+
 SETTINGS: dict[str, Any] = {
     "ignore_index": IGNORED,
     "scale": 1.0,
@@ -248,14 +253,16 @@ def test_bad_input_is_refused() -> None:
         linear_cross_entropy_total(hidden, weight, bias, target, None, weight[0], **SETTINGS)
 
 
-def test_it_serves_exact_losses_alone_and_where_it_was_chosen() -> None:
+def test_it_serves_exact_losses_alone_and_where_it_was_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cpu, fp32 = torch.device("cpu"), torch.float32
     assert not makes_gradients_in_forward(cpu, fp32, 8)
-    with using(FORWARD):
-        assert makes_gradients_in_forward(cpu, fp32, 8)
-        assert not makes_gradients_in_forward(cpu, torch.float16, 8)
-        assert not makes_gradients_in_forward(cpu, fp32, 8, gradient_filter="mass")
-        assert not makes_gradients_in_forward(cpu, fp32, 8, workspace=1)
+    measured_forward(monkeypatch)
+    assert makes_gradients_in_forward(cpu, fp32, 8)
+    assert not makes_gradients_in_forward(cpu, torch.float16, 8)
+    assert not makes_gradients_in_forward(cpu, fp32, 8, gradient_filter="mass")
+    assert not makes_gradients_in_forward(cpu, fp32, 8, workspace=1)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -275,10 +282,10 @@ def test_the_plain_function_uses_it(
         ),
     )
     arguments: dict[str, Any] = {"reduction": reduction, "class_weight": class_weight}
-    with using(FORWARD):
-        loss = memeff_compile.linear_cross_entropy(hidden, weight, target, bias, **arguments)
-        with torch.no_grad():
-            again = memeff_compile.linear_cross_entropy(hidden, weight, target, bias, **arguments)
+    measured_forward(monkeypatch)
+    loss = memeff_compile.linear_cross_entropy(hidden, weight, target, bias, **arguments)
+    with torch.no_grad():
+        again = memeff_compile.linear_cross_entropy(hidden, weight, target, bias, **arguments)
     expected = _dense(exact, weight=class_weight, reduction=reduction)
     loss.backward()
     expected.backward()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from memeff_compile import compat
+from memeff_compile.compat import copy_graph
 from memeff_compile.options import Options
 from memeff_compile.passes.attention import mask_forms, mask_tables
 from memeff_compile.passes.attention.mask_algebra import MASKED, TRUE
@@ -27,7 +28,6 @@ from memeff_compile.passes.attention.told_to_op import Said, said_for
 from memeff_compile.passes.graph.base import Decline
 from memeff_compile.passes.graph.editor import Editor
 from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
-from memeff_compile.passes.graph.pipeline import copy_graph
 from tests.support.captured_graphs import capture
 
 from .test_mask_algebra import interpreted, random_mask, tables, traced

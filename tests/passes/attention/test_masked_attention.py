@@ -173,7 +173,7 @@ def test_an_edit_that_is_refused_leaves_both_graphs_as_they_were(
         mask = causal() & table[:, None, None, :]
         return checkpoint(layer, q, k, v, mask, use_reentrant=False)
 
-    monkeypatch.setattr(recover_attention, "_laid_out_as", refuse)
+    monkeypatch.setattr(recover_attention, "laid_out_as", refuse)
     report = compare_with_eager(
         layers, *qkv(), padding(), rtol=1e-9, atol=1e-9, inner="aot_eager"
     ).report

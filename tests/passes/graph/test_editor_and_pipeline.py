@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
 from memeff_compile import backend
+from memeff_compile.compat import copy_graph
 from memeff_compile.errors import StrictError
 from memeff_compile.options import Options
 from memeff_compile.passes import PASSES
@@ -25,7 +26,7 @@ from memeff_compile.passes.graph.base import Done, Gain, GraphPass
 from memeff_compile.passes.graph.canonical import aten
 from memeff_compile.passes.graph.editor import Editor, EditRefused
 from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
-from memeff_compile.passes.graph.pipeline import copy_graph, run
+from memeff_compile.passes.graph.pipeline import run
 from tests.support.captured_graphs import FUSE, calls
 
 D, V = 16, 64

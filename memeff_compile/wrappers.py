@@ -1,0 +1,144 @@
+"""What goes around a compiled graph: the trip of one graph through the backend, and its wrappers.
+
+A trip reads the graph once as it came and once as the passes made it. A wrapper takes the compiled
+callable and the trip, and returns a callable of the same arguments, or the one it was given where
+there is nothing for it to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch.fx import GraphModule
+
+from . import compat, report
+from .errors import MemeffError
+from .logits.attach import accept, attach
+from .options import Options
+from .passes.graph.base import GraphPass
+from .passes.graph.pipeline import Outcome, enforce_strict, run
+from .verify.first_call import verified
+from .verify.op_by_op import KeptGraph, keep
+
+Compiled: TypeAlias = Callable[..., Any]
+
+
+@dataclass
+class Trip:
+    """One graph on its way through the backend.
+
+    Attributes:
+        gm: the graph, which the passes edit in place.
+        example_inputs: the tensors and sizes it was captured with.
+        options: of this compilation.
+        pieces: inputs that another compiled piece of the model hands over.
+        original: the graph as it came, where it will be compared with what becomes of it.
+        outcome: what the passes did.
+        rewritten: the graph as the passes made it, where it will be compared.
+        present: which outputs there are, where the passes left some as None.
+    """
+
+    gm: GraphModule
+    example_inputs: Sequence[Any]
+    options: Options
+    pieces: list[int] = field(init=False)
+    original: KeptGraph | None = None
+    outcome: Outcome = field(init=False)
+    rewritten: KeptGraph | None = None
+    present: list[bool] | None = None
+
+    def rewrite(self, passes: Sequence[GraphPass]) -> None:
+        """Read the graph, let the passes edit it, report what they did, and read it again."""
+        gm, options = self.gm, self.options
+        self.pieces = compat.inputs_from_other_graphs(gm)
+        _refuse_dropped(self.example_inputs, self.pieces)
+        self.original = None if options.verify == "off" else keep(gm, options)
+        # A checkpoint around the compiled function would count what our fake operations save.
+        with compat.unseen_by_saved_tensor_hooks():
+            self.outcome = run(gm, passes, options)
+        report.record_graph(self.outcome.report)
+        enforce_strict(options, self.outcome.report)
+        if self.outcome.changed:
+            self.rewritten = None if self.original is None else keep(gm, options)
+            self.present = _drop_missing_outputs(gm)
+
+    @property
+    def reuses_memory(self) -> bool:
+        """Whether the compiled graph keeps pointers to its memory, as CUDA graphs do."""
+        patches = self.options.inductor_patches()
+        return self.options.inner == "inductor" and compat.inductor_uses_cudagraphs(patches)
+
+
+def _refuse_dropped(example_inputs: Sequence[Any], pieces: Sequence[int]) -> None:
+    if any(example_inputs[place] is None for place in pieces):
+        raise MemeffError(
+            "memeff.logits='none' dropped logits that a later part of the model reads: DDP "
+            "compiles the model in pieces, one per bucket of gradients, and the logits cross from "
+            "one to the next. Set memeff.logits to 'deferred' or 'eager', or "
+            "torch._dynamo.config.optimize_ddp = False."
+        )
+
+
+def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
+    """Take outputs that are None out of the graph and return which ones stayed; None if all did.
+
+    AOTAutograd takes them, but not where DDP compiles a model in pieces.
+    """
+    output = compat.output_node(gm.graph)
+    values: Any = output.args[0]
+    present = [value is not None for value in values]
+    if all(present):
+        return None
+    output.args = (tuple(value for value in values if value is not None),)
+    gm.recompile()
+    return present
+
+
+def put_back(compiled: Compiled, trip: Trip) -> Compiled:
+    """Return None again where outputs were taken out."""
+    present = trip.present
+    if present is None:
+        return compiled
+
+    def run(*args: object) -> tuple[Any, ...]:
+        results = iter(compiled(*args))
+        return tuple(next(results) if is_there else None for is_there in present)
+
+    return run
+
+
+def accept_pieces(compiled: Compiled, trip: Trip) -> Compiled:
+    """Take deferred logits where another piece of the model hands them over."""
+    return accept(compiled, trip.pieces) if trip.pieces else compiled
+
+
+def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
+    """Hand out deferred logits in the place of hidden states."""
+    plan, use = trip.outcome.deferred, trip.outcome.report.logits
+    return attach(compiled, plan, clone_hidden=trip.reuses_memory, use=use) if plan else compiled
+
+
+def verify_first_call(compiled: Compiled, trip: Trip) -> Compiled:
+    """Compare the first call with the graph as it came, where an option asks for it."""
+    if trip.original is None or trip.rewritten is None:
+        return compiled
+    return verified(
+        compiled,
+        original=trip.original,
+        rewritten=trip.rewritten,
+        plan=trip.outcome.deferred,
+        pieces=trip.pieces,
+        options=trip.options,
+        graph_report=trip.outcome.report,
+        reuses_memory=trip.reuses_memory,
+    )
+
+
+WRAPPERS: tuple[Callable[[Compiled, Trip], Compiled], ...] = (
+    put_back,
+    accept_pieces,
+    attach_logits,  # outside of what gives back missing outputs: a plan counts them
+    verify_first_call,  # around all the others, which it compares
+)
