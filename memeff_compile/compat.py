@@ -878,14 +878,19 @@ def revive_hooks(tensor: torch.Tensor) -> None:
     tensor._backward_hooks = tensor._backward_hooks
 
 
-def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether hooks run around the steps of an optimizer, but for those after every step."""
+def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]) -> bool:
+    """Return whether hooks run around the steps of an optimizer: after every step, or `but`, aside.
+
+    Args:
+        optimizer: any.
+        but: a hook before every step that does not count.
+    """
     from torch.optim import optimizer as module
 
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or module._global_optimizer_pre_hooks
+        or any(hook is not but for hook in module._global_optimizer_pre_hooks.values())
     )
 
 

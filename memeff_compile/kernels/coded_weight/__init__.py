@@ -37,3 +37,4 @@ from memeff_compile.kernels.coded_weight.slabs import side_by_side as side_by_si
 from memeff_compile.kernels.coded_weight.tensor import OWN_ATTRIBUTES as OWN_ATTRIBUTES
 from memeff_compile.kernels.coded_weight.tensor import CodedWeight as CodedWeight
 from memeff_compile.kernels.coded_weight.tensor import Unsettled as Unsettled
+from memeff_compile.kernels.coded_weight.tensor import refuse_step as refuse_step

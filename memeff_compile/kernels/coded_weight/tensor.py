@@ -681,7 +681,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             raise CodedWeightError(_write_message(schema.name))
 
 
-def _refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
+def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
     """Raise before an optimizer changes anything, where it would come to a coded weight."""
     computes_gradients = any(each is not None for each in (*args[1:], *kwargs.values()))
     for group in optimizer.param_groups:
@@ -695,7 +695,7 @@ def _refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 @functools.cache
 def _watch_optimizers() -> RemovableHandle:
     """Look at what optimizers are about to step: one that raised half-way has changed the rest."""
-    return register_optimizer_step_pre_hook(_refuse_step)
+    return register_optimizer_step_pre_hook(refuse_step)
 
 
 def _write_message(writer: str) -> str:

@@ -30,6 +30,7 @@ from memeff_compile.kernels.coded_weight import (
     Unsettled,
     make_refuge,
     parse,
+    refuse_step,
     side_by_side,
 )
 
@@ -193,7 +194,9 @@ def plain_step(optimizer: Optimizer) -> Step | None:
     (group,) = optimizer.param_groups
     rate, decay = group["lr"], group["weight_decay"]
     others = ("momentum", "nesterov", "maximize", "differentiable", "fused")
-    if any(group.get(name) for name in others) or compat.optimizer_hooks(optimizer):
+    if any(group.get(name) for name in others) or compat.optimizer_hooks(
+        optimizer, but=refuse_step
+    ):
         return None
     if not all(isinstance(number, (int, float)) for number in (rate, decay)):
         return None  # a tensor, whose value would have to be read
