@@ -171,7 +171,7 @@ class CodedWeight(Tensor):
 
     def _typed_storage(self) -> torch.TypedStorage:
         """Return the storage of decoded values, which reductions for other processes send."""
-        found: torch.TypedStorage = self.decode()._typed_storage()
+        found: torch.TypedStorage = self.decode().clone()._typed_storage()
         return found
 
     def settle(self) -> None:
