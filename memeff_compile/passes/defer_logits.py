@@ -31,7 +31,6 @@ from .graph.base import Decline, Done, GraphPass
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo
 from .losses.outputs import (
-    NAME,
     Returned,
     check_returned,
     is_unused,
@@ -49,7 +48,7 @@ OUTSIDE_SENTENCE = (
 class DeferLogits(GraphPass):
     """The pass: logits of a training graph without a loss are computed when first read."""
 
-    name = NAME
+    name = "defer_logits"
 
     def find(self, info: GraphInfo) -> Iterable[Returned]:
         """Yield one match per head whose logits are only returned."""

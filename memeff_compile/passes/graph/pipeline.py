@@ -156,10 +156,11 @@ class _Run:
         anchor, places = graph_pass.anchor(found), list(graph_pass.places(found))
         skipped = self._skipped(graph_pass, info, anchor, places)
         refusal = skipped or graph_pass.check(info, found)
-        gain = None if skipped else graph_pass.gain(info, found)
         if refusal is not None:
+            gain = None if skipped else _gain_of_declined(graph_pass, info, found)
             self._decline(graph_pass, info, refusal, gain, anchor, places)
             return
+        gain = graph_pass.gain(info, found)
         self._keep(info)
         where = _where(info, anchor, places)
         try:
@@ -230,6 +231,17 @@ class _Run:
                 self.records[place] = dataclasses.replace(earlier, sites=total)
                 return
         self.records.append(record)
+
+
+def _gain_of_declined(graph_pass: GraphPass, info: GraphInfo, found: Any) -> Gain | None:
+    """Return what a declined rewrite would save; what was declined may be more than it can count,
+    and the reason must be said all the same.
+    """
+    try:
+        return graph_pass.gain(info, found)
+    except Exception:
+        log.debug("%s could not count what it declined", graph_pass.name, exc_info=True)
+        return None
 
 
 def _records(

@@ -56,7 +56,7 @@ def _joining_order(tail: Tail) -> tuple[bool, int]:
 
 def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
     first = group[0]
-    if modifiers_of(first) != modifiers_of(tail):
+    if fold(first.chain.steps) != fold(tail.chain.steps):
         return False
     if tail.kind in STATISTICS:  # of all rows, of which the tail's own are then taken
         effects = tuple(step.effect for step in tail.chain.row_steps)
