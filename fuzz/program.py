@@ -117,6 +117,7 @@ class World:
 
     names: Names
     fault: Fault | None
+    without_us: World | None = None  # made when it is asked for
 
     def __post_init__(self) -> None:
         model = self.names.get("m")
