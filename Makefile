@@ -11,7 +11,7 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest check gpu golden bench fuzz soak figures docs clean
+.PHONY: help demo test test-all test-newest check gpu sanitize golden bench fuzz soak figures docs clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -53,6 +53,11 @@ test-newest:  ## the CPU tests against the newest torch and transformers, in .ve
 
 gpu:  ## only what a GPU can show; uses the python it finds, installs nothing
 	env -u TRITON_INTERPRET PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -m gpu tests
+
+TOOL ?= memcheck
+sanitize:  ## a share of the kernels' GPU tests under compute-sanitizer (TOOL=racecheck, initcheck)
+	PYTHONPATH=$(CURDIR) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) \
+	  --target-processes all $(PYTHON) -m pytest -q -p tests.support.sanitized -m gpu tests/kernels
 
 check: $(INSTALLED_DEV)  ## lint, format, types, import directions, spelling, generated pages
 	$(VENV)/bin/ruff check .
