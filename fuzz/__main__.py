@@ -67,11 +67,11 @@ def _watch(part: str, options: argparse.Namespace) -> Tally:
         folder, tally, shown = Path(name), Tally(part), 0
         while tally.cpu_seconds < options.seconds:
             save(folder, tally)
-            spent = tally.cpu_seconds
+            spent, setups = tally.cpu_seconds, tally.next_setup
             worker = subprocess.Popen(_command(options, folder), stderr=(folder / "log").open("w"))
             hangs = _wait(worker, folder)
             tally = restore(folder)
-            if worker.returncode > 0:
+            if worker.returncode > 0 and tally.next_setup == setups:  # it cannot even begin
                 raise SystemExit((folder / "log").read_text())
             if worker.returncode or hangs:
                 tally.cpu_seconds = max(tally.cpu_seconds, spent + 10)

@@ -10,7 +10,7 @@ from .program import Names
 from .sketch import Sketch
 
 TITLE = "attention"
-REUSE = 3
+REUSE = 10
 IMPORTS = ""
 
 _CONDITIONS = [

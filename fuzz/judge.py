@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from memeff_compile.errors import MemeffError
 
 from .program import Fault, Program, World, run, start
 
-__all__ = ["Kind", "Verdict", "compare", "internal_errors", "judge", "verdict"]
+__all__ = ["Kind", "Verdict", "compare", "internal_errors", "judge", "judge_again", "verdict"]
 
 Kind = Literal[
     "same", "invalid", "decline", "difference", "exception", "internal_error", "crash", "inner"
@@ -28,7 +28,10 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 _LEAST = 0.1
 
-_REFUSALS = ("aot_autograd does not currently support double backward",)
+_REFUSALS = (
+    "aot_autograd does not currently support double backward",
+    "compiled with non-empty donated buffers",  # a second backward pass, see worker._settled
+)
 """What PyTorch's own compilers cannot do."""
 
 
@@ -59,13 +62,32 @@ def judge(program: Program) -> Verdict:
     return verdict(program, eager, ours)
 
 
+def judge_again() -> Callable[[Program], Verdict]:
+    """Return a judge that keeps what a setup has compiled, for bodies that are tried behind it.
+
+    Its verdict on the last one wants to be confirmed by `judge`.
+    """
+    torch._dynamo.reset()
+    worlds: dict[tuple[str, ...], tuple[World, World]] = {}
+
+    def again(candidate: Program) -> Verdict:
+        if candidate.setup not in worlds:
+            worlds[candidate.setup] = start(candidate, ours=False), start(candidate, ours=True)
+        return verdict(candidate, *worlds[candidate.setup])
+
+    return again
+
+
 def verdict(program: Program, eager: World, ours: World) -> Verdict:
     """Run a body in two worlds that have run the setup."""
     found = _verdict(program, eager, ours)
     if found.kind in ("difference", "exception"):
         alone = program.without_us()
-        if alone != program and _verdict(alone, eager, start(alone, ours=True)).is_failure:
-            return Verdict("inner", found.sentence)  # what PyTorch's compilers do by themselves
+        if alone != program:
+            if ours.without_us is None:
+                ours.without_us = start(alone, ours=True)
+            if _verdict(alone, eager, ours.without_us).is_failure:
+                return Verdict("inner", found.sentence)  # what PyTorch's compilers do themselves
     return found
 
 

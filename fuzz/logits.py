@@ -13,7 +13,7 @@ from .program import Names, run
 from .sketch import Sketch
 
 TITLE = "deferred logits"
-REUSE = 150
+REUSE = 600
 IMPORTS = ""
 
 VIEWS = [

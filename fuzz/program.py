@@ -24,10 +24,10 @@ __all__ = ["Fault", "Program", "World", "run", "start"]
 
 Names = dict[str, Any]
 
-_IMPORTS = """\
-import copy, io, math, pickle, torch, memeff_compile
-import torch.nn.functional as F; from torch import nn; from memeff_compile.backend import memeff
-"""
+_IMPORTS = (
+    "import copy, io, math, pickle, torch, memeff_compile, torch.nn.functional as F"
+    "; from torch import nn; from memeff_compile.backend import memeff\n"
+)
 
 _NAMES: Names = {
     "copy": copy,
@@ -117,6 +117,7 @@ class World:
 
     names: Names
     fault: Fault | None
+    without_us: World | None = None  # made when it is asked for
 
     def __post_init__(self) -> None:
         model = self.names.get("m")

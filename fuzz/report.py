@@ -52,6 +52,7 @@ class Tally:
     kinds: Counter[str] = field(default_factory=Counter)
     declines: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
+    alike: Counter[str] = field(default_factory=Counter)
 
     def record_crash(self, failure: Failure) -> None:
         """Count a program that took its process with it."""
@@ -113,7 +114,9 @@ def restore(folder: Path) -> Tally:
     """Read what `save` left."""
     data = json.loads((folder / "tally.json").read_text())
     data["failures"] = [Failure(**failure) for failure in data["failures"]]
-    return Tally(**{**data, **{name: Counter(data[name]) for name in ("kinds", "declines")}})
+    return Tally(
+        **{**data, **{name: Counter(data[name]) for name in ("kinds", "declines", "alike")}}
+    )
 
 
 def save_program(folder: Path, own: str, program: Program) -> None:

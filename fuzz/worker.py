@@ -6,14 +6,18 @@ import gc
 import importlib
 import os
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+import torch._dynamo
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 
-from .judge import Verdict, judge, verdict
+from .judge import Verdict, judge, judge_again, verdict
 from .program import Program, World, start
 from .report import Failure, Tally
 from .shrink import shrink
@@ -24,8 +28,12 @@ __all__ = ["PARTS", "load", "work"]
 PARTS = {"a": "logits", "b": "losses", "c": "attention", "d": "verbs", "e": "caches"}
 
 _SHRUNK = 8
-"""So many failures are shrunk; the others are counted."""
+"""So many failures are shrunk, with the seconds that each may take; the others are counted."""
 
+_SHRUNK_ALIKE = 3
+"""So many of those whose sentences differ in numbers alone."""
+
+_SECONDS = 20
 
 Before = Callable[[str, Program], object]
 
@@ -135,12 +143,26 @@ def _work(
 
 
 def _report(tally: Tally, own: str, program: Program, found: Verdict) -> list[Failure]:
-    if len(tally.failures) >= _SHRUNK:
+    """Make a failure small, unless others like it were: one of a setup stands for all."""
+    numbered = re.compile(r"[0-9.e+-]+")
+    alike = f"{found.kind}: {numbered.sub('', found.sentence)}"
+    here = f"{own.rsplit('/', 1)[0]}: {alike}"
+    tally.alike[here] += 1
+    if tally.alike[here] > 1 or len(tally.failures) >= _SHRUNK:
+        return []
+    tally.alike[alike] += 1
+    if tally.alike[alike] > _SHRUNK_ALIKE:
         return []
     sentence = found.sentence
     if found.resembles(judge(program)):
-        program = shrink(program, found, judge)
-        sentence = judge(program).sentence or sentence
+        # What compiled code of before lost stays in the report.
+        fast = judge if found.kind == "internal_error" else judge_again()
+        smaller = shrink(program, found, fast, _SECONDS)
+        again = judge(smaller)
+        if not found.resembles(again):
+            smaller = shrink(program, found, judge, _SECONDS)
+            again = judge(smaller)
+        program, sentence = smaller, again.sentence or sentence
     else:
         sentence += " (only behind the programs before it: run the part with this seed)"
     heading = f"part {tally.part}, seed {own}: {found.kind}: {sentence}".replace("\n", " ")
@@ -157,8 +179,8 @@ def _settled(device: str) -> Iterator[None]:
         warnings.catch_warnings(action="ignore"),
         torch.device(device) if device != "cpu" else nullcontext(),
         torch._dynamo.config.patch(dynamo),
-        torch._functorch.config.patch(donated_buffer=False),  # or no second backward pass
-        torch._inductor.config.patch(compile_threads=1),
+        functorch_config.patch(donated_buffer=False),  # or no second backward pass
+        inductor_config.patch(compile_threads=1),
     ):
         yield
     torch.set_num_threads(threads)

@@ -5,7 +5,7 @@
 One process and no more seconds than given: what comes first matters most, and a row that is missing
 was not reached. Small cases of every kind are compared with float64, over memory that held nan, and
 twice for the same bits. Then each shape: gradient errors against fp32, peak memory, times with all
-methods in turn, and what each kernel of a step takes.
+methods in turn, each behind a call of its own, and what each kernel of a step takes.
 """
 
 from __future__ import annotations
@@ -210,6 +210,9 @@ def measure(
 
     def timer(call: Callable[[], Any]) -> Callable[[], float]:
         def sample() -> float:
+            # After a call of its own: behind another method the clocks are that method's.
+            call()
+            tensors.without_gradients()
             clock.flush()
             value = timing.milliseconds(call)
             tensors.without_gradients()
@@ -232,11 +235,12 @@ def kernels(run: Runner, shape: str, call: Callable[[], Any]) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
-    spent = {
-        each.key[:60]: [round(each.self_device_time_total / 1e3, 3), each.count]
-        for each in seen.key_averages()
-        if each.self_device_time_total > 20
-    }
+    spent: dict[str, list[float]] = {}
+    for each in seen.key_averages():
+        if each.self_device_time_total > 20:
+            held = spent.setdefault(each.key[:100], [0, 0])  # names of kernels can be very long
+            held[0] = round(held[0] + each.self_device_time_total / 1e3, 3)
+            held[1] += each.count
     run.row("kernels", shape=shape, ms_and_launches=spent)
 
 

@@ -169,9 +169,10 @@ class CodedWeight(Tensor):
             "returns them as a plain tensor, or call memeff_compile.decompress_(model)."
         )
 
-    def _typed_storage(self) -> NoReturn:
-        """Raise: torch's own reductions for other processes would send a tensor without values."""
-        _no_address(None, self)
+    def _typed_storage(self) -> torch.TypedStorage:
+        """Return the storage of decoded values, which reductions for other processes send."""
+        found: torch.TypedStorage = self.decode().clone()._typed_storage()
+        return found
 
     def settle(self) -> None:
         """Wait for what `store_soon` left open, if anything."""
@@ -534,7 +535,9 @@ def _set_data(func: object, weight: CodedWeight, new: Tensor) -> None:
 
 
 _ABOVE: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), _on_values),
+    **dict.fromkeys(
+        (Tensor.new, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), _on_values
+    ),
     **dict.fromkeys(
         (Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_),
         _no_write,
@@ -671,6 +674,11 @@ def _is_on_weight(func: object, args: Sequence[object]) -> bool:
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
     """Raise where an op would write to a coded weight."""
     schema = compat.schema(func)
+    # Collectives do not say what they write to: the first of what they are given.
+    is_collective = schema.name.startswith("c10d::") and schema.name.endswith("_")
+    written = compat.pytree.tree_iter(args[:1] if is_collective else ())
+    if any(isinstance(each, CodedWeight) for each in written):
+        raise CodedWeightError(_write_message(schema.name))
     if not schema.is_mutable:
         return
     for place, argument in enumerate(schema.arguments):

@@ -298,6 +298,13 @@ CHUNK = 1 << 22
 
 def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
     """Write gradient * by to `out`, which may be `gradient`, without a wide copy of all of it."""
+    if (
+        gradient.is_cuda
+        and total_fused.scales(gradient, by, out)
+        and kernels_serve(gradient.device, gradient.dtype)
+    ):
+        total_fused.scale_into(gradient, by, out)
+        return
     if gradient.dim() == 0 or gradient.dtype == by.dtype:
         torch.mul(gradient, by, out=out)
         return
@@ -346,13 +353,21 @@ def _setup_context(
     del keyword_only_inputs
     _, *gradients = output
     ctx.mark_non_differentiable(*gradients)
+    # Else autograd makes zeros as large as the gradients for results nobody differentiates.
+    ctx.set_materialize_grads(False)
     ctx.is_alone = not compat.packs_saved_tensors()
     # The inputs are what a second derivative would be taken of, which is refused.
     ctx.save_for_backward(*gradients, *inputs[:3])
 
 
-def _link(ctx: Any, grad_total: Tensor, *without_gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _link(
+    ctx: Any,  # noqa: ANN401
+    grad_total: Tensor | None,
+    *without_gradient: None,
+) -> tuple[Tensor | None, ...]:
     del without_gradient
+    if grad_total is None:
+        return (None,) * 6
     *gradients, hidden, weight, bias = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     if torch.is_grad_enabled():

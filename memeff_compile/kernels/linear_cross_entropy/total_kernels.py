@@ -387,3 +387,27 @@ def _linear_cross_entropy_total_bias_kernel(
         scale = tl.load(row_scale_ptr + offs, mask=offs < rows_here, other=0.0)
         sums += tl.sum(x.to(tl.float32) * scale[:, None], axis=0)
     tl.store(sums_ptr + columns, sums, mask=inside)
+
+
+@triton.jit
+def _linear_cross_entropy_total_scale_kernel(
+    gradient_ptr,  # contiguous
+    by_ptr,  # (1,) fp32
+    out_ptr,  # contiguous, may be gradient_ptr
+    count,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply by one number in fp32, rounded once; in place, times 1 is nothing to do."""
+    by = tl.load(by_ptr)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    end = count
+    if IN_PLACE:
+        end = tl.where(by == 1.0, 0, count)
+    while first < end:
+        place = first + tl.arange(0, BLOCK)
+        values = tl.load(gradient_ptr + place, mask=place < count, other=0.0)
+        scaled = (values.to(tl.float32) * by).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + place, scaled, mask=place < count)
+        first += step

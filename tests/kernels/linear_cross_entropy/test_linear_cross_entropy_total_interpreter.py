@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor
 
@@ -126,13 +127,98 @@ def test_runs_agree_bit_for_bit() -> None:
         assert torch.equal(one, other)
 
 
+# --- scaling by the loss's own gradient -------------------------------------------------------
+
+SPECIAL = (0.3, -2.0, 0.0, 1.0, float("inf"), float("nan"))
+
+
+def _gradient(dtype: torch.dtype, count: int) -> Tensor:
+    source = torch.Generator().manual_seed(2)
+    values = torch.randn(count, generator=source)
+    values[:4] = torch.tensor([0.0, float("inf"), float("-inf"), float("nan")])[:count]
+    return values.to(dtype)
+
+
+# The interpreter cuts bf16 off where a GPU rounds.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("by", SPECIAL, ids=str)
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["copy", "in place"])
+def test_a_gradient_times_a_number_is_what_torch_makes_of_it(
+    is_in_place: bool, by: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(total_fused, "SCALED", 64)
+    monkeypatch.setattr(total_fused, "processors", lambda _: 1)
+    gradient, factor = _gradient(dtype, 64 * 19 + 5), torch.tensor(by)
+    before = gradient.clone()
+    expected = (gradient.float() * factor).to(dtype)
+    out = gradient if is_in_place else torch.full_like(gradient, 7)
+    assert total_fused.scales(gradient, factor, out)
+    version = out._version
+    total_fused.scale_into(gradient, factor, out)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(9), expected.nan_to_num(9))
+    assert out._version > version
+    if not is_in_place:
+        assert torch.equal(gradient.nan_to_num(9), before.nan_to_num(9))
+
+
+def test_a_factor_of_one_in_place_reads_and_writes_nothing() -> None:
+    # A signalling nan is not the same after a multiplication.
+    seen = torch.full((32,), 0x7F800001, dtype=torch.int32)
+    memory = seen.clone().view(torch.float32)
+    assert not torch.equal((memory * 1.0).view(torch.int32), seen)
+    total_fused.scale_into(memory, torch.tensor(1.0), memory)
+    assert torch.equal(memory.view(torch.int32), seen)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_gradients_of_few_elements_are_scaled(count: int) -> None:
+    gradient = torch.full((count,), 3.0)
+    total_fused.scale_into(gradient, torch.tensor(2.0), gradient)
+    assert torch.equal(gradient, torch.full((count,), 6.0))
+
+
+def test_what_scaling_declines() -> None:
+    by, gradient = torch.tensor(2.0), torch.ones(4, 6)
+    assert not total_fused.scales(gradient.double(), by.double(), gradient.double())
+    assert not total_fused.scales(gradient.t(), by, gradient.t())
+
+
+# --- pieces -----------------------------------------------------------------------------------
+
+
 def test_a_piece_of_rows_stays_in_the_workspace_and_pieces_are_even() -> None:
     for rows, vocab in ((8192, 128256), (8192, 256000), (4096, 151936), (10007, 152064)):
         height = total_fused.piece_rows(rows, vocab, 0, 128, 256)
         width = -(-vocab // 256) * 256
         assert 2 * height * width <= total_fused.AUTO_BYTES
-        assert 2 * height * width <= 2 * rows * width / 5
+        assert 2 * height * width <= 2 * rows * width / (4 if vocab == 128256 else 5)
         pieces = -(-rows // height)
         assert height - 128 < rows / pieces <= height
     assert total_fused.piece_rows(5, 1000, 0, 128, 256) == 128
     assert total_fused.piece_rows(8192, 128256, 256 << 20, 128, 256) == 1024
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "height"),
+    [
+        (8192, 128256, 2048),
+        (8192, 256000, 1024),
+        (16384, 128256, 2048),
+        (8191, 128256, 1408),  # a piece of 2048 rows would be more than a quarter of all
+        (4096, 151936, 768),
+        (10007, 152064, 1792),
+        (12288, 202048, 1536),
+        (32768, 128256, 4096),
+        (131072, 32000, 16384),
+    ],
+)
+def test_pieces_are_as_tall_as_memory_allows(rows: int, vocab: int, height: int) -> None:
+    found = total_fused.piece_rows(rows, vocab, 0, 128, 256)
+    assert found == height
+    for depth, is_plain in ((4096, True), (2048, False)):
+        held = total_fused.bytes_held(sympy.Integer(rows), depth, vocab, 0, is_plain=is_plain)
+        stats = 8 * -(-vocab // (256 if is_plain else 128))
+        width = -(-vocab // 256) * 256
+        assert held >= found * (2 * width + stats + 2 * depth)
+        assert held <= max(640 << 20, 2 * rows * width / 6)

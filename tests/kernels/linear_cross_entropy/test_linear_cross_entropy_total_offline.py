@@ -106,3 +106,26 @@ def test_products_compile_within_the_limits(is_busy: bool) -> None:
 def test_helpers_compile_within_the_limits(name: str, sizes: dict[str, Any]) -> None:
     constants = {**sizes, **EPILOGUES["bias and softcap"], "HAS_KEPT": True}
     within_limits(_compile(name, constants, warps=4, stages=3), HOPPER)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["copy", "in place"])
+def test_scaling_compiles_within_the_limits(is_in_place: bool, kind: str) -> None:
+    from memeff_compile.kernels.linear_cross_entropy import total_fused, total_kernels
+
+    types = {"gradient_ptr": f"*{kind}", "out_ptr": f"*{kind}", "by_ptr": "*fp32", "count": "i32"}
+    compiled = compile_for(
+        HOPPER,
+        total_kernels._linear_cross_entropy_total_scale_kernel,
+        {"IN_PLACE": is_in_place, "BLOCK": total_fused.SCALED},
+        types.get,
+        lambda argument: argument == "count",
+        num_warps=4,
+    )
+    ptx = within_limits(compiled, HOPPER)
+    if kind == "bf16":
+        assert "cvt.rn.bf16" in ptx
+    assert re.search(r"ld\.global\S*\.v4\.b32", ptx)
+    assert re.search(r"st\.global\S*\.v4\.b32", ptx)
+    assert "ftz" not in ptx  # what is small stays, as in PyTorch
+    assert ("setp.eq.f32" in ptx or "setp.neu.f32" in ptx) == is_in_place

@@ -148,6 +148,30 @@ def test_gradients_are_scaled_in_place_where_nothing_reads_them_again() -> None:
     assert [part.grad.data_ptr() for part in inputs[:3]] == places
 
 
+def test_no_zeros_are_made_for_results_that_nobody_differentiates() -> None:
+    loss = _mean(_inputs(torch.bfloat16))[0]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        loss.backward()
+    names = {event.name for event in seen.events()}
+    assert "aten::mul" in names
+    assert not names & {"aten::zeros", "aten::zero_", "aten::zeros_like", "aten::new_zeros"}
+
+
+def test_a_loss_without_a_gradient_gives_none() -> None:
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> None:
+            return None
+
+    inputs = _inputs()
+    Nothing.apply(_mean(inputs)[0]).backward()  # type: ignore[no-untyped-call]
+    assert all(part.grad is None for part in inputs[:3])
+
+
 def test_a_kept_graph_gives_the_same_gradient_again() -> None:
     inputs = _inputs()
     (expected,) = torch.autograd.grad(3 * _mean(inputs)[0], inputs[1])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers.optimization import Adafactor
@@ -178,6 +180,31 @@ def test_averages_of_weights_are_those_of_dense_ones(make: Any) -> None:
         averages.append(average)
     assert_same(*averages)
     assert isinstance(averages[0].module[1].weight, CodedWeight)
+
+
+COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "broadcast": lambda coded, plain: dist.broadcast(coded, 0),
+    "all_reduce": lambda coded, plain: dist.all_reduce(coded),
+    "reduce": lambda coded, plain: dist.reduce(coded, 0),
+    "scatter": lambda coded, plain: dist.scatter(coded, [plain]),
+}
+
+
+def test_collectives_read_a_weight_and_do_not_write_to_it(tmp_path: Path) -> None:
+    """Where the result of one would be lost, it raises."""
+    weight, plain = compressed()[1].weight.detach(), torch.zeros(256, 128, dtype=torch.bfloat16)
+    store = f"file://{tmp_path / 'group'}"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        for collective in COLLECTIVES.values():
+            with pytest.raises(CodedWeightError, match="memeff_compile"):
+                collective(weight, plain)
+        dist.all_gather([plain], weight)
+        dist.all_gather([weight], plain.mul(2))  # a whole value
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(plain, dense()[1].weight)
+    assert torch.equal(weight.decode(), plain * 2)
 
 
 def test_clipping_and_vectors_of_parameters_are_those_of_dense_ones() -> None:

@@ -21,7 +21,6 @@ REFUSED = {
     "given_as_data_of_a_gradient",
     "given_as_data_of_a_parameter",
     "mapped_onto",
-    "reduced_for_another_process",
     "resized",
     "set_from",
     "set_to_storage",
@@ -33,7 +32,6 @@ REFUSED = {
     "storage_of_detached",
     "to_dlpack",
     "transposed_in_place",
-    "typed_storage",
     "untyped_storage",
 }
 
@@ -58,3 +56,10 @@ def test_a_door_to_memory_gives_values_or_a_sentence(name: str, form: str) -> No
     check_door(name, tensor, values, gives_values=name not in REFUSED)
     if name in REFUSED:
         assert torch.equal(tensor.decode(), before)
+
+
+def test_a_worker_process_collates_weights() -> None:
+    """Workers put a batch into shared memory of their own making."""
+    dataset = [coded(dense()) for _ in range(2)]
+    (batch,) = torch.utils.data.DataLoader(dataset, batch_size=2, num_workers=1)  # type: ignore[arg-type]
+    assert torch.equal(batch, torch.stack([dense(), dense()]))
