@@ -20,7 +20,12 @@ from memeff_compile import compat
 from memeff_compile.logits.fused_rows import FusedRows
 from memeff_compile.logits.lazy_tensor import untraced
 from memeff_compile.logits.memory import Memory
-from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe, LossSettings
+from memeff_compile.logits.recipe import (
+    DeferredOutput,
+    LogitsRecipe,
+    LossSettings,
+    given_sizes,
+)
 from memeff_compile.logits.row_gradient import RowGradient
 from memeff_compile.logits.source import LogitsSource
 from memeff_compile.logits.tensor import DeferredLogits
@@ -81,7 +86,7 @@ def attach(
 
     Args:
         compiled: takes the graph's arguments; returns hidden states in the place of logits.
-        plan: one entry per output to replace; the other outputs pass untouched.
+        plan: one entry per piece of memory among the outputs to replace; the others pass untouched.
         clone_hidden: keep a copy of the hidden states, because `compiled` reuses their memory at
             its next call, as CUDA graphs do.
         use: where to count what becomes of the logits.
@@ -89,7 +94,7 @@ def attach(
     Returns:
         A callable of the graph's arguments with the kind of result that `compiled` has.
     """
-    entries = tuple(plan)
+    entries, end = tuple(plan), given_sizes(plan)
 
     def run(*args: Any) -> Sequence[Any]:
         # As Dynamo calls it; AOTAutograd's _boxed_call flag does not hold here.
@@ -107,7 +112,8 @@ def attach(
                 logits = defer(
                     hidden, weight, bias, vectors, entry.recipe, loss=entry.loss, use=use
                 )
-            results[entry.output] = logits.detach() if entry.detached else logits
+            entry.put(logits, results)
+        results = results[:end]
         return results if isinstance(outputs, list) else tuple(results)
 
     return run

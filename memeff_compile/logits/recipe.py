@@ -22,13 +22,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from memeff_compile.compat import pytree
+
 __all__ = [
     "DeferredOutput",
+    "GivenSize",
     "LogitsRecipe",
+    "LogitsView",
     "LossSettings",
     "Modifiers",
     "Unfoldable",
     "fold_steps",
+    "given_sizes",
 ]
 
 _STEPS = ("to", "mul", "div", "tanh", "bias", "log_softmax")
@@ -232,6 +237,8 @@ class DeferredOutput:
         recipe: how the logits come from the hidden states.
         detached: the model detaches these logits before it returns them.
         loss: how a loss outside the graph is fused, or None where it is not.
+        views: where several outputs share the memory of these logits, all of them, and each is a
+            view of it; `output` is the first of their places.
     """
 
     output: int
@@ -241,6 +248,61 @@ class DeferredOutput:
     recipe: LogitsRecipe
     detached: bool = False
     loss: LossSettings | None = None
+    views: tuple[LogitsView, ...] = ()
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Indices of all outputs that are these logits or views of them."""
+        return tuple(view.output for view in self.views) or (self.output,)
+
+    def put(self, logits: Tensor, results: list[Any]) -> None:
+        """Put these logits, or their views, in their places among the results of the graph."""
+        logits = logits.detach() if self.detached else logits
+        views = {view.output: view.of(logits, results) for view in self.views}
+        for place in self.places:
+            results[place] = views.get(place, logits)
+
+
+@dataclass(frozen=True)
+class GivenSize:
+    """A size of dynamic shapes, which the graph returns behind its other outputs."""
+
+    output: int
+
+
+@dataclass(frozen=True)
+class LogitsView:
+    """An output that shares the memory of other outputs.
+
+    Args:
+        output: index of the output.
+        calls: the ATen views that lead to it, each by its name and the arguments behind `self`.
+    """
+
+    output: int
+    calls: tuple[tuple[str, tuple[Any, ...]], ...]
+
+    def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:
+        """Return this view of `logits`."""
+        view = logits
+        for name, args in self.calls:
+            packet, overload = name.split(".")
+            op = getattr(getattr(torch.ops.aten, packet), overload)
+            view = op(view, *(_with_sizes(arg, results) for arg in args))
+        return view
+
+
+def _with_sizes(arg: object, results: Sequence[Any]) -> object:
+    if isinstance(arg, (list, tuple)):
+        return [_with_sizes(item, results) for item in arg]
+    return results[arg.output] if isinstance(arg, GivenSize) else arg
+
+
+def given_sizes(plan: Sequence[DeferredOutput]) -> int | None:
+    """Return the index of the first output that is a size for these views, if there is one."""
+    calls = [view.calls for entry in plan for view in entry.views]
+    sizes = [leaf.output for leaf in pytree.tree_leaves(calls) if isinstance(leaf, GivenSize)]
+    return min(sizes, default=None)
 
 
 def _step_gradient(

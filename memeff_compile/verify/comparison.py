@@ -218,7 +218,7 @@ class Comparison:
         self, args: Sequence[Any], group: str, verdict: Verdict
     ) -> dict[str, list[int]]:
         """Run all there is to run for one group of outputs; return the groups that exist."""
-        positions = {entry.output for entry in self.plan}
+        positions = {place for entry in self.plan for place in entry.places}
         run = partial(self._trial, args, group, positions)
         try:
             plain = run(partial(_run, self.original))

@@ -240,7 +240,13 @@ from torch.fx import symbolic_trace as traced
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile.backend  # registers the ops
-from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe
+from memeff_compile.logits.recipe import (
+    DeferredOutput,
+    GivenSize,
+    LogitsRecipe,
+    LogitsView,
+    LossSettings,
+)
 {imports}
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -322,7 +328,7 @@ def run(kind, plan=()):
         vectors = [given[place] for place in entry.vectors]
         bias = None if entry.bias is None else given[entry.bias]
         hidden, weight = outputs[entry.output], given[entry.weight]
-        outputs[entry.output] = entry.recipe.logits(hidden, weight, bias, vectors)
+        entry.put(entry.recipe.logits(hidden, weight, bias, vectors), outputs)
     results = {{}}
     for place, output in enumerate(outputs):
         if not isinstance(output, torch.Tensor):

@@ -302,7 +302,7 @@ class HeadReader:
         rank = self._rank_before(node)
         for call in reading:
             kind = (
-                "same" if moved and call.op in _SAME_OPS else _row_kind(call, rank, head, self.info)
+                "same" if moved and call.op in SAME_OPS else _row_kind(call, rank, head, self.info)
             )
             if kind is None or (moved and kind != "same"):
                 return Decline(
@@ -474,7 +474,7 @@ def replay_rows(editor: Editor, hidden: Node, steps: Sequence[Step], hidden_size
 def _replay(editor: Editor, current: Node, call: Call, hidden_size: Any) -> Node:
     args = dict(call.args)
     args.pop("self", None)
-    if call.op in _SAME_OPS:
+    if call.op in SAME_OPS:
         return current
     if call.op in (aten.view.default, aten.reshape.default):
         sizes = args["size"] if "size" in args else args["shape"]
@@ -485,7 +485,7 @@ def _replay(editor: Editor, current: Node, call: Call, hidden_size: Any) -> Node
 # --- classification -------------------------------------------------------------------------------
 
 _SCALES = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
-_SAME_OPS = (aten.contiguous.default, aten.clone.default, aten.alias.default)
+SAME_OPS = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 _DIM_OPS = {
     aten.select.int: "dim",
     aten.slice.Tensor: "dim",
@@ -502,7 +502,7 @@ _VECTOR_VIEWS = (
 )
 _STEP_OPS = {
     *_SCALES,
-    *_SAME_OPS,
+    *SAME_OPS,
     *_DIM_OPS,
     aten.to.dtype,
     aten.tanh.default,
@@ -526,7 +526,7 @@ def _row_kind(call: Call, rank: int, head: Head, info: GraphInfo) -> str | None:
     """Say what ``call`` does to rows: same, reshape, rows, move, detach; None when it does more."""
     op, args = call.op, call.args
     last = rank - 1
-    if op in _SAME_OPS:
+    if op in SAME_OPS:
         return "same"
     if op is aten.detach.default:
         return "detach"

@@ -15,11 +15,27 @@ from torch.fx import Node
 
 from ... import compat
 from ...kernels import linear_cross_entropy as op_folder
-from ...logits.recipe import DeferredOutput, LogitsRecipe, LossSettings
+from ...logits.recipe import (
+    DeferredOutput,
+    GivenSize,
+    LogitsRecipe,
+    LogitsView,
+    LossSettings,
+)
 from ..graph.base import NOTED, Decline, Note
+from ..graph.canonical import aten, read
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, node_name
-from .head import SMALLEST_VOCABULARY, Chain, HeadReader, fold, replay_rows
+from .head import (
+    POINTWISE,
+    SAME_OPS,
+    SMALLEST_VOCABULARY,
+    Chain,
+    HeadReader,
+    Step,
+    fold,
+    replay_rows,
+)
 
 NAME = NOTED
 
@@ -216,7 +232,46 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
                 return "FSDP frees the gathered head weight after the forward pass"
         if output.chain.moved:
             return "they are returned with the vocabulary dimension moved"
+    for output, *others in _by_memory(info, outputs):
+        if others and not _is_viewable(info, [output, *others]):
+            return "several outputs share one memory, which is not in the order of its rows"
     return ""
+
+
+def _by_memory(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> list[list[LogitsOutput]]:
+    """Group outputs that are one memory: views of each other, or of what nobody returns."""
+    groups: list[list[LogitsOutput]] = []
+    for output in outputs:
+        for group in groups:
+            if info.may_share_memory(group[0].node, output.node):
+                group.append(output)
+                break
+        else:
+            groups.append([output])
+    return groups
+
+
+def _base(info: GraphInfo, output: LogitsOutput) -> LogitsOutput:
+    """Return the tensor whose memory an output is: the first on its way that shares it."""
+    chain = output.chain
+    way = [chain.head.node, *(step.node for step in chain.steps)]
+    first = next(i for i, node in enumerate(way) if info.may_share_memory(node, output.node))
+    chain = Chain(chain.head, chain.steps[:first], way[first])
+    return LogitsOutput(way[first], chain, chain.detached)
+
+
+def _is_viewable(info: GraphInfo, group: Sequence[LogitsOutput]) -> bool:
+    """Say whether deferred logits can be the memory of these outputs, with views of it."""
+    bases = [_base(info, output) for output in group]
+    value = info.tensor(bases[0].node)
+    steps = (s for o, base in zip(group, bases, strict=True) for s in _behind(o, base))
+    if any(base.node is not bases[0].node for base in bases) or value is None:
+        return False
+    return value.is_contiguous() and not any(step.kind in POINTWISE for step in steps)
+
+
+def _behind(output: LogitsOutput, base: LogitsOutput) -> tuple[Step, ...]:
+    return output.chain.steps[len(base.chain.steps) :]
 
 
 def rewrite(
@@ -225,31 +280,61 @@ def rewrite(
     """Replace the outputs by hidden states (or None); return the plan and the notes."""
     if not outputs:
         return [], []
-    by_node = {o.node: o for o in outputs}
     values: Any = info.output.args[0]
     slots = list(values)
     plan: list[DeferredOutput] = []
     notes: list[Note] = []
-    for index, slot in enumerate(slots):
-        output = by_node.get(slot) if isinstance(slot, Node) else None
-        if output is None:
-            continue
+    for group in _by_memory(info, outputs):
+        places = [(i, o) for i, slot in enumerate(values) for o in group if o.node is slot]
+        for place, output in places:
+            slots[place] = None
+            if info.options.logits == "none":
+                what = "out.logits is None, as memeff.logits asks"
+                notes.append(("dropped", "logits_none", what))
+            else:
+                notes.append(("deferred", "logits_deferred", stale_sentence(output)))
         if info.options.logits == "none":
-            slots[index] = None
-            notes.append(("dropped", "logits_none", "out.logits is None, as memeff.logits asks"))
             continue
-        chain = output.chain
+        is_shared = len(places) > 1
+        first, output = places[0]
+        base = _base(info, output) if is_shared else output
+        chain = base.chain
         hidden_value = info.tensor(chain.head.hidden)
         assert hidden_value is not None
-        with editor.at(info.output, like=output.node):
-            hidden = replay_rows(
+        with editor.at(info.output, like=base.node):
+            slots[first] = replay_rows(
                 editor, chain.head.hidden, chain.row_steps, _static_size(hidden_value)
             )
-        slots[index] = hidden
-        plan.append(_planned(info, index, output))
-        notes.append(("deferred", "logits_deferred", stale_sentence(output)))
+        views = (LogitsView(i, _calls(_behind(o, base), slots)) for i, o in places)
+        plan.append(_planned(info, first, base, tuple(views) if is_shared else ()))
     editor.set_output((type(values)(slots),))
     return plan, notes
+
+
+def _calls(steps: Sequence[Step], slots: list[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """Return the views that some steps are; sizes that vary become further outputs."""
+
+    def given(arg: Any) -> Any:
+        if isinstance(arg, (list, tuple)):
+            return tuple(map(given, arg))
+        if not isinstance(arg, Node):
+            return arg
+        size = compat.known_size(compat.example_value(arg))
+        if size is not None:
+            return size
+        slots.append(arg)
+        return GivenSize(len(slots) - 1)
+
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    for step in steps:
+        if step.kind == "detach":
+            calls.append(("detach.default", ()))
+        # A cast to the same dtype is the tensor itself; `logits[:]` is another tensor.
+        for call in step.reading or read(step.node) or ():
+            if call.op is aten.alias.default or (step.reading and call.op not in SAME_OPS):
+                args = tuple(given(arg) for arg in list(call.args.values())[1:])
+                calls.append((str(call.op).removeprefix("aten."), args))
+    return tuple(calls)
 
 
 def stale_sentence(output: LogitsOutput) -> str:
@@ -271,7 +356,9 @@ def _static_size(hidden: torch.Tensor) -> int:
     return size
 
 
-def _planned(info: GraphInfo, index: int, output: LogitsOutput) -> DeferredOutput:
+def _planned(
+    info: GraphInfo, index: int, output: LogitsOutput, views: tuple[LogitsView, ...]
+) -> DeferredOutput:
     positions = {placeholder: i for i, placeholder in enumerate(info.placeholders)}
     head = output.chain.head
     steps: list[tuple[str, object]] = []
@@ -294,4 +381,5 @@ def _planned(info: GraphInfo, index: int, output: LogitsOutput) -> DeferredOutpu
         recipe=LogitsRecipe(head.compute_dtype, head.transposed, tuple(steps)),
         detached=output.detached,
         loss=_loss_settings(info),
+        views=views,
     )

@@ -1,0 +1,105 @@
+"""Logits that a graph returns twice, or beside views of them: one memory, as in eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import memeff_compile
+from memeff_compile.logits.tensor import DeferredLogits
+
+D, V = 8, 67
+
+SHARED: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "twice": lambda a: (a, a),
+    "last position": lambda a: (a, a[:, -1]),
+    "last position first": lambda a: (a[:, -1], a),
+    "overlapping": lambda a: (a[:, :-1], a[:, 1:]),
+    "disjoint": lambda a: (a[:, :2], a[:, 2:]),
+    "three": lambda a: (a[:1], a, a[-1, 1:]),
+    "view": lambda a: (a, a.view(-1, V)),
+    "reshape": lambda a: (a.reshape(1, -1, V), a[:, 1:].reshape(-1, V), a),
+    "flatten of a part": lambda a: (a[1:].flatten(0, 1), a[:, 0]),
+    "transpose": lambda a: (a, a.transpose(0, 1)[1:]),
+    "alias": lambda a: (a, a[:]),
+    "view of its own size": lambda a: (a, a.view_as(a)),
+    "cast to its own type": lambda a: (a, a.double()),
+    "contiguous": lambda a: (a, a.contiguous()),
+    "detached": lambda a: (a, a.detach()),
+    "detached part": lambda a: (a[:, 1:].detach(), a),
+    "views of a copy": lambda a: (a, a[1:].clone()[:, 1:], (a * 2)[:, 1], (a * 2)),
+    "views of a softcap": lambda a: ((b := 3 * (a / 3).tanh()), b[:, -1]),
+    "views of a cast": lambda a: ((b := a.float()), b[:, -1], a),
+    "copy of a transpose": lambda a: ((b := a.transpose(0, 1).contiguous()), b[1]),
+    "transposed in memory": lambda a: ((b := a.transpose(0, 1) * 2), b[1]),
+}
+
+# What the head's reader does not take for a view of rows is left in the graph.
+NOT_DEFERRED = ("view of its own size", "transposed in memory")
+
+
+def leaves(kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for size in ((3, 4, D), (V, D))
+    )
+    labels = torch.randint(V, (3, 4), generator=generator)
+    if kind == "dynamic":
+        torch._dynamo.mark_dynamic(hidden, (0, 1))
+        torch._dynamo.mark_dynamic(labels, (0, 1))
+    return hidden, weight, labels
+
+
+Program = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def programs(name: str, inner: str, *, with_loss: bool) -> tuple[Program, Program]:
+    """One function for eager PyTorch, and compiled by us."""
+    torch._dynamo.reset()
+    memeff_compile.reset()
+
+    def forward(h: Tensor, w: Tensor, y: Tensor) -> Any:
+        logits = F.linear(h.sin(), w)
+        if not with_loss:
+            return SHARED[name](logits)
+        return (*SHARED[name](logits), F.cross_entropy(logits.view(-1, V), y.view(-1)))
+
+    options = {"memeff.inner": inner}
+    return forward, torch.compile(forward, backend="memeff", fullgraph=True, options=options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inner", "with_loss"),
+    [("static", "eager", False), ("dynamic", "aot_eager", True)],
+    ids=["alone", "beside a fused loss"],
+)
+@pytest.mark.parametrize("name", SHARED)
+def test_a_write_to_one_output_is_seen_in_the_others(
+    name: str, kind: str, inner: str, *, with_loss: bool
+) -> None:
+    count = len(SHARED[name](torch.zeros(3, 4, V, dtype=torch.float64)))
+    pair = programs(name, inner, with_loss=with_loss)
+    for written in range(count):
+        seen = []
+        for program in pair:
+            h, w, y = leaves(kind)
+            outputs = program(h, w, y)[:count]
+            is_deferred = [isinstance(output, DeferredLogits) for output in outputs]
+            with torch.no_grad():
+                outputs[written][0].mul_(3)
+                outputs[written][-1, ..., 0] = 5
+            total = sum(out.double().sin().sum() for out in outputs if out.requires_grad)
+            gradients = torch.autograd.grad(total, (h, w))
+            seen.append([*(out.detach() + 0 for out in outputs), *gradients])
+        torch.testing.assert_close(seen[1], seen[0])
+        left = name in NOT_DEFERRED or ("detached" in name and not with_loss)
+        assert is_deferred == [not left] * count
+    codes = {record.code for record in memeff_compile.last_report().records}
+    assert ("logits_not_deferrable" in codes) == (name == "transposed in memory")
+    assert not with_loss or name in NOT_DEFERRED or "rewrote" in codes
