@@ -20,7 +20,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARE = int(os.environ.get("SANITIZED_SHARE", "12"))
-LARGE = ("beyond_31_bits", "2_31", "large", "huge", "peak", "allocator", "memory", "graph")
+LARGE = (
+    "beyond_31_bits",
+    "large",
+    "huge",
+    "peak",
+    "allocat",
+    "memory",
+    "graph",
+    "captured",
+    "waits",
+)
 launched: set[str] = set()
 
 
