@@ -25,7 +25,7 @@ LARGE = (
     "large",
     "huge",
     "peak",
-    "allocat",
+    "allocated",
     "memory",
     "graph",
     "captured",
