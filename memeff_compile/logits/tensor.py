@@ -121,7 +121,8 @@ class DeferredLogits(LazyTensor):
         The one view that is no `DeferredLogits`: nobody else asks for `implicit`.
         """
         with compat.without_torch_function():
-            return aten.expand.default(self, self.dims, implicit=True)
+            plain: Tensor = aten.expand.default(self, self.dims, implicit=True)
+        return plain
 
     def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return what `function` makes of these rows, its dimensions as they lie in the memory."""
@@ -323,12 +324,15 @@ def _windows(
         return None
     if func in (aten.as_strided.default, aten._reshape_alias.default):
         view.memory.link(view)  # strides count in the memory that eager PyTorch would have
+
+    def take(number: int | None) -> Callable[[Tensor], Tensor]:
+        if number is None:
+            return lambda values: func(values, *args, **kwargs)
+        return lambda values: func(values, *args, **kwargs)[number]
+
     if isinstance(geometry, Tensor):
-        return _window(view, geometry, lambda values: func(values, *args, **kwargs))
-    return [
-        _window(view, place, lambda values, i=number: func(values, *args, **kwargs)[i])
-        for number, place in enumerate(geometry)
-    ]
+        return _window(view, geometry, take(None))
+    return [_window(view, place, take(number)) for number, place in enumerate(geometry)]
 
 
 def _window(
