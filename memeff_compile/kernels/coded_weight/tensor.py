@@ -449,7 +449,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     trains = torch.is_grad_enabled() and needs_gradient
     if compat.is_functorch_active() or compat.is_forward_mode_active():
         return None  # the library's linear, of the decoded weight, knows these
-    if trains and torch.jit.is_tracing():
+    if trains and torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         raise CodedWeightError(
             "torch.jit.trace met a compressed linear that would be trained, and the trace cannot "
             "hold its gradient. Trace under torch.no_grad(), set requires_grad of weights and "
