@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -107,25 +106,6 @@ def nan_filled_empty() -> Iterator[None]:
 @pytest.fixture
 def sizes_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile as for a launch whose sizes and strides are all 1: Triton makes them constants."""
-    from triton import compiler
+    from tests.support import offline
 
-    plain = compiler.ASTSource
-
-    def source(
-        kernel: Any, signature: dict[str, str], constants: dict[str, Any], hints: dict[Any, Any]
-    ) -> Any:
-        places = {name: place for place, name in enumerate(signature)}
-        sizes = [name for name, kind in signature.items() if kind in ("i32", "i64")]
-        assert sizes, "a kernel without sizes has nothing to show here"
-        return plain(
-            kernel,
-            {**signature, **dict.fromkeys(sizes, "constexpr")},
-            {**constants, **dict.fromkeys(sizes, 1)},
-            {
-                place: hint
-                for place, hint in hints.items()
-                if place[0] not in map(places.get, sizes)
-            },
-        )
-
-    monkeypatch.setattr(compiler, "ASTSource", source)
+    monkeypatch.setattr(offline, "every_size", 1)
