@@ -9,9 +9,9 @@ Rows whose logits lie far from where they were expected are computed again, whic
 No call waits for the GPU or reads a value on the host; ignored rows are left out as in engine F.
 bf16 with a depth that is a multiple of 8 and a contiguous weight, compute capability 9.0.
 
-Expected time on an H200: 3 * 2NDV / 660e12, plus 4VD bytes per piece and 4NV bytes at 4.28e12,
-partly under the products. Floors at 790e12 and predictions: N, D, V = 8192, 4096, 128256: 32.7 and
-40 ms; 8192, 2304, 256000: 36.7 and 47 ms; 16384, 2048, 128256: 32.7 and 41 ms.
+Expected time on an H200: 3 * 2NDV / 700e12, and what the logits' exponentials take beside their
+product. Floors at 790e12 and predictions: N, D, V = 8192, 4096, 128256: 32.7 and 38 ms; 8192, 2304,
+256000: 36.7 and 45 ms; 16384, 2048, 128256: 32.7 and 39 ms.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ AUTO_SHARE = (3, 16)
 AUTO_PIECES = 8
 TALL_ROWS = 2048
 
-# A sum is shared by at most so many programs, in pieces of at most so many rows, and so much of it is
-# kept; what stands around the sum of a tile takes as long as so many steps of it.
+# A sum is shared by at most so many programs, in pieces of at most so many rows, and at most so many
+# bytes of it are kept; what stands around the sum of a tile takes as long as so many steps of it.
 MOST_SPLITS = 4
 PARTS_BYTES = 32 * MIB
 TALLEST_SPLIT = 2048
@@ -433,7 +433,7 @@ class _Walk:
 
         tile, columns, step = self.shapes.rows, self.shapes.columns, self.shapes.step
         weight, selection = tiles(self.weight, step, columns), self.selection
-        kernels._linear_cross_entropy_total_products_kernel[(self.shapes.programs,)](
+        kernels._linear_cross_entropy_total_specialized_products_kernel[(self.shapes.programs,)](
             tiles(self.x, step, tile),
             tiles(self.x, tile, step),
             weight if self.scaled is None else tiles(self.scaled, step, columns),

@@ -348,7 +348,7 @@ def _multiply(
 
 
 @gluon.jit
-def _linear_cross_entropy_total_products_kernel(
+def _linear_cross_entropy_total_specialized_products_kernel(
     x_by_column_desc,  # (R, W), block BK x BM
     x_by_row_desc,  # (R, W), block BM x BK
     scaled_desc,  # (R, D) rows times their scale, block BK x BN

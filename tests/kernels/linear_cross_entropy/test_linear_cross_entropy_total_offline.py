@@ -135,7 +135,7 @@ def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int)
         constants["splits"] = 1
     compiled = compile_for(
         HOPPER,
-        total_products_kernels._linear_cross_entropy_total_products_kernel,
+        total_products_kernels._linear_cross_entropy_total_specialized_products_kernel,
         constants,
         type_of,
         num_warps=shapes.warps,
