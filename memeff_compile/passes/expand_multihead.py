@@ -30,13 +30,12 @@ from ..kernels.device import where_it_runs
 from .attention.mask_algebra import negated
 from .attention.mask_forms import Form, form_of
 from .attention.mask_reader import reader_of
-from .attention.torch_kernels import chooses_kernels
-from .graph.base import Decline, Done, GraphPass
+from .attention.sites import subclass
+from .attention.torch_kernels import kernels_chosen, why_no_kernel
+from .graph.base import Decline, Done, GraphPass, mutated
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor, EditRefused
-from .graph.graph_info import GraphInfo, kind_among, node_name
-
-_LARGEST_HEAD = 256
+from .graph.graph_info import GraphInfo, kind_among, node_name, same_shape
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class ExpandMultihead(GraphPass):
             or _unusual(match)
             or _weights_used(match)
             or _dropout(match)
-            or _kernels_chosen(info)
+            or kernels_chosen(info)
             or _mutated(info, match)
             or _biased(info, match)
             or _no_fused_kernel(info, match)
@@ -174,17 +173,11 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
         and call.op is aten.zeros_like.default
         and list(zeros.users) == [node]
         and fill == [-math.inf]
-        and _same_shape(info, taken, node)
+        and (truth := info.tensor(taken)) is not None
+        and truth.dtype == torch.bool
+        and same_shape(truth.shape, tensor.shape)
     )
     return Mask(node, taken, (node, zeros)) if is_ours else Mask(node, None)
-
-
-def _same_shape(info: GraphInfo, taken: Any, node: Node) -> bool:
-    left, right = info.tensor(taken), info.tensor(node)
-    if left is None or right is None or left.dtype != torch.bool or left.dim() != right.dim():
-        return False
-    pairs = zip(left.shape, right.shape, strict=True)
-    return all(compat.statically_true(a == b) for a, b in pairs)
 
 
 def _turned_from(node: Node) -> Node | None:
@@ -192,9 +185,8 @@ def _turned_from(node: Node) -> Node | None:
     call = read_one(node)
     if call is None or call.op is not aten.transpose.int:
         return None
-    is_round = {call.args["dim0"] % 3, call.args["dim1"] % 3} == {0, 1}
-    source: Node | None = call.args["self"] if is_round else None
-    return source
+    source: Node = call.args["self"]
+    return source if {call.args["dim0"] % 3, call.args["dim1"] % 3} == {0, 1} else None
 
 
 def _gains(info: GraphInfo, match: Multihead) -> list[str]:
@@ -203,7 +195,7 @@ def _gains(info: GraphInfo, match: Multihead) -> list[str]:
     if match.builds_weights:
         said.append(f"the attention weights ({_scores(info, match)}), unread, are not built")
     if match.attention is not None and match.padding is not None:
-        if _rank(info, match.attention.node) == 2:
+        if info.value(match.attention.node).dim() == 2:
             said.append("one mask for all heads in the place of one per head")
     elif match.attention is not None and (match.builds_weights or _is_readable(info, match)):
         said.append("the mask is left to recover_attention")
@@ -212,14 +204,8 @@ def _gains(info: GraphInfo, match: Multihead) -> list[str]:
     return said
 
 
-def _rank(info: GraphInfo, node: Node) -> int:
-    tensor = info.value(node)
-    return tensor.dim()
-
-
 def _is_cuda(info: GraphInfo, match: Multihead) -> bool:
-    tensor = info.value(match.output)
-    return where_it_runs(tensor.device).type == "cuda"
+    return where_it_runs(info.value(match.output).device).type == "cuda"
 
 
 def _lengths(info: GraphInfo, match: Multihead) -> tuple[Any, Any]:
@@ -238,13 +224,13 @@ def _scores(info: GraphInfo, match: Multihead) -> str:
 def _form(info: GraphInfo, match: Multihead) -> Form | None:
     """Return what the attention mask says of queries and keys, or None where that is not known."""
     mask = match.attention
-    if mask is None or _rank(info, mask.node) != 2:
+    if mask is None or info.value(mask.node).dim() != 2:
         return None
     shape = _lengths(info, match)
-    formula = reader_of(info).formula(mask.taken or mask.node, shape)
-    if formula is None:
+    read = reader_of(info).mask(mask.taken or mask.node, shape)
+    if read is None:
         return None
-    return form_of(negated(formula) if mask.taken is not None else formula, shape)
+    return form_of(read.formula if mask.taken is None else negated(read.formula), shape)
 
 
 def _is_readable(info: GraphInfo, match: Multihead) -> bool:
@@ -265,12 +251,7 @@ def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
 
 def _subclass(match: Multihead) -> Decline | None:
     kind = kind_among(match.node.all_input_nodes)
-    if not kind:
-        return None
-    return Decline(
-        f"subclass_operand({kind})",
-        f"an operand of the attention is a {kind}, which this pass does not look into",
-    )
+    return subclass(kind) if kind else None
 
 
 def _unusual(match: Multihead) -> Decline | None:
@@ -293,7 +274,7 @@ def _weights_used(match: Multihead) -> Decline | None:
             continue
         onward = list(user.users) if user.target is operator.getitem else [user]
         if onward:
-            name = node_name(onward[0]) if onward[0].op != "output" else "output"
+            name = node_name(onward[0])
             return Decline(
                 f"weights_used({name})",
                 f"the attention weights are also used by `{name}`, so they have to be there",
@@ -312,16 +293,6 @@ def _dropout(match: Multihead) -> Decline | None:
     )
 
 
-def _kernels_chosen(info: GraphInfo) -> Decline | None:
-    if not chooses_kernels(info):
-        return None
-    return Decline(
-        "kernels_chosen",
-        "the code chooses the kernels of attention itself (sdpa_kernel)",
-        "leave the choice to PyTorch, which knows what the new call may use",
-    )
-
-
 def _mutated(info: GraphInfo, match: Multihead) -> Decline | None:
     """Ask whether truth values behind a mask are still what the mask was made from."""
     for mask in match.masks:
@@ -329,11 +300,7 @@ def _mutated(info: GraphInfo, match: Multihead) -> Decline | None:
             held = [mask.node, mask.taken]
             write = info.written_between(held, mask.node, match.node)
             if write is not None:
-                return Decline(
-                    "mutated",
-                    f"`{node_name(write)}` writes in place to a mask before attention reads it",
-                    "use the out-of-place form",
-                )
+                return mutated(write, "a mask before attention reads it")
     return None
 
 
@@ -352,21 +319,9 @@ def _biased(info: GraphInfo, match: Multihead) -> Decline | None:
 
 def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
     """Ask whether the call in the place of scores and weights would be one kernel."""
-    output = info.value(match.output)
-    device = where_it_runs(output.device).type
     size = match.given["embed_dim_to_check"] // match.given["num_heads"]
-    reason = ""
-    if device not in ("cpu", "cuda"):
-        reason = f"no fused kernel is known on {device}"
-    elif device == "cuda" and output.dtype not in _FUSED:
-        kind = str(output.dtype).removeprefix("torch.")
-        reason = f"PyTorch has no fused kernel in {kind} on a GPU"
-    elif device == "cuda" and (size > _LARGEST_HEAD or size % 8):
-        reason = "PyTorch's fused kernels take heads of one size up to 256, in steps of 8"
+    reason = why_no_kernel(info.value(match.output), size, size)
     return Decline("no_fused_kernel", reason) if reason and match.builds_weights else None
-
-
-_FUSED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 # --- the parts ------------------------------------------------------------------------------------
@@ -376,12 +331,10 @@ class _Expansion:
     """Inserts what the call consists of, in the dtype in which it computes, autocast or not."""
 
     def __init__(self, info: GraphInfo, editor: Editor, match: Multihead) -> None:
-        self.info, self.call, self.match = info, editor.call, match
-        self.item = editor.item
-        output = info.value(match.output)
-        self.output = output
-        query = info.value(match.given["query"])
-        self.is_batched = query.dim() == 3
+        self.info, self.editor, self.match = info, editor, match
+        self.call, self.item = editor.call, editor.item
+        self.output = info.value(match.output)
+        self.is_batched = info.value(match.given["query"]).dim() == 3
         self.heads: int = match.given["num_heads"]
         self.width: int = match.given["embed_dim_to_check"]
 
@@ -400,9 +353,7 @@ class _Expansion:
         flat = self.call(aten.contiguous.default, flat)
         names = ("out_proj_weight", "out_proj_bias")
         out = self.call(aten.linear.default, flat, *(self._cast(self._given(n)) for n in names))
-        found = compat.example_value(out).stride()
-        pairs = zip(found, self.output.stride(), strict=True)
-        if not all(compat.statically_true(a == b) for a, b in pairs):
+        if not same_shape(compat.example_value(out).stride(), self.output.stride()):
             raise EditRefused(f"{self.match.output.name} would change its layout")
         return out
 
@@ -411,9 +362,7 @@ class _Expansion:
         return None if node is None else self.info.current(node)
 
     def _cast(self, node: Node | None) -> Node | None:
-        if node is None or compat.example_value(node).dtype == self.output.dtype:
-            return node
-        return self.call(aten.to.dtype, node, self.output.dtype)
+        return None if node is None else self.editor.cast(node, self.output.dtype)
 
     # --- projections ------------------------------------------------------------------------------
 

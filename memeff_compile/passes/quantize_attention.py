@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -25,12 +25,14 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import attention as exact_folder
 from ..kernels import quantized_attention as op_folder
+from ..kernels.checks import short
 from ..kernels.device import kernels_need, was_measured, where_it_runs
-from .attention.torch_kernels import chooses_kernels, laid_out_as
+from .attention.sites import have_one_size
+from .attention.torch_kernels import kernels_chosen, laid_out_as
 from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor
-from .graph.graph_info import GraphInfo, node_name
+from .graph.graph_info import GraphInfo, kind_among, node_name
 
 SHORTEST = 8192
 """Queries and keys from which on the low-bit form was faster than PyTorch's on an H200, for every
@@ -147,8 +149,8 @@ class QuantizeAttention(GraphPass):
             match = matches.setdefault(key, Match(sentence=sentence))
             match.sites.append(site)
         yield from matches.values()
-        for (code, sentence), same in declines.items():
-            yield Decline(code, sentence, same[0].hint, same[0].node, len(same))
+        for same in declines.values():
+            yield replace(same[0], sites=len(same))
 
     # --- check ------------------------------------------------------------------------------------
 
@@ -162,9 +164,8 @@ class QuantizeAttention(GraphPass):
         """Replace each attention by the op."""
         for site in match.sites:
             with editor.at(site.node):
-                editor.replace(
-                    site.node, laid_out_as(editor, site.node, _insert(info, editor, site))
-                )
+                result = _insert(info, editor, site)
+                editor.replace(site.node, laid_out_as(editor, site.node, result))
         return Done(match.sites[0].node, match.sentence, sites=len(match.sites))
 
     def dead(self, match: Match) -> Sequence[Node]:
@@ -217,22 +218,15 @@ def _asked_of_call(info: GraphInfo, node: Node, given: Any) -> Asked | Decline |
     if given["dropout_p"] != 0:
         return Decline("dropout", "attention drops weights", "call model.eval()", node)
     if given["attn_mask"] is not None:
+        said = "attention has a mask that stays as it is, and the op takes none"
         return Decline(
-            "dense_mask",
-            "attention has a mask that stays as it is, and the op takes none",
-            "what recover_attention says of the mask tells why",
-            node,
+            "dense_mask", said, "what recover_attention says of the mask tells why", node
         )
     operands = (given["query"], given["key"], given["value"])
     if any(info.tensor(each) is None for each in operands):
         return None
-    is_causal = given["is_causal"]
-    return Asked(
-        operands,
-        ahead=0 if is_causal else None,
-        scale=given["scale"],
-        kind="causal" if is_causal else "whole",
-    )
+    ahead, kind = (0, "causal") if given["is_causal"] else (None, "whole")
+    return Asked(operands, ahead=ahead, scale=given["scale"], kind=kind)
 
 
 def _asked_of_op(call: Node) -> Asked | Decline:
@@ -246,16 +240,9 @@ def _asked_of_op(call: Node) -> Asked | Decline:
             "use attn_implementation='sdpa', where such a query gets zeros",
             call,
         )
-    operands = call.args[:3]
-    tables = (*call.args[3:6], None, None, None)[:3]
-    return Asked(
-        operands,  # type: ignore[arg-type]
-        tables,  # type: ignore[arg-type]
-        settings.get("ahead"),
-        settings.get("behind"),
-        settings.get("scale"),
-        "told",
-    )
+    q, k, v, *tables = (*call.args, None, None, None)[:6]
+    told = {name: settings.get(name) for name in ("ahead", "behind", "scale")}
+    return Asked((q, k, v), tuple(tables), **told, kind="told")  # type: ignore[arg-type]
 
 
 # --- whether and how ------------------------------------------------------------------------------
@@ -265,7 +252,7 @@ def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
     """Return how a place is served, or why it is not."""
     found, node = place.asked, place.node
     if isinstance(found, Decline):
-        return Decline(found.code, found.sentence, found.hint, node)
+        return replace(found, node=node)
     levels = info.options.attention_levels(place.name)
     if not levels:
         return Decline(
@@ -289,7 +276,7 @@ def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
         levels = tuple("exact" if level in left_out else level for level in levels)
     if set(levels) == {"exact"}:
         why = "; ".join(f"{level} {NEVER_FASTER[level]}" for level in left_out)
-        return Decline("not_faster", f"{why}: kept exact", _ALL_THE_SAME, node)
+        return _not_faster(node, why)
     call = node.args[0] if found.kind == "told" else node
     assert isinstance(call, Node)
     if len(levels) == 1:
@@ -300,19 +287,13 @@ def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
 
 def _parameter(info: GraphInfo) -> torch.nn.Parameter | None:
     """Return a parameter of the graph, which lives as long as the model that is compiled."""
-    for node in info.placeholders:
-        real = compat.example_input(node)
-        if isinstance(real, torch.nn.Parameter):
-            return real
-    return None
+    real = map(compat.example_input, info.placeholders)
+    return next((each for each in real if isinstance(each, torch.nn.Parameter)), None)
 
 
 def _reason_against(info: GraphInfo, node: Node, asked: Asked) -> Decline | None:
     result = info.tensor(node)
-    query, key, value = (info.tensor(each) for each in asked.operands)
-    assert query is not None
-    assert key is not None
-    assert value is not None
+    query, key, value = map(info.value, asked.operands)
     if result is None or result.requires_grad:
         return Decline(
             "needs_gradient",
@@ -320,28 +301,18 @@ def _reason_against(info: GraphInfo, node: Node, asked: Asked) -> Decline | None
             "low bits serve inference; use torch.no_grad() or torch.inference_mode()",
             node,
         )
-    for value in map(compat.example_value, asked.operands):
-        if not compat.is_fake(value):
-            kind = type(value).__name__
-            what = f"an operand of attention is a {kind}, which the op does not look into"
-            return Decline(f"subclass_operand({kind})", what, "", node)
+    kind = kind_among(asked.operands)
+    if kind:
+        what = f"an operand of attention is a {kind}, which the op does not look into"
+        return Decline(f"subclass_operand({kind})", what, "", node)
     if not isinstance(asked.scale, (int, float, type(None))):
         return Decline("scale_not_constant", "the scale varies from call to call", "", node)
     if result.dtype not in (torch.bfloat16, torch.float16):
-        dtype = str(result.dtype).removeprefix("torch.")
-        return Decline(
-            "dtype",
-            f"attention computes in {dtype}, of which 8 bits leave more out than of 16",
-            "cast the model to bfloat16 or float16",
-            node,
-        )
-    if chooses_kernels(info):
-        return Decline(
-            "kernels_chosen",
-            "the code chooses the kernels of attention itself (sdpa_kernel)",
-            "leave the choice to PyTorch",
-            node,
-        )
+        what = f"attention computes in {short(result.dtype)}, of which 8 bits leave more out than "
+        return Decline("dtype", f"{what}of 16", "cast the model to bfloat16 or float16", node)
+    chosen = kernels_chosen(info, node, "leave the choice to PyTorch")
+    if chosen is not None:
+        return chosen
     unserved = _unserved(query, key, value)
     if unserved:
         return Decline("unsupported", unserved, "", node)
@@ -351,9 +322,7 @@ def _reason_against(info: GraphInfo, node: Node, asked: Asked) -> Decline | None
 def _unserved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
     if any(tensor.dim() != 4 for tensor in (query, key, value)):
         return "the op needs (batch, heads, length, depth)"
-    pairs = [*zip(key.shape, value.shape, strict=True)]
-    pairs += [(query.shape[0], key.shape[0]), (query.shape[3], key.shape[3])]
-    if not all(compat.statically_true(a == b) for a, b in pairs):
+    if not have_one_size(query, key, value):
         return "the op needs heads of one size and one batch"
     if not compat.statically_true(query.shape[1] % key.shape[1] == 0):
         return "the op needs a multiple of the key heads as query heads"
@@ -363,63 +332,47 @@ def _unserved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> st
     return ""
 
 
-_ALL_THE_SAME = "set memeff.attention.length to have it all the same"
-
-
 def _without_gain(
-    info: GraphInfo,
-    node: Node,
-    asked: Asked,
-    query: torch.Tensor,
-    key: torch.Tensor,
+    info: GraphInfo, node: Node, asked: Asked, query: torch.Tensor, key: torch.Tensor
 ) -> Decline | None:
     """Return why low bits would not be faster, or None; a length that is given decides alone."""
     queries, keys = (compat.size_hint(each.shape[2]) for each in (query, key))
     least = info.options.attention_length
     if least is not None:
-        return None if keys >= least else _not_faster(node, keys, least, "memeff.attention.length")
-    device = where_it_runs(query.device)
-    hint = _ALL_THE_SAME
+        return None if keys >= least else _too_few(node, keys, least, "memeff.attention.length")
+    device, depth = where_it_runs(query.device), query.shape[3]
     if device.type != "cuda":
-        why = f"on {device.type} the arithmetic of low bits is emulated"
-        return Decline("not_faster", f"{why}: kept exact", hint, node)
+        return _not_faster(node, f"on {device.type} the arithmetic of low bits is emulated")
     if op_folder.engine_for(query.device, query.dtype) == "reference":
-        why = f"the kernels need {kernels_need(query.device)}"
-        return Decline("not_faster", f"{why}: kept exact", hint, node)
-    depth = query.shape[3]
+        return _not_faster(node, f"the kernels need {kernels_need(query.device)}")
     if depth > WIDEST:
-        why = f"heads of {depth} were measured to be slower in 8 bits"
-        return Decline("not_faster", f"{why}: kept exact", hint, node)
+        return _not_faster(node, f"heads of {depth} were measured to be slower in 8 bits")
     if 4 * depth < 3 * (NARROW if depth <= NARROW else WIDEST):
         why = f"heads of {depth} leave much of a tile empty, and were not measured to be faster"
-        return Decline("not_faster", f"{why}: kept exact", hint, node)
+        return _not_faster(node, why)
     is_grouped = compat.size_hint(query.shape[1]) >= 4 * compat.size_hint(key.shape[1])
     least = SHORTEST_GROUPED if is_grouped and depth > NARROW else SHORTEST
-    length = min(queries, _reached(asked, keys))
+    reached = keys
+    if isinstance(asked.ahead, int) and isinstance(asked.behind, int):
+        # Keys that would be as much work under a causal mask as those in the window are.
+        reached = max(0, min(keys, 2 * (asked.ahead + asked.behind + 1)))
+    length = min(queries, reached)
     if length < least:
-        return _not_faster(node, length, least, "what was measured")
+        return _too_few(node, length, least, "what was measured")
     pairs = compat.size_hint(query.shape[0]) * compat.size_hint(query.shape[1]) * queries * keys
     if pairs < FEWEST_PAIRS:
-        why = "there are too few heads to fill the GPU at this length"
-        return Decline("not_faster", f"{why}: kept exact", hint, node)
+        return _not_faster(node, "there are too few heads to fill the GPU at this length")
     return None
 
 
-def _reached(asked: Asked, keys: int) -> int:
-    """Return how many keys would be as much work under a causal mask as those in a window are."""
-    if isinstance(asked.ahead, int) and isinstance(asked.behind, int):
-        return max(0, min(keys, 2 * (asked.ahead + asked.behind + 1)))
-    return keys
+def _too_few(node: Node, length: int, least: int, source: str) -> Decline:
+    why = f"{length} queries or keys are fewer than {least}, from which on low bits pay by {source}"
+    return _not_faster(node, why)
 
 
-def _not_faster(node: Node, length: int, least: int, source: str) -> Decline:
-    return Decline(
-        "not_faster",
-        f"{length} queries or keys are fewer than {least}, from which on low bits pay by {source}: "
-        "kept exact",
-        _ALL_THE_SAME,
-        node,
-    )
+def _not_faster(node: Node, why: str) -> Decline:
+    hint = "set memeff.attention.length to have it all the same"
+    return Decline("not_faster", f"{why}: kept exact", hint, node)
 
 
 # --- the call -------------------------------------------------------------------------------------
@@ -427,33 +380,20 @@ def _not_faster(node: Node, length: int, least: int, source: str) -> Decline:
 
 def _insert(info: GraphInfo, editor: Editor, site: Site) -> Node:
     """Insert the op's call in the dtype in which the site computes; return its result."""
-    old = info.tensor(site.node)
-    assert old is not None
-    operands = []
-    for node in map(info.current, site.asked.operands):
-        is_same = compat.example_value(node).dtype == old.dtype
-        operands.append(node if is_same else editor.call(aten.to.dtype, node, old.dtype))
+    dtype = info.value(site.node).dtype
+    operands = [editor.cast(node, dtype) for node in map(info.current, site.asked.operands)]
+    operands += site.asked.tables
     told = {name: getattr(site.asked, name) for name in ("ahead", "behind", "scale")}
-    if len(site.levels) > 1:
-        assert site.counter is not None
+    if site.counter is not None:
         counter = editor.hold("attention_calls", site.counter)
         by_call = {"levels": list(site.levels), "counter": counter}
-        operands += site.asked.tables
         return editor.call(op_folder.quantized_attention_by_call, *operands, **by_call, **told)
-    call = editor.call(
-        op_folder.quantized_attention,
-        *operands,
-        *site.asked.tables,
-        **told,
-        level=site.level,
-        with_lse=False,
-    )
-    return editor.item(call, 0)
+    told |= {"level": site.level, "with_lse": False}
+    return editor.item(editor.call(op_folder.quantized_attention, *operands, **told), 0)
 
 
 def _sentence(info: GraphInfo, site: Site) -> str:
-    query = info.tensor(site.asked.operands[0])
-    assert query is not None
+    query = info.value(site.asked.operands[0])
     engine = op_folder.engine_for(query.device, query.dtype)
     name = "memeff::attention" if site.asked.kind == "told" else "scaled_dot_product_attention"
     mask = " (causal)" if site.asked.kind == "causal" else ""

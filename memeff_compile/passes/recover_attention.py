@@ -22,24 +22,19 @@ import torch
 from torch.fx import Node
 
 from .. import compat
-from ..compat import OpOverload
+from ..kernels.checks import short
 from ..kernels.device import was_measured
 from .attention.mask_algebra import negated
 from .attention.mask_forms import Form, form_of
 from .attention.mask_reader import Mask, reader_of
 from .attention.repeated_heads import REPEATS, without_repeat
-from .attention.sites import Site, find_sites
+from .attention.sites import Site, find_sites, subclass
 from .attention.told_to_op import Said, said_for, sentence, why_not_here, write
-from .attention.torch_kernels import (
-    chooses_kernels,
-    laid_out_as,
-    why_not_fused,
-    why_not_grouped,
-)
+from .attention.torch_kernels import kernels_chosen, laid_out_as, why_not_fused, why_not_grouped
 from .graph.base import Decline, Done, GraphPass
-from .graph.canonical import aten, read, read_one
+from .graph.canonical import aten, named, read, read_one
 from .graph.editor import Editor
-from .graph.graph_info import GraphInfo, node_name, written_by
+from .graph.graph_info import GraphInfo, kind_among, node_name, written_by
 
 
 @dataclass(frozen=True)
@@ -86,22 +81,18 @@ class RecoverAttention(GraphPass):
                 continue
             node = site.node
             assert node is not None
-            match = matches.setdefault(self._group(info, answer, node), Match())
-            if isinstance(answer, Decline):
-                match.decline = match.decline or answer
-                match.sites.append(Site(node, node, node, node))
-            else:
+            code = answer.code if isinstance(answer, Decline) else ""
+            key = (code, answer.sentence, self.skipped(info, node))
+            match = matches.setdefault(key, Match())
+            if isinstance(answer, Plan):
                 assert isinstance(site, Site)
                 match.sites.append(site)
                 match.plans.append(answer)
-        for match in matches.values():
-            if match.decline is not None:
-                match.decline = _for_sites(match.decline, match.sites)
+                continue
+            match.sites.append(Site(node, node, node, node))
+            first = (match.decline or answer).counted(match.sites[0].node)
+            match.decline = replace(first, sites=len(match.sites))
         yield from matches.values()
-
-    def _group(self, info: GraphInfo, answer: Plan | Decline, node: Node) -> tuple[str, ...]:
-        code = answer.code if isinstance(answer, Decline) else ""
-        return code, answer.sentence, self.skipped(info, node)
 
     # --- check ------------------------------------------------------------------------------------
 
@@ -141,24 +132,14 @@ class RecoverAttention(GraphPass):
         return list(found)
 
 
-def _for_sites(decline: Decline, sites: Sequence[Site]) -> Decline:
-    return Decline(decline.code, decline.sentence, decline.hint, sites[0].node, len(sites))
-
-
 # --- what to do -----------------------------------------------------------------------------------
 
 
 def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
     """Return what to do with a site, why not, or None where there is nothing to gain."""
-    for operand in (*site.operands, *([site.mask] if site.mask is not None else [])):
-        value = compat.example_value(operand)
-        if not compat.is_fake(value):
-            kind = type(value).__name__
-            return Decline(
-                f"subclass_operand({kind})",
-                f"an operand of the attention is a {kind}, which this pass does not look into",
-                node=site.node,
-            )
+    kind = kind_among(site.inputs)
+    if kind:
+        return subclass(kind, site.node)
     asked = _asked(info, site)
     if isinstance(asked, Decline):
         return asked
@@ -183,8 +164,9 @@ def _as_call(
             bases, expansion = None, Decline("no_grouped_kernel", reason, node=site.node)
     if not said and bases is None and not site.between:
         return expansion
-    if chooses_kernels(info):
-        return _kernels_chosen(site)
+    chosen = kernels_chosen(info, site.node)
+    if chosen is not None:
+        return chosen
     if site.between:
         said = ["matmul, softmax, matmul -> scaled_dot_product_attention", *said]
     if bases is not None:
@@ -204,8 +186,9 @@ def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan |
         return _kept(site, form, said)
     if isinstance(said, Decline):
         return replace(said, node=site.node)
-    if chooses_kernels(info):
-        return _kernels_chosen(site)
+    chosen = kernels_chosen(info, site.node)
+    if chosen is not None:
+        return chosen
     bases, expansion = _bases(info, site)
     shown = "" if site.mask is None else f"mask {_sizes(info.tensor(site.mask))}"
     parts = [sentence(info, site, said, form, shown)]
@@ -217,20 +200,11 @@ def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan |
     return Plan(False, None, bases, "; ".join(parts), said)
 
 
-def _kernels_chosen(site: Site) -> Decline:
-    return Decline(
-        "kernels_chosen",
-        "the code chooses the kernels of attention itself (sdpa_kernel)",
-        "leave the choice to PyTorch, which knows what the new call may use",
-        site.node,
-    )
-
-
 def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[str]] | None:
     """Return is_causal, where to cut the keys off, and what to say of the mask; None where
     PyTorch's call cannot say it.
     """
-    queries, keys = _length(info, site.query), _length(info, site.key)
+    queries, keys = (info.value(node).shape[-2] for node in (site.query, site.key))
     if site.mask is None:
         if not site.causal or compat.statically_true(keys == queries):
             return site.causal, None, []
@@ -254,15 +228,10 @@ def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[s
     return None
 
 
-def _length(info: GraphInfo, node: Node) -> Any:
-    tensor = info.value(node)
-    return tensor.shape[-2]
-
-
 def _sizes(tensor: torch.Tensor | None) -> str:
     assert tensor is not None
-    kind = str(tensor.dtype).removeprefix("torch.")
-    return f"({' x '.join(str(compat.size_hint(size)) for size in tensor.shape)}, {kind})"
+    sizes = " x ".join(str(compat.size_hint(size)) for size in tensor.shape)
+    return f"({sizes}, {short(tensor.dtype)})"
 
 
 def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
@@ -273,11 +242,8 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
     shape = (*query.shape[:-1], key.shape[-2])
     mask = reader_of(info).mask(site.mask, shape)
     if mask is None:
-        return Decline(
-            "mask_is_bias",
-            "the mask adds to the scores something else than zero or minus infinity, or may",
-            node=site.node,
-        )
+        said = "the mask adds to the scores something else than zero or minus infinity, or may"
+        return Decline("mask_is_bias", said, node=site.node)
     if site.takes_away:
         mask = replace(mask, formula=negated(mask.formula))
     return form_of(mask.formula, shape), mask
@@ -285,24 +251,17 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
 
 def _kept(site: Site, form: Form, reason: str) -> Decline:
     """Return the reason for leaving what was read as it is."""
-    hint = ""
-    if form.rest:
-        code = "unread_mask"
-    elif site.softcap:
-        code = "softcap"
-    elif form.is_packed:
-        code = "packed_mask"
-    elif form.length:
-        code = "cache_length"
-    elif form.padding:
-        code = "padding_mask"
-        hint = "a batch without padding needs no attention_mask"
-    elif form.window is not None:
-        code = "window_mask"
-    elif form.empty:
-        code = "empty_rows"
-    else:
-        code = "offset_causal"
+    codes = [
+        ("unread_mask", form.rest),
+        ("softcap", site.softcap),
+        ("packed_mask", form.is_packed),
+        ("cache_length", form.length),
+        ("padding_mask", form.padding),
+        ("window_mask", form.window is not None),
+        ("empty_rows", form.empty),
+    ]
+    code = next((code for code, holds in codes if holds), "offset_causal")
+    hint = "a batch without padding needs no attention_mask" if code == "padding_mask" else ""
     said = " and ".join(form.conditions)
     heads = []
     if site.softcap:
@@ -329,9 +288,8 @@ def _bases(info: GraphInfo, site: Site) -> tuple[tuple[Node, Node] | None, Decli
     for base, first in ((key_base, key_first), (value_base, value_first)):
         write = info.written_between([base], first, site.node)
         if write is not None:
-            return None, Decline(
-                "mutated", f"`{node_name(write)}` writes to them in between", node=site.node
-            )
+            said = f"`{node_name(write)}` writes to them in between"
+            return None, Decline("mutated", said, node=site.node)
     return (key_base, value_base), None
 
 
@@ -340,25 +298,19 @@ def _same_heads(info: GraphInfo, key: Node, value: Node) -> bool:
     return compat.statically_true(left.shape[1] == right.shape[1])
 
 
-_COPIES = (aten.contiguous.default, aten.clone.default)
+_COPIES = named("contiguous.default clone.default")
 
 
 def _unrepeated(info: GraphInfo, node: Node) -> tuple[Node, Node] | None:
     """Return what ``repeat_kv`` repeated over the heads and the first node of it, or None."""
-    result, current = info.tensor(node), _through(node, _COPIES)
-    call = read_one(current)
-    if result is None or result.dim() != 4 or call is None or call.op not in REPEATS:
-        return None
-    repeated = without_repeat(info, current)
-    return None if repeated is None else (repeated[1], repeated[0][-1])
-
-
-def _through(node: Node, ops: Sequence[OpOverload]) -> Node:
-    call = read_one(node)
-    while call is not None and call.op in ops and isinstance(call.args["self"], Node):
+    result, call = info.tensor(node), read_one(node)
+    while call is not None and call.op in _COPIES:
         node = call.args["self"]
         call = read_one(node)
-    return node
+    if result is None or result.dim() != 4 or call is None or call.op not in REPEATS:
+        return None
+    repeated = without_repeat(info, node)
+    return None if repeated is None else (repeated[1], repeated[0][-1])
 
 
 # --- devices --------------------------------------------------------------------------------------
@@ -383,22 +335,12 @@ def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
         if not isinstance(end, int):
             end = editor.call(aten.sym_size.int, query, -2)
         key, value = (editor.call(aten.slice.Tensor, node, -2, 0, end) for node in (key, value))
-    operands = []
-    for node in (query, key, value):
-        tensor = compat.example_value(node)
-        is_same = tensor.dtype == old.dtype
-        operands.append(node if is_same else editor.call(aten.to.dtype, node, old.dtype))
+    operands = [editor.cast(node, old.dtype) for node in (query, key, value)]
     if plan.said is not None:
         return write(editor, site, plan.said, operands)
-    return editor.call(
-        aten.scaled_dot_product_attention.default,
-        *operands,
-        None,
-        0.0,
-        plan.causal,
-        scale=site.scale,
-        enable_gqa=site.grouped or plan.bases is not None,
-    )
+    how = {"scale": site.scale, "enable_gqa": site.grouped or plan.bases is not None}
+    sdpa = aten.scaled_dot_product_attention.default
+    return editor.call(sdpa, *operands, None, 0.0, plan.causal, **how)
 
 
 def _is_pure(node: Node) -> bool:

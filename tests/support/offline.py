@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from memeff_compile.kernels._triton.gpus import gpu_of
+from memeff_compile.kernels._triton.launch import packed
 
 HOPPER = 90
 NARROWEST = 89
@@ -55,6 +56,7 @@ def compile_for(
     from triton import compiler
     from triton.backends.compiler import GPUTarget
 
+    given = packed(kernel, given)
     constants = {name: value for name, value in given.items() if name in kernel.arg_names}
     signature, hints = {}, {}
     for place, argument in enumerate(kernel.arg_names):

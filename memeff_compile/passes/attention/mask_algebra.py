@@ -250,26 +250,16 @@ def negated(formula: Formula) -> Formula:
 def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
     """Return the formula with everything decided that the sizes alone decide."""
     match formula:
-        case AtLeastZero(total):
+        case AtLeastZero(total) | IsZero(total):
             low, high = total.lowest(shape), total.highest(shape)
-            if low is not None and compat.statically_true(low >= 0):
-                return TRUE
             if high is not None and compat.statically_true(high < 0):
                 return FALSE
-            return formula
-        case IsZero(total):
-            low, high = total.lowest(shape), total.highest(shape)
-            if low is not None and compat.statically_true(low > 0):
-                return FALSE
-            if high is not None and compat.statically_true(high < 0):
-                return FALSE
-            return formula
-        case Not(part):
-            return negated(decided(part, shape))
-        case All(parts):
-            return both(*(decided(part, shape) for part in parts))
-        case Some(parts):
-            return either(*(decided(part, shape) for part in parts))
+            is_bound = isinstance(formula, AtLeastZero)
+            if low is not None and compat.statically_true(low >= 0 if is_bound else low > 0):
+                return TRUE if is_bound else FALSE
+        case Not() | All() | Some():
+            found: Formula = rebuilt(formula, lambda part: decided(part, shape))
+            return found
     return formula
 
 
@@ -354,43 +344,69 @@ def values_taken(scalar: Scalar) -> frozenset[float]:
     return frozenset(value for _, value in scalar.cases if value != 0)
 
 
-# --- substitution ---------------------------------------------------------------------------------
-
-Substitution: TypeAlias = "Mapping[int, Linear]"
+# --- what a scalar is made of ---------------------------------------------------------------------
 
 
-def substituted(scalar: Any, by: Substitution) -> Any:
-    """Return a scalar, sum or read with its axes replaced."""
+def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a scalar with its sums, reads and parts changed, and decided where these decide it."""
     match scalar:
-        case Linear():
-            total = Linear(scalar.constant)
-            for term, times in scalar.terms.items():
-                total = total + _substituted_term(term, by).times(times)
-            return total
         case Read():
-            return replace(scalar, at=tuple(substituted(index, by) for index in scalar.at))
+            return replace(scalar, at=tuple(map(change, scalar.at)))
         case AtLeastZero(total):
-            return at_least_zero(substituted(total, by))
+            return at_least_zero(change(total))
         case IsZero(total):
-            return is_zero(substituted(total, by))
-        case Flag(read):
-            return Flag(substituted(read, by))
-        case Unknown(read):
-            return Unknown(substituted(read, by))
-        case Magnitude(total):
-            return Magnitude(substituted(total, by))
+            return is_zero(change(total))
+        case Flag(inner) | Unknown(inner) | Magnitude(inner):
+            return type(scalar)(change(inner))
         case Not(part):
-            return negated(substituted(part, by))
+            return negated(change(part))
         case All(parts):
-            return both(*(substituted(part, by) for part in parts))
+            return both(*map(change, parts))
         case Some(parts):
-            return either(*(substituted(part, by) for part in parts))
+            return either(*map(change, parts))
         case Cases(found):
-            return cases((substituted(condition, by), value) for condition, value in found)
+            return cases((change(condition), value) for condition, value in found)
     return scalar
 
 
-def _substituted_term(term: Term, by: Substitution) -> Linear:
-    if isinstance(term, Axis):
-        return by[term.place]
-    return Linear(0, {substituted(term, by): 1})
+def substituted(scalar: Any, by: Mapping[int, Linear]) -> Any:
+    """Return a scalar, sum or read with its axes replaced."""
+    if not isinstance(scalar, Linear):
+        return rebuilt(scalar, lambda part: substituted(part, by))
+    total = Linear(scalar.constant)
+    for term, times in scalar.terms.items():
+        one = by[term.place] if isinstance(term, Axis) else Linear(0, {substituted(term, by): 1})
+        total = total + one.times(times)
+    return total
+
+
+def _parts_of(scalar: Any) -> Iterable[Any]:
+    match scalar:
+        case Linear():
+            return scalar.terms
+        case Read():
+            return scalar.at
+        case Cases(found):
+            return [condition for condition, _ in found]
+        case All(parts) | Some(parts):
+            return parts
+        case AtLeastZero(it) | IsZero(it) | Magnitude(it) | Flag(it) | Unknown(it) | Not(it):
+            return (it,)
+    return ()
+
+
+def axes_in(scalar: Any) -> set[Axis]:
+    """Return the axes that a scalar, sum or read depends on."""
+    own = {scalar} if isinstance(scalar, Axis) else set[Axis]()
+    return own.union(*map(axes_in, _parts_of(scalar)))
+
+
+def reads_in(scalar: Any) -> set[Read]:
+    """Return the reads that a scalar depends on, those of indices included."""
+    own = {scalar} if isinstance(scalar, Read) else set[Read]()
+    return own.union(*map(reads_in, _parts_of(scalar)))
+
+
+def same_axes(rank: int) -> dict[int, Linear]:
+    """Return what changes no axis where it is substituted."""
+    return {place: axis(place) for place in range(rank)}

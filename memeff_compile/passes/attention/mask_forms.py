@@ -7,7 +7,7 @@ included; what cannot be proved stays a part of the form's ``rest``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,23 +18,18 @@ from .mask_algebra import (
     All,
     AtLeastZero,
     Axis,
-    Cases,
-    Flag,
     Formula,
     IsZero,
     Linear,
-    Magnitude,
-    Not,
     Read,
     Size,
-    Some,
-    Term,
-    Unknown,
     at_least_zero,
+    axes_in,
     axis,
     both,
     decided,
     is_zero,
+    same_axes,
     substituted,
 )
 
@@ -168,14 +163,9 @@ def _is_length(part: Formula) -> bool:
         return False
     terms = part.sum.terms
     reads = [term for term in terms if isinstance(term, Read)]
-    return len(reads) == 1 and len(terms) > 1 and not _varies_along(reads[0], terms)
-
-
-def _varies_along(read: Read, terms: Mapping[Term, int]) -> bool:
-    own = _axes_of(Linear(0, {read: 1}))
-    return any(
-        isinstance(term, Axis) and times < 0 and term in own for term, times in terms.items()
-    )
+    if len(reads) != 1 or len(terms) == 1:
+        return False
+    return not any(terms.get(own, 0) < 0 for own in axes_in(reads[0]))
 
 
 def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
@@ -183,7 +173,7 @@ def _ids(total: Linear, query: Axis, key: Axis) -> Ids | None:
     mine, theirs = Linear(total.constant), Linear()
     for term, times in total.terms.items():
         one = Linear(0, {term: times})
-        touched = _axes_of(one)
+        touched = axes_in(one)
         if key not in touched:
             mine = mine + one
         elif query not in touched:
@@ -243,8 +233,7 @@ def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bo
         if shift is None:
             continue
         is_there = [shift >= 0, shape[-2] + shift <= shape[-1]]
-        by = {place: axis(place) for place in range(rank)}
-        by[rank - 1] = axis(rank - 2) + shift
+        by = {**same_axes(rank), rank - 1: axis(rank - 2) + shift}
         seen = decided(substituted(formula, by), shape) == TRUE
         if seen and all(map(compat.statically_true, is_there)):
             return True
@@ -281,9 +270,8 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
         for one, other in _pairs(part.sum)
         if one in positions
         and other in positions
-        and substituted(one, {**_same(rank), rank - 2: key}) == other
-        and _is_along(one, query)
-        and _is_along(other, key)
+        and substituted(one, {**same_axes(rank), rank - 2: key}) == other
+        and (one.at[-1:], other.at[-1:]) == ((query,), (key,))
     ]
     found: list[Formula] = []
     for part in formula.parts:
@@ -291,10 +279,6 @@ def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> F
             part = _swapped(part, mine - theirs, query - key)
         found.append(part)
     return both(*found)
-
-
-def _same(rank: int) -> dict[int, Linear]:
-    return {place: axis(place) for place in range(rank)}
 
 
 def _pairs(total: Linear) -> list[tuple[Read, Read]]:
@@ -306,10 +290,6 @@ def _pairs(total: Linear) -> list[tuple[Read, Read]]:
     if not isinstance(one, Read) or not isinstance(other, Read):
         return []
     return [(one, other), (other, one)]
-
-
-def _is_along(read: Read, index: Linear) -> bool:
-    return bool(read.at) and read.at[-1] == index
 
 
 def _swapped(part: Formula, difference: Linear, by: Linear) -> Formula:
@@ -324,55 +304,3 @@ def _swapped(part: Formula, difference: Linear, by: Linear) -> Formula:
     if set(difference.terms) & set(total.terms):
         return part
     return at_least_zero(total) if isinstance(part, AtLeastZero) else is_zero(total)
-
-
-def axes_in(formula: Formula) -> set[Axis]:
-    """Return the axes that a truth value depends on."""
-    match formula:
-        case AtLeastZero(total) | IsZero(total):
-            return _axes_of(total)
-        case Flag(read):
-            return _axes_of(Linear(0, {read: 1}))
-        case Not(part):
-            return axes_in(part)
-        case All(parts) | Some(parts):
-            return set().union(*(axes_in(part) for part in parts))
-    return set()
-
-
-def _axes_of(total: Linear) -> set[Axis]:
-    found: set[Axis] = set()
-    for term in total.terms:
-        if isinstance(term, Axis):
-            found.add(term)
-        else:
-            found = found.union(*(_axes_of(index) for index in term.at))
-    return found
-
-
-axes_of = _axes_of
-
-
-def reads_in(scalar: Any) -> set[Read]:
-    """Return the reads that a scalar depends on, those of indices included."""
-    match scalar:
-        case Linear():
-            return set().union(*(reads_in(t) for t in scalar.terms if isinstance(t, Read)))
-        case Read():
-            return {scalar}.union(*(reads_in(index) for index in scalar.at))
-        case AtLeastZero(total) | IsZero(total) | Magnitude(total):
-            return reads_in(total)
-        case Flag(read) | Unknown(read):
-            return reads_in(read)
-        case Not(part):
-            return reads_in(part)
-        case All(parts) | Some(parts):
-            return set().union(*(reads_in(part) for part in parts))
-        case Cases(found):
-            return set().union(*(reads_in(condition) for condition, _ in found))
-    return set()
-
-
-def all_of(parts: Iterable[Formula]) -> Formula:
-    """Return the conjunction of parts."""
-    return both(*parts)

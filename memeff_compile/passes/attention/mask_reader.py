@@ -16,17 +16,22 @@ from torch.fx import Node
 
 from ... import compat
 from ...compat import OpOverload
-from ..graph.canonical import PREVIOUS, Call, aten, read, read_one
+from ..graph.canonical import PREVIOUS, Call, aten, named, read, read_one
 from ..graph.graph_info import GraphInfo, same_shape
 from . import mask_algebra as algebra
 from .mask_algebra import Cases, Flag, Formula, Linear, Magnitude, Scalar, Size, Unknown
-from .mask_forms import by_index, reads_in
+from .mask_forms import by_index
 
 _INTEGERS = (torch.int64, torch.int32)
 
 
 class CannotRead(Exception):
     """No rule reads this."""
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise CannotRead
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,10 @@ class Value:
         """Return the scalar at an index given as sums."""
         result: Scalar = algebra.substituted(self.scalar, dict(enumerate(index)))
         return result
+
+    def over(self, index: Sequence[Linear], shape: Sequence[Size] | None = None) -> Value:
+        """Return a tensor, by default as large, of which each entry is this one's at an index."""
+        return Value(self.shape if shape is None else tuple(shape), self.scalar_at(index))
 
 
 @dataclass(frozen=True)
@@ -68,11 +77,6 @@ class MaskReader:
             self._values[ancestor] = self._read_node(ancestor)
         return self._values[node]
 
-    def formula(self, node: Node, shape: Sequence[Size]) -> Formula | None:
-        """Return which keys a mask lets through, over the axes of the scores; as `mask` does."""
-        found = self.mask(node, shape)
-        return None if found is None else found.formula
-
     def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
         """Return which keys a mask lets through, over the axes of the scores.
 
@@ -98,7 +102,7 @@ class MaskReader:
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
         """Return, for each read of ids that count the breaks in positions, the position there."""
         found: dict[algebra.Read, Linear] = {}
-        for read_of_ids in reads_in(formula):
+        for read_of_ids in algebra.reads_in(formula):
             positions = self._counted_breaks(read_of_ids.node)
             if positions is None or len(positions.shape) != len(read_of_ids.at):
                 continue
@@ -118,38 +122,31 @@ class MaskReader:
         steps = None if breaks is None else _single(breaks.args["self"], aten.diff.default)
         if counted is None or breaks is None or steps is None or breaks.args["other"] != 1:
             return None
-        positions, before = steps.args["self"], steps.args["prepend"]
+        positions = steps.args["self"]
         tensor, result = self.info.tensor(positions), self.info.tensor(node)
-        first = self.info.tensor(before)
+        first = self.info.tensor(steps.args["prepend"])
         if tensor is None or result is None or first is None:
             return None
         chain = (node, counted.args["self"], breaks.args["self"], positions)
-        if any(self.info.may_be_written(n) for n in chain) or tensor.dtype not in _INTEGERS:
+        if any(self.info.may_be_written(n) for n in chain):
             return None
         last = {-1, tensor.dim() - 1}
-        if counted.args["dim"] not in last or steps.args["dim"] not in last:
-            return None
-        if steps.args["n"] != 1 or steps.args["append"] is not None:
-            return None
-        if not compat.statically_true(first.shape[-1] == 1):
-            return None
-        return self.read(positions) if result.dtype in _INTEGERS else None
+        is_along = counted.args["dim"] in last and steps.args["dim"] in last
+        is_step = steps.args["n"] == 1 and steps.args["append"] is None and _is_one(first.shape[-1])
+        are_integers = tensor.dtype in _INTEGERS and result.dtype in _INTEGERS
+        return self.read(positions) if is_along and is_step and are_integers else None
 
     # --- nodes ------------------------------------------------------------------------------------
 
     def _read_node(self, node: Node) -> Value:
-        tensor = self.info.tensor(node)
-        assert tensor is not None
+        tensor = self.info.value(node)
+        value: Value | None = None
         if self.info.may_be_written(node):
             return leaf(node, tensor)
         if node.op == "placeholder":
             return self._from_outside(node) or leaf(node, tensor)
-        reading = read(node)
-        if reading is None:
-            return leaf(node, tensor)
         try:
-            value: Value | None = None
-            for call in reading:
+            for call in read(node) or ():
                 value = _RULES[call.op.overloadpacket](_Operands(self, node, call, value))
         except (CannotRead, algebra.TooLarge, KeyError):
             return leaf(node, tensor)
@@ -158,7 +155,7 @@ class MaskReader:
         if not _fits(value.scalar, tensor.dtype):
             return leaf(node, tensor)
         scalar = _rounded(value.scalar, tensor.dtype)
-        return Value(tuple(tensor.shape), _without_single_axes(scalar, tensor.shape))
+        return Value(tuple(tensor.shape), scalar).over(_index_of(tensor.shape))
 
     def _from_outside(self, node: Node) -> Value | None:
         """Read what a checkpoint's body is given by the graph around it."""
@@ -169,12 +166,9 @@ class MaskReader:
 
     def operand(self, node: Node, reader: Node) -> Value:
         """Return an operand of ``reader``; memory that changes is known for that moment only."""
-        value = self._values[node]
         if not self.info.may_be_written(node):
-            return value
-        tensor = self.info.tensor(node)
-        assert tensor is not None
-        return leaf(node, tensor, moment=1 + self.info.positions[reader])
+            return self._values[node]
+        return leaf(node, self.info.value(node), moment=1 + self.info.positions[reader])
 
 
 def _single(node: Any, op: OpOverload) -> Call | None:
@@ -213,11 +207,7 @@ def _is_worth_reading(node: Node) -> bool:
 def leaf(node: Node, tensor: torch.Tensor, moment: int = 0) -> Value:
     """Return a tensor as a read of itself."""
     shape = tuple(tensor.shape)
-    at = tuple(
-        Linear() if compat.statically_true(size == 1) else algebra.axis(place)
-        for place, size in enumerate(shape)
-    )
-    found = algebra.Read(node, at, moment)
+    found = algebra.Read(node, tuple(_index_of(shape)), moment)
     if tensor.dtype == torch.bool:
         return Value(shape, Flag(found))
     if tensor.dtype in _INTEGERS:
@@ -247,13 +237,13 @@ def _rounded(scalar: Scalar, dtype: torch.dtype) -> Scalar:
         )
 
 
-def _without_single_axes(scalar: Scalar, shape: Sequence[Size]) -> Scalar:
-    by = {
-        place: Linear() if compat.statically_true(size == 1) else algebra.axis(place)
-        for place, size in enumerate(shape)
-    }
-    result: Scalar = algebra.substituted(scalar, by)
-    return result
+def _is_one(size: Size) -> bool:
+    return compat.statically_true(size == 1)
+
+
+def _index_of(shape: Sequence[Size]) -> list[Linear]:
+    """Return the index of an entry of a tensor, zero along axes of one."""
+    return [Linear() if _is_one(size) else algebra.axis(p) for p, size in enumerate(shape)]
 
 
 # --- operands -------------------------------------------------------------------------------------
@@ -276,10 +266,13 @@ class _Operands:
         """The shape of the node's result."""
         return tuple(compat.example_value(self._node).shape)
 
+    def given(self, name: str) -> Any:
+        """Return an argument as it stands in the call."""
+        return self._call.args[name]
+
     def plain(self, name: str) -> Any:
         """Return an argument as Python data; sizes stay symbolic."""
-        value = self._call.args[name]
-        return torch.fx.node.map_arg(value, _size_of)
+        return torch.fx.node.map_arg(self.given(name), _size_of)
 
     def has(self, name: str) -> bool:
         """Whether an argument is given."""
@@ -287,7 +280,7 @@ class _Operands:
 
     def value(self, name: str = "self") -> Value:
         """Return an argument as a value; Python numbers are tensors without axes."""
-        return self.as_value(self._call.args[name])
+        return self.as_value(self.given(name))
 
     def as_value(self, given: Any) -> Value:
         """Return anything that stands where a tensor may stand."""
@@ -310,9 +303,8 @@ class _Operands:
     def axis(self, name: str, rank: int) -> int:
         """Return an axis counted from the front."""
         place = self.plain(name)
-        if not isinstance(place, int):
-            raise CannotRead
-        return place % rank if rank else 0
+        _require(isinstance(place, int))
+        return int(place % rank) if rank else 0
 
 
 def _size_of(node: Node) -> Any:
@@ -325,16 +317,11 @@ def _size_of(node: Node) -> Any:
 def broadcast(value: Value, shape: tuple[Size, ...]) -> Scalar:
     """Return the scalar of a value over the axes of a shape it broadcasts to."""
     lead = len(shape) - len(value.shape)
-    if lead < 0:
-        raise CannotRead
+    _require(lead >= 0)
     index = []
-    for place, size in enumerate(value.shape):
-        if compat.statically_true(size == 1):
-            index.append(Linear())
-        elif compat.statically_true(size == shape[place + lead]):
-            index.append(algebra.axis(place + lead))
-        else:
-            raise CannotRead
+    for place, size in enumerate(value.shape, lead):
+        _require(_is_one(size) or compat.statically_true(size == shape[place]))
+        index.append(Linear() if _is_one(size) else algebra.axis(place))
     return value.scalar_at(index)
 
 
@@ -360,11 +347,9 @@ def _full(given: _Operands) -> Value:
 
 
 def _arange(given: _Operands) -> Value:
-    arguments = given._call.args
-    start = given.plain("start") if "start" in arguments else 0
-    step = given.plain("step") if "step" in arguments else 1
-    if not isinstance(step, int) or not isinstance(start, (int, torch.SymInt)):
-        raise CannotRead
+    start = given.plain("start") if given.has("start") else 0
+    step = given.plain("step") if given.has("step") else 1
+    _require(isinstance(step, int) and isinstance(start, (int, torch.SymInt)))
     return Value(given.shape, algebra.axis(0).times(step) + start)
 
 
@@ -376,20 +361,16 @@ def _cast(given: _Operands) -> Value:
 def as_dtype(scalar: Scalar, dtype: torch.dtype) -> Scalar:
     """Return a scalar as it is after a cast."""
     if _fits(scalar, dtype):
-        if isinstance(scalar, (Unknown, Magnitude)):
-            raise CannotRead
-        if isinstance(scalar, Cases) and not dtype.is_floating_point:
-            raise CannotRead
+        _require(not isinstance(scalar, (Unknown, Magnitude)))
+        _require(dtype.is_floating_point or not isinstance(scalar, Cases))
         return scalar
     if dtype == torch.bool:
         return as_condition(scalar)
     if isinstance(scalar, (Linear, Unknown, Cases, Magnitude)):
-        if isinstance(scalar, Linear) and isinstance(scalar.constant, int) and scalar.is_constant:
-            return algebra.number(scalar.constant)
-        raise CannotRead
+        return algebra.number(_whole_number(scalar))
     if dtype in _INTEGERS and isinstance(scalar, algebra.Fixed):
         return Linear(int(scalar.value))
-    return algebra.cases([(scalar, 1.0), (algebra.negated(scalar), 0.0)])
+    return _one_where(scalar)
 
 
 def as_condition(scalar: Scalar) -> Formula:
@@ -418,9 +399,7 @@ def _repeat(given: _Operands) -> Value:
     """Read repetitions of axes of size one: of others, an index would wrap around."""
     value, repeats = given.value(), list(given.plain("repeats"))
     sizes = [1] * (len(repeats) - len(value.shape)) + list(value.shape)
-    for size, times in zip(sizes, repeats, strict=True):
-        if not compat.statically_true(size == 1) and not compat.statically_true(times == 1):
-            raise CannotRead
+    _require(all(_is_one(a) or _is_one(b) for a, b in zip(sizes, repeats, strict=True)))
     return _expand(given)
 
 
@@ -429,26 +408,25 @@ def _unsqueeze(given: _Operands) -> Value:
     rank = len(value.shape)
     place = given.axis("dim", rank + 1)
     shape = (*value.shape[:place], 1, *value.shape[place:])
-    return Value(shape, value.scalar_at([algebra.axis(p + (p >= place)) for p in range(rank)]))
+    return value.over([algebra.axis(p + (p >= place)) for p in range(rank)], shape)
 
 
 def _reshape(given: _Operands) -> Value:
     """Read a view that only puts in or takes out axes of size one."""
     value, shape = given.value(), given.shape
-    old = [p for p, size in enumerate(value.shape) if not compat.statically_true(size == 1)]
-    new = [p for p, size in enumerate(shape) if not compat.statically_true(size == 1)]
-    if not same_shape([value.shape[p] for p in old], [shape[p] for p in new]):
-        raise CannotRead
+    old = [p for p, size in enumerate(value.shape) if not _is_one(size)]
+    new = [p for p, size in enumerate(shape) if not _is_one(size)]
+    _require(same_shape([value.shape[p] for p in old], [shape[p] for p in new]))
     moved = dict(zip(old, new, strict=True))
     index = [algebra.axis(moved[p]) if p in moved else Linear() for p in range(len(value.shape))]
-    return Value(shape, value.scalar_at(index))
+    return value.over(index, shape)
 
 
 def _permuted(value: Value, order: Sequence[int]) -> Value:
     index = [Linear()] * len(order)
     for new, old in enumerate(order):
         index[old] = algebra.axis(new)
-    return Value(tuple(value.shape[p] for p in order), value.scalar_at(index))
+    return value.over(index, [value.shape[p] for p in order])
 
 
 def _transpose(given: _Operands) -> Value:
@@ -473,17 +451,15 @@ def _slice(given: _Operands) -> Value:
     start, end, step = (given.plain(name) for name in ("start", "end", "step"))
     size = value.shape[place]
     start = 0 if start is None else start
-    if not isinstance(step, int) or step != 1 or not compat.statically_true(start >= 0):
-        raise CannotRead
+    _require(isinstance(step, int) and step == 1 and compat.statically_true(start >= 0))
     end = size if end is None or compat.statically_true(end >= size) else end
     if compat.statically_true(end < 0):
         end = size + end
-    if not compat.statically_true(end >= start) or not compat.statically_true(end <= size):
-        raise CannotRead
+    _require(compat.statically_true(end >= start) and compat.statically_true(end <= size))
     shape = (*value.shape[:place], end - start, *value.shape[place + 1 :])
     index = [algebra.axis(p) for p in range(len(shape))]
     index[place] = index[place] + start
-    return Value(shape, value.scalar_at(index))
+    return value.over(index, shape)
 
 
 def _select(given: _Operands) -> Value:
@@ -493,24 +469,22 @@ def _select(given: _Operands) -> Value:
     size = value.shape[place]
     if compat.statically_true(at < 0):
         at = size + at
-    elif not compat.statically_true(at >= 0):
-        raise CannotRead
+    else:
+        _require(compat.statically_true(at >= 0))
     index = [algebra.axis(p - (p > place)) for p in range(len(value.shape))]
     index[place] = Linear(at)
-    return Value((*value.shape[:place], *value.shape[place + 1 :]), value.scalar_at(index))
+    return value.over(index, (*value.shape[:place], *value.shape[place + 1 :]))
 
 
 def _index(given: _Operands) -> Value:
     """Read a gather by tensors of indices along leading axes, or along one axis."""
     value = given.value()
-    chosen = given._call.args["indices"]
+    chosen = given.given("indices")
     places = [p for p, index in enumerate(chosen) if index is not None]
     first, last = places[0], places[-1]
-    if last - first + 1 != len(places):
-        raise CannotRead
+    _require(last - first + 1 == len(places))
     indices = [given.as_value(chosen[p]) for p in places]
-    if any(not isinstance(index.scalar, Linear) for index in indices):
-        raise CannotRead
+    _require(all(isinstance(index.scalar, Linear) for index in indices))
     shape = _common_shape([index.shape for index in indices])
     rank = len(shape)
     at: list[Linear] = []
@@ -522,7 +496,7 @@ def _index(given: _Operands) -> Value:
         else:
             at.append(_gathered(indices[place - first], shape, first, value.shape[place]))
     result = (*value.shape[:first], *shape, *value.shape[last + 1 :])
-    return Value(result, value.scalar_at(at))
+    return value.over(at, result)
 
 
 def _gathered(index: Value, shape: tuple[Size, ...], shift: int, size: Size) -> Linear:
@@ -530,13 +504,10 @@ def _gathered(index: Value, shape: tuple[Size, ...], shift: int, size: Size) -> 
     total = broadcast(index, shape)
     assert isinstance(total, Linear)
     low, high = total.lowest(shape), total.highest(shape)
-    if low is None or not compat.statically_true(low >= 0):
-        raise CannotRead
-    if high is None or not compat.statically_true(high < size):
-        raise CannotRead
-    moved: Linear = algebra.substituted(
-        total, {place: algebra.axis(place + shift) for place in range(len(shape))}
-    )
+    _require(low is not None and compat.statically_true(low >= 0))
+    _require(high is not None and compat.statically_true(high < size))
+    by = {place: algebra.axis(place + shift) for place in range(len(shape))}
+    moved: Linear = algebra.substituted(total, by)
     return moved
 
 
@@ -545,9 +516,8 @@ def _common_shape(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
     result: list[Size] = []
     for place in range(-rank, 0):
         sizes = [shape[place] for shape in shapes if len(shape) >= -place]
-        wide = [size for size in sizes if not compat.statically_true(size == 1)]
-        if any(not compat.statically_true(size == wide[0]) for size in wide):
-            raise CannotRead
+        wide = [size for size in sizes if not _is_one(size)]
+        _require(all(compat.statically_true(size == wide[0]) for size in wide))
         result.append(wide[0] if wide else 1)
     return tuple(result)
 
@@ -586,8 +556,7 @@ def _compared_magnitudes(
     right: Scalar,
 ) -> Formula:
     """Compare ``|x|`` with a sum: below it are both x and -x, above it one of them."""
-    if of_numbers(0, 1) == of_numbers(1, 0):  # equal, different
-        raise CannotRead
+    _require(of_numbers(0, 1) != of_numbers(1, 0))  # as for equal and different
     is_below = of_numbers(0, 1)
     if isinstance(left, Magnitude) and isinstance(right, Linear):
         join = algebra.both if is_below else algebra.either
@@ -609,37 +578,34 @@ def _as_cases(scalar: Scalar) -> Cases:
     if isinstance(scalar, Cases):
         return scalar
     if isinstance(scalar, Linear):
-        if not scalar.is_constant or not isinstance(scalar.constant, int):
-            raise CannotRead
-        return algebra.number(scalar.constant)
+        return algebra.number(_whole_number(scalar))
     if isinstance(scalar, (Unknown, Magnitude)):
         raise CannotRead
-    return algebra.cases([(scalar, 1.0), (algebra.negated(scalar), 0.0)])
+    return _one_where(scalar)
+
+
+def _one_where(condition: Formula) -> Cases:
+    return algebra.cases([(condition, 1.0), (algebra.negated(condition), 0.0)])
+
+
+def _whole_number(scalar: Scalar) -> int:
+    """Return the one number that a sum is everywhere."""
+    if isinstance(scalar, Linear) and scalar.is_constant and isinstance(scalar.constant, int):
+        return scalar.constant
+    raise CannotRead
 
 
 def _sum_of(sign: int) -> Callable[[_Operands], Value]:
     def rule(given: _Operands) -> Value:
-        if given.has("alpha") and given.plain("alpha") != 1:
-            raise CannotRead
+        _require(not given.has("alpha") or given.plain("alpha") == 1)
         shape, left, right = _pair(given)
         if isinstance(left, Linear) and isinstance(right, Linear):
             return Value(shape, left + right.times(sign))
-        if not given.dtype.is_floating_point:
-            raise CannotRead
+        _require(given.dtype.is_floating_point)
         total = algebra.combined(_as_cases(left), _as_cases(right), lambda a, b: a + sign * b)
         return Value(shape, total)
 
     return rule
-
-
-def _reversed_difference(given: _Operands) -> Value:
-    value = _sum_of(-1)(given)
-    scalar = value.scalar
-    if isinstance(scalar, Linear):
-        return Value(value.shape, -scalar)
-    if isinstance(scalar, Cases):
-        return Value(value.shape, algebra.cases((c, -v) for c, v in scalar.cases))
-    raise CannotRead
 
 
 def _product(given: _Operands) -> Value:
@@ -650,14 +616,15 @@ def _product(given: _Operands) -> Value:
         for total, factor in ((left, right), (right, left)):
             if factor.is_constant and isinstance(factor.constant, int):
                 return Value(shape, total.times(factor.constant))
-        raise CannotRead
-    if not given.dtype.is_floating_point:
-        raise CannotRead
+    _require(given.dtype.is_floating_point)
     return Value(shape, algebra.combined(_as_cases(left), _as_cases(right), lambda a, b: a * b))
 
 
 def _negative(given: _Operands) -> Value:
-    value = given.value()
+    return _minus(given.value())
+
+
+def _minus(value: Value) -> Value:
     if isinstance(value.scalar, Linear):
         return Value(value.shape, -value.scalar)
     if isinstance(value.scalar, Cases):
@@ -667,8 +634,7 @@ def _negative(given: _Operands) -> Value:
 
 def _logical(join: Callable[..., Formula], *, only_truth: bool) -> Callable[[_Operands], Value]:
     def rule(given: _Operands) -> Value:
-        if only_truth and given.dtype != torch.bool:
-            raise CannotRead  # bits of integers
+        _require(not only_truth or given.dtype == torch.bool)  # and no bits of integers
         shape, left, right = _pair(given)
         return Value(shape, join(as_condition(left), as_condition(right)))
 
@@ -683,8 +649,7 @@ def _exclusive(first: Formula, second: Formula) -> Formula:
 
 def _negation(*, only_truth: bool) -> Callable[[_Operands], Value]:
     def rule(given: _Operands) -> Value:
-        if only_truth and given.dtype != torch.bool:
-            raise CannotRead
+        _require(not only_truth or given.dtype == torch.bool)
         value = given.value()
         return Value(value.shape, algebra.negated(as_condition(value.scalar)))
 
@@ -697,8 +662,6 @@ def _negation(*, only_truth: bool) -> Callable[[_Operands], Value]:
 def _chosen(condition: Formula, then: Scalar, other: Scalar) -> Scalar:
     if then == other:
         return then
-    if isinstance(then, Magnitude) or isinstance(other, Magnitude):
-        raise CannotRead
     if isinstance(then, Linear) or isinstance(other, Linear):
         then, other = _as_cases(then), _as_cases(other)
     if isinstance(then, Cases) and isinstance(other, Cases):
@@ -707,7 +670,9 @@ def _chosen(condition: Formula, then: Scalar, other: Scalar) -> Scalar:
             [(algebra.both(condition, c), v) for c, v in then.cases]
             + [(algebra.both(refused, c), v) for c, v in other.cases]
         )
-    if isinstance(then, (Cases, Unknown)) or isinstance(other, (Cases, Unknown)):
+    if isinstance(then, (Cases, Unknown, Magnitude)):
+        raise CannotRead
+    if isinstance(other, (Cases, Unknown, Magnitude)):
         raise CannotRead
     return algebra.either(
         algebra.both(condition, then), algebra.both(algebra.negated(condition), other)
@@ -715,8 +680,7 @@ def _chosen(condition: Formula, then: Scalar, other: Scalar) -> Scalar:
 
 
 def _where(given: _Operands) -> Value:
-    if not given.has("self"):
-        raise CannotRead  # where(condition): the places
+    _require(given.has("self"))  # where(condition): the places
     condition, then, other = (given.value(name) for name in ("condition", "self", "other"))
     return _selection(given, condition, then, other)
 
@@ -728,13 +692,10 @@ def _masked_fill(given: _Operands) -> Value:
 def _selection(given: _Operands, condition: Value, then: Value, other: Value) -> Value:
     shape = _common_shape([condition.shape, then.shape, other.shape])
     where = as_condition(broadcast(condition, shape))
-    operands = [_number_as(broadcast(value, shape), given.dtype) for value in (then, other)]
-    return Value(shape, _chosen(where, *operands))
-
-
-def _number_as(scalar: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return a plain number as the kind of scalar that the result's dtype holds."""
-    return scalar if _fits(scalar, dtype) else as_dtype(scalar, dtype)
+    scalars = [broadcast(value, shape) for value in (then, other)]
+    # A plain number becomes the kind of scalar that the result's dtype holds.
+    fit = [s if _fits(s, given.dtype) else as_dtype(s, given.dtype) for s in scalars]
+    return Value(shape, _chosen(where, *fit))
 
 
 def _triangle(sign: int) -> Callable[[_Operands], Value]:
@@ -744,8 +705,7 @@ def _triangle(sign: int) -> Callable[[_Operands], Value]:
         value = given.value()
         diagonal = given.plain("diagonal")
         rank = len(value.shape)
-        if rank < 2:
-            raise CannotRead
+        _require(rank >= 2)
         difference = algebra.axis(rank - 2) - algebra.axis(rank - 1) + diagonal
         kept = algebra.at_least_zero(difference.times(sign))
         zero: Scalar = algebra.FALSE if given.dtype == torch.bool else algebra.number(0.0)
@@ -764,11 +724,8 @@ def _cumsum(given: _Operands) -> Value:
     scalar = value.scalar
     if isinstance(scalar, algebra.Fixed):
         scalar = Linear(int(scalar.value))
-    if not isinstance(scalar, Linear) or not isinstance(scalar.constant, int):
-        raise CannotRead
-    if not scalar.is_constant or given.dtype not in _INTEGERS:
-        raise CannotRead
-    return Value(value.shape, (algebra.axis(place) + 1).times(scalar.constant))
+    _require(given.dtype in _INTEGERS)
+    return Value(value.shape, (algebra.axis(place) + 1).times(_whole_number(scalar)))
 
 
 def _diff(given: _Operands) -> Value:
@@ -781,19 +738,15 @@ def _diff(given: _Operands) -> Value:
     index = [algebra.axis(p) for p in range(len(value.shape))]
     index[place] = index[place] + 1
     step = algebra.substituted(scalar, dict(enumerate(index))) - scalar
-    if not step.is_constant:
-        raise CannotRead
+    _require(step.is_constant)
     if given.has("prepend"):
         before = given.value("prepend")
-        if not compat.statically_true(before.shape[place] == 1):
-            raise CannotRead
+        _require(_is_one(before.shape[place]))
         index[place] = Linear()
-        start = value.scalar_at(index)
-        earlier = before.scalar_at(index)
+        start, earlier = value.scalar_at(index), before.scalar_at(index)
         if not isinstance(start, Linear) or not isinstance(earlier, Linear):
             raise CannotRead
-        if start - earlier != step:
-            raise CannotRead
+        _require(start - earlier == step)
     return Value(given.shape, step)
 
 
@@ -802,33 +755,17 @@ def _differs(total: Linear) -> Formula:
 
 
 _RULES: dict[Any, Callable[[_Operands], Value]] = {
-    aten.alias: _same,
-    aten.clone: _same,
-    aten.contiguous: _same,
-    aten.detach: _same,
+    **dict.fromkeys(named("alias clone contiguous detach"), _same),
     aten.to: _cast,
     aten.arange: _arange,
-    aten.ones: _fill(1),
-    aten.zeros: _fill(0),
-    aten.new_ones: _fill(1),
-    aten.new_zeros: _fill(0),
-    aten.ones_like: _fill(1),
-    aten.zeros_like: _fill(0),
-    aten.full: _full,
-    aten.new_full: _full,
-    aten.full_like: _full,
-    aten.expand: _expand,
-    aten.expand_as: _expand,
-    aten.broadcast_to: _expand,
+    **dict.fromkeys(named("ones new_ones ones_like"), _fill(1)),
+    **dict.fromkeys(named("zeros new_zeros zeros_like"), _fill(0)),
+    **dict.fromkeys(named("full new_full full_like"), _full),
+    **dict.fromkeys(named("expand expand_as broadcast_to"), _expand),
     aten.repeat: _repeat,
     aten.unsqueeze: _unsqueeze,
-    aten.squeeze: _reshape,
-    aten.view: _reshape,
-    aten.reshape: _reshape,
-    aten.view_as: _reshape,
-    aten.flatten: _reshape,
-    aten.transpose: _transpose,
-    aten.t: _transpose,
+    **dict.fromkeys(named("squeeze view reshape view_as flatten"), _reshape),
+    **dict.fromkeys(named("transpose t"), _transpose),
     aten.permute: _permute,
     aten.slice: _slice,
     aten.select: _select,
@@ -841,17 +778,14 @@ _RULES: dict[Any, Callable[[_Operands], Value]] = {
     aten.ne: _comparison(_differs, lambda a, b: a != b),
     aten.add: _sum_of(1),
     aten.sub: _sum_of(-1),
-    aten.rsub: _reversed_difference,
+    aten.rsub: lambda given: _minus(_sum_of(-1)(given)),
     aten.mul: _product,
     aten.neg: _negative,
     aten.abs: _magnitude,
-    aten.bitwise_and: _logical(algebra.both, only_truth=True),
-    aten.bitwise_or: _logical(algebra.either, only_truth=True),
-    aten.bitwise_xor: _logical(_exclusive, only_truth=True),
+    **dict.fromkeys(named("bitwise_and __and__"), _logical(algebra.both, only_truth=True)),
+    **dict.fromkeys(named("bitwise_or __or__"), _logical(algebra.either, only_truth=True)),
+    **dict.fromkeys(named("bitwise_xor __xor__"), _logical(_exclusive, only_truth=True)),
     aten.bitwise_not: _negation(only_truth=True),
-    aten.__and__: _logical(algebra.both, only_truth=True),
-    aten.__or__: _logical(algebra.either, only_truth=True),
-    aten.__xor__: _logical(_exclusive, only_truth=True),
     aten.logical_and: _logical(algebra.both, only_truth=False),
     aten.logical_or: _logical(algebra.either, only_truth=False),
     aten.logical_xor: _logical(_exclusive, only_truth=False),

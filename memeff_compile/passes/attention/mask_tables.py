@@ -16,7 +16,7 @@ from torch.fx import Node
 from ... import compat
 from ..graph.canonical import aten
 from ..graph.editor import Editor
-from ..graph.graph_info import GraphInfo
+from ..graph.graph_info import GraphInfo, same_shape
 from .mask_algebra import (
     All,
     AtLeastZero,
@@ -30,8 +30,9 @@ from .mask_algebra import (
     Read,
     Size,
     Some,
+    axes_in,
+    reads_in,
 )
-from .mask_forms import axes_in, axes_of, reads_in
 
 
 @dataclass(frozen=True)
@@ -82,46 +83,20 @@ def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, 
         if level.parent is None:
             return None
         level = level.parent
-    own = [read for read in reads if read.node.graph is level.gm.graph]
+    moments: dict[Read, int] = {}
     for read in reads:
-        home = level
-        while read.node.graph is not home.gm.graph:
-            if home.parent is None:
-                return None
-            home = home.parent
-        if home is not level and home.may_be_written(read.node):
+        home = next((each for each in level.outward() if read.node.graph is each.gm.graph), None)
+        if home is None:
             return None
-    moments = {read: _moment(level, read) for read in own}
-    if any(moment is None for moment in moments.values()):
+        if (home is not level or not read.moment) and home.may_be_written(read.node):
+            return None
+        if home is level:
+            moments[read] = read.moment - 1 if read.moment else level.positions[read.node]
+    last = max(moments.values(), default=-1)
+    if any(level.written_alike(read.node, first - 1, last) for read, first in moments.items()):
         return None
-    last = max((moment for moment in moments.values() if moment is not None), default=-1)
-    for read, moment in moments.items():
-        if _may_change(level, read.node, moment or 0, last):
-            return None
     anchor = None if last < 0 else next(n for n, at in level.positions.items() if at == last)
     return anchor, level
-
-
-def _moment(level: GraphInfo, read: Read) -> int | None:
-    """Return the position at which a node was read, or None where that is not known."""
-    if read.moment:
-        return read.moment - 1
-    return None if level.may_be_written(read.node) else level.positions[read.node]
-
-
-def _may_change(level: GraphInfo, node: Node, first: int, last: int) -> bool:
-    """Return whether something may write to a node's memory between two positions."""
-    value = level.tensor(node)
-    for write in level.writes:
-        if not first <= write.position <= last:
-            continue
-        for target in write.targets:
-            written = level.tensor(target)
-            # Inputs of different dtypes are not one memory.
-            is_alike = value is None or written is None or value.dtype == written.dtype
-            if is_alike and level.may_share_memory(target, node):
-                return True
-    return False
 
 
 def _behind(editor: Editor, anchor: Node | None) -> Node:
@@ -143,17 +118,10 @@ class _Writer:
     def write(self) -> Node:
         """Return a fresh tensor (batch or 1, length), contiguous."""
         content = self.table.content
-        if isinstance(content, Linear):
-            node, touched = self.sum(content), axes_of(content)
-        else:
-            node, touched = self.truth(content), axes_in(content)
-        if compat.example_value(node).dtype != self.table.dtype:
-            node = self.editor.call(aten.to.dtype, node, self.table.dtype)
-        rows = self.batch if self.row in touched else 1
-        known = compat.example_value(node).shape
-        if not all(
-            compat.statically_true(a == b) for a, b in zip(known, (rows, self.length), strict=True)
-        ):
+        node = self.sum(content) if isinstance(content, Linear) else self.truth(content)
+        node = self.editor.cast(node, self.table.dtype)
+        rows = self.batch if self.row in axes_in(content) else 1
+        if not same_shape(compat.example_value(node).shape, (rows, self.length)):
             shape = [self.editor.size(rows), self.editor.size(self.length)]
             node = self.editor.call(aten.expand.default, node, shape)
         return self.editor.call(aten.clone.default, node, memory_format=torch.contiguous_format)
@@ -189,9 +157,8 @@ class _Writer:
         return first
 
     def _full(self, value: bool | int, dtype: torch.dtype) -> Node:
-        return self.editor.call(
-            aten.full.default, [1, 1], value, dtype=dtype, device=self.table.device
-        )
+        how = {"dtype": dtype, "device": self.table.device}
+        return self.editor.call(aten.full.default, [1, 1], value, **how)
 
     # --- sums -------------------------------------------------------------------------------------
 
@@ -206,23 +173,17 @@ class _Writer:
             found = node if found is None else call(aten.add.Tensor, found, node)
         constant = self.editor.size(total.constant)
         if found is None:
-            return (
-                self._full(constant, torch.int64)
-                if isinstance(constant, int)
-                else call(aten.add.Scalar, self._full(0, torch.int64), constant)
-            )
+            if isinstance(constant, int):
+                return self._full(constant, torch.int64)
+            found = self._full(0, torch.int64)
         is_zero = isinstance(constant, int) and constant == 0
         return found if is_zero else call(aten.add.Scalar, found, constant)
 
     def index(self, axis: Axis) -> Node:
         """Write the index along an axis."""
-        size = self.batch if axis == self.row else self.length
-        line = self.editor.call(
-            aten.arange.default,
-            self.editor.size(size),
-            dtype=torch.int64,
-            device=self.table.device,
-        )
+        size = self.editor.size(self.batch if axis == self.row else self.length)
+        how = {"dtype": torch.int64, "device": self.table.device}
+        line = self.editor.call(aten.arange.default, size, **how)
         return self.editor.call(aten.unsqueeze.default, line, 1 if axis == self.row else 0)
 
     # --- reads ------------------------------------------------------------------------------------
@@ -232,10 +193,8 @@ class _Writer:
         node = self.editor.bring_in(self.editor.info.current(read.node))
         node, at = self._selected(node, read.at)
         found = self._as_it_lies(node, at) or self._gathered(node, at)
-        tensor = compat.example_value(found)
-        if tensor.dtype in (torch.bool, torch.int64):
-            return found
-        return self.editor.call(aten.to.dtype, found, torch.int64)
+        is_truth = compat.example_value(found).dtype == torch.bool
+        return found if is_truth else self.editor.cast(found, torch.int64)
 
     def _selected(self, node: Node, at: Sequence[Linear]) -> tuple[Node, list[Linear]]:
         """Take the axes away at which a number stands."""
@@ -268,12 +227,11 @@ class _Writer:
                 start = self.editor.size(index.constant)
                 end = self.editor.size(index.constant + size)
                 node = self.editor.call(aten.slice.Tensor, node, place, start, end)
-        if len(axes) == 2:
-            return node
-        call, shape = self.editor.call, aten.unsqueeze.default
         if not axes:
-            return call(aten.expand.default, node, [1, 1])
-        return call(shape, node, 1 if axes == (self.row,) else 0)
+            return self.editor.call(aten.expand.default, node, [1, 1])
+        if len(axes) == 1:
+            node = self.editor.call(aten.unsqueeze.default, node, 1 if axes == (self.row,) else 0)
+        return node
 
     def _gathered(self, node: Node, at: Sequence[Linear]) -> Node:
         return self.editor.call(aten.index.Tensor, node, [self.sum(index) for index in at])

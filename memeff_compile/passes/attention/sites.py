@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
 from ... import compat
-from ..graph.base import Decline
-from ..graph.canonical import Call, aten, read_one
-from ..graph.graph_info import GraphInfo, node_name
+from ..graph.base import Decline, mutated
+from ..graph.canonical import Call, aten, named, read_one
+from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .mask_algebra import MASKED
 
 MAX_STEPS = 10
@@ -60,6 +60,11 @@ class Site:
     def operands(self) -> tuple[Node, Node, Node]:
         """Query, key and value."""
         return self.query, self.key, self.value
+
+    @property
+    def inputs(self) -> list[Node]:
+        """The operands, and the mask where there is one."""
+        return [*self.operands, *_nodes(self.mask)]
 
 
 def find_sites(info: GraphInfo) -> Iterator[Site | Decline]:
@@ -142,8 +147,7 @@ class _Scores:
     numbers: list[Node]
 
 
-@dataclass(frozen=True)
-class _Masking:
+class _Masking(NamedTuple):
     """How a chain masks its scores."""
 
     mask: Node | None = None
@@ -159,16 +163,15 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
     if call.args["dim"] not in (-1, 3):
         return None
     weights = _follow_weights(softmax)
-    scores = (
-        None if weights is None else _follow_scores(info, call.args["self"], call.args["dtype"])
-    )
-    if scores is None or weights is None:
+    if weights is None:
         return None
-    for found in (scores, weights):
-        if isinstance(found, Decline):
-            return _at(found, softmax)
-    assert isinstance(scores, _Scores)
-    assert isinstance(weights, _Weights)
+    scores = _follow_scores(info, call.args["self"], call.args["dtype"])
+    if scores is None:
+        return None
+    if isinstance(scores, Decline):
+        return _at(scores, softmax)
+    if isinstance(weights, Decline):
+        return _at(weights, softmax)
     for step in weights.steps:
         if node_name(step) in ("getitem", "slice", "narrow"):
             return _at(_unknown_step(step), softmax)
@@ -180,10 +183,7 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
         scores.query,
         key,
         weights.value,
-        scores.masking.mask,
-        scores.masking.takes_away,
-        scores.masking.fill,
-        scores.masking.dtype,
+        *scores.masking,
         scores.softcap,
         scale=scores.scale,
         between=[scores.key, scores.product, *scores.steps, softmax, *weights.steps],
@@ -193,7 +193,7 @@ def _chain(info: GraphInfo, softmax: Node) -> Site | Decline | None:
 
 
 def _at(decline: Decline, softmax: Node) -> Decline:
-    return Decline(decline.code, decline.sentence, decline.hint, decline.node or softmax)
+    return replace(decline, node=decline.node or softmax)
 
 
 def _product(node: Any) -> tuple[Node, Node] | None:
@@ -205,7 +205,7 @@ def _product(node: Any) -> tuple[Node, Node] | None:
     return (left, right) if isinstance(left, Node) and isinstance(right, Node) else None
 
 
-_PASSES_ON = {aten.to, aten.dropout, aten.contiguous, aten.clone, aten.alias, aten.slice}
+_PASSES_ON = named("to dropout contiguous clone alias slice")
 
 
 def _follow_weights(softmax: Node) -> _Weights | Decline | None:
@@ -213,7 +213,7 @@ def _follow_weights(softmax: Node) -> _Weights | Decline | None:
     others: list[Node] = []
     for _ in range(MAX_STEPS):
         forward = [user for user in current.users if _passes_on(user, current)]
-        products = [user for user in current.users if _multiplies(user, current)]
+        products = [user for user in current.users if _multiplied(user, current) is not None]
         onward = products or forward
         if not onward:
             return None
@@ -221,13 +221,13 @@ def _follow_weights(softmax: Node) -> _Weights | Decline | None:
         if products:
             if others:
                 return _used_otherwise("weights", others[0])
-            operands = _product(products[0])
-            assert operands is not None
             rates = {step: rate for step in steps if (rate := _dropout(step)) is not None}
             for step, rate in rates.items():
                 if compat.known_number(rate) != 0:
                     return _dropout_active(step)
-            return _Weights(products[0], operands[1], steps, _nodes(*rates.values()))
+            value = _multiplied(products[0], current)
+            assert value is not None
+            return _Weights(products[0], value, steps, _nodes(*rates.values()))
         current = onward[0]
         steps.append(current)
     return None
@@ -245,9 +245,10 @@ def _is_floating(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
-def _multiplies(node: Node, weights: Node) -> bool:
-    operands = _product(node)
-    return operands is not None and operands[0] is weights and operands[1] is not weights
+def _multiplied(node: Node, weights: Node) -> Node | None:
+    """Return what the weights are multiplied with in this node, or None."""
+    left, right = _product(node) or (None, None)
+    return right if left is weights and right is not weights else None
 
 
 def _dropout(node: Node) -> Any:
@@ -259,10 +260,9 @@ def _dropout(node: Node) -> Any:
 
 
 def _used_otherwise(what: str, user: Node) -> Decline:
-    name = node_name(user) if user.op != "output" else "output"
-    code = f"weights_used({name})" if what == "weights" else f"scores_used({name})"
+    name = node_name(user)
     return Decline(
-        code,
+        f"{what}_used({name})",
         f"the attention {what} are also used by `{name}`, so they have to be there",
         "do not ask for attention weights (output_attentions)" if what == "weights" else "",
     )
@@ -292,13 +292,15 @@ def _follow_scores(
         if op in (aten.mul, aten.div):
             factor = compat.known_number(given["other"])
             if factor is None or not factor > 0:
-                return _scale_not_constant(current)
+                what = f"`{node_name(current)}` scales the scores by something else than a "
+                hint = "scale by a Python number"
+                return Decline("scale_not_constant", f"{what}positive number", hint)
             numbers += _nodes(given["other"])
             factors.add(factor, is_division=op is aten.div)
         elif op is aten.tanh:
             if factors.cap is not None:
                 return _unknown_step(current)
-            factors.add_cap()
+            factors = _Factors(cap=factors.product())
         elif op in (aten.add, aten.masked_fill, aten.where):
             found = _masking(info, call, current)
             if found is None or masking.mask is not None or factors.has_any:
@@ -329,21 +331,17 @@ class _Factors:
         """Note one more factor."""
         (self.divided if is_division else self.multiplied).append(float(factor))
 
-    def add_cap(self) -> None:
-        """Note that what was found so far multiplies a tanh."""
-        self.cap = self._product()
-        self.multiplied, self.divided = [], []
-
     def result(self) -> tuple[float, float]:
         """Return the scale of the products and the softcap, 0 for none."""
         if self.cap is None:
-            return self._product(), 0.0
+            return self.product(), 0.0
         if self.cap in self.divided:  # divided by the cap: what is left is the scale, unrounded
             self.divided.remove(self.cap)
-            return self._product(), self.cap
-        return self._product() * self.cap, self.cap
+            return self.product(), self.cap
+        return self.product() * self.cap, self.cap
 
-    def _product(self) -> float:
+    def product(self) -> float:
+        """Return what is multiplied by so far; under a tanh that is the cap."""
         return math.prod(self.multiplied) / math.prod(self.divided)
 
 
@@ -358,17 +356,7 @@ def _leads_to_product(node: Any) -> bool:
     return False
 
 
-_STEPS = {
-    aten.to,
-    aten.mul,
-    aten.div,
-    aten.add,
-    aten.tanh,
-    aten.masked_fill,
-    aten.where,
-    aten.cat,
-    aten.sub,
-}
+_STEPS = named("to mul div add tanh masked_fill where cat sub")
 
 
 def _scores_operand(call: Call) -> Any:
@@ -404,15 +392,7 @@ def _seen_through(masking: _Masking, casts: list[torch.dtype]) -> _Masking:
     reach = torch.finfo(masking.dtype).max
     if all(torch.finfo(dtype).max >= reach for dtype in casts):
         return masking
-    return replace(masking, dtype=None)
-
-
-def _scale_not_constant(node: Node) -> Decline:
-    return Decline(
-        "scale_not_constant",
-        f"`{node_name(node)}` scales the scores by something else than a positive number",
-        "scale by a Python number",
-    )
+    return masking._replace(dtype=None)
 
 
 def _unknown_step(node: Node) -> Decline:
@@ -440,36 +420,33 @@ def _untransposed(node: Node) -> Node | None:
     return source if is_last_two and isinstance(source, Node) else None
 
 
+def subclass(kind: str, node: Node | None = None) -> Decline:
+    """Return the answer where an operand is a subclass of tensors."""
+    what = f"an operand of the attention is a {kind}, which this pass does not look into"
+    return Decline(f"subclass_operand({kind})", what, node=node)
+
+
+def have_one_size(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether all have four axes, one batch, and heads of one size."""
+    q, k, v = query.shape, key.shape, value.shape
+    return len(q) == len(k) == 4 and same_shape((*k, q[0], q[3]), (*v, k[0], k[3]))
+
+
 def _shapes_agree(info: GraphInfo, query: Node, key: Node, value: Node) -> bool:
     tensors = [info.tensor(node) for node in (query, key, value)]
-    if any(tensor is None or tensor.dim() != 4 for tensor in tensors):
-        return False
-    q, k, v = (tensor.shape for tensor in tensors if tensor is not None)
-    pairs = [(q[0], k[0]), (q[1], k[1]), (k[0], v[0]), (k[1], v[1]), (k[2], v[2]), (q[3], k[3])]
-    return all(compat.statically_true(a == b) for a, b in pairs)
+    q, k, v = (() if tensor is None else tuple(tensor.shape) for tensor in tensors)
+    is_four = len(q) == len(k) == len(v) == 4
+    return is_four and same_shape((*q[:2], q[3], *k[:3]), (*k[:2], k[3], *v[:3]))
 
 
 def _reason_against(info: GraphInfo, site: Site, scores: _Scores) -> Decline | None:
     product, result = info.value(scores.product), info.value(site.node)
     if product.dtype != result.dtype or not result.dtype.is_floating_point:
-        return Decline(
-            "dtype_changes",
-            f"the first product is in {product.dtype} and the second in {result.dtype}",
-            node=site.node,
-        )
+        said = f"the first product is in {product.dtype} and the second in {result.dtype}"
+        return Decline("dtype_changes", said, node=site.node)
     if info.regions[scores.product] != info.regions[site.node]:
-        return Decline(
-            "region_mismatch",
-            "gradients or autocast are switched between the two products",
-            node=site.node,
-        )
-    held = [*site.operands, *([site.mask] if site.mask is not None else [])]
-    write = info.written_between(held, scores.product, site.node)
-    if write is not None:
-        return Decline(
-            "mutated",
-            f"`{node_name(write)}` writes in place to queries, keys, values or mask",
-            "use the out-of-place form",
-            site.node,
-        )
-    return None
+        said = "gradients or autocast are switched between the two products"
+        return Decline("region_mismatch", said, node=site.node)
+    write = info.written_between(site.inputs, scores.product, site.node)
+    what = "queries, keys, values or mask"
+    return None if write is None else mutated(write, what, site.node)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 import torch
@@ -21,16 +20,17 @@ from torch.fx import Node
 
 from ... import compat
 from ...kernels import attention as op_folder
+from ...kernels.checks import short
 from ...kernels.device import where_it_runs
 from ...report import format_bytes
 from ..graph.base import Decline
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo
-from .mask_algebra import TRUE, Formula, Linear, Size, axis, substituted
-from .mask_forms import Form, all_of, key_table, reads_in
+from .mask_algebra import TRUE, Formula, Linear, Size, axis, both, reads_in, substituted
+from .mask_forms import Form, key_table
 from .mask_reader import Mask
 from .mask_tables import Table, place_for
-from .sites import Site
+from .sites import Site, have_one_size
 
 FEWEST_QUERIES = 16
 """Fewer are a step of decoding: a tile of queries would be nearly empty."""
@@ -111,7 +111,9 @@ def _tables(
             return None
     for mine, theirs in _equalities(form):
         of_queries = table(mine, 2, torch.int64)
-        is_one = compat.statically_true(queries == keys) and _is_same(mine, theirs)
+        # The keys' table may be the queries', at the same index.
+        same = substituted(theirs, {0: axis(0), 2: axis(2), 3: axis(2)}) == mine
+        is_one = same and compat.statically_true(queries == keys)
         of_keys = of_queries if is_one else table(theirs, 3, torch.int64)
         if of_queries is None or of_keys is None:
             return None
@@ -119,18 +121,11 @@ def _tables(
     return key_mask, ids
 
 
-def _is_same(mine: Formula | Linear, theirs: Formula | Linear) -> bool:
-    """Return whether the keys' table is the queries', at the same index."""
-    return bool(substituted(theirs, {0: axis(0), 2: axis(2), 3: axis(2)}) == mine)
-
-
 def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
-    """Return what query and key must have in common; a table of queries must be one, as all keys
-    are.
-    """
+    """Return what query and key must have in common; a table of queries is one, as all keys are."""
     found: list[tuple[Formula | Linear, Formula | Linear]] = [(i.query, i.key) for i in form.ids]
     if form.queries:
-        found.append((all_of(form.queries), Linear(1)))
+        found.append((both(*form.queries), Linear(1)))
     return found
 
 
@@ -151,15 +146,14 @@ def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> s
     (number,) = lowest
     if number == -math.inf:
         return _unknown_rows("the original gives them nan")
-    result = info.value(site.node)
     if site.masked_in is None:
         return _unknown_rows("the scores are cast to a dtype of a smaller range")
-    if site.fill is not None:
-        if result.requires_grad:
-            return _unknown_rows("their scores are replaced by a number, which has no gradient")
-        return "mean"
-    if not _drowns_scores(number, site.masked_in):
-        return _unknown_rows(f"{number:g} added in {_short(site.masked_in)} leaves scores visible")
+    if site.fill is not None and info.value(site.node).requires_grad:
+        return _unknown_rows("their scores are replaced by a number, which has no gradient")
+    # Scores added to a number of this dtype are rounded away where its neighbours are far enough.
+    spacing = torch.finfo(site.masked_in).eps * 2.0 ** (math.frexp(number)[1] - 1)
+    if site.fill is None and not spacing / 2 > _SAME_AT_LEAST:
+        return _unknown_rows(f"{number:g} added in {short(site.masked_in)} leaves scores visible")
     return "mean"
 
 
@@ -167,39 +161,17 @@ def _unknown_rows(why: str) -> Decline:
     return Decline("empty_rows", f"some query attends to nothing, or may, and {why}")
 
 
-def _drowns_scores(number: float, dtype: torch.dtype) -> bool:
-    """Return whether scores added to a number of this dtype are rounded away."""
-    spacing = torch.finfo(dtype).eps * 2.0 ** (math.frexp(number)[1] - 1)
-    return spacing / 2 > _SAME_AT_LEAST
-
-
-def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # --- where the op is worth it ---------------------------------------------------------------------
 
 
 def why_not_here(info: GraphInfo, site: Site) -> str:
     """Return why the op would not serve a site or not be fast there, or an empty string."""
-    query, key, value = (info.tensor(node) for node in site.operands)
-    result = info.tensor(site.node)
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    assert result is not None
+    query, key, value = map(info.value, site.operands)
     if not _fits(site, query, key, value):
         return "memeff::attention needs four axes, heads of one size, and one batch"
-    return _why_not_in_checkpoint(info) or why_not_fast(site, query, result.dtype)
-
-
-def _why_not_in_checkpoint(info: GraphInfo) -> str:
-    level: GraphInfo | None = info
-    while level is not None:
-        if compat.has_checkpoint_policy(level.gm):
-            return "the checkpoint has a policy (context_fn) that may name PyTorch's own calls"
-        level = level.parent
-    return ""
+    if info.has_checkpoint_policy:
+        return "the checkpoint has a policy (context_fn) that may name PyTorch's own calls"
+    return why_not_fast(site, query, info.value(site.node).dtype)
 
 
 def why_not_fast(site: Site, query: torch.Tensor, dtype: torch.dtype) -> str:
@@ -220,7 +192,7 @@ def _why_not_on_a_cpu(site: Site, dtype: torch.dtype) -> str:
         return "PyTorch's kernel for the CPU takes the mask as it is"
     if dtype != torch.bfloat16:
         return (
-            f"on a CPU in {_short(dtype)} memeff::attention was measured at 2.1 to 3.5 times the "
+            f"on a CPU in {short(dtype)} memeff::attention was measured at 2.1 to 3.5 times the "
             "time of products and a softmax"
         )
     if compat.multiplies_bf16():
@@ -229,15 +201,10 @@ def _why_not_on_a_cpu(site: Site, dtype: torch.dtype) -> str:
 
 
 def _fits(site: Site, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    if any(tensor.dim() != 4 for tensor in (query, key, value)):
+    if not have_one_size(query, key, value):
         return False
-    pairs = [*zip(key.shape, value.shape, strict=True)]
-    pairs += [(query.shape[0], key.shape[0]), (query.shape[3], key.shape[3])]
-    if not all(compat.statically_true(a == b) for a, b in pairs):
-        return False
-    if not site.grouped:
-        return compat.statically_true(query.shape[1] == key.shape[1])
-    return compat.statically_true(query.shape[1] % key.shape[1] == 0)
+    heads, of_keys = query.shape[1], key.shape[1]
+    return compat.statically_true(heads % of_keys == 0 if site.grouped else heads == of_keys)
 
 
 # --- the call -------------------------------------------------------------------------------------
@@ -247,18 +214,10 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
     """Insert the op's call; return its result."""
     tables = [said.key_mask, *(said.ids or (None, None))]
     nodes = [None if table is None else table.written(editor) for table in tables]
-    bounds = [None if size is None else editor.size(size) for size in (said.ahead, said.behind)]
-    call = editor.call(
-        op_folder.attention,
-        *operands,
-        *nodes,
-        ahead=bounds[0],
-        behind=bounds[1],
-        scale=site.scale,
-        softcap=said.softcap,
-        empty_rows=said.empty_rows,
-    )
-    return editor.item(call, 0)
+    bounds = {"ahead": said.ahead, "behind": said.behind}
+    told = {name: None if size is None else editor.size(size) for name, size in bounds.items()}
+    how = {"scale": site.scale, "softcap": said.softcap, "empty_rows": said.empty_rows}
+    return editor.item(editor.call(op_folder.attention, *operands, *nodes, **told, **how), 0)
 
 
 # --- what the report says -------------------------------------------------------------------------
@@ -267,24 +226,21 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
 def sentence(info: GraphInfo, site: Site, said: Said, form: Form, shown: str) -> str:
     """Say what was recovered, from what, and which tensors are not built."""
     query, key, result = (info.value(n) for n in (site.query, site.key, site.node))
-    told = [
-        *(["softcap"] if said.softcap else []),
-        *_described("key table", said.key_mask),
-        *_described("ids", said.ids[0] if said.ids else None),
-    ]
+    ids = said.ids[0] if said.ids else None
+    told = ["softcap" if said.softcap else "", _told("key table", said.key_mask), _told("ids", ids)]
     engine = op_folder.engine_for(query.device, result.dtype, query.shape[3])
     conditions = " and ".join(form.conditions)
-    heads = [f"{shown} is {conditions}"] if shown and conditions else []
-    if site.between:
-        chain = "matmul, tanh, softmax, matmul" if said.softcap else "matmul, softmax, matmul"
-        heads.insert(0, chain)
-    given = f" ({', '.join(told)})" if told else ""
-    parts = [f"{'; '.join(heads)} -> memeff::attention{given}, engine {engine}"]
-    parts.append(_not_built(info, site, query, key))
-    if form.empty:
-        gets = "zeros" if said.empty_rows == "zeros" else "the mean of all values"
-        parts.append(f"a query that attends to nothing gets {gets}, as before")
-    return "; ".join(part for part in parts if part)
+    chain = "matmul, tanh, softmax, matmul" if said.softcap else "matmul, softmax, matmul"
+    masked = f"{shown} is {conditions}" if shown and conditions else ""
+    heads = filter(None, [chain if site.between else "", masked])
+    given = f" ({', '.join(filter(None, told))})" if any(told) else ""
+    gets = "zeros" if said.empty_rows == "zeros" else "the mean of all values"
+    parts = [
+        f"{'; '.join(heads)} -> memeff::attention{given}, engine {engine}",
+        _not_built(info, site, query, key),
+        f"a query that attends to nothing gets {gets}, as before" if form.empty else "",
+    ]
+    return "; ".join(filter(None, parts))
 
 
 def _not_built(info: GraphInfo, site: Site, query: torch.Tensor, key: torch.Tensor) -> str:
@@ -303,13 +259,14 @@ def _not_built(info: GraphInfo, site: Site, query: torch.Tensor, key: torch.Tens
     return f"the {what}, {formula} bytes ({format_bytes(number)}), {verb} not built"
 
 
-def _described(name: str, table: Table | None) -> list[str]:
+def _told(name: str, table: Table | None) -> str:
+    """Return the name of a table and of one or two inputs that it comes from, or ""."""
     if table is None:
-        return []
+        return ""
     sources = sorted({s for read in reads_in(table.content) for s in _inputs(table, read.node)})
     if not sources or len(sources) > 2:
-        return [name]
-    return [f"{name} from {' and '.join(f'`{source}`' for source in sources)}"]
+        return name
+    return f"{name} from {' and '.join(f'`{source}`' for source in sources)}"
 
 
 def _inputs(table: Table, node: Node) -> set[str]:
@@ -317,16 +274,14 @@ def _inputs(table: Table, node: Node) -> set[str]:
     found: set[str] = set()
     level = table.level
     seen: set[Node] = set()
-    stack: list[Any] = [node]
+    stack = [node]
     while stack and len(seen) < _MOST_STEPS_TO_AN_INPUT:
         current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        if current.op != "placeholder":
+        if current not in seen and current.op != "placeholder":
             stack.extend(current.all_input_nodes)
-        elif current.graph is level.gm.graph:
+        elif current not in seen and current.graph is level.gm.graph:
             root = level.root_placeholder(current)
             if root is not None and level.tensor(current) is not None:
                 found.add(compat.readable_source(root))
+        seen.add(current)
     return found - {""}

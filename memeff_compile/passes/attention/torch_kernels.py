@@ -6,12 +6,16 @@ it, and what comes out is laid out as it was wherever something behind it may se
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
 from ... import compat
+from ...kernels.checks import short
 from ...kernels.device import gpu, where_it_runs
-from ..graph.canonical import aten, read
+from ..graph.base import Decline
+from ..graph.canonical import aten, named, read
 from ..graph.editor import Editor, EditRefused
 from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .sites import Site
@@ -26,14 +30,14 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
     expanded ones or better. On a GPU the flash and cuDNN kernels do: 16 bits, heads of one size up
     to 256 in steps of 8; the memory-efficient kernel does not, and what is left is slow.
     """
-    query, key, value, result = _tensors(info, site)
+    query, key, value, result = map(info.value, (*site.operands, site.node))
     device = where_it_runs(query.device).type
     if device == "cpu":
         return ""
     if device != "cuda":
         return f"no kernel for grouped heads is known on {device}"
     if result.dtype not in (torch.bfloat16, torch.float16):
-        return f"PyTorch has no fused kernel for grouped heads in {_dtype(result)} on a GPU"
+        return f"PyTorch has no fused kernel for grouped heads in {short(result.dtype)} on a GPU"
     size = key.shape[-1]
     if not same_shape((query.shape[-1], value.shape[-1]), (size, size)):
         return "PyTorch's fused kernels for grouped heads need heads of one size"
@@ -51,34 +55,35 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 
 def why_not_fused(info: GraphInfo, site: Site) -> str:
     """Return why a chain would not become one kernel, or an empty string."""
-    query, _, value, result = _tensors(info, site)
-    device = where_it_runs(query.device).type
+    query, value, result = map(info.value, (site.query, site.value, site.node))
+    return why_no_kernel(result, query.shape[-1], value.shape[-1])
+
+
+def why_no_kernel(result: torch.Tensor, size: Any, value_size: Any) -> str:
+    """Return why no fused kernel serves heads of these sizes where the result is, or nothing."""
+    device = where_it_runs(result.device).type
     if device == "cpu":
         return ""
     if device != "cuda":
         return f"no fused kernel is known on {device}"
     if result.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"PyTorch has no fused kernel in {_dtype(result)} on a GPU"
-    size = query.shape[-1]
-    if not isinstance(size, int) or size > _LARGEST_HEAD or size % 8 or value.shape[-1] != size:
+        return f"PyTorch has no fused kernel in {short(result.dtype)} on a GPU"
+    if not isinstance(size, int) or size > _LARGEST_HEAD or size % 8 or value_size != size:
         return "PyTorch's fused kernels take heads of one size up to 256, in steps of 8"
     return ""
 
 
-def _tensors(info: GraphInfo, site: Site) -> list[torch.Tensor]:
-    """Return query, key, value and result."""
-    found = [info.tensor(node) for node in (*site.operands, site.node)]
-    return [tensor for tensor in found if tensor is not None]
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def chooses_kernels(info: GraphInfo) -> bool:
-    """Return whether the graph switches attention's kernels itself, here or around this body."""
-    is_chosen = any("sdpa_kernel" in node_name(n) for n in info.gm.graph.nodes)
-    return is_chosen or (info.parent is not None and chooses_kernels(info.parent))
+def kernels_chosen(
+    info: GraphInfo,
+    node: Node | None = None,
+    hint: str = "leave the choice to PyTorch, which knows what the new call may use",
+) -> Decline | None:
+    """Return why attention stays where the graph, or one around it, switches kernels itself."""
+    nodes = (node for level in info.outward() for node in level.gm.graph.nodes)
+    if not any("sdpa_kernel" in node_name(each) for each in nodes):
+        return None
+    sentence = "the code chooses the kernels of attention itself (sdpa_kernel)"
+    return Decline("kernels_chosen", sentence, hint, node)
 
 
 def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
@@ -95,31 +100,11 @@ def laid_out_as(editor: Editor, old: Node, new: Node) -> Node:
     return copied
 
 
-_KEEPS_LAYOUT = {
-    aten.transpose,
-    aten.permute,
-    aten.unsqueeze,
-    aten.squeeze,
-    aten.slice,
-    aten.select,
-    aten.alias,
-    aten.detach,
-    aten.expand,
-    aten.to,
-    aten.clone,
-}
+_KEEPS_LAYOUT = named(
+    "transpose permute unsqueeze squeeze slice select alias detach expand to clone"
+)
 
-
-_BLIND_TO_LAYOUT = {
-    aten.contiguous,
-    aten.reshape,
-    aten.flatten,
-    aten.linear,
-    aten.matmul,
-    aten.mm,
-    aten.bmm,
-    aten.addmm,
-}
+_BLIND_TO_LAYOUT = named("contiguous reshape flatten linear matmul mm bmm addmm")
 """Ops whose result lies in memory as it does whatever their input's layout."""
 
 

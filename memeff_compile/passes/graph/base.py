@@ -13,7 +13,7 @@ from torch.fx import Node
 from ...logits.recipe import DeferredOutput
 from ...report import Action
 from .editor import Editor
-from .graph_info import GraphInfo
+from .graph_info import GraphInfo, node_name
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,12 @@ class Decline:
     def counted(self, node: Node) -> Decline:
         """Return the answer as that of one block of many: equal ones are one record of all."""
         return replace(self, node=node, sites=1)
+
+
+def mutated(write: Node, what: str, node: Node | None = None) -> Decline:
+    """Return the answer where something writes in place to what a rewrite would read later."""
+    sentence = f"`{node_name(write)}` writes in place to {what}"
+    return Decline("mutated", sentence, "use the out-of-place form", node)
 
 
 @dataclass(frozen=True)

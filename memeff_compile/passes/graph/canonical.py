@@ -27,6 +27,11 @@ from ...compat import OpOverload, OpOverloadPacket
 aten = torch.ops.aten
 
 
+def named(words: str) -> frozenset[Any]:
+    """Return ATen ops by name: an overload for ``add.Tensor``, all of them for ``add``."""
+    return frozenset(operator.attrgetter(name)(aten) for name in words.split())
+
+
 class _Previous:
     """Stands for the result of the call before, inside a reading of several calls."""
 
@@ -140,21 +145,21 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, (list, tuple)) and all(_fits(v, element) for v in value)
     if name == "TensorType":
         return _is_tensor(value)
-    if name == "NumberType":
+    if name in ("NumberType", "FloatType"):
         return _is_number(value)
-    if name in ("IntType", "SymIntType"):  # ScalarType, Layout and MemoryFormat print as int
-        return _is_integer(value) or isinstance(
-            value, (torch.dtype, torch.layout, torch.memory_format)
-        )
-    if name == "FloatType":
-        return _is_number(value)
-    if name == "BoolType":
-        return isinstance(value, bool)
-    if name == "StringType":
-        return isinstance(value, str)
-    if name == "DeviceObjType":
-        return isinstance(value, (torch.device, str))
-    return value is None
+    if name in ("IntType", "SymIntType") and _is_integer(value):
+        return True
+    return isinstance(value, _PLAIN_TYPES.get(name, type(None)))
+
+
+_PRINTED_AS_INT = (torch.dtype, torch.layout, torch.memory_format)
+_PLAIN_TYPES: dict[str, tuple[type, ...]] = {
+    "IntType": _PRINTED_AS_INT,
+    "SymIntType": _PRINTED_AS_INT,
+    "BoolType": (bool,),
+    "StringType": (str,),
+    "DeviceObjType": (torch.device, str),
+}
 
 
 def _bind_packet(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -175,28 +180,18 @@ def _bind_packet(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[
 _Reader = Callable[[Node, Sequence[Any], dict[str, Any]], Reading]
 
 
-def _plain(*packet_names: str) -> _Reader:
-    """Read the node as one call of the first named ATen op whose schema its arguments fit."""
-
-    def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
-        for name in packet_names:
-            try:
-                return (_bind_packet(getattr(aten, name), args, kwargs),)
-            except _CannotBind:
-                continue
-        raise _CannotBind
-
-    return reader
+def _plain(name: str) -> _Reader:
+    """Read the node as one call of the named ATen op."""
+    return lambda node, args, kwargs: (_bind_packet(getattr(aten, name), args, kwargs),)
 
 
-def _sized(name: str, size_keyword: str) -> _Reader:
-    """Read ``x.view(a, b)`` and ``x.view((a, b))`` alike."""
+def _sized(name: str, size_keyword: str = "") -> _Reader:
+    """Read ``x.view(a, b)`` and ``x.view((a, b))`` alike, and ``x.permute(1, 0)``."""
 
     def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
         if len(args) > 1 and not isinstance(args[1], (list, tuple, torch.dtype)):
             args = (args[0], list(args[1:]))
-        if "shape" in kwargs:
-            kwargs = dict(kwargs)
+        if size_keyword and "shape" in kwargs:
             kwargs[size_keyword] = list(kwargs.pop("shape"))
         return (_bind_packet(getattr(aten, name), args, kwargs),)
 
@@ -231,54 +226,27 @@ def _to(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
     return (bind(aten.to.dtype, (args[0], result.dtype), {}),)
 
 
-def _cross_entropy(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
-    names = "input target weight size_average ignore_index reduce reduction label_smoothing".split()
-    given = _by_name(names, args, kwargs)
-    return (
-        bind(
-            aten.cross_entropy_loss.default,
-            (
-                given["input"],
-                given["target"],
-                given.get("weight"),
-                _reduction(given),
-                given.get("ignore_index", -100),
-                given.get("label_smoothing", 0.0),
-            ),
-            {},
-        ),
-    )
-
-
-def _nll_loss(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+def _loss(op: OpOverload, *smoothing: str) -> _Reader:
+    """Read a loss of torch.nn.functional, whose reduction has names and older arguments."""
     names = "input target weight size_average ignore_index reduce reduction".split()
-    given = _by_name(names, args, kwargs)
-    return (
-        bind(
-            aten.nll_loss_nd.default,
-            (
-                given["input"],
-                given["target"],
-                given.get("weight"),
-                _reduction(given),
-                given.get("ignore_index", -100),
-            ),
-            {},
-        ),
-    )
+
+    def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
+        given = _by_name([*names, *smoothing], 2, args, kwargs)
+        settings = [_reduction(given), given.get("ignore_index", -100)]
+        settings += [given.get(name, 0.0) for name in smoothing]
+        return (bind(op, (given["input"], given["target"], given.get("weight"), *settings), {}),)
+
+    return reader
 
 
 def _by_name(
-    names: Sequence[str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    required: Sequence[str] = ("input", "target"),
+    names: Sequence[str], required: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """Return arguments by name, of which the first few are required."""
     if len(args) > len(names) or set(kwargs) - set(names):
         raise _CannotBind
-    given = dict(zip(names, args, strict=False))
-    given.update(kwargs)
-    if not given.keys() >= set(required):
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not given.keys() >= set(names[:required]) or given.get("inplace"):
         raise _CannotBind
     return given
 
@@ -286,34 +254,27 @@ def _by_name(
 def _embedding(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
     """Read ``F.embedding(ids, weight)``, whose ATen op takes the weight first."""
     names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse".split()
-    given = _by_name(names, args, kwargs, required=("input", "weight"))
+    given = _by_name(names, 2, args, kwargs)
     padding = given.get("padding_idx")
-    padding = -1 if padding is None else padding
-    if given.get("max_norm") is not None or (padding < 0 and given.get("padding_idx") is not None):
+    if given.get("max_norm") is not None or (padding is not None and padding < 0):
         raise _CannotBind
+    padding = -1 if padding is None else padding
     flags = (given.get("scale_grad_by_freq", False), given.get("sparse", False))
     return (bind(aten.embedding.default, (given["weight"], given["input"], padding, *flags), {}),)
 
 
 def _dropout(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
     """Read ``F.dropout``, whose ATen op has no defaults."""
-    given = _by_name("input p training inplace".split(), args, kwargs, required=("input",))
-    if given.get("inplace"):
-        raise _CannotBind
+    given = _by_name("input p training inplace".split(), 1, args, kwargs)
     operands = (given["input"], given.get("p", 0.5), given.get("training", True))
     return (bind(aten.dropout.default, operands, {}),)
 
 
 def _activation(packet: OpOverloadPacket) -> _Reader:
     """Read ``F.silu(x, inplace=False)``, whose ATen op has no such argument."""
-
-    def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
-        given = _by_name(["input", "inplace"], args, kwargs, required=("input",))
-        if given.get("inplace"):
-            raise _CannotBind
-        return (bind(packet.default, (given["input"],), {}),)
-
-    return reader
+    return lambda node, args, kwargs: (
+        bind(packet.default, (_by_name(["input", "inplace"], 1, args, kwargs)["input"],), {}),
+    )
 
 
 def _where_method(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
@@ -327,10 +288,10 @@ _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
 def _reduction(given: Mapping[str, Any]) -> int:
-    if given.get("size_average") is not None or given.get("reduce") is not None:
-        old = compat.reduction_of(given.get("size_average"), given.get("reduce"))
-        return _REDUCTIONS[old]
     reduction = given.get("reduction", "mean")
+    old = given.get("size_average"), given.get("reduce")
+    if old != (None, None):
+        reduction = compat.reduction_of(*old)
     if reduction not in _REDUCTIONS:
         raise _CannotBind
     return _REDUCTIONS[reduction]
@@ -358,16 +319,21 @@ def _scalar_tensor(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> R
     return (bind(aten.full.default, ([], args[0]), {**kwargs, "dtype": dtype}),)
 
 
+def _is_of_a_number(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a number comes first and a tensor second."""
+    return len(args) == 2 and not kwargs and not _is_tensor(args[0]) and _is_tensor(args[1])
+
+
 def _difference(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
     """Read ``1.0 - x`` as ``rsub(x, 1.0)``, every other difference as ``sub``."""
-    if len(args) == 2 and not kwargs and not _is_tensor(args[0]) and _is_tensor(args[1]):
+    if _is_of_a_number(args, kwargs):
         return (_bind_packet(aten.rsub, (args[1], args[0]), {}),)
     return (_bind_packet(aten.sub, args, kwargs),)
 
 
 def _quotient(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
     """Read ``127 / x`` as what PyTorch does, ``reciprocal(x) * 127``; others as ``div``."""
-    if len(args) == 2 and not kwargs and not _is_tensor(args[0]) and _is_tensor(args[1]):
+    if _is_of_a_number(args, kwargs):
         inverse = bind(aten.reciprocal.default, (args[1],), {})
         # bind() knows nodes alone as tensors, so the number is bound beside the operand.
         scaled = bind(aten.mul.Scalar, (args[1], args[0]), {})
@@ -379,7 +345,6 @@ def _softmax_like(packet: OpOverloadPacket) -> _Reader:
     """Read ``F.log_softmax(x, dim, _stacklevel, dtype)`` and the tensor method alike."""
 
     def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
-        kwargs = dict(kwargs)
         kwargs.pop("_stacklevel", None)
         rest = [a for i, a in enumerate(args) if not (i == 2 and isinstance(a, int))]
         if len(rest) == 3 and not isinstance(rest[2], (torch.dtype, type(None))):
@@ -422,11 +387,7 @@ def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading
         raise _CannotBind
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     rank = compat.example_value(args[0]).dim()
-    consumed = sum(
-        compat.example_value(i).dim() if _is_mask(i) else 1
-        for i in index
-        if i is not None and i is not Ellipsis
-    )
+    consumed = sum(_axes_taken(i) for i in index if i is not None and i is not Ellipsis)
     if index.count(Ellipsis) > 1 or consumed > rank:
         raise _CannotBind
     calls: list[Call] = []
@@ -436,10 +397,8 @@ def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading
 
     def add(op: OpOverload, *rest: Any) -> None:
         nonlocal current
-        schema_args = dict(
-            zip((a.name for a in compat.schema(op).arguments), (current, *rest), strict=True)
-        )
-        calls.append(Call(op, schema_args))
+        names = (argument.name for argument in compat.schema(op).arguments)
+        calls.append(Call(op, dict(zip(names, (current, *rest), strict=True))))
         current = PREVIOUS
 
     for item in index:
@@ -452,9 +411,10 @@ def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading
             gathers.append(None)
             dim += 1
         elif isinstance(item, slice):
-            if any(not (b is None or _is_integer(b)) for b in (item.start, item.stop, item.step)):
+            bounds = (item.start, item.stop, item.step)
+            if any(not (b is None or _is_integer(b)) for b in bounds):
                 raise _CannotBind
-            if (item.start, item.stop, item.step) != (None, None, None):
+            if bounds != (None, None, None):
                 step = 1 if item.step is None else item.step
                 add(aten.slice.Tensor, dim, item.start, item.stop, step)
             gathers.append(None)
@@ -462,9 +422,8 @@ def _getitem(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading
         elif _is_integer(item):
             add(aten.select.int, dim, item)
         elif _is_tensor(item):
-            taken = compat.example_value(item).dim() if _is_mask(item) else 1
             gathers.append(item)
-            dim += taken
+            dim += _axes_taken(item)
         else:
             raise _CannotBind
     if any(g is not None for g in gathers):
@@ -504,42 +463,23 @@ def _part(parted: Node, index: Any) -> Call:
     return bind(aten.slice.Tensor, (call.args["self"], dim, start, start + known[-1]), {})
 
 
-_CUTS = {
-    aten.split.Tensor,
-    aten.split.sizes,
-    aten.split_with_sizes.default,
-    aten.chunk.default,
-    aten.tensor_split.sections,
-    aten.tensor_split.indices,
-}
+_CUTS = named(
+    "split.Tensor split.sizes split_with_sizes.default chunk.default tensor_split.sections "
+    "tensor_split.indices"
+)
 
 
-def _is_mask(item: Any) -> bool:
-    return _is_tensor(item) and compat.example_value(item).dtype in (torch.bool, torch.uint8)
-
-
-def _dims(name: str) -> _Reader:
-    """Read ``x.permute(0, 2, 1)`` and ``x.permute((0, 2, 1))`` alike."""
-
-    def reader(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
-        if len(args) > 1 and not isinstance(args[1], (list, tuple)):
-            args = (args[0], list(args[1:]))
-        return (_bind_packet(getattr(aten, name), args, kwargs),)
-
-    return reader
+def _axes_taken(item: Any) -> int:
+    """Return how many axes an index goes along: a mask along all of its own."""
+    value = compat.example_value(item) if _is_tensor(item) else None
+    return value.dim() if value is not None and value.dtype in (torch.bool, torch.uint8) else 1
 
 
 _METHODS: dict[str, _Reader] = {
-    "float": _cast(torch.float32),
-    "double": _cast(torch.float64),
-    "half": _cast(torch.float16),
-    "bfloat16": _cast(torch.bfloat16),
-    "bool": _cast(torch.bool),
+    **{name: _cast(getattr(torch, name)) for name in "float double half bfloat16 bool".split()},
     "long": _cast(torch.int64),
     "int": _cast(torch.int32),
-    "to": _to,
-    "type_as": _to,
-    "type": _to,
+    **dict.fromkeys(("to", "type_as", "type"), _to),
     "view": _sized("view", "size"),
     "reshape": _sized("reshape", "shape"),
     "expand": _sized("expand", "size"),
@@ -547,11 +487,13 @@ _METHODS: dict[str, _Reader] = {
     "repeat": _sized("repeat", "repeats"),
     "new_ones": _created("new_ones", 1),
     "new_zeros": _created("new_zeros", 1),
-    "permute": _dims("permute"),
+    "permute": _sized("permute"),
     "log_softmax": _softmax_like(aten.log_softmax),
     "softmax": _softmax_like(aten.softmax),
     "where": _where_method,
     "__getitem__": _getitem,
+    "__sub__": _plain("sub"),
+    "__rsub__": _plain("rsub"),
 }
 
 _BY_NAME = (
@@ -568,9 +510,17 @@ _BY_NAME = (
     "clamp_min_ reciprocal"
 ).split()
 
+_OPERATORS = (
+    "add mul matmul neg ne eq lt le gt ge truediv:div and_:bitwise_and or_:bitwise_or "
+    "xor:bitwise_xor invert:bitwise_not abs"
+)
+"""Python's operators, as in `operator` and as methods, and the ATen ops of other names."""
+
+_ALIASES = {"true_divide": "div", "divide": "div", "multiply": "mul", "moveaxis": "movedim"}
+
 _FUNCTIONS: dict[Any, _Reader] = {
-    F.cross_entropy: _cross_entropy,
-    F.nll_loss: _nll_loss,
+    F.cross_entropy: _loss(aten.cross_entropy_loss.default, "label_smoothing"),
+    F.nll_loss: _loss(aten.nll_loss_nd.default),
     F.log_softmax: _softmax_like(aten.log_softmax),
     F.softmax: _softmax_like(aten.softmax),
     F.embedding: _embedding,
@@ -583,84 +533,41 @@ _FUNCTIONS: dict[Any, _Reader] = {
     torch.functional.einsum: _einsum,
     getattr: _attribute,
     operator.getitem: _getitem,
-    operator.add: _plain("add"),
     operator.sub: _difference,
-    operator.mul: _plain("mul"),
     operator.truediv: _quotient,
-    operator.matmul: _plain("matmul"),
-    operator.neg: _plain("neg"),
-    abs: _plain("abs"),
-    operator.abs: _plain("abs"),
     operator.pow: _plain("pow"),
-    operator.ne: _plain("ne"),
-    operator.eq: _plain("eq"),
-    operator.lt: _plain("lt"),
-    operator.le: _plain("le"),
-    operator.gt: _plain("gt"),
-    operator.ge: _plain("ge"),
-    operator.and_: _plain("bitwise_and"),
-    operator.or_: _plain("bitwise_or"),
-    operator.xor: _plain("bitwise_xor"),
-    operator.invert: _plain("bitwise_not"),
+    abs: _plain("abs"),
     torch.ones: _created("ones"),
     torch.zeros: _created("zeros"),
     torch.tensor: _scalar_tensor,
-    torch.true_divide: _plain("div"),
-    torch.divide: _plain("div"),
-    torch.multiply: _plain("mul"),
-    torch.permute: _dims("permute"),
+    torch.permute: _sized("permute"),
     torch.reshape: _sized("reshape", "shape"),
-    torch.moveaxis: _plain("movedim"),
     torch.special.entr: _plain("special_entr"),
     torch.concat: _plain("cat"),
 }
-_METHODS.update(
-    {
-        "true_divide": _plain("div"),
-        "divide": _plain("div"),
-        "multiply": _plain("mul"),
-        "moveaxis": _plain("movedim"),
-        "__matmul__": _plain("matmul"),
-        "__mul__": _plain("mul"),
-        "__truediv__": _plain("div"),
-        "__add__": _plain("add"),
-        "__sub__": _plain("sub"),
-        "__rsub__": _plain("rsub"),
-        "__eq__": _plain("eq"),
-        "__ne__": _plain("ne"),
-        "__le__": _plain("le"),
-        "__lt__": _plain("lt"),
-        "__ge__": _plain("ge"),
-        "__gt__": _plain("gt"),
-        "__and__": _plain("bitwise_and"),
-        "__or__": _plain("bitwise_or"),
-        "__xor__": _plain("bitwise_xor"),
-        "__invert__": _plain("bitwise_not"),
-        "__neg__": _plain("neg"),
-        "__abs__": _plain("abs"),
-    }
-)
+for _name in _OPERATORS.split():
+    _name, _, _other = _name.partition(":")
+    _FUNCTIONS.setdefault(getattr(operator, _name), _plain(_other or _name))
+    _METHODS[f"__{_name.rstrip('_')}__"] = _plain(_other or _name)
+for _name, _other in _ALIASES.items():
+    _FUNCTIONS[getattr(torch, _name)] = _METHODS[_name] = _plain(_other)
 for _name in _BY_NAME:
     _METHODS.setdefault(_name, _plain(_name))
     for _owner in (torch, F, compat.BUILT_IN_FUNCTIONS):
         _function = getattr(_owner, _name, None)
         if _function is not None:
             _FUNCTIONS.setdefault(_function, _plain(_name))
-del _name, _owner, _function
+del _name, _other, _owner, _function
 
 
 def _read_by_table(node: Node) -> Reading | None:
-    args, kwargs = node.args, dict(node.kwargs)
-    if node.op == "call_method":
-        reader = _METHODS.get(str(node.target))
-        return None if reader is None else _with_reflection(reader, node, args, kwargs)
-    target = node.target
+    target, args, kwargs = node.target, node.args, dict(node.kwargs)
     if isinstance(target, OpOverload):
         return (bind(target, args, kwargs),)
     if isinstance(target, OpOverloadPacket):
         return (_bind_packet(target, args, kwargs),)
     try:
-        reader = _FUNCTIONS.get(target)
+        reader = _METHODS.get(target) if isinstance(target, str) else _FUNCTIONS.get(target)
     except TypeError:  # an unhashable target
         return None
     return None if reader is None else _with_reflection(reader, node, args, kwargs)
@@ -675,10 +582,9 @@ def _with_reflection(
     """Read ``30.0 * x`` as ``x * 30.0``; other operators keep their order."""
     if node.target in _REFLECTED and len(args) == 2 and not _is_tensor(args[0]):
         args = (args[1], args[0])
-    if args and "input" in kwargs:
-        raise _CannotBind
-    if not args and "input" in kwargs:
-        kwargs = dict(kwargs)
+    if "input" in kwargs:
+        if args:
+            raise _CannotBind
         args = (kwargs.pop("input"),)
     return reader(node, args, kwargs)
 
@@ -738,24 +644,16 @@ def _reading_of_trace(graph: torch.fx.Graph, operands: Sequence[Node]) -> Readin
             del stands_for[last]
         last = traced
     output = next(n for n in graph.nodes if n.op == "output").args[0]
-    if last is None:
-        return None if output not in stands_for else _alias_of(stands_for[output])
-    return tuple(calls) if output is last else None
-
-
-def _alias_of(operand: Any) -> Reading:
-    return (Call(aten.alias.default, {"self": operand}),)
+    if last is None and output in stands_for:
+        return (Call(aten.alias.default, {"self": stands_for[output]}),)
+    return tuple(calls) if last is not None and output is last else None
 
 
 def bind_traced(op: OpOverload, traced: Node, stands_for: Mapping[Node, Any]) -> Call:
     """Bind a traced node, its operands replaced by the nodes they stand for."""
-    ordered: dict[str, Any] = {}
     schema_args = compat.schema(op).arguments
     positional = [a.name for a in schema_args if not a.kwarg_only]
     given = dict(zip(positional, traced.args, strict=False)) | dict(traced.kwargs)
-    for argument in schema_args:
-        value = given.get(argument.name, argument.default_value)
-        ordered[argument.name] = torch.fx.node.map_aggregate(
-            value, lambda v: stands_for[v] if isinstance(v, Node) else v
-        )
-    return Call(op, ordered)
+    ordered = {each.name: given.get(each.name, each.default_value) for each in schema_args}
+    replaced: Any = torch.fx.node.map_arg(ordered, lambda node: stands_for[node])
+    return Call(op, replaced)

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from ... import compat
 from ...compat import OpOverload
-from .graph_info import GraphInfo, Region
+from .graph_info import GraphInfo, Region, same_shape
 
 
 class EditRefused(Exception):
@@ -38,9 +38,7 @@ class Editor:
         self._arguments: list[tuple[Node, Any]] = []
         self._held: list[str] = []
         self._outer: Editor | None = None
-        self._place: Node | None = None
-        self._like: Node | None = None
-        self._region: Region | None = None
+        self._at: tuple[Node, Node, Region] | None = None
 
     @property
     def graph(self) -> Graph:
@@ -56,21 +54,23 @@ class Editor:
         ``region`` is what holds before ``node`` where that differs from what holds at it, as it
         does where ``node`` switches gradients off.
         """
-        before = self._place, self._like, self._region
-        self._place, self._like = node, like or node
-        self._region = region or self.info.regions[node]
+        before, self._at = self._at, (node, like or node, region or self.info.regions[node])
         try:
             yield
         finally:
-            self._place, self._like, self._region = before
+            self._at = before
 
     def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> Node:
         """Insert a call; compute its example value in the region where it stands."""
         with self._inserting():
-            node = self.graph.call_function(op, args, kwargs)
-        self._adopt(node)
+            node = self._adopted(self.graph.call_function(op, args, kwargs))
         node.meta["example_value"] = self._evaluate(node, args, kwargs)
         return node
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """Return a node's value in a dtype: the node itself where it has it."""
+        is_same = compat.example_value(node).dtype == dtype
+        return node if is_same else self.call(torch.ops.aten.to.dtype, node, dtype)
 
     def hold(self, name: str, tensor: torch.Tensor) -> Node:
         """Insert a tensor that the graph keeps, and may write to: a buffer of the outermost one."""
@@ -93,23 +93,19 @@ class Editor:
     def item(self, node: Node, index: int) -> Node:
         """Insert ``node[index]`` for an op with several results."""
         with self._inserting():
-            got = self.graph.call_function(operator.getitem, (node, index))
-        self._adopt(got)
+            got = self._adopted(self.graph.call_function(operator.getitem, (node, index)))
         got.meta["example_value"] = compat.example_value(node)[index]
         return got
 
     def copy(self, node: Node, replaced: Mapping[Node, Node]) -> Node:
         """Insert a copy of ``node`` that reads the ``replaced`` operands."""
         with self._inserting():
-            copied = self.graph.node_copy(node, lambda n: replaced.get(n, n))
-        self._adopt(copied)
-        return copied
+            return self._adopted(self.graph.node_copy(node, lambda n: replaced.get(n, n)))
 
     def arithmetic(self, function: Callable[..., Any], *args: Any) -> Node:
         """Insert arithmetic on sizes."""
         with self._inserting():
-            node = self.graph.call_function(function, args)
-        self._adopt(node)
+            node = self._adopted(self.graph.call_function(function, args))
         values = [compat.example_value(a) if isinstance(a, Node) else a for a in args]
         node.meta["example_value"] = function(*values)
         return node
@@ -138,9 +134,7 @@ class Editor:
         )
 
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
-        """Return what was built under this key before, by this match or an earlier one, or build
-        it.
-        """
+        """Return what this match or an earlier one has built under this key, or build it."""
         if key not in self.info.shared:
             self.info.shared[key] = build()
             self._shared.append(key)
@@ -176,25 +170,23 @@ class Editor:
         return placeholder
 
     def _inserting(self) -> contextlib.AbstractContextManager[Any]:
-        assert self._place is not None, "an edit outside at()"
-        return self.graph.inserting_before(self._place)
+        assert self._at is not None, "an edit outside at()"
+        return self.graph.inserting_before(self._at[0])
 
-    def _adopt(self, node: Node) -> None:
+    def _adopted(self, node: Node) -> Node:
         """Record a new node; give it the source line, module path and region of its place."""
-        assert self._place is not None
-        assert self._like is not None
-        assert self._region is not None
+        assert self._at is not None
+        _, like, region = self._at
         self._inserted.append(node)
         for key in ("stack_trace", "nn_module_stack"):
-            if key in self._like.meta:
-                node.meta.setdefault(key, self._like.meta[key])
-        self.info.regions[node] = self._region
+            if key in like.meta:
+                node.meta.setdefault(key, like.meta[key])
+        self.info.regions[node] = region
+        return node
 
     def replace(self, old: Node, new: Node) -> None:
         """Let every user of ``old`` use ``new``; refuse when they differ in what a user can see."""
-        difference = describe_difference(compat.example_value(old), compat.example_value(new))
-        if difference:
-            raise EditRefused(f"{old.name} would change {difference}")
+        _require_alike(old, new)
         users = [u for u in old.users if u is not new]
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self._replaced.append((old, new, users))
@@ -202,9 +194,7 @@ class Editor:
 
     def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
         """Let ``users`` alone read ``new`` in the place of ``old``; refuse when they differ."""
-        difference = describe_difference(compat.example_value(old), compat.example_value(new))
-        if difference:
-            raise EditRefused(f"{old.name} would change {difference}")
+        _require_alike(old, new)
         for user in users:
             user.replace_input_with(old, new)
         self._replaced.append((old, new, list(users)))
@@ -279,15 +269,19 @@ def _first_call(graph: Graph) -> Node:
     return found
 
 
+def _require_alike(old: Node, new: Node) -> None:
+    difference = describe_difference(compat.example_value(old), compat.example_value(new))
+    if difference:
+        raise EditRefused(f"{old.name} would change {difference}")
+
+
 def describe_difference(old: Any, new: Any) -> str:
     """Return in words how two example values differ for a user, or an empty string."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return "its type" if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor) else ""
     if old.dtype != new.dtype:
         return f"dtype from {old.dtype} to {new.dtype}"
-    if old.dim() != new.dim() or not all(
-        compat.statically_true(a == b) for a, b in zip(old.shape, new.shape, strict=True)
-    ):
+    if not same_shape(old.shape, new.shape):
         return f"shape from {tuple(old.shape)} to {tuple(new.shape)}"
     if old.device != new.device:
         return f"device from {old.device} to {new.device}"

@@ -153,6 +153,18 @@ class GraphInfo:
             for value in (self.tensor(n) for n in self.placeholders)
         )
 
+    def outward(self) -> Iterator[GraphInfo]:
+        """Yield this level and those around it, from the inside out."""
+        level: GraphInfo | None = self
+        while level is not None:
+            yield level
+            level = level.parent
+
+    @property
+    def has_checkpoint_policy(self) -> bool:
+        """Whether a checkpoint around this level has a ``context_fn``: a say in what is kept."""
+        return any(compat.has_checkpoint_policy(level.gm) for level in self.outward())
+
     def bodies(self) -> Iterator[GraphInfo]:
         """Yield the bodies of activation checkpoints: the only nested graphs passes may edit."""
         for node in self.gm.graph.nodes:
@@ -190,11 +202,7 @@ class GraphInfo:
 
     def module_path(self, node: Node) -> str:
         """Return the module path ``node`` was called in, such as ``model.layers.0.mlp``."""
-        stack = node.meta.get("nn_module_stack") or {}
-        path = ""
-        for entry in stack.values():
-            path = entry[0] if isinstance(entry, tuple) else str(entry)
-        return clean_module_path(path)
+        return clean_module_path(next(reversed(module_stack(node)), ""))
 
     def module_key(self, node: Node) -> str:
         """Return what tells the call of the module of ``node`` from others, its calls by `@1`."""
@@ -202,15 +210,11 @@ class GraphInfo:
 
     def source_line(self, node: Node) -> str:
         """Return the user's line behind ``node``: ``file.py:12 in forward: loss = ...``."""
-        trace = node.meta.get("stack_trace") or ""
-        frames = _FRAME.findall(trace)
+        frames = _FRAME.findall(node.meta.get("stack_trace") or "")
         if not frames:
             return ""
-        file, line, function, text = frames[-1]
-        for candidate in reversed(frames):
-            if "/torch/" not in candidate[0]:
-                file, line, function, text = candidate
-                break
+        own = (frame for frame in reversed(frames) if "/torch/" not in frame[0])
+        file, line, function, text = next(own, frames[-1])
         return f"{_short_path(file)}:{line} in {function}: {text.strip()}"
 
     # --- writes -----------------------------------------------------------------------------------
@@ -218,22 +222,34 @@ class GraphInfo:
     @cached_property
     def writes(self) -> list[Write]:
         """Every in-place write of this graph, in order."""
-        found = []
-        for node, position in self.positions.items():
-            targets = written_by(node)
-            if targets:
-                found.append(Write(node, position, targets))
-        return found
+        writes = (Write(node, place, written_by(node)) for node, place in self.positions.items())
+        return [write for write in writes if write.targets]
 
     def written_between(self, nodes: Sequence[Node], first: Node, last: Node) -> Node | None:
         """Return a node after ``first``, up to ``last``, that may write to memory of ``nodes``."""
         lo, hi = self.positions[first], self.positions[last]
         for write in self.writes:
-            if lo < write.position <= hi and any(
-                self.may_share_memory(target, node) for target in write.targets for node in nodes
-            ):
+            if lo < write.position <= hi and self.may_write(write, nodes):
                 return write.node
         return None
+
+    def written_alike(self, node: Node, first: int, last: int) -> Node | None:
+        """Return a node behind one position, up to another, that may write to memory of ``node``.
+
+        Here inputs of different dtypes are not taken for one memory.
+        """
+        value = self.tensor(node)
+        for write in self.writes:
+            for target in write.targets if first < write.position <= last else ():
+                written = self.tensor(target)
+                is_alike = value is None or written is None or value.dtype == written.dtype
+                if is_alike and self.may_share_memory(target, node):
+                    return write.node
+        return None
+
+    def may_write(self, write: Write, nodes: Iterable[Node]) -> bool:
+        """Return whether a write may hit the memory of one of ``nodes``."""
+        return any(self.may_share_memory(t, node) for node in nodes for t in write.targets)
 
     def may_share_memory(self, a: Node, b: Node) -> bool:
         """Return whether the two may overlap: one fake storage, or inputs nobody vouches for."""
@@ -309,6 +325,12 @@ def _short_path(path: str) -> str:
     return parts[-1]
 
 
+def module_stack(node: Node) -> list[str]:
+    """Return Dynamo's paths of the modules ``node`` was called in, the outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
+
+
 def clean_module_path(path: str) -> str:
     """Turn Dynamo's ``L['self'].model.layers[0].mlp`` into ``model.layers.0.mlp``."""
     path = re.sub(r"^[LG]\['[^']*'\]", "", path)
@@ -352,28 +374,24 @@ def ambient_region() -> Region:
 
 # --- writes ---------------------------------------------------------------------------------------
 
-_IN_PLACE_OPERATORS = {
-    getattr(operator, name)
-    for name in (
-        "iadd isub imul imatmul itruediv ifloordiv imod ipow ilshift irshift iand ior ixor".split()
-    )
-}
+_IN_PLACE = "iadd isub imul imatmul itruediv ifloordiv imod ipow ilshift irshift iand ior ixor"
+_IN_PLACE_OPERATORS = {getattr(operator, name) for name in _IN_PLACE.split()}
 _NAMED_LIKE_WRITES = {operator.and_, operator.or_, operator.not_, operator.is_}
-_NOT_WRITES = {"requires_grad_", "__getitem__", "__len__", "retain_grad_"}
+_NOT_WRITES = {"requires_grad_", "retain_grad_"}
+_SWITCHES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast")
 
 
 def written_by(node: Node) -> tuple[Node, ...]:
     """Return the tensors ``node`` may write to in place; empty for a pure node."""
     if node.op == "call_module":
         return tuple(node.all_input_nodes)
-    if node.op not in ("call_function", "call_method"):
-        return ()
     if node.op == "call_method":
         name = str(node.target)
-        in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-        if in_place and name not in _NOT_WRITES:
-            return _first_tensor(node)
-        return _out_argument(node)
+        is_in_place = _is_named_in_place(name) or name == "__setitem__"
+        is_write = is_in_place and name not in _NOT_WRITES
+        return _first_tensor(node) if is_write else _out_argument(node)
+    if node.op != "call_function":
+        return ()
     target = node.target
     if isinstance(target, OpOverload):
         return _written_by_schema(node, target)
@@ -382,20 +400,19 @@ def written_by(node: Node) -> tuple[Node, ...]:
         return tuple(n for overload in overloads for n in _written_by_schema(node, overload))
     if isinstance(target, HigherOrderOperator):
         return _written_by_higher_order(node)
-    if target is operator.setitem or target in _IN_PLACE_OPERATORS:
-        return _first_tensor(node)
-    if target in _NAMED_LIKE_WRITES:
-        return ()
     name = getattr(target, "__name__", "")
-    if name in ("_set_grad_enabled", "_enter_autocast", "_exit_autocast"):
+    if target in _NAMED_LIKE_WRITES or name in _SWITCHES:
         return ()
-    if name.endswith("_") and not name.endswith("__"):
-        return _first_tensor(node)
-    if node.kwargs.get("inplace") is True or (True in node.args and _has_inplace(target)):
+    is_flagged = node.kwargs.get("inplace") is True or (True in node.args and _has_inplace(target))
+    if is_flagged or _is_named_in_place(name) or target in (operator.setitem, *_IN_PLACE_OPERATORS):
         return _first_tensor(node)
     if name == "batch_norm":
         return tuple(n for n in node.args[1:3] if isinstance(n, Node))
     return _out_argument(node)
+
+
+def _is_named_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
 
 
 def _first_tensor(node: Node) -> tuple[Node, ...]:
@@ -433,10 +450,8 @@ def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
     """Return what the body may write to: nothing for a body without writes, else every operand."""
     assert isinstance(node.target, HigherOrderOperator)
     root = node.graph.owning_module
-    bodies = [
-        getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"
-    ]
-    modules = [b for b in bodies if isinstance(b, GraphModule)]
+    held = (getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
+    modules = [body for body in held if isinstance(body, GraphModule)]
     known = node.target.name() in _PURE_HIGHER_ORDER or node.target.name() in _CHECKPOINT_NAMES
     if (known or modules) and not any(written_by(n) for b in modules for n in b.graph.nodes):
         return ()

@@ -80,7 +80,7 @@ def _compile(
 
     def type_of(argument: str) -> str | None:
         switch = OPTIONAL.get(argument)
-        if switch in kernel.arg_names and not constants.get(switch):
+        if {"C", switch} & set(kernel.arg_names) and switch and not constants.get(switch):
             return None
         if argument.endswith("_desc"):
             if argument == "hidden_desc" and constants.get("GATHER"):
