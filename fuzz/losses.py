@@ -12,7 +12,7 @@ from .program import Program as _Program
 from .sketch import Sketch
 
 TITLE = "heads and losses"
-REUSE = 10
+REUSE = 16
 IMPORTS = ""
 
 _HEADS = [
