@@ -50,8 +50,8 @@ AUTO_SHARE = (3, 16)
 AUTO_PIECES = 8
 TALL_ROWS = 2048
 
-# A sum is shared by at most so many programs, in pieces of at most so many rows, and at most so many
-# bytes of it are kept; what stands around the sum of a tile takes as long as so many steps of it.
+# A sum is shared by at most so many programs, in pieces of at most so many rows, and at most so
+# many bytes of it are kept; what stands around the sum of a tile takes as long as some steps of it.
 MOST_SPLITS = 4
 PARTS_BYTES = 32 * MIB
 TALLEST_SPLIT = 2048
