@@ -51,11 +51,11 @@ class CompressKVCache(GraphPass):
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
         """Yield every attention over a dense view, and every view that no attention reads."""
-        views = [node for node in info.gm.graph.nodes if _is_view(node)]
+        views = [node for node in info.visit(info.gm.graph.nodes) if _is_view(node)]
         if not views:
             return
         served = set()
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             call = read_one(node) if "scaled_dot_product" in node_name(node) else None
             if call is None or call.op is not aten.scaled_dot_product_attention.default:
                 continue

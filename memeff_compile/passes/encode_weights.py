@@ -69,7 +69,7 @@ class EncodeWeights(GraphPass):
     def _coded_linears(self, info: GraphInfo) -> Iterable[Several]:
         found: list[Several] = []
         open_groups: dict[Node | None, int] = {}
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             if node.op not in ("call_function", "call_method") or _is_region(node):
                 continue
             weights = [n for n in node.all_input_nodes if _coded(n) is not None]
@@ -125,6 +125,10 @@ class EncodeWeights(GraphPass):
     def places(self, match: Several) -> Sequence[Node]:
         """Return the linears."""
         return [site.node for site in match.sites]
+
+    def parts(self, match: Several) -> Sequence[Several]:
+        """Return a match per linear."""
+        return [Several((site,), match.split) for site in match.sites]
 
     # --- rewrite ----------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ class RewriteKVUpdate(GraphPass):
         if not writes:
             return
         inputs = _storages(info, info.gm.graph.nodes)
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             call = read_one(node) if _may_be_attention(node) else None
             if call is None or call.op is not aten.scaled_dot_product_attention.default:
                 continue
