@@ -54,7 +54,7 @@ gpu:  ## only what a GPU can show; uses the python it finds, installs nothing
 	env -u TRITON_INTERPRET PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -m gpu tests
 
 TOOL ?= memcheck
-sanitize:  ## a share of the kernels' GPU tests under compute-sanitizer (TOOL=racecheck, initcheck)
+sanitize:  ## a share of the kernels' GPU tests under compute-sanitizer (TOOL=racecheck, initcheck; SHARD=0/4)
 	PYTHONPATH=$(CURDIR) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) \
 	  --target-processes all $(PYTHON) -m pytest -q -p tests.support.sanitized -m gpu tests/kernels
 
