@@ -64,7 +64,7 @@ class KeepRotaryTables(GraphPass):
 
     def parts(self, match: Tables) -> Sequence[Tables]:
         """Return a match per table."""
-        return [Tables((table,)) for table in match.nodes]
+        return [(table,) for table in match]
 
     def rewrite(self, info: GraphInfo, match: Tables, editor: Editor) -> Done:
         """Let the readers of each table read it through a view of its own layout."""
