@@ -1,12 +1,13 @@
 """generate() of a whole model: time to the first token, a step, tokens per second, peak memory.
 
     python benchmarks/models/serving.py --part check
-    python benchmarks/models/serving.py --part time --paths eager static kv4 all
+    python benchmarks/models/serving.py --part time --paths eager static verb-4 all
     python benchmarks/models/serving.py --part host
 
-`check`: a small model; tokens with steps replayed as CUDA graphs against the same without them, for
-every kind of cache, twice in a row, at another length, from a thread, with beams, and logits kept
-over all steps. Prints a line per case and ends with an error where one differs.
+`check`: a small model; what is generated with steps replayed as CUDA graphs, twice, against the
+same compiled steps that are not, for `--kinds`: other lengths and batches, left padding, logits
+kept over all steps, from a thread, with beams. Prints a line per case and ends with an error where
+one differs.
 
 `time`: Qwen3-8B's widths with random weights, greedy, in bf16. A streamer notes when each token is
 there, so the clock waits for the GPU after each token, as generate() itself does. The first call
@@ -17,8 +18,10 @@ compiles and is a row of its own; `step_ms` is of the last call.
     static         StaticCache, model.compile(backend="memeff")
     kv4-config, kv4, kv4-mode
                    KVCache of 4 bits: by CompileConfig, in place, in place with the mode
+    verb-static, verb-4
+                   memeff_compile.compile(model, kv_cache="static"), kv_cache=4
     win4           compressed weights and StaticCache, in place
-    all            compressed weights, KVCache of 4 bits, attention in 8 bits, in place
+    all            compressed weights, KVCache of 4 bits, attention in 8 bits, by the verb
 
 `host`: what the host spends on one step besides generate()'s own loop: calls in a row while the GPU
 is busy with something else.
@@ -29,6 +32,7 @@ is busy with something else.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import sys
 import threading
@@ -43,6 +47,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import memeff_compile
 from benchmarks import rows, timing
+from memeff_compile import recordings
 
 WIDTHS = {
     "h200": {
@@ -70,7 +75,23 @@ WIDTHS = {
         "vocab_size": 64,
     },
 }
-PATHS = ("eager", "static-config", "static", "kv4-config", "kv4", "kv4-mode", "win4", "all")
+PATHS = (
+    "eager",
+    "static-config",
+    "static",
+    "kv4-config",
+    "kv4",
+    "kv4-mode",
+    "verb-static",
+    "verb-4",
+    "win4",
+    "all",
+)
+VERBS: dict[str, dict[str, Any]] = {
+    "verb-static": {"kv_cache": "static"},
+    "verb-4": {"kv_cache": 4},
+    "all": {"kv_cache": 4, "weights": "win4", "attention": "8b"},
+}
 MODE = {"memeff.mode": "reduce-overhead"}
 
 
@@ -129,12 +150,12 @@ class Times:
 
 def prepare(path: str, model: Any) -> None:
     """Compress and compile a model as a path says."""
-    if path in ("win4", "all"):
+    if path in VERBS:
+        memeff_compile.compile(model, **VERBS[path])
+    elif path == "win4":
         memeff_compile.compress_(model, "win4", progress=False)
-    if path in ("static", "kv4", "kv4-mode", "win4", "all"):
-        options = MODE if path == "kv4-mode" else {}
-        options = {"memeff.attention": "8b"} if path == "all" else options
-        model.compile(backend="memeff", options=dict(options) or None)
+    if path in ("static", "kv4", "kv4-mode", "win4"):
+        model.compile(backend="memeff", options=dict(MODE) if path == "kv4-mode" else None)
 
 
 def arguments(path: str, model: Any, tokens: int) -> dict[str, Any]:
@@ -146,7 +167,7 @@ def arguments(path: str, model: Any, tokens: int) -> dict[str, Any]:
         given["compile_config"] = CompileConfig(backend="memeff", options=MODE, mode=None)
     if path in ("static", "static-config", "win4"):
         given["cache_implementation"] = "static"
-    elif path != "eager":
+    elif path.startswith("kv4"):
         given["past_key_values"] = memeff_compile.KVCache(model.config, tokens, bits=4)
     return given
 
@@ -154,7 +175,7 @@ def arguments(path: str, model: Any, tokens: int) -> dict[str, Any]:
 # --- check ----------------------------------------------------------------------------------------
 
 
-def cases(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Any, str], Any]]]:
+def cases() -> Iterator[tuple[str, Callable[[Any, str], Any]]]:
     """Yield the cases of `check`: a name, and what a model is asked."""
     new = 24
 
@@ -191,7 +212,6 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Any, str
         return found[0]
 
     yield "tokens", tokens(300)
-    yield "tokens again", tokens(300)
     yield "another length", tokens(431)
     yield "back", tokens(300)
     yield "another batch", tokens(300, batch=1)
@@ -199,37 +219,49 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Any, str
     yield "logits kept", kept
     yield "from a thread", from_a_thread
     yield "beams", tokens(64, batch=1, num_beams=3)
-    del options
+
+
+@contextlib.contextmanager
+def replaying(is_on: bool) -> Iterator[None]:
+    """Run compiled steps as they are where recordings are off."""
+    was = recordings.CudaEngine.is_free
+    if not is_on:
+        recordings.CudaEngine.is_free = lambda self: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        recordings.CudaEngine.is_free = was  # type: ignore[method-assign]
 
 
 @torch.no_grad()
 def check(options: argparse.Namespace) -> None:
-    """Compare replayed steps with steps that are not."""
+    """Compare replayed steps with the same compiled steps that are not."""
     wrong = 0
     size = "tiny" if options.size == "tiny" else "small"
-    for kind in ("static", "kv4", "all"):
-        found: dict[str, list[Any]] = {}
-        for graphs in ("off", "auto"):
-            clean()
-            model = build(size, 2, options.device)
-            if kind == "all" and options.device == "cuda":
-                memeff_compile.compress_(model, "win4", progress=False)
-            model.compile(backend="memeff", options={"memeff.cuda_graphs": graphs})
-            for name, case in cases(options):
-                started = time.perf_counter()
-                value = case(model, kind)
-                found.setdefault(name, []).append(value)
-                print(f"  {kind} {graphs} {name}: {time.perf_counter() - started:.1f} s")
-            counts = [g.replays for g in memeff_compile.graphs() if g.replays is not None]
-            print(f"  {kind} {graphs} " + "; ".join(" ".join(str(c).split()) for c in counts))
-            if graphs == "auto" and options.device == "cuda":
-                wrong += not counts or not sum(c.replays for c in counts)
-        for name, (before, after) in found.items():
-            is_equal = torch.equal(before, after)
+    for kind in options.kinds:
+        clean()
+        model = build(size, 2, options.device)
+        if kind in VERBS:
+            memeff_compile.compile(model, **VERBS[kind])
+        else:
+            prepare(kind, model)
+        for name, case in cases():
+            started = time.perf_counter()
+            found = []
+            for is_on in (False, True, True):
+                with replaying(is_on):
+                    found.append(case(model, kind))
+            seconds = time.perf_counter() - started
+            is_equal = all(torch.equal(found[0], each) for each in found[1:])
             wrong += not is_equal
-            print(f"{'equal' if is_equal else 'DIFFERENT'}  {kind}: {name}", flush=True)
+            print(f"{'equal' if is_equal else 'DIFFERENT'}  {kind}: {name} ({seconds:.1f} s)")
+        counts = [g.replays for g in memeff_compile.graphs() if g.replays is not None]
+        print(f"{kind}: " + "; ".join(" ".join(str(c).split()) for c in counts), flush=True)
+        if options.device == "cuda":
+            stopped = [c for c in counts if c.stopped or not c.replays]
+            wrong += len(stopped) + (not counts)
     if wrong:
-        raise SystemExit(f"{wrong} cases differ, or nothing was replayed")
+        raise SystemExit(f"{wrong} cases differ, or were not replayed")
 
 
 # --- time -----------------------------------------------------------------------------------------
@@ -299,8 +331,8 @@ def host(options: argparse.Namespace) -> None:
         model = build(options.size, options.layers, options.device)
         prepare(path, model)
         length = 512
-        cache = arguments(path, model, length).get("past_key_values")
-        if cache is None:
+        cache: Any = memeff_compile.KVCache(model.config, length, bits=4)
+        if path in ("static", "verb-static", "win4"):
             from transformers import StaticCache
 
             cache = StaticCache(config=model.config, max_cache_len=length)
@@ -327,7 +359,8 @@ def main() -> None:
     parts = {"check": check, "time": measure, "host": host}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", nargs="+", choices=parts, default=["check", "time"])
-    parser.add_argument("--paths", nargs="+", choices=PATHS, default=["static", "kv4", "all"])
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=["static", "verb-4", "all"])
+    parser.add_argument("--kinds", nargs="+", choices=PATHS[1:], default=["static", "verb-4"])
     parser.add_argument("--size", choices=WIDTHS, default="h200")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=8)
