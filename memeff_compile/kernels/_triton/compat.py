@@ -19,17 +19,30 @@ def current_device() -> int:
     return found
 
 
-def is_watched() -> bool:
+def is_watched(kernel: Any) -> bool:  # noqa: ANN401
     """Say whether somebody, such as a profiler, asked to be called around each launch."""
     from triton import knobs
 
-    hooks = knobs.runtime
-    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    every = knobs.runtime
+    calls = every.launch_enter_hook.calls or every.launch_exit_hook.calls
+    return bool(calls or kernel.pre_run_hooks)
+
+
+def takes(kernel: Any, name: str) -> bool:  # noqa: ANN401
+    """Say whether a kernel has an argument of this name."""
+    return name in kernel.arg_names
+
+
+def constant(value: Any) -> Any:  # noqa: ANN401
+    """Return a value as a compiled kernel reads it."""
+    import triton.language as tl
+
+    return tl.constexpr(value)
 
 
 def is_compiled(kernel: Any) -> bool:  # noqa: ANN401
-    """Say whether a kernel runs on a GPU, and nobody asked to be called before its launches."""
-    return hasattr(kernel, "device_caches") and not kernel.pre_run_hooks
+    """Say whether a kernel runs on a GPU, not in the interpreter."""
+    return hasattr(kernel, "device_caches")
 
 
 def launcher(

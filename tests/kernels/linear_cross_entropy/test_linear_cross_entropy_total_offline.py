@@ -11,6 +11,8 @@ from tests.support.offline import HOPPER, compile_for, shared_of, stack_bytes, w
 
 pytestmark = pytest.mark.offline
 
+SLOW = pytest.mark.slow
+
 INTEGERS = ("target_ptr", "order_ptr", "kept_ptr", "again_ptr", "counter_ptr")
 HALVES = ("hidden_ptr", "weight_ptr", "bias_ptr", "x_ptr", "out_ptr", "grad_hidden_ptr")
 OPTIONAL = {"bias_ptr": "HAS_BIAS", "again_ptr": "HAS_AGAIN"}
@@ -54,7 +56,10 @@ def _tiles(columns: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_busy", [False, True], ids=["all rows", "kept rows, again"])
-@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize(
+    "epilogue",
+    [pytest.param(each, marks=SLOW if each == "softcap" else ()) for each in EPILOGUES],
+)
 def test_logits_compile_within_the_limits(epilogue: str, is_busy: bool) -> None:
     from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
 
