@@ -70,3 +70,9 @@ class CalibrationError(MemeffError, ValueError):
 
 class TuneError(MemeffError, RuntimeError):
     """`tune` cannot measure here, or its table cannot be read or written."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else "no message"

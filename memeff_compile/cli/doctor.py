@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import memeff_compile
+from memeff_compile.errors import first_line
 
 __all__ = ["Finding", "diagnose", "findings_text", "inductor_problem", "is_usable"]
 
@@ -88,8 +89,7 @@ def inductor_problem(device: str) -> str:
         torch.compile(add_one, backend="inductor")(torch.ones(8, device=device))
     except Exception as error:
         # Inductor raises whatever its toolchain raises, so the class says nothing here.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        return f"{type(error).__name__}: {first_line(error)}"
     return ""
 
 
@@ -120,14 +120,11 @@ def _versions() -> list[Finding]:
 
 def _required(package: str, minimum: tuple[int, int]) -> Finding:
     found = _installed(package)
-    bound = f"{minimum[0]}.{minimum[1]}"
-    if not found:
-        remedy = f'pip install "{package}>={bound}"'
-        return Finding("versions", package, "not installed", remedy, blocks=package == "torch")
-    if _release(found) < minimum:
-        remedy = f'pip install --upgrade "{package}>={bound}"'
-        return Finding("versions", package, f"{found}, too old", remedy, blocks=package == "torch")
-    return Finding("versions", package, found)
+    if found and _release(found) >= minimum:
+        return Finding("versions", package, found)
+    how, seen = (" --upgrade", f"{found}, too old") if found else ("", "not installed")
+    remedy = f'pip install{how} "{package}>={minimum[0]}.{minimum[1]}"'
+    return Finding("versions", package, seen, remedy, blocks=package == "torch")
 
 
 def _devices() -> list[Finding]:
@@ -150,39 +147,23 @@ def _devices() -> list[Finding]:
 
 
 def _inductor(label: str, device: str) -> Finding:
-    problem = inductor_problem(device)
+    problem, name = inductor_problem(device), f"Inductor on the {label}"
     if not problem:
-        text = "compiles with it"
-        return Finding("devices", f"Inductor on the {label}", text)
+        return Finding("devices", name, "compiles with it")
     needs = "a C++ compiler" if device == "cpu" else "triton and a C compiler"
-    return Finding(
-        "devices",
-        f"Inductor on the {label}",
-        f"does not work: {problem}",
-        f"install {needs}, or compile with options={{'memeff.inner': 'aot_eager'}}",
-    )
+    remedy = f"install {needs}, or compile with options={{'memeff.inner': 'aot_eager'}}"
+    return Finding("devices", name, f"does not work: {problem}", remedy)
 
 
 def _backend() -> list[Finding]:
-    group = entry_points(group="torch_dynamo_backends")
-    findings = [
-        Finding(
-            "backend",
-            "logging",
-            'TORCH_LOGS="+memeff_compile" prints every decision, memeff_compile.last_report() '
-            "returns them",
-        )
-    ]
+    said = 'TORCH_LOGS="+memeff_compile" prints every decision, memeff_compile.last_report() '
+    logging = Finding("backend", "logging", f"{said}returns them")
+    name, group = 'backend="memeff"', entry_points(group="torch_dynamo_backends")
     if any(entry.name == "memeff" for entry in group):
-        return [Finding("backend", 'backend="memeff"', "found by name"), *findings]
-    missing = Finding(
-        "backend",
-        'backend="memeff"',
-        "not found by name, because the package is imported but not installed",
-        "pip install -e . in the repository",
-        blocks=True,
-    )
-    return [missing, *findings]
+        return [Finding("backend", name, "found by name"), logging]
+    missing = "not found by name, because the package is imported but not installed"
+    remedy = "pip install -e . in the repository"
+    return [Finding("backend", name, missing, remedy, blocks=True), logging]
 
 
 def _engines() -> list[Finding]:
@@ -203,14 +184,9 @@ def _engines() -> list[Finding]:
 
 def _engines_of(op: str, engines: Mapping[str, str], first: str) -> list[Finding]:
     where = "not on this machine" if first == "reference" else "on tensors that engine cannot take"
-    return [
-        Finding("what runs where", op, f"{first} engine: {engines[first]}"),
-        *(
-            Finding("what runs where", "", f"{name}, {where}: {text}")
-            for name, text in engines.items()
-            if name != first
-        ),
-    ]
+    others = [f"{name}, {where}: {text}" for name, text in engines.items() if name != first]
+    mine = Finding("what runs where", op, f"{first} engine: {engines[first]}")
+    return [mine, *(Finding("what runs where", "", text) for text in others)]
 
 
 def _toy_model() -> Finding:

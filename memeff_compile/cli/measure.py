@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
+from statistics import geometric_mean
 from typing import Any, Protocol
 
 from ..decisions import DECISIONS, Entry, Found, Machine, Question, Table, Timing, Workload
@@ -82,7 +83,7 @@ def _answer(question: Question, clock: Clock, seconds: float) -> Found:
     samples = _take_turns(left, workloads, clock, seconds)
     value, reason = _choose(question.default, samples)
     timings = tuple(
-        _timing(option, name, times)
+        Timing(option, name, *(round(_quantile(times, share), 4) for share in (0.5, 0.2, 0.8)))
         for option, by_name in samples.items()
         for name, times in by_name.items()
     )
@@ -126,15 +127,13 @@ def _take_turns(
 def _choose(default: str, samples: Mapping[str, Mapping[str, list[float]]]) -> tuple[str, str]:
     """Return the setting to use, and why."""
     base = default if default in samples else next(iter(samples))
-    ratios = {
-        option: math.exp(
-            sum(
-                math.log(_quantile(times, 0.5) / _quantile(samples[base][name], 0.5))
-                for name, times in by_name.items()
-            )
-            / len(by_name)
-        )
+    medians = {
+        option: [_quantile(times, 0.5) for _, times in sorted(by_name.items())]
         for option, by_name in samples.items()
+    }
+    ratios = {
+        option: geometric_mean(mine / its for mine, its in zip(found, medians[base], strict=True))
+        for option, found in medians.items()
     }
     best = min(ratios, key=lambda option: ratios[option])
     if base == default and ratios[best] > WORTH:
@@ -150,10 +149,6 @@ def _quantile(times: Sequence[float], share: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def _timing(option: str, name: str, times: Sequence[float]) -> Timing:
-    return Timing(option, name, *(round(_quantile(times, share), 4) for share in (0.5, 0.2, 0.8)))
 
 
 # --- as text ----------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ order. A place that is declined is right and slow: the dense view is built in ev
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -23,56 +23,61 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import coded_kv_cache as op_folder
-from .attention.cached import held_scale, unserved_setting
+from .attention.cached import (
+    MAX_CHAIN,
+    CachedPass,
+    CachedSite,
+    advice,
+    attention_calls,
+    held_scale,
+    unserved_setting,
+)
 from .attention.repeated_heads import without_repeat
-from .graph.base import Decline, Done, Gain, GraphPass
-from .graph.canonical import Call, aten, read_one
+from .graph.base import Decline, Done, Gain
+from .graph.canonical import read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name
 
-_MAX_CHAIN = 8
 _POOL = len(op_folder.POOL)
 
 
 @dataclass
-class Site:
+class Site(CachedSite):
     """One attention over a dense view: its call, the view, and what stands between."""
 
-    node: Node
     view: Node
-    call: Call | None = None
-    owned: list[Node] = field(default_factory=list)
+
+    def tensors(self, info: GraphInfo) -> list[torch.Tensor | None]:
+        """Return the cache's tensors."""
+        return [info.tensor(node) for node in self.view.args[:_POOL]]
 
 
-class CompressKVCache(GraphPass):
+class CompressKVCache(CachedPass):
     """The pass."""
 
     name = "compress_kv_cache"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
         """Yield every attention over a dense view, and every view that no attention reads."""
-        views = [node for node in info.gm.graph.nodes if _is_view(node)]
+        views = [node for node in info.visit(info.gm.graph.nodes) if _is_view(node)]
         if not views:
             return
         served = set()
-        for node in info.gm.graph.nodes:
-            call = read_one(node) if "scaled_dot_product" in node_name(node) else None
-            if call is None or call.op is not aten.scaled_dot_product_attention.default:
-                continue
+        for node, call in attention_calls(info):
             found = {_behind(info, call.args[name])[0] for name in ("key", "value")}
             for view in views:
                 if view in found:
                     served.add(view)
-                    yield Site(node, view)
+                    yield Site(node, call, view)
         for view in views:
             if view not in served:
                 yield _unread(view)
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
         """Return why the attention must be left alone, or None."""
-        match.call = read_one(match.node)
+        match.call = read_one(match.node) or match.call
         return (
-            unserved_setting(info, match.node, match.call, "give a mask")
+            unserved_setting(info, match, "give a mask")
             or _unserved_operands(info, match)
             or _unserved_mask(info, match)
             or _used_otherwise(match)
@@ -81,9 +86,8 @@ class CompressKVCache(GraphPass):
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
         """Return the formula of the view, and of its copies per query head."""
-        assert match.call is not None
         query, taken = (info.tensor(match.call.args[name]) for name in ("query", "key"))
-        pool = [info.tensor(node) for node in match.view.args[:_POOL]]
+        pool = match.tensors(info)
         codes, window = pool[0], pool[op_folder.POOL.index("k_window")]
         bits = _bits(match.view)
         if query is None or taken is None or codes is None or window is None or bits is None:
@@ -99,48 +103,26 @@ class CompressKVCache(GraphPass):
         group = op_folder.group_of(compat.size_hint(codes.shape[3]), depth, bits)
         if op_folder.engine_for(query.device, query.dtype, group) == "reference":
             return Gain(before, sympy.Integer(0), sizes)
-        plan = op_folder.plan_for(
-            batch * kv_heads,
-            compat.size_hint(codes.shape[2]),
-            depth,
-            bits,
-            query.device,
-            heads // kv_heads,
-        )
+        held, shared = compat.size_hint(codes.shape[2]), heads // kv_heads
+        plan = op_folder.plan_for(batch * kv_heads, held, depth, bits, query.device, shared)
         sizes |= {"H": heads, "S": plan.splits}
         return Gain(before, op_folder.share_bytes(b, h, d, splits=s), sizes)
 
-    def places(self, match: Site) -> Sequence[Node]:
-        """Return the attention."""
-        return [match.node]
-
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
         """Let attention read the codes."""
-        call = match.call
-        assert call is not None
-        _, keys = _behind(info, call.args["key"])
-        _, values = _behind(info, call.args["value"])
-        pool, (k_norms, v_norms, told, _) = match.view.args[:_POOL], match.view.args[_POOL:]
+        given = match.call.args
+        chains = [node for name in ("key", "value") for node in _behind(info, given[name])[1]]
+        *pool, told, _ = match.view.args  # the norms last
         compat.hold_constant(told)
-        bits, scale = _bits(match.view), held_scale(call)
+        settings = (_bits(match.view), given["attn_mask"], held_scale(match.call))
         with editor.at(match.node):
-            out = editor.call(
-                op_folder.coded_kv_cache_attention,
-                call.args["query"],
-                *pool,
-                k_norms,
-                v_norms,
-                bits,
-                call.args["attn_mask"],
-                scale,
-            )
+            op = op_folder.coded_kv_cache_attention
+            out = editor.call(op, given["query"], *pool, *settings)
         editor.replace(match.node, out)
-        match.owned = [match.node, *keys, *values, match.view]
-        return Done(match.node, _sentence(info, match), inductor=_advice(info, match))
-
-    def dead(self, match: Site) -> Sequence[Node]:
-        """Return the attention, the copies and the view."""
-        return match.owned
+        match.owned = [match.node, *chains, match.view]
+        query = info.value(given["query"])
+        is_one_row = query.is_cuda and compat.statically_true(query.shape[0] == 1)
+        return Done(match.node, _sentence(info, match), inductor=advice(is_one_row=is_one_row))
 
 
 def _is_view(node: Node) -> bool:
@@ -156,7 +138,7 @@ def _bits(view: Node) -> int | None:
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
     """Strip what repeats the heads; return the view behind, if it is one, and the nodes between."""
     chain: list[Node] = []
-    for _ in range(_MAX_CHAIN):
+    for _ in range(MAX_CHAIN):
         if not isinstance(node, Node):
             break
         if node.target is operator.getitem and _is_view(node.args[0]):  # type: ignore[arg-type]
@@ -187,17 +169,14 @@ def _unread(view: Node) -> Decline:
 
 
 def _unserved_operands(info: GraphInfo, match: Site) -> Decline | None:
-    assert match.call is not None
     args = match.call.args
     parts = []
     for name in ("key", "value"):
         view, chain = _behind(info, args[name])
         parts.append((view, chain[-1].args[1] if view is not None else None))
     if parts != [(match.view, 0), (match.view, 1)]:
-        return Decline(
-            "other_operands",
-            "keys and values of attention are not the two parts of one dense view",
-        )
+        said = "keys and values of attention are not the two parts of one dense view"
+        return Decline("other_operands", said)
     query = info.tensor(args["query"])
     if query is None or not compat.is_fake(query) or query.dim() != 4:
         return Decline("unsupported", "the query is no plain tensor of four dimensions")
@@ -211,7 +190,6 @@ def _unserved_operands(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _unserved_mask(info: GraphInfo, match: Site) -> Decline | None:
-    assert match.call is not None
     mask = match.call.args["attn_mask"]
     if mask is None:
         return Decline(
@@ -234,9 +212,7 @@ def _unserved_mask(info: GraphInfo, match: Site) -> Decline | None:
             "added to scores is not served",
             "give a boolean mask of (batch or 1, 1, 1, cache length)",
         )
-    query = info.tensor(match.call.args["query"])
-    pool = [info.tensor(node) for node in match.view.args[:_POOL]]
-    assert query is not None
+    query, pool = info.value(match.call.args["query"]), match.tensors(info)
     if any(tensor is None for tensor in pool):
         return Decline("unsupported", "a tensor of the cache is no plain tensor")
     bits = _bits(match.view)
@@ -249,21 +225,19 @@ def _unserved_mask(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _used_otherwise(match: Site) -> Decline | None:
-    assert match.call is not None
-    for part in match.view.users:
-        for user in part.users:
-            if not _leads_to(user, match.node):
-                return Decline(
-                    f"view_used({node_name(user)})",
-                    f"the dense view is also used by `{node_name(user)}`, so it has to be there",
-                    "do not ask for attention weights, nor read the cache inside the model",
-                )
+    for user in _readers(match.view):
+        if not _leads_to(user, match.node):
+            return Decline(
+                f"view_used({node_name(user)})",
+                f"the dense view is also used by `{node_name(user)}`, so it has to be there",
+                "do not ask for attention weights, nor read the cache inside the model",
+            )
     return None
 
 
 def _leads_to(node: Node, end: Node) -> bool:
     """Return whether all that uses `node` ends in `end`, a few steps away."""
-    for _ in range(_MAX_CHAIN):
+    for _ in range(MAX_CHAIN):
         if node is end:
             return True
         if len(node.users) != 1:
@@ -273,7 +247,6 @@ def _leads_to(node: Node, end: Node) -> bool:
 
 
 def _changed_meanwhile(info: GraphInfo, match: Site) -> Decline | None:
-    assert match.call is not None
     parts = list(match.view.users)
     pool = [node for node in match.view.args[:_POOL] if isinstance(node, Node)]
     found = info.written_between([*pool, *parts], match.view, match.node)
@@ -286,25 +259,13 @@ def _changed_meanwhile(info: GraphInfo, match: Site) -> Decline | None:
     )
 
 
-def _advice(info: GraphInfo, match: Site) -> dict[str, Any]:
-    """Return how Inductor should compile the graph: tuned, where every product has one row."""
-    assert match.call is not None
-    query = info.tensor(match.call.args["query"])
-    assert query is not None
-    has_one_row = compat.statically_true(query.shape[0] == 1)
-    return {"coordinate_descent_tuning": True} if has_one_row and query.is_cuda else {}
-
-
 _ON_MERGING = (
     ". Merging layers saves memory, not time: each layer of a pair reads all that they share"
 )
 
 
 def _sentence(info: GraphInfo, match: Site) -> str:
-    assert match.call is not None
-    query, codes = info.tensor(match.call.args["query"]), info.tensor(match.view.args[0])
-    assert query is not None
-    assert codes is not None
+    query, codes = info.value(match.call.args["query"]), info.value(match.view.args[0])
     width, tokens = _bits(match.view), compat.known_number(match.view.args[_POOL + 3])
     assert width is not None
     group = op_folder.group_of(

@@ -20,7 +20,7 @@ which is right and not small; it is reported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -30,11 +30,12 @@ from torch.fx import Node
 from .. import compat
 from ..compat import HigherOrderOperator
 from ..kernels import coded_weight as op_folder
+from ..kernels.checks import short
 from ..report import format_bytes
 from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor
-from .graph.graph_info import GraphInfo, node_name
+from .graph.graph_info import GraphInfo, kind_among, node_name
 
 
 @dataclass(frozen=True)
@@ -62,18 +63,15 @@ class EncodeWeights(GraphPass):
 
     # --- find -------------------------------------------------------------------------------------
 
-    def find(self, info: GraphInfo) -> Iterable[Several | Decline]:
-        """Yield every reader of a compressed weight, linears of one input together."""
-        yield from self._coded_linears(info)
-
-    def _coded_linears(self, info: GraphInfo) -> Iterable[Several]:
+    def find(self, info: GraphInfo) -> list[Several]:
+        """Return every reader of a compressed weight, linears of one input together."""
         found: list[Several] = []
         open_groups: dict[Node | None, int] = {}
-        for node in info.gm.graph.nodes:
-            if node.op not in ("call_function", "call_method") or _is_region(node):
-                continue
+        for node in info.visit(info.gm.graph.nodes):
             weights = [n for n in node.all_input_nodes if _coded(n) is not None]
-            if not weights:
+            # A graph inside this one is only handed the weight.
+            is_call = node.op in ("call_function", "call_method")
+            if not weights or not is_call or isinstance(node.target, HigherOrderOperator):
                 continue
             site = _read(node) or Coded(node, weights[0])
             at = open_groups.get(site.x)
@@ -115,8 +113,7 @@ class EncodeWeights(GraphPass):
         for site in match.sites:
             found = self._check_site(info, site)
             if found is not None:
-                # Blocks are alike: equal answers are one record, with their count.
-                return replace(found, node=site.node, sites=1)
+                return found.counted(site.node)
         return None
 
     def _check_site(self, info: GraphInfo, site: Coded) -> Decline | None:
@@ -126,6 +123,10 @@ class EncodeWeights(GraphPass):
         """Return the linears."""
         return [site.node for site in match.sites]
 
+    def parts(self, match: Several) -> Sequence[Several]:
+        """Return a match per linear."""
+        return [Several((site,), match.split) for site in match.sites]
+
     # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Several, editor: Editor) -> Done:
@@ -133,11 +134,14 @@ class EncodeWeights(GraphPass):
         first = match.sites[0]
         sentence = _sentence(info, match)
         with editor.at(first.node):
-            x = _as_coded(info, editor, first.x)
-            biases = [_as_coded(info, editor, site.bias) for site in match.sites]
+            # In the dtype of coded weights, as autocast would hand them over. Matches are found
+            # before any edit: one linear's input may be another's result.
+            x, *biases = (
+                None if node is None else editor.cast(info.current(node), torch.bfloat16)
+                for node in (first.x, *(site.bias for site in match.sites))
+            )
             if len(match.sites) == 1:
-                out = info.tensor(first.node)
-                trains = out is None or out.requires_grad
+                trains = info.value(first.node).requires_grad
                 operands = (x, first.weight, biases[0], trains)
                 news = [editor.call(op_folder.coded_weight_linear, *operands)]
             else:
@@ -160,11 +164,6 @@ def _coded(node: Node) -> op_folder.CodedWeight | None:
 def _codec(site: Coded) -> str:
     weight = _coded(site.weight)
     return "" if weight is None else weight.codec
-
-
-def _is_region(node: Node) -> bool:
-    """Return whether the node only hands the weight to a graph inside this one."""
-    return isinstance(node.target, HigherOrderOperator)
 
 
 def _read(node: Node) -> Coded | None:
@@ -192,44 +191,22 @@ def _other_reader(match: Coded) -> Decline | None:
 
 
 def _subclass(match: Coded) -> Decline | None:
-    for node in (match.x, match.bias):
-        value = None if node is None else compat.example_value(node)
-        if value is not None and not compat.is_fake(value):
-            kind = type(value).__name__
-            return Decline(
-                f"subclass_operand({kind})",
-                f"an operand of the linear is a {kind}, which this op does not take",
-                "hand the linear a plain tensor",
-            )
-    return None
+    kind = kind_among((match.x, match.bias))
+    if not kind:
+        return None
+    said = f"an operand of the linear is a {kind}, which this op does not take"
+    return Decline(f"subclass_operand({kind})", said, "hand the linear a plain tensor")
 
 
 def _cast(info: GraphInfo, match: Coded) -> Decline | None:
-    out = info.tensor(match.node)
-    assert out is not None
-    if out.dtype == torch.bfloat16:
+    dtype = info.value(match.node).dtype
+    if dtype == torch.bfloat16:
         return None
     return Decline(
-        f"other_dtype({str(out.dtype).removeprefix('torch.')})",
+        f"other_dtype({short(dtype)})",
         "autocast runs this linear in another dtype than the weight was compressed from",
         "use autocast with torch.bfloat16",
     )
-
-
-# --- emitting -------------------------------------------------------------------------------------
-
-
-def _as_coded(info: GraphInfo, editor: Editor, node: Node | None) -> Node | None:
-    """Return an operand in the dtype of coded weights, as autocast would hand it over."""
-    if node is None:
-        return None
-    value = info.tensor(node)
-    assert value is not None
-    # Matches are found before any edit: one linear's input may be another's result.
-    current = info.current(node)
-    if value.dtype == torch.bfloat16:
-        return current
-    return editor.call(aten.to.dtype, current, torch.bfloat16)
 
 
 # --- saying it ------------------------------------------------------------------------------------
@@ -247,17 +224,16 @@ def _sentence(info: GraphInfo, match: Several) -> str:
             f"coded as {weight.codec}; {engine}. One token is one launch"
         )
     apart = f"; apart from another linear of its input: {match.split}" if match.split else ""
-    said = (
-        f"linear -> memeff::coded_weight_linear on a weight coded as {weight.codec}; "
-        f"{engine}{apart}"
-    )
+    said = f"linear -> memeff::coded_weight_linear on a weight coded as {weight.codec}; "
+    said += f"{engine}{apart}"
     out = info.tensor(site.node)
     if out is None or not out.requires_grad or not info.regions[site.node].grad:
         return said
+    rows, columns = weight.shape
     n, k = sympy.symbols("N K", integer=True, positive=True)
-    kept = int(op_folder.bytes_before(n, k).subs({n: weight.shape[0], k: weight.shape[1]}))
+    before = op_folder.bytes_before(n, k)
+    kept = format_bytes(int(before.subs({n: rows, k: columns})))
     return (
-        f"{said}. The backward decodes again: {format_bytes(kept)} of decoded weight "
-        f"({op_folder.bytes_before(n, k)} bytes with N = {weight.shape[0]}, "
-        f"K = {weight.shape[1]}) are not kept for it"
+        f"{said}. The backward decodes again: {kept} "
+        f"of decoded weight ({before} bytes with N = {rows}, K = {columns}) are not kept for it"
     )

@@ -32,10 +32,10 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import embedding as op_folder
 from ..kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_total
-from .graph.base import Decline, Done, Gain, GraphPass
+from .graph.base import Decline, Done, Gain, GraphPass, mutated
 from .graph.canonical import Call, aten, read_one
 from .graph.editor import Editor
-from .graph.graph_info import GraphInfo, node_name
+from .graph.graph_info import GraphInfo, kind_among
 
 MIN_BYTES = 16 << 20
 """An fp32 buffer below this size is not worth an op of its own in the backward pass."""
@@ -71,9 +71,9 @@ class FuseEmbeddingGradient(GraphPass):
         """Yield one table per looked-up weight with something to gain."""
         tables: dict[Node, Table] = {}
         unread: dict[Node, list[Node]] = defaultdict(list)
-        for node in info.gm.graph.nodes:
-            weight = _looked_up(node)
-            if weight is None or not _trains(info, node, weight):
+        for node in info.visit(info.gm.graph.nodes):
+            weight = _arguments(node).get("weight")
+            if not isinstance(weight, Node) or not _trains(info, node, weight):
                 continue
             call = read_one(node)
             if call is None or _unserved_setting(node, call):
@@ -82,10 +82,12 @@ class FuseEmbeddingGradient(GraphPass):
             table = tables.setdefault(weight, Table(weight))
             table.lookups.append(node)
             table.calls.append(call)
-        for weight, nodes in unread.items():
+        for weight in info.visit(unread):
+            nodes = unread[weight]
             if _heads(info, weight, nodes[0]) or _is_large(info, weight):
                 yield from (_unread(node) for node in nodes)
-        for table in tables.values():
+        for weight in info.visit(tables):
+            table = tables[weight]
             table.heads = _heads(info, table.weight, table.lookups[-1])
             if (table.heads or _is_large(info, table.weight)) and self._pays(info, table):
                 yield table
@@ -105,10 +107,9 @@ class FuseEmbeddingGradient(GraphPass):
 
     def check(self, info: GraphInfo, match: Table) -> Decline | None:
         """Return why the table must be left alone, or None."""
-        weight = compat.example_value(match.weight)
+        weight, kind = info.value(match.weight), kind_among((match.weight,))
         anchor = match.lookups[0]
-        if not compat.is_fake(weight):
-            kind = type(weight).__name__
+        if kind:
             return Decline(
                 f"subclass_weight({kind})",
                 f"the embedding's weight is a {kind}, which this op does not take",
@@ -122,14 +123,8 @@ class FuseEmbeddingGradient(GraphPass):
             if sentence:
                 return Decline("unsupported", sentence, node=anchor)
         for write in info.writes:
-            if any(info.may_share_memory(target, match.weight) for target in write.targets):
-                return Decline(
-                    "mutated",
-                    f"`{node_name(write.node)}` writes in place to the embedding's weight inside "
-                    "the graph",
-                    "use the out-of-place form",
-                    anchor,
-                )
+            if info.may_write(write, (match.weight,)):
+                return mutated(write.node, "the embedding's weight inside the graph", anchor)
         return None
 
     def gain(self, info: GraphInfo, match: Table) -> Gain:
@@ -138,10 +133,8 @@ class FuseEmbeddingGradient(GraphPass):
         n, d, v, b = sympy.symbols("N D V B", integer=True, positive=True)
         compiled = info.options.inner == "inductor"
         before = op_folder.bytes_before(v, d, dtype=weight.dtype, compiled=compiled)
-        call: dict[str, Any] = {
-            "dtype": weight.dtype,
-            "engine": op_folder.engine_for(weight.device, weight.dtype),
-        }
+        engine = op_folder.engine_for(weight.device, weight.dtype)
+        call: dict[str, Any] = {"dtype": weight.dtype, "engine": engine}
         sizes = {
             "N": max(_tokens(info, call) for call in match.calls),
             "D": compat.size_hint(weight.shape[1]),
@@ -179,40 +172,23 @@ class FuseEmbeddingGradient(GraphPass):
 
 # --- lookups --------------------------------------------------------------------------------------
 
-_LOOKUPS: dict[Any, tuple[str, ...]] = {
-    F.embedding: tuple(
-        "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse".split()
-    ),
-    torch.embedding: tuple("weight indices padding_idx scale_grad_by_freq sparse".split()),
-    aten.embedding.default: tuple("weight indices padding_idx scale_grad_by_freq sparse".split()),
+_LOOKUPS: dict[Any, str] = {
+    F.embedding: "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse",
+    torch.embedding: "weight indices padding_idx scale_grad_by_freq sparse",
+    aten.embedding.default: "weight indices padding_idx scale_grad_by_freq sparse",
 }
 
 
 def _arguments(node: Node) -> dict[str, Any]:
     """Return a lookup's arguments by name; nothing for any other node."""
-    if node.op != "call_function":
-        return {}
-    try:
-        names = _LOOKUPS.get(node.target)
-    except TypeError:  # an unhashable target
-        return {}
-    return {} if names is None else {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-def _looked_up(node: Node) -> Node | None:
-    weight = _arguments(node).get("weight")
-    return weight if isinstance(weight, Node) else None
+    names = next((names for op, names in _LOOKUPS.items() if node.target is op), "")
+    return {**dict(zip(names.split(), node.args, strict=False)), **node.kwargs} if names else {}
 
 
 def _trains(info: GraphInfo, node: Node, weight: Node) -> bool:
-    value, rows = info.tensor(weight), info.tensor(node)
-    return (
-        value is not None
-        and rows is not None
-        and value.requires_grad
-        and rows.requires_grad
-        and info.regions[node].grad
-    )
+    tensors = [info.tensor(each) for each in (weight, node)]
+    has_gradient = all(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return has_gradient and info.regions[node].grad
 
 
 def _unserved_setting(node: Node, call: Call | None = None) -> str:
@@ -235,14 +211,11 @@ def _unread(node: Node) -> Decline:
         "sparse": "whose gradient is a sparse tensor",
         "padding_idx": "which is negative or varies from call to call",
     }[setting]
-    return Decline(
-        f"embedding_setting({setting})",
-        f"the embedding is used with {setting}, {why}",
-        "give padding_idx as a number from 0 on"
-        if setting == "padding_idx"
-        else f"leave {setting} out, if it is not needed",
-        node,
-    )
+    hint = f"leave {setting} out, if it is not needed"
+    if setting == "padding_idx":
+        hint = "give padding_idx as a number from 0 on"
+    said = f"the embedding is used with {setting}, {why}"
+    return Decline(f"embedding_setting({setting})", said, hint, node)
 
 
 # --- heads ----------------------------------------------------------------------------------------

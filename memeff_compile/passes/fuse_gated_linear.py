@@ -23,8 +23,8 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import gated_linear as op_folder
 from ..report import format_bytes
-from .graph.base import Decline, Done, GraphPass
-from .graph.canonical import Call, aten, read_one
+from .graph.base import Decline, Done, GraphPass, mutated
+from .graph.canonical import Call, aten, named, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name
 
@@ -56,7 +56,7 @@ class FuseGatedLinear(GraphPass):
 
     def find(self, info: GraphInfo) -> Iterable[Gated]:
         """Yield every linear of a gated product whose halves are computed in this body."""
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             match = _read(node)
             if match is not None and _gains(info, match):
                 yield match
@@ -82,13 +82,12 @@ class FuseGatedLinear(GraphPass):
 
     def rewrite(self, info: GraphInfo, match: Gated, editor: Editor) -> Done:
         """Replace the linear by the op."""
-        with editor.at(match.linear):
-            weight, bias = (
-                _cast(info, editor, node, match.gate) for node in (match.weight, match.bias)
-            )
-            new = editor.call(
-                op_folder.gated_linear, match.gate, match.up, weight, bias, match.activation
-            )
+        dtype = info.value(match.gate).dtype
+        with editor.at(match.linear):  # weight and bias are cast as autocast would have
+            weight = editor.cast(match.weight, dtype)
+            bias = None if match.bias is None else editor.cast(match.bias, dtype)
+            operands = (match.gate, match.up, weight, bias, match.activation)
+            new = editor.call(op_folder.gated_linear, *operands)
         editor.replace(match.linear, new)
         return Done(new, _sentence(info, match), sites=1)
 
@@ -141,18 +140,12 @@ def _gains(info: GraphInfo, match: Gated) -> bool:
     return _is_computed_here(match.gate) and _is_computed_here(match.up)
 
 
-_MADE_BY_PRODUCTS = (
-    aten.linear.default,
-    aten.matmul.default,
-    aten.mm.default,
-    aten.addmm.default,
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.mul.Tensor,
+_MADE_BY_PRODUCTS = named(
+    "linear.default matmul.default mm.default addmm.default add.Tensor sub.Tensor mul.Tensor"
 )
 """Ops that do not keep their own result for the backward: it is free to be written over."""
 
-_VIEWS = (aten.view.default, aten.reshape.default, aten.to.dtype, aten.alias.default)
+_VIEWS = named("view.default reshape.default to.dtype alias.default")
 
 
 def _is_computed_here(node: Node) -> bool:
@@ -167,35 +160,29 @@ def _is_computed_here(node: Node) -> bool:
 
 
 def _kept_by_policy(info: GraphInfo) -> Decline | None:
-    level: GraphInfo | None = info
-    while level is not None:
-        if compat.has_checkpoint_policy(level.gm):
-            return Decline(
-                "selective_checkpoint",
-                "the checkpoint has a policy (context_fn) that may keep gate or up for the "
-                "backward, where they would be copied before they are written over",
-                "leave context_fn out to have everything in the block computed again",
-            )
-        level = level.parent
-    return None
+    if not info.has_checkpoint_policy:
+        return None
+    return Decline(
+        "selective_checkpoint",
+        "the checkpoint has a policy (context_fn) that may keep gate or up for the backward, where "
+        "they would be copied before they are written over",
+        "leave context_fn out to have everything in the block computed again",
+    )
 
 
 def _reused(match: Gated) -> Decline | None:
-    for node, only in (
-        (match.gate, match.activated),
-        (match.up, match.product),
-        (match.activated, match.product),
-        (match.product, match.linear),
-    ):
-        for user in node.users:
-            if user is not only:
-                return Decline(
-                    f"gate_reused({node_name(user)})",
-                    "gate, up or their product is also used by "
-                    f"`{node_name(user)}`, so that it has to be kept as it is",
-                    "compute that from the linear's result, or outside the checkpoint",
-                )
-    return None
+    parts = (match.gate, match.up, match.activated, match.product)
+    onward = (match.activated, match.product, match.product, match.linear)
+    users = ((user, only) for node, only in zip(parts, onward, strict=True) for user in node.users)
+    other = next((user for user, only in users if user is not only), None)
+    if other is None:
+        return None
+    return Decline(
+        f"gate_reused({node_name(other)})",
+        f"gate, up or their product is also used by `{node_name(other)}`, so that it has to be "
+        "kept as it is",
+        "compute that from the linear's result, or outside the checkpoint",
+    )
 
 
 def _subclass(match: Gated) -> Decline | None:
@@ -210,11 +197,8 @@ def _subclass(match: Gated) -> Decline | None:
 
 
 def _unsupported(info: GraphInfo, match: Gated) -> Decline | None:
-    gate, up, weight = (info.tensor(n) for n in (match.gate, match.up, match.weight))
-    bias = None if match.bias is None else info.tensor(match.bias)
-    assert gate is not None
-    assert up is not None
-    assert weight is not None
+    gate, up, weight = map(info.value, (match.gate, match.up, match.weight))
+    bias = info.tensor(match.bias)
     # Under autocast the linear casts its weight; so does the rewrite.
     weight, bias = weight.to(gate.dtype), None if bias is None else bias.to(gate.dtype)
     sentence = op_folder.supports(gate, up, weight, bias, match.activation)
@@ -226,26 +210,8 @@ def _mutated(info: GraphInfo, match: Gated) -> Decline | None:
     nodes += [match.bias] if match.bias is not None else []
     first = min((match.gate, match.up), key=lambda n: info.positions[n])
     writer = info.written_between(nodes, first, match.linear)
-    if writer is None:
-        return None
-    return Decline(
-        "mutated",
-        f"`{node_name(writer)}` writes in place to an operand between gate or up and the linear",
-        "use the out-of-place form",
-    )
-
-
-# --- emitting -------------------------------------------------------------------------------------
-
-
-def _cast(info: GraphInfo, editor: Editor, node: Node | None, like: Node) -> Node | None:
-    """Cast a weight or bias as autocast would have for the linear."""
-    if node is None:
-        return None
-    value, wanted = info.value(node), info.value(like)
-    if value.dtype == wanted.dtype:
-        return node
-    return editor.call(aten.to.dtype, node, wanted.dtype)
+    what = "an operand between gate or up and the linear"
+    return None if writer is None else mutated(writer, what)
 
 
 def _sentence(info: GraphInfo, match: Gated) -> str:

@@ -68,14 +68,15 @@ class FuseLinearCrossEntropy(GraphPass):
         reader = HeadReader(info)
         by_head: dict[Node, list[Tail]] = defaultdict(list)
         losses = False
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             for answer in tails_of(info, reader, node):
                 losses = losses or isinstance(answer, Decline) or answer.kind not in METRICS
                 if isinstance(answer, Decline):
                     yield answer
                 else:
                     by_head[answer.chain.head.node].append(answer)
-        for head_node, tails in by_head.items():
+        for head_node in info.visit(by_head):
+            tails = by_head[head_node]
             if any(t.kind in LOSSES for t in tails) or has_pair(tails):
                 yield self._site(info, reader, head_node, without_parts(tails))
         if not losses:
@@ -100,18 +101,13 @@ class FuseLinearCrossEntropy(GraphPass):
                     detached = any(s.kind == "detach" for s in chain.steps)
                     site.outputs.append(outputs.LogitsOutput(node, chain, detached))
                     continue
-                if user in throughs:
-                    seen.add(user)
-                    queue.append(user)
-                    continue
-                if is_several(user) and all(
+                is_parted = is_several(user) and all(
                     part in throughs or isinstance(reader.chain(part), Chain) for part in user.users
-                ):
-                    seen.add(user)
-                    queue.append(user)
-                    continue
-                onward = reader.chain(user) if node not in throughs and user is not output else None
-                if isinstance(onward, Chain) and onward.head.node is head_node:
+                )
+                is_apart = node in throughs or user is output or user in throughs or is_parted
+                onward = None if is_apart else reader.chain(user)
+                is_logits = isinstance(onward, Chain) and onward.head.node is head_node
+                if user in throughs or is_parted or is_logits:
                     seen.add(user)
                     queue.append(user)
                     continue
@@ -145,16 +141,9 @@ class FuseLinearCrossEntropy(GraphPass):
         n, d, v = sympy.symbols("N D V", integer=True, positive=True)
         training = info.region.grad and (hidden.requires_grad or weight.requires_grad)
         upcast = any(s.kind == "to" for t in match.tails for s in t.chain.steps)
-        before = op_folder.bytes_before(
-            n,
-            d,
-            v,
-            dtype=head.compute_dtype,
-            upcast=upcast,
-            returns_logits=bool(match.outputs),
-            training=training,
-            compiled=info.options.inner == "inductor",
-        )
+        how: dict[str, Any] = {"dtype": head.compute_dtype, "training": training, "upcast": upcast}
+        how |= {"returns_logits": bool(match.outputs), "compiled": info.options.inner == "inductor"}
+        before = op_folder.bytes_before(n, d, v, **how)
         sizes = {
             "N": math.prod(compat.size_hint(size) for size in hidden.shape[:-1]),
             "D": compat.size_hint(hidden.shape[-1]),
@@ -181,14 +170,12 @@ class FuseLinearCrossEntropy(GraphPass):
         self, info: GraphInfo, match: Site, rows: sympy.Symbol, sizes: dict[str, int]
     ) -> tuple[sympy.Expr, dict[str, int]]:
         """Return the formula where gradients are made in the forward, and the sizes in it."""
-        hidden = info.tensor(match.head.hidden)
-        assert hidden is not None
         held = op_folder.total_bytes(
             max(sizes["N"], 1),
             sizes["D"],
             sizes["V"],
             dtype=match.head.compute_dtype,
-            device=hidden.device,
+            device=info.value(match.head.hidden).device,
             workspace=info.options.linear_cross_entropy_workspace,
             has_softcap=any(s.kind == "tanh" for s in match.tails[0].chain.steps),
         )
@@ -219,14 +206,12 @@ class FuseLinearCrossEntropy(GraphPass):
             match.covered.extend(emit_group(info, editor, group))
             spellings.extend(t.name for t in group)
         deferred, notes = outputs.rewrite(info, match.outputs, editor)
-        engine = _engine(info.tensor(match.head.hidden), match, info.options)
+        engine = _engine(info.value(match.head.hidden), match, info.options)
         # Each call multiplies with the whole head: other rows, targets or modifiers cost time.
         times = f", {len(groups)} calls" if len(groups) > 1 else ""
         if is_all_totals:
-            engine += (
-                "; the gradients are made in the forward, in three products instead of four, and "
-                "held to the backward"
-            )
+            engine += "; the gradients are made in the forward, in three products instead of four, "
+            engine += "and held to the backward"
         sentence = (
             f"{node_name(match.head.node)} + {' + '.join(dict.fromkeys(spellings))} -> "
             f"memeff::linear_cross_entropy{times}; {engine}"
@@ -252,9 +237,8 @@ def _engine_name(hidden: torch.Tensor, match: Site) -> str:
     )
 
 
-def _engine(hidden: torch.Tensor | None, match: Site, options: Options) -> str:
+def _engine(hidden: torch.Tensor, match: Site, options: Options) -> str:
     """Name the engine, what is known of its speed, and what a gradient filter will do in it."""
-    assert hidden is not None
     name, speed = _engine_name(hidden, match), speed_note(hidden.device)
     sentence = f"engine {name}: {op_folder.ENGINES[name]}" + (f"; {speed}" if speed else "")
     mode = options.linear_cross_entropy

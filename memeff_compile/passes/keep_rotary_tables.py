@@ -12,7 +12,7 @@ memory. The view costs nothing: its sizes and strides are those the table has.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import sympy
 import torch
@@ -21,7 +21,7 @@ from torch.fx import Node
 from .. import compat
 from ..kernels.device import where_it_runs
 from .graph.base import Decline, Done, GraphPass
-from .graph.canonical import aten, read_one
+from .graph.canonical import aten, named, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo
 
@@ -31,15 +31,12 @@ FEWEST_READERS = 3
 FEWEST_NUMBERS = 1 << 16
 """Smaller tables, as those of a step of decoding, are computed sooner than they are read."""
 
-_WAVES = (aten.cos.default, aten.sin.default)
+_WAVES = named("cos.default sin.default")
 _MAX_STEPS = 6
 
 
-@dataclass(frozen=True)
-class Tables:
-    """The tables of a graph, and what reads each."""
-
-    nodes: tuple[Node, ...]
+Tables: TypeAlias = "tuple[Node, ...]"
+"""The tables of a graph."""
 
 
 class KeepRotaryTables(GraphPass):
@@ -55,20 +52,24 @@ class KeepRotaryTables(GraphPass):
         """Yield the tables of the graph together."""
         found = dict.fromkeys(
             table
-            for node in info.gm.graph.nodes
+            for node in info.visit(info.gm.graph.nodes)
             if _is_wave(info, node) and (table := _table(info, node)) is not None
         )
         if found:
-            yield Tables(tuple(found))
+            yield tuple(found)
 
     def places(self, match: Tables) -> Sequence[Node]:
         """Return the tables."""
-        return match.nodes
+        return match
+
+    def parts(self, match: Tables) -> Sequence[Tables]:
+        """Return a match per table."""
+        return [(table,) for table in match]
 
     def rewrite(self, info: GraphInfo, match: Tables, editor: Editor) -> Done:
         """Let the readers of each table read it through a view of its own layout."""
         readers = 0
-        for table in match.nodes:
+        for table in match:
             users = _readers(table)
             value = info.value(table)
             with editor.at(table.next, like=table):
@@ -81,7 +82,7 @@ class KeepRotaryTables(GraphPass):
             f"cosines and sines of positions are kept in memory for their {readers} readers, "
             "instead of being computed by each"
         )
-        return Done(match.nodes[0], sentence, sites=len(match.nodes))
+        return Done(match[0], sentence, sites=len(match))
 
     def dead(self, match: Tables) -> Sequence[Node]:
         """Return nothing: all that was there is still read."""
@@ -115,9 +116,7 @@ def _table(info: GraphInfo, wave: Node) -> Node | None:
         return None
     numbers = sympy.prod(compat.size_hint(size) for size in value.shape)
     is_large = numbers >= FEWEST_NUMBERS and value.is_contiguous()
-    is_written = any(
-        info.may_share_memory(target, table) for write in info.writes for target in write.targets
-    )
+    is_written = any(info.may_write(write, (table,)) for write in info.writes)
     return table if len(_readers(table)) >= FEWEST_READERS and is_large and not is_written else None
 
 

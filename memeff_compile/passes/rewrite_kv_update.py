@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -29,10 +29,18 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import kv_cache as op_folder
-from .attention.cached import held_scale, unserved_setting
+from .attention.cached import (
+    MAX_CHAIN,
+    CachedPass,
+    CachedSite,
+    advice,
+    attention_calls,
+    held_scale,
+    unserved_setting,
+)
 from .attention.repeated_heads import without_repeat
-from .graph.base import Decline, Done, Gain, GraphPass
-from .graph.canonical import Call, aten, read, read_one
+from .graph.base import Decline, Done, Gain
+from .graph.canonical import Call, aten, named, read, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, same_shape
 
@@ -41,8 +49,6 @@ MAX_ROWS = 64
 
 MIN_COPIED_BYTES = 4 << 20
 """Without a kernel of ours the gain is the copies per query head; smaller ones do not pay."""
-
-_MAX_CHAIN = 8
 
 _NO_CAUSAL = "is_causal compares places in the buffer; give a mask of positions"
 
@@ -77,20 +83,29 @@ class Visible:
 
 
 @dataclass
-class Site:
+class Site(CachedSite):
     """One attention over caches that this graph has written to."""
 
-    node: Node
     storages: frozenset[int]
-    call: Call
     key: Cache | None = None
     value: Cache | None = None
     visible: Visible | None = None
-    pair: Pair | None = None
-    owned: list[Node] = field(default_factory=list)
+
+    @property
+    def caches(self) -> tuple[Cache, Cache]:
+        """Keys and values, where both were read."""
+        assert self.key is not None
+        assert self.value is not None
+        return self.key, self.value
+
+    @property
+    def shown(self) -> Visible:
+        """What the queries see, where that was read."""
+        assert self.visible is not None
+        return self.visible
 
 
-class RewriteKVUpdate(GraphPass):
+class RewriteKVUpdate(CachedPass):
     """The pass."""
 
     name = "rewrite_kv_update"
@@ -103,14 +118,11 @@ class RewriteKVUpdate(GraphPass):
         if not writes:
             return
         inputs = _storages(info, info.gm.graph.nodes)
-        for node in info.gm.graph.nodes:
-            call = read_one(node) if _may_be_attention(node) else None
-            if call is None or call.op is not aten.scaled_dot_product_attention.default:
-                continue
+        for node, call in attention_calls(info):
             before = (w for w in writes if w.position < info.positions[node])
             storages = inputs & _storages(info, (t for w in before for t in w.targets), any_op=True)
             if all(_reads_from(info, call.args[name], storages) for name in ("key", "value")):
-                yield Site(node, storages, call)
+                yield Site(node, call, storages)
 
     # --- check ------------------------------------------------------------------------------------
 
@@ -120,9 +132,13 @@ class RewriteKVUpdate(GraphPass):
         The place is read here and not by ``find``: rewriting one attention replaces operands of
         the next.
         """
-        _read_site(info, match)
+        match.call = read_one(match.node) or match.call
+        match.key, match.value = (
+            _cache(info, match.call.args[name], match.storages) for name in ("key", "value")
+        )
+        match.visible = _visible(info, match)
         return (
-            unserved_setting(info, match.node, match.call, _NO_CAUSAL)
+            unserved_setting(info, match, _NO_CAUSAL)
             or _unserved_cache(info, match)
             or _unserved_mask(match)
             or _unserved_shape(info, match)
@@ -148,46 +164,28 @@ class RewriteKVUpdate(GraphPass):
         sizes["S"] = plan.splits
         return Gain(before, op_folder.bytes_after(b, h, m, d, splits=s), sizes)
 
-    def places(self, match: Site) -> Sequence[Node]:
-        """Return the attention."""
-        return [match.node]
-
     # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
         """Join the writes where that is safe; let attention read the caches themselves."""
-        assert match.key is not None
-        assert match.value is not None
-        sentence = _sentence(info, match)
-        chain = [n for n in (*match.key.chain, *match.value.chain) if not _is_cache_write(n)]
+        sentence, (key, value), visible = _sentence(info, match), match.caches, match.shown
+        chain = [n for n in (*key.chain, *value.chain) if not _is_cache_write(n)]
         match.owned = [match.node, *chain]
-        match.pair = _pair(info, match)
-        if match.pair is not None:
-            with editor.at(match.pair.second):
-                editor.call(op_folder.kv_cache_append, *match.pair.operands)
-            match.owned += [match.pair.first, match.pair.second]
-        assert match.visible is not None
+        pair = _pair(info, match)
+        if pair is not None:
+            with editor.at(pair.second):
+                editor.call(op_folder.kv_cache_append, *pair.operands)
+            match.owned += [pair.first, pair.second]
         with editor.at(match.node):
-            mask = match.visible.mask
-            last = _bound(editor, match.visible) if mask is None else _last(info, editor, match)
-            out = editor.call(
-                op_folder.kv_cache_attention,
-                match.call.args["query"],
-                match.key.node,
-                match.value.node,
-                last,
-                mask,
-                held_scale(match.call),
-            )
+            mask = visible.mask
+            last = _bound(editor, visible) if mask is None else _last(info, editor, match)
+            operands = (match.call.args["query"], key.node, value.node, last, mask)
+            out = editor.call(op_folder.kv_cache_attention, *operands, held_scale(match.call))
             if _is_laid_out_by_head(info, match.node):
                 out = editor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
         editor.replace(match.node, out)
-        match.owned += match.visible.chain
+        match.owned += visible.chain
         return Done(match.node, sentence, inductor=_advice(info, match))
-
-    def dead(self, match: Site) -> Sequence[Node]:
-        """Return what only this attention needed: copies, the mask, the writes that were joined."""
-        return match.owned
 
 
 # --- caches ---------------------------------------------------------------------------------------
@@ -212,13 +210,9 @@ def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -
     return frozenset(found)
 
 
-def _may_be_attention(node: Node) -> bool:
-    return node.op == "call_function" and "scaled_dot_product_attention" in node_name(node)
-
-
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
     """Return whether ``node`` is in one of ``storages``, or a copy of what is, a few steps away."""
-    for _ in range(_MAX_CHAIN):
+    for _ in range(MAX_CHAIN):
         value = info.tensor(node)
         if value is None or not compat.is_fake(value):
             return False
@@ -232,31 +226,19 @@ def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
     return False
 
 
-def _read_site(info: GraphInfo, match: Site) -> None:
-    """Fill in the call, the caches and the mask."""
-    call = read_one(match.node)
-    assert call is not None
-    match.call = call
-    match.key = _cache(info, call.args["key"], match.storages)
-    match.value = _cache(info, call.args["value"], match.storages)
-    match.visible = _visible(info, match)
-
-
 def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | None:
     """Strip what repeats the heads, and name the cache behind; None for any other form."""
     chain: list[Node] = []
     repeat: Any = 1
-    for _ in range(_MAX_CHAIN):
+    for _ in range(MAX_CHAIN):
         stripped = without_repeat(info, node)
-        if stripped is not None:
-            nodes, source, times = stripped
-            chain += nodes
-            node, repeat = source, repeat * times
-            continue
-        value = info.tensor(node)
-        if value is None or value.dim() != 4 or compat.storage_key(value) not in storages:
-            return None
-        return Cache(node, repeat, tuple(chain))
+        if stripped is None:
+            value = info.tensor(node)
+            is_one = value is not None and value.dim() == 4
+            is_one = is_one and compat.storage_key(info.value(node)) in storages
+            return Cache(node, repeat, tuple(chain)) if is_one else None
+        nodes, node, times = stripped
+        chain, repeat = [*chain, *nodes], repeat * times
     return None
 
 
@@ -293,7 +275,7 @@ def _visible(info: GraphInfo, match: Site) -> Visible | None:
     return Visible(mask)
 
 
-_TRANSPARENT = (aten.expand.default, aten.alias.default, aten.contiguous.default)
+_TRANSPARENT = named("expand.default alias.default contiguous.default")
 _COMPARED = {  # the side of the keys, the side of the positions, whether equal is seen
     aten.le.Tensor: ("self", "other", True),
     aten.lt.Tensor: ("self", "other", False),
@@ -304,12 +286,11 @@ _COMPARED = {  # the side of the keys, the side of the positions, whether equal 
 
 def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
     """Read ``arange(N) <= positions[..., None]``, broadcast; None for any other mask."""
-    chain = []
-    node, call = mask, read_one(mask)
+    chain: list[Node] = []
+    call = read_one(node := mask)
     while call is not None and call.op in _TRANSPARENT:
         chain.append(node)
-        node = call.args["self"]
-        call = read_one(node)
+        call = read_one(node := call.args["self"])
     if call is None or call.op not in _COMPARED:
         return None
     key_side, query_side, equal = _COMPARED[call.op]
@@ -324,7 +305,7 @@ def _counts_keys(info: GraphInfo, node: Node, keys: Any) -> bool:
     value = info.tensor(node)
     if value is None or not same_shape(value.shape, (*[1] * (value.dim() - 1), keys)):
         return False
-    for _ in range(_MAX_CHAIN):
+    for _ in range(MAX_CHAIN):
         held = info.tensor(node)
         # Views keep the order; all the keys must be there at every step, in a type that holds them.
         if held is None or held.dtype not in _INDICES or not same_shape(held.shape[-1:], (keys,)):
@@ -342,14 +323,8 @@ def _counts_keys(info: GraphInfo, node: Node, keys: Any) -> bool:
 
 
 _INDICES = (torch.int32, torch.int64)
-_ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-_KEEPS_COUNT = (
-    aten.unsqueeze.default,
-    aten.view.default,
-    aten.reshape.default,
-    aten.alias.default,
-    aten.to.dtype,
-)
+_ARANGE = named("arange.default arange.start arange.start_step")
+_KEEPS_COUNT = named("unsqueeze.default view.default reshape.default alias.default to.dtype")
 
 
 def _adds_nothing(call: Call) -> bool:
@@ -380,31 +355,14 @@ def _bound(editor: Editor, visible: Visible) -> Node:
 
 def _last(info: GraphInfo, editor: Editor, match: Site) -> Node:
     """Return where the mask's queries see last, found once for all who take the same mask."""
-    assert match.visible is not None
-    mask = match.visible.mask
+    mask, end = match.shown.mask, info.positions[match.node]
     assert mask is not None
     for user in mask.users:
         if user.target is op_folder.kv_cache_last and user in info.positions:
-            is_before = info.positions[user] < info.positions[match.node]
-            if is_before and _writes_to(info, mask, user, match.node) is None:
+            begin = info.positions[user]
+            if begin < end and info.written_alike(mask, begin, end) is None:
                 return user
     return editor.call(op_folder.kv_cache_last, mask)
-
-
-def _writes_to(info: GraphInfo, node: Node, first: Node, last: Node) -> Node | None:
-    """Return a write between two places that may hit ``node``; tensors of one memory and different
-    dtypes are not to be feared where both are inputs.
-    """
-    value = info.tensor(node)
-    for write in info.writes:
-        if not info.positions[first] < write.position <= info.positions[last]:
-            continue
-        for target in write.targets:
-            written = info.tensor(target)
-            is_alike = value is None or written is None or written.dtype == value.dtype
-            if is_alike and info.may_share_memory(target, node):
-                return write.node
-    return None
 
 
 # --- conditions -----------------------------------------------------------------------------------
@@ -448,10 +406,7 @@ def _unserved_mask(match: Site) -> Decline | None:
 
 
 def _unserved_shape(info: GraphInfo, match: Site) -> Decline | None:
-    assert match.key is not None
-    assert match.value is not None
-    assert match.visible is not None
-    operands = [match.call.args["query"], match.key.node, match.value.node]
+    operands = [match.call.args["query"], *(cache.node for cache in match.caches)]
     query, keys, values = (info.tensor(n) for n in operands)
     if query is None or keys is None or values is None or not compat.is_fake(query):
         return Decline("unsupported", "an operand of attention is no plain tensor")
@@ -469,18 +424,15 @@ def _unserved_shape(info: GraphInfo, match: Site) -> Decline | None:
 
 
 def _changed_meanwhile(info: GraphInfo, match: Site) -> Decline | None:
-    assert match.key is not None
-    assert match.value is not None
-    assert match.visible is not None
-    found = None
-    for cache in (match.key, match.value):
-        reads = [n for n in cache.chain if not _is_cache_write(n)]
-        if reads:
-            first = min(reads, key=lambda n: info.positions[n])
-            found = found or _writes_to(info, cache.node, first, match.node)
-    if match.visible.bound is not None and match.visible.compared_at is not None:
-        compared = match.visible.compared_at
-        found = found or _writes_to(info, match.visible.bound, compared, match.node)
+    end, visible = info.positions[match.node], match.shown
+    reads: list[tuple[Node, int]] = []
+    for cache in match.caches:
+        places = [info.positions[n] for n in cache.chain if not _is_cache_write(n)]
+        reads += [(cache.node, min(places))] if places else []
+    if visible.bound is not None and visible.compared_at is not None:
+        reads.append((visible.bound, info.positions[visible.compared_at]))
+    writes = (info.written_alike(node, first, end) for node, first in reads)
+    found = next(filter(None, writes), None)
     if found is None:
         return None
     return Decline(
@@ -510,16 +462,14 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
 
 def _pair(info: GraphInfo, match: Site) -> Pair | None:
     """Return the two writes when one op may do both at the later place, else None."""
-    assert match.key is not None
-    assert match.value is not None
-    keys = _write(info, match, match.key)
-    values = _write(info, match, match.value)
+    key, value = match.caches
+    keys, values = _write(info, match, key), _write(info, match, value)
     if keys is None or values is None:
         return None
     (k_write, k_new, k_positions), (v_write, v_new, v_positions) = keys, values
     if k_positions is not v_positions or k_write is v_write:
         return None
-    operands = (match.key.node, match.value.node, k_new, v_new, k_positions)
+    operands = (key.node, value.node, k_new, v_new, k_positions)
     tensors = [info.tensor(n) for n in operands]
     if any(t is None or not compat.is_fake(t) for t in tensors):
         return None
@@ -615,24 +565,16 @@ def _is_laid_out_by_head(info: GraphInfo, node: Node) -> bool:
 
 
 def _advice(info: GraphInfo, match: Site) -> dict[str, Any]:
-    """Return how Inductor should compile the graph: tuned, where every product has one row.
-
-    A step of one token is its weights read once, and libraries read them at three quarters of the
-    memory's speed. Under this setting Inductor writes such products itself, as sums that it tunes.
-    """
     query = info.value(match.call.args["query"])
     has_one_row = same_shape((query.shape[0], query.shape[2]), (1, 1))
     is_on_gpu = op_folder.engine_for(query.device, query.dtype) != "reference"
-    return {"coordinate_descent_tuning": True} if has_one_row and is_on_gpu else {}
+    return advice(is_one_row=has_one_row and is_on_gpu)
 
 
 def _sentence(info: GraphInfo, match: Site) -> str:
-    query = info.value(match.call.args["query"])
-    assert match.key is not None
-    cache = info.value(match.key.node)
-    assert match.visible is not None
+    query, cache = info.value(match.call.args["query"]), info.value(match.caches[0].node)
     name = op_folder.engine_for(query.device, query.dtype)
-    bound = "the mask's last key" if match.visible.mask is not None else "the query's position"
+    bound = "the query's position" if match.shown.mask is None else "the mask's last key"
     return (
         f"attention over a cache of {cache.shape[2]} keys -> memeff::kv_cache_attention, which "
         f"reads up to {bound}; engine {name}: {op_folder.ENGINES[name]}"

@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import ternary_linear as op_folder
-from .graph.base import Decline, Done, Gain, GraphPass
+from .graph.base import Decline, Done, Gain, GraphPass, mutated
 from .graph.canonical import aten, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name
@@ -44,6 +44,13 @@ class Site:
     bias: Node | None
     tokens: Quantized | Unread
     weight: Quantized | Unread | None  # None: nothing rounds on its way
+
+    @property
+    def both(self) -> tuple[Quantized, Quantized]:
+        """Weight and tokens, where both were read."""
+        assert isinstance(self.weight, Quantized)
+        assert isinstance(self.tokens, Quantized)
+        return self.weight, self.tokens
 
 
 @dataclass
@@ -87,14 +94,14 @@ class TernarizeLinear(GraphPass):
         Then calls on packed weights that have one input and can be one call.
         """
         groups: dict[Any, Group] = {}
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             site = _site(node)
             if site is None:
                 continue
             key: Any = node
             if self._check_site(info, site) is None and not self.skipped(info, site.linear):
-                assert isinstance(site.tokens, Quantized)
-                key = (site.tokens.source, site.tokens.quantizer, _is_trained(info, site))
+                _, tokens = site.both
+                key = (tokens.source, tokens.quantizer, _is_trained(info, site))
             if key in groups and _can_join(info, groups[key], site):
                 groups[key].sites.append(site)
             else:
@@ -106,13 +113,11 @@ class TernarizeLinear(GraphPass):
     def _products(self, info: GraphInfo) -> Iterable[Group]:
         """Yield products of single weights that have one input and can be one product."""
         groups: dict[Any, Group] = {}
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             product = read_product(info, node)
-            if product is None:
+            if product is None or self.skipped(info, product.result):
                 continue
             site = Site(product.result, product.bias, product.tokens, product.weight)
-            if self.skipped(info, site.linear):
-                continue
             key = (product.tokens.source, product.tokens.quantizer)
             if key in groups and _can_join(info, groups[key], site):
                 groups[key].sites.append(site)
@@ -124,14 +129,17 @@ class TernarizeLinear(GraphPass):
     def _mergeable(self, info: GraphInfo) -> Iterable[Calls]:
         """Yield calls on packed weights that differ in nothing but these, or have neighbours."""
         found: dict[Any, list[Node]] = {}
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             if node.target is op_folder.ternary_linear and not node.kwargs:
-                x, packed, scales, biases, *rest = node.args
+                given: Any = node.args
+                x, packed, scales, biases, *rest = given
                 operands = [n for n in (*packed, *scales, *biases) if isinstance(n, Node)]
                 is_mine = not self.skipped(info, node)
                 if is_mine and all(n.op in ("placeholder", "get_attr") for n in operands):
                     found.setdefault((x, tuple(rest)), []).append(node)
-        for nodes in found.values():
+        by_first = {nodes[0]: nodes for nodes in found.values()}
+        for first in info.visit(by_first):
+            nodes = by_first[first]
             if any(map(info.may_be_written, _weights(nodes))):
                 continue
             x = nodes[0].args[0]
@@ -174,10 +182,9 @@ class TernarizeLinear(GraphPass):
         if not _is_trained(info, match.sites[0]):
             return None
         n, k, m = sympy.symbols("N K M", integer=True, positive=True)
-        sizes = {"N": 0, "K": 0, "M": 0}
-        for site in match.sites:
-            tokens, rows, columns = _sizes(info, site)
-            sizes = {"N": sizes["N"] + rows, "K": columns, "M": tokens}
+        every = [_sizes(info, site) for site in match.sites]
+        tokens, _, columns = every[-1]
+        sizes = {"N": sum(rows for _, rows, _ in every), "K": columns, "M": tokens}
         value = info.value(match.sites[0].linear)
         before = op_folder.saved_before(n, k, m, dtype=value.dtype)
         return Gain(before, op_folder.saved_after(n, k, m), sizes)
@@ -188,6 +195,12 @@ class TernarizeLinear(GraphPass):
             return match.nodes
         return [site.linear for site in match.sites]
 
+    def parts(self, match: Group | Calls) -> Sequence[Group]:
+        """Return a match per linear; what is a call already can stay as it is."""
+        if isinstance(match, Calls) or match.products:
+            return []
+        return [Group([site]) for site in match.sites]
+
     # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Group | Calls, editor: Editor) -> Done:
@@ -195,24 +208,26 @@ class TernarizeLinear(GraphPass):
         if isinstance(match, Calls):
             return _merge(info, match, editor)
         if match.products:
-            _train(info, match, editor)
+            _emit(info, match, editor, is_trained=True)
             match.owned += [node for product in match.products for node in product.owned]
             count = len(match.sites)
             sentence = f"{count} ternary products of one input -> one, which quantises it once"
             return Done(match.sites[0].linear, sentence, sites=count)
         is_trained = _is_trained(info, match.sites[0])
         sentence = _sentence(info, match, is_trained=is_trained)
-        _hold_numbers(match)
-        (_train if is_trained else _infer)(info, match, editor)
         for site in match.sites:
-            assert isinstance(site.tokens, Quantized)
-            assert isinstance(site.weight, Quantized)
-            match.owned += [site.linear, *site.tokens.chain, *site.weight.chain]
+            match.owned.append(site.linear)
+            for found in site.both:
+                match.owned += found.chain
+                for number in found.numbers:  # compile anew where one that was read changes
+                    compat.hold_constant(number)
+        _emit(info, match, editor, is_trained=is_trained)
         return Done(match.sites[0].linear, sentence, sites=len(match.sites))
 
     def dead(self, match: Group | Calls) -> Sequence[Node]:
-        """Return what nobody reads any more."""
-        return _with_dead_items(match.owned)
+        """Return what nobody reads any more, the unused second results of reductions included."""
+        items = [user for node in match.owned for user in node.users if not user.users]
+        return [*match.owned, *(user for user in items if user.op == "call_function")]
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -224,20 +239,15 @@ def _site(node: Node) -> Site | None:
     if call is None or call.op is not aten.linear.default:
         return None
     tokens, weight = call.args["input"], call.args["weight"]
-    is_quantized = rounds(tokens) and (are_codes(tokens) or _is_fake_quantized(tokens))
-    if not rounds(weight) and not is_quantized:
-        return None
     read_weight = read_quantized(weight) if rounds(weight) else None
-    return Site(node, call.args["bias"], read_quantized(tokens), read_weight)
-
-
-def _is_fake_quantized(tokens: Node) -> bool:
-    """Return whether tokens are quantised as those of ternary models are, right before the linear.
-
-    Rounding somewhere in the layers before is nobody's concern here.
-    """
-    found = read_quantized(tokens)
-    return isinstance(found, Quantized) and not found.is_weight
+    if read_weight is None and not rounds(tokens):
+        return None
+    read_tokens = read_quantized(tokens)
+    # Rounding somewhere in the layers before the tokens is nobody's concern here.
+    is_fake = isinstance(read_tokens, Quantized) and not read_tokens.is_weight
+    if read_weight is None and not is_fake and not are_codes(tokens):
+        return None
+    return Site(node, call.args["bias"], read_tokens, read_weight)
 
 
 def _is_trained(info: GraphInfo, site: Site) -> bool:
@@ -247,49 +257,29 @@ def _is_trained(info: GraphInfo, site: Site) -> bool:
 
 def _can_join(info: GraphInfo, group: Group, site: Site) -> bool:
     """Return whether what this linear needs is there before the first one of the group."""
-    first = info.positions[group.sites[0].linear]
-    assert isinstance(site.weight, Quantized)
-    needed = [site.weight.source, *([site.bias] if site.bias is not None else [])]
-    same = info.tensor(site.linear), info.tensor(group.sites[0].linear)
+    first, (weight, tokens) = group.sites[0], site.both
+    needed = [weight.source, *([site.bias] if site.bias is not None else [])]
+    same = info.tensor(site.linear), info.tensor(first.linear)
     if same[0] is None or same[1] is None or same[0].dtype != same[1].dtype:
         return False
-    if _weight_form(group.sites[0]) != _weight_form(site):
-        return False
-    if not all(info.positions[node] < first for node in needed):
+    begin, end = info.positions[first.linear], info.positions[site.linear]
+    has_form = first.both[0].quantizer.is_step == weight.quantizer.is_step
+    if not has_form or not all(info.positions[node] < begin for node in needed):
         return False
     # The codes are those of the first linear; in between nobody may write to what they come from.
-    assert isinstance(site.tokens, Quantized)
-    begin, moved = group.sites[0].linear, [site.tokens.source, *site.tokens.chain[:1], *needed]
-    ours = {
-        node
-        for each in (*group.sites, site)
-        for found in (each.tokens, each.weight)
-        if isinstance(found, Quantized)
-        for node in found.chain  # which write to nothing but what they made
-    }
-    first_place, last_place = info.positions[begin], info.positions[site.linear]
-    return not any(
-        first_place < write.position <= last_place
-        and write.node not in ours
-        and any(info.may_share_memory(target, node) for target in write.targets for node in moved)
-        for write in info.writes
-    )
-
-
-def _weight_form(site: Site) -> tuple[bool, ...]:
-    assert isinstance(site.weight, Quantized)
-    return (site.weight.quantizer.is_step,)
+    moved = [tokens.source, *tokens.chain[:1], *needed]
+    read = [found for each in (*group.sites, site) for found in each.both]
+    ours = {node for found in read for node in found.chain}  # which write to what they made alone
+    between = (w for w in info.writes if begin < w.position <= end and w.node not in ours)
+    return not any(info.may_write(write, moved) for write in between)
 
 
 def _sizes(info: GraphInfo, site: Site) -> tuple[int, int, int]:
     """Return tokens, rows and columns, as first seen."""
-    value = info.tensor(site.linear)
-    assert isinstance(site.weight, Quantized)
-    weight = info.tensor(site.weight.source)
-    assert value is not None
-    assert weight is not None
-    tokens = math.prod(compat.size_hint(size) for size in value.shape[:-1])
-    return tokens, compat.size_hint(weight.shape[0]), compat.size_hint(weight.shape[1])
+    weight, _ = site.both
+    tokens = math.prod(map(compat.size_hint, info.value(site.linear).shape[:-1]))
+    rows, columns = map(compat.size_hint, info.value(weight.source).shape)
+    return tokens, rows, columns
 
 
 # --- conditions -----------------------------------------------------------------------------------
@@ -308,32 +298,28 @@ def _unread(site: Site) -> Decline | None:
     for name, found in (("weight", site.weight), ("input", site.tokens)):
         if isinstance(found, Unread):
             return Decline(found.code, f"the {name} of the linear: {found.sentence}", found.hint)
-    assert isinstance(site.weight, Quantized)
-    assert isinstance(site.tokens, Quantized)
-    if not site.weight.is_weight or site.tokens.is_weight:
-        return Decline(
-            "operands",
-            "the weight is quantised like tokens, or the input like a weight",
-        )
-    return None
+    weight, tokens = site.both
+    if weight.is_weight and not tokens.is_weight:
+        return None
+    return Decline("operands", "the weight is quantised like tokens, or the input like a weight")
 
 
 def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
     if not _is_trained(info, site):
         return None
-    for name, found in (("weight", site.weight), ("input", site.tokens)):
-        assert isinstance(found, Quantized)
+    for name, found in zip(("weight", "input"), site.both, strict=True):
         source = info.tensor(found.source)
         result = info.tensor(found.chain[0]) if found.chain else None
-        is_cut = result is not None and not result.requires_grad
-        if source is not None and source.requires_grad and is_cut:
+        if source is None or not source.requires_grad:
+            continue
+        if result is not None and not result.requires_grad:
             return Decline(
                 "no_straight_through",
                 f"the {name} of the linear is cut off from its gradient, and the op would hand "
                 "one on",
                 "quantise under no_grad only what the estimator adds back",
             )
-        if not found.is_straight and source is not None and source.requires_grad:
+        if not found.is_straight:
             return Decline(
                 "no_straight_through",
                 f"the {name} of the linear is quantised without a straight-through estimator: its "
@@ -344,9 +330,7 @@ def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _subclass(site: Site) -> Decline | None:
-    assert isinstance(site.weight, Quantized)
-    assert isinstance(site.tokens, Quantized)
-    kind = kind_among((site.weight.source, site.tokens.source, site.bias))
+    kind = kind_among((*(found.source for found in site.both), site.bias))
     if not kind:
         return None
     return Decline(
@@ -357,56 +341,36 @@ def _subclass(site: Site) -> Decline | None:
 
 
 def _reused(site: Site) -> Decline | None:
-    for found in (site.weight, site.tokens):
-        assert isinstance(found, Quantized)
-        if not found.chain:
-            continue
-        user = other_user(found.chain, found.chain[0])
-        if user is not None:
-            return Decline(
-                f"chain_reused({node_name(user)})",
-                f"`{node_name(user)}` also uses a value on the way to the codes, so that it has to "
-                "be computed all the same",
-                "compute that from the input of the linear",
-            )
-    return None
+    users = (other_user(found.chain, found.chain[0]) for found in site.both if found.chain)
+    user = next(filter(None, users), None)
+    if user is None:
+        return None
+    return Decline(
+        f"chain_reused({node_name(user)})",
+        f"`{node_name(user)}` also uses a value on the way to the codes, so that it has to be "
+        "computed all the same",
+        "compute that from the input of the linear",
+    )
 
 
 def _unsupported(info: GraphInfo, site: Site) -> Decline | None:
-    assert isinstance(site.weight, Quantized)
-    assert isinstance(site.tokens, Quantized)
-    x, weight = info.tensor(site.tokens.source), info.tensor(site.weight.source)
-    bias = None if site.bias is None else info.tensor(site.bias)
-    out = info.tensor(site.linear)
-    assert x is not None
-    assert out is not None
-    sentence = op_folder.supports(x, weight, bias)
+    weight, tokens = site.both
+    bias, out = info.tensor(site.bias), info.value(site.linear)
+    sentence = op_folder.supports(info.value(tokens.source), info.tensor(weight.source), bias)
     if sentence is None and out.dtype not in _FLOATING:
         sentence = f"the result is {out.dtype}; bfloat16, float16 or float32 is needed"
     return Decline("unsupported", sentence) if sentence else None
 
 
 def _mutated(info: GraphInfo, site: Site) -> Decline | None:
-    assert isinstance(site.weight, Quantized)
-    assert isinstance(site.tokens, Quantized)
-    for found in (site.weight, site.tokens):
-        if not found.chain:
-            continue
-        first = min(info.positions[node] for node in found.chain)
-        read = (found.source, found.chain[0])  # what is quantised, and what the linear gets
-        for write in info.writes:
+    for found in site.both:
+        first = min((info.positions[node] for node in found.chain), default=0)
+        for write in info.writes if found.chain else ():
             is_between = first < write.position <= info.positions[site.linear]
-            if not is_between or write.node in found.chain:
-                continue
-            if any(
-                info.may_share_memory(target, node) for target in write.targets for node in read
-            ):
-                return Decline(
-                    "mutated",
-                    f"`{node_name(write.node)}` writes in place to an operand between its "
-                    "quantisation and the linear",
-                    "use the out-of-place form",
-                )
+            # What is quantised, and what the linear gets.
+            read = (found.source, found.chain[0])
+            if is_between and write.node not in found.chain and info.may_write(write, read):
+                return mutated(write.node, "an operand between its quantisation and the linear")
     return None
 
 
@@ -424,52 +388,40 @@ def _without_gain(info: GraphInfo, site: Site) -> Decline | None:
 # --- emitting -------------------------------------------------------------------------------------
 
 
-def _hold_numbers(match: Group) -> None:
-    """Compile anew where a number that was read, a symbol where everything is dynamic, changes."""
-    for site in match.sites:
-        for found in (site.tokens, site.weight):
-            assert isinstance(found, Quantized)
-            for number in found.numbers:
-                compat.hold_constant(number)
+def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) -> None:
+    """Emit one op for all linears of the group, before the first of them.
 
-
-def _train(info: GraphInfo, match: Group, editor: Editor) -> None:
-    """Emit one quantisation, a packed weight per linear, and one product with gradients."""
-    if info.options.inner == "inductor":
+    In training that is one quantisation, a packed weight per linear, and one product with
+    gradients.
+    """
+    if is_trained and info.options.inner == "inductor":
         for op, twin in op_folder.TWINS:
             compat.call_in_inductor(op, twin)
-    first = match.sites[0]
-    assert isinstance(first.tokens, Quantized)
-    assert isinstance(first.weight, Quantized)
-    value = info.value(first.linear)
-    source = info.current(first.tokens.source)
-    biases = [(place, site.bias) for place, site in enumerate(match.sites) if site.bias is not None]
+    first, weights = match.sites[0], [site.both[0] for site in match.sites]
+    first_weight, tokens = first.both
+    is_step, quantizer = first_weight.quantizer.is_step, tokens.quantizer
+    source, dtype = info.current(tokens.source), info.value(first.linear).dtype
     with editor.at(first.linear):
-        detached = editor.call(aten.detach.default, source)
-        quantized = editor.call(
-            op_folder.ternary_linear_quantize, detached, *first.tokens.quantizer.arguments()
-        )
-        weights, packed = [], []
-        for site in match.sites:
-            assert isinstance(site.weight, Quantized)
-            weights.append(info.current(site.weight.source))
-            packed.append(_packed(info, editor, site.weight))
-        product = editor.call(
-            op_folder.ternary_linear_product,
-            source,
-            weights,
-            *[editor.item(quantized, place) for place in range(3)],
-            [codes for codes, _ in packed],
-            [scale for _, scale in packed],
-            [bias for _, bias in biases],
-            [place for place, _ in biases],
-            value.dtype,
-            first.tokens.quantizer.is_step,
-            first.weight.quantizer.is_step,
-        )
-        outputs = [editor.item(product, place) for place in range(len(weights))]
-    gate = _made_again(info, match)
-    for node in [] if gate is None else [product, *gate]:
+        if is_trained:
+            detached, how = editor.call(aten.detach.default, source), quantizer.arguments()
+            quantized = editor.call(op_folder.ternary_linear_quantize, detached, *how)
+        packed = [_packed(info, editor, weight) for weight in weights]
+        held, scales = [codes for codes, _ in packed], [scale for _, scale in packed]
+        operands: list[Any]
+        if is_trained:
+            op = op_folder.ternary_linear_product
+            codes = [editor.item(quantized, place) for place in range(3)]
+            biases = {p: site.bias for p, site in enumerate(match.sites) if site.bias is not None}
+            operands = [[info.current(w.source) for w in weights], *codes, held, scales]
+            operands += [list(biases.values()), list(biases), dtype, quantizer.is_step, is_step]
+        else:
+            op = op_folder.ternary_linear
+            every = [site.bias for site in match.sites]
+            operands = [held, scales, every, dtype, is_step, *quantizer.arguments()]
+        result = editor.call(op, source, *operands)
+        outputs = [editor.item(result, place) for place in range(len(weights))]
+    gate = _made_again(info, match) if is_trained else None
+    for node in [] if gate is None else [result, *gate]:
         compat.recompute_in_backward(node)
     for site, out in zip(match.sites, outputs, strict=True):
         editor.replace(site.linear, out)
@@ -485,41 +437,14 @@ def _made_again(info: GraphInfo, match: Group) -> list[Node] | None:
     return read_gate([site.linear for site in match.sites])
 
 
-def _infer(info: GraphInfo, match: Group, editor: Editor) -> None:
-    """Emit one op for all linears of the group, before the first of them."""
-    first = match.sites[0]
-    assert isinstance(first.tokens, Quantized)
-    value = info.value(first.linear)
-    with editor.at(first.linear):
-        weights = []
-        for site in match.sites:
-            assert isinstance(site.weight, Quantized)
-            weights.append(_packed(info, editor, site.weight))
-        assert isinstance(first.weight, Quantized)
-        found = editor.call(
-            op_folder.ternary_linear,
-            info.current(first.tokens.source),
-            [packed for packed, _ in weights],
-            [scale for _, scale in weights],
-            [site.bias for site in match.sites],
-            value.dtype,
-            first.weight.quantizer.is_step,
-            *first.tokens.quantizer.arguments(),
-        )
-        outputs = [editor.item(found, place) for place in range(len(weights))]
-    for site, out in zip(match.sites, outputs, strict=True):
-        editor.replace(site.linear, out)
-
-
 def _with_neighbours(info: GraphInfo, nodes: list[Node]) -> Calls:
     """Read what can be part of calls that have a kernel; without one it would gain nothing."""
     x = nodes[0].args[0]
     assert isinstance(x, Node)
-    alone = Calls(nodes, Entering(x))
     value = info.tensor(x)
     has_more = len(nodes[0].args) > FIRST_NEIGHBOUR or (value is not None and value.requires_grad)
     if value is None or has_more or op_folder.engine_for(value.device, value.dtype) == "reference":
-        return alone
+        return Calls(nodes, Entering(x))
     entering = read_entering(x, nodes)
     if entering.chain:
         read = [n for n in (entering.source, entering.up, entering.norm) if n is not None]
@@ -554,8 +479,7 @@ def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:
     first = match.nodes[0]
     lists: list[list[Any]] = [[], [], []]
     for node in match.nodes:
-        for held, given in zip(lists, node.args[1:4], strict=True):
-            assert isinstance(given, (list, tuple))
+        for held, given in zip(lists, _lists(node), strict=True):
             held += given
     entering, added = match.entering, match.added
     settings = list(first.args[4:])
@@ -571,12 +495,10 @@ def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:
         found = editor.call(op_folder.ternary_linear, source, *lists, *settings)
         outputs = iter([editor.item(found, place) for place in range(len(lists[0]))])
     for node in match.nodes:
-        packed = node.args[1]
-        assert isinstance(packed, (list, tuple))
+        packed: Any = node.args[1]
         news = [next(outputs) for _ in packed]
         for item in list(node.users):
-            place = item.args[1]
-            assert isinstance(place, int)
+            place: Any = item.args[1]
             editor.replace(item if added is None else added[0], news[place])
             match.owned += [item] if added is None else [added[0], item]
         match.owned.append(node)
@@ -585,64 +507,51 @@ def _merge(info: GraphInfo, match: Calls, editor: Editor) -> Done:
 
 
 def _sentence_of_calls(match: Calls) -> str:
-    count = len(match.nodes)
-    subject = (
-        f"{count} linears on packed weights with one input"
-        if count > 1
-        else ("a linear on packed weights")
-    )
-    parts = [
-        *(["gates"] if match.entering.up is not None else []),
-        *(["normalises"] if match.entering.norm is not None else []),
-        "quantises the input" + (" once" if count > 1 else ""),
-        *(["adds the residual"] if match.added is not None else []),
-    ]
-    listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    return f"{subject} -> one call, which {listed}"
+    subject, once = "a linear on packed weights", ""
+    if len(match.nodes) > 1:
+        subject, once = f"{len(match.nodes)} linears on packed weights with one input", " once"
+    said = {
+        "gates": match.entering.up is not None,
+        "normalises": match.entering.norm is not None,
+        f"quantises the input{once}": True,
+        "adds the residual": match.added is not None,
+    }
+    *parts, last = (what for what, holds in said.items() if holds)
+    return f"{subject} -> one call, which {', '.join(parts)}{' and ' if parts else ''}{last}"
 
 
 def _weights(nodes: Sequence[Node]) -> list[Node]:
     """Return packed weights, scales and biases of calls."""
-    lists: list[Any] = [held for node in nodes for held in node.args[1:4]]
-    given = [operand for held in lists for operand in held]
+    given = (operand for node in nodes for held in _lists(node) for operand in held)
     return [operand for operand in given if isinstance(operand, Node)]
+
+
+def _lists(call: Node) -> list[Sequence[Node | None]]:
+    lists: Any = call.args[1:4]
+    return list(lists)
 
 
 def _packed(info: GraphInfo, editor: Editor, weight: Quantized) -> tuple[Node, Node]:
     """Emit the scale of a weight as the model computes it, and its packed codes."""
     how = weight.quantizer
     detached = editor.call(aten.detach.default, info.current(weight.source))
-    value = compat.example_value(detached)
-    wide = detached
-    if not how.is_native and value.dtype != torch.float32:
-        wide = editor.call(aten.to.dtype, detached, torch.float32)
+    wide = detached if how.is_native else editor.cast(detached, torch.float32)
     mean = editor.call(aten.mean.default, editor.call(aten.abs.default, wide))
-    if how.adds_eps:
-        bounded = editor.call(aten.add.Tensor, mean, how.eps)
-    else:
-        bounded = editor.call(aten.clamp.default, mean, how.eps)
+    bounded = editor.call(aten.add.Tensor if how.adds_eps else aten.clamp.default, mean, how.eps)
     scale = bounded if how.is_step else editor.call(aten.reciprocal.default, bounded)
     packed = editor.call(op_folder.ternary_linear_pack, detached, scale, how.is_step, how.is_native)
     return packed, scale
-
-
-def _with_dead_items(nodes: Sequence[Node]) -> list[Node]:
-    """Add the unused second results of reductions: they hold the first from being erased."""
-    items = [user for node in nodes for user in node.users if not user.users]
-    return [*nodes, *(user for user in items if user.op == "call_function")]
 
 
 # --- report ---------------------------------------------------------------------------------------
 
 
 def _sentence(info: GraphInfo, match: Group, *, is_trained: bool) -> str:
-    first = match.sites[0]
-    assert isinstance(first.tokens, Quantized)
-    value = info.value(first.linear)
-    kind = op_folder.KINDS[first.tokens.quantizer.kind]
+    value, (_, tokens) = info.value(match.sites[0].linear), match.sites[0].both
+    kind = op_folder.KINDS[tokens.quantizer.kind]
     engine = op_folder.engine_for(value.device, value.dtype)
     op = "memeff::ternary_linear_product" if is_trained else "memeff::ternary_linear"
-    held = "in float32" if not first.tokens.quantizer.is_native else "in the input's dtype"
+    held = "in the input's dtype" if tokens.quantizer.is_native else "in float32"
     shared = f", {len(match.sites)} linears share the codes" if len(match.sites) > 1 else ""
     after = (
         "two bits per weight and eight per input are kept for the backward, which saves memory; "

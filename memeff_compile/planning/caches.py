@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import ExplainError
 from ..kernels import coded_kv_cache as op_folder
 from ..report import format_bytes
-from .setting import read_memory
+from .setting import most, read_memory
 
 MODES = (16, 8, 4, 3, 2)
 
@@ -74,14 +74,13 @@ class CachePlan:
             f"  {'bits':<6}{'bytes per token':>16}{f'{self.batch} x {self.length}':>16}"
             f"{f'longest, batch {self.batch}':>22}{f'largest batch, {self.length}':>24}",
         ]
-        for mode in self.modes:
-            lines.append(
-                f"  {mode.bits:<6}{mode.bytes_per_token:>16,.0f}{format_bytes(mode.total):>16}"
-                f"{_fits(mode.longest):>22}{_fits(mode.largest_batch):>24}"
-            )
+        lines += [
+            f"  {mode.bits:<6}{mode.bytes_per_token:>16,.0f}{format_bytes(mode.total):>16}"
+            f"{_fits(mode.longest):>22}{_fits(mode.largest_batch):>24}"
+            for mode in self.modes
+        ]
         lines += ["", *(f"  {mode.bits} bits: {mode.formula} bytes" for mode in self.modes)]
-        if self.notes:
-            lines += ["", *(f"  {note}" for note in self.notes)]
+        lines += ["", *(f"  {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,8 +138,7 @@ def explain_cache(
         raise ExplainError(f"batch is {batch} and length {length}; both have to be at least 1.")
     total = read_memory(memory)
     settings = {"scheme": scheme, "group": group, "recent": recent, "keep_first": keep_first}
-    settings |= {"merge": merge}
-    shape = _shape_of(model, settings)
+    shape = _shape_of(model, {**settings, "merge": merge})
     weights = sum(parameter.nbytes for parameter in model.parameters())
     room = total - weights - STEP_ROOM
     coded, notes = _served(shape)
@@ -166,6 +164,11 @@ class _Shape:
     depth: int
     itemsize: int
 
+    @property
+    def row(self) -> int:
+        """Bytes of the keys and values of one token in one layer, as they come."""
+        return 2 * self.heads * self.depth * self.itemsize
+
 
 def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:  # noqa: ANN401
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
@@ -190,8 +193,7 @@ def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:  # noqa: ANN401
     if any(window >= most for window in others):
         raise ExplainError(
             f"{type(text).__name__} has layers that keep both keys of all tokens and a state; what "
-            "these take is not known. Fill a KVCache with a short prompt and read its nbytes "
-            "instead."
+            f"these take is not known. Fill a KVCache {_INSTEAD}"
         )
     # Without a length: a state, or, where another layer's keys are read, nothing at all.
     windows = tuple(window for window in others if 0 <= window < most)
@@ -202,23 +204,22 @@ def _shape_of(model: Any, settings: dict[str, Any]) -> _Shape:  # noqa: ANN401
     return _Shape(coded, len(merged) // 2, retained, windows, states, heads, depth, dtype.itemsize)
 
 
+_INSTEAD = "with a short prompt and read its nbytes instead."
+
+
 def _heads_of(text: Any, query_heads: int) -> int:  # noqa: ANN401
     """Return the heads of keys and values that a cache keeps."""
     if hasattr(text, "num_key_value_heads"):
         return int(text.num_key_value_heads or query_heads)
     if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
         return 1
-    own = [
-        name
-        for name in vars(text)
-        if any(word in name for word in _OF_KEYS) and getattr(text, name)
-    ]
+    named = [name for name in vars(text) if any(word in name for word in _OF_KEYS)]
+    own = [name for name in named if getattr(text, name)]
     if not own:
         return int(query_heads)
     raise ExplainError(
         f"{type(text).__name__} does not tell num_key_value_heads but {' and '.join(own)}, so the "
-        "size of its cache is not known. Fill a KVCache with a short prompt and read its nbytes "
-        "instead."
+        f"size of its cache is not known. Fill a KVCache {_INSTEAD}"
     )
 
 
@@ -237,7 +238,7 @@ def _depth_of(text: Any, query_heads: int) -> int:  # noqa: ANN401
         raise ExplainError(
             f"{type(text).__name__} has {' and '.join(found)}: keys and values, or layers, have "
             "sizes of their own, and one head dimension for all is needed. Fill a "
-            "KVCache(bits=16) with a short prompt and read its nbytes instead."
+            f"KVCache(bits=16) {_INSTEAD}"
         )
     return int(getattr(text, "head_dim", None) or text.hidden_size // query_heads)
 
@@ -269,83 +270,64 @@ def _served(shape: _Shape) -> tuple[tuple[int, ...], tuple[str, ...]]:
 def _mode(
     bits: int, shape: _Shape, settings: dict[str, Any], room: int, batch: int, length: int
 ) -> CacheMode:
-    held = op_folder.Layout(
-        shape.depth,
-        op_folder.PLAIN if bits == 16 else bits,
-        settings["scheme"],
-        settings["group"],
-        settings["recent"],
-        settings["keep_first"],
-    )
-    layout = None if bits == 16 else held
-    each, fixed = _per_layer(shape, layout)
+    kept = [settings[name] for name in ("scheme", "group", "recent", "keep_first")]
+    held = op_folder.Layout(shape.depth, op_folder.PLAIN if bits == 16 else bits, *kept)
 
     def size(sequences: int, tokens: int) -> int:
         """Return the bytes of the cache of all layers."""
+        one = sequences * shape.row * tokens
+        if bits != 16:
+            one = op_folder.bytes_after(held, sequences, shape.heads, tokens, shape.itemsize)
         windows = sum(min(window, tokens) for window in shape.windows)
-        exact = 2 * shape.heads * shape.depth * shape.itemsize
-        one = sequences * exact * tokens
-        if layout is not None:
-            one = op_folder.bytes_after(layout, sequences, shape.heads, tokens, shape.itemsize)
-        found = shape.layers * one + sequences * exact * windows
+        found = shape.layers * one + sequences * shape.row * windows
         if shape.pairs:
-            kept = held.kept + math.ceil(shape.retained * tokens)
-            more = replace(held, kept=kept)
+            more = replace(held, kept=held.kept + math.ceil(shape.retained * tokens))
             pair = op_folder.pair_bytes(more, sequences, shape.heads, tokens, shape.itemsize)
             found += shape.pairs * pair
         return found
 
     b, n = sympy.symbols("B N", integer=True, positive=True)
-    windows = 2 * shape.heads * shape.depth * shape.itemsize * sum(shape.windows)
+    each, fixed = _per_layer(shape, held)
     pair_each, pair = _per_pair(shape, held, n)
+    beside = shape.layers * fixed + shape.pairs * pair + shape.row * sum(shape.windows)
     return CacheMode(
         bits=bits,
-        formula=b * (shape.layers * each * n + shape.layers * fixed + shape.pairs * pair + windows),
+        formula=b * (shape.layers * each * n + beside),
         bytes_per_token=float(shape.layers * each + shape.pairs * pair_each),
         total=size(batch, length),
         longest=_longest(shape, lambda tokens: size(batch, tokens) <= room),
-        largest_batch=_most(lambda sequences: size(sequences, length) <= room),
+        largest_batch=most(lambda sequences: size(sequences, length) <= room),
     )
+
+
+def _bytes_per_token(shape: _Shape, layout: op_folder.Layout, group: int) -> sympy.Expr:
+    if layout.bits == op_folder.PLAIN:
+        return sympy.Integer(shape.row)
+    shares = shape.depth // layout.channel_group
+    how: dict[str, Any] = {"group": group, "shares": shares, "itemsize": shape.itemsize}
+    return op_folder.bytes_per_token(shape.heads, shape.depth, layout.bits, **how)
 
 
 def _per_pair(
     shape: _Shape, layout: op_folder.Layout, tokens: sympy.Symbol
 ) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the bytes of one more token of two layers that share directions, and of all."""
-    row = 2 * shape.heads * shape.depth * shape.itemsize
-    codes: Any = sympy.Integer(row)
-    if layout.bits != op_folder.PLAIN:
-        codes = op_folder.bytes_per_token(
-            shape.heads,
-            shape.depth,
-            layout.bits,
-            group=layout.group,
-            shares=shape.depth // layout.channel_group,
-            itemsize=shape.itemsize,
-        )
+    codes = _bytes_per_token(shape, layout, layout.group)
     merged = codes + 4 * shape.heads * shape.itemsize  # and the lengths of both
     retained = sympy.Rational(shape.retained).limit_denominator(10**9)
     kept = layout.kept + sympy.ceiling(retained * tokens)
-    whole = merged * (tokens - layout.recent) + 2 * row * (layout.window + kept)
+    whole = merged * (tokens - layout.recent) + 2 * shape.row * (layout.window + kept)
     whole += 4 * shape.heads * (kept + 4)
-    return merged + retained * (2 * row + 4 * shape.heads), whole
+    return merged + retained * (2 * shape.row + 4 * shape.heads), whole
 
 
-def _per_layer(shape: _Shape, layout: op_folder.Layout | None) -> tuple[sympy.Expr, sympy.Expr]:
+def _per_layer(shape: _Shape, layout: op_folder.Layout) -> tuple[sympy.Expr, sympy.Expr]:
     """Return the bytes of a token in codes, and those beside codes, of one sequence and layer."""
-    if layout is None:
-        return sympy.Integer(2 * shape.heads * shape.depth * shape.itemsize), sympy.Integer(0)
-    each = op_folder.bytes_per_token(
-        shape.heads,
-        shape.depth,
-        layout.bits,
-        group=layout.group if layout.scheme == "kivi" else 0,
-        shares=shape.depth // layout.channel_group,
-        itemsize=shape.itemsize,
-    )
-    beside = op_folder.fixed_bytes(
-        1, shape.heads, shape.depth, window=layout.window, kept=layout.kept, itemsize=shape.itemsize
-    )
+    each = _bytes_per_token(shape, layout, layout.group if layout.scheme == "kivi" else 0)
+    if layout.bits == op_folder.PLAIN:
+        return each, sympy.Integer(0)
+    how: dict[str, Any] = {"window": layout.window, "kept": layout.kept, "itemsize": shape.itemsize}
+    beside = op_folder.fixed_bytes(1, shape.heads, shape.depth, **how)
     return each, beside - each * layout.recent
 
 
@@ -353,19 +335,4 @@ def _longest(shape: _Shape, fits: Any) -> int | None:  # noqa: ANN401 - of a num
     """Return the longest context that fits, None where the cache stops growing and any does."""
     if not shape.layers and not shape.pairs and fits(max(shape.windows, default=1)):
         return None
-    return _most(fits)
-
-
-def _most(fits: Any) -> int:  # noqa: ANN401 - of a number
-    """Return the largest number that fits, 0 where none does."""
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high):
-        if high >= 1 << 40:
-            return high
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return most(fits)

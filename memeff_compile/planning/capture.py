@@ -17,12 +17,13 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from .. import backend, compat
-from ..errors import ExplainError, MemeffError
+from ..errors import ExplainError, MemeffError, first_line
 from ..kernels.device import planned_for
 from ..options import Options
 from ..passes import PASSES
 from ..passes.graph.pipeline import enforce_strict, run
 from ..report import GraphReport
+from .depth import copied_with
 from .sizes import BATCH, LENGTH, Sizes
 
 LOSSES = frozenset({"cross_entropy", "log_softmax", "nll_loss", "logsumexp"})
@@ -70,11 +71,8 @@ def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
     Raises:
         ExplainError: the call has no tensor.
     """
-    tensors = [
-        x
-        for x in compat.pytree.tree_leaves((args, kwargs))
-        if isinstance(x, torch.Tensor) and x.dim()
-    ]
+    leaves = compat.pytree.tree_leaves((args, kwargs))
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
     if not tensors:
         raise ExplainError(
             "The call has no tensor, so there is no batch to plan for. Pass what the model is "
@@ -146,17 +144,18 @@ def _attend_as_a_gpu_does(gm: GraphModule) -> None:
 
     A GPU draws dropout inside its attention kernel and keeps a seed, no mask.
     """
-    for module in gm.modules():
-        if not isinstance(module, GraphModule):
-            continue
+    for module in _levels(gm):
         for node in module.graph.nodes:
             if node.target is torch.nn.functional.scaled_dot_product_attention:
-                node.args = (
-                    (*node.args[:4], 0.0, *node.args[5:]) if len(node.args) > 4 else node.args
-                )
+                if len(node.args) > 4:
+                    node.args = (*node.args[:4], 0.0, *node.args[5:])
                 if "dropout_p" in node.kwargs:
                     node.kwargs = {**node.kwargs, "dropout_p": 0.0}
         module.recompile()
+
+
+def _levels(gm: GraphModule) -> list[GraphModule]:
+    return [module for module in gm.modules() if isinstance(module, GraphModule)]
 
 
 def _pair(graphs: Sequence[GraphModule]) -> Graphs:
@@ -164,15 +163,13 @@ def _pair(graphs: Sequence[GraphModule]) -> Graphs:
 
 
 def _name(model: object) -> str:
-    name: str = getattr(model, "__name__", type(model).__name__)
-    return name
+    return str(getattr(model, "__name__", type(model).__name__))
 
 
 def _why_it_failed(model: object, error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[0] if lines else "no message"
+    said = f"{type(error).__name__}: {first_line(error)}"
     return (
-        f"Calling {_name(model)} on tensors without memory failed: {type(error).__name__}: {said}\n"
+        f"Calling {_name(model)} on tensors without memory failed: {said}\n"
         "Pass the inputs that its forward needs, as in explain(model, input_ids=ids, labels=ids). "
         "If they are right, the model reads values of tensors while it runs, which explain "
         "cannot follow."
@@ -193,13 +190,7 @@ def _fake_copy(model: Any, mode: Any) -> Any:  # noqa: ANN401 - a module or any 
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None and id(tensor) not in memo:
                     memo[id(tensor)] = _fake(tensor)
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise ExplainError(
-            f"{_name(model)} cannot be copied: {type(error).__name__}: {error}. Build it afresh "
-            "on device 'meta' and explain that."
-        ) from error
+    return copied_with(model, memo)
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -220,19 +211,15 @@ def _fake_inputs(inputs: Any, sizes: Sizes, mode: Any) -> Any:  # noqa: ANN401 -
 
     Dynamo fixes sizes of 0 and 1 and takes equal sizes for one, so it sees others in their place.
     """
-    batch = max(sizes.batch, 2)
     length = sizes.length if sizes.length == 1 else max(sizes.length, 3)
-    if batch == length:
-        batch += 1
+    batch = max(sizes.batch, 2)
+    seen = {"batch": batch + (batch == length), "length": length}
 
     def fake(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         roles = [_role(value, dim, sizes) for dim in range(value.dim())]
-        shape = [
-            {"batch": batch, "length": length}.get(role, size)
-            for role, size in zip(roles, value.shape, strict=True)
-        ]
+        shape = [seen.get(r, size) for r, size in zip(roles, value.shape, strict=True)]
         result = torch.empty(shape, dtype=value.dtype, device="cpu")
         for dim, role in enumerate(roles):
             if role:
@@ -266,9 +253,8 @@ def _parameters(gm: GraphModule, example_inputs: Sequence[Any]) -> list[str]:
 def _classes(gm: GraphModule) -> set[int]:
     """Return the sizes of the class dimension of what enters a loss."""
     found: set[int] = set()
-    for module in gm.modules():
-        nodes = module.graph.nodes if isinstance(module, GraphModule) else ()
-        for node in nodes:
+    for module in _levels(gm):
+        for node in module.graph.nodes:
             name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
             if name not in LOSSES or not node.args or not isinstance(node.args[0], Node):
                 continue

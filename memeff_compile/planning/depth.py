@@ -87,16 +87,21 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
     return tuple(parts)
 
 
+def copied_with(model: nn.Module, memo: dict[int, object]) -> nn.Module:
+    """Return a copy of a model with other tensors in the place of its own, by their ids."""
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        name = getattr(model, "__name__", type(model).__name__)
+        raise ExplainError(
+            f"{name} cannot be copied: {type(error).__name__}: {error}. Build it afresh on device "
+            "'meta' and explain that."
+        ) from error
+
+
 def shortened(model: nn.Module, stacks: list[Stack], *, large: bool) -> nn.Module:
     """Return a copy of the model with fewer blocks; parameters are shared with the original."""
-    memo = {id(p): p for p in (*model.parameters(), *model.buffers())}
-    try:
-        copied = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise ExplainError(
-            f"{type(model).__name__} cannot be copied: {type(error).__name__}: {error}. Build it "
-            "afresh on device 'meta' and explain that."
-        ) from error
+    copied = copied_with(model, {id(p): p for p in (*model.parameters(), *model.buffers())})
     for stack in stacks:
         parent, _, name = stack.path.rpartition(".")
         blocks = copied.get_submodule(stack.path)

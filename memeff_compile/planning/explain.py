@@ -95,16 +95,14 @@ def _captures(
     device: str,
 ) -> list[Capture]:
     """Capture the model at two small depths, or whole where it does not run with fewer blocks."""
+    call = (args, kwargs, sizes, options, device)
     if stacks and isinstance(model, nn.Module):
         small, large = (shortened(model, stacks, large=is_large) for is_large in (False, True))
         try:
-            return [
-                capture(small, args, kwargs, sizes, options, device, compare=False),
-                capture(large, args, kwargs, sizes, options, device),
-            ]
+            return [capture(small, *call, compare=False), capture(large, *call)]
         except ExplainError:
             pass  # the whole model either runs, or fails with the error that the user should see
-    return [capture(model, args, kwargs, sizes, options, device)]
+    return [capture(model, *call)]
 
 
 @dataclass(frozen=True)
@@ -185,17 +183,12 @@ class Explanation:
     def text(self, plan: Plan) -> str:
         """Return what the passes do, and a plan, for a reader."""
         parts = [f"{self.before.facts.parameters / 1e6:.1f} M parameters"]
-        for stack in self.stacks:
-            parts.append(
-                f"{stack.path}: {stack.depth} blocks, read off at {stack.small} and {stack.large}"
-            )
-        return "\n\n".join(
-            [
-                f"{self.name}: {'; '.join(parts)}",
-                str(self.report),
-                "Predicted memory of a step. B = batch per GPU, L = length.\n" + str(plan),
-            ]
-        )
+        parts += [
+            f"{stack.path}: {stack.depth} blocks, read off at {stack.small} and {stack.large}"
+            for stack in self.stacks
+        ]
+        predicted = f"Predicted memory of a step. B = batch per GPU, L = length.\n{plan}"
+        return f"{self.name}: {'; '.join(parts)}\n\n{self.report}\n\n{predicted}"
 
     def to_json(self, plan: Plan | None = None, *, indent: int | None = None) -> str:
         """Return report and plan as JSON."""

@@ -39,7 +39,8 @@ def draw(bars: Bars, path: Path) -> None:
     Raises:
         ExplainError: matplotlib is not installed.
     """
-    pyplot = _pyplot()
+    matplotlib_for(ExplainError).use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
     panels = 1 if bars.tokens is None else 2
     figure, axes = pyplot.subplots(1, panels, figsize=(1 + 4 * panels, 3.6), squeeze=False)
     _memory(axes[0][0], bars)
@@ -51,12 +52,7 @@ def draw(bars: Bars, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _pyplot() -> Any:  # noqa: ANN401 - matplotlib has no types
-    matplotlib_for(ExplainError).use("Agg")
-    return importlib.import_module("matplotlib.pyplot")
-
-
-def _memory(axis: Any, bars: Bars) -> None:  # noqa: ANN401
+def _memory(axis: Any, bars: Bars) -> None:  # noqa: ANN401 - matplotlib has no types
     bottoms = [0.0, 0.0]
     for (group, sizes), colour in zip(bars.groups.items(), COLOURS, strict=True):
         heights = [size / GIB for size in sizes]

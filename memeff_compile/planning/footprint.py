@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from .sizes import Scale, Size, tensors_in
 from .timeline import Step, Timeline, Transient, called_op, op_name, writes_to_an_input
 
 Parts = dict[str, sympy.Expr]
+_PartOf = Callable[[Node], str]
 
 PERSISTENT = ("block gradients", "other gradients", "activations", "inputs")
 """The parts that grow with depth: what one more block adds to them, it adds to any moment."""
@@ -81,23 +82,20 @@ def facts_of(model: object, stacks: Sequence[Stack], device: str) -> Facts:
     for stack in stacks:
         blocks = model.get_submodule(stack.path)
         for block in blocks.children():
-            sizes = {id(p): p.numel() * p.element_size() for p in block.parameters()}
+            sizes = {id(p): p.nbytes for p in block.parameters()}
             largest = max(largest, sum(sizes.values()))
             in_blocks |= set(sizes)
     unique = {id(p): p for p in model.parameters()}.values()
     buffers = {id(b): b for b in model.buffers()}.values()
-
-    def total(parameters: Iterable[torch.Tensor]) -> int:
-        return sum(p.numel() * p.element_size() for p in parameters)
-
+    trained = [p for p in unique if p.requires_grad]
     return Facts(
-        weights=total(unique),
-        block_weights=total(p for p in unique if id(p) in in_blocks),
+        weights=sum(p.nbytes for p in unique),
+        block_weights=sum(p.nbytes for p in unique if id(p) in in_blocks),
         largest_block=largest,
-        buffers=total(buffers),
+        buffers=sum(b.nbytes for b in buffers),
         parameters=sum(p.numel() for p in unique),
-        trained=sum(p.numel() for p in unique if p.requires_grad),
-        trained_bytes=total(p for p in unique if p.requires_grad),
+        trained=sum(p.numel() for p in trained),
+        trained_bytes=sum(p.nbytes for p in trained),
         library=library,
     )
 
@@ -136,11 +134,12 @@ def footprint(
     deep = replayed(captures[-1], True, captures[-1].after if is_alike else captures[-1].before)
     wanted = deep if after else replayed(captures[-1], True, captures[-1].before)
     rest = stacks[0].rest if stacks else 0
-    moments: list[Moment] = []
-    for place, stretch in wanted.stretches.items():
-        slope = _slope(place, small, deep)
-        for parts in stretch.peaks:
-            moments.append(Moment(str(place), _deepened(parts, slope, rest)))
+    slopes = {place: _slope(place, small, deep) for place in wanted.stretches}
+    moments = [
+        Moment(str(place), _deepened(parts, slopes[place], rest))
+        for place, stretch in wanted.stretches.items()
+        for parts in stretch.peaks
+    ]
     kept = _deepened(wanted.kept, _difference(deep.kept, small.kept), rest)
     return Footprint(facts, tuple(_undominated(moments, scale)), kept)
 
@@ -178,25 +177,17 @@ def _undominated(moments: Sequence[Moment], scale: Scale) -> Iterator[Moment]:
     yield from (moments[place] for place in sorted(best))
 
 
+@dataclass
 class _Replay:
     """Replays the graphs of one capture: forward in order, backward in reverse."""
 
-    def __init__(
-        self,
-        captured: Capture,
-        scale: Scale,
-        stacks: Sequence[Stack],
-        depths: Mapping[str, int],
-        vocabulary: frozenset[int],
-        transient: Transient,
-    ) -> None:
-        self.captured = captured
-        self.scale = scale
-        self.stacks = stacks
-        self.depths = depths
-        self.vocabulary = vocabulary
-        self.transient = transient
-        self.found = Run()
+    captured: Capture
+    scale: Scale
+    stacks: Sequence[Stack]
+    depths: Mapping[str, int]
+    vocabulary: frozenset[int]
+    transient: Transient
+    found: Run = field(default_factory=Run)
 
     def run(self, graphs: Sequence[Graphs]) -> Run:
         held: dict[tuple[int, Node], tuple[str, Size]] = {}
@@ -213,7 +204,7 @@ class _Replay:
             def of(node: Node, line: Timeline = line, learned: set[Node] = learned) -> str:
                 return self._forward_part(line, node, learned)
 
-            self._walk("forward", number, line, line.replay((), self.transient), before, of)
+            self._walk("forward", number, line.replay((), self.transient), before, of)
             for node in kept:
                 if node.op != "placeholder":
                     part = self._forward_part(line, node, learned, kept=True)
@@ -227,8 +218,8 @@ class _Replay:
 
     def _inputs(self, line: Timeline, number: int) -> sympy.Expr:
         paths = self.captured.parameters[number]
-        given = [n for n in line.nodes if n.op == "placeholder"]
-        own = [n for n, path in zip(given, paths, strict=False) if not path and not _is_static(n)]
+        given = zip(_placeholders(line.nodes), paths, strict=False)
+        own = [node for node, path in given if not path and not _is_static(node)]
         return sum((self.scale.bytes_of(n.meta.get("val")).formula for n in own), sympy.Integer(0))
 
     def _backward(
@@ -239,15 +230,12 @@ class _Replay:
         held: dict[tuple[int, Node], tuple[str, Size]],
     ) -> None:
         assert pair.backward is not None
-        given = [n for n in pair.backward.graph.nodes if n.op == "placeholder"]
+        given = _placeholders(pair.backward.graph.nodes)
         tangents = [n for n in given if n.name.startswith("tangents")]
         by_name = {n.name: n for n in forward.nodes}
         outputs = forward.outputs()
-        returned = {
-            forward.base[o]
-            for o in outputs[: len(outputs) - (len(given) - len(tangents))]
-            if o is not None
-        }
+        handed = outputs[: len(outputs) - (len(given) - len(tangents))]
+        returned = {forward.base[output] for output in handed if output is not None}
         same: dict[Node, Node] = {}
         owned: dict[Node, tuple[str, Size]] = {}
         first: dict[Node, Node] = {}
@@ -277,7 +265,7 @@ class _Replay:
             return gradients.get(node) or self._part_of_size(node, "working")
 
         steps = line.replay(list(owned), self.transient)
-        self._walk("backward", number, line, steps, before, of)
+        self._walk("backward", number, steps, before, of)
         for key in [key for key in held if key[0] == number]:
             del held[key]
 
@@ -291,8 +279,8 @@ class _Replay:
 
     def _learned(self, line: Timeline, paths: Sequence[str]) -> set[Node]:
         """Return the nodes that depend on a parameter: the others are masks, positions, targets."""
-        given = [n for n in line.nodes if n.op == "placeholder"]
-        found = {n for n, path in zip(given, paths, strict=False) if path}
+        given = zip(_placeholders(line.nodes), paths, strict=False)
+        found = {node for node, path in given if path}
         for node in line.nodes:
             if any(source in found for source in node.all_input_nodes):
                 found.add(node)
@@ -346,16 +334,9 @@ class _Replay:
     # --- places -----------------------------------------------------------------------------------
 
     def _walk(
-        self,
-        phase: str,
-        number: int,
-        line: Timeline,
-        steps: Iterator[Step],
-        before: Parts,
-        part_of: object,
+        self, phase: str, number: int, steps: Iterator[Step], before: Parts, part_of: _PartOf
     ) -> None:
         """Note, per place, the parts on entry and those of the largest moments."""
-        assert callable(part_of)
         place: Place | None = None
         stretches: dict[Place, list[Parts]] = {}
         best: dict[Place, list[tuple[int, int]]] = {}
@@ -379,8 +360,7 @@ class _Replay:
             chosen = sorted({which for _, which in best[here] if which >= 0})
             self.found.stretches[here].peaks = [parts[which] for which in chosen]
 
-    def _parts(self, step: Step, before: Parts, part_of: object) -> Parts:
-        assert callable(part_of)
+    def _parts(self, step: Step, before: Parts, part_of: _PartOf) -> Parts:
         sums: dict[str, dict[sympy.Expr, int]] = {}
         for node, size in step.live.items():
             counts = sums.setdefault(part_of(node), {})
@@ -430,6 +410,10 @@ def _plus(parts: Parts, name: str, formula: sympy.Expr) -> Parts:
     return {**parts, name: parts.get(name, sympy.Integer(0)) + formula}
 
 
+def _placeholders(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if node.op == "placeholder"]
+
+
 def _may_hold_a_part(node: Node) -> bool:
     """Return whether a gradient is another gradient, rounded, added to or written to."""
     if op_name(node) in ("add", "convert_element_type", "_to_copy"):
@@ -457,7 +441,7 @@ def op_transient(scale: Scale, device: str) -> Transient:
     known = {
         "linear_cross_entropy": _loss_transient,
         "linear_cross_entropy_backward": _loss_transient,
-        "linear_cross_entropy_total": _total_transient,
+        "linear_cross_entropy_total": _loss_transient,
         "embedding_backward": _embedding_transient,
         "embedding_accumulate": _embedding_transient,
         "gated_linear": _gated_transient,
@@ -496,78 +480,58 @@ def _attention_transient(scale: Scale, device: str, node: Node) -> sympy.Expr:
     return 4 * scale.elements(query.meta["val"])
 
 
-def _loss_transient(
-    scale: Scale, device: str, name: str, arguments: Mapping[str, Any]
-) -> sympy.Expr:
-    hidden, weight = arguments["hidden"].meta["val"], arguments["weight"].meta["val"]
+# How much an op of ours holds: by the scale, the device, the op's name and its arguments.
+
+
+def _loss_transient(scale: Scale, device: str, name: str, given: Mapping[str, Any]) -> sympy.Expr:
+    hidden, weight = given["hidden"].meta["val"], given["weight"].meta["val"]
     vocab, depth = (int(size) for size in weight.shape)
-    return op_folder.bytes_after(
-        scale.rows(hidden),
-        depth,
-        vocab,
-        dtype=hidden.dtype,
-        engine=op_folder.engine_for(
-            hidden.device,
-            hidden.dtype,
+    rows, has_softcap = scale.rows(hidden), bool(given["softcap"])
+    workspace, with_entropy = given["workspace"], bool(given.get("with_entropy"))
+    if name == "linear_cross_entropy_total":
+        held = op_folder.total_bytes(
+            rows,
             depth,
-            with_metrics=bool(arguments.get("with_entropy") or arguments.get("with_top")),
-        ),
-        device_type=device,
-        workspace=arguments["workspace"],
-        has_softcap=bool(arguments["softcap"]),
-        with_entropy=bool(arguments.get("with_entropy")),
-        training=name.endswith("backward"),
-    )
-
-
-def _total_transient(
-    scale: Scale, device: str, name: str, arguments: Mapping[str, Any]
-) -> sympy.Expr:
-    del device, name
-    hidden, weight = arguments["hidden"].meta["val"], arguments["weight"].meta["val"]
-    vocab, depth = (int(size) for size in weight.shape)
-    rows = scale.rows(hidden)
-    held = op_folder.total_bytes(
+            vocab,
+            dtype=hidden.dtype,
+            device=hidden.device,
+            workspace=workspace,
+            has_softcap=has_softcap,
+        )
+        return held + op_folder.TOTAL_BYTES_PER_ROW * rows
+    with_metrics = with_entropy or bool(given.get("with_top"))
+    kind = (hidden.device, hidden.dtype, depth)
+    return op_folder.bytes_after(
         rows,
         depth,
         vocab,
         dtype=hidden.dtype,
-        device=hidden.device,
-        workspace=arguments["workspace"],
-        has_softcap=bool(arguments["softcap"]),
-    )
-    return held + op_folder.TOTAL_BYTES_PER_ROW * rows
-
-
-def _embedding_transient(
-    scale: Scale, device: str, name: str, arguments: Mapping[str, Any]
-) -> sympy.Expr:
-    del device, name
-    rows = arguments["grad_rows"].meta["val"]
-    return embedding_folder.bytes_after(
-        scale.rows(rows),
-        int(rows.shape[-1]),
-        dtype=rows.dtype,
-        engine=embedding_folder.engine_for(rows.device, rows.dtype),
+        engine=op_folder.engine_for(*kind, with_metrics=with_metrics),
+        device_type=device,
+        workspace=workspace,
+        has_softcap=has_softcap,
+        with_entropy=with_entropy,
+        training=name.endswith("backward"),
     )
 
 
-def _gated_transient(
-    scale: Scale, device: str, name: str, arguments: Mapping[str, Any]
-) -> sympy.Expr:
+def _embedding_transient(scale: Scale, _: str, __: str, given: Mapping[str, Any]) -> sympy.Expr:
+    rows = given["grad_rows"].meta["val"]
+    engine = embedding_folder.engine_for(rows.device, rows.dtype)
+    size = (scale.rows(rows), int(rows.shape[-1]))
+    return embedding_folder.bytes_after(*size, dtype=rows.dtype, engine=engine)
+
+
+def _gated_transient(scale: Scale, _: str, name: str, given: Mapping[str, Any]) -> sympy.Expr:
     """Return the product's bytes, or those of its gradient: one row per row of what is known."""
-    del device
-    rows = arguments["grad_out" if name.endswith("backward") else "gate"].meta["val"]
-    inner = int(arguments["weight"].meta["val"].shape[-1])
+    rows = given["grad_out" if name.endswith("backward") else "gate"].meta["val"]
+    inner = int(given["weight"].meta["val"].shape[-1])
     return gated_folder.transient_bytes(scale.rows(rows), inner, dtype=rows.dtype)
 
 
-def _own_attention_transient(
-    scale: Scale, device: str, name: str, arguments: Mapping[str, Any]
-) -> sympy.Expr:
+def _own_attention_transient(scale: Scale, _: str, __: str, given: Mapping[str, Any]) -> sympy.Expr:
     """Return the bytes of one number per query, of which the lse has one each."""
-    del device, name
-    return attention_folder.backward_bytes(scale.elements(arguments["lse"].meta["val"]), 1, 1)
+    return attention_folder.backward_bytes(scale.elements(given["lse"].meta["val"]), 1, 1)
 
 
 def _arguments(node: Node) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..errors import ExplainError
+from ..errors import ExplainError, first_line
 
 
 class Call(NamedTuple):
@@ -90,7 +90,7 @@ def _from_config(path: Path, dtype: torch.dtype, attention: str | None) -> nn.Mo
     except Exception as error:
         raise ExplainError(
             f"{file} is no config that transformers {transformers.__version__} knows: "
-            f"{type(error).__name__}: {_first_line(error)}"
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error
     config.use_cache = False
     kind = next(iter(values.get("architectures") or ()), "")
@@ -103,7 +103,7 @@ def _from_config(path: Path, dtype: torch.dtype, attention: str | None) -> nn.Mo
     except Exception as error:
         raise ExplainError(
             f"{kind or config.model_type} cannot be built on device 'meta': "
-            f"{type(error).__name__}: {_first_line(error)}\n"
+            f"{type(error).__name__}: {first_line(error)}\n"
             "Build it in a function of yours and give module:function."
         ) from error
     return model
@@ -115,7 +115,7 @@ def _from_function(source: str, inputs: dict[str, Any]) -> Call:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ExplainError(f"{module_name!r} cannot be imported: {_first_line(error)}") from error
+        raise ExplainError(f"{module_name!r} cannot be imported: {first_line(error)}") from error
     finally:
         sys.path.pop(0)
     make = getattr(module, name, None)
@@ -127,7 +127,7 @@ def _from_function(source: str, inputs: dict[str, Any]) -> Call:
     except Exception as error:
         raise ExplainError(
             f"{source} cannot be built on device 'meta': {type(error).__name__}: "
-            f"{_first_line(error)}\nA model that reads its weights while it is built needs a "
+            f"{first_line(error)}\nA model that reads its weights while it is built needs a "
             "torch.device('cpu') around that part."
         ) from error
     if not isinstance(made, tuple):
@@ -152,8 +152,3 @@ def _checkpoint(model: nn.Module) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else "no message"

@@ -60,34 +60,24 @@ class Plan:
         return self.after.largest_batch / self.before.largest_batch
 
     def __str__(self) -> str:
-        rows = [("", "without", "with memeff")]
-        for group in GROUPS:
-            values = [format_bytes(side.groups[group]) for side in self._sides()]
-            rows.append((group, values[0], values[1]))
-        rows.append(("peak", format_bytes(self.before.peak), format_bytes(self.after.peak)))
+        sides = (self.before, self.after)
+        rows = {"": ["without", "with memeff"]}
+        rows |= {g: [format_bytes(side.groups[g]) for side in sides] for g in GROUPS}
+        rows["peak"] = [format_bytes(side.peak) for side in sides]
         if self.memory is not None:
-            before, after = self._sides()
-            rows.append(("largest batch per GPU", self._fits(before), self._fits(after)))
+            most = [f"{s.largest_batch:,}" if s.largest_batch else "none fits" for s in sides]
+            rows["largest batch per GPU"] = most
             if self.setting.gpus > 1:
-                label = f"tokens on {self.setting.gpus} GPUs"
-                rows.append((label, self._tokens(before), self._tokens(after)))
+                tokens = [f"{self._token_count(side):,}" for side in sides]
+                rows[f"tokens on {self.setting.gpus} GPUs"] = tokens
         lines = [self.heading(), ""]
-        lines += [f"  {label:<24}{a:>16}{b:>16}" for label, a, b in rows]
+        lines += [f"  {label:<24}{a:>16}{b:>16}" for label, (a, b) in rows.items()]
         if self.increase is not None:
             lines += ["", f"  The largest batch grows {self.increase:.1f} times."]
         for label, side in (("without", self.before), ("with memeff", self.after)):
             formula = f"{label}: {side.moment.place}: {_formula(side.moment)}"
             lines += ["", *(f"  {line}" for line in textwrap.wrap(formula, 94))]
         return "\n".join(lines)
-
-    def _sides(self) -> tuple[Side, Side]:
-        return self.before, self.after
-
-    def _fits(self, side: Side) -> str:
-        return f"{side.largest_batch:,}" if side.largest_batch else "none fits"
-
-    def _tokens(self, side: Side) -> str:
-        return f"{self._token_count(side):,}"
 
     def _token_count(self, side: Side) -> int:
         return (side.largest_batch or 0) * self.sizes.length * self.setting.gpus
@@ -136,10 +126,9 @@ class Plan:
         Raises:
             ExplainError: matplotlib is not installed.
         """
-        before, after = self._sides()
-        tokens = None
-        if before.largest_batch is not None:
-            tokens = [self._token_count(side) for side in self._sides()]
+        before, after = self.before, self.after
+        counts = [self._token_count(side) for side in (before, after)]
+        tokens = None if before.largest_batch is None else counts
         groups = {name: (before.groups[name], after.groups[name]) for name in GROUPS}
         title = "\n".join(textwrap.wrap(f"{self.heading()}; predicted by explain", 100))
         draw(Bars(title, groups, tokens, self.increase), Path(path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,14 +15,9 @@ from .sizes import BATCH, LENGTH
 Parts = Mapping[str, sympy.Expr]
 Accounting = Literal["peak", "paper"]
 
+_WEIGHTS = ("weights", "master weights", "optimizer state", "block gradients", "other gradients")
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "weights + optimizer": (
-        "weights",
-        "master weights",
-        "optimizer state",
-        "block gradients",
-        "other gradients",
-    ),
+    "weights + optimizer": _WEIGHTS,
     "activations": ("activations", "inputs", "working", "library workspace"),
     "logits": ("logits", "loss workspace"),
 }
@@ -111,12 +106,16 @@ class Setting:
     accounting: Accounting = "peak"
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZER_STATES:
-            _refuse("optimizer", self.optimizer, OPTIMIZER_STATES)
-        if self.sharding not in ("none", "fsdp"):
-            _refuse("sharding", self.sharding, ("none", "fsdp"))
-        if self.accounting not in ("peak", "paper"):
-            _refuse("accounting", self.accounting, ("peak", "paper"))
+        known = {
+            "optimizer": tuple(OPTIMIZER_STATES),
+            "sharding": ("none", "fsdp"),
+            "accounting": ("peak", "paper"),
+        }
+        for name, values in known.items():
+            value = getattr(self, name)
+            if value not in values:
+                can_be = ", ".join(map(repr, values))
+                raise ExplainError(f"{name} is {value!r}; it can be {can_be}.")
         if self.gpus < 1:
             raise ExplainError(f"gpus is {self.gpus}; at least 1 is needed.")
 
@@ -126,17 +125,11 @@ class Setting:
         return self.gpus if self.sharding == "fsdp" else 1
 
 
-def _refuse(name: str, value: str, known: Mapping[str, int] | Sequence[str]) -> None:
-    raise ExplainError(f"{name} is {value!r}; it can be {', '.join(map(repr, known))}.")
-
-
 def resident(facts: Facts, setting: Setting) -> dict[str, sympy.Expr]:
     """Return what exists all the time, on one GPU, in bytes."""
     states = OPTIMIZER_STATES[setting.optimizer]
-    if setting.master_weights:
-        master, state = 4 * facts.trained, 4 * states * facts.trained
-    else:
-        master, state = 0, states * facts.trained_bytes
+    master = 4 * facts.trained if setting.master_weights else 0
+    state = states * (master or facts.trained_bytes)
     weights: sympy.Expr = sympy.Rational(facts.weights, setting.shards)
     if setting.sharding == "fsdp" and setting.accounting == "peak":
         weights += (facts.weights - facts.block_weights) + 2 * facts.largest_block
@@ -163,10 +156,9 @@ def moments(footprint: Footprint, setting: Setting, *, after: bool, vocab: int) 
 def _as_in_the_paper(
     footprint: Footprint, setting: Setting, always: Parts, *, after: bool, vocab: int
 ) -> Moment:
-    gradients = sympy.Rational(footprint.facts.trained_bytes, setting.shards)
     parts = {
         **always,
-        "other gradients": gradients,
+        "other gradients": sympy.Rational(footprint.facts.trained_bytes, setting.shards),
         "activations": footprint.kept.get("activations", sympy.Integer(0)),
     }
     if not after:
@@ -203,29 +195,33 @@ def peak(candidates: Sequence[Moment], batch: int, length: int) -> tuple[Moment,
 
 def grouped(moment: Moment, batch: int, length: int) -> dict[str, int]:
     """Return the bytes of the three bars of a moment."""
-    sums = dict.fromkeys(GROUPS, 0)
-    for group, names in GROUPS.items():
-        found = [moment.parts[name] for name in names if name in moment.parts]
-        sums[group] = sum(value_of(formula, batch, length) for formula in found)
-    return sums
+    return {
+        group: sum(value_of(moment.parts.get(name, 0), batch, length) for name in names)
+        for group, names in GROUPS.items()
+    }
 
 
 def largest_batch(candidates: Sequence[Moment], length: int, memory: int) -> int:
     """Return the largest batch per GPU whose peak fits; 0 if not even one sequence does."""
+    found = most(lambda batch: peak(candidates, batch, length)[1] <= memory)
+    if found >= 1 << 40:
+        raise ExplainError(
+            "The peak does not grow with the batch, so no batch is the largest. Mark the batch as "
+            "the first dimension of the inputs."
+        )
+    return found
+
+
+def most(fits: Callable[[int], bool]) -> int:
+    """Return the largest number that fits, 0 where none does; no larger ones than 2**40 matter."""
     low, high = 0, 1
-    while peak(candidates, high, length)[1] <= memory:
+    while fits(high):
+        if high >= 1 << 40:
+            return high
         low, high = high, 2 * high
-        if high > 1 << 40:
-            raise ExplainError(
-                "The peak does not grow with the batch, so no batch is the largest. Mark the "
-                "batch as the first dimension of the inputs."
-            )
     while high - low > 1:
         middle = (low + high) // 2
-        if peak(candidates, middle, length)[1] <= memory:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 

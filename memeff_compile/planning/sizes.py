@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 
 import sympy
 import torch
@@ -61,12 +60,11 @@ class Scale:
 
     def elements(self, tensor: torch.Tensor) -> sympy.Expr:
         """Return the number of elements as a formula."""
-        return reduce(lambda a, b: a * b, map(self._dimension, tensor.shape), sympy.Integer(1))
+        return math.prod(map(self._dimension, tensor.shape), start=sympy.Integer(1))
 
     def rows(self, tensor: torch.Tensor) -> sympy.Expr:
         """Return the number of rows: the elements of all dimensions but the last."""
-        sizes = map(self._dimension, tensor.shape[:-1])
-        return reduce(lambda a, b: a * b, sizes, sympy.Integer(1))
+        return math.prod(map(self._dimension, tensor.shape[:-1]), start=sympy.Integer(1))
 
     def _dimension(self, size: int | torch.SymInt) -> sympy.Expr:
         """Return a size; one that depends on data is taken to be as large as the batch's tokens."""

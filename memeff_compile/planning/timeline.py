@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import sympy
@@ -176,15 +176,11 @@ class Timeline:
         for node in self.nodes:
             kind = self.kind[node]
             steps[node] = 0
-            if kind == "other":
-                self.reads[node] = {node}
-                if node.op == "placeholder":
-                    self.stored.add(self.base[node])
-                continue
-            if kind == "view":
-                if self.base[node] is node:
-                    self.stored.add(node)
-                self.reads[node] = {self.base[node]}
+            if kind in ("other", "view"):
+                base = self.base[node]
+                self.reads[node] = {node if kind == "other" else base}
+                if node.op == "placeholder" or (kind == "view" and base is node):
+                    self.stored.add(base)
                 continue
             self.reads[node] = set()
             if kind in ("constant", "size"):
@@ -234,12 +230,8 @@ class Timeline:
                     yield kernels[leader]
 
     def _needed(self, kernel: Kernel, made_by: Mapping[Node, Node]) -> set[Node]:
-        makers = set()
-        for buffer in kernel.reads:
-            maker = buffer.args[0] if buffer.target is operator.getitem else buffer
-            if isinstance(maker, Node) and maker in made_by:
-                makers.add(made_by[maker])
-        return makers
+        makers = (b.args[0] if b.target is operator.getitem else b for b in kernel.reads)
+        return {made_by[node] for node in makers if isinstance(node, Node) and node in made_by}
 
     def _last_reads(self) -> None:
         last: dict[Node, int] = {}
@@ -271,18 +263,16 @@ class Timeline:
         for buffer, step in self.last_read.items():
             ends[step].append(buffer)
         live = {node: self.scale.bytes_of(node.meta["val"]) for node in owned}
+        live = {node: size for node, size in live.items() if node in self.last_read}
         total = self.scale.zero
         for size in live.values():
             total = added(total, size.values)
-        for node in owned:
-            if node not in self.last_read:
-                total = taken(total, live.pop(node).values)
         for step, kernel in enumerate(self.kernels):
             made = list(self._results(kernel))
             free = [b for b in ends[step] if b in live]
             for node, result in made:
                 size = self.scale.bytes_of(result.meta["val"])
-                over = self._written_over(node, size, free, live, owned)
+                over = self._written_over(node, size, (b for b in free if b not in owned), live)
                 if over is not None:
                     total = taken(total, live.pop(over).values)
                 live[result] = size
@@ -306,18 +296,13 @@ class Timeline:
                 yield node, node
 
     def _written_over(
-        self,
-        node: Node,
-        size: Size,
-        free: Sequence[Node],
-        live: Mapping[Node, Size],
-        owned: Collection[Node],
+        self, node: Node, size: Size, free: Iterable[Node], live: Mapping[Node, Size]
     ) -> Node | None:
         if self.kind[node] == "library" and not writes_to_an_input(node):
             return None
         for buffer in free:
             is_same = buffer in live and live[buffer].formula == size.formula
-            if is_same and self.readers[buffer] == [node] and buffer not in owned:
+            if is_same and self.readers[buffer] == [node]:
                 return buffer
         return None
 
@@ -409,22 +394,21 @@ class _Fusion:
         line = self._line
         readers: dict[Node, list[Node]] = defaultdict(list)
         for node in line.nodes:
+            is_kernel = node in line.stored and line.kind[node] in (*FUSIBLE, "library")
+            read = line.reads[node] if is_kernel else set()
             if node.op == "output":
-                for source in node.all_input_nodes:
-                    readers[line.base[source]].append(node)
-            elif node in line.stored and line.kind[node] in (*FUSIBLE, "library"):
-                for buffer in line.reads[node]:
-                    readers[buffer].append(node)
-        return {
-            node
-            for node in self._members
-            if line.kind[node] == "pointwise"
-            and readers[node]
-            and all(
+                read = {line.base[source] for source in node.all_input_nodes}
+            for buffer in read:
+                readers[buffer].append(node)
+
+        def stays(node: Node) -> bool:
+            is_inside = (
                 line.kind[reader] in FUSIBLE and self.leader(reader) is self.leader(node)
                 for reader in readers[node]
             )
-        }
+            return line.kind[node] == "pointwise" and bool(readers[node]) and all(is_inside)
+
+        return set(filter(stays, self._members))
 
 
 def _with_sums_in_the_library(nodes: list[Node]) -> list[Node]:

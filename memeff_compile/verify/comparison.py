@@ -16,14 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from memeff_compile import compat
 from memeff_compile.logits.attach import attach
 from memeff_compile.logits.recipe import DeferredOutput
 from memeff_compile.logits.tensor import DeferredLogits
 from memeff_compile.options import Options
-from memeff_compile.verify.op_by_op import WIDER, KeptGraph, run_op_by_op, wide_outputs
+from memeff_compile.verify.op_by_op import (
+    WIDER,
+    KeptGraph,
+    levels_of,
+    run_op_by_op,
+    wide_outputs,
+)
 from memeff_compile.verify.tolerance import (
     EXACT,
     Gap,
@@ -78,21 +83,18 @@ class Verdict:
     @property
     def mismatches(self) -> list[Gap]:
         """What is further apart than allowed, worst first, the sharper comparison's first."""
-        both = [g for gaps in (self.exact, self.as_run) for g in _by_share(gaps)]
-        return [gap for gap in both if gap.share > 1]
+        return [*_too_far(self.exact), *_too_far(self.as_run)]
 
     @property
     def is_of_the_compiler(self) -> bool:
         """Whether the rewritten graph agrees as long as nobody compiles it."""
-        ours = (*self.exact, *self.uncompiled)
-        return bool(self.uncompiled) and not any(gap.share > 1 for gap in ours)
+        return bool(self.uncompiled) and not _too_far((*self.exact, *self.uncompiled))
 
     def difference(self) -> str:
         """Say what differs, by the sharper comparison that shows it."""
-        exact = [gap for gap in _by_share(self.exact) if gap.share > 1]
-        gaps = exact or [gap for gap in _by_share(self.as_run) if gap.share > 1]
+        exact = _too_far(self.exact)
+        gaps, where = (exact, "in float64") if exact else (_too_far(self.as_run), "as run")
         more = f", and {len(gaps) - 3} more" if len(gaps) > 3 else ""
-        where = "in float64" if exact else "as run"
         return f"{where}, {'; '.join(map(str, gaps[:3]))}{more}."
 
     def agreement(self) -> str:
@@ -122,9 +124,10 @@ class Verdict:
         return " ".join(parts)
 
 
-def _by_share(gaps: Sequence[Gap]) -> list[Gap]:
-    """Values before gradients, and the worst first."""
-    return sorted(gaps, key=lambda gap: (gap.what.startswith("gradient"), -gap.share))
+def _too_far(gaps: Sequence[Gap]) -> list[Gap]:
+    """Return what is further apart than allowed, values before gradients, and the worst first."""
+    far = (gap for gap in gaps if gap.share > 1)
+    return sorted(far, key=lambda gap: (gap.what.startswith("gradient"), -gap.share))
 
 
 def _nearest(gaps: Sequence[Gap]) -> Gap:
@@ -141,6 +144,11 @@ class _Trial:
     gradients: list[Tensor | None] | None
     after: dict[int, Tensor]
     drew: bool
+
+    def named(self, inputs: Sequence[str]) -> list[tuple[str, Any]]:
+        """Return outputs, and what inputs hold after the call, with names for a reader."""
+        outputs = [(f"output {place}", value) for place, value in enumerate(self.values)]
+        return outputs + [(f"{inputs[p]} after the call", value) for p, value in self.after.items()]
 
 
 @dataclass
@@ -183,8 +191,7 @@ class Comparison:
             raise
         except Exception as error:  # comparing must never cost the user a run
             log.debug("memeff_compile: a comparison failed", exc_info=True)
-            why = "there was no memory for it" if _is_out_of_memory(error) else in_one_line(error)
-            raise NotRunError(why) from error
+            raise NotRunError(_why_not(error)) from error
         factor = self.options.verify_tolerance
         for gaps in (verdict.exact, verdict.as_run, verdict.uncompiled):
             gaps[:] = [replace(gap, allowed=gap.allowed * factor) for gap in gaps]
@@ -232,17 +239,11 @@ class Comparison:
         if not verdict.why_not_exact:
             try:
                 truth = run(partial(_run, self.original, wide=True), wide=True)
-                wide = attach(
-                    partial(_run, self.rewritten, wide=True),
-                    wide_outputs(self.plan),
-                    clone_hidden=False,
-                )
+                wide = self._op_by_op(wide_outputs(self.plan), wide=True)
                 exact = run(wide, wide=True)
             except Exception as error:
                 truth = exact = None
-                verdict.why_not_exact = (
-                    "there was no memory for it" if _is_out_of_memory(error) else in_one_line(error)
-                )
+                verdict.why_not_exact = _why_not(error)
         if truth is not None and exact is not None:
             verdict.exact += self._gaps(exact, truth, None, EXACT, group, with_integers=True)
             del exact
@@ -267,31 +268,24 @@ class Comparison:
         verdict.as_run += gaps
         limit = self.options.verify_tolerance
         if verdict.ran == "compiled" and any(gap.share > limit for gap in gaps):
-            verdict.uncompiled += measured(self._tried(run, self._op_by_op()))
+            verdict.uncompiled += measured(self._tried(run, self._op_by_op(self.plan)))
         if isinstance(ours, Gap):
             return {}
         verdict.has_gradients |= plain.gradients is not None
         return plain.groups
 
-    def _op_by_op(self) -> Compiled:
+    def _op_by_op(self, plan: Sequence[DeferredOutput], *, wide: bool = False) -> Compiled:
         """Return the rewritten graph as something to call that no compiler has seen."""
-        return attach(partial(_run, self.rewritten), self.plan, clone_hidden=False)
+        return attach(partial(_run, self.rewritten, wide=wide), plan, clone_hidden=False)
 
     def _as_run(
-        self,
-        run: Callable[..., _Trial],
-        plain: _Trial,
-        truth: _Trial | None,
-        verdict: Verdict,
+        self, run: Callable[..., _Trial], plain: _Trial, truth: _Trial | None, verdict: Verdict
     ) -> _Trial | Gap:
         """Run the rewritten graph as compiled, or op by op where compiling changes more."""
-        call = self.compiled
-        verdict.ran = "compiled"
-        if plain.drew or truth is None or self.reuses_memory:
-            # A compiler draws other random numbers, rounds elsewhere, or keeps pointers.
-            verdict.ran = "op by op"
-            call = self._op_by_op()
-        return self._tried(run, call)
+        # A compiler draws other random numbers, rounds elsewhere, or keeps pointers.
+        changes_more = plain.drew or truth is None or self.reuses_memory
+        verdict.ran = "op by op" if changes_more else "compiled"
+        return self._tried(run, self._op_by_op(self.plan) if changes_more else self.compiled)
 
     @staticmethod
     def _tried(run: Callable[..., _Trial], call: Compiled) -> _Trial | Gap:
@@ -304,14 +298,12 @@ class Comparison:
 
     def _has_codes(self) -> bool:
         """Return whether the rewritten graph computes attention in low bits."""
-        levels = [m for m in self.rewritten.module.modules() if isinstance(m, GraphModule)]
-        names = (str(node.target) for level in levels for node in level.graph.nodes)
-        return any(name.startswith("memeff.quantized_attention") for name in names)
+        nodes = (n for level in levels_of(self.rewritten.module) for n in level.graph.nodes)
+        return any(str(n.target).startswith("memeff.quantized_attention") for n in nodes)
 
     def _why_not_wide(self) -> str:
-        odd = [str(d) for d in self.original.dtypes if d not in WIDER and d != torch.float64]
-        odd = [name for name in odd if name != "torch.complex128"]
-        return f"the graph computes in {odd[0]}" if odd else ""
+        odd = self.original.dtypes - WIDER.keys() - set(WIDER.values())
+        return f"the graph computes in {next(iter(odd))}" if odd else ""
 
     # --- one run ----------------------------------------------------------------------------------
 
@@ -328,13 +320,12 @@ class Comparison:
         with _autocast_restored(args, off=wide), _same_random_numbers(args) as has_drawn:
             outputs = list(call(*given))
             values = [_seen(output) for output in outputs]
+            asks = [isinstance(o, Tensor) and o.requires_grad for o in outputs]
             groups: dict[str, list[int]] = {}
             for place, output in enumerate(outputs):
-                is_dropped = place in self.dropped
-                if isinstance(output, Tensor) and output.requires_grad and not is_dropped:
-                    kind = _group_of(output, place in deferred)
-                    groups.setdefault(kind, []).append(place)
-            asks = [isinstance(o, Tensor) and o.requires_grad for o in outputs]
+                if asks[place] and place not in self.dropped:
+                    kind = "scalars" if output.numel() == 1 else "tensors"
+                    groups.setdefault("deferred" if place in deferred else kind, []).append(place)
             chosen = {place: outputs[place] for place in groups.get(group, ())}
             del outputs
             gradients = _gradients(chosen, leaves, group)
@@ -348,24 +339,19 @@ class Comparison:
 
     def _inputs(self, args: Sequence[Any], wide: bool) -> tuple[list[Any], list[Tensor | None]]:
         """Return arguments that a graph may do anything with, and those that take a gradient."""
-        given: list[Any] = []
-        leaves: list[Tensor | None] = []
-        known: dict[int, tuple[Any, Tensor | None]] = {}
+        made: list[tuple[Any, Tensor | None]] = []
+        known: dict[int, int] = {}
         for place, arg in enumerate(args):
-            if id(arg) not in known or not isinstance(arg, Tensor):
-                known[id(arg)] = self._input(place, arg, wide)
-            value, leaf = known[id(arg)]
-            given.append(value)
-            leaves.append(leaf)
-        return given, leaves
+            first = known.setdefault(id(arg), place) if isinstance(arg, Tensor) else place
+            made.append(made[first] if first < place else self._input(place, arg, wide))
+        return [value for value, _ in made], [leaf for _, leaf in made]
 
     def _input(self, place: int, arg: Any, wide: bool) -> tuple[Any, Tensor | None]:  # noqa: ANN401
         if not isinstance(arg, Tensor):
             return arg, None
         dtype = WIDER.get(arg.dtype, arg.dtype) if wide else arg.dtype
-        is_shared = (
-            dtype == arg.dtype and self.original.is_parameter[place] and not self.is_written(place)
-        )
+        is_read_only = self.original.is_parameter[place] and not self.is_written(place)
+        is_shared = is_read_only and dtype == arg.dtype
         with torch.no_grad():
             value = arg.detach() if is_shared else _copy(arg.detach(), dtype)
         if not arg.requires_grad:
@@ -408,22 +394,11 @@ class Comparison:
         goal, own = (plain, None) if truth is None else (truth, plain)
         gaps = []
         if group == _GROUPS[0]:
-            pairs: list[tuple[str, Any, Any, Any]] = [
-                (f"output {place}", value, goal.values[place], own and own.values[place])
-                for place, value in enumerate(ours.values)
-            ]
-            pairs += [
-                (
-                    f"{names[place]} after the call",
-                    value,
-                    goal.after[place],
-                    own and own.after[place],
-                )
-                for place, value in ours.after.items()
-            ]
+            found, wanted = ours.named(names), goal.named(names)
+            yardstick = [None] * len(found) if own is None else [v for _, v in own.named(names)]
             gaps = [
                 value_gap(what, value, expected, tolerance, mine)
-                for what, value, expected, mine in pairs
+                for (what, value), (_, expected), mine in zip(found, wanted, yardstick, strict=True)
                 if isinstance(value, Tensor)
                 and isinstance(expected, Tensor)
                 and (with_integers or expected.is_floating_point() or expected.is_complex())
@@ -443,12 +418,6 @@ def run_plainly(graph: KeptGraph, *args: object) -> tuple[Any, ...]:
     """Run a graph op by op in place of its compiled form, for the caller and with his gradients."""
     with _autocast_restored(args):
         return run_op_by_op(graph, args)
-
-
-def _group_of(output: Tensor, is_deferred: bool) -> str:
-    if is_deferred:
-        return "deferred"
-    return "scalars" if output.numel() == 1 else "tensors"
 
 
 def _kind(value: Any) -> str:  # noqa: ANN401
@@ -581,6 +550,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and ("not enough memory" in text or "out of memory" in text)
     )
+
+
+def _why_not(error: BaseException) -> str:
+    return "there was no memory for it" if _is_out_of_memory(error) else in_one_line(error)
 
 
 def in_one_line(error: BaseException) -> str:

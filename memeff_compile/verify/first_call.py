@@ -68,8 +68,9 @@ def verified(
         reuses_memory: `compiled` keeps pointers to its inputs, as CUDA graphs do.
     """
     compared = Comparison(compiled, original, rewritten, tuple(plan), options, reuses_memory)
-    plain = accept(partial(run_plainly, original), pieces) if pieces else None
-    verifier = _Verifier(compared, plain or partial(run_plainly, original), options, graph_report)
+    plain: Compiled = partial(run_plainly, original)
+    plain = accept(plain, pieces) if pieces else plain
+    verifier = _Verifier(compared, plain, options, graph_report)
 
     def run(*args: object) -> Any:  # noqa: ANN401
         return verifier.callable_for(args)(*args)
@@ -81,11 +82,7 @@ class _Verifier:
     """Makes the comparison once and remembers which callable serves the graph."""
 
     def __init__(
-        self,
-        comparison: Comparison,
-        plain: Compiled,
-        options: Options,
-        graph_report: GraphReport,
+        self, comparison: Comparison, plain: Compiled, options: Options, graph_report: GraphReport
     ) -> None:
         self.comparison: Comparison | None = comparison
         self.compiled, self.plain = comparison.compiled, plain
@@ -163,11 +160,8 @@ class _Verifier:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _rewrites(self) -> list[str]:
-        return [
-            f"{r.pass_name}{f' in {r.module}' if r.module else ''}"
-            for r in self.graph_report.records
-            if r.action in report.CHANGES
-        ]
+        changes = (r for r in self.graph_report.records if r.action in report.CHANGES)
+        return [f"{r.pass_name}{f' in {r.module}' if r.module else ''}" for r in changes]
 
     def _switches(self) -> dict[str, str]:
         names = {r.pass_name for r in self.graph_report.records if r.action in report.CHANGES}

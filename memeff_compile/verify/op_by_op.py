@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ def keep(gm: GraphModule, options: Options) -> KeptGraph:
     info = GraphInfo(gm, options, ambient_region())
     inputs = info.placeholders
     written = [target for write in info.writes for target in write.targets]
-    nodes = [node for level in _levels(gm) for node in level.graph.nodes]
+    nodes = [node for level in levels_of(gm) for node in level.graph.nodes]
     values = [compat.example_value(node) for node in nodes]
     return KeptGraph(
         module=_copied(gm),
@@ -87,7 +86,8 @@ def keep(gm: GraphModule, options: Options) -> KeptGraph:
     )
 
 
-def _levels(gm: GraphModule) -> list[GraphModule]:
+def levels_of(gm: GraphModule) -> list[GraphModule]:
+    """Return a graph and those inside it."""
     return [module for module in gm.modules() if isinstance(module, GraphModule)]
 
 
@@ -95,13 +95,11 @@ def _obstacle(gm: GraphModule, nodes: Sequence[Node], writes: bool) -> str:
     for node in nodes:
         if node.op == "call_module":
             return "the graph holds modules, whose parameters cannot be set aside"
-        packet = getattr(node.target, "_schema", None) or getattr(
-            getattr(node.target, "default", None), "_schema", None
-        )
-        module = str(getattr(node.target, "__module__", ""))
-        is_collective = (packet is not None and packet.name.split("::")[0] in _COLLECTIVES) or (
-            module.startswith("torch.distributed")
-        )
+        default = getattr(node.target, "default", None)
+        schema = getattr(node.target, "_schema", None) or getattr(default, "_schema", None)
+        is_collective = (schema is not None and schema.name.split("::")[0] in _COLLECTIVES) or str(
+            getattr(node.target, "__module__", "")
+        ).startswith("torch.distributed")
         if node.op == "call_function" and is_collective:
             return "the graph talks to other processes, which may not run it a second time"
     constants = [n for n in nodes if n.op == "get_attr" and _is_tensor(gm, n)]
@@ -202,11 +200,10 @@ class _OpByOp(Interpreter):
         """Run a call; the body of a checkpoint is checkpointed here as well."""
         name = target.name() if isinstance(target, HigherOrderOperator) else ""
         if name == "tag_activation_checkpoint":
+            body, *given = args
             return checkpoint(
-                partial(_run_body, args[0], self.wide), *args[1:], use_reentrant=False
+                lambda *inputs: _OpByOp(body, wide=self.wide).run(*inputs),
+                *given,
+                use_reentrant=False,
             )
         return super().call_function(target, args, kwargs)
-
-
-def _run_body(body: GraphModule, wide: bool, *args: object) -> Any:  # noqa: ANN401
-    return _OpByOp(body, wide=wide).run(*args)

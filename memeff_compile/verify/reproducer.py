@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,23 +23,12 @@ __all__ = ["write"]
 
 
 class Compared(Protocol):
-    """What a reproducer needs of a comparison."""
+    """What a reproducer needs of a comparison: both graphs, and where to write how much."""
 
-    @property
-    def original(self) -> KeptGraph:
-        """The graph as it came."""
-
-    @property
-    def rewritten(self) -> KeptGraph:
-        """The graph as our passes made it."""
-
-    @property
-    def plan(self) -> tuple[DeferredOutput, ...]:
-        """The outputs of the rewritten graph that carry hidden states."""
-
-    @property
-    def options(self) -> Options:
-        """Where to write, and how much."""
+    original: KeptGraph
+    rewritten: KeptGraph
+    plan: tuple[DeferredOutput, ...]
+    options: Options
 
 
 def write(
@@ -91,19 +80,24 @@ class _Inputs:
         tensors = [(i, a.detach()) for i, a in enumerate(args) if isinstance(a, Tensor)]
         inputs.plain = {i: a for i, a in enumerate(args) if not isinstance(a, Tensor)}
         for graph in (compared.original, compared.rewritten):
-            for node in graph.module.graph.nodes:
-                held = getattr(graph.module, str(node.target), None)
-                if node.op == "get_attr" and isinstance(held, Tensor):
-                    inputs.constants[str(node.target)] = held.detach().cpu()
-                    left -= held.numel() * held.element_size()
+            for name, held in _constants(graph.module):
+                inputs.constants[name] = held.detach().cpu()
+                left -= held.nbytes
         for place, tensor in sorted(tensors, key=lambda pair: pair[1].numel()):
-            size = tensor.numel() * tensor.element_size()
-            if size <= left:
-                left -= size
+            if tensor.nbytes <= left:
+                left -= tensor.nbytes
                 inputs.saved[place] = tensor.cpu().clone()
             else:
                 inputs.drawn[place] = _description(tensor)
         return inputs
+
+
+def _constants(module: GraphModule) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a graph holds, by name."""
+    for node in module.graph.nodes:
+        held = getattr(module, str(node.target), None)
+        if node.op == "get_attr" and isinstance(held, Tensor):
+            yield str(node.target), held
 
 
 def _description(tensor: Tensor) -> tuple[Any, ...]:
@@ -157,14 +151,9 @@ def _source(name: str, module: GraphModule, imports: dict[str, str]) -> str:
             kind = f"{name}_{child}"
             parts.append(_source(kind, body, imports))
             # Higher-order operations other than checkpoints ask for a graph.
-            is_run = _is_checkpointed(module, child)
-            made.append(
-                f"self.{child} = {kind}()" if is_run else f"self.{child} = traced({kind}())"
-            )
-    for node in module.graph.nodes:
-        held = str(node.target)
-        if node.op == "get_attr" and isinstance(getattr(module, held, None), Tensor):
-            made.append(f"self.{held} = constant({held!r})")
+            made_as = f"{kind}()" if _is_checkpointed(module, child) else f"traced({kind}())"
+            made.append(f"self.{child} = {made_as}")
+    made += [f"self.{held} = constant({held!r})" for held, _ in _constants(module)]
     code = module.graph.python_code("self")
     for word, value in code.globals.items():
         imports.setdefault(word, _import(word, value))
@@ -177,13 +166,8 @@ def _source(name: str, module: GraphModule, imports: dict[str, str]) -> str:
 
 
 def _is_checkpointed(module: GraphModule, child: str) -> bool:
-    users = [
-        user
-        for node in module.graph.nodes
-        if node.op == "get_attr" and node.target == child
-        for user in node.users
-    ]
-    return all("tag_activation_checkpoint" in str(user.target) for user in users)
+    held = [n for n in module.graph.nodes if n.op == "get_attr" and n.target == child]
+    return all("tag_activation_checkpoint" in str(u.target) for node in held for u in node.users)
 
 
 _ADJUSTMENTS = (

@@ -99,11 +99,7 @@ def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Toleran
 
 
 def value_gap(
-    what: str,
-    found: Tensor,
-    truth: Tensor,
-    tolerance: Tolerance,
-    own: Tensor | None = None,
+    what: str, found: Tensor, truth: Tensor, tolerance: Tolerance, own: Tensor | None = None
 ) -> Gap:
     """Compare one value: an output, or what the graph left in one of its inputs.
 
@@ -118,7 +114,9 @@ def value_gap(
     if words:
         return Gap(what, 0.0, 0.0, words=words)
     if not (truth.is_floating_point() or truth.is_complex()):
-        return _integer_gap(what, found, truth)
+        # Integers that come from comparing floats differ where two are equal but for rounding.
+        count = max(truth.numel(), 1)
+        return Gap(what, int((found != truth).sum()) / count, (truth.numel() // 100) / count)
     norms = _Norms.of(found, truth, own)
     if norms.broken:
         return Gap(what, 0.0, 0.0, words="is not finite where the original is")
@@ -170,13 +168,6 @@ def _different_kind(found: Tensor, truth: Tensor) -> str:
     if found.dtype.is_floating_point != truth.dtype.is_floating_point:
         return f"is {found.dtype} and not {truth.dtype}"
     return ""
-
-
-def _integer_gap(what: str, found: Tensor, truth: Tensor) -> Gap:
-    """Integers that come from comparing floats may differ where two are equal but for rounding."""
-    different = int((found != truth).sum())
-    share = different / max(truth.numel(), 1)
-    return Gap(what, share, (truth.numel() // 100) / max(truth.numel(), 1))
 
 
 @dataclass

@@ -6,6 +6,7 @@ Nothing here imports triton before it is called. Gluon's names are in `gluon`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -70,3 +71,13 @@ def described(tensor: Tensor, block: Sequence[int]) -> Any:  # noqa: ANN401
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+
+
+@lru_cache(maxsize=1)
+def has_gluon() -> bool:
+    """Say whether this Triton has Gluon as the kernels here are written in; it still changes."""
+    try:
+        import memeff_compile.kernels._triton.gluon
+    except (ImportError, AttributeError):
+        return False
+    return memeff_compile.kernels._triton.gluon is not None

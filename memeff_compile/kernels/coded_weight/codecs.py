@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.compat import has_gluon
 from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.coded_weight import shapes
 from memeff_compile.kernels.coded_weight.layout import (
@@ -560,7 +560,7 @@ def fuses(
 def _is_wide(tokens: int, device: torch.device) -> bool:
     if not shapes.MAX_FUSED_TOKENS < tokens <= shapes.MAX_WIDE_TOKENS:
         return False
-    return gpu(device).is_hopper and _has_gluon()
+    return gpu(device).is_hopper and has_gluon()
 
 
 def product(
@@ -603,21 +603,11 @@ Setting: TypeAlias = shapes.RowTile | shapes.Tile | shapes.MatrixTile | shapes.W
 def _setting(tokens: int, shape: Sequence[int], device: torch.device) -> Setting:
     if tokens == 1:
         return shapes.row_tile(shape[0], processors(device))
-    if device.type == "cuda" and _has_gluon() and tokens <= shapes.MAX_FUSED_TOKENS:
+    if device.type == "cuda" and has_gluon() and tokens <= shapes.MAX_FUSED_TOKENS:
         return shapes.matrix_tile(tokens, shape[0], shape[1], processors(device))
     if device.type == "cuda" and _is_wide(tokens, device):
         return shapes.wide_tile(tokens)
     return shapes.tile(tokens, shape[0], shape[1], processors(device))
-
-
-@lru_cache(maxsize=1)
-def _has_gluon() -> bool:
-    """Say whether this Triton has Gluon as `matrix_kernels` is written in; it still changes."""
-    try:
-        import memeff_compile.kernels.coded_weight.matrix_kernels
-    except (ImportError, AttributeError):
-        return False
-    return memeff_compile.kernels.coded_weight.matrix_kernels is not None
 
 
 def _one_row(

@@ -8,7 +8,7 @@ text.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -33,9 +33,7 @@ _DTYPES = {
 
 
 def render(gm: GraphModule) -> str:
-    """Return the text of ``gm``; nested graphs follow, indented, under the names they are called
-    by.
-    """
+    """Return the text of ``gm``; nested graphs follow, indented, under their names."""
     return "\n".join(_Renderer(gm).lines())
 
 
@@ -88,12 +86,9 @@ class _Renderer:
         return name
 
     def _role(self, node: Node) -> str:
-        source = compat.source_name(node)
         if isinstance(compat.example_input(node), torch.nn.Parameter):
             return "param "
-        if "_buffers[" in source:
-            return "buffer "
-        return "input "
+        return "buffer " if "_buffers[" in compat.source_name(node) else "input "
 
     def _type(self, node: Node) -> str:
         return self._type_of(compat.example_value(node))
@@ -116,24 +111,14 @@ class _Renderer:
 
     def _expression(self, node: Node) -> str:
         reading = read(node)
-        if reading is None:
-            return self._unread(node)
-        text = ""
-        for call in reading:
-            text = self._call(call, text)
-        return text
+        return self._unread(node) if reading is None else reduce(self._call, reading, "")
 
-    def _call(self, call: Call, previous: str) -> str:
-        defaults: Mapping[str, Any] = {
-            a.name: a.default_value
-            for a in compat.schema(call.op).arguments
-            if a.has_default_value()
-        }
+    def _call(self, previous: str, call: Call) -> str:
         parts = []
         positional = True
         for argument in compat.schema(call.op).arguments:
             value = call.args[argument.name]
-            if argument.name in defaults and _same(value, defaults[argument.name]):
+            if argument.has_default_value() and _same(value, argument.default_value):
                 positional = False
                 continue
             text = previous if value is PREVIOUS else self._value(value)
@@ -161,9 +146,8 @@ class _Renderer:
         if isinstance(value, torch.dtype):
             return _DTYPES.get(value, str(value).removeprefix("torch."))
         if isinstance(value, slice):
-            return f"{_bound(value.start)}:{_bound(value.stop)}" + (
-                "" if value.step is None else f":{value.step}"
-            )
+            step = "" if value.step is None else f":{value.step}"
+            return f"{_bound(value.start)}:{_bound(value.stop)}{step}"
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return self._symbolic(str(value))
         return repr(value)

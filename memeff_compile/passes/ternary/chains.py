@@ -20,6 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ... import compat
+from ...kernels.checks import short
 from ...kernels.ternary_linear import KINDS, Quantizer
 from ..graph.canonical import PREVIOUS, Call, aten, read, read_one
 from ..graph.graph_info import node_name
@@ -89,6 +90,10 @@ class _Misfit(Exception):
         self.found = Unread(code, sentence, hint)
 
 
+def _learned(sentence: str, which: str = "learned and running scales are") -> _Misfit:
+    return _Misfit("learned_scale", sentence, f"{which} not served")
+
+
 def rounds(node: Any) -> bool:
     """Return whether something rounds, or takes the sign, a few steps before this node."""
     pending, seen = [(node, 0)], set()
@@ -124,16 +129,14 @@ def _read(node: Node) -> Quantized:
     value = _without_casts(chain, node)
     if _is_function(_behind_item(value)):
         return _through_function(chain, value)
-    call = read_one(value)
-    if call is not None and _base(call) == "add":
-        for source, other in _both(call):
-            found = _added_difference(chain, value, source, other)
-            if found is not None:
-                return found
-    if call is not None and _base(call) == "sub":
-        found = _sum_less_source(chain, value, call)
+    for source, other in _both(_call_of(value, "add")):
+        found = _added_difference(chain, value, source, other)
         if found is not None:
             return found
+    difference = _call_of(value, "sub")
+    found = None if difference is None else _sum_less_source(chain, value, difference)
+    if found is not None:
+        return found
     source, quantizer, is_weight = _fake_quantized(chain, value)
     return Quantized(source, quantizer, is_weight, False, tuple(chain.nodes), tuple(chain.numbers))
 
@@ -164,8 +167,8 @@ def _added_difference(chain: _Chain, value: Node, source: Node, other: Node) -> 
     kept = list(chain.nodes)
     chain.take(value)
     difference = _without_detach(chain, other)
-    call = read_one(difference)
-    if call is not None and _base(call) == "sub" and call.args.get("alpha", 1) == 1:
+    call = _call_of(difference, "sub")
+    if call is not None and call.args.get("alpha", 1) == 1:
         quantized, taken = call.args["self"], call.args["other"]
         is_cut = difference is not other or not _requires_grad(difference)
         if _is_same(taken, source) and isinstance(quantized, Node) and is_cut:
@@ -178,13 +181,10 @@ def _added_difference(chain: _Chain, value: Node, source: Node, other: Node) -> 
 def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None:
     """Read `(q + x) - x.detach()` with a q that has no gradient."""
     total, taken = call.args["self"], call.args["other"]
-    inner = read_one(total) if isinstance(total, Node) else None
-    if inner is None or _base(inner) != "add" or not isinstance(taken, Node):
-        return None
-    if call.args.get("alpha", 1) != 1 or inner.args.get("alpha", 1) != 1:
+    if not isinstance(taken, Node) or call.args.get("alpha", 1) != 1:
         return None
     cut = _without_detach(_Chain(), taken)
-    for source, quantized in _both(inner):
+    for source, quantized in _both(_call_of(total, "add")):
         if _is_same(cut, source) and not _requires_grad(quantized) and not _requires_grad(taken):
             chain.take(value)
             chain.take(total)
@@ -198,10 +198,8 @@ def _straight(chain: _Chain, quantized: Node, source: Node) -> Quantized:
     end = _without_casts(chain, quantized)
     found, quantizer, is_weight = _fake_quantized(chain, end, source)
     if not _is_same(found, source):
-        raise _Misfit(
-            "other_source",
-            "what is quantised is not what the straight-through estimator adds back",
-        )
+        said = "what is quantised is not what the straight-through estimator adds back"
+        raise _Misfit("other_source", said)
     return Quantized(source, quantizer, is_weight, True, tuple(chain.nodes), tuple(chain.numbers))
 
 
@@ -235,12 +233,12 @@ def _through_function(chain: _Chain, item: Node) -> Quantized:
     call = _behind_item(item)
     forward, backward = _body(call, 0), _body(call, 1)
     operands = call.args[2:]
+    other_form = "an autograd Function of another form quantises it"
     if forward is None or backward is None or len(operands) != 1 or len(call.users) != 1:
-        raise _Misfit("autograd_function", "an autograd Function of another form quantises it")
+        raise _Misfit("autograd_function", other_form)
     if any(call.kwargs.get(name) for name in ("saved_for_backward_idx", "dirty_idx")):
-        raise _Misfit(
-            "autograd_function", "the autograd Function that quantises it saves or writes tensors"
-        )
+        said = "the autograd Function that quantises it saves or writes tensors"
+        raise _Misfit("autograd_function", said)
     if not _hands_gradient_on(backward):
         raise _Misfit(
             "backward_form",
@@ -250,7 +248,7 @@ def _through_function(chain: _Chain, item: Node) -> Quantized:
     result: Any = compat.output_node(forward).args[0]
     end = result[0][0] if isinstance(result, tuple) and len(result) == 2 else None
     if not isinstance(end, Node) or result[1]:
-        raise _Misfit("autograd_function", "an autograd Function of another form quantises it")
+        raise _Misfit("autograd_function", other_form)
     inner = _Chain()
     source, quantizer, is_weight = _fake_quantized(inner, _without_casts(inner, end))
     if source.op != "placeholder":
@@ -258,8 +256,7 @@ def _through_function(chain: _Chain, item: Node) -> Quantized:
     _require_no_other_users(inner.nodes, end)
     chain.take(item)
     chain.take(call)
-    given = operands[0]
-    assert isinstance(given, Node)
+    given: Any = operands[0]
     return Quantized(given, quantizer, is_weight, True, tuple(chain.nodes), tuple(inner.numbers))
 
 
@@ -306,12 +303,9 @@ def _without_mask(chain: _Chain, node: Node) -> tuple[Node | None, Node]:
     pairs: list[tuple[Any, Any]] = []
     if call is not None and call.op is aten.where.ScalarOther and call.args["other"] == 0:
         pairs = [(call.args["condition"], call.args["self"])]
-    elif call is not None and _base(call) == "mul":
-        operands = (call.args["self"], call.args["other"])
-        pairs = [operands, operands[::-1]]
+    else:
+        pairs = list(_both(_call_of(node, "mul")))
     for mask, value in pairs:
-        if not isinstance(mask, Node) or not isinstance(value, Node):
-            continue
         found = read_larger_half(mask)
         if found is not None:
             for part in (node, *found[1]):
@@ -380,9 +374,8 @@ def are_codes(node: Node) -> bool:
 
 def _looks_clamped(node: Node) -> bool:
     node = _without_casts(_Chain(), node, (*_FLOATS, *_SIGNED))
-    call = read_one(node)
     is_sign = node_name(node).rstrip("_") == "sign"
-    return is_sign or (call is not None and _base(call) in ("clamp", "round"))
+    return is_sign or _call_of(node, "clamp", "round") is not None
 
 
 def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
@@ -413,8 +406,8 @@ def _clamped(chain: _Chain, node: Node) -> tuple[float, float, Node]:
 def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
     """Read `levels / t`, or `t / levels` where the scale is a step; return t and the levels."""
     if is_step:
-        call = read_one(scale)
-        if call is None or _base(call) != "div":
+        call = _call_of(scale, "div")
+        if call is None:
             return scale, 1.0
         if call.args.get("rounding_mode") is not None:
             raise _Misfit("chain_form", "a division that rounds stands before it")
@@ -423,11 +416,7 @@ def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
     reading = read(scale) or ()
     names = [_base(call) for call in reading]
     if names[:1] != ["reciprocal"] or names[1:] not in ([], ["mul"]):
-        raise _Misfit(
-            "learned_scale",
-            "its scale is not computed from the tensor itself",
-            "learned and running scales are not served",
-        )
+        raise _learned("its scale is not computed from the tensor itself")
     chain.take(scale)
     levels = 1.0
     if len(reading) == 2:
@@ -439,20 +428,16 @@ def _scale(chain: _Chain, scale: Node, *, is_step: bool) -> tuple[Node, float]:
 
 def _bounded(chain: _Chain, node: Node) -> tuple[float, bool, Node]:
     """Read `t.clamp(min=eps)` or `t + eps`; return eps, whether it is added, and t."""
-    call = read_one(node)
-    name = "" if call is None else _base(call)
-    if call is None or name not in ("clamp", "clamp_min", "add"):
-        raise _Misfit(
-            "learned_scale",
-            "its scale is not a bounded maximum or mean of absolute values",
-            "learned and running scales, and scales that may be zero, are not served",
-        )
+    call = _call_of(node, "clamp", "clamp_min", "add")
+    if call is None:
+        said = "its scale is not a bounded maximum or mean of absolute values"
+        raise _learned(said, "learned and running scales, and scales that may be zero, are")
     chain.take(node)
-    if name == "add":
+    if _base(call) == "add":
         if call.args.get("alpha", 1) != 1:
             raise _Misfit("chain_form", "a scale of another form stands before it")
         return chain.number(call.args["other"]), True, call.args["self"]
-    if name == "clamp" and call.args["max"] is not None:
+    if call.args.get("max") is not None:
         raise _Misfit("chain_form", "the scale is bounded above as well")
     return chain.number(call.args["min"]), False, call.args["self"]
 
@@ -461,47 +446,35 @@ def _statistic(chain: _Chain, node: Node) -> tuple[bool, bool, Node]:
     """Read the reduction: whether it is a mean, whether of everything, and of what."""
     reduced = _behind_item(node)
     chain.take(node)
-    call = read_one(reduced)
-    name = "" if call is None else _base(call)
-    gives_two = call is not None and call.op is aten.max.dim
-    if call is None or name not in ("max", "amax", "mean") or gives_two != (reduced is not node):
-        raise _Misfit(
-            "learned_scale",
-            "its scale does not come from a maximum or mean",
-            "learned and running scales are not served",
-        )
+    call = _call_of(reduced, "max", "amax", "mean")
+    if call is None or (call.op is aten.max.dim) != (reduced is not node):
+        raise _learned("its scale does not come from a maximum or mean")
+    is_mean = _base(call) == "mean"
     chain.take(reduced)
-    magnitude = read_one(call.args["self"])
-    if magnitude is None or _base(magnitude) != "abs":
+    magnitude = _call_of(call.args["self"], "abs")
+    if magnitude is None:
         raise _Misfit("chain_form", "its scale is not that of absolute values")
     chain.take(call.args["self"])
     axes = call.args.get("dim")
     axes = list(axes) if isinstance(axes, (list, tuple)) else axes
     measured: Node = magnitude.args["self"]
-    if name == "mean" and axes in (None, []):
-        if call.args.get("dtype") is not None:
-            raise _Misfit("chain_form", "the mean is taken in another dtype")
-        return True, True, measured
+    is_whole = is_mean and axes in (None, [])
     last = compat.example_value(measured).dim() - 1
     axis = axes[0] if isinstance(axes, list) and len(axes) == 1 else axes
-    if axis not in (-1, last) or not call.args.get("keepdim"):
-        raise _Misfit(
-            "other_axis",
-            "its scales are not one per token (last axis, kept) or one for the whole weight",
-        )
+    if not is_whole and (axis not in (-1, last) or not call.args.get("keepdim")):
+        said = "its scales are not one per token (last axis, kept) or one for the whole weight"
+        raise _Misfit("other_axis", said)
     if call.args.get("dtype") is not None:
         raise _Misfit("chain_form", "the mean is taken in another dtype")
-    return name == "mean", False, measured
+    return is_mean, is_whole, measured
 
 
 def _source(chain: _Chain, value: Node, measured: Node) -> tuple[Node, bool]:
     """Return what is quantised, and whether in its own dtype rather than in float32."""
     ends = [_behind_exact_casts(chain, node) for node in (value, measured)]
     if ends[0] is not ends[1]:
-        raise _Misfit(
-            "other_source",
-            "its scale is that of another tensor than the one that is quantised",
-        )
+        said = "its scale is that of another tensor than the one that is quantised"
+        raise _Misfit("other_source", said)
     dtypes = [compat.example_value(n).dtype for n in (value, measured)]
     held = compat.example_value(ends[0]).dtype
     if dtypes[0] != dtypes[1] or dtypes[0] not in (held, torch.float32):
@@ -513,25 +486,20 @@ def _behind_exact_casts(chain: _Chain, node: Node) -> Node:
     """Follow casts that keep every bit, and detaches, back."""
     call = read_one(node)
     while call is not None and call.op in (aten.to.dtype, aten.detach.default):
-        if _loses_bits(call.args["self"], node):
-            break
+        held, cast = (compat.example_value(each).dtype for each in (call.args["self"], node))
+        if cast not in (held, torch.float32) or held == torch.float64 != cast:
+            break  # to anything but float32 or the dtype there was, values may change
         chain.take(node)
         node = call.args["self"]
         call = read_one(node)
     return node
 
 
-def _loses_bits(before: Node, after: Node) -> bool:
-    """Return whether a cast may change values: to anything but float32 or the dtype there was."""
-    held, cast = (compat.example_value(node).dtype for node in (before, after))
-    return cast not in (held, torch.float32) or held == torch.float64 != cast
-
-
 def _require_one_dtype(*nodes: Node) -> None:
     """Require that a chain is computed in one dtype; autocast computes some steps in float32."""
     dtypes = {compat.example_value(node).dtype for node in nodes}
     if len(dtypes) != 1:
-        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        names = " and ".join(sorted(map(short, dtypes)))
         raise _Misfit(
             "chain_form",
             f"it is computed in {names}, as autocast does",
@@ -544,13 +512,18 @@ def _require_one_dtype(*nodes: Node) -> None:
 
 def _base(call: Call) -> str:
     """Return the name of an op, the same in place and not."""
-    name: str = compat.schema(call.op).name.split("::")[-1]
-    return name.rstrip("_")
+    return str(compat.schema(call.op).name.split("::")[-1]).rstrip("_")
+
+
+def _call_of(node: Any, *names: str) -> Call | None:
+    """Return the call that a node stands for where its op has one of these names, or None."""
+    call = read_one(node) if isinstance(node, Node) else None
+    return call if call is not None and _base(call) in names else None
 
 
 def _one(node: Any, names: tuple[str, ...], what: str) -> Call:
-    call = read_one(node) if isinstance(node, Node) else None
-    if call is None or _base(call) not in names:
+    call = _call_of(node, *names)
+    if call is None:
         found = node_name(node) if isinstance(node, Node) else repr(node)
         raise _Misfit("chain_form", f"`{found}` stands where {what} would be read")
     if call.args.get("rounding_mode") is not None:
@@ -562,15 +535,15 @@ def _tensors(call: Call) -> tuple[Node, Node]:
     """Return both operands, which have to be tensors."""
     left, right = call.args["self"], call.args["other"]
     if not isinstance(left, Node) or not isinstance(right, Node):
-        raise _Misfit(
-            "learned_scale", "it is scaled by a number", "learned and fixed scales are not served"
-        )
+        raise _learned("it is scaled by a number", "learned and fixed scales are")
     return left, right
 
 
-def _both(call: Call) -> Iterator[tuple[Node, Node]]:
-    left, right = call.args["self"], call.args["other"]
-    if isinstance(left, Node) and isinstance(right, Node) and call.args.get("alpha", 1) == 1:
+def _both(call: Call | None) -> Iterator[tuple[Node, Node]]:
+    """Yield the operands of a product, or of a plain sum, in both orders."""
+    given = {} if call is None or call.args.get("alpha", 1) != 1 else call.args
+    left, right = given.get("self"), given.get("other")
+    if isinstance(left, Node) and isinstance(right, Node):
         yield left, right
         yield right, left
 
@@ -637,9 +610,7 @@ def other_user(chain: list[Node] | tuple[Node, ...], end: Node) -> Node | None:
     """Return a node outside a chain that uses one of its values before the end, or None."""
     inside = set(chain) | {end}
     for node in chain:
-        if node is end:
-            continue
-        for user in node.users:
+        for user in node.users if node is not end else ():
             is_dead_item = user.target is operator.getitem and not user.users
             if user not in inside and not is_dead_item and user.op != "output":
                 return user

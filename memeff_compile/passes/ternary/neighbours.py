@@ -8,7 +8,7 @@ Each is a small kernel of its own otherwise, and a decoding step is made of smal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,12 +51,10 @@ def read_entering(node: Node, users: Sequence[Node]) -> Entering:
         if other_user(chain, node) is None:
             found = Entering(source, None, weight, eps, tuple(chain))
     gate = _gate(found.source)
-    inside = set(found.chain) | set(users)
-    if gate is not None and set(found.source.users) <= inside:
+    if gate is not None and set(found.source.users) <= {*found.chain, *users}:
         source, up, chain = gate
         if other_user(chain, found.source) is None:
-            whole = (*found.chain, *chain)
-            found = Entering(source, up, found.norm, found.eps, whole)
+            found = replace(found, source=source, up=up, chain=(*found.chain, *chain))
     return found
 
 
@@ -75,8 +73,7 @@ def _norm(node: Node) -> tuple[Node, Node, Any, list[Node]] | None:
             eps = _inverse_root(factor, source, branch)
             ends = (node, weight, normed, source)  # a cast of `normed` may round further than these
             kinds = {compat.example_value(end).dtype for end in ends}
-            is_wide = all(map(_is_float32, (scaled, wide, factor)))
-            if eps is not None and len(kinds) == 1 and is_wide:
+            if eps is not None and len(kinds) == 1 and _are_float32(scaled, wide, factor):
                 return source, weight, eps, [*chain, *branch]
     return None
 
@@ -100,7 +97,7 @@ def _inverse_root(node: Node, source: Node, chain: list[Node]) -> Any:
     if not is_last or not reduced.args.get("keepdim") or reduced.args.get("dtype") is not None:
         return None
     base = _squared(squared)
-    if base is None or not all(map(_is_float32, (base, squared, mean, total))):
+    if base is None or not _are_float32(base, squared, mean, total):
         return None
     chain += [node, total, mean, squared]
     return eps if _without_cast(base, chain) is source else None
@@ -150,14 +147,12 @@ def _are_alike(values: Sequence[torch.Tensor]) -> bool:
     return all(v.dtype == first.dtype and same_shape(v.shape, first.shape) for v in others)
 
 
-def _is_float32(node: Node) -> bool:
-    is_it: bool = compat.example_value(node).dtype == torch.float32
-    return is_it
+def _are_float32(*nodes: Node) -> bool:
+    return all(compat.example_value(node).dtype == torch.float32 for node in nodes)
 
 
 def _name(call: Call) -> str:
-    name: str = compat.schema(call.op).name.split("::")[-1]
-    return name
+    return str(compat.schema(call.op).name.split("::")[-1])
 
 
 def _without_cast(node: Node, chain: list[Node]) -> Node:
@@ -173,7 +168,7 @@ def _without_cast(node: Node, chain: list[Node]) -> Node:
 
 # --- after the linear -----------------------------------------------------------------------------
 
-_ACTIVATIONS = "relu silu gelu sigmoid square pow mul to"
+_ACTIVATIONS = "relu silu gelu sigmoid square pow mul to".split()
 _MOST_ACTIVATIONS = 4
 
 
@@ -204,15 +199,12 @@ def _activations(node: Node) -> list[Node]:
     for _ in range(_MOST_ACTIVATIONS):
         users = list(found[-1].users)
         call = read_one(users[0]) if len(users) == 1 else None
-        if call is None or _name(call) not in _ACTIVATIONS.split():
+        if call is None or _name(call) not in _ACTIVATIONS:
             break
         if any(other is not found[-1] for other in users[0].all_input_nodes):
             break
         found.append(users[0])
     return found
-
-
-# --- after the linear -----------------------------------------------------------------------------
 
 
 def read_added(item: Node) -> tuple[Node, Node] | None:
@@ -232,9 +224,7 @@ def read_added(item: Node) -> tuple[Node, Node] | None:
 # --- what ran before ------------------------------------------------------------------------------
 
 _VIEWS = "view reshape transpose slice unsqueeze squeeze expand permute contiguous clone to alias"
-_COMPUTED = (
-    "add mul embedding linear ternary_linear kv_cache_attention scaled_dot_product_attention"
-)
+_COMPUTED = "add mul embedding linear ternary_linear kv_cache_attention"
 
 
 def is_computed(node: Node) -> bool:
@@ -244,11 +234,9 @@ def is_computed(node: Node) -> bool:
             return False
         call = read_one(node)
         name = _name(call) if call is not None else getattr(node.target, "__name__", "")
-        if name.split(".")[0] in _COMPUTED.split():
+        if name.split(".")[0] in (*_COMPUTED.split(), "scaled_dot_product_attention"):
             return True
-        if call is not None and name not in _VIEWS.split():
-            return False
-        if call is None and name != "getitem":
+        if name not in (_VIEWS.split() if call is not None else ("getitem",)):
             return False
         node = node.all_input_nodes[0]
     return False

@@ -51,9 +51,8 @@ def read_product(info: GraphInfo, node: Node) -> Product | None:
     given: tuple[Any, ...] = quantize.args[1:]
     quantizer = op_folder.Quantizer(*given)
     wanted = (quantizer.is_step, found.quantizer.is_step)
-    if (*steps, False, False)[:2] != wanted:
+    if (*steps, False, False)[:2] != wanted or not isinstance(x, Node):
         return None
-    assert isinstance(x, Node)
     (result,) = node.users
     tokens = Quantized(x, quantizer, False, True, ())
     whole = Quantized(weight, found.quantizer, True, True, ())

@@ -126,7 +126,7 @@ PRODUCTS = [
 
 # The last products have no epilogue of their own.
 EPILOGUES = [
-    (name, flags, epilogue)
+    pytest.param(name, flags, epilogue, marks=pytest.mark.slow if epilogue == "softcap" else ())
     for name, flags in PRODUCTS
     for epilogue in (["plain"] if "products" in name else ["plain", "softcap", "everything"])
 ]

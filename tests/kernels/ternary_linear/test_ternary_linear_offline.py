@@ -140,8 +140,8 @@ def _tiles(
     ("words", "rows", "tokens", "group", "kind"),
     [
         (256, 14336, 1, 1, "int8"),
-        (256, 14336, 4, 1, "int8"),
-        (1024, 4096, 1, 1, "int8"),
+        pytest.param(256, 14336, 4, 1, "int8", marks=pytest.mark.slow),
+        pytest.param(1024, 4096, 1, 1, "int8", marks=pytest.mark.slow),
         (512, 28672, 1, 1, "fp4"),
         (256, 6144, 1, 3, "int4"),
         (2048, 8192, 1, 1, "int8"),
@@ -208,6 +208,13 @@ def test_the_kernel_for_many_tokens_compiles_within_the_limits(
     ptx = within_limits(_tiles(capability, shapes), capability)
     assert re.search(r"mma\.sync.*s8|wgmma.*s8|tcgen05\.mma", ptx), "no integer tensor cores"
     assert "cp.async" in ptx, "operands are not loaded ahead"
+
+
+def test_the_kernels_compile_for_an_older_gpu() -> None:
+    few = _vectors(80, "int8", vector_shapes(256, 14336, 4, 132), 256, tokens=4)
+    assert "dp4a" in within_limits(few, 80)
+    many = _tiles(80, tile_shapes(4096, 14336, 1024, 132, is_hopper=False))
+    assert "cp.async" in within_limits(many, 80), "operands are not loaded ahead"
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
