@@ -339,7 +339,8 @@ def _coded_kv_cache_append_kernel(
     v,
     pool,  # `layout.Pool`
     sizes,  # key-value heads, groups, new tokens, limit
-    C: tl.constexpr,  # TOKENS: written at once, at most a group
+    C: tl.constexpr,
+    # TOKENS: written at once, at most a group
     # PIECES: programs that share a group; one unless TOKENS is
     # IS_FAST: divides by fused products, which the interpreter rounds twice
 ):

@@ -292,7 +292,8 @@ def _coded_kv_cache_append_pair_kernel(
     sizes,  # key-value heads, groups, new tokens, limit
     t,
     gamma,
-    C: tl.constexpr,  # TOKENS: written at once, at most a group
+    C: tl.constexpr,
+    # TOKENS: written at once, at most a group
 ):
     kv_heads, groups, new, limit = sizes
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH if C.BITS == 16 else C.GROUP * C.DEPTH * C.BITS // 8
