@@ -15,7 +15,16 @@ from memeff_compile.errors import MemeffError
 
 from .program import Fault, Program, World, run, start
 
-__all__ = ["Kind", "Verdict", "compare", "internal_errors", "judge", "judge_again", "verdict"]
+__all__ = [
+    "FAILURES",
+    "Kind",
+    "Verdict",
+    "compare",
+    "internal_errors",
+    "judge",
+    "judge_again",
+    "verdict",
+]
 
 Kind = Literal[
     "same", "invalid", "decline", "difference", "exception", "internal_error", "crash", "inner"

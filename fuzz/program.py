@@ -63,6 +63,8 @@ class Program:
         text = "\n".join(self.lines)
         if any(word in text for word in ("half", "float16", "bfloat16", "autocast")):
             return torch.bfloat16
+        # Norms, positions and softmaxes of transformers are in float32, whatever the model is in.
+        text += self.imports.replace("transformers", "float32")
         return torch.float32 if "float()" in text or "float32" in text else torch.float64
 
     def widened(self) -> Program:
@@ -80,7 +82,8 @@ class Program:
     def without_us(self) -> Program:
         """The same program under the inner compiler alone, if nothing else in it is ours."""
         text = "\n".join(self.lines)
-        if "memeff_compile" in text or "if ours:" in text:
+        named = re.findall(r"from memeff_compile\S* import (\w+)", self.imports)
+        if any(word in text for word in ("memeff_compile", "if ours:", *named)):
             return self
 
         def alone(line: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import platform
 import subprocess
 from collections import Counter
@@ -10,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 import memeff_compile
 
+from .judge import FAILURES, Kind
 from .program import Program
 
 __all__ = [
@@ -23,7 +26,7 @@ __all__ = [
     "Tally",
     "read_program",
     "restore",
-    "rows",
+    "row",
     "save",
     "save_program",
     "table",
@@ -54,6 +57,11 @@ class Tally:
     failures: list[Failure] = field(default_factory=list)
     alike: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether anything went wrong, shown or not."""
+        return any(self.kinds[kind] for kind in FAILURES)
+
     def record_crash(self, failure: Failure) -> None:
         """Count a program that took its process with it."""
         self.programs += 1
@@ -77,26 +85,24 @@ def table(tallies: Sequence[Tally]) -> str:
     return "\n".join(lines)
 
 
-def rows(tallies: Sequence[Tally], seed: str) -> list[dict[str, Any]]:
-    """One row for each part, to be committed."""
-    return [
-        {
-            "part": tally.part,
-            "seed": seed,
-            "cpu_seconds": round(tally.cpu_seconds),
-            "programs": tally.programs,
-            **{kind: tally.kinds[kind] for kind in ("same", "difference", "exception")},
-            **{kind: tally.kinds[kind] for kind in ("internal_error", "crash", "decline")},
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "memeff_compile": memeff_compile.__version__,
-            "commit": _commit(),
-            "date": date.today().isoformat(),
-        }
-        for tally in tallies
-    ]
+def row(tally: Tally, seed: str, device: str) -> dict[str, Any]:
+    """Return the counts of a part, to be committed."""
+    return {
+        "part": tally.part,
+        "seed": seed,
+        "device": device,
+        "cpu_seconds": round(tally.cpu_seconds),
+        "programs": tally.programs,
+        **{kind: tally.kinds[kind] for kind in get_args(Kind)},
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "memeff_compile": memeff_compile.__version__,
+        "commit": os.environ.get("MEMEFF_COMMIT") or _commit(),
+        "date": date.today().isoformat(),
+    }
 
 
+@functools.cache
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     here = Path(__file__).parent

@@ -7,9 +7,12 @@ import importlib
 import os
 import random
 import re
+import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +37,12 @@ _SHRUNK_ALIKE = 3
 """So many of those whose sentences differ in numbers alone."""
 
 _SECONDS = 20
+
+_LATE = 5
+"""Seconds behind the time given when a program that still runs, or is made small, is given up."""
+
+_SAVED = 10
+"""Seconds between two looks at the counts from outside."""
 
 Before = Callable[[str, Program], object]
 
@@ -102,12 +111,12 @@ def work(
         seed: what to draw from.
         seconds: CPU time of this call.
         before: told each program before it runs, and an empty one before it is drawn.
-        after: told the counts now and then.
+        after: told the counts every few seconds.
         device: where tensors are made.
         stops: at the first failure.
     """
-    with _settled(device):
-        _work(tally, seed, seconds, before, after, stops)
+    with _settled(device), suppress(_Late), _given_up(seconds + _LATE) as is_late:
+        _work(tally, seed, seconds, before, after, stops, is_late)
 
 
 def _work(
@@ -117,56 +126,99 @@ def _work(
     before: Before,
     after: Callable[[Tally], object],
     stops: bool,
+    is_late: threading.Event,
 ) -> None:
     part = load(tally.part)
-    started, spent = _cpu_seconds(), tally.cpu_seconds
+    started, spent, saved = _cpu_seconds(), tally.cpu_seconds, 0.0
     while _cpu_seconds() - started < seconds:
         number, tally.next_setup = tally.next_setup, tally.next_setup + 1
         after(tally)
         for own, program, eager, ours in programs(part, seed, number, before):
             before(own, program)
             found = verdict(program, eager, ours)
+            if is_late.is_set():  # C++ may have made an error of the program of it
+                return
             tally.programs += 1
             tally.kinds[found.kind] += 1
             if found.kind == "decline":
                 tally.declines[found.sentence] += 1
             if found.is_failure:
-                tally.failures += _report(tally, own, program, found)
-                after(tally)
+                _report(tally, own, program, found, is_late)
                 if stops:
                     return
             tally.cpu_seconds = spent + _cpu_seconds() - started
+            if found.is_failure or time.monotonic() - saved > _SAVED:
+                saved = time.monotonic()
+                after(tally)
             if found.kind == "internal_error" or _cpu_seconds() - started >= seconds:
                 break
         if number % 20 == 0:
             gc.collect()
 
 
-def _report(tally: Tally, own: str, program: Program, found: Verdict) -> list[Failure]:
-    """Make a failure small, unless others like it were: one of a setup stands for all."""
+def _report(
+    tally: Tally, own: str, program: Program, found: Verdict, is_late: threading.Event
+) -> None:
+    """Keep a failure, and make it small, unless others like it were: one of a setup stands for all.
+
+    It is kept as it is before it is made small, which may take too long.
+    """
     numbered = re.compile(r"[0-9.e+-]+")
     alike = f"{found.kind}: {numbered.sub('', found.sentence)}"
     here = f"{own.rsplit('/', 1)[0]}: {alike}"
     tally.alike[here] += 1
     if tally.alike[here] > 1 or len(tally.failures) >= _SHRUNK:
-        return []
+        return
     tally.alike[alike] += 1
     if tally.alike[alike] > _SHRUNK_ALIKE:
-        return []
-    sentence = found.sentence
-    if found.resembles(judge(program)):
-        # What compiled code of before lost stays in the report.
-        fast = judge if found.kind == "internal_error" else judge_again()
-        smaller = shrink(program, found, fast, _SECONDS)
+        return
+
+    def failure(program: Program, sentence: str) -> Failure:
+        heading = f"part {tally.part}, seed {own}: {found.kind}: {sentence}".replace("\n", " ")
+        return Failure(tally.part, own, found.kind, sentence, program.text(heading[:300]))
+
+    tally.failures.append(failure(program, found.sentence))
+    again = judge(program)
+    if is_late.is_set():
+        return
+    if not found.resembles(again):
+        note = " (only behind the programs before it: run the part with this seed)"
+        tally.failures[-1] = failure(program, found.sentence + note)
+        return
+    # What compiled code of before lost stays in the report.
+    fast = judge if found.kind == "internal_error" else judge_again()
+    smaller = shrink(program, found, fast, _SECONDS)
+    again = judge(smaller)
+    if not found.resembles(again):
+        smaller = shrink(program, found, judge, _SECONDS)
         again = judge(smaller)
-        if not found.resembles(again):
-            smaller = shrink(program, found, judge, _SECONDS)
-            again = judge(smaller)
-        program, sentence = smaller, again.sentence or sentence
-    else:
-        sentence += " (only behind the programs before it: run the part with this seed)"
-    heading = f"part {tally.part}, seed {own}: {found.kind}: {sentence}".replace("\n", " ")
-    return [Failure(tally.part, own, found.kind, sentence, program.text(heading[:300]))]
+    if not is_late.is_set():
+        tally.failures[-1] = failure(smaller, again.sentence or found.sentence)
+
+
+class _Late(BaseException):
+    """The time is over; no program takes this for an error of its own."""
+
+
+@contextmanager
+def _given_up(seconds: float) -> Iterator[threading.Event]:
+    """End what runs when so much CPU time is spent, where there can be such a signal."""
+    is_late = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield is_late
+        return
+
+    def end(*_: object) -> None:
+        is_late.set()
+        raise _Late
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, max(seconds, 0.1))
+    try:
+        yield is_late
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @contextmanager

@@ -86,9 +86,8 @@ def _inner(trip: Trip) -> Callable[..., Any]:
         return forward
     if options.inner == "aot_eager":
         return compat.compile_with_aot_eager(gm, trip.example_inputs)
-    patches = {**trip.outcome.inductor, **options.inductor_patches()}
     tag = decided_by_measurement()
-    return compat.compile_with_inductor(gm, trip.example_inputs, patches, tag)
+    return compat.compile_with_inductor(gm, trip.example_inputs, trip.inductor_patches, tag)
 
 
 def keep_transformers_losses_in_one_graph() -> None:

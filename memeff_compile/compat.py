@@ -11,6 +11,7 @@ import functools
 import hashlib
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -556,6 +557,75 @@ def remove_buffer(gm: GraphModule, name: str) -> None:
 def storage_key(value: torch.Tensor) -> int:
     """Return a key equal for fake tensors that share memory."""
     return int(value.untyped_storage()._cdata)
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[Sequence[str], Any]:
+    """Return the names of the tensors that a wrapper subclass is made of, and what else it is."""
+    names, about = cast("Any", tensor).__tensor_flatten__()
+    return names, about
+
+
+def storage_keys(value: torch.Tensor) -> set[int]:
+    """Return keys equal for fake tensors that share memory, one per part of a subclass."""
+    if not hasattr(type(value), "__tensor_flatten__"):
+        return {storage_key(value)}
+    names, _ = parts_of(value)
+    return {key for name in names for key in storage_keys(getattr(value, name))}
+
+
+# --- CUDA graphs --------------------------------------------------------------------------------
+
+
+def mark_static_input(node: Node) -> None:
+    """Tell AOTAutograd that an input stays where it is, so that CUDA graphs may write to it."""
+    node.meta.setdefault("tensor_dict", {})["_dynamo_static_input_type"] = "unguarded"
+
+
+def is_unsafe_to_record(node: Node) -> bool:
+    """Return whether a call cannot be part of a CUDA graph: it waits, or its sizes are data."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    value = example_value(node)
+    values = [value] if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)) else []
+    if any(free_unbacked_symbols(each) for each in values):
+        return True
+    target = node.target
+    overloads: list[Any] = [target]
+    if isinstance(target, OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+    return any(_is_unsafe(each) for each in overloads if isinstance(each, OpOverload))
+
+
+def _is_unsafe(op: OpOverload) -> bool:
+    names = ("cudagraph_unsafe", "data_dependent_output", "dynamic_output_shape")
+    unsafe = {getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name)}
+    return bool(unsafe & set(op.tags)) or "c10d" in op.namespace
+
+
+@contextlib.contextmanager
+def capturing_alone() -> Iterator[None]:
+    """Record no two CUDA graphs at a time: a capture is a state of the process."""
+    from torch._inductor import cudagraph_trees
+
+    lock = getattr(cudagraph_trees, "graph_capture_lock", None)  # since torch 2.13
+    with _capture_lock if lock is None else lock:
+        yield
+
+
+_capture_lock = threading.Lock()
+
+
+def forget_workspaces() -> None:
+    """Have cuBLAS allocate its workspaces anew: one from before a capture may be freed after it."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def leave_pool(pool: Any) -> None:
+    """Let the allocator go back to its usual memory after a capture that failed."""
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 def feeds_resumed_code(gm: GraphModule) -> bool:

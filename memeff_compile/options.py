@@ -578,6 +578,14 @@ class Options:
         meaning="The compiler that gets the graph after our passes. Modes and Inductor keys "
         "matter to `inductor` only; `aot_eager` needs no C++ compiler.",
     )
+    cuda_graphs: str = _choice(
+        "cuda_graphs",
+        "auto",
+        "off",
+        meaning="Whether a step of generation (few tokens, caches that it writes in place, no "
+        "gradient) is recorded as a CUDA graph and replayed, without a mode being given. A mode, "
+        "or `triton.cudagraphs`, goes first (docs/use/serving.md).",
+    )
     mode: str | None = _option(
         None,
         key="mode",

@@ -24,6 +24,7 @@ __all__ = [
     "GraphReport",
     "LogitsUse",
     "Record",
+    "Replays",
     "Report",
     "amend",
     "clear",
@@ -253,6 +254,30 @@ def _listed(counts: Mapping[str, int]) -> str:
     return f" ({', '.join(f'{name}: {count}' for name, count in items)})" if items else ""
 
 
+@dataclass
+class Replays:
+    """How often a graph that may be recorded as a CUDA graph was, in counts.
+
+    Args:
+        recordings: CUDA graphs that were recorded, one per set of addresses and sizes.
+        replays: Calls that replayed one.
+        ran: Calls that ran without one.
+        stopped: Why it is recorded no more, or "".
+    """
+
+    recordings: int = 0
+    replays: int = 0
+    ran: int = 0
+    stopped: str = ""
+
+    def __str__(self) -> str:
+        label = f"{'so far':<{_INDENT - 1}} CUDA graph"
+        text = f"{self.recordings} recorded, {self.replays} calls replayed, {self.ran} ran without"
+        stopped = f"not recorded any more: {self.stopped}" if self.stopped else ""
+        lines = [line for each in (text, stopped) for line in textwrap.wrap(each, _WIDTH - _INDENT)]
+        return f"\n{' ' * _INDENT}".join([label, *lines])
+
+
 @dataclass(frozen=True)
 class GraphReport:
     """What happened to one graph.
@@ -266,6 +291,7 @@ class GraphReport:
         before: The graph as it came in, as text.
         after: The graph as it went on to the inner compiler, as text.
         logits: What became of its deferred logits so far; None where there are none.
+        replays: How often it ran as a CUDA graph so far; None where it never may.
     """
 
     name: str
@@ -276,6 +302,7 @@ class GraphReport:
     before: str = ""
     after: str = ""
     logits: LogitsUse | None = None
+    replays: Replays | None = None
 
     def __str__(self) -> str:
         kind = "training" if self.training else "inference"
@@ -291,6 +318,8 @@ class GraphReport:
             paragraphs.append(f"{went}{why}.")
         if self.logits is not None and (self.logits.fused or self.logits.computed):
             paragraphs.append(str(self.logits))
+        if self.replays is not None and self.replays != Replays():
+            paragraphs.append(str(self.replays))
         return "\n\n".join([heading, *(textwrap.indent(text, "  ") for text in paragraphs)])
 
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
@@ -312,6 +341,7 @@ class GraphReport:
             "nodes": self.nodes,
             "seconds": self.seconds,
             "logits": None if self.logits is None else asdict(self.logits),
+            "replays": None if self.replays is None else asdict(self.replays),
             "records": [record._to_dict() for record in self.records],
         }
         return {**data, "before": self.before, "after": self.after} if include_graphs else data
@@ -321,7 +351,9 @@ class GraphReport:
         records = tuple(Record._from_dict(record) for record in data["records"])
         use = data.get("logits")
         logits = None if use is None else LogitsUse(**use)
-        return cls(**{**data, "records": records, "logits": logits})
+        counts = data.get("replays")
+        replays = None if counts is None else Replays(**counts)
+        return cls(**{**data, "records": records, "logits": logits, "replays": replays})
 
 
 @dataclass(frozen=True)
@@ -461,7 +493,11 @@ def graphs() -> Sequence[GraphReport]:
     with _lock:
         found = tuple(_graphs)
     return tuple(
-        graph if graph.logits is None else replace(graph, logits=graph.logits.copy())
+        replace(
+            graph,
+            logits=None if graph.logits is None else graph.logits.copy(),
+            replays=None if graph.replays is None else replace(graph.replays),
+        )
         for graph in found
     )
 

@@ -8,17 +8,19 @@ there is nothing for it to do.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch.fx import GraphModule
 
-from . import compat, report
+from . import compat, cuda_graphs, report
 from .errors import MemeffError
 from .logits.attach import accept, attach
 from .options import Options
 from .passes.graph.base import GraphPass
+from .passes.graph.graph_info import GraphInfo, ambient_region
 from .passes.graph.pipeline import Outcome, enforce_strict, run
+from .recordings import Recorder, engine_for
 from .verify.first_call import verified
 from .verify.op_by_op import KeptGraph, keep
 
@@ -36,6 +38,7 @@ class Trip:
         pieces: inputs that another compiled piece of the model hands over.
         original: the graph as it came, where it will be compared with what becomes of it.
         outcome: what the passes did.
+        choice: whether it is recorded as a CUDA graph.
         rewritten: the graph as the passes made it, where it will be compared.
         present: which outputs there are, where the passes left some as None.
     """
@@ -46,6 +49,7 @@ class Trip:
     pieces: list[int] = field(init=False)
     original: KeptGraph | None = None
     outcome: Outcome = field(init=False)
+    choice: cuda_graphs.Choice = field(default_factory=cuda_graphs.Choice)
     rewritten: KeptGraph | None = None
     present: list[bool] | None = None
 
@@ -58,16 +62,32 @@ class Trip:
         # A checkpoint around the compiled function would count what our fake operations save.
         with compat.unseen_by_saved_tensor_hooks():
             self.outcome = run(gm, passes, options)
+        self._choose()
         report.record_graph(self.outcome.report)
         enforce_strict(options, self.outcome.report)
         if self.outcome.changed:
             self.rewritten = None if self.original is None else keep(gm, options)
             self.present = _drop_missing_outputs(gm)
 
+    def _choose(self) -> None:
+        """Decide whether the graph is recorded, and say so in its report."""
+        info = GraphInfo(self.gm, self.options, ambient_region())
+        self.choice = choice = cuda_graphs.decide(info, self.options)
+        if choice.record is not None:
+            records = (*self.outcome.report.records, choice.record)
+            replays = None if choice.roles is None else report.Replays()
+            self.outcome.report = replace(self.outcome.report, records=records, replays=replays)
+
+    @property
+    def inductor_patches(self) -> dict[str, Any]:
+        """What Inductor's config is patched with: advice of passes, the user's words, safety."""
+        advice, given = self.outcome.inductor, self.options.inductor_patches()
+        return {**advice, **given, **self.choice.patches}
+
     @property
     def reuses_memory(self) -> bool:
         """Whether the compiled graph keeps pointers to its memory, as CUDA graphs do."""
-        patches = self.options.inductor_patches()
+        patches = self.inductor_patches
         return self.options.inner == "inductor" and compat.inductor_uses_cudagraphs(patches)
 
 
@@ -94,6 +114,14 @@ def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
     output.args = (tuple(value for value in values if value is not None),)
     gm.recompile()
     return present
+
+
+def replay(compiled: Compiled, trip: Trip) -> Compiled:
+    """Replay a step of generation as a CUDA graph once it comes again."""
+    roles, device, use = trip.choice.roles, trip.choice.device, trip.outcome.report.replays
+    if roles is None or device is None or use is None:
+        return compiled
+    return Recorder(compiled, roles, use, engine_for(device))
 
 
 def put_back(compiled: Compiled, trip: Trip) -> Compiled:
@@ -137,6 +165,7 @@ def verify_first_call(compiled: Compiled, trip: Trip) -> Compiled:
 
 
 WRAPPERS: tuple[Callable[[Compiled, Trip], Compiled], ...] = (
+    replay,  # what is recorded takes and returns tensors of the graph, and nothing of ours
     put_back,
     accept_pieces,
     attach_logits,  # outside of what gives back missing outputs: a plan counts them

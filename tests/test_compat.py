@@ -1078,6 +1078,76 @@ def test_a_graph_holds_a_tensor_of_ours_until_it_is_taken_back() -> None:
     assert not hasattr(gm, "ours")
 
 
+@probes("parts_of", "storage_keys")
+def test_the_memory_of_a_tensor_is_that_of_its_parts() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    a, b = torch.ones(2), torch.zeros(2)
+    both = TwoTensor(a, b)
+    assert list(compat.parts_of(both)[0]) == ["a", "b"]
+    assert compat.storage_keys(both) == {compat.storage_key(a), compat.storage_key(b)}
+    assert compat.storage_keys(a[1:]) == {compat.storage_key(a)}
+
+
+@probes("mark_static_input")
+def test_an_input_is_said_to_stay_where_it_is() -> None:
+    """AOTAutograd tells Inductor's compiler which inputs are static."""
+    from torch._inductor.compile_fx import compile_fx
+
+    seen = []
+
+    def inner(gm: Any, inputs: Any, **settings: Any) -> Any:
+        seen.append(list(settings.get("static_input_idxs") or ()))
+        return gm.forward
+
+    def backend(gm: GraphModule, inputs: Sequence[Any], marked: bool) -> Any:
+        if marked:
+            for node in gm.graph.nodes:
+                if node.op == "placeholder":
+                    compat.mark_static_input(node)
+        return compile_fx(gm, inputs, inner_compile=inner)  # type: ignore[arg-type]
+
+    for marked in (False, True):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            compiled = torch.compile(
+                lambda x, y: x.add_(y), backend=partial(backend, marked=marked)
+            )
+            compiled(torch.ones(2), torch.ones(2))
+    assert seen == [[], [0, 1]]
+
+
+@probes("is_unsafe_to_record")
+def test_ops_that_ask_the_host_are_known() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    aten = torch.ops.aten
+    for op in (aten.nonzero, aten.nonzero.default, aten._local_scalar_dense.default):
+        assert compat.is_unsafe_to_record(graph.call_function(op, (x,)))
+    for op in (aten.relu, aten.relu.default, torch.relu):
+        assert not compat.is_unsafe_to_record(graph.call_function(op, (x,)))
+    assert compat.is_unsafe_to_record(graph.call_module("inner", (x,)))
+
+
+@probes("capturing_alone")
+def test_captures_take_turns() -> None:
+    with compat.capturing_alone():
+        pass
+    with compat.capturing_alone():
+        pass
+
+
+@probes("forget_workspaces", "leave_pool")
+def test_what_a_capture_asks_of_cuda_is_there() -> None:
+    if not torch.backends.cuda.is_built():
+        for call in (compat.forget_workspaces, partial(compat.leave_pool, (0, 1))):
+            with pytest.raises((AttributeError, AssertionError)):
+                call()
+    elif torch.cuda.is_available():
+        compat.forget_workspaces()
+        compat.leave_pool((0, 1))
+
+
 @probes("reduction_of")
 def test_old_arguments_of_a_loss_are_a_reduction() -> None:
     given = [(None, None), (False, None), (None, False)]

@@ -49,6 +49,7 @@ DOCUMENTED_KEYS = (
     "verify.folder",
     "verify.limit",
     "inner",
+    "cuda_graphs",
     "mode",
 )
 

@@ -133,7 +133,7 @@ class LazyTensor(torch.Tensor):
         )
 
     def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
+        return format(repr(self) if self.dim() else self._values().item(), spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._stand_in(shared=False).__reduce_ex__(protocol)

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from memeff_compile import compat
-from memeff_compile.errors import MemeffError
 from memeff_compile.logits.recipe import LogitsRecipe
 from memeff_compile.logits.source import LogitsSource
 
@@ -51,12 +48,8 @@ class Memory:
     """What is one piece of memory in eager PyTorch: a tensor and all its views.
 
     The values of all rows, once computed, live here, and every view reads them here. Before that,
-    a view that has only some of the rows computes just these, for itself.
-
-    Writes go to the one place where everybody reads. The exception is a plain alias of rows that
-    a view had computed for itself (a loan): the other views cannot see a write through it, so
-    they refuse to be read after one. All aliases of a tensor share one version counter in
-    PyTorch, which is how such a write is noticed.
+    a view that has only some of the rows computes just these, for itself, to be read and nothing
+    else: a write, or a plain alias that somebody could write through, makes the memory first.
     """
 
     def __init__(
@@ -71,27 +64,23 @@ class Memory:
         self.origin = origin
         self.value: Tensor | None = None
         self.rows_computed = 0
-        self.is_open = False  # somebody may have written, or may write unnoticed
-        self.alias_version: int | None = None  # of the views, when the first plain alias left
-        self.loans: list[StorageWeakRef] = []
-        self.loan_version: int | None = None
-        self.lender: Callable[[], DeferredLogits | None] = _nobody
+        self.is_open = False  # somebody has written, or may write unnoticed
         self._statistics: Statistics | None = None
 
     def read(self, view: DeferredLogits) -> Tensor:
         """Return the values of `view`, computing its rows alone where that is less work."""
+        if self.value is None and view.window is not None:
+            base, take = view.window
+            return take(self.read(base))
         if self.value is not None or (view.own is None and not self._is_less_work(view)):
             return self.link(view)
-        self._refuse_lost_writes(view, is_own=True)
         if view.own is None:
-            own = self.source.compute(self.recipe, view.rows)
-            view.own = own if view.order is None else own.permute(view.order)
+            view.own = view.from_rows(lambda rows: self.source.compute(self.recipe, rows))
             self.rows_computed += max(_row_count(view), _LEAST_ROWS)
         return view.own
 
     def link(self, view: DeferredLogits) -> Tensor:
         """Return the part of this memory that `view` is, computing all of it if need be."""
-        self._refuse_lost_writes(view, is_own=False)
         if self.value is None:
             value = None if self.origin is None else self.origin()
             value = self.source.compute(self.recipe, self.rows) if value is None else value
@@ -102,27 +91,8 @@ class Memory:
 
     def write(self, view: DeferredLogits) -> Tensor:
         """Return the memory of `view` to somebody who may write to it unnoticed."""
-        plain = self.link(view)
-        if self.loans:
-            raise MemeffError(_LOST_WRITE)
         self.is_open = True
-        return plain
-
-    def lend(self, view: DeferredLogits) -> None:
-        """Note that a plain alias of the values of `view` is about to leave."""
-        version = _version(view)
-        if version is None:
-            self.write(view)
-            return
-        self.read(view)
-        if self.alias_version is None:
-            self.alias_version = version
-        if view.own is not None:
-            is_only_lender = not self.loans or self.lender() is view
-            self.lender = weakref.ref(view) if is_only_lender else _nobody
-            if not self.loans:
-                self.loan_version = version
-            self.loans.append(StorageWeakRef(view.own.untyped_storage()))
+        return self.link(view)
 
     def statistics(self, view: DeferredLogits) -> tuple[Tensor, Tensor | None] | None:
         """Return log-sum-exp and sum of the rows of `view`, if the last loss found them out."""
@@ -135,11 +105,7 @@ class Memory:
 
     def untouched_value(self) -> Tensor | None:
         """Return the values of all rows if they are there and nobody can have written to them."""
-        return None if self.is_open or self.alias_version is not None else self.value
-
-    def is_pristine(self, view: DeferredLogits) -> bool:
-        """Say whether the values of `view` are surely those of the forward pass."""
-        return not self.is_open and self.alias_version in (None, _version(view))
+        return None if self.is_open else self.value
 
     def snapshot(
         self, view: DeferredLogits, function: Callable[[Tensor], Tensor]
@@ -155,7 +121,7 @@ class Memory:
         def copy() -> Tensor | None:
             memory, value = reference(), None
             if memory is not None:
-                if memory.is_open or memory.alias_version is not None:
+                if memory.is_open:
                     return None
                 value = memory.value
             if value is None and origin is not None:
@@ -176,35 +142,6 @@ class Memory:
         rows = prod(self.shape[:-1])
         return _row_count(view) < rows and self.rows_computed < rows
 
-    def _refuse_lost_writes(self, view: DeferredLogits, *, is_own: bool) -> None:
-        """Raise if a loan was written to that `view` cannot see."""
-        if not self.loans:
-            return
-        counting = view if view._taken_from is None else view._taken_from
-        if _version(counting) == self.loan_version:
-            self.loans = [storage for storage in self.loans if not storage.expired()]
-        elif not is_own or self.lender() is not view:
-            raise MemeffError(_LOST_WRITE)
-
-
-_LOST_WRITE = (
-    "A part of deferred logits, computed on its own, was modified in place while other tensors "
-    "share its memory, which would not see the new values. Modify a copy (logits.clone()), or "
-    'compile with options={"memeff.logits": "eager"}.'
-)
-
-
-def _nobody() -> None:
-    return None
-
 
 def _row_count(view: DeferredLogits) -> int:
     return prod(view.rows.shape[:-1])
-
-
-def _version(view: DeferredLogits) -> int | None:
-    """Number of writes to `view` and its aliases, where PyTorch keeps count."""
-    with compat.without_torch_function():
-        return (
-            None if view._taken_from is not None or view.is_inference() else compat.version_of(view)
-        )

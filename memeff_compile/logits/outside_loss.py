@@ -214,7 +214,7 @@ def _plain_for_second_derivative(ctx: Any) -> Tensor:
             "the first time, or compile with options={'memeff.linear_cross_entropy': 'off'}."
         )
     with reading_for("a second derivative"):
-        return view.as_plain()
+        return view.to_read()
 
 
 # What can be served -------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def _check(view: Any, target: Any, column_weight: Any = None) -> Folded:
 def _is_deferred(value: Any) -> bool:
     """Whether a loss of these logits (or log-probabilities) may be fused at all."""
     memory = getattr(value, "memory", None)
-    return isinstance(memory, Memory) and memory.source.loss is not None
+    return isinstance(memory, Memory) and memory.source.loss is not None and value.window is None
 
 
 def _last(view: DeferredLogits, dim: Any) -> bool:

@@ -237,8 +237,8 @@ class DeferredOutput:
         recipe: how the logits come from the hidden states.
         detached: the model detaches these logits before it returns them.
         loss: how a loss outside the graph is fused, or None where it is not.
-        views: where several outputs share the memory of these logits, all of them, and each is a
-            view of it; `output` is the first of their places.
+        views: where several outputs share the memory of these logits, or one has not all of it in
+            its order, all of them, and each is a view of it; `output` is the first of their places.
     """
 
     output: int
@@ -272,7 +272,7 @@ class GivenSize:
 
 @dataclass(frozen=True)
 class LogitsView:
-    """An output that shares the memory of other outputs.
+    """An output that is a view of the logits.
 
     Args:
         output: index of the output.

@@ -10,10 +10,11 @@ through them.
 From the outside in:
 
 * `attach.defer` makes them of what a graph returns, with an autograd function of their own.
-* `DeferredLogits` is the wrapper subclass. Operations that leave the vocabulary dimension alone
-  (`_LAZY`) give another `DeferredLogits`; every other operation computes the values and goes on
-  with a plain tensor. Both happen below autograd, so the autograd graph, the views and the version
-  counters are those of eager PyTorch. What has to act above autograd is in `_ABOVE_AUTOGRAD`.
+* `DeferredLogits` is the wrapper subclass. Views and other operations that leave the vocabulary
+  dimension alone (`_LAZY`) give another `DeferredLogits`; every other operation computes the values
+  and goes on with a plain tensor. Both happen below autograd, so the autograd graph, the views and
+  the version counters are those of eager PyTorch. Every other view is one of these too, so that no
+  write passes by unseen. What has to act above autograd is in `_ABOVE_AUTOGRAD`.
 * `Memory` stands for one piece of memory of eager PyTorch: the logits and all their views share
   one, a copy or a cast begins another.
 * `LogitsSource` holds the hidden states and the head, and notices when they have changed.
@@ -67,8 +68,8 @@ class DeferredLogits(LazyTensor):
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    _taken_from: DeferredLogits | None  # of `.data`, whose version counter is its own
     order: tuple[int, ...] | None  # of dimensions, where the vocabulary has left the last place
+    window: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None  # of what is no rows: a view
     _is_reordered: bool  # the rows are not in the order of the memory
     _row_hook: Any
 
@@ -84,7 +85,7 @@ class DeferredLogits(LazyTensor):
         self = cls._make(size, memory.recipe.dtype, rows.device, stride, offset)
         self.memory, self.rows, self.own, self._row_hook = memory, rows, None, None
         self.dims, self.strides, self.offset = size, stride, offset
-        self._taken_from, self.order, self._is_reordered = None, None, False
+        self.order, self.window, self._is_reordered = None, None, False
         return self
 
     @classmethod
@@ -110,9 +111,27 @@ class DeferredLogits(LazyTensor):
         return self.whole(Memory(memory.source, recipe, rows, shape, origin), self.dims)
 
     def as_plain(self) -> Tensor:
-        """Return an ordinary tensor that is a view of this one for autograd."""
+        """Return an ordinary tensor that is a view of this one, for autograd and for writes."""
+        self._memory()
+        return self.to_read()
+
+    def to_read(self) -> Tensor:
+        """Return an ordinary tensor that is a view of this one for autograd; nobody writes to it.
+
+        The one view that is no `DeferredLogits`: nobody else asks for `implicit`.
+        """
         with compat.without_torch_function():
-            return self.expand(self.dims)
+            plain: Tensor = aten.expand.default(self, self.dims, implicit=True)
+        return plain
+
+    def from_rows(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what `function` makes of these rows, its dimensions as they lie in the memory."""
+        last = len(self.dims) - 1
+        shown = self.order or range(last + 1)
+        strides = dict(zip(shown, self.strides, strict=True))
+        laid = (*sorted(range(last), key=lambda dim: -strides[dim]), last)
+        values = function(self.rows.permute(laid).contiguous())
+        return values.permute([laid.index(dim) for dim in shown])
 
     @property
     def head(self) -> Head:
@@ -137,8 +156,8 @@ class DeferredLogits(LazyTensor):
     def lost_factors(self) -> str | None:
         """Say why the values are not, or may not be, what the head would give now."""
         memory = self.memory
-        if not memory.is_pristine(self):
-            return "the logits were written to"
+        if memory.is_open:
+            return "the logits were written to, or may have been"
         if memory.value is not None and memory.source.change() is not None:
             return "the values were computed before the weights changed"
         return None
@@ -160,7 +179,7 @@ class DeferredLogits(LazyTensor):
             return self.memory.write(self)
 
     def _peek(self) -> Tensor | None:
-        if self.memory.value is None:
+        if self.memory.value is None and self.window is None:
             return self.own
         try:
             return self.memory.read(self)
@@ -217,6 +236,8 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
     """Say whether a rule holds for `view`; few do when its vocabulary is not in the last place."""
+    if view.window is not None:
+        return rule in (_shaped_like, _itself, _recorded)
     if rule in (_permuted, _scaled) and view.memory.source.loss is None:
         return False
     return view.order is None or rule in _ANY_ORDER or func in _ALIASES
@@ -231,6 +252,11 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     is_view = any(
         out.alias_info and not out.alias_info.is_write for out in compat.schema(func).returns
     )
+    is_to_read = func is aten.expand.default and kwargs.get("implicit")
+    if is_view and not is_to_read and isinstance(args[0], DeferredLogits):
+        views = _windows(func, args[0], args[1:], kwargs)
+        if views is not None:
+            return views
     wrappers: dict[int, DeferredLogits] = {}
 
     def plain(view: DeferredLogits) -> Tensor:
@@ -238,9 +264,7 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             memory = view.memory.write(view)
             wrappers[id(memory)] = view
             return memory
-        if is_view:
-            view.memory.lend(view)
-        return view.memory.read(view)
+        return view.memory.write(view) if is_view and not is_to_read else view.memory.read(view)
 
     # Writes first: a tensor that is read and written must be read where it is written.
     for view in written.values():
@@ -284,8 +308,39 @@ def _derive(view: DeferredLogits, geometry: Tensor, rows: Tensor) -> DeferredLog
     changes = is_inference != torch.is_inference_mode_enabled()
     with torch.inference_mode(is_inference) if changes else nullcontext():
         derived = DeferredLogits(view.memory, rows, size, geometry.stride(), offset)
-    derived._taken_from, derived._is_reordered = view._taken_from, view._is_reordered
+    derived._is_reordered = view._is_reordered
     return derived
+
+
+def _windows(
+    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Views that are no rows: a part of the vocabulary, a diagonal, all logits in one dimension.
+
+    Their values are a view of those of `view`. None for views that are more: of another dtype.
+    """
+    geometry = func(view._geometry(), *args, **kwargs)
+    if any(p.dtype != view.dtype or p.is_neg() for p in pytree.tree_leaves(geometry)):
+        return None
+    if func in (aten.as_strided.default, aten._reshape_alias.default):
+        view.memory.link(view)  # strides count in the memory that eager PyTorch would have
+
+    def take(number: int | None) -> Callable[[Tensor], Tensor]:
+        if number is None:
+            return lambda values: func(values, *args, **kwargs)
+        return lambda values: func(values, *args, **kwargs)[number]
+
+    if isinstance(geometry, Tensor):
+        return _window(view, geometry, take(None))
+    return [_window(view, place, take(number)) for number, place in enumerate(geometry)]
+
+
+def _window(
+    view: DeferredLogits, geometry: Tensor, take: Callable[[Tensor], Tensor]
+) -> DeferredLogits:
+    window = _derive(view, geometry, view.rows)
+    window.window = view, take
+    return window
 
 
 def _same_rows(
@@ -403,7 +458,7 @@ def _indexed(
 ) -> DeferredLogits | None:
     """Rows picked by tensors of positions or masks, which is a copy in eager PyTorch too."""
     memory = view.memory
-    if memory.value is not None or not memory.is_pristine(view):
+    if memory.value is not None or memory.is_open or view._is_reordered:
         return None
     is_leading = (
         indexed_dims(args[0]) < len(view.dims)
@@ -421,19 +476,8 @@ def _shaped_like(
     func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """New tensors that take nothing but shape, dtype and device."""
-    stand_in = torch.empty((), dtype=view.memory.recipe.dtype, device=view.device)
-    if compat.schema(func).name.endswith("_like"):
-        stand_in = stand_in.expand(view.dims)
-        if kwargs.get("memory_format") in (None, torch.preserve_format):
-            kwargs = {**kwargs, "memory_format": torch.contiguous_format}
-    return func(stand_in, *args, **kwargs)
-
-
-def _restrided(
-    func: Any, view: DeferredLogits, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Strides count in the memory that eager PyTorch would have: have it, and go on with it."""
-    view.memory.link(view)
+    options = {name: value for name, value in kwargs.items() if value is not None}
+    return func(view._geometry(), *args, **{"device": view.device, **options})
 
 
 def _itself(
@@ -491,12 +535,11 @@ _LAZY: dict[Any, _Rule] = {
     aten.new_zeros.default: _shaped_like,
     aten.new_ones.default: _shaped_like,
     aten.new_full.default: _shaped_like,
-    aten.as_strided.default: _restrided,
     aten.detach_.default: _itself,
     aten.record_stream.default: _recorded,
 }
 
-_ANY_ORDER = (_permuted, _copied, _scaled, _shaped_like, _restrided, _itself, _recorded)
+_ANY_ORDER = (_permuted, _copied, _scaled, _shaped_like, _itself, _recorded)
 _ALIASES = (aten.alias.default, aten.detach.default)
 
 
@@ -538,7 +581,8 @@ _FAMILIAR = (LazyTensor, torch.nn.Parameter)
 
 def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
     """Spare a selection of rows the dense gradient that its autograd node would make."""
-    if view.requires_grad and view._row_hook is None and prod(view.dims) < prod(base.dims):
+    is_part = view.window is None and prod(view.dims) < prod(base.dims)
+    if is_part and view.requires_grad and view._row_hook is None:
         register: Callable[..., Any] = view.register_hook
         view._row_hook = register(RowGradient.of)
 
@@ -580,10 +624,8 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:
-    data: Tensor = func(view)
-    if isinstance(data, DeferredLogits):
-        is_data = view._taken_from is not None
-        data._taken_from = view._taken_from if is_data else cast("DeferredLogits", view.detach())
+    """Rows stay deferred; what is a part of them may become the memory of another tensor."""
+    data: Tensor = func(view if view.window is None else view.as_plain())
     return data
 
 
@@ -598,13 +640,6 @@ def _method(func: Any, view: LazyTensor, *args: Any, **kwargs: Any) -> Any:
     return getattr(view, func.__name__)(*args, **kwargs)
 
 
-def _set_item(func: Any, target: Tensor, index: Any, value: Any) -> None:
-    """An assignment reaches its part of the target through views, which are no loans."""
-    if isinstance(target, DeferredLogits):
-        target.memory.write(target)
-    func(target, index, value)
-
-
 # Attributes, seen from the class.
 _GRAD, _DATA = cast("Any", torch.Tensor.grad), cast("Any", torch.Tensor.data)
 
@@ -615,7 +650,6 @@ _ABOVE_AUTOGRAD: dict[Any, Callable[..., Any]] = {
     _GRAD.__get__: _read_grad,
     _DATA.__get__: _data,
     _DATA.__set__: _set_data,
-    torch.Tensor.__setitem__: _set_item,
     torch.autograd.grad: _gradients,
     **{getattr(torch.Tensor, name): _method for name in MEMORY_METHODS},
 }

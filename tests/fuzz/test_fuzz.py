@@ -23,7 +23,7 @@ from fuzz.program import Program
 from fuzz.report import Tally
 from fuzz.worker import PARTS, work
 
-SECONDS = 3
+SECONDS = 1
 
 
 def found(part: str, seed: str = "0", seconds: float = SECONDS) -> Tally:

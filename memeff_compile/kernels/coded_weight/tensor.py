@@ -449,6 +449,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     trains = torch.is_grad_enabled() and needs_gradient
     if compat.is_functorch_active() or compat.is_forward_mode_active():
         return None  # the library's linear, of the decoded weight, knows these
+    if trains and torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        raise CodedWeightError(
+            "torch.jit.trace met a compressed linear that would be trained, and the trace cannot "
+            "hold its gradient. Trace under torch.no_grad(), set requires_grad of weights and "
+            "inputs to False, or call memeff_compile.decompress_(model) first."
+        )
     if trains:
         return op.linear_in_autograd(x, weight, bias)
     return cast("Tensor", op.coded_weight_linear(x, weight, bias, trains))
@@ -503,6 +509,34 @@ def _takes_data(func: object, weight: CodedWeight, new: Tensor) -> bool:
     )
 
 
+def _no_write_to_storage(storage: object, *args: object, **kwargs: object) -> NoReturn:
+    del storage, args, kwargs
+    raise CodedWeightError(_write_message("a write to its storage"))
+
+
+_WRITERS = ("__setitem__", "fill_", "copy_", "resize_")
+_READ_ONLY: dict[type, type] = {
+    kind: type(f"ReadOnly{kind.__name__}", (kind,), dict.fromkeys(_WRITERS, _no_write_to_storage))
+    for kind in (torch.UntypedStorage, torch.TypedStorage)
+}
+
+
+def _untyped_storage(func: Callable[..., Any], weight: CodedWeight) -> torch.UntypedStorage:
+    """Return the storage that stands for a weight's: it has identity and size, and no bytes."""
+    found: torch.UntypedStorage = func(weight)
+    if found.device.type == "meta" and type(found) in _READ_ONLY:
+        found.__class__ = _READ_ONLY[type(found)]
+    return found
+
+
+def _storage(func: Callable[..., Any], weight: CodedWeight) -> torch.TypedStorage:
+    """Return decoded values, which may be read: a write would reach nothing."""
+    found: torch.TypedStorage = func(weight)
+    for each in (found, found._untyped_storage):
+        each.__class__ = _READ_ONLY[type(each)]
+    return found
+
+
 @torch.no_grad()
 def _set_data(func: object, weight: CodedWeight, new: Tensor) -> None:
     """Take new data: whole values of the weight are encoded, any other make it a dense tensor."""
@@ -542,6 +576,8 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
         (Tensor.__setitem__, Tensor.apply_, Tensor.map_, Tensor.map2_),
         _no_write,
     ),
+    Tensor.untyped_storage: _untyped_storage,
+    Tensor.storage: _storage,
     Tensor.share_memory_: _share_memory,
     Tensor.is_shared: _is_shared,
     Tensor.data_ptr: _no_address,

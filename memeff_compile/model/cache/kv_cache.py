@@ -25,6 +25,7 @@ from memeff_compile.model.cache.layers import (
     ExactLayer,
     InPlace,
     Starts,
+    StaticSlidingWindowLayer,
     layers_of,
     refuse,
     remaining,
@@ -170,13 +171,33 @@ class KVCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence; new tensors."""
-        self._starts.change(lambda t: t.repeat_interleave(repeats, 0), in_place=False)
-        super().batch_repeat_interleave(repeats)
+        self._change_rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some sequences; new tensors."""
-        self._starts.change(lambda t: t[indices].contiguous(), in_place=False)
-        super().batch_select_indices(indices)
+        self._change_rows(lambda t: t[indices].contiguous())
+
+    def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        held: list[tuple[Any, list[tuple[str, Tensor]]]] = []
+        layer: Any
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, InPlace):
+                held.append((layer, list(layer.tensors())))
+            elif type(layer) is StaticSlidingWindowLayer:
+                names = ("keys", "values") if layer.is_initialized else ()
+                held.append((layer, [(name, getattr(layer, name)) for name in names]))
+            elif type(layer).__name__ != "DummyLayer":
+                refuse(
+                    f"layer {number} is a {type(layer).__name__} of transformers, whose sequences "
+                    "cannot be repeated or selected; no layer was changed. Fill a new cache with "
+                    "the sequences that are needed."
+                )
+        self._starts.change(change, in_place=False)
+        for layer, tensors in held:
+            for name, tensor in tensors:
+                changed = change(tensor)
+                compat.keep_address(changed)
+                setattr(layer.holder(name) if isinstance(layer, InPlace) else layer, name, changed)
 
     @property
     def nbytes(self) -> int:

@@ -33,6 +33,7 @@ try:
         get_layer_types_and_kwargs,
     )
     from transformers.cache_utils import Cache as Cache
+    from transformers.cache_utils import StaticSlidingWindowLayer as StaticSlidingWindowLayer
 except ImportError as missing:
     raise ImportError(
         "memeff_compile.KVCache is a cache of transformers, 5.17 or later, which cannot be "
@@ -133,19 +134,10 @@ class InPlace(CacheLayerMixin):
         for _, tensor in self.tensors():
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence."""
-        for name, tensor in self.tensors():
-            self._replace(name, tensor.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some sequences."""
-        for name, tensor in self.tensors():
-            self._replace(name, tensor[indices].contiguous())
-
-    def _replace(self, name: str, tensor: Tensor) -> None:
-        compat.keep_address(tensor)
-        setattr(self, name, tensor)
+    def holder(self, name: str) -> object:
+        """Return what has one of `tensors` as an attribute."""
+        del name
+        return self
 
     def offload(self) -> None:
         """Refuse: the tensors stay where they are."""

@@ -104,9 +104,9 @@ class MergedLayer(CodedLayer):
                 if name != "counts":
                     yield name, getattr(self, name)
 
-    def _replace(self, name: str, tensor: Tensor) -> None:
-        compat.keep_address(tensor)
-        setattr(self.pair if name in SHARED else self, name, tensor)
+    def holder(self, name: str) -> object:
+        """Return the pair, for what its two layers share."""
+        return self.pair if name in SHARED else self
 
     def own(self) -> list[Tensor]:
         """Return the tensors of this layer alone, in the order in which the ops take them."""

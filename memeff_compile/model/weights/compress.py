@@ -31,6 +31,7 @@ from memeff_compile.kernels.coded_weight import (
     side_by_side,
     supports_weight,
 )
+from memeff_compile.model.weights.optim_in_backward import is_updated_in_backward
 
 log = logging.getLogger(__name__)
 
@@ -491,7 +492,7 @@ def put_coded(
             f"a compressed weight has shape {tuple(coded.shape)} and the model's "
             f"{tuple(expected.shape)}; load it into the model it was saved from."
         )
-    if getattr(expected, "updated_in_backward", False):
+    if is_updated_in_backward(expected):
         raise CodedWeightError(
             "optim_in_backward trains this model, and a loaded weight would take the place of the "
             "one it updates. Call remove() on what it returned, load, and call it again."

@@ -47,6 +47,26 @@ REFUGES = 4
 """Times the largest weight: memory of the host that values can go to."""
 
 
+class _Mark:
+    """What a parameter that is updated has as an attribute, and none of its copies believes.
+
+    Copies do not have its hook. One that shares attributes is told apart by identity; one that is
+    deep or pickled gets an empty set, which any reader of pickles knows.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.owner = id(parameter)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return set, ()
+
+
+def is_updated_in_backward(parameter: Tensor | None) -> bool:
+    """Whether an `optim_in_backward` that was not taken off updates this very parameter."""
+    mark = getattr(parameter, "updated_in_backward", None)
+    return isinstance(mark, _Mark) and mark.owner == id(parameter)
+
+
 class _Queue:
     """New values of which is not known yet whether they fitted, oldest first.
 
@@ -254,14 +274,14 @@ class BackwardOptimizer(Optimizer):
 
     def _hooked(self, update: _Update) -> RemovableHandle:
         # A weight that is moved gets other attributes, and its hooks do not run any more.
-        update.parameter.updated_in_backward = True  # type: ignore[attr-defined]
+        update.parameter.updated_in_backward = _Mark(update.parameter)  # type: ignore[attr-defined]
         hook = update.parameter.register_post_accumulate_grad_hook(self._hook(update))
         return cast("RemovableHandle", hook)
 
     def train(self) -> None:
         """Put hooks back that moving the model has taken off; the Trainer calls it at each step."""
         for update in self._updates:
-            if self._hooks and not getattr(update.parameter, "updated_in_backward", False):
+            if self._hooks and not is_updated_in_backward(update.parameter):
                 self._hooks[update.name].remove()  # others' stay, and run again
                 compat.drop_empty_hooks(update.parameter)
                 compat.revive_hooks(update.parameter)
@@ -356,7 +376,7 @@ class BackwardOptimizer(Optimizer):
         self._hooks = {}
         for update in self._updates:
             compat.drop_empty_hooks(update.parameter)
-            update.parameter.updated_in_backward = False  # type: ignore[attr-defined]
+            update.parameter.updated_in_backward = None  # type: ignore[attr-defined]
 
 
 def optim_in_backward(
@@ -424,7 +444,7 @@ def optim_in_backward(
 
 
 def _refuse_what_cannot_be_updated(name: str, parameter: nn.Parameter) -> None:
-    if getattr(parameter, "updated_in_backward", False):
+    if is_updated_in_backward(parameter):
         raise OptionError(
             f"optim_in_backward: {name} is updated by an earlier optim_in_backward. Call remove() "
             "on what that returned, and then this again."

@@ -7,7 +7,7 @@ logits of a training graph that has no loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -232,9 +232,9 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
                 return "FSDP frees the gathered head weight after the forward pass"
         if output.chain.moved:
             return "they are returned with the vocabulary dimension moved"
-    for output, *others in _by_memory(info, outputs):
-        if others and not _is_viewable(info, [output, *others]):
-            return "several outputs share one memory, which is not in the order of its rows"
+    for group in _by_memory(info, outputs):
+        if isinstance(laid := _layout(info, group), str):
+            return laid
     return ""
 
 
@@ -260,14 +260,47 @@ def _base(info: GraphInfo, output: LogitsOutput) -> LogitsOutput:
     return LogitsOutput(way[first], chain, chain.detached)
 
 
-def _is_viewable(info: GraphInfo, group: Sequence[LogitsOutput]) -> bool:
-    """Say whether deferred logits can be the memory of these outputs, with views of it."""
-    bases = [_base(info, output) for output in group]
-    value = info.tensor(bases[0].node)
-    steps = (s for o, base in zip(group, bases, strict=True) for s in _behind(o, base))
-    if any(base.node is not bases[0].node for base in bases) or value is None:
-        return False
-    return value.is_contiguous() and not any(step.kind in POINTWISE for step in steps)
+@dataclass(frozen=True)
+class _Layout:
+    """The tensor that some outputs are views of, and its dimensions as they lie in memory."""
+
+    base: LogitsOutput
+    order: tuple[int, ...]
+
+    @property
+    def back(self) -> tuple[int, ...]:
+        """The order in which the base has the dimensions of its memory."""
+        return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+    @property
+    def is_plain(self) -> bool:
+        return self.back == self.order == tuple(range(len(self.order)))
+
+
+def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
+    """Return how deferred logits can be the memory of these outputs, or why they cannot."""
+    base, *others = (_base(info, output) for output in group)
+    value = info.tensor(base.node)
+    assert value is not None
+    if any(other.node is not base.node for other in others):
+        return "several outputs share one memory and come from different tensors"
+    if any(step.kind in POINTWISE for output in group for step in _behind(output, base)):
+        return "they share their memory with what they are computed from"
+    dims = range(value.dim())
+    by_stride = sorted(dims, key=lambda dim: -compat.size_hint(value.stride(dim)))
+    for order in (tuple(dims), tuple(by_stride)):
+        if order[-1] == dims[-1] and _is_dense(value.permute(order)):
+            return _Layout(base, order)
+    return "their memory is not one row of logits behind the other"
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Say whether a tensor is contiguous, without a guard."""
+    strides = zip(value.shape, value.stride(), value.new_empty(value.shape).stride(), strict=True)
+    return all(
+        compat.statically_true(size == 1) or compat.statically_true(stride == dense)
+        for size, stride, dense in strides
+    )
 
 
 def _behind(output: LogitsOutput, base: LogitsOutput) -> tuple[Step, ...]:
@@ -295,18 +328,28 @@ def rewrite(
                 notes.append(("deferred", "logits_deferred", stale_sentence(output)))
         if info.options.logits == "none":
             continue
-        is_shared = len(places) > 1
+        laid = _layout(info, group)
+        assert isinstance(laid, _Layout), "the check admits only outputs with a layout"
         first, output = places[0]
-        base = _base(info, output) if is_shared else output
-        chain = base.chain
-        hidden_value = info.tensor(chain.head.hidden)
+        steps = [_behind(o, laid.base) for _, o in places]
+        # A lone output that has all of its memory, in order, needs no view.
+        if len(places) == 1 and laid.is_plain and all(s.kind != "rows" for s in steps[0]):
+            laid, views = replace(laid, base=output), []
+        else:
+            turned = () if laid.is_plain else (("permute.default", (laid.back,)),)
+            views = [
+                LogitsView(i, turned + _calls(behind, slots))
+                for (i, _), behind in zip(places, steps, strict=True)
+            ]
+        head, rows = laid.base.chain.head, laid.base.chain.row_steps
+        hidden_value = info.tensor(head.hidden)
         assert hidden_value is not None
-        with editor.at(info.output, like=base.node):
-            slots[first] = replay_rows(
-                editor, chain.head.hidden, chain.row_steps, _static_size(hidden_value)
-            )
-        views = (LogitsView(i, _calls(_behind(o, base), slots)) for i, o in places)
-        plan.append(_planned(info, first, base, tuple(views) if is_shared else ()))
+        with editor.at(info.output, like=laid.base.node):
+            hidden = replay_rows(editor, head.hidden, rows, _static_size(hidden_value))
+            if not laid.is_plain:
+                hidden = editor.call(aten.permute.default, hidden, list(laid.order))
+        slots[first] = hidden
+        plan.append(_planned(info, first, laid.base, tuple(views)))
     editor.set_output((type(values)(slots),))
     return plan, notes
 

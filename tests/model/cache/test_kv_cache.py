@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers.cache_utils import LinearAttentionLayer
 
 import memeff_compile
 from memeff_compile.errors import UnsupportedInputError
@@ -403,6 +404,31 @@ def test_sequences_are_repeated_and_selected(model: Any, bits: int) -> None:
     with torch.no_grad():
         model(input_ids=prompt(1, 1), past_key_values=cache)
     assert int(cache.get_seq_length()) == 61
+
+
+@torch.no_grad()
+def test_sequences_of_windows_are_repeated_and_selected() -> None:
+    model = make("Mistral", sliding_window=8)
+    ids = prompt(tokens=12)
+    cache, plain = KVCache(model.config, LENGTH), DynamicCache(config=model.config)
+    for each in (cache, plain):
+        model(input_ids=ids, past_key_values=each)
+        each.batch_repeat_interleave(2)
+        each.batch_select_indices(torch.tensor([3, 0]))
+    step = prompt(tokens=1)
+    found, expected = (model(step, past_key_values=each).logits for each in (cache, plain))
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_sequences_of_layers_that_are_not_known_are_refused_before_any_is_changed() -> None:
+    model = make("Mistral", sliding_window=8)
+    cache = fill(model, KVCache(model.config, LENGTH, 16))
+    cache.layers.append(LinearAttentionLayer())
+    before = cache.layers[0].keys
+    for call in (cache.batch_repeat_interleave, cache.batch_select_indices):
+        with pytest.raises(UnsupportedInputError, match="cannot be repeated or selected"):
+            call(torch.tensor([1]))
+    assert cache.layers[0].keys is before
 
 
 @pytest.mark.parametrize("bits", [16, 4])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from memeff_compile.errors import CodedWeightError
 from memeff_compile.kernels.coded_weight import CodedWeight, encode
 from tests.support.memory_doors import DOORS, check_door
 
@@ -58,8 +61,57 @@ def test_a_door_to_memory_gives_values_or_a_sentence(name: str, form: str) -> No
         assert torch.equal(tensor.decode(), before)
 
 
+WRITES: dict[str, Callable[[Any, Any], object]] = {
+    "set": lambda storage, other: storage.__setitem__(0, 1),
+    "set a slice": lambda storage, other: storage.__setitem__(slice(0, 2), 1),
+    "fill_": lambda storage, other: storage.fill_(1),
+    "copy_": lambda storage, other: storage.copy_(other),
+    "resize_": lambda storage, other: storage.resize_(4),
+}
+STORAGES: dict[str, Callable[[Tensor], Any]] = {
+    "untyped": lambda weight: weight.untyped_storage(),
+    "of the base": torch.Tensor.untyped_storage,
+    "of detached": lambda weight: weight.detach().untyped_storage(),
+    "of .data": lambda weight: weight.data.untyped_storage(),
+    "typed": lambda weight: weight.storage(),
+    "untyped of typed": lambda weight: weight.storage().untyped(),
+}
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_storage_is_not_written_to(storage: str, write: str) -> None:
+    weight = nn.Parameter(coded(dense()))
+    before, found = weight.decode(), STORAGES[storage](weight)
+    size = found.nbytes() if hasattr(found, "nbytes") else 0
+    with pytest.raises(CodedWeightError, match="write to its storage would write in place"):
+        WRITES[write](found, found)
+    assert torch.equal(weight.decode(), before)
+    assert size == (found.nbytes() if hasattr(found, "nbytes") else 0)
+
+
+def test_storages_tell_weights_apart() -> None:
+    one, two = coded(dense()), coded(dense())
+    assert one.untyped_storage()._cdata == one.untyped_storage()._cdata
+    assert one.untyped_storage()._cdata != two.untyped_storage()._cdata
+    assert StorageWeakRef(one.untyped_storage()) == StorageWeakRef(one.untyped_storage())
+    assert one.untyped_storage().nbytes() == dense().untyped_storage().nbytes()
+
+
 def test_a_worker_process_collates_weights() -> None:
     """Workers put a batch into shared memory of their own making."""
     dataset = [coded(dense()) for _ in range(2)]
     (batch,) = torch.utils.data.DataLoader(dataset, batch_size=2, num_workers=1)  # type: ignore[arg-type]
     assert torch.equal(batch, torch.stack([dense(), dense()]))
+
+
+@pytest.mark.parametrize("of", ["module", "function"])
+def test_a_traced_linear_is_right_without_gradients_and_says_so_with_them(of: str) -> None:
+    linear = nn.Linear(256, 256).bfloat16()
+    linear.weight = nn.Parameter(coded(linear.weight.detach()))
+    traced: Any = linear if of == "module" else lambda x: linear(x)
+    x = torch.ones(2, 256, dtype=torch.bfloat16)
+    with pytest.raises(CodedWeightError, match=r"Trace under torch\.no_grad"):
+        torch.jit.trace(traced, x)
+    linear.requires_grad_(False)
+    assert torch.equal(torch.jit.trace(traced, x)(x + 1), linear(x + 1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -616,6 +618,51 @@ def test_a_second_call_is_refused_until_the_first_is_taken_off() -> None:
     before = model.weight.detach().clone()
     model(torch.ones(1, 4)).sum().backward()
     assert torch.equal(model.weight, before)
+
+
+def pickled(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def with_shallow_parameters(model: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(model)
+    twin.weight = nn.Parameter(copy.copy(model.weight))
+    vars(twin.weight).update(vars(model.weight))
+    return twin
+
+
+@pytest.mark.parametrize("is_coded", [True, False])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved, with_shallow_parameters])
+def test_a_copy_of_the_model_is_not_taken_for_it(
+    copied: Callable[[nn.Module], Any], is_coded: bool
+) -> None:
+    model = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+    if is_coded:
+        model = compressed(model)
+    first = optim_in_backward(model, FACTORIES["SGD"])
+    twin = copied(model)
+    x = torch.ones(1, 256, dtype=torch.bfloat16)
+    twin(x).float().sum().backward()
+    assert twin.weight.grad is not None  # nobody updates it
+    twin.zero_grad()
+    second = optim_in_backward(twin, FACTORIES["SGD"])
+    for each, optimizer in ((twin, second), (model, first)):
+        before = each.weight.detach().clone() + 0
+        each(x).float().sum().backward()
+        optimizer.step()
+        assert each.weight.grad is None
+        assert not torch.equal(each.weight + 0, before)
+        with pytest.raises(OptionError, match="earlier optim_in_backward"):
+            optim_in_backward(each, FACTORIES["SGD"])
+        optimizer.remove()
+        optim_in_backward(each, FACTORIES["SGD"])
 
 
 def test_lossy_weights_that_require_gradients_are_refused() -> None:

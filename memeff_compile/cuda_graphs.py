@@ -1,0 +1,268 @@
+"""Which graphs are replayed as CUDA graphs: steps of generation, and nothing else by itself.
+
+A step of few tokens launches some hundred small kernels, and the host is slower than the GPU. What
+makes a graph such a step can be read from it: no gradient, attention of few queries, and caches
+that it is handed and writes to in place. A mode of the user's goes first: then Inductor decides,
+and is told which inputs stay where they are and which graphs make what outlives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import compat
+from .options import Options
+from .passes.graph.graph_info import GraphInfo, node_name
+from .recordings import Roles
+from .report import Record, format_bytes
+
+MAX_QUERIES = 8
+"""Tokens of each sequence in one step; more is a prompt."""
+
+MAX_CLONED = 64 << 20
+"""Bytes that a step may return: they are cloned after each replay."""
+
+MAX_COPIED = 64 << 20
+"""Bytes of one input; a larger one counts by its address."""
+
+DEVICES = ("cuda",)
+INNERS = ("inductor",)
+
+_STATIC = (
+    "Generate with a cache that stays where it is: cache_implementation='static', or "
+    "memeff_compile.KVCache."
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of one graph.
+
+    Attributes:
+        record: the line of the report; None where nothing is to be said.
+        roles: of the arguments, where the graph is recorded.
+        device: that it runs on.
+        patches: for Inductor's config.
+    """
+
+    record: Record | None = None
+    roles: Roles | None = None
+    device: torch.device | None = None
+    patches: Mapping[str, Any] = field(default_factory=dict)
+
+
+def decide(info: GraphInfo, options: Options) -> Choice:
+    """Decide about a graph, after the passes."""
+    steps = _Step(info)
+    if info.needs_grad or compat.is_exporting() or steps.device is None:
+        return Choice()
+    if options.inner == "inductor" and compat.inductor_uses_cudagraphs(options.inductor_patches()):
+        return _guarded(steps)
+    if not steps.attentions:
+        return Choice()
+    if options.inner not in INNERS:
+        return Choice()
+    if options.cuda_graphs == "off":
+        return _without("asked_off", "memeff.cuda_graphs='off' switches it off")
+    found = steps.obstacle()
+    if found is not None:
+        return _without(*found)
+    roles = steps.roles()
+    sentence = (
+        f"a step of {steps.queries()} with {len(roles.written)} inputs that it writes in place: it "
+        "is recorded when it comes again at the same addresses, then replayed; results are cloned"
+    )
+    return Choice(Record("backend", "note", "cuda_graph", sentence), roles, steps.device)
+
+
+def _without(code: str, why: str, hint: str = "") -> Choice:
+    return Choice(Record("backend", "note", code, f"no CUDA graph: {why}", hint))
+
+
+def _guarded(step: _Step) -> Choice:
+    """Tell Inductor, whose CUDA graphs the user asked for, what it cannot see."""
+    made = step.made_inside()
+    if made is not None:
+        return Choice(
+            Record(
+                "backend",
+                "note",
+                "cache_created_inside",
+                f"no CUDA graph: `{made.name}` is made here, written to and returned, as a cache "
+                "is that is allocated with the first prompt; the next replay would overwrite it",
+                "make the cache before: memeff_compile.use_kv_cache_, or cache.allocate(...).",
+            ),
+            patches={"triton.cudagraphs": False},
+        )
+    for place in step.written:
+        compat.mark_static_input(step.info.placeholders[place])
+    return Choice()
+
+
+class _Step:
+    """What is asked of a graph that may be a step of generation."""
+
+    def __init__(self, info: GraphInfo) -> None:
+        self.info = info
+        self.tensors = {
+            place: value
+            for place, node in enumerate(info.placeholders)
+            if (value := info.tensor(node)) is not None
+        }
+        self.attentions = [node for node in info.gm.graph.nodes if self._queries(node) is not None]
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that it runs on; None where that is none of those that record."""
+        devices = {value.device for value in self.tensors.values()}
+        return next((each for each in devices if each.type in DEVICES), None)
+
+    def _queries(self, node: Node) -> Any:  # noqa: ANN401 - a number or a symbol
+        """Return the queries of each sequence, where a node is attention."""
+        if node.op != "call_function" or "attention" not in node_name(node):
+            return None
+        first = node.args[0] if node.args else node.kwargs.get("query")
+        query = self.info.tensor(first)
+        return query.shape[2] if query is not None and query.dim() == 4 else None
+
+    def queries(self) -> str:
+        """Say how many tokens of each sequence a step is of."""
+        most = max(compat.size_hint(self._queries(node)) for node in self.attentions)
+        return f"{most} token{'' if most == 1 else 's'} per sequence"
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The inputs that it writes to."""
+        keys = set()
+        for write in self.info.writes:
+            for target in write.targets:
+                value = self.info.tensor(target)
+                if value is not None:
+                    keys |= compat.storage_keys(value)
+        return tuple(p for p, value in self.tensors.items() if compat.storage_keys(value) & keys)
+
+    def made_inside(self) -> Node | None:
+        """Return a tensor that the graph makes, writes to and returns."""
+        mine = {key for value in self.tensors.values() for key in compat.storage_keys(value)}
+        written = set()
+        for write in self.info.writes:
+            for target in write.targets:
+                value = self.info.tensor(target)
+                if value is not None:
+                    written |= compat.storage_keys(value) - mine
+        for node in self._returned():
+            value = self.info.tensor(node)
+            if value is not None and compat.storage_keys(value) & written:
+                return node
+        return None
+
+    def _returned(self) -> Iterable[Node]:
+        return self.info.output.all_input_nodes
+
+    def obstacle(self) -> tuple[str, str] | tuple[str, str, str] | None:
+        """Return the code, the sentence and the way out of what keeps it from being recorded."""
+        for node in self.attentions:
+            queries = compat.known_size(self._queries(node))
+            if queries is None or queries > MAX_QUERIES:
+                many = "a number that varies" if queries is None else queries
+                return "prefill", f"attention has {many} queries per sequence, which is a prompt"
+        return (
+            self._foreign_input()
+            or self._made_inside()
+            or self._without_cache()
+            or self._unknown_write()
+            or self._unsafe()
+            or self._large()
+        )
+
+    def _foreign_input(self) -> tuple[str, str] | None:
+        devices = {value.device for value in self.tensors.values()}
+        for place, value in self.tensors.items():
+            if value.device.type not in DEVICES:
+                name = compat.readable_source(self.info.placeholders[place])
+                return f"cpu_input({name})", f"the input `{name}` is on {value.device}"
+            if compat.is_dtensor(value):
+                return "distributed", "a weight is spread over processes"
+        if len(devices) > 1:
+            return "several_devices", f"its inputs are on {len(devices)} devices"
+        for place, node in enumerate(self.info.placeholders):
+            value = compat.example_value(node)
+            if place not in self.tensors and not isinstance(value, (int, float, torch.SymInt)):
+                name = compat.readable_source(node)
+                return f"argument({name})", f"the input `{name}` is no tensor and no size"
+        return None
+
+    def _made_inside(self) -> tuple[str, str] | None:
+        made = self.made_inside()
+        if made is None:
+            return None
+        return "cache_created_inside", f"`{made.name}` is made here, written to and returned"
+
+    def _without_cache(self) -> tuple[str, str, str] | None:
+        if self.written:
+            return None
+        why = "it writes to none of its inputs: its cache grows, and moves, with each token"
+        return "growing_cache", why, _STATIC
+
+    def _unknown_write(self) -> tuple[str, str] | None:
+        for write in self.info.writes:
+            if any(self.info.tensor(target) is None for target in write.targets):
+                name = node_name(write.node)
+                return f"unknown_write({name})", f"what `{name}` writes to is not known"
+        return None
+
+    def _unsafe(self) -> tuple[str, str] | None:
+        for node in self.info.gm.graph.nodes:
+            made = self.info.tensor(node)
+            is_elsewhere = made is not None and made.device.type not in DEVICES
+            if is_elsewhere or compat.is_unsafe_to_record(node):
+                name = node_name(node)
+                return f"unsafe_op({name})", f"`{name}` waits for the GPU or asks the host"
+        return None
+
+    def _large(self) -> tuple[str, str] | None:
+        count = 0
+        for node in self._returned():
+            value = self.info.tensor(node)
+            if value is not None and node.op != "placeholder":
+                count += compat.size_hint(value.numel()) * value.dtype.itemsize
+        if count <= MAX_CLONED:
+            return None
+        return (
+            "outputs_large",
+            f"it returns {format_bytes(count)}, which would be cloned in each step; up to "
+            f"{format_bytes(MAX_CLONED)} are",
+        )
+
+    def roles(self) -> Roles:
+        """Return what the arguments are."""
+        written = self.written
+        held = [p for p in self.tensors if p in written or self._stays(p)]
+        return Roles(
+            tuple(held),
+            tuple(place for place in self.tensors if place not in held),
+            tuple(p for p in range(len(self.info.placeholders)) if p not in self.tensors),
+            tuple(place for place, value in self.tensors.items() if _varies(value)),
+            written,
+        )
+
+    def _stays(self, place: int) -> bool:
+        """Return whether an input is expected where it was: what an object holds as an attribute.
+
+        Weights and caches are; what a caller hands over by name comes anew.
+        """
+        node, value = self.info.placeholders[place], self.tensors[place]
+        size = compat.size_hint(value.numel()) * value.dtype.itemsize
+        is_plain = compat.is_fake(value)
+        is_held = isinstance(compat.example_input(node), torch.nn.Parameter)
+        return is_held or not is_plain or size > MAX_COPIED or "." in compat.source_name(node)
+
+
+def _varies(value: torch.Tensor) -> bool:
+    sizes = (*value.shape, *value.stride())
+    return any(compat.known_size(size) is None for size in sizes)

@@ -1,0 +1,424 @@
+"""A compiled step of generation as a CUDA graph: recorded when it comes again, then replayed.
+
+What a step is told by its caller (ids, masks, positions) is copied into buffers of ours. What it
+finds where it was (weights, caches) is read and written where it is: a recording holds for the same
+addresses, sizes and numbers, and is looked up by them in each call. What it returns is cloned, so
+that the next step overwrites nothing that anyone holds.
+
+    a call with these addresses      what happens
+    the first of all                 the compiled step runs
+    the second                       it runs on our buffers: every kernel is loaded by then
+    the third                        it is recorded, and replayed
+    the first with other addresses   it is recorded, and replayed, if recordings have paid so far
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from . import compat
+from .report import Replays
+
+log = logging.getLogger(__name__)
+
+Step: TypeAlias = Callable[..., Any]
+
+MAX_RECORDINGS = 8
+"""Recordings of one step that are kept, the latest used."""
+
+MAX_WAITING = 32
+"""Sets of addresses that are remembered after one call."""
+
+MIN_REPLAYS = 4
+"""A step stops being recorded when so many recordings as are kept, twice, were replayed less."""
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the arguments of a step are, by their places.
+
+    Attributes:
+        held: tensors that count by their address: weights, caches, and what is written to.
+        copied: tensors that come anew with each call.
+        numbers: sizes and other numbers.
+        varying: tensors whose sizes are not the same in every call.
+        written: tensors that the step writes to.
+    """
+
+    held: tuple[int, ...]
+    copied: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    varying: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
+
+
+class Engine(Protocol):
+    """What records on one device."""
+
+    lock: Any
+
+    def is_free(self) -> bool:
+        """Return whether a step may be recorded or replayed now."""
+
+    def stream(self) -> Hashable:
+        """Return what tells the stream that work goes to."""
+
+    def random_state(self) -> bytes:
+        """Return the state of the device's random numbers."""
+
+    def record(self, step: Step, inputs: Sequence[Any]) -> tuple[Callable[[], None], Any]:
+        """Record what a step does, without doing it; return what does it, and what it returned."""
+
+
+class _Unfit(Exception):
+    """A step that cannot be recorded, and why, for the report."""
+
+
+class Recorder:
+    """A compiled step that is replayed where that is the same."""
+
+    def __init__(self, step: Step, roles: Roles, use: Replays, engine: Engine) -> None:
+        self._step, self._roles, self._use, self._engine = step, roles, use, engine
+        self._waiting: OrderedDict[Hashable, _Buffers | None] = OrderedDict()
+        self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
+        self._rehearsed: set[Hashable] = set()
+        self._is_stopped = False
+
+    def __call__(self, *args: Any) -> Any:  # noqa: ANN401 - what the step returns
+        """Run the step."""
+        if not self._is_stopped and self._engine.is_free():
+            with self._engine.lock:
+                key = self._key(args)
+                recording: Step | None = self._recordings.get(key)
+                if recording is None:
+                    recording = self._prepare(key, args)
+                if recording is not None:
+                    return recording(args)
+        self._use.ran += 1
+        return self._step(*args)
+
+    def _key(self, args: Sequence[Any]) -> Hashable:
+        roles = self._roles
+        return (
+            self._engine.stream(),
+            tuple([_address(args[place]) for place in roles.held]),
+            self._signature(args),
+        )
+
+    def _signature(self, args: Sequence[Any]) -> tuple[Hashable, ...]:
+        roles = self._roles
+        found: list[Hashable] = [args[place] for place in roles.numbers]
+        found += [(args[place].shape, args[place].stride()) for place in roles.varying]
+        return tuple(found)
+
+    def _prepare(self, key: Hashable, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """Return what runs a call that has no recording yet; None: the step itself."""
+        if self._is_stopped:
+            return None
+        kind = self._engine.stream(), self._signature(args), self._alignments(args)
+        try:
+            if key in self._waiting:
+                buffers = self._waiting.pop(key)
+                if buffers is None and kind not in self._rehearsed:
+                    return self._rehearse(key, kind, args)
+                return self._record(key, buffers or _Buffers(self._roles, args), args)
+            if kind in self._rehearsed and self._pays():
+                return self._record(key, _Buffers(self._roles, args), args)
+        except _Unfit as unfit:
+            self._stop(str(unfit))
+            return None
+        self._waiting[key] = None
+        if len(self._waiting) > MAX_WAITING:
+            self._waiting.popitem(last=False)
+        return None
+
+    def _alignments(self, args: Sequence[Any]) -> Hashable:
+        """Return what kernels are specialised on beside sizes: whether addresses are multiples."""
+        flat: list[Any] = [_address(args[place]) for place in self._roles.held]
+        found = []
+        while flat:
+            part = flat.pop()
+            if isinstance(part, tuple):
+                flat += part
+            elif isinstance(part, int):
+                found.append(part % 16 == 0)
+        return tuple(found)
+
+    def _pays(self) -> bool:
+        """Return whether recordings were replayed often enough to make another at first sight."""
+        return self._use.replays >= MIN_REPLAYS * self._use.recordings
+
+    def _rehearse(self, key: Hashable, kind: Hashable, args: Sequence[Any]) -> Callable[..., Any]:
+        """Return what runs the step on buffers of ours, and keep these to record with."""
+        buffers = _Buffers(self._roles, args)
+
+        def run(args: Sequence[Any]) -> Any:  # noqa: ANN401
+            before = self._engine.random_state()
+            inputs = buffers.fill(args)
+            found = self._step(*inputs)
+            self._use.ran += 1
+            try:
+                if self._engine.random_state() != before:
+                    raise _Unfit("it draws random numbers")
+                buffers.require_unchanged(args)
+                outputs = _Outputs(found, inputs)
+            except _Unfit as unfit:
+                self._stop(str(unfit))  # the buffers are dropped: what shows them stays as it is
+                return buffers.given_back(found, args)
+            self._waiting[key] = buffers
+            self._rehearsed.add(kind)
+            return outputs.handed_out(found, args)
+
+        return run
+
+    def _record(self, key: Hashable, buffers: _Buffers, args: Sequence[Any]) -> _Recording | None:
+        inputs = buffers.fill(args)
+        try:
+            replay, found = self._engine.record(self._step, inputs)
+            outputs = _Outputs(found, inputs)
+        except _Unfit:
+            raise
+        except Exception as error:  # whatever stops a capture: nothing of the step was done
+            log.warning("A step could not be recorded as a CUDA graph and runs without: %s", error)
+            raise _Unfit(f"recording it failed: {error}") from error
+        self._use.recordings += 1
+        recording = _Recording(self._roles, buffers, replay, found, outputs, self._use)
+        self._recordings[key] = recording
+        if len(self._recordings) > MAX_RECORDINGS:
+            self._recordings.popitem(last=False)
+        if self._use.recordings > 2 * MAX_RECORDINGS and not self._pays():
+            self._stop("the addresses of its caches or weights change in each call")
+            return recording
+        return recording
+
+    def _stop(self, why: str) -> None:
+        """Run the step as it is from now on."""
+        self._is_stopped, self._use.stopped = True, why
+        self._waiting.clear()
+        self._recordings.clear()
+
+
+def _address(tensor: Any) -> Hashable:  # noqa: ANN401
+    """Return where the memory of a tensor is, part by part where it is made of several."""
+    if type(tensor) in _PLAIN:
+        return int(tensor.data_ptr())
+    names, about = compat.parts_of(tensor)
+    return (about, *[_address(getattr(tensor, name)) for name in names])
+
+
+def _memory(tensor: Tensor) -> Iterator[int]:
+    """Yield the storages of a tensor."""
+    if type(tensor) in _PLAIN:
+        yield tensor.untyped_storage().data_ptr()
+        return
+    names, _ = compat.parts_of(tensor)
+    for name in names:
+        yield from _memory(getattr(tensor, name))
+
+
+class _Buffers:
+    """Memory of ours for what comes anew with each call."""
+
+    def __init__(self, roles: Roles, args: Sequence[Any]) -> None:
+        self._roles = roles
+        held = {where for place in roles.held for where in _memory(args[place])}
+        self.tensors: dict[int, Tensor] = {}
+        for place in roles.copied:
+            given = args[place]
+            if type(given) not in _PLAIN:
+                raise _Unfit(f"an input is a {type(given).__name__}")
+            if given.numel() and given.untyped_storage().data_ptr() in held:
+                raise _Unfit("an input shares memory with a cache or a weight")
+            with torch.inference_mode(mode=False), torch.no_grad():
+                made = torch.empty_strided(
+                    given.shape, given.stride(), dtype=given.dtype, device=given.device
+                )
+            if not _is_dense(_unexpanded(made)):
+                raise _Unfit("an input overlaps itself in memory")
+            self.tensors[place] = made
+
+    def fill(self, args: Sequence[Any]) -> list[Any]:
+        """Copy what was given; return the arguments with the buffers in its place."""
+        inputs = list(args)
+        with torch.no_grad():
+            for place, buffer in self.tensors.items():
+                _unexpanded(buffer).copy_(_unexpanded(args[place]), non_blocking=True)
+                inputs[place] = buffer
+        return inputs
+
+    def require_unchanged(self, args: Sequence[Any]) -> None:
+        """Refuse a step that wrote to what was taken for an input that it only reads."""
+        for place, buffer in self.tensors.items():
+            if not torch.equal(buffer, args[place]):
+                raise _Unfit("it writes to an input that comes anew with each call")
+
+    def given_back(self, found: Any, args: Sequence[Any]) -> Any:  # noqa: ANN401
+        """Return what a step returned, with what it was given in the place of buffers."""
+        ours = {id(buffer): args[place] for place, buffer in self.tensors.items()}
+        if type(found) not in (tuple, list):
+            return ours.get(id(found), found)
+        return type(found)(ours.get(id(each), each) for each in found)
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """Return a tensor without the repetitions that take no memory."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether every place in the memory of a tensor is one entry of it."""
+    expected = 1
+    steps = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    for stride, size in steps:
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+class _Outputs:
+    """How what a step returns is handed out: inputs as they came, tensors as clones."""
+
+    def __init__(self, found: Any, inputs: Sequence[Any]) -> None:  # noqa: ANN401
+        if type(found) not in (tuple, list):
+            raise _Unfit(f"it returns a {type(found).__name__}")
+        places = {id(each): place for place, each in enumerate(inputs) if isinstance(each, Tensor)}
+        taken = {where for each in inputs if isinstance(each, Tensor) for where in _memory(each)}
+        self._type, self._places = type(found), [places.get(id(each)) for each in found]
+        self._cloned: list[int] = []
+        for number, (each, place) in enumerate(zip(found, self._places, strict=True)):
+            if place is not None or not isinstance(each, Tensor):
+                continue
+            where = each.untyped_storage().data_ptr() if type(each) is Tensor else None
+            if where is None or not _is_dense(each) or (each.numel() and where in taken):
+                raise _Unfit("a result is a view of an input, of another result or of itself")
+            taken.add(where)
+            self._cloned.append(number)
+
+    def handed_out(self, found: Sequence[Any], args: Sequence[Any]) -> Any:  # noqa: ANN401
+        """Return the results, with what was given in the place of buffers."""
+        pairs = zip(found, self._places, strict=True)
+        return self._type(each if place is None else args[place] for each, place in pairs)
+
+    def cloned(self, found: Sequence[Any], args: Sequence[Any]) -> Any:  # noqa: ANN401
+        """Return the results in memory of their own."""
+        copies = list(found)
+        for number in self._cloned:
+            copies[number] = found[number].clone()
+        return self.handed_out(copies, args)
+
+
+@dataclass
+class _Recording:
+    """One recording: buffers, what replays it, and the results that a replay writes."""
+
+    roles: Roles
+    buffers: _Buffers
+    replay: Callable[[], None]
+    found: Sequence[Any]
+    outputs: _Outputs
+    use: Replays
+
+    def __call__(self, args: Sequence[Any]) -> Any:  # noqa: ANN401
+        self.buffers.fill(args)
+        self.replay()
+        self.use.replays += 1
+        torch.autograd.graph.increment_version([args[place] for place in self.roles.written])
+        return self.outputs.cloned(self.found, args)
+
+
+# --- CUDA -----------------------------------------------------------------------------------------
+
+
+class CudaEngine:
+    """Records on one GPU: a pool of memory and a stream to record on for each stream of work.
+
+    Recordings of one pool use its memory in turns. Replays on one stream follow each other, and
+    the lock keeps the copies in front and the clones behind a replay with it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock = threading.RLock()
+        self._device = device
+        self._pools: dict[int, tuple[Any, torch.cuda.Stream]] = {}
+
+    def is_free(self) -> bool:
+        """Return whether nobody else records, or watches what is called."""
+        return not torch.cuda.is_current_stream_capturing() and not compat.is_traced()
+
+    def stream(self) -> int:
+        """Return the number of the current stream."""
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def random_state(self) -> bytes:
+        """Return the state of the GPU's random numbers, which the host knows."""
+        return torch.cuda.get_rng_state(self._device).numpy().tobytes()
+
+    def record(self, step: Step, inputs: Sequence[Any]) -> tuple[Callable[[], None], Any]:
+        """Record on a stream aside, in memory that other recordings for this stream share."""
+        current = self.stream()
+        if current not in self._pools:
+            self._pools[current] = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        pool, aside = self._pools[current]
+        graph = torch.cuda.CUDAGraph()
+        with compat.capturing_alone(), _collecting_nothing(), torch.cuda.device(self._device):
+            aside.wait_stream(torch.cuda.current_stream())
+            compat.forget_workspaces()  # what a recording uses has to be in its pool
+            try:
+                with torch.cuda.stream(aside):
+                    found = _captured(graph, pool, step, inputs)
+            finally:
+                compat.forget_workspaces()
+        return graph.replay, found
+
+
+def _captured(
+    graph: torch.cuda.CUDAGraph,
+    pool: Any,  # noqa: ANN401
+    step: Step,
+    inputs: Sequence[Any],
+) -> Any:  # noqa: ANN401
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        found = step(*inputs)
+        graph.capture_end()
+    except BaseException:
+        with contextlib.suppress(Exception):
+            graph.capture_end()
+        compat.leave_pool(pool)
+        raise
+    return found
+
+
+@contextlib.contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """Keep garbage from being collected: freeing what belongs to CUDA would end the capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@cache
+def engine_for(device: torch.device) -> Engine:
+    """Return what records on a device."""
+    return CudaEngine(device)

@@ -1,0 +1,187 @@
+"""generate() with its steps replayed as CUDA graphs, on a GPU that is imitated: eager's tokens."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StaticCache
+from transformers.generation.logits_process import LogitsProcessor
+
+import memeff_compile
+from tests.support.cached_models import make, prompt
+from tests.support.recorded import Imitation, imitate
+
+NEW = 12
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Imitation:
+    return imitate(monkeypatch)
+
+
+def compiled(**settings: Any) -> Any:
+    model = make(**settings)
+    model.compile(backend="memeff", options={"memeff.inner": "eager"})
+    return model
+
+
+def caches(bits: int | None, model: Any) -> dict[str, Any]:
+    if bits is None:
+        return {"cache_implementation": "static"}
+    return {"past_key_values": memeff_compile.KVCache(model.config, 64, bits)}
+
+
+def generated(model: Any, bits: int | None, ids: Tensor, **settings: Any) -> Any:
+    given = {"max_new_tokens": NEW, "do_sample": False, **caches(bits, model), **settings}
+    return model.generate(ids, **given)
+
+
+def totals() -> tuple[int, int]:
+    found = [g.replays for g in memeff_compile.graphs() if g.replays is not None]
+    assert not [each.stopped for each in found if each.stopped]
+    return sum(each.recordings for each in found), sum(each.replays for each in found)
+
+
+@pytest.mark.parametrize("bits", [pytest.param(None, marks=pytest.mark.slow), 4])
+def test_tokens_are_those_of_eager_again_and_again(engine: Imitation, bits: int | None) -> None:
+    plain, model = make(), compiled()
+    for length, new in ((20, NEW), (20, NEW), (31, NEW + 3)):
+        ids = prompt(2, length)
+        given = {"max_new_tokens": new}
+        expected = generated(plain, bits, ids, **given)
+        assert torch.equal(generated(model, bits, ids, **given), expected)
+    recordings, replays = totals()
+    assert replays >= 2 * (NEW - 3)
+    assert recordings <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [None, 4])
+def test_beams_and_left_padding(engine: Imitation, bits: int | None) -> None:
+    plain, model = make(), compiled()
+    ids = prompt(2, 16)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    for settings in ({}, {"num_beams": 3}):
+        given: dict[str, Any] = {"attention_mask": mask, **settings}
+        expected = generated(plain, bits, ids, **given)
+        assert torch.equal(generated(model, bits, ids, **given), expected)
+        assert torch.equal(generated(model, bits, ids, **given), expected)
+    assert totals()[1] > 0
+
+
+class Kept(LogitsProcessor):
+    """Keeps the scores of every step, as some processors do."""
+
+    def __init__(self) -> None:
+        self.scores: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.scores.append(scores)
+        return scores
+
+
+def test_results_of_all_steps_stay(engine: Imitation) -> None:
+    plain, model = make(), compiled()
+    ids = prompt(2, 20)
+    asked = {
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "output_hidden_states": True,
+    }
+    generated(model, None, ids, **asked)
+    ours, theirs = Kept(), Kept()
+    found = generated(model, None, ids, logits_processor=LogitsProcessorList([ours]), **asked)
+    expected = generated(plain, None, ids, logits_processor=LogitsProcessorList([theirs]), **asked)
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.hidden_states, expected.hidden_states)
+    torch.testing.assert_close(ours.scores, theirs.scores)
+    assert totals()[1] >= NEW - 2
+
+
+@pytest.mark.slow
+def test_sampling_draws_the_same_tokens(engine: Imitation) -> None:
+    plain, model = make(), compiled()
+    ids = prompt(2, 20)
+    for seed in range(3):
+        results = []
+        for each in (plain, model):
+            torch.manual_seed(seed)
+            results.append(generated(each, 4, ids, do_sample=True, top_k=20))
+        assert torch.equal(*results)
+    assert totals()[1] > 0
+
+
+@pytest.mark.slow
+def test_assisted_decoding(engine: Imitation) -> None:
+    plain, model, helper = make(), compiled(), make(num_hidden_layers=1)
+    ids = prompt(1, 16)
+    for _ in range(2):
+        expected = plain.generate(ids, max_new_tokens=NEW, do_sample=False)
+        found = model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant_model=helper)
+        assert torch.equal(found, expected)
+
+
+def test_streaming_from_another_thread(engine: Imitation) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def put(self, value: Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            pass
+
+    model, plain, ids = compiled(), make(), prompt(1, 16)
+    expected = generated(plain, 4, ids).flatten().tolist()
+    for _ in range(2):
+        streamer = Streamer()
+        thread = threading.Thread(
+            target=generated, args=(model, 4, ids), kwargs={"streamer": streamer}
+        )
+        thread.start()
+        thread.join()
+        assert streamer.tokens == expected
+    assert totals()[1] > 0
+
+
+@pytest.mark.slow
+def test_two_models_take_turns(engine: Imitation) -> None:
+    models = [compiled(), compiled(hidden_size=64)]
+    plains = [make(), make(hidden_size=64)]
+    held = [StaticCache(config=each.config, max_cache_len=64) for each in models]
+    others = [StaticCache(config=each.config, max_cache_len=64) for each in plains]
+    tokens = [prompt(2, 10), prompt(2, 10)]
+    expected = [prompt(2, 10), prompt(2, 10)]
+    with torch.no_grad():
+        for _ in range(10):
+            for sides, all_caches, ids in ((models, held, tokens), (plains, others, expected)):
+                for place, (each, cache) in enumerate(zip(sides, all_caches, strict=True)):
+                    out = each(input_ids=ids[place], past_key_values=cache)
+                    ids[place] = out.logits[:, -1:].argmax(-1)
+            assert torch.equal(torch.stack(tokens), torch.stack(expected))
+    assert totals()[0] == 2
+
+
+def test_a_cache_that_is_used_again_is_not_recorded_again(engine: Imitation) -> None:
+    plain, model, ids = make(), compiled(), prompt(2, 20)
+    cache = memeff_compile.KVCache(model.config, 64, bits=4)
+    expected = generated(plain, 4, ids)
+    for _ in range(3):
+        cache.reset()
+        found = model.generate(ids, max_new_tokens=NEW, do_sample=False, past_key_values=cache)
+        assert torch.equal(found, expected)
+    assert engine.recorded == 1
+
+
+def test_a_growing_cache_is_told_the_way_out(engine: Imitation) -> None:
+    model = compiled()
+    model.generate(prompt(), max_new_tokens=3, do_sample=False)
+    found = [r for r in memeff_compile.last_report().records if r.code == "growing_cache"]
+    assert found
+    assert "KVCache" in found[0].hint
