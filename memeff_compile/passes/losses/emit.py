@@ -41,7 +41,8 @@ def filter_settings(options: Options) -> dict[str, float | str | bool]:
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
     """Group tails that one op call can serve: same rows, same modifiers, same targets, in time."""
     groups: list[list[Tail]] = []
-    for tail in sorted(tails, key=_joining_order):
+    # Targets first; statistics join them or each other, those over more rows first.
+    for tail in sorted(tails, key=lambda t: (t.kind in STATISTICS, len(t.chain.row_key))):
         for group in groups:
             if _compatible(info, group, tail) and _late(info, [*group, tail]) is not None:
                 group.append(tail)
@@ -49,11 +50,6 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
         else:
             groups.append([tail])
     return groups
-
-
-def _joining_order(tail: Tail) -> tuple[bool, int]:
-    """Targets first; statistics join them or each other, those over more rows first."""
-    return tail.kind in STATISTICS, len(tail.chain.row_key)
 
 
 def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
@@ -70,12 +66,6 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
         and first.ignore_index == tail.ignore_index
         and first.class_weight is tail.class_weight
     )
-
-
-def modifiers_of(tail: Tail) -> Modifiers:
-    folded = fold(tail.chain.steps)
-    assert isinstance(folded, Modifiers)
-    return folded
 
 
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
@@ -199,7 +189,9 @@ class GroupEmitter:
     def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
         self.info, self.editor, self.group = info, editor, group
         self.head = group[0].chain.head
-        self.modifiers = modifiers_of(group[0])
+        folded = fold(group[0].chain.steps)
+        assert isinstance(folded, Modifiers)
+        self.modifiers = folded
         self.with_target = next((t for t in group if t.target is not None), None)
         self.ignore_index = self.with_target.ignore_index if self.with_target else None
         self.op = self.target = self.hidden = group[0].node
