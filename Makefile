@@ -30,20 +30,19 @@ $(INSTALLED_DEV): $(INSTALLED)
 demo: $(INSTALLED)  ## train a small Llama with and without the backend, and compare
 	@$(PY) -m memeff_compile demo
 
-# Kernels' tests are compiled or interpreted in processes of their own; tests/architecture holds that
-# these folders have all of them.
-KERNEL_TESTS := tests/kernels tests/model/weights tests/architecture
-PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist loadgroup
+# Triton reads TRITON_INTERPRET when it is imported: interpreted kernels have a run of their own.
+INTERPRETED = $(shell grep -rlE 'mark\.interpreter\b' tests --include='test_*.py')
+PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
+# What one process has compiled of our modules and tests is read by the others and by the next run.
+unexport PYTHONDONTWRITEBYTECODE
 
-test: $(INSTALLED)  ## every CPU test, in three processes
-	$(PYTEST)
-	TRITON_INTERPRET=1 $(PYTEST) -m 'interpreter and not slow' $(KERNEL_TESTS)
-	env -u TRITON_INTERPRET $(PYTEST) -m 'offline and not slow' $(KERNEL_TESTS)
+test: $(INSTALLED)  ## every CPU test, in two runs
+	env -u TRITON_INTERPRET $(PYTEST) -m 'not gpu and not slow and not interpreter'
+	TRITON_INTERPRET=1 $(PYTEST) -m 'interpreter and not slow' $(INTERPRETED)
 
 test-all: $(INSTALLED)  ## the CPU tests and those that take minutes
-	$(PYTEST) -m 'not gpu and not interpreter and not offline'
-	TRITON_INTERPRET=1 $(PYTEST) -m interpreter $(KERNEL_TESTS)
-	env -u TRITON_INTERPRET $(PYTEST) -m offline $(KERNEL_TESTS)
+	env -u TRITON_INTERPRET $(PYTEST) -m 'not gpu and not interpreter'
+	TRITON_INTERPRET=1 $(PYTEST) -m interpreter $(INTERPRETED)
 
 test-newest:  ## the CPU tests against the newest torch and transformers, in .venv-newest
 	$(PYTHON) -m venv .venv-newest
@@ -55,7 +54,7 @@ gpu:  ## only what a GPU can show; uses the python it finds, installs nothing
 	env -u TRITON_INTERPRET PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -m gpu tests
 
 TOOL ?= memcheck
-sanitize:  ## a share of the kernels' GPU tests under compute-sanitizer (TOOL=racecheck, initcheck)
+sanitize:  ## a share of the kernels' GPU tests under compute-sanitizer (TOOL=racecheck, initcheck; SHARD=0/4)
 	PYTHONPATH=$(CURDIR) PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) \
 	  --target-processes all $(PYTHON) -m pytest -q -p tests.support.sanitized -m gpu tests/kernels
 

@@ -10,7 +10,7 @@ from .program import Names
 from .sketch import Sketch
 
 TITLE = "attention"
-REUSE = 10
+REUSE = 16
 IMPORTS = ""
 
 _CONDITIONS = [

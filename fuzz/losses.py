@@ -12,7 +12,7 @@ from .program import Program as _Program
 from .sketch import Sketch
 
 TITLE = "heads and losses"
-REUSE = 10
+REUSE = 16
 IMPORTS = ""
 
 _HEADS = [
@@ -58,7 +58,7 @@ def setup(random: Random) -> list[str]:
     dtype = random.choice(("float64", "float64", "float32"))
     hidden = random.choice((4, 8))
     lines = [
-        f"D, V = torch.{dtype}, {random.choice((5 * hidden, 41, 67))}",
+        f"D, V = torch.{dtype}, {random.choice((3 * hidden, 13, 21, 41))}",
         f"m = nn.Sequential(nn.Embedding(V, {hidden}), nn.Linear({hidden}, V),"
         f" nn.Linear({hidden}, {hidden})).to(D)",
     ]

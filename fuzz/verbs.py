@@ -9,7 +9,10 @@ from .sketch import Sketch
 
 TITLE = "sequences of verbs"
 REUSE = 1
-IMPORTS = "from memeff_compile.errors import MemeffError"
+IMPORTS = (
+    "import contextlib, transformers; from transformers import DynamicCache"
+    "; from memeff_compile import KVCache; from memeff_compile.errors import MemeffError"
+)
 
 _EVERYWHERE = [
     *("m = copy.deepcopy(m)", "m = pickle.loads(pickle.dumps(m))", "m.eval()", "m.train()"),
@@ -38,10 +41,14 @@ _REFUSED = (
     "torch.optim.RMSprop(m.parameters(), 0.1, foreach=False).step()",
     "torch.nn.init.zeros_(next(m.parameters()))",
 )
+_EXACT = ("16", "16, recent=16", "8, recent=128", "4, recent=128", "2, recent=256, group=32")
+"""Settings of caches that keep what these programs tell them as it came."""
 
 
 def setup(random: Random) -> list[str]:
     """Draw a model."""
+    if random.random() < 0.3:
+        return _language_model(random)
     width = random.choice((16, 32, 48))
     bias = random.choice(("", ", bias=False"))
     tied = random.choice(("", "", "; m[2].weight = m[0].weight"))
@@ -53,8 +60,23 @@ def setup(random: Random) -> list[str]:
     ]
 
 
+def _language_model(random: Random) -> list[str]:
+    heads, layers = random.choice((1, 2)), random.choice((1, 2))
+    return [
+        f"torch.manual_seed({random.randrange(100)}); undo = []",
+        "sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_attention_heads=2,"
+        f" num_hidden_layers={layers}, num_key_value_heads={heads}, head_dim=64,"
+        " bos_token_id=1, eos_token_id=None, pad_token_id=0)",
+        "m = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()",
+        "f, x = m, torch.randint(2, 64, (2, 9))",
+    ]
+
+
 def body(random: Random, sketch: Sketch) -> None:
     """Draw verbs; what is compressed or ternary decides which come next."""
+    if "undo" in sketch.names:
+        _speak(random, sketch)
+        return
     state = "dense"
     for _ in range(random.randint(3, 10)):
         choice = random.random()
@@ -77,6 +99,76 @@ def body(random: Random, sketch: Sketch) -> None:
         sketch.add("seen.append([p + 0 for p in m.state_dict().values()])")
 
 
+def _speak(random: Random, sketch: Sketch) -> None:
+    """Draw verbs on a language model, whose tokens are looked at where they hang on no rounding."""
+    state = "float"
+    for _ in range(random.randint(3, 9)):
+        bits, tokens, codec = map(random.choice, (_EXACT, (1, 4, 9), _CODECS))
+        said = f"max_new_tokens={tokens}, do_sample=False, num_beams={random.choice((1, 1, 2))}"
+        mine = f"KVCache(m.config, 64, {bits}) if ours else DynamicCache(config=m.config)"
+        use = f"memeff_compile.use_kv_cache_(m, {bits})"
+        looks = [
+            "seen.append(m(x).logits)",
+            f"k = {mine}\nwith torch.no_grad():"
+            " seen.append([m(t, past_key_values=k).logits for t in x.split(3, 1)])",
+            "m(x, labels=x).loss.backward(); seen.append([p.grad for p in m.parameters()])",
+        ]
+        if state == "float":
+            looks += [
+                f"seen.append(m.generate(x, {said}))",
+                f"seen.append(m.generate(x, {said}))",
+                f"seen.append(m.generate(x, past_key_values={mine}, {said}))",
+                f"with {use} if ours else contextlib.nullcontext():"
+                f" seen.append(m.generate(x, {said}))",
+                "m.train(); torch.optim.SGD(m.parameters(), 0.1).step(); m.eval()",
+            ]
+        verbs = [*_EVERYWHERE, *_LOOKS[:2], "m = m.eval()"]
+        changes = {
+            "float": [("m.bfloat16()", "bfloat16")],
+            "bfloat16": [
+                ("m.float()", "float"),
+                (f"if ours: memeff_compile.compress_(m, '{codec}', min_size=0)", "coded"),
+            ],
+            "coded": [("if ours: memeff_compile.decompress_(m)", "bfloat16")],
+        }
+        choice = random.random()
+        if choice < 0.5:
+            sketch.add(random.choice(looks))
+        elif choice < 0.6:
+            sketch.add(f"if ours: undo.append({use})")
+        elif choice < 0.65:
+            sketch.add(f"if undo: undo.pop({random.choice((0, -1))})()")
+        elif choice < 0.85:
+            sketch.add(random.choice(verbs))
+        else:
+            line, after = random.choice(changes[state])
+            state = after if sketch.add(line) else state
+
+
+def _train(random: Random, sketch: Sketch) -> None:
+    """Draw steps of an optimizer in the backward, and of one behind it."""
+    more = random.choice(("", ", momentum=0.5", ", weight_decay=0.1"))
+    sketch.add("p = [p for p in m.parameters() if p.requires_grad]")
+    optimizer = f"memeff_compile.optim_in_backward(m, lambda p: torch.optim.SGD([p], 0.1{more}))"
+    if not sketch.add(f"o = {optimizer} if ours else torch.optim.SGD(p, 0.1{more})"):
+        return
+    between = [
+        "o.load_state_dict(copy.deepcopy(o.state_dict()))",
+        "seen.append(copy.deepcopy(m)(x))",
+        "t = pickle.loads(pickle.dumps(m)); t(x).float().sum().backward();"
+        " seen.append([p.grad for p in t.parameters()])",
+        "for g in o.param_groups: g['lr'] = 0.05",
+        "m.to('cpu'); seen.append(f(x))",
+        "with torch.no_grad(): seen.append(f(x[:2]))",
+    ]
+    for _ in range(random.randint(1, 4)):
+        sketch.add("f(x).float().square().mean().backward(); o.step(); o.zero_grad()")
+        if random.random() < 0.5:
+            sketch.add(random.choice(between))
+        sketch.add("seen.append([p + 0 for p in m.parameters()])")
+    sketch.add("if ours: o.remove()")
+
+
 def _look(random: Random, sketch: Sketch, state: str) -> None:
     rows = random.choice(("x", "x[:1]", "x[None]"))
     if state == "packed" or random.random() < 0.4:
@@ -88,6 +180,9 @@ def _look(random: Random, sketch: Sketch, state: str) -> None:
 
 def _change(random: Random, sketch: Sketch, state: str) -> str:
     """Draw a verb that changes how the model is held; return what it is then."""
+    if state in ("dense", "coded") and random.random() < 0.3:
+        _train(random, sketch)
+        return state
     if state == "dense":
         choice = random.randrange(5)
         if choice < 2:

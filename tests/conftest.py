@@ -1,7 +1,7 @@
 """What every test gets: a seed, few threads, a clean Dynamo, and a backend found by name.
 
-The suite runs as several processes (see the Makefile), because Triton reads TRITON_INTERPRET when
-it is imported. A test whose marker does not fit its process fails with the command to use.
+The suite is run twice (see the Makefile), because Triton reads TRITON_INTERPRET when it is
+imported. A test whose marker does not fit its process fails with the command to use.
 """
 
 from __future__ import annotations
@@ -74,6 +74,11 @@ def pytest_report_collectionfinish() -> list[str]:
     return [f"left out, package not installed: {name}" for name in left_out]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests of a group first: what another process takes of the rest, it takes from the end."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 @pytest.fixture(autouse=True)
 def _fits_this_process(request: pytest.FixtureRequest) -> None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -104,12 +109,18 @@ def nan_filled_empty() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def sizes_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile as for a launch whose sizes and strides are all 1: Triton makes them constants."""
-    from triton import compiler
+@pytest.fixture(params=["for the GPU", pytest.param("to the end", marks=pytest.mark.slow)])
+def sizes_of_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile as for a launch whose sizes and strides are all 1: Triton makes them constants.
 
-    plain = compiler.ASTSource
+    A kernel that cannot take one fails in Python or in Triton's passes. LLVM and ptxas, six parts
+    in seven of the time, are left to the slow tests.
+    """
+    import triton
+    from triton import compiler
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    plain, compile_all = compiler.ASTSource, triton.compile
 
     def source(
         kernel: Any, signature: dict[str, str], constants: dict[str, Any], hints: dict[Any, Any]
@@ -129,3 +140,19 @@ def sizes_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(compiler, "ASTSource", source)
+    if request.param == "to the end":
+        return
+
+    class Reached(Exception):
+        """Triton's own passes are behind us."""
+
+    def stop(*given: Any) -> None:
+        raise Reached
+
+    def compile_first(*given: Any, **options: Any) -> None:
+        with pytest.raises(Reached):
+            compile_all(*given, **options)
+
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    monkeypatch.setattr(CUDABackend, "make_llir", stop)
+    monkeypatch.setattr(triton, "compile", compile_first)

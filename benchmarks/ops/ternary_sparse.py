@@ -29,6 +29,7 @@ from benchmarks import RESULTS, registry
 from benchmarks import rows as records
 from benchmarks.ops.ternary import copies_of, rested
 from benchmarks.timing import Repeated
+from memeff_compile.kernels._triton.launch import start as start_kernel
 from memeff_compile.kernels.ternary_linear import (
     Quantizer,
     reference,
@@ -122,7 +123,9 @@ class Lists:
             num_warps=4,
         )
         out = torch.empty(1, self.rows, dtype=torch.bfloat16, device="cuda")
-        _ternary_parts_kernel[(1, triton.cdiv(self.rows, 256))](
+        start_kernel(
+            _ternary_parts_kernel,
+            (1, triton.cdiv(self.rows, 256)),
             self.part,
             scale,
             sums,

@@ -1,8 +1,9 @@
-"""The two special test processes are what they say, so that kernel tests can rely on them."""
+"""Interpreted and compiled kernels run as the tests of kernels rely on."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,33 @@ def test_triton_kernels_compile_for_a_gpu_that_is_not_there(capability: int) -> 
     assert f".target sm_{capability}" in compiled.asm["ptx"]
 
 
-def test_the_special_processes_are_given_every_file_that_needs_them() -> None:
+@pytest.mark.offline
+@pytest.mark.usefixtures("sizes_of_one")
+def test_a_kernel_that_cannot_take_a_size_of_one_fails() -> None:
+    """A constant is no tensor: Python raises for one kernel, a pass of Triton for the other."""
+    from tests.support.add_kernel import add_kernel, casts_its_size_kernel
+    from tests.support.offline import compile_for
+
+    def type_of(argument: str) -> str:
+        return "*fp32" if argument.endswith("_ptr") else "i32"
+
+    compile_for(90, add_kernel, {"BLOCK": 128}, type_of)
+    with pytest.raises(Exception, match="to"):
+        compile_for(90, casts_its_size_kernel, {}, type_of)
+
+
+def test_the_interpreter_is_given_every_file_that_needs_it() -> None:
     root = Path(__file__).resolve().parents[2]
-    given = re.search(r"^KERNEL_TESTS := (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
-    assert given is not None
-    folders = [root / folder for folder in given[1].split()]
-    marked = re.compile(r"pytest\.mark\.(interpreter|offline)\b")
-    needing = [path for path in (root / "tests").rglob("*.py") if marked.search(path.read_text())]
-    assert len(needing) > 20
-    assert all(any(path.is_relative_to(f) for f in folders) for path in needing)
+    marked = re.compile(r"pytest\.mark\.interpreter\b")
+    needing = {p for p in (root / "tests").rglob("test_*.py") if marked.search(p.read_text())}
+    assert len(needing) > 10
+    said = subprocess.run(
+        ["make", "--dry-run", "--assume-old=.venv/.installed", "test"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    (line,) = [each for each in said.splitlines() if "TRITON_INTERPRET=1" in each]
+    given = {root / word for word in line.split() if word.endswith(".py")}
+    assert needing <= given

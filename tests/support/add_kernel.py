@@ -16,6 +16,12 @@ def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[n
     tl.store(out_ptr + offsets, total, mask)
 
 
+@triton.jit
+def casts_its_size_kernel(out_ptr, n):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Write n, which has to be a number of the launch: a constant cannot be cast."""
+    tl.store(out_ptr, n.to(tl.float32))
+
+
 def launch_add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return x + y of two (n,) tensors."""
     out = torch.empty_like(x)

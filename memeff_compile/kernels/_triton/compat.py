@@ -6,6 +6,7 @@ Nothing here imports triton before it is called. Gluon's names are in `gluon`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -19,17 +20,30 @@ def current_device() -> int:
     return found
 
 
-def is_watched() -> bool:
+def is_watched(kernel: Any) -> bool:  # noqa: ANN401
     """Say whether somebody, such as a profiler, asked to be called around each launch."""
     from triton import knobs
 
-    hooks = knobs.runtime
-    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    every = knobs.runtime
+    calls = every.launch_enter_hook.calls or every.launch_exit_hook.calls
+    return bool(calls or kernel.pre_run_hooks)
+
+
+def takes(kernel: Any, name: str) -> bool:  # noqa: ANN401
+    """Say whether a kernel has an argument of this name."""
+    return name in kernel.arg_names
+
+
+def constant(value: Any) -> Any:  # noqa: ANN401
+    """Return a value as a compiled kernel reads it."""
+    import triton.language as tl
+
+    return tl.constexpr(value)
 
 
 def is_compiled(kernel: Any) -> bool:  # noqa: ANN401
-    """Say whether a kernel runs on a GPU, and nobody asked to be called before its launches."""
-    return hasattr(kernel, "device_caches") and not kernel.pre_run_hooks
+    """Say whether a kernel runs on a GPU, not in the interpreter."""
+    return hasattr(kernel, "device_caches")
 
 
 def launcher(
@@ -57,3 +71,13 @@ def described(tensor: Tensor, block: Sequence[int]) -> Any:  # noqa: ANN401
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+
+
+@lru_cache(maxsize=1)
+def has_gluon() -> bool:
+    """Say whether this Triton has Gluon as the kernels here are written in; it still changes."""
+    try:
+        import memeff_compile.kernels._triton.gluon
+    except (ImportError, AttributeError):
+        return False
+    return memeff_compile.kernels._triton.gluon is not None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.conditions import Conditions
+from memeff_compile.kernels._triton.launch import start
 
 BOUNDS_CHUNK = 2048
 """Places that the kernel of the bounds looks at together."""
@@ -113,7 +114,9 @@ def find_bounds(
     ours, others = shape if ours_are_queries else shape[::-1]
     batch, tiles = like.shape[0], tiles_of(queries if ours_are_queries else keys, ours)
     bounds = like.new_empty((batch, tiles, 4), dtype=torch.int32)
-    kernels._attention_bounds_kernel[(batch * tiles,)](
+    start(
+        kernels._attention_bounds_kernel,
+        (batch * tiles,),
         *tables_of(given, like),
         bounds if lse is None else lse,
         bounds,

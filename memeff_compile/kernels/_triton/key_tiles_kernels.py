@@ -19,25 +19,14 @@ FAR = tl.constexpr(2**62)
 
 
 @triton.jit
-def which_count(
-    query,
-    key,
-    is_key,
-    query_id,
-    key_id,
-    ahead,
-    behind,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-):
+def which_count(query, key, is_key, query_id, key_id, ahead, behind, C: tl.constexpr):
     """Return which keys count for which queries; each argument is broadcast to two axes."""
     found = is_key
-    if HAS_AHEAD:
+    if C.HAS_AHEAD:
         found = found & (key <= query + ahead)
-    if HAS_BEHIND:
+    if C.HAS_BEHIND:
         found = found & (key >= query - behind)
-    if HAS_IDS:
+    if C.HAS_IDS:
         found = found & (query_id == key_id)
     return found
 
@@ -115,16 +104,9 @@ def _attention_bounds_kernel(
     queries,
     keys,
     tiles,
-    OURS: tl.constexpr,  # places per tile
-    OTHERS: tl.constexpr,
-    CHUNK: tl.constexpr,  # tiles of others looked at together
-    OURS_ARE_QUERIES: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    MEAN: tl.constexpr,
-    FROM_LSE: tl.constexpr,
+    C: tl.constexpr,
+    # OURS: places per tile
+    # CHUNK: tiles of others looked at together
 ):
     tile = tl.program_id(0) % tiles
     batch = (tl.program_id(0) // tiles).to(tl.int64)
@@ -132,45 +114,45 @@ def _attention_bounds_kernel(
     query_ids_ptr += batch * stride_query_ids_batch
     key_ids_ptr += batch * stride_key_ids_batch
     lse_ptr += batch * heads * queries
-    place = tile * OURS + tl.arange(0, OURS)
-    if OURS_ARE_QUERIES:
+    place = tile * C.OURS + tl.arange(0, C.OURS)
+    if C.OURS_ARE_QUERIES:
         first, full_first, full_stop, stop = _visited(
-            tile, queries, keys, ahead, behind, OURS, OTHERS, HAS_AHEAD, HAS_BEHIND
+            tile, queries, keys, ahead, behind, C.OURS, C.OTHERS, C.HAS_AHEAD, C.HAS_BEHIND
         )
         some, every, low, high = _table_of(
-            query_ids_ptr, mask_ptr, place[None, :], queries, False, HAS_IDS
+            query_ids_ptr, mask_ptr, place[None, :], queries, False, C.HAS_IDS
         )
         count = keys
     else:
         first, full_first, full_stop, stop = _visited(
-            tile, keys, queries, behind, ahead, OURS, OTHERS, HAS_BEHIND, HAS_AHEAD
+            tile, keys, queries, behind, ahead, C.OURS, C.OTHERS, C.HAS_BEHIND, C.HAS_AHEAD
         )
         some, every, low, high = _table_of(
-            key_ids_ptr, mask_ptr, place[None, :], keys, HAS_KEY_MASK, HAS_IDS
+            key_ids_ptr, mask_ptr, place[None, :], keys, C.HAS_KEY_MASK, C.HAS_IDS
         )
         count = queries
     # The least that is visited, the most, the first complete one, the first thereafter that is not.
     least, most, whole, broken = batch * 0 + FAR, batch * 0 - 1, batch * 0 + FAR, batch * 0 + FAR
     start, end = first, stop
-    if MEAN and not OURS_ARE_QUERIES:
-        start, end = 0, (queries + OTHERS - 1) // OTHERS
-    for chunk in tl.range(start // CHUNK, (end + CHUNK - 1) // CHUNK, num_stages=1):
-        other = chunk * CHUNK + tl.arange(0, CHUNK)
-        places = other[:, None] * OTHERS + tl.arange(0, OTHERS)[None, :]
-        if OURS_ARE_QUERIES:
+    if C.MEAN and not C.OURS_ARE_QUERIES:
+        start, end = 0, (queries + C.OTHERS - 1) // C.OTHERS
+    for chunk in tl.range(start // C.CHUNK, (end + C.CHUNK - 1) // C.CHUNK, num_stages=1):
+        other = chunk * C.CHUNK + tl.arange(0, C.CHUNK)
+        places = other[:, None] * C.OTHERS + tl.arange(0, C.OTHERS)[None, :]
+        if C.OURS_ARE_QUERIES:
             their_some, their_every, their_low, their_high = _table_of(
-                key_ids_ptr, mask_ptr, places, keys, HAS_KEY_MASK, HAS_IDS
+                key_ids_ptr, mask_ptr, places, keys, C.HAS_KEY_MASK, C.HAS_IDS
             )
         else:
             their_some, their_every, their_low, their_high = _table_of(
-                query_ids_ptr, mask_ptr, places, queries, False, HAS_IDS
+                query_ids_ptr, mask_ptr, places, queries, False, C.HAS_IDS
             )
         visited = (other >= first) & (other < stop) & (some * their_some != 0)
         complete = (other >= full_first) & (other < full_stop) & (every * their_every != 0)
-        if HAS_IDS:
+        if C.HAS_IDS:
             visited = visited & (low <= their_high) & (their_low <= high)
             complete = complete & (low == high) & (their_low == their_high) & (low == their_low)
-        if MEAN and not OURS_ARE_QUERIES:
+        if C.MEAN and not C.OURS_ARE_QUERIES:
             sums = tl.load(lse_ptr + places, mask=places < queries, other=0.0)
             has_empty = tl.max((sums == float("-inf")).to(tl.int32), axis=1) != 0
             visited = visited | has_empty
@@ -186,26 +168,26 @@ def _attention_bounds_kernel(
     least = tl.minimum(least, stop_all)
     whole = tl.minimum(whole, stop_all)
     broken = tl.maximum(tl.minimum(broken, stop_all), whole)
-    if MEAN and OURS_ARE_QUERIES:
+    if C.MEAN and C.OURS_ARE_QUERIES:
         is_row = place < queries
-        if FROM_LSE:
+        if C.FROM_LSE:
             sums = tl.load(lse_ptr + place, mask=is_row, other=0.0)
             is_empty = (sums == float("-inf")).to(tl.int32)
         else:
             is_empty = is_row.to(tl.int32)
             query_id = place
-            if HAS_IDS:
+            if C.HAS_IDS:
                 query_id = tl.load(query_ids_ptr + place, mask=is_row, other=0)
             if broken > whole:  # a complete tile has a key for each query
                 is_empty = is_empty * 0
             else:
                 for other in tl.range(least, stop_all, num_stages=1):
-                    key = (other * OTHERS + tl.arange(0, OTHERS)).to(tl.int32)
+                    key = (other * C.OTHERS + tl.arange(0, C.OTHERS)).to(tl.int32)
                     is_key = key < keys
                     key_id = key
-                    if HAS_IDS:
+                    if C.HAS_IDS:
                         key_id = tl.load(key_ids_ptr + key, mask=is_key, other=0)
-                    if HAS_KEY_MASK:
+                    if C.HAS_KEY_MASK:
                         is_key = is_key & (tl.load(mask_ptr + key, mask=is_key, other=0) != 0)
                     counts = which_count(
                         place[:, None],
@@ -215,14 +197,12 @@ def _attention_bounds_kernel(
                         key_id[None, :],
                         ahead,
                         behind,
-                        HAS_AHEAD,
-                        HAS_BEHIND,
-                        HAS_IDS,
+                        C,
                     )
                     is_empty = is_empty * (1 - tl.max(counts.to(tl.int32), axis=1))
         if tl.max(is_empty, axis=0) != 0:
             least, whole, broken = least * 0, whole * 0, broken * 0
-            stop_all = stop_all * 0 + (count + OTHERS - 1) // OTHERS
+            stop_all = stop_all * 0 + (count + C.OTHERS - 1) // C.OTHERS
     found_ptr = bounds_ptr + (batch * tiles + tile) * 4
     tl.store(found_ptr, least.to(tl.int32))
     tl.store(found_ptr + 1, whole.to(tl.int32))

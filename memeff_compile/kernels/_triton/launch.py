@@ -1,4 +1,7 @@
-"""Launches of Triton kernels that look up what Triton works out anew at each of them.
+"""Launches of Triton kernels: constants handed on as one, and launches that are looked up.
+
+A kernel of many constants takes them as one argument, C, and device functions hand that on. They
+are in capitals, here as there: `start(kernel, grid, x, ROWS=64)` is C.ROWS == 64 in the kernel.
 
 Triton binds arguments by name, asks each for its specialisation and writes all of it into a key:
 for a kernel of thirty arguments that takes longer than many a kernel runs. A training step of small
@@ -9,6 +12,7 @@ depends on, and what Triton compiled is called directly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +24,40 @@ _MOST = 4096
 """Specialisations that are held; more begin anew."""
 
 
+class Constants:
+    """Constants of the compiler as one argument of a kernel: one object for the same ones."""
+
+    def __init__(self, given: Mapping[str, Any], *, is_compiled: bool) -> None:
+        for name, value in given.items():
+            setattr(self, name, compat.constant(value) if is_compiled else value)
+        self._text = f"Constants({dict(given)})"
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+@lru_cache(maxsize=4096)
+def _constants(given: tuple[tuple[str, Any], ...], *, is_compiled: bool) -> Constants:
+    return Constants(dict(given), is_compiled=is_compiled)
+
+
+def packed(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ANN401
+    """Return arguments by name, those in capitals as one where the kernel takes them so.
+
+    Example: {"ROWS": 64, "num_warps": 4} becomes {"num_warps": 4, "C": C}, and C.ROWS is 64.
+    """
+    if not compat.takes(kernel, "C"):
+        return dict(given)
+    constants = tuple(item for item in given.items() if item[0].isupper())
+    rest = {name: value for name, value in given.items() if not name.isupper()}
+    return {**rest, "C": _constants(constants, is_compiled=compat.is_compiled(kernel))}
+
+
+def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> None:  # noqa: ANN401
+    """Run a kernel as `kernel[grid](*arguments, **given)` does, its constants packed."""
+    kernel[grid](*arguments, **packed(kernel, given))
+
+
 def launch(
     kernel: Any,  # noqa: ANN401
     grid: tuple[int, ...],
@@ -27,7 +65,7 @@ def launch(
     constants: Mapping[str, Any],
     name: tuple[Any, ...],
 ) -> None:
-    """Run a kernel as `kernel[grid](*arguments, **constants)` does.
+    """Run a kernel as `start(kernel, grid, *arguments, **constants)` does.
 
     Args:
         kernel: What `triton.jit` made, or the interpreter's form of it.
@@ -38,12 +76,13 @@ def launch(
         name: What `constants` follow from; equal names have equal constants.
     """
     if not compat.is_compiled(kernel):
-        kernel[grid](*arguments, **constants)
+        start(kernel, grid, *arguments, **constants)
         return
     device = compat.current_device()
     key = (id(kernel), device, name, *map(_kind, arguments))
     found = _compiled.get(key)
-    if found is None or compat.is_watched():
+    if found is None or compat.is_watched(kernel):
+        constants = packed(kernel, constants)
         compiled = kernel[grid](*arguments, **constants)
         if len(_compiled) >= _MOST:
             _compiled.clear()

@@ -20,25 +20,23 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    ptrs, is_row, depth, DEPTH: tl.constexpr, DEPTH_BLOCK: tl.constexpr, MASKED: tl.constexpr
-):
+def load_rows(ptrs, is_row, depth, C: tl.constexpr, MASKED: tl.constexpr):
     """Load (rows, DEPTH_BLOCK), zeros beyond DEPTH and, with MASKED, where is_row is false."""
     if MASKED:
         mask = is_row[:, None]
-        if DEPTH != DEPTH_BLOCK:
-            mask = mask & (depth < DEPTH)[None, :]
+        if C.DEPTH != C.DEPTH_BLOCK:
+            mask = mask & (depth < C.DEPTH)[None, :]
         found = tl.load(ptrs, mask=mask, other=0.0)
-    elif DEPTH != DEPTH_BLOCK:
-        found = tl.load(ptrs, mask=(depth < DEPTH)[None, :], other=0.0)
+    elif C.DEPTH != C.DEPTH_BLOCK:
+        found = tl.load(ptrs, mask=(depth < C.DEPTH)[None, :], other=0.0)
     else:
         found = tl.load(ptrs)
     return found
 
 
 @triton.jit
-def store_rows(ptrs, values, is_row, depth, DEPTH: tl.constexpr, DEPTH_BLOCK: tl.constexpr):
+def store_rows(ptrs, values, is_row, depth, C: tl.constexpr):
     mask = is_row[:, None]
-    if DEPTH != DEPTH_BLOCK:
-        mask = mask & (depth < DEPTH)[None, :]
+    if C.DEPTH != C.DEPTH_BLOCK:
+        mask = mask & (depth < C.DEPTH)[None, :]
     tl.store(ptrs, values.to(ptrs.dtype.element_ty), mask=mask)

@@ -26,6 +26,7 @@ from memeff_compile.kernels._triton.key_tiles import (
     tiles_of,
     within,
 )
+from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.attention.shapes import (
     KERNELS,
     Shape,
@@ -152,7 +153,9 @@ def attend(
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     with on_device(q):
         bounds, tiles = call.bounds(shape, None)
-        kernels._attention_kernel[(batch * heads * tiles,)](
+        start(
+            kernels._attention_kernel,
+            (batch * heads * tiles,),
             call.q,
             *call.q.stride()[:3],
             call.k,
@@ -215,7 +218,9 @@ def _query_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> N
     grad, out, lse, sums, delta, grad_q = buffers
     batch, heads, groups, queries, keys, _ = call.sizes
     bounds, tiles = call.bounds(shape, lse)
-    kernels._attention_query_gradient_kernel[(batch * heads * tiles,)](
+    start(
+        kernels._attention_query_gradient_kernel,
+        (batch * heads * tiles,),
         grad,
         *grad.stride()[:3],
         out,
@@ -254,7 +259,9 @@ def _key_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> Non
     bounds, tiles = call.bounds(shape, lse, ours_are_queries=False)
     parts = ((False, True), (True, False)) if shape.is_split else ((True, True),)
     for with_k, with_v in parts:
-        kernels._attention_key_gradient_kernel[(batch * groups * tiles,)](
+        start(
+            kernels._attention_key_gradient_kernel,
+            (batch * groups * tiles,),
             grad,
             *grad.stride()[:3],
             call.q,

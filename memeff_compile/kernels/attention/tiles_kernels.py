@@ -33,11 +33,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _raw(product, inner, SIGN: tl.constexpr, SOFTCAP: tl.constexpr):
+def _raw(product, inner, C: tl.constexpr):
     """Return what softmax scales: the product, or tanh of it; within 2e-7 of tanh."""
-    if SIGN != 1:
-        product = product * SIGN
-    if SOFTCAP:
+    if C.SIGN != 1:
+        product = product * C.SIGN
+    if C.SOFTCAP:
         product = 1.0 - 2.0 / (tl.exp2(product * (2.0 * LOG2_E * inner)) + 1.0)
     return product
 
@@ -75,37 +75,27 @@ def _attend_tile(
     ahead,
     behind,
     keys,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    MEAN: tl.constexpr,
-    SIGN: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    start = wide_zero + tile * KEYS
-    key = tile * KEYS + tl.arange(0, KEYS)
-    depth = tl.arange(0, DEPTH_BLOCK)
+    start = wide_zero + tile * C.KEYS
+    key = tile * C.KEYS + tl.arange(0, C.KEYS)
+    depth = tl.arange(0, C.DEPTH_BLOCK)
     is_inside = key < keys
     is_key = is_inside
-    if MASKED and HAS_KEY_MASK:
+    if MASKED and C.HAS_KEY_MASK:
         is_key = is_key & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
     # What hidden keys hold must not get in, not even times 0; for a mean they do count.
-    is_read = is_inside if MEAN else is_key
+    is_read = is_inside if C.MEAN else is_key
     k_ptrs = k_base + start * stride_k_key + k_offs
-    k = load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    k = load_rows(k_ptrs, is_read, depth, C, MASKED)
     v_ptrs = v_base + start * stride_v_key + v_offs
-    v = load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
-    product = tl.zeros((q.shape[0], KEYS), dtype=tl.float32)
-    raw = _raw(dot(q, tl.trans(k), product, UPCAST), inner, SIGN, SOFTCAP)
+    v = load_rows(v_ptrs, is_read, depth, C, MASKED)
+    product = tl.zeros((q.shape[0], C.KEYS), dtype=tl.float32)
+    raw = _raw(dot(q, tl.trans(k), product, C.UPCAST), inner, C)
     if MASKED:
         key_id = key
-        if HAS_IDS:
+        if C.HAS_IDS:
             key_id = tl.load(key_ids_ptr + key, mask=is_inside, other=0)
         counts = which_count(
             query[:, None],
@@ -115,11 +105,9 @@ def _attend_tile(
             key_id[None, :],
             ahead,
             behind,
-            HAS_AHEAD,
-            HAS_BEHIND,
-            HAS_IDS,
+            C,
         )
-        if MEAN:
+        if C.MEAN:
             # All weights of a query without keys are 2^(LOW - LOW); the first key wipes them out.
             raw = tl.where(counts, raw, LOW)
             raw = tl.where(is_inside[None, :], raw, float("-inf"))
@@ -130,7 +118,7 @@ def _attend_tile(
     shrink = tl.exp2((largest - higher) * scale)
     total = total * shrink + tl.sum(weight, axis=1)
     acc = acc * shrink[:, None]
-    acc = dot(weight.to(v.dtype), v, acc, UPCAST)
+    acc = dot(weight.to(v.dtype), v, acc, C.UPCAST)
     return acc, total, higher
 
 
@@ -167,20 +155,7 @@ def _attention_kernel(
     queries,
     keys,
     query_tiles,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_BOUNDS: tl.constexpr,
-    MEAN: tl.constexpr,
-    SIGN: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
 ):
     # The last queries see most keys under causal masks: they start first.
     tile = query_tiles - 1 - tl.program_id(0) // batch_heads
@@ -188,10 +163,10 @@ def _attention_kernel(
     batch = (row // heads).to(tl.int64)
     head = (row % heads).to(tl.int64)
     wide_zero = batch * 0  # makes addresses 64-bit numbers
-    query = tile * ROWS + tl.arange(0, ROWS)
+    query = tile * C.ROWS + tl.arange(0, C.ROWS)
     is_row = query < queries
-    depth = tl.arange(0, DEPTH_BLOCK)
-    offs = tl.arange(0, KEYS)
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    offs = tl.arange(0, C.KEYS)
     q = load_rows(
         q_ptr
         + batch * stride_q_batch
@@ -200,8 +175,7 @@ def _attention_kernel(
         + depth[None, :],
         is_row,
         depth,
-        DEPTH,
-        DEPTH_BLOCK,
+        C,
         True,
     )
     group = head // repeat
@@ -212,7 +186,7 @@ def _attention_kernel(
     mask_ptr = key_mask_ptr + batch * stride_mask_batch
     their_ids_ptr = key_ids_ptr + batch * stride_key_ids_batch
     query_id = query
-    if HAS_IDS:
+    if C.HAS_IDS:
         query_id = tl.load(
             query_ids_ptr + batch * stride_query_ids_batch + query, mask=is_row, other=0
         )
@@ -225,20 +199,20 @@ def _attention_kernel(
         keys,
         ahead,
         behind,
-        ROWS,
-        KEYS,
-        HAS_AHEAD,
-        HAS_BEHIND,
-        HAS_BOUNDS,
+        C.ROWS,
+        C.KEYS,
+        C.HAS_AHEAD,
+        C.HAS_BEHIND,
+        C.HAS_BOUNDS,
     )
-    largest = tl.full((ROWS,), LOW, dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    acc = tl.zeros((ROWS, DEPTH_BLOCK), dtype=tl.float32)
+    largest = tl.full((C.ROWS,), LOW, dtype=tl.float32)
+    total = tl.zeros((C.ROWS,), dtype=tl.float32)
+    acc = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
     start, end = full_first, full_stop
     for MASKED in tl.static_range(2):  # complete tiles, then those at the edges
         if MASKED:
             start, end = 0, full_first - first + stop - full_stop
-        for index in tl.range(start, end, num_stages=STAGES):
+        for index in tl.range(start, end, num_stages=C.STAGES):
             place = index
             if MASKED:
                 place = edge_tile(index, first, full_first, full_stop)
@@ -264,17 +238,7 @@ def _attention_kernel(
                 ahead,
                 behind,
                 keys,
-                DEPTH,
-                DEPTH_BLOCK,
-                KEYS,
-                HAS_AHEAD,
-                HAS_BEHIND,
-                HAS_KEY_MASK,
-                HAS_IDS,
-                MEAN,
-                SIGN,
-                SOFTCAP,
-                UPCAST,
+                C,
                 MASKED,
             )
     divisor = tl.where(total == 0.0, 1.0, total)
@@ -283,14 +247,13 @@ def _attention_kernel(
     tl.store(lse_ptr + (batch * heads + head) * queries + query, sums, mask=is_row)
     store_rows(
         out_ptr
-        + (batch * queries * heads + head) * DEPTH
-        + (wide_zero + query)[:, None] * (heads * DEPTH)
+        + (batch * queries * heads + head) * C.DEPTH
+        + (wide_zero + query)[:, None] * (heads * C.DEPTH)
         + depth[None, :],
         acc / divisor[:, None],
         is_row,
         depth,
-        DEPTH,
-        DEPTH_BLOCK,
+        C,
     )
 
 
@@ -322,37 +285,27 @@ def _query_gradient_tile(
     ahead,
     behind,
     keys,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    MEAN: tl.constexpr,
-    SIGN: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    start = wide_zero + tile * KEYS
-    key = tile * KEYS + tl.arange(0, KEYS)
-    depth = tl.arange(0, DEPTH_BLOCK)
+    start = wide_zero + tile * C.KEYS
+    key = tile * C.KEYS + tl.arange(0, C.KEYS)
+    depth = tl.arange(0, C.DEPTH_BLOCK)
     is_inside = key < keys
     is_key = is_inside
-    if MASKED and HAS_KEY_MASK:
+    if MASKED and C.HAS_KEY_MASK:
         is_key = is_key & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
-    is_read = is_inside if MEAN else is_key
+    is_read = is_inside if C.MEAN else is_key
     k_ptrs = k_base + start * stride_k_key + k_offs
-    k = load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    k = load_rows(k_ptrs, is_read, depth, C, MASKED)
     v_ptrs = v_base + start * stride_v_key + v_offs
-    v = load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, MASKED)
-    zeros = tl.zeros((q.shape[0], KEYS), dtype=tl.float32)
-    raw = _raw(dot(q, tl.trans(k), zeros, UPCAST), inner, SIGN, SOFTCAP)
+    v = load_rows(v_ptrs, is_read, depth, C, MASKED)
+    zeros = tl.zeros((q.shape[0], C.KEYS), dtype=tl.float32)
+    raw = _raw(dot(q, tl.trans(k), zeros, C.UPCAST), inner, C)
     weight = _weights(raw, sums[:, None], scale)
     if MASKED:
         key_id = key
-        if HAS_IDS:
+        if C.HAS_IDS:
             key_id = tl.load(key_ids_ptr + key, mask=is_inside, other=0)
         counts = which_count(
             query[:, None],
@@ -362,18 +315,16 @@ def _query_gradient_tile(
             key_id[None, :],
             ahead,
             behind,
-            HAS_AHEAD,
-            HAS_BEHIND,
-            HAS_IDS,
+            C,
         )
         weight = tl.where(counts, weight, 0.0)
-        if MEAN:
+        if C.MEAN:
             weight = tl.where(is_empty[:, None] & is_inside[None, :], 1.0 / keys, weight)
-    zeros = tl.zeros((q.shape[0], KEYS), dtype=tl.float32)
-    slope = weight * (dot(grad, tl.trans(v), zeros, UPCAST) - delta[:, None])
-    if SOFTCAP:
+    zeros = tl.zeros((q.shape[0], C.KEYS), dtype=tl.float32)
+    slope = weight * (dot(grad, tl.trans(v), zeros, C.UPCAST) - delta[:, None])
+    if C.SOFTCAP:
         slope = slope * (1.0 - raw * raw)
-    return dot(slope.to(k.dtype), k, acc, UPCAST)
+    return dot(slope.to(k.dtype), k, acc, C.UPCAST)
 
 
 @triton.jit(do_not_specialize=["ahead", "behind"])
@@ -420,37 +371,24 @@ def _attention_query_gradient_kernel(
     queries,
     keys,
     query_tiles,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_BOUNDS: tl.constexpr,
-    MEAN: tl.constexpr,
-    SIGN: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
 ):
     tile = query_tiles - 1 - tl.program_id(0) // batch_heads
     row = tl.program_id(0) % batch_heads
     batch = (row // heads).to(tl.int64)
     head = (row % heads).to(tl.int64)
     wide_zero = batch * 0
-    query = tile * ROWS + tl.arange(0, ROWS)
+    query = tile * C.ROWS + tl.arange(0, C.ROWS)
     is_row = query < queries
-    depth = tl.arange(0, DEPTH_BLOCK)
-    offs = tl.arange(0, KEYS)
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    offs = tl.arange(0, C.KEYS)
     place = (wide_zero + query)[:, None]
     out_ptrs = out_ptr + batch * stride_out_batch + head * stride_out_head
     out_ptrs = out_ptrs + place * stride_out_query + depth[None, :]
-    out = load_rows(out_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, True)
+    out = load_rows(out_ptrs, is_row, depth, C, True)
     grad_ptrs = grad_ptr + batch * stride_grad_batch + head * stride_grad_head
     grad_ptrs = grad_ptrs + place * stride_grad_query + depth[None, :]
-    grad = load_rows(grad_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, True)
+    grad = load_rows(grad_ptrs, is_row, depth, C, True)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
     stat = (batch * heads + head) * queries + query
     tl.store(delta_ptr + stat, delta, mask=is_row)
@@ -460,7 +398,7 @@ def _attention_query_gradient_kernel(
     tl.store(sums_ptr + stat, sums, mask=is_row)
     q_ptrs = q_ptr + batch * stride_q_batch + head * stride_q_head
     q_ptrs = q_ptrs + place * stride_q_query + depth[None, :]
-    q = load_rows(q_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, True)
+    q = load_rows(q_ptrs, is_row, depth, C, True)
     group = head // repeat
     k_base = k_ptr + batch * stride_k_batch + group * stride_k_head
     k_offs = offs[:, None] * stride_k_key + depth[None, :]
@@ -469,7 +407,7 @@ def _attention_query_gradient_kernel(
     mask_ptr = key_mask_ptr + batch * stride_mask_batch
     their_ids_ptr = key_ids_ptr + batch * stride_key_ids_batch
     query_id = query
-    if HAS_IDS:
+    if C.HAS_IDS:
         query_id = tl.load(
             query_ids_ptr + batch * stride_query_ids_batch + query, mask=is_row, other=0
         )
@@ -482,18 +420,18 @@ def _attention_query_gradient_kernel(
         keys,
         ahead,
         behind,
-        ROWS,
-        KEYS,
-        HAS_AHEAD,
-        HAS_BEHIND,
-        HAS_BOUNDS,
+        C.ROWS,
+        C.KEYS,
+        C.HAS_AHEAD,
+        C.HAS_BEHIND,
+        C.HAS_BOUNDS,
     )
-    acc = tl.zeros((ROWS, DEPTH_BLOCK), dtype=tl.float32)
+    acc = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
     start, end = full_first, full_stop
     for MASKED in tl.static_range(2):  # complete tiles, then those at the edges
         if MASKED:
             start, end = 0, full_first - first + stop - full_stop
-        for index in tl.range(start, end, num_stages=STAGES):
+        for index in tl.range(start, end, num_stages=C.STAGES):
             other = index
             if MASKED:
                 other = edge_tile(index, first, full_first, full_stop)
@@ -521,29 +459,18 @@ def _attention_query_gradient_kernel(
                 ahead,
                 behind,
                 keys,
-                DEPTH,
-                DEPTH_BLOCK,
-                KEYS,
-                HAS_AHEAD,
-                HAS_BEHIND,
-                HAS_KEY_MASK,
-                HAS_IDS,
-                MEAN,
-                SIGN,
-                SOFTCAP,
-                UPCAST,
+                C,
                 MASKED,
             )
     store_rows(
         grad_q_ptr
-        + (batch * queries * heads + head) * DEPTH
-        + place * (heads * DEPTH)
+        + (batch * queries * heads + head) * C.DEPTH
+        + place * (heads * C.DEPTH)
         + depth[None, :],
         acc * factor,
         is_row,
         depth,
-        DEPTH,
-        DEPTH_BLOCK,
+        C,
     )
 
 
@@ -579,38 +506,27 @@ def _key_gradient_tile(
     behind,
     queries,
     keys,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    MEAN: tl.constexpr,
-    SIGN: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-    WITH_K: tl.constexpr,
-    WITH_V: tl.constexpr,
+    C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    start = wide_zero + tile * ROWS
+    start = wide_zero + tile * C.ROWS
     head = wide_zero + shared
     stat = head * queries
-    query = tile * ROWS + tl.arange(0, ROWS)
-    depth = tl.arange(0, DEPTH_BLOCK)
+    query = tile * C.ROWS + tl.arange(0, C.ROWS)
+    depth = tl.arange(0, C.DEPTH_BLOCK)
     is_row = query < queries
     q_ptrs = q_base + (head * stride_q_head + start * stride_q_query) + q_offs
-    q = load_rows(q_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, MASKED)
+    q = load_rows(q_ptrs, is_row, depth, C, MASKED)
     if MASKED:
         sums = tl.load(sums_ptr + stat + query, mask=is_row, other=float("inf"))
     else:
         sums = tl.load(sums_ptr + stat + query)
-    zeros = tl.zeros((k.shape[0], ROWS), dtype=tl.float32)
-    raw = _raw(dot(k, tl.trans(q), zeros, UPCAST), inner, SIGN, SOFTCAP)
+    zeros = tl.zeros((k.shape[0], C.ROWS), dtype=tl.float32)
+    raw = _raw(dot(k, tl.trans(q), zeros, C.UPCAST), inner, C)
     weight = _weights(raw, sums[None, :], scale)
     if MASKED:
         query_id = query
-        if HAS_IDS:
+        if C.HAS_IDS:
             query_id = tl.load(query_ids_ptr + query, mask=is_row, other=0)
         counts = which_count(
             query[None, :],
@@ -620,29 +536,27 @@ def _key_gradient_tile(
             key_id[:, None],
             ahead,
             behind,
-            HAS_AHEAD,
-            HAS_BEHIND,
-            HAS_IDS,
+            C,
         )
         weight = tl.where(counts, weight, 0.0)
-        if MEAN:
+        if C.MEAN:
             is_empty = (sums == float("inf")) & is_row
             weight = tl.where(is_empty[None, :] & (key < keys)[:, None], 1.0 / keys, weight)
     grad_ptrs = grad_base + (head * stride_grad_head + start * stride_grad_query) + grad_offs
-    grad = load_rows(grad_ptrs, is_row, depth, DEPTH, DEPTH_BLOCK, MASKED)
-    if WITH_V:
-        grad_v = dot(weight.to(grad.dtype), grad, grad_v, UPCAST)
-    if WITH_K:
+    grad = load_rows(grad_ptrs, is_row, depth, C, MASKED)
+    if C.WITH_V:
+        grad_v = dot(weight.to(grad.dtype), grad, grad_v, C.UPCAST)
+    if C.WITH_K:
         if MASKED:
             delta = tl.load(delta_ptr + stat + query, mask=is_row, other=0.0)
         else:
             delta = tl.load(delta_ptr + stat + query)
         # The sum starts at -delta, which need not be kept until the product is there.
-        minus = tl.broadcast_to((-delta)[None, :], (k.shape[0], ROWS))
-        slope = weight * dot(v, tl.trans(grad), minus, UPCAST)
-        if SOFTCAP:
+        minus = tl.broadcast_to((-delta)[None, :], (k.shape[0], C.ROWS))
+        slope = weight * dot(v, tl.trans(grad), minus, C.UPCAST)
+        if C.SOFTCAP:
             slope = slope * (1.0 - raw * raw)
-        grad_k = dot(slope.to(q.dtype), q, grad_k, UPCAST)
+        grad_k = dot(slope.to(q.dtype), q, grad_k, C.UPCAST)
     return grad_k, grad_v
 
 
@@ -686,22 +600,7 @@ def _attention_key_gradient_kernel(
     queries,
     keys,
     key_tiles,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_BOUNDS: tl.constexpr,
-    MEAN: tl.constexpr,
-    SIGN: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-    WITH_K: tl.constexpr,
-    WITH_V: tl.constexpr,
+    C: tl.constexpr,
 ):
     # The first keys are seen by most queries under causal masks: they start first.
     tile = tl.program_id(0) // batch_groups
@@ -709,25 +608,25 @@ def _attention_key_gradient_kernel(
     batch = (row // groups).to(tl.int64)
     group = (row % groups).to(tl.int64)
     wide_zero = batch * 0
-    key = tile * KEYS + tl.arange(0, KEYS)
+    key = tile * C.KEYS + tl.arange(0, C.KEYS)
     is_inside = key < keys
     is_key = is_inside
-    depth = tl.arange(0, DEPTH_BLOCK)
-    offs = tl.arange(0, ROWS)
-    if HAS_KEY_MASK:
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    offs = tl.arange(0, C.ROWS)
+    if C.HAS_KEY_MASK:
         shown = tl.load(key_mask_ptr + batch * stride_mask_batch + key, mask=is_inside, other=0)
         is_key = is_key & (shown != 0)
     key_id = key
-    if HAS_IDS:
+    if C.HAS_IDS:
         key_id = tl.load(key_ids_ptr + batch * stride_key_ids_batch + key, mask=is_inside, other=0)
-    is_read = is_inside if MEAN else is_key
+    is_read = is_inside if C.MEAN else is_key
     place = (wide_zero + key)[:, None]
     k_ptrs = k_ptr + batch * stride_k_batch + group * stride_k_head
     k_ptrs = k_ptrs + place * stride_k_key + depth[None, :]
-    k = load_rows(k_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, True)
+    k = load_rows(k_ptrs, is_read, depth, C, True)
     v_ptrs = v_ptr + batch * stride_v_batch + group * stride_v_head
     v_ptrs = v_ptrs + place * stride_v_key + depth[None, :]
-    v = load_rows(v_ptrs, is_read, depth, DEPTH, DEPTH_BLOCK, True)
+    v = load_rows(v_ptrs, is_read, depth, C, True)
     their_ids_ptr = query_ids_ptr + batch * stride_query_ids_batch
     first, full_first, full_stop, stop = bounds_of(
         bounds_ptr,
@@ -738,15 +637,15 @@ def _attention_key_gradient_kernel(
         queries,
         behind,
         ahead,
-        KEYS,
-        ROWS,
-        HAS_BEHIND,
-        HAS_AHEAD,
-        HAS_BOUNDS,
+        C.KEYS,
+        C.ROWS,
+        C.HAS_BEHIND,
+        C.HAS_AHEAD,
+        C.HAS_BOUNDS,
     )
     edges = full_first - first + stop - full_stop
-    grad_k = tl.zeros((KEYS, DEPTH_BLOCK), dtype=tl.float32)
-    grad_v = tl.zeros((KEYS, DEPTH_BLOCK), dtype=tl.float32)
+    grad_k = tl.zeros((C.KEYS, C.DEPTH_BLOCK), dtype=tl.float32)
+    grad_v = tl.zeros((C.KEYS, C.DEPTH_BLOCK), dtype=tl.float32)
     q_base = q_ptr + batch * stride_q_batch + group * repeat * stride_q_head
     q_offs = offs[:, None] * stride_q_query + depth[None, :]
     grad_base = grad_ptr + batch * stride_grad_batch + group * repeat * stride_grad_head
@@ -758,7 +657,7 @@ def _attention_key_gradient_kernel(
     for MASKED in tl.static_range(2):
         if MASKED:
             count = edges
-        for index in tl.range(0, count * repeat, num_stages=STAGES):
+        for index in tl.range(0, count * repeat, num_stages=C.STAGES):
             other = full_first + index % count
             if MASKED:
                 other = edge_tile(index % count, first, full_first, full_stop)
@@ -790,25 +689,14 @@ def _attention_key_gradient_kernel(
                 behind,
                 queries,
                 keys,
-                DEPTH,
-                DEPTH_BLOCK,
-                ROWS,
-                HAS_AHEAD,
-                HAS_BEHIND,
-                HAS_IDS,
-                MEAN,
-                SIGN,
-                SOFTCAP,
-                UPCAST,
-                WITH_K,
-                WITH_V,
+                C,
                 MASKED,
             )
-    target = (batch * keys * groups + group) * DEPTH
-    offset = place * (groups * DEPTH) + depth[None, :]
-    if WITH_K:
+    target = (batch * keys * groups + group) * C.DEPTH
+    offset = place * (groups * C.DEPTH) + depth[None, :]
+    if C.WITH_K:
         grad_k_ptrs = grad_k_ptr + target + offset
-        store_rows(grad_k_ptrs, grad_k * factor, is_inside, depth, DEPTH, DEPTH_BLOCK)
-    if WITH_V:
+        store_rows(grad_k_ptrs, grad_k * factor, is_inside, depth, C)
+    if C.WITH_V:
         grad_v_ptrs = grad_v_ptr + target + offset
-        store_rows(grad_v_ptrs, grad_v, is_inside, depth, DEPTH, DEPTH_BLOCK)
+        store_rows(grad_v_ptrs, grad_v, is_inside, depth, C)

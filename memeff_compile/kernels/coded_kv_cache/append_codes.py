@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.coded_kv_cache.layout import channel_group
 from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
 from memeff_compile.kernels.device import on_device
@@ -63,7 +64,9 @@ def append(
         # Several tokens may fill a group and code it at once, which one program has to see whole.
         pieces = 1
     with on_device(k):
-        kernels._coded_kv_cache_append_kernel[(batch * heads, 2 * pieces)](
+        start(
+            kernels._coded_kv_cache_append_kernel,
+            (batch * heads, 2 * pieces),
             k,
             *k.stride(),
             v,

@@ -80,24 +80,22 @@ def _put(
     token,
     column,
     PART: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
+    C: tl.constexpr,
     SHARE: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
     """Return bytes, and bytes of high bits, with the codes of a part; store those of 8 bits."""
-    if BITS == 8:
+    if C.BITS == 8:
         if IS_VALUE:
-            offs = (PART * SHARE + column)[:, None] * GROUP + token[None, :]
+            offs = (PART * SHARE + column)[:, None] * C.GROUP + token[None, :]
         else:
-            offs = token[:, None] * DEPTH + (PART * SHARE + column)[None, :]
+            offs = token[:, None] * C.DEPTH + (PART * SHARE + column)[None, :]
         tl.store(codes_base + offs, code.to(tl.uint8))
-    elif BITS == 3:
+    elif C.BITS == 3:
         low |= (code & 3) << (2 * PART)
         high |= (code >> 2) << ((2 * PART + 2) % 8)
     else:
-        low |= code << (PART * BITS)
+        low |= code << (PART * C.BITS)
     return low, high
 
 
@@ -108,8 +106,7 @@ def _store_bytes(
     codes_base,
     token,
     column,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
+    C: tl.constexpr,
     SHARE: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
@@ -118,21 +115,21 @@ def _store_bytes(
     Of 3 bits the high ones of two tokens share a byte: neighbours of keys, of values those in the
     two halves of `token`.
     """
-    if BITS != 8:
+    if C.BITS != 8:
         if IS_VALUE:
-            offs = column[:, None] * GROUP + token[None, :]
+            offs = column[:, None] * C.GROUP + token[None, :]
         else:
             offs = token[:, None] * SHARE + column[None, :]
         tl.store(codes_base + offs, low.to(tl.uint8))
-    if BITS == 3:
+    if C.BITS == 3:
         PAIRS: tl.constexpr = token.shape[0] // 2
-        behind = codes_base + GROUP * SHARE
+        behind = codes_base + C.GROUP * SHARE
         second = tl.arange(0, 2)
         if IS_VALUE:
             both = high.reshape((column.shape[0], 2, PAIRS)) << second[None, :, None]
             both = tl.sum(both, axis=1)
             pair = tl.min(token.reshape((2, PAIRS)), axis=0)
-            offs = column[:, None] * (GROUP // 2) + pair[None, :]
+            offs = column[:, None] * (C.GROUP // 2) + pair[None, :]
         else:
             both = high.reshape((PAIRS, 2, column.shape[0])) << second[None, :, None]
             both = tl.sum(both, axis=1)
@@ -142,21 +139,15 @@ def _store_bytes(
 
 
 @triton.jit
-def _loaded(
-    window_base,
-    slot,
-    column,
-    DEPTH: tl.constexpr,
-    BITS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    IS_VALUE: tl.constexpr,
-):
+def _loaded(window_base, slot, column, C: tl.constexpr, IS_VALUE: tl.constexpr):
     """Return the columns of each part of some tokens, as many parts as a byte has codes."""
-    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
-    SHARE: tl.constexpr = DEPTH // COUNT
+    COUNT: tl.constexpr = (
+        C.DEPTH // C.CHANNELS if C.BITS == 8 else (4 if C.BITS == 3 else 8 // C.BITS)
+    )
+    SHARE: tl.constexpr = C.DEPTH // COUNT
     found = ()
     for part in tl.static_range(COUNT):
-        x = _load_window(window_base, slot, part * SHARE + column, DEPTH, IS_VALUE)
+        x = _load_window(window_base, slot, part * SHARE + column, C.DEPTH, IS_VALUE)
         found = found + (x,)  # noqa: RUF005
     return found
 
@@ -169,34 +160,32 @@ def _pack(
     column,
     steps,  # of columns for keys, one tensor per part; of tokens otherwise, one per share
     zeros,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    C: tl.constexpr,
     IS_VALUE: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
-    IS_FAST: tl.constexpr,
 ):
     """Code some tokens and columns of a group with steps that are known, and store the bytes."""
-    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
-    SHARE: tl.constexpr = DEPTH // COUNT
+    COUNT: tl.constexpr = (
+        C.DEPTH // C.CHANNELS if C.BITS == 8 else (4 if C.BITS == 3 else 8 // C.BITS)
+    )
+    SHARE: tl.constexpr = C.DEPTH // COUNT
     low = tl.zeros(parts[0].shape, dtype=tl.int32)
     high = low
     for part in tl.static_range(COUNT):
         x = parts[part]
         if IS_VALUE:
-            step = steps[part * SHARE // CHANNELS][None, :]
+            step = steps[part * SHARE // C.CHANNELS][None, :]
             code = _codes(
-                x, step, zeros[part * SHARE // CHANNELS][None, :], BITS, IS_PER_HEAD, IS_FAST
+                x, step, zeros[part * SHARE // C.CHANNELS][None, :], C.BITS, IS_PER_HEAD, C.IS_FAST
             )
         elif IS_PER_HEAD:
-            code = _codes(x, steps[0][:, None], zeros[0][:, None], BITS, IS_PER_HEAD, IS_FAST)
+            code = _codes(x, steps[0][:, None], zeros[0][:, None], C.BITS, IS_PER_HEAD, C.IS_FAST)
         else:
-            code = _codes(x, steps[part][None, :], zeros[part][None, :], BITS, IS_PER_HEAD, IS_FAST)
-        low, high = _put(
-            low, high, code, codes_base, token, column, part, DEPTH, GROUP, BITS, SHARE, IS_VALUE
-        )
-    _store_bytes(low, high, codes_base, token, column, GROUP, BITS, SHARE, IS_VALUE)
+            code = _codes(
+                x, steps[part][None, :], zeros[part][None, :], C.BITS, IS_PER_HEAD, C.IS_FAST
+            )
+        low, high = _put(low, high, code, codes_base, token, column, part, C, SHARE, IS_VALUE)
+    _store_bytes(low, high, codes_base, token, column, C, SHARE, IS_VALUE)
 
 
 @triton.jit
@@ -207,24 +196,20 @@ def _code_keys(
     coded,
     first_coded,  # tokens before it have no say in scales
     piece,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PIECES: tl.constexpr,
-    IS_FAST: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Code a group of keys, or a piece of each part's columns, with scales of its channels."""
-    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
-    SHARE: tl.constexpr = DEPTH // COUNT
-    SOME: tl.constexpr = SHARE // PIECES
+    COUNT: tl.constexpr = (
+        C.DEPTH // C.CHANNELS if C.BITS == 8 else (4 if C.BITS == 3 else 8 // C.BITS)
+    )
+    SHARE: tl.constexpr = C.DEPTH // COUNT
+    SOME: tl.constexpr = SHARE // C.PIECES
     kind: tl.constexpr = scales_base.dtype.element_ty
-    most = tl.full((SOME,), (1 << BITS) - 1.0, tl.float32)
-    token = tl.arange(0, GROUP)
+    most = tl.full((SOME,), (1 << C.BITS) - 1.0, tl.float32)
+    token = tl.arange(0, C.GROUP)
     column = piece * SOME + tl.arange(0, SOME)
     oldest = coded + token
-    parts = _loaded(window_base, oldest % WINDOW, column, DEPTH, BITS, CHANNELS, False)
+    parts = _loaded(window_base, oldest % C.WINDOW, column, C, False)
     is_left_out = (oldest < first_coded)[:, None]
     steps = ()
     zeros = ()
@@ -240,68 +225,43 @@ def _code_keys(
         tl.store(scales_base + 2 * (part * SHARE + column) + 1, zero.to(kind))
         steps = steps + (step,)  # noqa: RUF005
         zeros = zeros + (zero,)  # noqa: RUF005
-    _pack(
-        parts,
-        codes_base,
-        token,
-        column,
-        steps,
-        zeros,
-        DEPTH,
-        GROUP,
-        BITS,
-        CHANNELS,
-        False,
-        False,
-        IS_FAST,
-    )
+    _pack(parts, codes_base, token, column, steps, zeros, C, False, False)
 
 
 @triton.jit
 def _code_tokens(
-    window_base,
-    codes_base,
-    scales_base,
-    coded,
-    piece,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PIECES: tl.constexpr,
-    IS_VALUE: tl.constexpr,
-    IS_PER_HEAD: tl.constexpr,
-    IS_FAST: tl.constexpr,
+    window_base, codes_base, scales_base, coded, piece, C: tl.constexpr, IS_VALUE: tl.constexpr
 ):
     """Code a group, or a piece of its tokens, with scales of its tokens."""
-    COUNT: tl.constexpr = DEPTH // CHANNELS if BITS == 8 else (4 if BITS == 3 else 8 // BITS)
-    SHARE: tl.constexpr = DEPTH // COUNT
-    SHARES: tl.constexpr = DEPTH // CHANNELS
-    SOME: tl.constexpr = GROUP // PIECES
+    COUNT: tl.constexpr = (
+        C.DEPTH // C.CHANNELS if C.BITS == 8 else (4 if C.BITS == 3 else 8 // C.BITS)
+    )
+    SHARE: tl.constexpr = C.DEPTH // COUNT
+    SHARES: tl.constexpr = C.DEPTH // C.CHANNELS
+    SOME: tl.constexpr = C.GROUP // C.PIECES
     AXIS: tl.constexpr = 0 if IS_VALUE else 1
     kind: tl.constexpr = scales_base.dtype.element_ty
-    TOP: tl.constexpr = ((1 << (BITS - 1)) if IS_PER_HEAD else (1 << BITS)) - 1.0
+    TOP: tl.constexpr = ((1 << (C.BITS - 1)) if C.IS_PER_HEAD else (1 << C.BITS)) - 1.0
     most = tl.full((SOME,), TOP, tl.float32)
     token = piece * SOME + tl.arange(0, SOME)
-    if BITS == 3 and IS_VALUE:  # a piece of either half, whose high bits share bytes
+    if C.BITS == 3 and IS_VALUE:  # a piece of either half, whose high bits share bytes
         some = tl.arange(0, SOME)
-        token = some // (SOME // 2) * (GROUP // 2) + piece * (SOME // 2) + some % (SOME // 2)
+        token = some // (SOME // 2) * (C.GROUP // 2) + piece * (SOME // 2) + some % (SOME // 2)
     column = tl.arange(0, SHARE)
-    slot = (coded + token) % WINDOW
-    parts = _loaded(window_base, slot, column, DEPTH, BITS, CHANNELS, IS_VALUE)
+    slot = (coded + token) % C.WINDOW
+    parts = _loaded(window_base, slot, column, C, IS_VALUE)
     steps = ()
     zeros = ()
     for share in tl.static_range(SHARES):
         one = parts[share * (COUNT // SHARES)]
-        low = tl.abs(one) if IS_PER_HEAD else one
+        low = tl.abs(one) if C.IS_PER_HEAD else one
         high = low
         for part in tl.static_range(COUNT // SHARES):
             x = parts[share * (COUNT // SHARES) + part]
-            x = tl.abs(x) if IS_PER_HEAD else x
+            x = tl.abs(x) if C.IS_PER_HEAD else x
             low = tl.minimum(low, x)
             high = tl.maximum(high, x)
-        if IS_PER_HEAD:
+        if C.IS_PER_HEAD:
             step = _stored(tl.div_rn(tl.max(high, axis=AXIS), most), scales_base)
             zero = step
             tl.store(scales_base + token, step.to(kind))
@@ -309,25 +269,11 @@ def _code_tokens(
             least = tl.min(low, axis=AXIS)
             step = _stored(tl.div_rn(tl.max(high, axis=AXIS) - least, most), scales_base)
             zero = least.to(kind).to(tl.float32)
-            tl.store(scales_base + 2 * (share * GROUP + token), step.to(kind))
-            tl.store(scales_base + 2 * (share * GROUP + token) + 1, zero.to(kind))
+            tl.store(scales_base + 2 * (share * C.GROUP + token), step.to(kind))
+            tl.store(scales_base + 2 * (share * C.GROUP + token) + 1, zero.to(kind))
         steps = steps + (step,)  # noqa: RUF005
         zeros = zeros + (zero,)  # noqa: RUF005
-    _pack(
-        parts,
-        codes_base,
-        token,
-        column,
-        steps,
-        zeros,
-        DEPTH,
-        GROUP,
-        BITS,
-        CHANNELS,
-        IS_VALUE,
-        IS_PER_HEAD,
-        IS_FAST,
-    )
+    _pack(parts, codes_base, token, column, steps, zeros, C, IS_VALUE, C.IS_PER_HEAD)
 
 
 @triton.jit
@@ -349,36 +295,29 @@ def _walk(
     groups,
     new,
     limit,
-    DEPTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    KEPT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PIECES: tl.constexpr,
+    C: tl.constexpr,
     IS_VALUE: tl.constexpr,
-    IS_PER_HEAD: tl.constexpr,
-    IS_FAST: tl.constexpr,
 ):
     """Write the new keys, or values, of one sequence and head; return the counts behind them."""
     pair = tl.program_id(0).to(tl.int64)
-    SHARES: tl.constexpr = DEPTH // CHANNELS if IS_VALUE else 1
-    BLOCK: tl.constexpr = GROUP * DEPTH * BITS // 8
-    SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * (GROUP * SHARES if IS_VALUE else DEPTH)
-    window = window_ptr + pair * (WINDOW * DEPTH)
+    SHARES: tl.constexpr = C.DEPTH // C.CHANNELS if IS_VALUE else 1
+    BLOCK: tl.constexpr = C.GROUP * C.DEPTH * C.BITS // 8
+    SCALES: tl.constexpr = (
+        C.GROUP if C.IS_PER_HEAD else 2 * (C.GROUP * SHARES if IS_VALUE else C.DEPTH)
+    )
+    window = window_ptr + pair * (C.WINDOW * C.DEPTH)
     source_base = x_ptr + (pair // kv_heads) * stride_x_batch + (pair % kv_heads) * stride_x_head
-    depth = tl.arange(0, DEPTH)
-    tokens = tl.arange(0, TOKENS)
+    depth = tl.arange(0, C.DEPTH)
+    tokens = tl.arange(0, C.TOKENS)
     done = length * 0
     if length + new > limit:
         # Nothing may be lost in silence: what attention returns is no number until a reset.
-        nothing = tl.full((DEPTH,), float("nan"), tl.float32)
-        last = (length + WINDOW - 1) % WINDOW
-        tl.store(window + last * DEPTH + depth, nothing.to(window_ptr.dtype.element_ty))
+        nothing = tl.full((C.DEPTH,), float("nan"), tl.float32)
+        last = (length + C.WINDOW - 1) % C.WINDOW
+        tl.store(window + last * C.DEPTH + depth, nothing.to(window_ptr.dtype.element_ty))
         done += new
     while done < new:
-        count = tl.minimum(tl.minimum(new - done, coded + WINDOW - length), TOKENS)
+        count = tl.minimum(tl.minimum(new - done, coded + C.WINDOW - length), C.TOKENS)
         is_token = ((tokens < count) & (piece == 0))[:, None]
         position = length + tokens
         x = tl.load(
@@ -387,52 +326,25 @@ def _walk(
             + depth[None, :] * stride_x_depth,
             mask=is_token,
         )
-        tl.store(window + (position % WINDOW)[:, None] * DEPTH + depth[None, :], x, mask=is_token)
-        if KEPT > 0:
+        tl.store(
+            window + (position % C.WINDOW)[:, None] * C.DEPTH + depth[None, :], x, mask=is_token
+        )
+        if C.KEPT > 0:
             row = (position - first)[:, None]
-            place = pair * (KEPT * DEPTH) + row * DEPTH + depth[None, :]
-            tl.store(kept_ptr + place, x, mask=is_token & (row >= 0) & (row < KEPT))
+            place = pair * (C.KEPT * C.DEPTH) + row * C.DEPTH + depth[None, :]
+            tl.store(kept_ptr + place, x, mask=is_token & (row >= 0) & (row < C.KEPT))
         done += count
         length += count
-        if length - coded == WINDOW:
+        if length - coded == C.WINDOW:
             tl.debug_barrier()  # the tokens just written are read by other threads
-            block = pair * groups + tl.minimum(coded // GROUP, groups - 1)
+            block = pair * groups + tl.minimum(coded // C.GROUP, groups - 1)
             codes = codes_ptr + block * BLOCK
             scales = scales_ptr + block * SCALES
-            if IS_VALUE or IS_PER_HEAD:
-                _code_tokens(
-                    window,
-                    codes,
-                    scales,
-                    coded,
-                    piece,
-                    DEPTH,
-                    GROUP,
-                    BITS,
-                    CHANNELS,
-                    WINDOW,
-                    PIECES,
-                    IS_VALUE,
-                    IS_PER_HEAD,
-                    IS_FAST,
-                )
+            if IS_VALUE or C.IS_PER_HEAD:
+                _code_tokens(window, codes, scales, coded, piece, C, IS_VALUE)
             else:
-                _code_keys(
-                    window,
-                    codes,
-                    scales,
-                    coded,
-                    first + KEPT,
-                    piece,
-                    DEPTH,
-                    GROUP,
-                    BITS,
-                    CHANNELS,
-                    WINDOW,
-                    PIECES,
-                    IS_FAST,
-                )
-            coded += GROUP
+                _code_keys(window, codes, scales, coded, first + C.KEPT, piece, C)
+            coded += C.GROUP
             tl.debug_barrier()  # the slots are free for the next tokens
     return length, coded
 
@@ -463,22 +375,16 @@ def _coded_kv_cache_append_kernel(
     groups,
     new,
     limit,
-    DEPTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    KEPT: tl.constexpr,
-    TOKENS: tl.constexpr,  # written at once, at most a group
-    PIECES: tl.constexpr,  # programs that share a group; one unless TOKENS is
-    IS_PER_HEAD: tl.constexpr,
-    IS_FAST: tl.constexpr,  # divides by fused products, which the interpreter rounds twice
+    C: tl.constexpr,
+    # TOKENS: written at once, at most a group
+    # PIECES: programs that share a group; one unless TOKENS is
+    # IS_FAST: divides by fused products, which the interpreter rounds twice
 ):
     length = tl.load(counts_ptr)
     coded = tl.load(counts_ptr + 1)
     first = length * 0
-    if KEPT > 0:
-        first += tl.load(places_ptr + tl.program_id(0).to(tl.int64) * KEPT)
+    if C.KEPT > 0:
+        first += tl.load(places_ptr + tl.program_id(0).to(tl.int64) * C.KEPT)
     piece = tl.program_id(1) // 2
     if tl.program_id(1) % 2 == 0:
         length, coded = _walk(
@@ -499,17 +405,8 @@ def _coded_kv_cache_append_kernel(
             groups,
             new,
             limit,
-            DEPTH,
-            BITS,
-            GROUP,
-            CHANNELS,
-            WINDOW,
-            KEPT,
-            TOKENS,
-            PIECES,
+            C,
             False,
-            IS_PER_HEAD,
-            IS_FAST,
         )
     else:
         length, coded = _walk(
@@ -530,21 +427,12 @@ def _coded_kv_cache_append_kernel(
             groups,
             new,
             limit,
-            DEPTH,
-            BITS,
-            GROUP,
-            CHANNELS,
-            WINDOW,
-            KEPT,
-            TOKENS,
-            PIECES,
+            C,
             True,
-            IS_PER_HEAD,
-            IS_FAST,
         )
     tl.debug_barrier()  # every thread has read the counts
     arrived = tl.atomic_add(counts_ptr + 2, 1)
-    if arrived == tl.num_programs(0) * (2 * PIECES) - 1:
+    if arrived == tl.num_programs(0) * (2 * C.PIECES) - 1:
         tl.store(counts_ptr, length)
         tl.store(counts_ptr + 1, coded)
         tl.store(counts_ptr + 2, 0)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.coded_kv_cache.layout import PLAIN, channel_group
 from memeff_compile.kernels.coded_kv_cache.merging import RULES
 from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging, keep, keep_rows
@@ -79,7 +80,9 @@ def append_pair(
     batch, heads, window, depth = upper[0].shape
     group, new = window - recent, k.shape[2]
     with on_device(k):
-        kernels._coded_kv_cache_append_pair_kernel[(batch * heads,)](
+        start(
+            kernels._coded_kv_cache_append_pair_kernel,
+            (batch * heads,),
             lower_k,
             *lower_k.stride(),
             lower_v,
@@ -199,7 +202,9 @@ def code_prompt(
 
     batch, heads, count, depth = pair[0].shape
     with on_device(is_kept):
-        kernels._coded_kv_cache_code_pair_kernel[(batch * heads, count // group)](
+        start(
+            kernels._coded_kv_cache_code_pair_kernel,
+            (batch * heads, count // group),
             *pair,
             *_steps(pair[0]),
             shared[place],

@@ -120,41 +120,38 @@ def _code_directions(
     t,
     is_left_out,
     is_kept,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    RULE: tl.constexpr,
-    IS_PROJECTED: tl.constexpr,
+    C: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
     """Code the shared directions of one group of keys, or of values, and store both lengths."""
-    COUNT: tl.constexpr = 4 if BITS == 3 else (DEPTH // CHANNELS if BITS >= 8 else 8 // BITS)
-    SHARE: tl.constexpr = DEPTH // COUNT
-    TURNED: tl.constexpr = IS_VALUE and BITS != 16
+    COUNT: tl.constexpr = (
+        4 if C.BITS == 3 else (C.DEPTH // C.CHANNELS if C.BITS >= 8 else 8 // C.BITS)
+    )
+    SHARE: tl.constexpr = C.DEPTH // COUNT
+    TURNED: tl.constexpr = IS_VALUE and C.BITS != 16
     AXIS: tl.constexpr = 0 if TURNED else 1
     kind: tl.constexpr = lower.dtype.element_ty
-    token = tl.arange(0, GROUP)
+    token = tl.arange(0, C.GROUP)
     column = tl.arange(0, SHARE)
-    a, b = _factors(cosine, m, n, t, RULE)
+    a, b = _factors(cosine, m, n, t, C.RULE)
     steps = ()
     zeros = ()
-    if BITS < 16 and IS_VALUE:
-        most = tl.full((GROUP,), (1 << BITS) - 1.0, tl.float32)
-        for share in tl.static_range(DEPTH // CHANNELS):
-            some = share * CHANNELS + tl.arange(0, CHANNELS)
-            e = _direction(lower, upper, slot, some, a, b, DEPTH, True)
+    if C.BITS < 16 and IS_VALUE:
+        most = tl.full((C.GROUP,), (1 << C.BITS) - 1.0, tl.float32)
+        for share in tl.static_range(C.DEPTH // C.CHANNELS):
+            some = share * C.CHANNELS + tl.arange(0, C.CHANNELS)
+            e = _direction(lower, upper, slot, some, a, b, C.DEPTH, True)
             low = tl.min(e, axis=0)
             step = _stored(tl.div_rn(tl.max(e, axis=0) - low, most), scales_base)
             zero = low.to(kind).to(tl.float32)
-            tl.store(scales_base + 2 * (share * GROUP + token), step.to(kind))
-            tl.store(scales_base + 2 * (share * GROUP + token) + 1, zero.to(kind))
+            tl.store(scales_base + 2 * (share * C.GROUP + token), step.to(kind))
+            tl.store(scales_base + 2 * (share * C.GROUP + token) + 1, zero.to(kind))
             steps = steps + (step,)  # noqa: RUF005
             zeros = zeros + (zero,)  # noqa: RUF005
-    elif BITS < 16:
-        most = tl.full((SHARE,), (1 << BITS) - 1.0, tl.float32)
+    elif C.BITS < 16:
+        most = tl.full((SHARE,), (1 << C.BITS) - 1.0, tl.float32)
         for part in tl.static_range(COUNT):
-            e = _direction(lower, upper, slot, part * SHARE + column, a, b, DEPTH, False)
+            e = _direction(lower, upper, slot, part * SHARE + column, a, b, C.DEPTH, False)
             low = tl.min(tl.where(is_left_out[:, None], float("inf"), e), axis=0)
             high = tl.max(tl.where(is_left_out[:, None], float("-inf"), e), axis=0)
             is_empty = low > high
@@ -166,50 +163,39 @@ def _code_directions(
             tl.store(scales_base + 2 * (part * SHARE + column) + 1, zero.to(kind))
             steps = steps + (step,)  # noqa: RUF005
             zeros = zeros + (zero,)  # noqa: RUF005
-    square = tl.zeros((GROUP,), dtype=tl.float32)
-    first = tl.zeros((GROUP,), dtype=tl.float32)
-    second = tl.zeros((GROUP,), dtype=tl.float32)
-    bits_low = tl.zeros((SHARE, GROUP) if TURNED else (GROUP, SHARE), dtype=tl.int32)
+    square = tl.zeros((C.GROUP,), dtype=tl.float32)
+    first = tl.zeros((C.GROUP,), dtype=tl.float32)
+    second = tl.zeros((C.GROUP,), dtype=tl.float32)
+    bits_low = tl.zeros((SHARE, C.GROUP) if TURNED else (C.GROUP, SHARE), dtype=tl.int32)
     bits_high = bits_low
     for part in tl.static_range(COUNT):
         at = part * SHARE + column
-        e = _direction(lower, upper, slot, at, a, b, DEPTH, TURNED)
-        if BITS == 16:
+        e = _direction(lower, upper, slot, at, a, b, C.DEPTH, TURNED)
+        if C.BITS == 16:
             plain = e.to(kind)
             decoded = plain.to(tl.float32)
-            tl.store(codes_base + token[:, None] * DEPTH + at[None, :], plain)
+            tl.store(codes_base + token[:, None] * C.DEPTH + at[None, :], plain)
         else:
             if IS_VALUE:
-                step = steps[part * SHARE // CHANNELS][None, :]
-                zero = zeros[part * SHARE // CHANNELS][None, :]
+                step = steps[part * SHARE // C.CHANNELS][None, :]
+                zero = zeros[part * SHARE // C.CHANNELS][None, :]
             else:
                 step = steps[part][None, :]
                 zero = zeros[part][None, :]
-            code = _codes(e, step, zero, BITS, False)
+            code = _codes(e, step, zero, C.BITS, False)
             decoded = code.to(tl.float32) * step + zero
             bits_low, bits_high = _put(
-                bits_low,
-                bits_high,
-                code,
-                codes_base,
-                token,
-                column,
-                part,
-                DEPTH,
-                GROUP,
-                BITS,
-                SHARE,
-                TURNED,
+                bits_low, bits_high, code, codes_base, token, column, part, C, SHARE, TURNED
             )
         square += tl.sum(decoded * decoded, axis=AXIS)
-        if IS_PROJECTED:
-            x = _load_window(lower, slot, at, DEPTH, TURNED)
+        if C.IS_PROJECTED:
+            x = _load_window(lower, slot, at, C.DEPTH, TURNED)
             first += tl.sum(x * decoded, axis=AXIS)
-            y = _load_window(upper, slot, at, DEPTH, TURNED)
+            y = _load_window(upper, slot, at, C.DEPTH, TURNED)
             second += tl.sum(y * decoded, axis=AXIS)
-    if BITS != 16:
-        _store_bytes(bits_low, bits_high, codes_base, token, column, GROUP, BITS, SHARE, TURNED)
-    if IS_PROJECTED:
+    if C.BITS != 16:
+        _store_bytes(bits_low, bits_high, codes_base, token, column, C, SHARE, TURNED)
+    if C.IS_PROJECTED:
         lower_norm = tl.maximum(first / tl.maximum(square, 1e-24), 0.0)
         upper_norm = tl.maximum(second / tl.maximum(square, 1e-24), 0.0)
     else:
@@ -390,50 +376,39 @@ def _coded_kv_cache_append_pair_kernel(
     limit,
     t,
     gamma,
-    DEPTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    KEPT: tl.constexpr,
-    KEEP_FIRST: tl.constexpr,
-    TOKENS: tl.constexpr,  # written at once, at most a group
-    RULE: tl.constexpr,
-    IS_PROJECTED: tl.constexpr,
-    KEEPS_NEAREST: tl.constexpr,
-    KEEPS_ALL: tl.constexpr,
-    HAS_LOWER: tl.constexpr,
+    C: tl.constexpr,
+    # TOKENS: written at once, at most a group
 ):
-    BLOCK: tl.constexpr = GROUP * DEPTH if BITS == 16 else GROUP * DEPTH * BITS // 8
-    K_SCALES: tl.constexpr = 0 if BITS == 16 else 2 * DEPTH
-    V_SCALES: tl.constexpr = 0 if BITS == 16 else 2 * GROUP * (DEPTH // CHANNELS)
-    SHARE: tl.constexpr = DEPTH // 2
+    BLOCK: tl.constexpr = C.GROUP * C.DEPTH if C.BITS == 16 else C.GROUP * C.DEPTH * C.BITS // 8
+    K_SCALES: tl.constexpr = 0 if C.BITS == 16 else 2 * C.DEPTH
+    V_SCALES: tl.constexpr = 0 if C.BITS == 16 else 2 * C.GROUP * (C.DEPTH // C.CHANNELS)
+    SHARE: tl.constexpr = C.DEPTH // 2
     pair = tl.program_id(0).to(tl.int64)
     length = tl.load(upper_counts_ptr)
     coded = tl.load(upper_counts_ptr + 1)
     lower_length = tl.load(lower_counts_ptr)
-    row_base = pair * (WINDOW * DEPTH)
+    row_base = pair * (C.WINDOW * C.DEPTH)
     lower_k = lower_k_window_ptr + row_base
     lower_v = lower_v_window_ptr + row_base
     upper_k = upper_k_window_ptr + row_base
     upper_v = upper_v_window_ptr + row_base
-    token = tl.arange(0, TOKENS)
-    member = tl.arange(0, GROUP)
+    token = tl.arange(0, C.TOKENS)
+    member = tl.arange(0, C.GROUP)
     done = length * 0
     ahead = done
-    if not HAS_LOWER:
+    if not C.HAS_LOWER:
         ahead += new
     if (length + new > limit) | (lower_length != length + ahead):
-        _spoil(lower_k, length, DEPTH, WINDOW)
-        _spoil(upper_k, length, DEPTH, WINDOW)
-        _spoil(lower_v, length, DEPTH, WINDOW)
-        _spoil(upper_v, length, DEPTH, WINDOW)
+        _spoil(lower_k, length, C.DEPTH, C.WINDOW)
+        _spoil(upper_k, length, C.DEPTH, C.WINDOW)
+        _spoil(lower_v, length, C.DEPTH, C.WINDOW)
+        _spoil(upper_v, length, C.DEPTH, C.WINDOW)
         done += new
     while done < new:
-        count = tl.minimum(tl.minimum(new - done, coded + WINDOW - length), TOKENS)
+        count = tl.minimum(tl.minimum(new - done, coded + C.WINDOW - length), C.TOKENS)
         is_token = token < count
         position = length + token
-        if HAS_LOWER:
+        if C.HAS_LOWER:
             _write(
                 lower_k_ptr,
                 stride_lower_k_batch,
@@ -445,8 +420,8 @@ def _coded_kv_cache_append_pair_kernel(
                 done,
                 position,
                 is_token,
-                DEPTH,
-                WINDOW,
+                C.DEPTH,
+                C.WINDOW,
             )
             _write(
                 lower_v_ptr,
@@ -459,8 +434,8 @@ def _coded_kv_cache_append_pair_kernel(
                 done,
                 position,
                 is_token,
-                DEPTH,
-                WINDOW,
+                C.DEPTH,
+                C.WINDOW,
             )
         _write(
             k_ptr,
@@ -473,8 +448,8 @@ def _coded_kv_cache_append_pair_kernel(
             done,
             position,
             is_token,
-            DEPTH,
-            WINDOW,
+            C.DEPTH,
+            C.WINDOW,
         )
         _write(
             v_ptr,
@@ -487,57 +462,57 @@ def _coded_kv_cache_append_pair_kernel(
             done,
             position,
             is_token,
-            DEPTH,
-            WINDOW,
+            C.DEPTH,
+            C.WINDOW,
         )
         done += count
         length += count
         lower_length = length
-        if length - coded == WINDOW:
+        if length - coded == C.WINDOW:
             tl.debug_barrier()  # the tokens just written are read by other threads
             place = (coded + member).to(tl.int32)
-            slot = place % WINDOW
-            k_cosine, k_m, k_n = _measure(lower_k, upper_k, slot, DEPTH, SHARE, GROUP)
-            v_cosine, v_m, v_n = _measure(lower_v, upper_v, slot, DEPTH, SHARE, GROUP)
+            slot = place % C.WINDOW
+            k_cosine, k_m, k_n = _measure(lower_k, upper_k, slot, C.DEPTH, SHARE, C.GROUP)
+            v_cosine, v_m, v_n = _measure(lower_v, upper_v, slot, C.DEPTH, SHARE, C.GROUP)
             # The larger of two angles has the smaller cosine.
             apart = _angle(tl.minimum(k_cosine, v_cosine)) * 0.318309886183791
             behind = place - tl.load(starts_ptr + pair)
-            is_pinned = (behind >= 0) & (behind < KEEP_FIRST)
-            counted = behind >= KEEP_FIRST
+            is_pinned = (behind >= 0) & (behind < C.KEEP_FIRST)
+            counted = behind >= C.KEEP_FIRST
             bound = tl.load(bound_ptr + pair)
             held = tl.load(kept_count_ptr + pair)
-            if KEEPS_ALL:
-                bound = tl.full((), float("inf") if KEEPS_NEAREST else float("-inf"), tl.float32)
+            if C.KEEPS_ALL:
+                bound = tl.full((), float("inf") if C.KEEPS_NEAREST else float("-inf"), tl.float32)
             else:
                 high = tl.max(tl.where(counted, apart, float("-inf")), axis=0)
                 low = tl.min(tl.where(counted, apart, float("inf")), axis=0)
                 spread = gamma * (high - low)
-                found = low + spread if KEEPS_NEAREST else high - spread
+                found = low + spread if C.KEEPS_NEAREST else high - spread
                 bound = tl.where((bound != bound) & (low <= high), found, bound)
             tl.store(bound_ptr + pair, bound)
-            order = -apart if KEEPS_NEAREST else apart
-            is_beyond = apart < bound if KEEPS_NEAREST else apart > bound
+            order = -apart if C.KEEPS_NEAREST else apart
+            is_beyond = apart < bound if C.KEEPS_NEAREST else apart > bound
             is_beyond = counted & is_beyond
             order = tl.where(is_beyond, order, float("-inf"))
             is_ahead = (order[None, :] > order[:, None]) | (
                 (order[None, :] == order[:, None]) & (member[None, :] < member[:, None])
             )
             rank = tl.sum((is_ahead & is_beyond[None, :]).to(tl.int32), axis=1)
-            chosen = is_beyond & (rank < KEPT - KEEP_FIRST - held)
+            chosen = is_beyond & (rank < C.KEPT - C.KEEP_FIRST - held)
             is_kept = is_pinned | chosen
-            row = tl.where(is_pinned, behind, KEEP_FIRST + held + rank)
+            row = tl.where(is_pinned, behind, C.KEEP_FIRST + held + rank)
             taken = tl.sum(chosen.to(tl.int32), axis=0)
             more = tl.load(left_over_ptr + pair) + tl.sum(is_beyond.to(tl.int32), axis=0) - taken
             tl.debug_barrier()  # every thread has read the counts of this head
             tl.store(kept_count_ptr + pair, held + taken)
             tl.store(left_over_ptr + pair, more)
-            tl.store(places_ptr + pair * KEPT + row, place, mask=is_kept)
-            kept_base = pair * (KEPT * DEPTH)
-            _keep_rows(lower_k, lower_k_kept_ptr + kept_base, slot, row, is_kept, DEPTH, SHARE)
-            _keep_rows(lower_v, lower_v_kept_ptr + kept_base, slot, row, is_kept, DEPTH, SHARE)
-            _keep_rows(upper_k, upper_k_kept_ptr + kept_base, slot, row, is_kept, DEPTH, SHARE)
-            _keep_rows(upper_v, upper_v_kept_ptr + kept_base, slot, row, is_kept, DEPTH, SHARE)
-            tile = tl.minimum(coded // GROUP, groups - 1)
+            tl.store(places_ptr + pair * C.KEPT + row, place, mask=is_kept)
+            kept_base = pair * (C.KEPT * C.DEPTH)
+            _keep_rows(lower_k, lower_k_kept_ptr + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
+            _keep_rows(lower_v, lower_v_kept_ptr + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
+            _keep_rows(upper_k, upper_k_kept_ptr + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
+            _keep_rows(upper_v, upper_v_kept_ptr + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
+            tile = tl.minimum(coded // C.GROUP, groups - 1)
             block = pair * groups + tile
             is_left_out = is_kept | (behind < 0)
             _code_directions(
@@ -545,8 +520,8 @@ def _coded_kv_cache_append_pair_kernel(
                 upper_k,
                 k_codes_ptr + block * BLOCK,
                 k_scales_ptr + block * K_SCALES,
-                lower_norms_ptr + block * (2 * GROUP),
-                upper_norms_ptr + block * (2 * GROUP),
+                lower_norms_ptr + block * (2 * C.GROUP),
+                upper_norms_ptr + block * (2 * C.GROUP),
                 slot,
                 k_cosine,
                 k_m,
@@ -554,12 +529,7 @@ def _coded_kv_cache_append_pair_kernel(
                 t,
                 is_left_out,
                 is_kept,
-                DEPTH,
-                GROUP,
-                BITS,
-                CHANNELS,
-                RULE,
-                IS_PROJECTED,
+                C,
                 False,
             )
             _code_directions(
@@ -567,8 +537,8 @@ def _coded_kv_cache_append_pair_kernel(
                 upper_v,
                 v_codes_ptr + block * BLOCK,
                 v_scales_ptr + block * V_SCALES,
-                lower_norms_ptr + block * (2 * GROUP) + 1,
-                upper_norms_ptr + block * (2 * GROUP) + 1,
+                lower_norms_ptr + block * (2 * C.GROUP) + 1,
+                upper_norms_ptr + block * (2 * C.GROUP) + 1,
                 slot,
                 v_cosine,
                 v_m,
@@ -576,15 +546,10 @@ def _coded_kv_cache_append_pair_kernel(
                 t,
                 is_left_out,
                 is_kept,
-                DEPTH,
-                GROUP,
-                BITS,
-                CHANNELS,
-                RULE,
-                IS_PROJECTED,
+                C,
                 True,
             )
-            coded += GROUP
+            coded += C.GROUP
             tl.debug_barrier()  # the slots are free for the next tokens
     tl.debug_barrier()  # every thread has read the counts
     arrived = tl.atomic_add(upper_counts_ptr + 2, 1)
@@ -649,37 +614,31 @@ def _coded_kv_cache_code_pair_kernel(
     groups,
     count,
     t,
-    DEPTH: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    RULE: tl.constexpr,
-    IS_PROJECTED: tl.constexpr,
-    IS_VALUE: tl.constexpr,
+    C: tl.constexpr,
 ):
-    BLOCK: tl.constexpr = GROUP * DEPTH if BITS == 16 else GROUP * DEPTH * BITS // 8
+    BLOCK: tl.constexpr = C.GROUP * C.DEPTH if C.BITS == 16 else C.GROUP * C.DEPTH * C.BITS // 8
     SCALES: tl.constexpr = (
-        0 if BITS == 16 else 2 * GROUP * (DEPTH // CHANNELS) if IS_VALUE else 2 * DEPTH
+        0 if C.BITS == 16 else 2 * C.GROUP * (C.DEPTH // C.CHANNELS) if C.IS_VALUE else 2 * C.DEPTH
     )
     pair = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1).to(tl.int64)
-    place = tile * GROUP + tl.arange(0, GROUP)
+    place = tile * C.GROUP + tl.arange(0, C.GROUP)
     base = (pair // kv_heads) * stride_batch + (pair % kv_heads) * stride_head
     lower = lower_ptr + base
     upper = upper_ptr + base
     slot = place * rows
-    cosine, m, n = _measure(lower, upper, slot, DEPTH, DEPTH // 2, GROUP)
+    cosine, m, n = _measure(lower, upper, slot, C.DEPTH, C.DEPTH // 2, C.GROUP)
     is_kept = tl.load(is_kept_ptr + pair * count + place) != 0
     is_left_out = is_kept | (place < tl.load(starts_ptr + pair))
     block = pair * groups + tile
-    VALUE: tl.constexpr = 1 if IS_VALUE else 0
+    VALUE: tl.constexpr = 1 if C.IS_VALUE else 0
     _code_directions(
         lower,
         upper,
         codes_ptr + block * BLOCK,
         scales_ptr + block * SCALES,
-        lower_norms_ptr + block * (2 * GROUP) + VALUE,
-        upper_norms_ptr + block * (2 * GROUP) + VALUE,
+        lower_norms_ptr + block * (2 * C.GROUP) + VALUE,
+        upper_norms_ptr + block * (2 * C.GROUP) + VALUE,
         slot,
         cosine,
         m,
@@ -687,11 +646,6 @@ def _coded_kv_cache_code_pair_kernel(
         t,
         is_left_out,
         is_kept,
-        DEPTH,
-        GROUP,
-        BITS,
-        CHANNELS,
-        RULE,
-        IS_PROJECTED,
-        IS_VALUE,
+        C,
+        C.IS_VALUE,
     )

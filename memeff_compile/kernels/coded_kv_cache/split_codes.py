@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.coded_kv_cache.layout import channel_group
 from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
 from memeff_compile.kernels.coded_kv_cache.shapes import (
@@ -122,7 +123,9 @@ def attend(
     seen = counts if mask is None else mask.view(torch.uint8)
     paired = paired_norms(norms)
     with on_device(q):
-        kernels._coded_kv_cache_attention_kernel[(pairs, splits)](
+        start(
+            kernels._coded_kv_cache_attention_kernel,
+            (pairs, splits),
             q,
             q.stride(0),
             q.stride(1),

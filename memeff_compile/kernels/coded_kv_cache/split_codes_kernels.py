@@ -110,26 +110,25 @@ def _numbers(
     raw,
     high,
     PART: tl.constexpr,
-    BITS: tl.constexpr,
+    C: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PACKED: tl.constexpr,
     kind: tl.constexpr,
 ):
     """Return (ROWS, COLUMNS): codes of a part as numbers, first of even bytes, then of odd ones.
 
     With PACKED they are very small, and count as often as `_take_two` says.
     """
-    if not PACKED:
-        even = _code_of(raw, high, PART * (2 if BITS == 3 else BITS), BITS, kind)
-        odd = _code_of(raw, high, PART * (2 if BITS == 3 else BITS) + 8, BITS, kind)
-    elif BITS == 8:
+    if not C.PACKED:
+        even = _code_of(raw, high, PART * (2 if C.BITS == 3 else C.BITS), C.BITS, kind)
+        odd = _code_of(raw, high, PART * (2 if C.BITS == 3 else C.BITS) + 8, C.BITS, kind)
+    elif C.BITS == 8:
         even = _two(raw, _TAKE_8_0_0, kind)
         odd = _two(raw, _TAKE_8_0_1, kind)
-    elif BITS == 4:
+    elif C.BITS == 4:
         even = _two(raw, _TAKE_4_0_0 if PART == 0 else _TAKE_4_1_0, kind)
         odd = _two(raw, _TAKE_4_0_1 if PART == 0 else _TAKE_4_1_1, kind)
-    elif BITS == 2:
+    elif C.BITS == 2:
         if PART < 2:
             even = _two(raw, _TAKE_2_0_0 if PART == 0 else _TAKE_2_1_0, kind)
             odd = _two(raw, _TAKE_2_0_1 if PART == 0 else _TAKE_2_1_1, kind)
@@ -147,27 +146,21 @@ def _numbers(
 
 @triton.jit
 def _all_numbers(
-    raw,
-    high,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PACKED: tl.constexpr,
-    kind: tl.constexpr,
+    raw, high, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, kind: tl.constexpr
 ):
     """Return (ROWS, COLUMNS): the codes of all parts of keys, part after part."""
-    PARTS: tl.constexpr = 8 // BITS if BITS != 3 else 4
+    PARTS: tl.constexpr = 8 // C.BITS if C.BITS != 3 else 4
     WIDTH: tl.constexpr = COLUMNS // PARTS
-    first = _numbers(raw, high, 0, BITS, ROWS, WIDTH, PACKED, kind)
+    first = _numbers(raw, high, 0, C, ROWS, WIDTH, kind)
     found = first
     if PARTS == 2:
-        second = _numbers(raw, high, 1, BITS, ROWS, WIDTH, PACKED, kind)
+        second = _numbers(raw, high, 1, C, ROWS, WIDTH, kind)
         both = tl.join(first, second)  # (ROWS, WIDTH, 2)
         found = tl.permute(both, (0, 2, 1)).reshape((ROWS, COLUMNS))
     if PARTS == 4:
-        second = _numbers(raw, high, 1, BITS, ROWS, WIDTH, PACKED, kind)
-        third = _numbers(raw, high, 2, BITS, ROWS, WIDTH, PACKED, kind)
-        fourth = _numbers(raw, high, 3, BITS, ROWS, WIDTH, PACKED, kind)
+        second = _numbers(raw, high, 1, C, ROWS, WIDTH, kind)
+        third = _numbers(raw, high, 2, C, ROWS, WIDTH, kind)
+        fourth = _numbers(raw, high, 3, C, ROWS, WIDTH, kind)
         four = tl.join(tl.join(first, third), tl.join(second, fourth))  # (ROWS, WIDTH, 2, 2)
         found = tl.permute(four, (0, 2, 3, 1)).reshape((ROWS, COLUMNS))
     return found
@@ -233,11 +226,11 @@ def _norms_of(base, place):
 
 
 @triton.jit
-def _gain(PART: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr):
+def _gain(PART: tl.constexpr, C: tl.constexpr):
     """Return how often a code of a part counts."""
-    AS_IT_LIES: tl.constexpr = PACKED and BITS != 8
-    PLACE: tl.constexpr = 2 if BITS == 3 and PART == 3 else PART
-    return (2 ** (PLACE * (4 if BITS == 4 else 2))) * 1.0 if AS_IT_LIES else 1.0
+    AS_IT_LIES: tl.constexpr = C.PACKED and C.BITS != 8
+    PLACE: tl.constexpr = 2 if C.BITS == 3 and PART == 3 else PART
+    return (2 ** (PLACE * (4 if C.BITS == 4 else 2))) * 1.0 if AS_IT_LIES else 1.0
 
 
 @triton.jit
@@ -278,19 +271,17 @@ def _attend_exact(
     largest,
     total,
     accs,
-    DEPTH: tl.constexpr,
-    WIDTH: tl.constexpr,
+    C: tl.constexpr,
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Add a tile of tokens that are stored as they came."""
-    depth = tl.arange(0, DEPTH)
-    width = tl.arange(0, WIDTH)
-    offs = place.to(tl.int64) * DEPTH
+    depth = tl.arange(0, C.DEPTH)
+    width = tl.arange(0, C.WIDTH)
+    offs = place.to(tl.int64) * C.DEPTH
     k = tl.load(k_base + offs[:, None] + depth[None, :], mask=is_seen[:, None], other=0.0)
     score = tl.zeros((k.shape[0], q.shape[1]), dtype=tl.float32)
-    score = dot(k, q, score, UPCAST) * scale
+    score = dot(k, q, score, C.UPCAST) * scale
     is_mine = tl.arange(0, q.shape[1]) < LANES
     score = tl.where(is_seen[:, None] & is_mine[None, :], score, float("-inf"))
     weight, shrink, higher = step(score, largest, 0)
@@ -299,11 +290,11 @@ def _attend_exact(
     new = ()
     for part in tl.static_range(PARTS):
         v = tl.load(
-            v_base + offs[None, :] + (part * WIDTH + width)[:, None],
+            v_base + offs[None, :] + (part * C.WIDTH + width)[:, None],
             mask=is_seen[None, :],
             other=0.0,
         )
-        new = new + (dot(v, weight, accs[part] * shrink[None, :], UPCAST),)  # noqa: RUF005
+        new = new + (dot(v, weight, accs[part] * shrink[None, :], C.UPCAST),)  # noqa: RUF005
     return higher, total, new
 
 
@@ -337,64 +328,49 @@ def _coded_kv_cache_attention_kernel(
     mask_count,
     splits,
     stat_count,  # B * KV_HEADS * REPEAT * splits
-    REPEAT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHANNELS: tl.constexpr,  # of a value that share a scale
-    WIDTH: tl.constexpr,  # channels per part
-    WINDOW: tl.constexpr,
-    WINDOW_TILE: tl.constexpr,
-    KEPT: tl.constexpr,
-    KEPT_TILE: tl.constexpr,
-    IS_PER_HEAD: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    IS_ALONE: tl.constexpr,
-    STAGES: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # times HALVES groups per turn
-    HALVES: tl.constexpr,  # groups side by side in the columns of a tile
-    PACKED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
+    # CHANNELS: of a value that share a scale
+    # WIDTH: channels per part
+    # AT_ONCE: times HALVES groups per turn
+    # HALVES: groups side by side in the columns of a tile
 ):
-    PARTS: tl.constexpr = DEPTH // WIDTH
-    BLOCK: tl.constexpr = GROUP * DEPTH * BITS // 8
+    PARTS: tl.constexpr = C.DEPTH // C.WIDTH
+    BLOCK: tl.constexpr = C.GROUP * C.DEPTH * C.BITS // 8
     # What queries and weights are multiplied by, and what their products are. With PACKED numbers
     # are very small. A weight's product with a scale uses the range of half precision, which cannot
     # overflow there: a scale is at most 2 ** 17 / (2 ** BITS - 1).
     kind: tl.constexpr = q_ptr.dtype.element_ty
-    IS_WIDE: tl.constexpr = PACKED and kind == tl.bfloat16
-    SMALL: tl.constexpr = 2.0 ** (-133 if IS_WIDE else -24) if PACKED else 1.0
+    IS_WIDE: tl.constexpr = C.PACKED and kind == tl.bfloat16
+    SMALL: tl.constexpr = 2.0 ** (-133 if IS_WIDE else -24) if C.PACKED else 1.0
     RAISE: tl.constexpr = 2.0**64 if IS_WIDE else 1.0
-    V_RAISE: tl.constexpr = 2.0**64 if IS_WIDE else 2.0 ** (BITS - 2)
+    V_RAISE: tl.constexpr = 2.0**64 if IS_WIDE else 2.0 ** (C.BITS - 2)
     K_LOWER: tl.constexpr = 1.0 / (SMALL * RAISE)
     V_LOWER: tl.constexpr = 1.0 / (SMALL * V_RAISE)
     K_WIDTH: tl.constexpr = (
-        DEPTH if BITS == 8 else WIDTH
+        C.DEPTH if C.BITS == 8 else C.WIDTH
     )  # channels of keys whose codes share bytes
-    TOP: tl.constexpr = 1 << (BITS - 1)
-    LANES: tl.constexpr = ROWS // HALVES
+    TOP: tl.constexpr = 1 << (C.BITS - 1)
+    LANES: tl.constexpr = C.ROWS // C.HALVES
     pair = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     batch = pair // kv_heads
     kv_head = pair % kv_heads
     length = tl.load(counts_ptr)
     coded = tl.load(counts_ptr + 1)
-    tiles = tl.minimum(coded // GROUP, groups).to(tl.int32)
+    tiles = tl.minimum(coded // C.GROUP, groups).to(tl.int32)
     first = 0
-    if KEPT > 0:
-        first = tl.load(places_ptr + pair * KEPT)
-    rows = tl.arange(0, ROWS)
+    if C.KEPT > 0:
+        first = tl.load(places_ptr + pair * C.KEPT)
+    rows = tl.arange(0, C.ROWS)
     lanes = tl.arange(0, LANES)
     half = rows // LANES
-    depth = tl.arange(0, DEPTH)
-    width = tl.arange(0, WIDTH)
-    tokens = tl.arange(0, GROUP)  # in the order in which their codes come, as channels of keys
-    tokens = tokens % (GROUP // 2) * 2 + tokens // (GROUP // 2)
-    q_base = q_ptr + kv_head * REPEAT * stride_q_head + batch * stride_q_batch
-    largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    sums = tl.zeros((GROUP, ROWS), dtype=tl.float32)
+    depth = tl.arange(0, C.DEPTH)
+    width = tl.arange(0, C.WIDTH)
+    tokens = tl.arange(0, C.GROUP)  # in the order in which their codes come, as channels of keys
+    tokens = tokens % (C.GROUP // 2) * 2 + tokens // (C.GROUP // 2)
+    q_base = q_ptr + kv_head * C.REPEAT * stride_q_head + batch * stride_q_batch
+    largest = tl.full((C.ROWS,), float("-inf"), dtype=tl.float32)
+    sums = tl.zeros((C.GROUP, C.ROWS), dtype=tl.float32)
     accs = ()
     others = ()  # of the second half, whose columns alone count there
     zeros = ()
@@ -402,105 +378,105 @@ def _coded_kv_cache_attention_kernel(
     inside = depth % K_WIDTH
     come = depth - inside + inside % (K_WIDTH // 2) * 2 + inside // (K_WIDTH // 2)
     # A key's code of a part counts as often as `_take_two` says; its query is that much smaller.
-    gains = tl.full((DEPTH,), 1.0 / RAISE, dtype=tl.float32)
-    if PACKED and BITS == 4:
-        gains *= tl.where(depth < WIDTH, 1.0, 16.0)
-    if PACKED and BITS < 4:
-        gains *= tl.where(depth < WIDTH, 1.0, tl.where(depth < 2 * WIDTH, 4.0, 16.0))
-    if PACKED and BITS == 2:
-        gains *= tl.where(depth < 3 * WIDTH, 1.0, 4.0)
+    gains = tl.full((C.DEPTH,), 1.0 / RAISE, dtype=tl.float32)
+    if C.PACKED and C.BITS == 4:
+        gains *= tl.where(depth < C.WIDTH, 1.0, 16.0)
+    if C.PACKED and C.BITS < 4:
+        gains *= tl.where(depth < C.WIDTH, 1.0, tl.where(depth < 2 * C.WIDTH, 4.0, 16.0))
+    if C.PACKED and C.BITS == 2:
+        gains *= tl.where(depth < 3 * C.WIDTH, 1.0, 4.0)
     whole_query = tl.load(
         q_base + lanes[None, :] * stride_q_head + come[:, None] * stride_q_depth,
-        mask=(lanes < REPEAT)[None, :],
+        mask=(lanes < C.REPEAT)[None, :],
         other=0.0,
     ).to(tl.float32)
     query = whole_query / gains[:, None]
     for _ in tl.static_range(PARTS):
-        accs = accs + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
-        others = others + (tl.zeros((WIDTH, ROWS), dtype=tl.float32),)  # noqa: RUF005
-    for _ in tl.static_range(DEPTH // CHANNELS):
-        zeros = zeros + (tl.zeros((GROUP, ROWS), dtype=tl.float32),)  # noqa: RUF005
+        accs = accs + (tl.zeros((C.WIDTH, C.ROWS), dtype=tl.float32),)  # noqa: RUF005
+        others = others + (tl.zeros((C.WIDTH, C.ROWS), dtype=tl.float32),)  # noqa: RUF005
+    for _ in tl.static_range(C.DEPTH // C.CHANNELS):
+        zeros = zeros + (tl.zeros((C.GROUP, C.ROWS), dtype=tl.float32),)  # noqa: RUF005
 
     # Offsets of bytes within a block: keys token by token, values channel by channel.
     k_half = tl.arange(0, K_WIDTH // 2)
-    v_half = tl.arange(0, GROUP // 2)
+    v_half = tl.arange(0, C.GROUP // 2)
     k_place = tokens[:, None] * (K_WIDTH // 2) + k_half[None, :]
-    v_place = width[:, None] * (GROUP // 2) + v_half[None, :]
-    if BITS == 3:
-        BEHIND: tl.constexpr = GROUP * WIDTH // 2
-        k_pair = tl.arange(0, GROUP // 2)
-        v_pair = tl.arange(0, GROUP // 4)
-        k_high = BEHIND + k_pair[:, None] * (WIDTH // 2) + k_half[None, :]
-        v_high = BEHIND + width[:, None] * (GROUP // 4) + v_pair[None, :]
+    v_place = width[:, None] * (C.GROUP // 2) + v_half[None, :]
+    if C.BITS == 3:
+        BEHIND: tl.constexpr = C.GROUP * C.WIDTH // 2
+        k_pair = tl.arange(0, C.GROUP // 2)
+        v_pair = tl.arange(0, C.GROUP // 4)
+        k_high = BEHIND + k_pair[:, None] * (C.WIDTH // 2) + k_half[None, :]
+        v_high = BEHIND + width[:, None] * (C.GROUP // 4) + v_pair[None, :]
     PLACES: tl.constexpr = BLOCK // 2
     k_base = k_codes_ptr.to(tl.pointer_type(tl.uint16)) + pair * groups * PLACES
     v_base = v_codes_ptr.to(tl.pointer_type(tl.uint16)) + pair * groups * PLACES
-    K_SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * DEPTH
-    V_SCALES: tl.constexpr = GROUP if IS_PER_HEAD else 2 * GROUP * (DEPTH // CHANNELS)
+    K_SCALES: tl.constexpr = C.GROUP if C.IS_PER_HEAD else 2 * C.DEPTH
+    V_SCALES: tl.constexpr = C.GROUP if C.IS_PER_HEAD else 2 * C.GROUP * (C.DEPTH // C.CHANNELS)
     ks_base = k_scales_ptr + pair * groups * K_SCALES
     vs_base = v_scales_ptr + pair * groups * V_SCALES
     wide_zero = pair * 0  # makes addresses 64-bit numbers
 
-    for turn in tl.range(split, tl.cdiv(tiles, AT_ONCE * HALVES), splits, num_stages=STAGES):
+    for turn in tl.range(split, tl.cdiv(tiles, C.AT_ONCE * C.HALVES), splits, num_stages=C.STAGES):
         scores = ()
         v_norms = ()
-        best = tl.full((GROUP, ROWS), float("-inf"), dtype=tl.float32)
-        for at in tl.static_range(AT_ONCE):
-            tile = (turn * AT_ONCE + at) * HALVES
-            none = tl.zeros((GROUP, ROWS), dtype=tl.float32)
+        best = tl.full((C.GROUP, C.ROWS), float("-inf"), dtype=tl.float32)
+        for at in tl.static_range(C.AT_ONCE):
+            tile = (turn * C.AT_ONCE + at) * C.HALVES
+            none = tl.zeros((C.GROUP, C.ROWS), dtype=tl.float32)
             biases = ()
             queries = ()
             k_steps = ()
             k_norms = ()
             more = ()
-            for side in tl.static_range(HALVES):
+            for side in tl.static_range(C.HALVES):
                 block = wide_zero + tl.minimum(tile + side, tiles - 1)
-                if IS_PER_HEAD:
-                    scaled = _narrow(query, PACKED, kind)
+                if C.IS_PER_HEAD:
+                    scaled = _narrow(query, C.PACKED, kind)
                     bias = -TOP * whole_query
                     step = tl.load(ks_base + block * K_SCALES + tokens).to(tl.float32)
                     k_steps = k_steps + (step,)  # noqa: RUF005
                 else:
                     step, zero = _pair_of(ks_base + block * K_SCALES, come)
-                    scaled = _narrow(query * step[:, None], PACKED, kind)
+                    scaled = _narrow(query * step[:, None], C.PACKED, kind)
                     bias = whole_query * zero[:, None]
                 queries = queries + (scaled,)  # noqa: RUF005
                 biases = biases + (bias,)  # noqa: RUF005
-                if HAS_NORMS:
-                    place = block * GROUP + tokens
+                if C.HAS_NORMS:
+                    place = block * C.GROUP + tokens
                     k_norm, v_norm = _norms_of(norms_ptr + pair * norm_count * 2, place)
                     k_norms = k_norms + (k_norm,)  # noqa: RUF005
                     more = more + (v_norm,)  # noqa: RUF005
-            scaled = _side_by_side(queries, HALVES)
+            scaled = _side_by_side(queries, C.HALVES)
             score = none
-            for side in tl.static_range(HALVES):
+            for side in tl.static_range(C.HALVES):
                 block = wide_zero + tl.minimum(tile + side, tiles - 1)
                 k_raw = tl.load(k_base + block * PLACES + k_place)
                 k_more = k_raw
-                if BITS == 3:
-                    k_more = _of_both(tl.load(k_base + block * PLACES + k_high), False, PACKED)
-                numbers = _all_numbers(k_raw, k_more, BITS, GROUP, DEPTH, PACKED, kind)
-                found = dot(numbers, scaled, none, UPCAST)
+                if C.BITS == 3:
+                    k_more = _of_both(tl.load(k_base + block * PLACES + k_high), False, C.PACKED)
+                numbers = _all_numbers(k_raw, k_more, C, C.GROUP, C.DEPTH, kind)
+                found = dot(numbers, scaled, none, C.UPCAST)
                 score = found if side == 0 else tl.where((half == 0)[None, :], score, found)
-            bias = tl.sum(_side_by_side(biases, HALVES), axis=0)
+            bias = tl.sum(_side_by_side(biases, C.HALVES), axis=0)
             # By fma, not a sum: Triton would let the product wait for what zeros add.
             score = tl.fma(
                 score,
-                tl.full((GROUP, ROWS), K_LOWER, tl.float32) * scale,
-                tl.broadcast_to((bias * scale)[None, :], (GROUP, ROWS)),
+                tl.full((C.GROUP, C.ROWS), K_LOWER, tl.float32) * scale,
+                tl.broadcast_to((bias * scale)[None, :], (C.GROUP, C.ROWS)),
             )
-            if IS_PER_HEAD:
-                score *= _choose(k_steps, half, HALVES)
-            position = (tile + half)[None, :] * GROUP + tokens[:, None]
-            is_seen = position < tiles * GROUP
-            if HAS_NORMS:
-                k_norm = _choose(k_norms, half, HALVES)
+            if C.IS_PER_HEAD:
+                score *= _choose(k_steps, half, C.HALVES)
+            position = (tile + half)[None, :] * C.GROUP + tokens[:, None]
+            is_seen = position < tiles * C.GROUP
+            if C.HAS_NORMS:
+                k_norm = _choose(k_norms, half, C.HALVES)
                 v_norms = v_norms + (more,)  # noqa: RUF005
                 score *= k_norm
                 is_seen = is_seen & (k_norm >= 0.0)  # the others are among the kept tokens
-            elif KEPT > 0:
-                is_seen = is_seen & ((position < first) | (position >= first + KEPT))
-            if HAS_MASK:
+            elif C.KEPT > 0:
+                is_seen = is_seen & ((position < first) | (position >= first + C.KEPT))
+            if C.HAS_MASK:
                 seen = tl.load(
                     mask_ptr + batch * stride_mask_batch + (wide_zero + position) * stride_mask_key,
                     mask=is_seen & (position < mask_count),
@@ -520,61 +496,61 @@ def _coded_kv_cache_attention_kernel(
         new_zeros = ()
         for part in tl.static_range(PARTS):
             new_accs = new_accs + (accs[part] * shrink[None, :],)  # noqa: RUF005
-            if HALVES == 2:
+            if C.HALVES == 2:
                 new_others = new_others + (others[part] * shrink[None, :],)  # noqa: RUF005
-        for share in tl.static_range(DEPTH // CHANNELS):
+        for share in tl.static_range(C.DEPTH // C.CHANNELS):
             new_zeros = new_zeros + (zeros[share] * shrink[None, :],)  # noqa: RUF005
         accs = new_accs
-        if HALVES == 2:
+        if C.HALVES == 2:
             others = new_others
         zeros = new_zeros
-        for at in tl.static_range(AT_ONCE):
-            tile = (turn * AT_ONCE + at) * HALVES
+        for at in tl.static_range(C.AT_ONCE):
+            tile = (turn * C.AT_ONCE + at) * C.HALVES
             weight = tl.exp2(scores[at] - base[None, :])
             sums += weight
-            if HAS_NORMS:
-                weight *= _choose(v_norms[at], half, HALVES)
+            if C.HAS_NORMS:
+                weight *= _choose(v_norms[at], half, C.HALVES)
             scaled_of = ()
             new_zeros = ()
-            for share in tl.static_range(DEPTH // CHANNELS):
+            for share in tl.static_range(C.DEPTH // C.CHANNELS):
                 steps = ()
                 pairs = ()
-                for side in tl.static_range(HALVES):
+                for side in tl.static_range(C.HALVES):
                     block = wide_zero + tl.minimum(tile + side, tiles - 1)
-                    if IS_PER_HEAD:
+                    if C.IS_PER_HEAD:
                         step = tl.load(vs_base + block * V_SCALES + tokens).to(tl.float32)
                         steps = steps + (step,)  # noqa: RUF005
                     else:
-                        step, zero = _pair_of(vs_base + block * V_SCALES, share * GROUP + tokens)
+                        step, zero = _pair_of(vs_base + block * V_SCALES, share * C.GROUP + tokens)
                         steps = steps + (step,)  # noqa: RUF005
                         pairs = pairs + (zero,)  # noqa: RUF005
-                step = _choose(steps, half, HALVES)
-                scaled = _narrow(weight * (step * V_RAISE), PACKED, kind)
-                if IS_PER_HEAD:
+                step = _choose(steps, half, C.HALVES)
+                scaled = _narrow(weight * (step * V_RAISE), C.PACKED, kind)
+                if C.IS_PER_HEAD:
                     taken = (-TOP / V_RAISE) * scaled.to(tl.float32)
                 else:
-                    taken = weight * _choose(pairs, half, HALVES)
+                    taken = weight * _choose(pairs, half, C.HALVES)
                 scaled_of = scaled_of + (scaled,)  # noqa: RUF005
                 new_zeros = new_zeros + (zeros[share] + taken,)  # noqa: RUF005
             zeros = new_zeros
-            for side in tl.static_range(HALVES):
+            for side in tl.static_range(C.HALVES):
                 block = wide_zero + tl.minimum(tile + side, tiles - 1)
                 v_raw = tl.load(v_base + block * PLACES + v_place)
                 v_more = v_raw
-                if BITS == 3:
-                    v_more = _of_both(tl.load(v_base + block * PLACES + v_high), True, PACKED)
+                if C.BITS == 3:
+                    v_more = _of_both(tl.load(v_base + block * PLACES + v_high), True, C.PACKED)
                 new_accs = ()
                 for part in tl.static_range(PARTS):
-                    if BITS == 8 and part > 0:
+                    if C.BITS == 8 and part > 0:
                         v_raw = tl.load(
-                            v_base + block * PLACES + v_place + part * WIDTH * (GROUP // 2)
+                            v_base + block * PLACES + v_place + part * C.WIDTH * (C.GROUP // 2)
                         )
-                    scaled = scaled_of[part * WIDTH // CHANNELS]
+                    scaled = scaled_of[part * C.WIDTH // C.CHANNELS]
                     numbers = _numbers(
-                        v_raw, v_more, 0 if BITS == 8 else part, BITS, WIDTH, GROUP, PACKED, kind
+                        v_raw, v_more, 0 if C.BITS == 8 else part, C, C.WIDTH, C.GROUP, kind
                     )
                     acc = accs[part] if side == 0 else others[part]  # type: ignore[var-annotated]
-                    new_accs = new_accs + (dot(numbers, scaled, acc, UPCAST),)  # noqa: RUF005
+                    new_accs = new_accs + (dot(numbers, scaled, acc, C.UPCAST),)  # noqa: RUF005
                 if side == 0:
                     accs = new_accs
                 else:
@@ -584,24 +560,24 @@ def _coded_kv_cache_attention_kernel(
     whole = ()
     for part in tl.static_range(PARTS):
         acc = accs[part]
-        if HALVES == 2:
+        if C.HALVES == 2:
             acc = tl.where((half == 0)[None, :], acc, others[part])
-        zero = tl.sum(zeros[part * WIDTH // CHANNELS], axis=0)
-        whole = whole + (acc * (V_LOWER / _gain(part, BITS, PACKED)) + zero[None, :],)  # noqa: RUF005
+        zero = tl.sum(zeros[part * C.WIDTH // C.CHANNELS], axis=0)
+        whole = whole + (acc * (V_LOWER / _gain(part, C)) + zero[None, :],)  # noqa: RUF005
     accs = whole
     # What is not in codes is the first half's.
-    is_row = rows < REPEAT
+    is_row = rows < C.REPEAT
     whole_q = tl.load(
         q_base + rows[None, :] * stride_q_head + depth[:, None] * stride_q_depth,
         mask=is_row[None, :],
         other=0.0,
     )
-    TILES: tl.constexpr = (WINDOW + WINDOW_TILE - 1) // WINDOW_TILE
+    TILES: tl.constexpr = (C.WINDOW + C.WINDOW_TILE - 1) // C.WINDOW_TILE
     for tile in tl.range(split, TILES, splits, num_stages=1):
-        slot = tile * WINDOW_TILE + tl.arange(0, WINDOW_TILE)
-        position = coded + (slot + WINDOW - coded % WINDOW) % WINDOW
-        is_seen = (position < length) & (slot < WINDOW)
-        if HAS_MASK:
+        slot = tile * C.WINDOW_TILE + tl.arange(0, C.WINDOW_TILE)
+        position = coded + (slot + C.WINDOW - coded % C.WINDOW) % C.WINDOW
+        is_seen = (position < length) & (slot < C.WINDOW)
+        if C.HAS_MASK:
             seen = tl.load(
                 mask_ptr + batch * stride_mask_batch + position * stride_mask_key,
                 mask=is_seen & (position < mask_count),
@@ -609,8 +585,8 @@ def _coded_kv_cache_attention_kernel(
             )
             is_seen = is_seen & (seen != 0)
         largest, total, accs = _attend_exact(
-            k_window_ptr + pair * (WINDOW * DEPTH),
-            v_window_ptr + pair * (WINDOW * DEPTH),
+            k_window_ptr + pair * (C.WINDOW * C.DEPTH),
+            v_window_ptr + pair * (C.WINDOW * C.DEPTH),
             slot,
             is_seen,
             whole_q,
@@ -618,19 +594,17 @@ def _coded_kv_cache_attention_kernel(
             largest,
             total,
             accs,
-            DEPTH,
-            WIDTH,
+            C,
             PARTS,
             LANES,
-            UPCAST,
         )
-    if KEPT > 0:
+    if C.KEPT > 0:
         turn = (split + splits - TILES % splits) % splits
-        for tile in tl.range(turn, (KEPT + KEPT_TILE - 1) // KEPT_TILE, splits, num_stages=1):
-            row = tile * KEPT_TILE + tl.arange(0, KEPT_TILE)
-            position = tl.load(places_ptr + pair * KEPT + row, mask=row < KEPT, other=-1)
+        for tile in tl.range(turn, (C.KEPT + C.KEPT_TILE - 1) // C.KEPT_TILE, splits, num_stages=1):
+            row = tile * C.KEPT_TILE + tl.arange(0, C.KEPT_TILE)
+            position = tl.load(places_ptr + pair * C.KEPT + row, mask=row < C.KEPT, other=-1)
             is_seen = (position >= 0) & (position < coded)
-            if HAS_MASK:
+            if C.HAS_MASK:
                 seen = tl.load(
                     mask_ptr + batch * stride_mask_batch + position.to(tl.int64) * stride_mask_key,
                     mask=is_seen & (position < mask_count),
@@ -638,8 +612,8 @@ def _coded_kv_cache_attention_kernel(
                 )
                 is_seen = is_seen & (seen != 0)
             largest, total, accs = _attend_exact(
-                k_kept_ptr + pair * (KEPT * DEPTH),
-                v_kept_ptr + pair * (KEPT * DEPTH),
+                k_kept_ptr + pair * (C.KEPT * C.DEPTH),
+                v_kept_ptr + pair * (C.KEPT * C.DEPTH),
                 row,
                 is_seen,
                 whole_q,
@@ -647,21 +621,19 @@ def _coded_kv_cache_attention_kernel(
                 largest,
                 total,
                 accs,
-                DEPTH,
-                WIDTH,
+                C,
                 PARTS,
                 LANES,
-                UPCAST,
             )
     # Either half of the columns is a share of its own.
-    is_row = rows % LANES < REPEAT
-    row_of = pair * REPEAT + rows % LANES
-    share_of = split * HALVES + half
+    is_row = rows % LANES < C.REPEAT
+    row_of = pair * C.REPEAT + rows % LANES
+    share_of = split * C.HALVES + half
     for part in tl.static_range(PARTS):
-        channel = (part * WIDTH + width)[:, None]
-        if IS_ALONE:
+        channel = (part * C.WIDTH + width)[:, None]
+        if C.IS_ALONE:
             tl.store(
-                out_ptr + row_of[None, :] * DEPTH + channel,
+                out_ptr + row_of[None, :] * C.DEPTH + channel,
                 (accs[part] / tl.where(total == 0.0, 1.0, total)[None, :]).to(
                     out_ptr.dtype.element_ty
                 ),
@@ -669,12 +641,12 @@ def _coded_kv_cache_attention_kernel(
             )
         else:
             tl.store(
-                share_ptr + (row_of * splits * HALVES + share_of)[None, :] * DEPTH + channel,
+                share_ptr + (row_of * splits * C.HALVES + share_of)[None, :] * C.DEPTH + channel,
                 accs[part],
                 mask=(is_row & (largest != float("-inf")))[None, :],
             )
-    if not IS_ALONE:
-        place = row_of * splits * HALVES + share_of
+    if not C.IS_ALONE:
+        place = row_of * splits * C.HALVES + share_of
         tl.store(stat_ptr + place, largest, mask=is_row)
         tl.store(stat_ptr + stat_count + place, total, mask=is_row)
 

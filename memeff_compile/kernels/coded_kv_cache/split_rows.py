@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.coded_kv_cache.shapes import MIN_ROWS, rows_for, splits_for
 from memeff_compile.kernels.coded_kv_cache.split_codes import paired_norms
 from memeff_compile.kernels.device import on_device, processors
@@ -95,7 +96,9 @@ def attend(
         share = q.new_empty((stat_count, depth), dtype=torch.float32)
         stat = q.new_empty((2, stat_count), dtype=torch.float32)
     with on_device(q):
-        split_rows_kernels._coded_kv_cache_rows_kernel[(pairs, splits)](
+        start(
+            split_rows_kernels._coded_kv_cache_rows_kernel,
+            (pairs, splits),
             q,
             q.stride(0),
             q.stride(1),

@@ -31,21 +31,20 @@ def _attend(
     largest,
     total,
     acc,
-    DEPTH: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Add a tile of tokens."""
-    depth = tl.arange(0, DEPTH)
-    offs = place.to(tl.int64) * DEPTH
+    depth = tl.arange(0, C.DEPTH)
+    offs = place.to(tl.int64) * C.DEPTH
     k = tl.load(k_base + offs[:, None] + depth[None, :], mask=is_there[:, None], other=0.0)
     score = tl.zeros((k.shape[0], q.shape[1]), dtype=tl.float32)
-    score = dot(k, q, score, UPCAST) * (scale * k_norm)[:, None]
+    score = dot(k, q, score, C.UPCAST) * (scale * k_norm)[:, None]
     score = tl.where(is_seen[:, None], score, float("-inf"))
     weight, shrink, higher = step(score, largest, 0)
     total = total * shrink + tl.sum(weight, axis=0)
     weight = (weight * v_norm[:, None]).to(q.dtype)
     v = tl.load(v_base + offs[None, :] + depth[:, None], mask=is_there[None, :], other=0.0)
-    return higher, total, dot(v, weight, acc * shrink[None, :], UPCAST)
+    return higher, total, dot(v, weight, acc * shrink[None, :], C.UPCAST)
 
 
 @triton.jit
@@ -86,16 +85,7 @@ def _coded_kv_cache_rows_kernel(
     mask_count,
     splits,
     stat_count,  # B * KV_HEADS * REPEAT * splits
-    REPEAT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    KEPT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    IS_ALONE: tl.constexpr,
-    STAGES: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
 ):
     pair = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -103,33 +93,33 @@ def _coded_kv_cache_rows_kernel(
     kv_head = pair % kv_heads
     length = tl.load(counts_ptr)
     coded = tl.load(counts_ptr + 1)
-    rows = tl.arange(0, ROWS)
-    depth = tl.arange(0, DEPTH)
-    token = tl.arange(0, TILE)
-    is_row = rows < REPEAT
-    q_offs = (kv_head * REPEAT + rows) * stride_q_head + batch * stride_q_batch
+    rows = tl.arange(0, C.ROWS)
+    depth = tl.arange(0, C.DEPTH)
+    token = tl.arange(0, C.TILE)
+    is_row = rows < C.REPEAT
+    q_offs = (kv_head * C.REPEAT + rows) * stride_q_head + batch * stride_q_batch
     q = tl.load(
         q_ptr + q_offs[None, :] + depth[:, None] * stride_q_depth, mask=is_row[None, :], other=0.0
     )
-    largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    acc = tl.zeros((DEPTH, ROWS), dtype=tl.float32)
-    one = tl.full((TILE,), 1.0, dtype=tl.float32)
+    largest = tl.full((C.ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((C.ROWS,), dtype=tl.float32)
+    acc = tl.zeros((C.DEPTH, C.ROWS), dtype=tl.float32)
+    one = tl.full((C.TILE,), 1.0, dtype=tl.float32)
     row_base = pair * row_count
     merged = tl.minimum(coded, row_count).to(tl.int32)
-    for tile in tl.range(split, tl.cdiv(merged, TILE), splits, num_stages=STAGES):
-        position = tile * TILE + token
+    for tile in tl.range(split, tl.cdiv(merged, C.TILE), splits, num_stages=C.STAGES):
+        position = tile * C.TILE + token
         is_there = position < merged
         k_norm, v_norm = _norms_of(norms_ptr + row_base * 2, tl.minimum(position, merged - 1))
         # Not a mask of the loads: those of keys and values would wait for the lengths.
         is_seen = is_there & (k_norm >= 0.0)
-        if HAS_MASK:
+        if C.HAS_MASK:
             is_seen = _seen(
                 mask_ptr, batch, stride_mask_batch, stride_mask_key, position, is_seen, mask_count
             )
         largest, total, acc = _attend(
-            k_rows_ptr + row_base * DEPTH,
-            v_rows_ptr + row_base * DEPTH,
+            k_rows_ptr + row_base * C.DEPTH,
+            v_rows_ptr + row_base * C.DEPTH,
             position,
             is_there,
             is_seen,
@@ -140,21 +130,20 @@ def _coded_kv_cache_rows_kernel(
             largest,
             total,
             acc,
-            DEPTH,
-            UPCAST,
+            C,
         )
-    TILES: tl.constexpr = (WINDOW + TILE - 1) // TILE
+    TILES: tl.constexpr = (C.WINDOW + C.TILE - 1) // C.TILE
     for tile in tl.range(split, TILES, splits, num_stages=1):
-        slot = tile * TILE + token
-        position = coded + (slot + WINDOW - coded % WINDOW) % WINDOW
-        is_seen = (position < length) & (slot < WINDOW)
-        if HAS_MASK:
+        slot = tile * C.TILE + token
+        position = coded + (slot + C.WINDOW - coded % C.WINDOW) % C.WINDOW
+        is_seen = (position < length) & (slot < C.WINDOW)
+        if C.HAS_MASK:
             is_seen = _seen(
                 mask_ptr, batch, stride_mask_batch, stride_mask_key, position, is_seen, mask_count
             )
         largest, total, acc = _attend(
-            k_window_ptr + pair * (WINDOW * DEPTH),
-            v_window_ptr + pair * (WINDOW * DEPTH),
+            k_window_ptr + pair * (C.WINDOW * C.DEPTH),
+            v_window_ptr + pair * (C.WINDOW * C.DEPTH),
             slot,
             is_seen,
             is_seen,
@@ -165,16 +154,15 @@ def _coded_kv_cache_rows_kernel(
             largest,
             total,
             acc,
-            DEPTH,
-            UPCAST,
+            C,
         )
-    if KEPT > 0:
+    if C.KEPT > 0:
         turn = (split + splits - TILES % splits) % splits
-        for tile in tl.range(turn, (KEPT + TILE - 1) // TILE, splits, num_stages=1):
-            row = tile * TILE + token
-            position = tl.load(places_ptr + pair * KEPT + row, mask=row < KEPT, other=-1)
+        for tile in tl.range(turn, (C.KEPT + C.TILE - 1) // C.TILE, splits, num_stages=1):
+            row = tile * C.TILE + token
+            position = tl.load(places_ptr + pair * C.KEPT + row, mask=row < C.KEPT, other=-1)
             is_seen = (position >= 0) & (position < coded)
-            if HAS_MASK:
+            if C.HAS_MASK:
                 is_seen = _seen(
                     mask_ptr,
                     batch,
@@ -185,8 +173,8 @@ def _coded_kv_cache_rows_kernel(
                     mask_count,
                 )
             largest, total, acc = _attend(
-                k_kept_ptr + pair * (KEPT * DEPTH),
-                v_kept_ptr + pair * (KEPT * DEPTH),
+                k_kept_ptr + pair * (C.KEPT * C.DEPTH),
+                v_kept_ptr + pair * (C.KEPT * C.DEPTH),
                 row,
                 is_seen,
                 is_seen,
@@ -197,19 +185,18 @@ def _coded_kv_cache_rows_kernel(
                 largest,
                 total,
                 acc,
-                DEPTH,
-                UPCAST,
+                C,
             )
-    row_of = pair * REPEAT + rows
-    if IS_ALONE:
+    row_of = pair * C.REPEAT + rows
+    if C.IS_ALONE:
         tl.store(
-            out_ptr + row_of[None, :] * DEPTH + depth[:, None],
+            out_ptr + row_of[None, :] * C.DEPTH + depth[:, None],
             (acc / tl.where(total == 0.0, 1.0, total)[None, :]).to(out_ptr.dtype.element_ty),
             mask=is_row[None, :],
         )
     else:
         tl.store(
-            share_ptr + (row_of * splits + split)[None, :] * DEPTH + depth[:, None],
+            share_ptr + (row_of * splits + split)[None, :] * C.DEPTH + depth[:, None],
             acc,
             mask=(is_row & (largest != float("-inf")))[None, :],
         )

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.compat import has_gluon
+from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.coded_weight import shapes
 from memeff_compile.kernels.coded_weight.layout import (
     CHUNK,
@@ -484,7 +485,9 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     with on_device(out):
         if form.codec == "win4":
             width = shapes.WIN4_DECODE_WORDS
-            win4_kernels.win4_decode_kernel[(out.numel() // (8 * width),)](
+            start(
+                win4_kernels.win4_decode_kernel,
+                (out.numel() // (8 * width),),
                 *coded,
                 signs,
                 norms,
@@ -497,7 +500,9 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
                 num_warps=shapes.WIN4_DECODE_WARPS,
             )
         elif form.codec == "tier":
-            tier_kernels.tier_decode_kernel[(out.numel() // CHUNK,)](
+            start(
+                tier_kernels.tier_decode_kernel,
+                (out.numel() // CHUNK,),
                 *coded,
                 signs,
                 norms,
@@ -510,7 +515,9 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
             )
         else:
             chunks, warps = out.numel() // RANS_CHUNK, shapes.RANS_WARPS
-            rans_kernels.rans_decode_kernel[(-(-chunks // warps),)](
+            start(
+                rans_kernels.rans_decode_kernel,
+                (-(-chunks // warps),),
                 *coded,
                 signs,
                 norms,
@@ -553,7 +560,7 @@ def fuses(
 def _is_wide(tokens: int, device: torch.device) -> bool:
     if not shapes.MAX_FUSED_TOKENS < tokens <= shapes.MAX_WIDE_TOKENS:
         return False
-    return gpu(device).is_hopper and _has_gluon()
+    return gpu(device).is_hopper and has_gluon()
 
 
 def product(
@@ -596,21 +603,11 @@ Setting: TypeAlias = shapes.RowTile | shapes.Tile | shapes.MatrixTile | shapes.W
 def _setting(tokens: int, shape: Sequence[int], device: torch.device) -> Setting:
     if tokens == 1:
         return shapes.row_tile(shape[0], processors(device))
-    if device.type == "cuda" and _has_gluon() and tokens <= shapes.MAX_FUSED_TOKENS:
+    if device.type == "cuda" and has_gluon() and tokens <= shapes.MAX_FUSED_TOKENS:
         return shapes.matrix_tile(tokens, shape[0], shape[1], processors(device))
     if device.type == "cuda" and _is_wide(tokens, device):
         return shapes.wide_tile(tokens)
     return shapes.tile(tokens, shape[0], shape[1], processors(device))
-
-
-@lru_cache(maxsize=1)
-def _has_gluon() -> bool:
-    """Say whether this Triton has Gluon as `matrix_kernels` is written in; it still changes."""
-    try:
-        import memeff_compile.kernels.coded_weight.matrix_kernels
-    except (ImportError, AttributeError):
-        return False
-    return memeff_compile.kernels.coded_weight.matrix_kernels is not None
 
 
 def _one_row(
@@ -625,7 +622,9 @@ def _one_row(
     rows, columns = shape
     out = x.new_empty((1, rows))
     with on_device(x):
-        win4_kernels.win4_row_kernel[(-(-rows // setting.rows),)](
+        start(
+            win4_kernels.win4_row_kernel,
+            (-(-rows // setting.rows),),
             x.view(torch.int32),
             *parts,
             out if bias is None else bias,
@@ -694,7 +693,9 @@ def products(
         }
     programs = sum(-(-o.numel() // tile.rows) for o, tile in zip(outs, tiles, strict=True))
     with on_device(x):
-        win4_kernels.win4_rows_kernel[(programs,)](
+        start(
+            win4_kernels.win4_rows_kernel,
+            (programs,),
             x.view(torch.int32),
             *operands,
             columns // 8,
@@ -734,7 +735,9 @@ def _tiles(
         out = x.new_empty((splits, tokens, rows), dtype=torch.float32)
     grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
     with on_device(x):
-        win4_kernels.win4_tile_kernel[grid](
+        start(
+            win4_kernels.win4_tile_kernel,
+            grid,
             x.view(torch.int32),
             *parts,
             x if bias is None else bias,
@@ -790,7 +793,9 @@ def _matrix(
     )
     grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
     with on_device(x):
-        matrix_kernels.win4_matrix_kernel[grid](
+        start(
+            matrix_kernels.win4_matrix_kernel,
+            grid,
             x,
             *parts,
             x if bias is None else bias,
@@ -836,7 +841,9 @@ def _wide(
     ]
     grid = (-(-rows // setting.rows), -(-tokens // setting.tokens))
     with on_device(x):
-        matrix_kernels.win4_wide_kernel[grid](
+        start(
+            matrix_kernels.win4_wide_kernel,
+            grid,
             TensorDescriptor.from_tensor(ordered, [setting.tokens, 64], of_x),
             *by_row,
             turned,

@@ -73,29 +73,26 @@ def _patched(
     first_row,
     rows_count,
     row_length,
-    ROWS: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    PATCHES: gl.constexpr,
-    WARPS: gl.constexpr,
+    C: gl.constexpr,
 ):
     """Add the products of the patches of some rows with x."""
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    lanes: gl.constexpr = 32 if CHUNKS <= 16 else 4
-    plain: gl.constexpr = gl.BlockedLayout([1, 1], [lanes, 32 // lanes], [WARPS, 1], [1, 0])
+    lanes: gl.constexpr = 32 if C.CHUNKS <= 16 else 4
+    plain: gl.constexpr = gl.BlockedLayout([1, 1], [lanes, 32 // lanes], [C.WARPS, 1], [1, 0])
     first = gl.cast(first_row, gl.int64) * row_length
-    last = gl.cast(gl.minimum(first_row + ROWS, rows_count), gl.int64) * row_length
+    last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
     chunk = first // CHUNK
     chunks = ((last + CHUNK - 1) // CHUNK - chunk).to(gl.int32)
     inside = (first % CHUNK).to(gl.int32)
     patch = gl.load(starts_ptr + chunk)
     end = gl.load(starts_ptr + chunk + chunks)
-    number = gl.arange(0, CHUNKS, layout=gl.SliceLayout(0, plain))
+    number = gl.arange(0, C.CHUNKS, layout=gl.SliceLayout(0, plain))
     ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, left))
-    for start in range(patch, end, PATCHES):
-        each = start + gl.arange(0, PATCHES, layout=gl.SliceLayout(1, plain))
+    row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, left))
+    for start in range(patch, end, C.PATCHES):
+        each = start + gl.arange(0, C.PATCHES, layout=gl.SliceLayout(1, plain))
         is_patch = each < end
         place = gl.load(places_ptr + each, mask=is_patch, other=0).to(gl.int32)
         weight = gl.load(values_ptr + each, mask=is_patch, other=0)
@@ -103,7 +100,7 @@ def _patched(
         flat = passed * CHUNK + place - inside
         its_row = gl.where((flat < 0) | (each >= end), -1, flat // row_length)
         column = gl.where(its_row < 0, 0, flat % row_length)
-        column = gl.where(its_row < ROWS, column, 0)
+        column = gl.where(its_row < C.ROWS, column, 0)
         its_row = gl.convert_layout(its_row, gl.SliceLayout(0, left))
         weight = gl.convert_layout(weight, gl.SliceLayout(0, left))
         column = gl.convert_layout(column, gl.SliceLayout(1, right))
@@ -151,64 +148,59 @@ def win4_matrix_kernel(
     tokens_count,
     rows_count,
     groups,  # K / 256
-    HAS_BIAS: gl.constexpr,
-    IS_EVEN: gl.constexpr,  # ROWS divides N, TOKENS M, SPLITS the groups
-    ROWS: gl.constexpr,  # 16 for each warp, or a multiple
-    TOKENS: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    PATCHES: gl.constexpr,
-    SPLITS: gl.constexpr,
-    AHEAD: gl.constexpr,  # codes of the next group are loaded before this one is multiplied
-    WARPS: gl.constexpr,
+    C: gl.constexpr,
+    # IS_EVEN: ROWS divides N, TOKENS M, SPLITS the groups
+    # ROWS: 16 for each warp, or a multiple
+    # AHEAD: codes of the next group are loaded before this one is multiplied
 ):
     """A tile of ROWS x TOKENS products; with SPLITS, over a share of the columns."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [C.WARPS, 1], [16, 8])
     words: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    first_row = gl.program_id(0) * ROWS
+    first_row = gl.program_id(0) * C.ROWS
     split = gl.program_id(2)
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, words))
+    row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, words))
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, words))
-    first_token = gl.program_id(1) * TOKENS
-    token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, right))
+    first_token = gl.program_id(1) * C.TOKENS
+    token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, right))
     column = gl.arange(0, 64, layout=gl.SliceLayout(1, right))
     is_token = (token < tokens_count)[None, :]
-    share = (groups + SPLITS - 1) // SPLITS
+    share = (groups + C.SPLITS - 1) // C.SPLITS
     begin = split * share
     end = gl.minimum(begin + share, groups)
     power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
-    scale = gl.full([ROWS, 32], 0, gl.int32, words) + power
+    scale = gl.full([C.ROWS, 32], 0, gl.int32, words) + power
     row_groups = row.to(gl.int64)[:, None] * groups
     codes_at = codes_ptr + row_groups * 32 + lane[None, :]
     signs_at = signs_ptr + row_groups * 64 + lane[None, :]
     x_at = x_ptr + token.to(gl.int64)[None, :] * (groups * 256) + column[:, None]
-    acc = gl.full([ROWS, TOKENS], 0.0, gl.float32, mma)
+    acc = gl.full([C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
     is_row = (row < gl.where(begin < end, rows_count, 0))[:, None]
-    if AHEAD:
-        codes, signs, more = _codes(codes_at, signs_at, begin, is_row, IS_EVEN)
+    if C.AHEAD:
+        codes, signs, more = _codes(codes_at, signs_at, begin, is_row, C.IS_EVEN)
     for group in range(begin, end):
-        if AHEAD:
+        if C.AHEAD:
             codes_now, signs_now, more_now = codes, signs, more
             following = gl.minimum(group + 1, end - 1)
-            codes, signs, more = _codes(codes_at, signs_at, following, is_row, IS_EVEN)
+            codes, signs, more = _codes(codes_at, signs_at, following, is_row, C.IS_EVEN)
         else:
-            codes_now, signs_now, more_now = _codes(codes_at, signs_at, group, is_row, IS_EVEN)
+            codes_now, signs_now, more_now = _codes(codes_at, signs_at, group, is_row, C.IS_EVEN)
         here = x_at + group * 256
-        x_0 = _columns(here, is_token, IS_EVEN)
-        x_1 = _columns(here + 64, is_token, IS_EVEN)
+        x_0 = _columns(here, is_token, C.IS_EVEN)
+        x_1 = _columns(here + 64, is_token, C.IS_EVEN)
         pair = _even_bytes(signs_now) | ((codes_now << 7) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_0, acc)
         pair = _odd_bytes(signs_now) | ((codes_now << 3) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_1, acc)
-        x_2 = _columns(here + 128, is_token, IS_EVEN)
-        x_3 = _columns(here + 192, is_token, IS_EVEN)
+        x_2 = _columns(here + 128, is_token, C.IS_EVEN)
+        x_3 = _columns(here + 192, is_token, C.IS_EVEN)
         pair = _even_bytes(more_now) | ((codes_now >> 1) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_2, acc)
         pair = _odd_bytes(more_now) | ((codes_now >> 5) & 0x07800780)
         acc = mma_v2(_operand(pair, scale, left), x_3, acc)
-    out_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))
-    out_token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, mma))
+    out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, mma))
+    out_token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, mma))
     if split == 0:
         short: gl.constexpr = gl.SliceLayout(0, gl.DotOperandLayout(1, mma, 2))
         acc = _patched(
@@ -217,17 +209,14 @@ def win4_matrix_kernel(
             starts_ptr,
             places_ptr,
             values_ptr,
-            first_token + gl.arange(0, TOKENS, layout=short),
+            first_token + gl.arange(0, C.TOKENS, layout=short),
             tokens_count,
             first_row,
             rows_count,
             groups * 256,
-            ROWS,
-            CHUNKS,
-            PATCHES,
-            WARPS,
+            C,
         )
-        if HAS_BIAS:
+        if C.HAS_BIAS:
             bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
             acc += bias.to(gl.float32)[:, None]
     place = (split * tokens_count + out_token).to(gl.int64)[None, :] * rows_count + out_row[:, None]
@@ -280,26 +269,24 @@ def _note_patches(
     chunks,
     inside,
     row_length,
-    ROWS: gl.constexpr,
-    SEARCH: gl.constexpr,  # steps of a search among the chunks
-    NOTED: gl.constexpr,
-    WARPS: gl.constexpr,
+    C: gl.constexpr,
+    # SEARCH: steps of a search among the chunks
 ):
     """Write down rows, columns and values of patches from `begin` on."""
-    each_thread: gl.constexpr = NOTED // (32 * WARPS)
-    layout: gl.constexpr = gl.BlockedLayout([each_thread], [32], [WARPS], [0])
-    each = begin + gl.arange(0, NOTED, layout=layout)
+    each_thread: gl.constexpr = C.NOTED // (32 * C.WARPS)
+    layout: gl.constexpr = gl.BlockedLayout([each_thread], [32], [C.WARPS], [0])
+    each = begin + gl.arange(0, C.NOTED, layout=layout)
     is_patch = each < end
     place = gl.load(places_ptr + each, mask=is_patch, other=0).to(gl.int32)
     value = gl.load(values_ptr + each, mask=is_patch, other=0)
-    passed = gl.full([NOTED], 0, gl.int32, layout)
-    for step in gl.static_range(SEARCH):
-        middle = passed + (1 << (SEARCH - 1 - step))
+    passed = gl.full([C.NOTED], 0, gl.int32, layout)
+    for step in gl.static_range(C.SEARCH):
+        middle = passed + (1 << (C.SEARCH - 1 - step))
         start = gl.load(starts_ptr + chunk + middle, mask=middle < chunks, other=0x7FFFFFFF)
         passed = gl.where(each >= start, middle, passed)
     flat = passed * CHUNK + place - inside
     row = flat // row_length
-    is_ours = is_patch & (flat >= 0) & (row < ROWS)
+    is_ours = is_patch & (flat >= 0) & (row < C.ROWS)
     rows_note.store(gl.where(is_ours, row, -1))
     columns_note.store(gl.where(is_ours, flat - row * row_length, 0))
     values_note.store(value)
@@ -337,14 +324,7 @@ def win4_wide_kernel(
     rows_count,
     groups,  # K / 256
     xt_stride,
-    HAS_BIAS: gl.constexpr,
-    ROWS: gl.constexpr,
-    TOKENS: gl.constexpr,
-    SEARCH: gl.constexpr,
-    NOTED: gl.constexpr,
-    X_STAGES: gl.constexpr,
-    STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
+    C: gl.constexpr,
 ):
     """A tile of ROWS x TOKENS products: each weight is decoded once for all tokens of the tile.
 
@@ -352,43 +332,43 @@ def win4_wide_kernel(
     tensor cores multiply one step, the operand of the next one is decoded. At last come the
     patches: 64 at a time are one more step, with columns of x that are gathered.
     """
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    warps: gl.constexpr = [[16, 0], [32, 0], [64, 0]] if WARPS == 8 else [[16, 0], [32, 0]]
+    warps: gl.constexpr = [[16, 0], [32, 0], [64, 0]] if C.WARPS == 8 else [[16, 0], [32, 0]]
     words: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0]],
         [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
         warps,
         [],
-        [ROWS, 16],
+        [C.ROWS, 16],
     )
     bytes_of_codes: gl.constexpr = 3 * codes_desc.block_type.nbytes
     bytes_of_x: gl.constexpr = x_desc.block_type.nbytes
-    first_row = gl.program_id(0) * ROWS
-    first_token = gl.program_id(1) * TOKENS
+    first_row = gl.program_id(0) * C.ROWS
+    first_token = gl.program_id(1) * C.TOKENS
     steps = groups * 4
     halves = groups * 2
-    bars = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
-    code_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    x = gl.allocate_shared_memory(gl.bfloat16, [X_STAGES, TOKENS, 64], x_desc.layout)
-    codes = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 16], codes_desc.layout)
-    signs = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 16], signs_desc.layout)
-    more = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, 16], signs_desc.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [C.X_STAGES, 1], mbarrier.MBarrierLayout())
+    code_bars = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
+    x = gl.allocate_shared_memory(gl.bfloat16, [C.X_STAGES, C.TOKENS, 64], x_desc.layout)
+    codes = gl.allocate_shared_memory(gl.int32, [C.STAGES, C.ROWS, 16], codes_desc.layout)
+    signs = gl.allocate_shared_memory(gl.int32, [C.STAGES, C.ROWS, 16], signs_desc.layout)
+    more = gl.allocate_shared_memory(gl.int32, [C.STAGES, C.ROWS, 16], signs_desc.layout)
     notes: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rows_note = gl.allocate_shared_memory(gl.int32, [NOTED], notes)
-    columns_note = gl.allocate_shared_memory(gl.int32, [NOTED], notes)
-    values_note = gl.allocate_shared_memory(gl.int16, [NOTED], notes)
-    for stage in gl.static_range(X_STAGES):
+    rows_note = gl.allocate_shared_memory(gl.int32, [C.NOTED], notes)
+    columns_note = gl.allocate_shared_memory(gl.int32, [C.NOTED], notes)
+    values_note = gl.allocate_shared_memory(gl.int16, [C.NOTED], notes)
+    for stage in gl.static_range(C.X_STAGES):
         mbarrier.init(bars.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
+    for stage in gl.static_range(C.STAGES):
         mbarrier.init(code_bars.index(stage), count=1)
     fence_async_shared()
-    for stage in gl.static_range(STAGES):
+    for stage in gl.static_range(C.STAGES):
         _expect(code_bars, stage, bytes_of_codes, stage < halves)
-    for stage in gl.static_range(X_STAGES):
+    for stage in gl.static_range(C.X_STAGES):
         _expect(bars, stage, bytes_of_x, stage < steps)
     barrier()
-    for stage in gl.static_range(STAGES):
+    for stage in gl.static_range(C.STAGES):
         _fetch_codes(
             codes_desc,
             signs_desc,
@@ -400,7 +380,7 @@ def win4_wide_kernel(
             first_row,
             stage < halves,
         )
-    for stage in gl.static_range(X_STAGES):
+    for stage in gl.static_range(C.X_STAGES):
         tma.async_copy_global_to_shared(
             x_desc,
             [first_token, stage * 64],
@@ -410,7 +390,7 @@ def win4_wide_kernel(
         )
     row_length = groups * 256
     first = gl.cast(first_row, gl.int64) * row_length
-    last = gl.cast(gl.minimum(first_row + ROWS, rows_count), gl.int64) * row_length
+    last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
     chunk = first // CHUNK
     chunks = ((last + CHUNK - 1) // CHUNK - chunk).to(gl.int32)
     inside = (first % CHUNK).to(gl.int32)
@@ -429,14 +409,11 @@ def win4_wide_kernel(
         chunks,
         inside,
         row_length,
-        ROWS,
-        SEARCH,
-        NOTED,
-        WARPS,
+        C,
     )
     power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
-    scale = gl.full([ROWS, 16], 0, gl.int32, words) + power
-    acc = gl.full([ROWS, TOKENS], 0.0, gl.float32, mma)
+    scale = gl.full([C.ROWS, 16], 0, gl.int32, words) + power
+    acc = gl.full([C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
     mbarrier.wait(code_bars.index(0), 0)
     code = codes.index(0).load(words)
     sign = signs.index(0).load(words)
@@ -450,8 +427,8 @@ def win4_wide_kernel(
     second = operand
     for half in range(0, halves):
         step = 2 * half
-        slot = step % X_STAGES
-        mbarrier.wait(bars.index(slot), (step // X_STAGES) & 1)
+        slot = step % C.X_STAGES
+        mbarrier.wait(bars.index(slot), (step // C.X_STAGES) & 1)
         acc = warpgroup_mma(operand, x.index(slot).permute((1, 0)), acc, is_async=True)
         following_second = _half_operand(
             _even_bytes(later) | ((code >> 1) & 0x07800780),
@@ -462,8 +439,8 @@ def win4_wide_kernel(
         # All but the product just begun are done: their slot is free.
         acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
         second = following_second
-        before = step - 1 + X_STAGES
-        slot = before % X_STAGES
+        before = step - 1 + C.X_STAGES
+        slot = before % C.X_STAGES
         wanted = (step > 0) & (before < steps)
         _expect(bars, slot, bytes_of_x, wanted)
         barrier()
@@ -471,12 +448,12 @@ def win4_wide_kernel(
             x_desc, [first_token, before * 64], bars.index(slot), x.index(slot), pred=wanted
         )
         step = step + 1
-        slot = step % X_STAGES
-        mbarrier.wait(bars.index(slot), (step // X_STAGES) & 1)
+        slot = step % C.X_STAGES
+        mbarrier.wait(bars.index(slot), (step // C.X_STAGES) & 1)
         acc = warpgroup_mma(second, x.index(slot).permute((1, 0)), acc, is_async=True)
         following = half + 1
-        place = following % STAGES
-        mbarrier.wait(code_bars.index(place), (following // STAGES) & 1, pred=following < halves)
+        place = following % C.STAGES
+        mbarrier.wait(code_bars.index(place), (following // C.STAGES) & 1, pred=following < halves)
         code = codes.index(place).load(words)
         sign = signs.index(place).load(words)
         later = more.index(place).load(words)
@@ -488,11 +465,11 @@ def win4_wide_kernel(
         )
         acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
         operand = following_operand
-        before = step - 1 + X_STAGES
-        slot = before % X_STAGES
+        before = step - 1 + C.X_STAGES
+        slot = before % C.X_STAGES
         wanted = before < steps
-        far = half + STAGES
-        place = far % STAGES  # that of this half, whose words are in registers by now
+        far = half + C.STAGES
+        place = far % C.STAGES  # that of this half, whose words are in registers by now
         _expect(bars, slot, bytes_of_x, wanted)
         _expect(code_bars, place, bytes_of_codes, far < halves)
         barrier()
@@ -512,18 +489,18 @@ def win4_wide_kernel(
         )
     acc, second = warpgroup_mma_wait(0, deps=[acc, second])
     barrier()
-    for stage in gl.static_range(X_STAGES):
+    for stage in gl.static_range(C.X_STAGES):
         mbarrier.invalidate(bars.index(stage))
-    for stage in gl.static_range(STAGES):
+    for stage in gl.static_range(C.STAGES):
         mbarrier.invalidate(code_bars.index(stage))
 
     copied: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 * 8 // TOKENS, TOKENS // 8], [WARPS, 1], [1, 0]
+        [1, 8], [32 * 8 // C.TOKENS, C.TOKENS // 8], [C.WARPS, 1], [1, 0]
     )
-    turned: gl.constexpr = gl.NVMMASharedLayout(128 if TOKENS >= 64 else 64, 16, 2)
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, left))
-    token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, copied))
-    for start in range(patch, end, NOTED):
+    turned: gl.constexpr = gl.NVMMASharedLayout(128 if C.TOKENS >= 64 else 64, 16, 2)
+    row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, left))
+    token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, copied))
+    for start in range(patch, end, C.NOTED):
         if start > patch:
             barrier()
             _note_patches(
@@ -539,20 +516,17 @@ def win4_wide_kernel(
                 chunks,
                 inside,
                 row_length,
-                ROWS,
-                SEARCH,
-                NOTED,
-                WARPS,
+                C,
             )
             barrier()
-        batches = (gl.minimum(end - start, NOTED) + 63) // 64
-        for several in range(0, batches, X_STAGES):
-            for stage in gl.static_range(X_STAGES):
+        batches = (gl.minimum(end - start, C.NOTED) + 63) // 64
+        for several in range(0, batches, C.X_STAGES):
+            for stage in gl.static_range(C.X_STAGES):
                 if several + stage < batches:
                     _gather(
                         columns_note,
                         several + stage,
-                        x.index(stage)._reinterpret(gl.bfloat16, [64, TOKENS], turned),
+                        x.index(stage)._reinterpret(gl.bfloat16, [64, C.TOKENS], turned),
                         xt_ptr,
                         token,
                         xt_stride,
@@ -561,22 +535,22 @@ def win4_wide_kernel(
             async_copy.wait_group(0)
             fence_async_shared()
             barrier()
-            for stage in gl.static_range(X_STAGES):
+            for stage in gl.static_range(C.X_STAGES):
                 if several + stage < batches:
                     its_row = _noted(rows_note, several + stage, gl.SliceLayout(0, left))
                     value = _noted(values_note, several + stage, gl.SliceLayout(0, left))
                     a = gl.where(its_row[None, :] == row[:, None], value[None, :], 0)
                     a = a.to(gl.bfloat16, bitcast=True)
-                    gathered = x.index(stage)._reinterpret(gl.bfloat16, [64, TOKENS], turned)
+                    gathered = x.index(stage)._reinterpret(gl.bfloat16, [64, C.TOKENS], turned)
                     acc = warpgroup_mma(a, gathered, acc)
             barrier()
-    out: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
-    if HAS_BIAS:
-        out_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma))
+    out: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, C.WARPS], [0, 1])
+    if C.HAS_BIAS:
+        out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, mma))
         bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
         acc += bias.to(gl.float32)[:, None]
-    out_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out))
-    out_token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, out))
+    out_row = first_row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, out))
+    out_token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, out))
     result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), out)
     place = out_token.to(gl.int64)[None, :] * rows_count + out_row[:, None]
     is_out = (out_row < rows_count)[:, None] & (out_token < tokens_count)[None, :]

@@ -90,8 +90,7 @@ def step_patches(
     rate,
     decay,
     WEIGHTS: tl.constexpr,
-    PATCHES: tl.constexpr,
-    HAS_DECAY: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Move the patches of a program along their gradients, in the list.
 
@@ -99,13 +98,13 @@ def step_patches(
     """
     inside = (first % CHUNK).to(tl.int32)
     if end > begin:
-        for start in range(begin, end, PATCHES):
-            each = start + tl.arange(0, PATCHES)
+        for start in range(begin, end, C.PATCHES):
+            each = start + tl.arange(0, C.PATCHES)
             place = tl.load(places_ptr + each, mask=each < end, other=-1).to(tl.int32) - inside
             is_ours = (place >= 0) & (place < WEIGHTS)
             weight = tl.load(values_ptr + each, mask=is_ours, other=0).to(tl.int32)
             gradient = tl.load(gradient_ptr + first + place, mask=is_ours, other=0).to(tl.int32)
-            moved = _stepped(low_float(weight), low_float(gradient), rate, decay, HAS_DECAY)
+            moved = _stepped(low_float(weight), low_float(gradient), rate, decay, C.HAS_DECAY)
             tl.store(values_ptr + each, moved.to(tl.int16), mask=is_ours)
         tl.debug_barrier()
 

@@ -55,14 +55,11 @@ def rans_decode_kernel(
     rate,
     decay,
     chunks,
-    FIELD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    STEP: tl.constexpr,  # out holds gradients, and gets the weights moved along them
-    HAS_DECAY: tl.constexpr,
+    C: tl.constexpr,
+    # STEP: out holds gradients, and gets the weights moved along them
 ):
     """Write WARPS chunks of weights."""
-    chunk = tl.program_id(0) * WARPS + tl.arange(0, WARPS)
+    chunk = tl.program_id(0) * C.WARPS + tl.arange(0, C.WARPS)
     is_chunk = chunk < chunks
     chunk = tl.where(is_chunk, chunk, 0)  # a lane of its own writes the same values again
     lane = tl.arange(0, 32)[None, :]
@@ -73,23 +70,23 @@ def rans_decode_kernel(
         for half in tl.static_range(2):
             even, state, place = _next_pair(state, place, header_ptr, words_ptr)
             odd, state, place = _next_pair(state, place, header_ptr, words_ptr)
-            if FIELD == 8:
+            if C.FIELD == 8:
                 signs = tl.load(signs_ptr + group * 64 + 32 * half + lane)
                 even |= even_bytes(signs)
                 odd |= odd_bytes(signs)
             else:
                 signs = tl.load(signs_ptr + group * 32 + lane).to(tl.int32)
-                even |= narrow_fields(signs, 2 * half, FIELD)
-                odd |= narrow_fields(signs, 2 * half + 1, FIELD)
+                even |= narrow_fields(signs, 2 * half, C.FIELD)
+                odd |= narrow_fields(signs, 2 * half + 1, C.FIELD)
                 first = group * 256 + 128 * half + 2 * lane
-                even = scaled(even, norms_ptr, first, BLOCK)
-                odd = scaled(odd, norms_ptr, first + 64, BLOCK)
+                even = scaled(even, norms_ptr, first, C.BLOCK)
+                odd = scaled(odd, norms_ptr, first + 64, C.BLOCK)
             out = out_words_ptr + group * 128 + 64 * half + lane
-            if STEP:
+            if C.STEP:
                 gradient = tl.load(out, mask=is_chunk[:, None], other=0)
-                even = stepped_pair(even, gradient, rate, decay, HAS_DECAY)
+                even = stepped_pair(even, gradient, rate, decay, C.HAS_DECAY)
                 gradient = tl.load(out + 32, mask=is_chunk[:, None], other=0)
-                odd = stepped_pair(odd, gradient, rate, decay, HAS_DECAY)
+                odd = stepped_pair(odd, gradient, rate, decay, C.HAS_DECAY)
             tl.store(out, even, mask=is_chunk[:, None])
             tl.store(out + 32, odd, mask=is_chunk[:, None])
         group += 1

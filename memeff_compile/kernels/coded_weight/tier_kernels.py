@@ -105,11 +105,8 @@ def tier_decode_kernel(
     words_ptr,  # the same memory, two weights a word
     rate,
     decay,
-    FIELD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PATCHES: tl.constexpr,
-    STEP: tl.constexpr,  # out holds gradients, and gets the weights moved along them
-    HAS_DECAY: tl.constexpr,
+    C: tl.constexpr,
+    # STEP: out holds gradients, and gets the weights moved along them
 ):
     """Write one chunk of weights."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -134,44 +131,34 @@ def tier_decode_kernel(
     lane = word % 32
     out = words_ptr + chunk * (CHUNK // 2) + unit * 256 + lane
     place = chunk * CHUNK + unit * 512 + 2 * lane
-    if FIELD == 8:
+    if C.FIELD == 8:
         sign_at = signs_ptr + chunk * (CHUNK // 4) + unit * 128 + lane
     else:
         sign_at = signs_ptr + chunk * (CHUNK // 8) + unit * 64 + lane
-    if STEP:
+    if C.STEP:
         step_patches(
-            begin,
-            end,
-            places_ptr,
-            values_ptr,
-            out_ptr,
-            chunk * CHUNK,
-            rate,
-            decay,
-            CHUNK,
-            PATCHES,
-            HAS_DECAY,
+            begin, end, places_ptr, values_ptr, out_ptr, chunk * CHUNK, rate, decay, CHUNK, C
         )
     for half in tl.static_range(4):
         even, second, third = _take_pair(first, 2 * half, second, third, narrow, middle, wide)
         odd, second, third = _take_pair(first, 2 * half + 1, second, third, narrow, middle, wide)
-        if FIELD == 8:
+        if C.FIELD == 8:
             signs = tl.load(sign_at + 32 * half)
             even |= even_bytes(signs)
             odd |= odd_bytes(signs)
         else:
             signs = tl.load(sign_at + 32 * (half // 2)).to(tl.int32)
-            even |= narrow_fields(signs, 2 * (half % 2), FIELD)
-            odd |= narrow_fields(signs, 2 * (half % 2) + 1, FIELD)
-            even = scaled(even, norms_ptr, place + 128 * half, BLOCK)
-            odd = scaled(odd, norms_ptr, place + 128 * half + 64, BLOCK)
-        if STEP:
-            even = stepped_pair(even, tl.load(out + 64 * half), rate, decay, HAS_DECAY)
-            odd = stepped_pair(odd, tl.load(out + 64 * half + 32), rate, decay, HAS_DECAY)
+            even |= narrow_fields(signs, 2 * (half % 2), C.FIELD)
+            odd |= narrow_fields(signs, 2 * (half % 2) + 1, C.FIELD)
+            even = scaled(even, norms_ptr, place + 128 * half, C.BLOCK)
+            odd = scaled(odd, norms_ptr, place + 128 * half + 64, C.BLOCK)
+        if C.STEP:
+            even = stepped_pair(even, tl.load(out + 64 * half), rate, decay, C.HAS_DECAY)
+            odd = stepped_pair(odd, tl.load(out + 64 * half + 32), rate, decay, C.HAS_DECAY)
         tl.store(out + 64 * half, even)
         tl.store(out + 64 * half + 32, odd)
     if end > begin:  # seldom
-        listed, value = first_patches(begin, end, places_ptr, values_ptr, PATCHES)
+        listed, value = first_patches(begin, end, places_ptr, values_ptr, C.PATCHES)
         store_patches(
             begin,
             end,
@@ -182,7 +169,7 @@ def tier_decode_kernel(
             out_ptr,
             chunk * CHUNK,
             CHUNK,
-            PATCHES,
+            C.PATCHES,
         )
 
 

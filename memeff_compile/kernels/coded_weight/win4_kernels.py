@@ -53,26 +53,24 @@ def win4_decode_kernel(
     words_ptr,  # the same memory, two weights a word
     rate,
     decay,
-    WORDS: tl.constexpr,
-    FIELD: tl.constexpr,  # bits of sign and mantissa: 8 is lossless
-    BLOCK: tl.constexpr,  # weights per normaliser, or 0
-    PATCHES: tl.constexpr,
-    STEP: tl.constexpr,  # out holds gradients, and gets the weights moved along them
-    HAS_DECAY: tl.constexpr,
+    C: tl.constexpr,
+    # FIELD: bits of sign and mantissa: 8 is lossless
+    # BLOCK: weights per normaliser, or 0
+    # STEP: out holds gradients, and gets the weights moved along them
 ):
     """Write WORDS * 8 weights."""
-    first = tl.program_id(0).to(tl.int64) * WORDS
-    word = tl.arange(0, WORDS)
+    first = tl.program_id(0).to(tl.int64) * C.WORDS
+    word = tl.arange(0, C.WORDS)
     group = first // 32 + word // 32
     lane = word % 32
     chunk = first * 8 // CHUNK
     begin = tl.load(starts_ptr + chunk)  # long before they are needed
     end = tl.load(starts_ptr + chunk + 1)
     base = tl.load(header_ptr) << 7
-    if not STEP:
-        place, value = first_patches(begin, end, places_ptr, values_ptr, PATCHES)
+    if not C.STEP:
+        place, value = first_patches(begin, end, places_ptr, values_ptr, C.PATCHES)
     codes = tl.load(codes_ptr + first + word)
-    if FIELD == 8:
+    if C.FIELD == 8:
         sign_at = signs_ptr + group * 64 + lane
         signs = tl.load(sign_at)
         more = tl.load(sign_at + 32)
@@ -83,34 +81,24 @@ def win4_decode_kernel(
     else:
         signs = tl.load(signs_ptr + first + word).to(tl.int32)
         at = group * 256 + 2 * lane
-        pair_0 = narrow_fields(signs, 0, FIELD) | _exponents(codes, base, 0)
-        pair_1 = narrow_fields(signs, 1, FIELD) | _exponents(codes, base, 1)
-        pair_2 = narrow_fields(signs, 2, FIELD) | _exponents(codes, base, 2)
-        pair_3 = narrow_fields(signs, 3, FIELD) | _exponents(codes, base, 3)
-        pair_0 = scaled(pair_0, norms_ptr, at, BLOCK)
-        pair_1 = scaled(pair_1, norms_ptr, at + 64, BLOCK)
-        pair_2 = scaled(pair_2, norms_ptr, at + 128, BLOCK)
-        pair_3 = scaled(pair_3, norms_ptr, at + 192, BLOCK)
+        pair_0 = narrow_fields(signs, 0, C.FIELD) | _exponents(codes, base, 0)
+        pair_1 = narrow_fields(signs, 1, C.FIELD) | _exponents(codes, base, 1)
+        pair_2 = narrow_fields(signs, 2, C.FIELD) | _exponents(codes, base, 2)
+        pair_3 = narrow_fields(signs, 3, C.FIELD) | _exponents(codes, base, 3)
+        pair_0 = scaled(pair_0, norms_ptr, at, C.BLOCK)
+        pair_1 = scaled(pair_1, norms_ptr, at + 64, C.BLOCK)
+        pair_2 = scaled(pair_2, norms_ptr, at + 128, C.BLOCK)
+        pair_3 = scaled(pair_3, norms_ptr, at + 192, C.BLOCK)
     out = words_ptr + group * 128 + lane
-    if STEP:
-        pair_0 = stepped_pair(pair_0, tl.load(out), rate, decay, HAS_DECAY)
-        pair_1 = stepped_pair(pair_1, tl.load(out + 32), rate, decay, HAS_DECAY)
-        pair_2 = stepped_pair(pair_2, tl.load(out + 64), rate, decay, HAS_DECAY)
-        pair_3 = stepped_pair(pair_3, tl.load(out + 96), rate, decay, HAS_DECAY)
+    if C.STEP:
+        pair_0 = stepped_pair(pair_0, tl.load(out), rate, decay, C.HAS_DECAY)
+        pair_1 = stepped_pair(pair_1, tl.load(out + 32), rate, decay, C.HAS_DECAY)
+        pair_2 = stepped_pair(pair_2, tl.load(out + 64), rate, decay, C.HAS_DECAY)
+        pair_3 = stepped_pair(pair_3, tl.load(out + 96), rate, decay, C.HAS_DECAY)
         step_patches(
-            begin,
-            end,
-            places_ptr,
-            values_ptr,
-            out_ptr,
-            first * 8,
-            rate,
-            decay,
-            WORDS * 8,
-            PATCHES,
-            HAS_DECAY,
+            begin, end, places_ptr, values_ptr, out_ptr, first * 8, rate, decay, C.WORDS * 8, C
         )
-        place, value = first_patches(begin, end, places_ptr, values_ptr, PATCHES)
+        place, value = first_patches(begin, end, places_ptr, values_ptr, C.PATCHES)
     tl.store(out, pair_0)
     tl.store(out + 32, pair_1)
     tl.store(out + 64, pair_2)
@@ -124,8 +112,8 @@ def win4_decode_kernel(
         values_ptr,
         out_ptr,
         first * 8,
-        WORDS * 8,
-        PATCHES,
+        C.WORDS * 8,
+        C.PATCHES,
     )
 
 
@@ -336,8 +324,8 @@ def _some_rows(
     WORDS: tl.constexpr,
     STAGES: tl.constexpr,
     CHUNKS: tl.constexpr,  # a power of two, not less than the chunks that ROWS rows touch
-    PATCHES: tl.constexpr,
-    PACKED: tl.constexpr,  # two weights are scaled by one instruction, of assembly
+    C: tl.constexpr,
+    # PACKED: two weights are scaled by one instruction, of assembly
 ):
     """One token: ROWS products of a row and x, in fp32.
 
@@ -369,13 +357,13 @@ def _some_rows(
         signs = tl.load(signs_ptr + at, mask=is_read, other=0)
         more = tl.load(signs_ptr + at + 32, mask=is_read, other=0)
         at = group * 128 + lane
-        if PACKED:
+        if C.PACKED:
             acc = _packed_products(codes, signs, more, x_ptr, at, is_in, scales, acc)
         else:
             acc = _products(codes, signs, more, x_ptr, at, is_in, scale, acc)
     total = tl.sum(acc, 1)
-    for start in range(patch, end, PATCHES):
-        each = start + tl.arange(0, PATCHES)
+    for start in range(patch, end, C.PATCHES):
+        each = start + tl.arange(0, C.PATCHES)
         is_patch = each < end
         place = tl.load(places_ptr + each, mask=is_patch, other=0).to(tl.int32)
         weight = tl.load(values_ptr + each, mask=is_patch, other=0).to(tl.int32)
@@ -407,14 +395,7 @@ def win4_row_kernel(
     out_ptr,
     rows_count,
     row_words,
-    HAS_BIAS: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
-    STAGES: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PATCHES: tl.constexpr,
-    PACKED: tl.constexpr,
+    C: tl.constexpr,
 ):
     """One token and one weight."""
     _some_rows(
@@ -430,14 +411,13 @@ def win4_row_kernel(
         out_ptr,
         rows_count,
         row_words,
-        HAS_BIAS,
-        IS_EVEN,
-        ROWS,
-        WORDS,
-        STAGES,
-        CHUNKS,
-        PATCHES,
-        PACKED,
+        C.HAS_BIAS,
+        C.IS_EVEN,
+        C.ROWS,
+        C.WORDS,
+        C.STAGES,
+        C.CHUNKS,
+        C,
     )
 
 
@@ -472,32 +452,13 @@ def win4_rows_kernel(
     out_2_ptr,
     rows_2,
     row_words,
-    HAS_BIAS_0: tl.constexpr,
-    IS_EVEN_0: tl.constexpr,
-    ROWS_0: tl.constexpr,
-    WORDS_0: tl.constexpr,
-    STAGES_0: tl.constexpr,
-    CHUNKS_0: tl.constexpr,
-    HAS_BIAS_1: tl.constexpr,
-    IS_EVEN_1: tl.constexpr,
-    ROWS_1: tl.constexpr,
-    WORDS_1: tl.constexpr,
-    STAGES_1: tl.constexpr,
-    CHUNKS_1: tl.constexpr,
-    HAS_BIAS_2: tl.constexpr,
-    IS_EVEN_2: tl.constexpr,
-    ROWS_2: tl.constexpr,
-    WORDS_2: tl.constexpr,
-    STAGES_2: tl.constexpr,
-    CHUNKS_2: tl.constexpr,
-    COUNT: tl.constexpr,  # weights, 2 or 3
-    PATCHES: tl.constexpr,
-    PACKED: tl.constexpr,
+    C: tl.constexpr,
+    # COUNT: weights, 2 or 3
 ):
     """One token and several weights of one width, each in its own tiles: the sums are the same."""
     program = tl.program_id(0)
-    first = tl.cdiv(rows_0, ROWS_0)
-    second = first + tl.cdiv(rows_1, ROWS_1)
+    first = tl.cdiv(rows_0, C.ROWS_0)
+    second = first + tl.cdiv(rows_1, C.ROWS_1)
     if program < first:
         _some_rows(
             program,
@@ -512,14 +473,13 @@ def win4_rows_kernel(
             out_0_ptr,
             rows_0,
             row_words,
-            HAS_BIAS_0,
-            IS_EVEN_0,
-            ROWS_0,
-            WORDS_0,
-            STAGES_0,
-            CHUNKS_0,
-            PATCHES,
-            PACKED,
+            C.HAS_BIAS_0,
+            C.IS_EVEN_0,
+            C.ROWS_0,
+            C.WORDS_0,
+            C.STAGES_0,
+            C.CHUNKS_0,
+            C,
         )
     elif program < second:
         _some_rows(
@@ -535,16 +495,15 @@ def win4_rows_kernel(
             out_1_ptr,
             rows_1,
             row_words,
-            HAS_BIAS_1,
-            IS_EVEN_1,
-            ROWS_1,
-            WORDS_1,
-            STAGES_1,
-            CHUNKS_1,
-            PATCHES,
-            PACKED,
+            C.HAS_BIAS_1,
+            C.IS_EVEN_1,
+            C.ROWS_1,
+            C.WORDS_1,
+            C.STAGES_1,
+            C.CHUNKS_1,
+            C,
         )
-    elif COUNT == 3:
+    elif C.COUNT == 3:
         _some_rows(
             program - second,
             x_ptr,
@@ -558,14 +517,13 @@ def win4_rows_kernel(
             out_2_ptr,
             rows_2,
             row_words,
-            HAS_BIAS_2,
-            IS_EVEN_2,
-            ROWS_2,
-            WORDS_2,
-            STAGES_2,
-            CHUNKS_2,
-            PATCHES,
-            PACKED,
+            C.HAS_BIAS_2,
+            C.IS_EVEN_2,
+            C.ROWS_2,
+            C.WORDS_2,
+            C.STAGES_2,
+            C.CHUNKS_2,
+            C,
         )
 
 
@@ -603,29 +561,21 @@ def win4_tile_kernel(
     tokens_count,
     rows_count,
     row_words,  # K / 8
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PATCHES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    STAGES: tl.constexpr,
+    C: tl.constexpr,
 ):
     """A tile of ROWS x TOKENS products; with SPLITS, over a share of the columns."""
-    first_row = tl.program_id(0) * ROWS
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    first_row = tl.program_id(0) * C.ROWS
+    token = tl.program_id(1) * C.TOKENS + tl.arange(0, C.TOKENS)
     split = tl.program_id(2)
-    row = first_row + tl.arange(0, ROWS)
+    row = first_row + tl.arange(0, C.ROWS)
     is_row = (row < rows_count)[:, None]
     is_token = (token < tokens_count)[None, :]
     base = tl.load(header_ptr) << 7
     begin = row.to(tl.int64)[:, None] * row_words
     x_begin = x_ptr + token.to(tl.int64)[None, :] * (row_words * 4)
-    acc = tl.zeros((ROWS, TOKENS), tl.float32)
-    for start in tl.range(split * WORDS, row_words, WORDS * SPLITS, num_stages=STAGES):
-        word = start + tl.arange(0, WORDS)
+    acc = tl.zeros((C.ROWS, C.TOKENS), tl.float32)
+    for start in tl.range(split * C.WORDS, row_words, C.WORDS * C.SPLITS, num_stages=C.STAGES):
+        word = start + tl.arange(0, C.WORDS)
         is_in = word < row_words
         is_read = is_row & is_in[None, :]
         group = word // 32
@@ -640,36 +590,36 @@ def win4_tile_kernel(
         x_1 = tl.load(x_at + 32, mask=is_x, other=0)
         x_2 = tl.load(x_at + 64, mask=is_x, other=0)
         x_3 = tl.load(x_at + 96, mask=is_x, other=0)
-        acc = _dot_pair(even_bytes(signs) | _exponents(codes, base, 0), x_0, acc, UPCAST)
-        acc = _dot_pair(odd_bytes(signs) | _exponents(codes, base, 1), x_1, acc, UPCAST)
-        acc = _dot_pair(even_bytes(more) | _exponents(codes, base, 2), x_2, acc, UPCAST)
-        acc = _dot_pair(odd_bytes(more) | _exponents(codes, base, 3), x_3, acc, UPCAST)
+        acc = _dot_pair(even_bytes(signs) | _exponents(codes, base, 0), x_0, acc, C.UPCAST)
+        acc = _dot_pair(odd_bytes(signs) | _exponents(codes, base, 1), x_1, acc, C.UPCAST)
+        acc = _dot_pair(even_bytes(more) | _exponents(codes, base, 2), x_2, acc, C.UPCAST)
+        acc = _dot_pair(odd_bytes(more) | _exponents(codes, base, 3), x_3, acc, C.UPCAST)
     if split == 0:
         row_length = row_words * 8
-        chunk, chunks, inside = _first_chunk(first_row, ROWS, rows_count, row_length)
+        chunk, chunks, inside = _first_chunk(first_row, C.ROWS, rows_count, row_length)
         patch = tl.load(starts_ptr + chunk)
         end = tl.load(starts_ptr + chunk + chunks)
-        for start in range(patch, end, PATCHES):
-            each = start + tl.arange(0, PATCHES)
+        for start in range(patch, end, C.PATCHES):
+            each = start + tl.arange(0, C.PATCHES)
             is_patch = each < end
             place = tl.load(places_ptr + each, mask=is_patch, other=0).to(tl.int32)
             weight = tl.load(values_ptr + each, mask=is_patch, other=0).to(tl.int32)
             its_row, column = _patch_rows(
-                starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS
+                starts_ptr, place, each, chunk, chunks, inside, row_length, C.CHUNKS
             )
-            is_patch &= (its_row >= 0) & (its_row < ROWS)
+            is_patch &= (its_row >= 0) & (its_row < C.ROWS)
             is_here = is_patch[None, :] & (its_row[None, :] + first_row == row[:, None])
             x = tl.load(
                 x_begin + (column // 2)[:, None], mask=is_patch[:, None] & is_token, other=0
             )
             x = tl.where((column % 2 == 0)[:, None], x, x >> 16)
-            if UPCAST:
+            if C.UPCAST:
                 left = tl.where(is_here, low_float(weight)[None, :], 0.0)
                 acc = tl.dot(left, low_float(x), acc, input_precision="ieee")
             else:
                 left = tl.where(is_here, weight[None, :], 0)
                 acc = tl.dot(_low_bf16(left), _low_bf16(x), acc)
-        if HAS_BIAS:
+        if C.HAS_BIAS:
             bias = tl.load(bias_ptr + row, mask=row < rows_count, other=0).to(tl.float32)
             acc += bias[:, None]
     out = out_ptr + (split * tokens_count + token).to(tl.int64)[None, :] * rows_count + row[:, None]

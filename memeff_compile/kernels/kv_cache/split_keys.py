@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.key_tiles import depth_block
+from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.device import gpu, on_device, processors
 from memeff_compile.kernels.kv_cache.shapes import (
     Shapes,
@@ -129,7 +130,9 @@ def attend(
     block = depth_block(depth)
     align = alignment(k_cache.stride(2), v_cache.stride(2))
     with on_device(q):
-        kernels._kv_cache_attention_kernel[(groups, splits, plan.row_tiles)](
+        start(
+            kernels._kv_cache_attention_kernel,
+            (groups, splits, plan.row_tiles),
             q,
             *q.stride(),
             k_cache,
@@ -162,7 +165,9 @@ def attend(
             num_warps=shapes.warps,
         )
         if splits > 1:
-            kernels._kv_cache_combine_kernel[(rows * groups,)](
+            start(
+                kernels._kv_cache_combine_kernel,
+                (rows * groups,),
                 share,
                 stat,
                 out,

@@ -63,64 +63,58 @@ def _kv_cache_attention_kernel(
     keys,
     splits,
     stat_count,  # B * KV_HEADS * rows * splits
-    REPEAT: tl.constexpr,  # query heads per key-value head
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    IS_ALONE: tl.constexpr,  # one split
-    HAS_MASK: tl.constexpr,
-    STAGES: tl.constexpr,
-    ALIGN: tl.constexpr,  # elements that divide the strides of keys, so that loads are wide
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
+    # REPEAT: query heads per key-value head
+    # IS_ALONE: one split
+    # ALIGN: elements that divide the strides of keys, so that loads are wide
 ):
-    stride_k_key = stride_k_unit * ALIGN
-    stride_v_key = stride_v_unit * ALIGN
+    stride_k_key = stride_k_unit * C.ALIGN
+    stride_v_key = stride_v_unit * C.ALIGN
     group = tl.program_id(0)
     split = tl.program_id(1)
     batch = (group // kv_heads).to(tl.int64)
     kv_head = (group % kv_heads).to(tl.int64)
-    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    query = rows // REPEAT
-    head = kv_head * REPEAT + rows % REPEAT
+    rows = tl.program_id(2) * C.ROWS + tl.arange(0, C.ROWS)
+    query = rows // C.REPEAT
+    head = kv_head * C.REPEAT + rows % C.REPEAT
     is_row = query < queries
-    depth = tl.arange(0, DEPTH_BLOCK)
+    depth = tl.arange(0, C.DEPTH_BLOCK)
     last = _last_key_of_rows(
         last_ptr, stride_last_batch, stride_last_query, batch, query, is_row, keys
     )
     end = tl.max(last, axis=0) + 1
-    tiles = tl.cdiv(end, KEYS)
-    if (split < tiles) | IS_ALONE:
+    tiles = tl.cdiv(end, C.KEYS)
+    if (split < tiles) | C.IS_ALONE:
         q_offs = head[:, None] * stride_q_head + query[:, None].to(tl.int64) * stride_q_query
         q_mask = is_row[:, None]
-        if DEPTH != DEPTH_BLOCK:
-            q_mask = q_mask & (depth < DEPTH)[None, :]
+        if C.DEPTH != C.DEPTH_BLOCK:
+            q_mask = q_mask & (depth < C.DEPTH)[None, :]
         q = tl.load(
             q_ptr + batch * stride_q_batch + q_offs + depth[None, :] * stride_q_depth,
             mask=q_mask,
             other=0.0,
         )
         wide_zero = batch * 0  # makes addresses 64-bit numbers
-        offs = tl.arange(0, KEYS)
+        offs = tl.arange(0, C.KEYS)
         k_base = k_ptr + batch * stride_k_batch + kv_head * stride_k_head
         v_base = v_ptr + batch * stride_v_batch + kv_head * stride_v_head
         k_offs = offs[:, None] * stride_k_key + depth[None, :] * stride_k_depth
         v_offs = offs[:, None] * stride_v_key + depth[None, :] * stride_v_depth
-        largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((ROWS,), dtype=tl.float32)
-        acc = tl.zeros((ROWS, DEPTH_BLOCK), dtype=tl.float32)
-        for tile in tl.range(split, tiles, splits, num_stages=STAGES):
-            start = wide_zero + tile * KEYS
-            position = tile * KEYS + offs
+        largest = tl.full((C.ROWS,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((C.ROWS,), dtype=tl.float32)
+        acc = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
+        for tile in tl.range(split, tiles, splits, num_stages=C.STAGES):
+            start = wide_zero + tile * C.KEYS
+            position = tile * C.KEYS + offs
             is_key = (position < end)[:, None]
-            if DEPTH != DEPTH_BLOCK:
-                is_key = is_key & (depth < DEPTH)[None, :]
+            if C.DEPTH != C.DEPTH_BLOCK:
+                is_key = is_key & (depth < C.DEPTH)[None, :]
             k = tl.load(k_base + start * stride_k_key + k_offs, mask=is_key, other=0.0)
             v = tl.load(v_base + start * stride_v_key + v_offs, mask=is_key, other=0.0)
-            score = tl.zeros((ROWS, KEYS), dtype=tl.float32)
-            score = dot(q, tl.trans(k), score, UPCAST) * scale
+            score = tl.zeros((C.ROWS, C.KEYS), dtype=tl.float32)
+            score = dot(q, tl.trans(k), score, C.UPCAST) * scale
             is_seen = position[None, :] <= last[:, None]
-            if HAS_MASK:
+            if C.HAS_MASK:
                 seen = tl.load(
                     mask_ptr
                     + batch * stride_mask_batch
@@ -135,19 +129,21 @@ def _kv_cache_attention_kernel(
             weight, shrink, largest = step(score, largest, 1)
             total = total * shrink + tl.sum(weight, axis=1)
             acc = acc * shrink[:, None]
-            acc = dot(weight.to(v.dtype), v, acc, UPCAST)
-        row_offs = head[:, None] * DEPTH + query[:, None].to(tl.int64) * (kv_heads * REPEAT * DEPTH)
-        if IS_ALONE:
+            acc = dot(weight.to(v.dtype), v, acc, C.UPCAST)
+        row_offs = head[:, None] * C.DEPTH + query[:, None].to(tl.int64) * (
+            kv_heads * C.REPEAT * C.DEPTH
+        )
+        if C.IS_ALONE:
             acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-            offset = batch * queries * kv_heads * REPEAT * DEPTH
+            offset = batch * queries * kv_heads * C.REPEAT * C.DEPTH
             tl.store(
                 out_ptr + offset + row_offs + depth[None, :],
                 acc.to(out_ptr.dtype.element_ty),
                 mask=q_mask,
             )
         else:
-            place = (group.to(tl.int64) * queries * REPEAT + rows) * splits + split
-            tl.store(share_ptr + place[:, None] * DEPTH + depth[None, :], acc, mask=q_mask)
+            place = (group.to(tl.int64) * queries * C.REPEAT + rows) * splits + split
+            tl.store(share_ptr + place[:, None] * C.DEPTH + depth[None, :], acc, mask=q_mask)
             tl.store(stat_ptr + place, largest, mask=is_row)
             tl.store(stat_ptr + stat_count + place, total, mask=is_row)
 
@@ -165,34 +161,32 @@ def _kv_cache_combine_kernel(
     keys,
     splits,
     stat_count,
-    REPEAT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
-    row = tl.program_id(0) % (queries * REPEAT)
-    group = tl.program_id(0) // (queries * REPEAT)
+    row = tl.program_id(0) % (queries * C.REPEAT)
+    group = tl.program_id(0) // (queries * C.REPEAT)
     batch = (group // kv_heads).to(tl.int64)
     kv_head = group % kv_heads
-    query = row // REPEAT
+    query = row // C.REPEAT
     last = _last_key_of_rows(
         last_ptr, stride_last_batch, stride_last_query, batch, query, query < queries, keys
     )
-    tiles = tl.cdiv(last + 1, KEYS)
-    split = tl.arange(0, SPLIT_BLOCK)
+    tiles = tl.cdiv(last + 1, C.KEYS)
+    split = tl.arange(0, C.SPLIT_BLOCK)
     is_split = split < tl.minimum(tiles, splits)  # the other shares were never written
-    depth = tl.arange(0, DEPTH_BLOCK)
-    place = (group.to(tl.int64) * queries * REPEAT + row) * splits + split
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    place = (group.to(tl.int64) * queries * C.REPEAT + row) * splits + split
     largest = tl.load(stat_ptr + place, mask=is_split, other=float("-inf"))
     total = tl.load(stat_ptr + stat_count + place, mask=is_split, other=0.0)
     is_value = is_split[:, None]
-    if DEPTH != DEPTH_BLOCK:
-        is_value = is_value & (depth < DEPTH)[None, :]
-    share = tl.load(share_ptr + place[:, None] * DEPTH + depth[None, :], mask=is_value, other=0.0)
+    if C.DEPTH != C.DEPTH_BLOCK:
+        is_value = is_value & (depth < C.DEPTH)[None, :]
+    share = tl.load(share_ptr + place[:, None] * C.DEPTH + depth[None, :], mask=is_value, other=0.0)
     result = of_shares(largest, total, share)
-    head = kv_head * REPEAT + row % REPEAT
-    out_row = (batch * queries + query) * (kv_heads * REPEAT) + head
+    head = kv_head * C.REPEAT + row % C.REPEAT
+    out_row = (batch * queries + query) * (kv_heads * C.REPEAT) + head
     tl.store(
-        out_ptr + out_row * DEPTH + depth, result.to(out_ptr.dtype.element_ty), mask=depth < DEPTH
+        out_ptr + out_row * C.DEPTH + depth,
+        result.to(out_ptr.dtype.element_ty),
+        mask=depth < C.DEPTH,
     )

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.compat import described
+from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.device import on_device
 from memeff_compile.kernels.linear_cross_entropy import filters, tile_lists
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
@@ -111,7 +112,9 @@ def forward(
             here = stop - first
             if is_compact:
                 gather(hidden, gathered[:here], selection, first, shapes)
-            kernels._linear_cross_entropy_forward_kernel[(shapes.programs,)](
+            start(
+                kernels._linear_cross_entropy_forward_kernel,
+                (shapes.programs,),
                 hidden_desc,
                 weight_desc,
                 bias,
@@ -141,7 +144,9 @@ def forward(
                 num_warps=shapes.warps,
                 num_stages=shapes.stages,
             )
-            kernels._linear_cross_entropy_rows_kernel[(-(-here // ROWS),)](
+            start(
+                kernels._linear_cross_entropy_rows_kernel,
+                (-(-here // ROWS),),
                 stats,
                 target_logit,
                 selection.target,
@@ -395,7 +400,9 @@ class _Backward:
         hidden = None if gathers else self.hidden
         g_columns = shapes.gradient_columns(is_plain=self.is_plain and not gathers)
         grad_weight = self.grad_weight if needs_weight else None
-        kernels._linear_cross_entropy_dense_gradient_kernel[(shapes.programs,)](
+        start(
+            kernels._linear_cross_entropy_dense_gradient_kernel,
+            (shapes.programs,),
             tiles_of(hidden, tile, step),
             *where,
             tiles_of(self.weight, g_columns, step),
@@ -425,7 +432,9 @@ class _Backward:
             num_stages=shapes.stages,
         )
         if self.sums is not None or grad_weight is not None:
-            kernels._linear_cross_entropy_dense_products_kernel[(shapes.programs,)](
+            start(
+                kernels._linear_cross_entropy_dense_products_kernel,
+                (shapes.programs,),
                 tiles_of(g, step, tile),
                 tiles_of(g, tile, step),
                 tiles_of(hidden, step, columns),
@@ -473,7 +482,9 @@ class _Backward:
         tile, columns, step = shapes.rows, shapes.columns, shapes.step
         g = self.piece[: self.slots * tile * tile].view(self.slots * tile, tile)
         has_kept = self.selection.kept is not None
-        kernels._linear_cross_entropy_sparse_gradient_kernel[(2 * shapes.programs,)](
+        start(
+            kernels._linear_cross_entropy_sparse_gradient_kernel,
+            (2 * shapes.programs,),
             tiles_of(self.hidden, tile, step),
             tiles_of(self.weight, tile, step),
             tiles_of(g, tile, tile // 4),
@@ -500,7 +511,9 @@ class _Backward:
             num_stages=shapes.square_stages,
         )
         if self.sums is not None or self.grad_weight is not None:
-            kernels._linear_cross_entropy_sparse_products_kernel[(shapes.programs,)](
+            start(
+                kernels._linear_cross_entropy_sparse_products_kernel,
+                (shapes.programs,),
                 tiles_of(g, step, tile),
                 tiles_of(g, tile, step),
                 tiles_of(self.hidden, step, columns),

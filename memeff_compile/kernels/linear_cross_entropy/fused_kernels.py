@@ -188,65 +188,58 @@ def _linear_cross_entropy_forward_kernel(
     depth,
     scale,
     softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_COLUMN_WEIGHT: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    WITH_LOGIT_SUM: tl.constexpr,
-    PARTS: tl.constexpr,  # statistics per tile: 1, or 2 for one per half of its columns
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
+    # PARTS: statistics per tile: 1, or 2 for one per half of its columns
 ):
     """Reduce each tile of logits to a maximum and a sum per row; pick out the target's logit."""
     rows_here = group_rows
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         rows_here = tl.minimum(group_rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
-    row_blocks = tl.cdiv(rows_here, BM)
-    column_blocks = tl.cdiv(vocab, BN)
-    plane = tl.cast(column_blocks, tl.int64) * PARTS * group_rows
+    row_blocks = tl.cdiv(rows_here, C.BM)
+    column_blocks = tl.cdiv(vocab, C.BN)
+    plane = tl.cast(column_blocks, tl.int64) * C.PARTS * group_rows
     for tile in tl.range(
-        tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=FLATTEN
+        tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=C.FLATTEN
     ):
         row_block = tile % row_blocks
         column_block = tile // row_blocks
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for k in range(0, depth, BK):
-            e = hidden_desc.load([hidden_row + row_block * BM, k])
-            c = weight_desc.load([column_block * BN, k])
-            acc = dot(e, c.T, acc, UPCAST)
+        acc = tl.zeros((C.BM, C.BN), dtype=tl.float32)
+        for k in range(0, depth, C.BK):
+            e = hidden_desc.load([hidden_row + row_block * C.BM, k])
+            c = weight_desc.load([column_block * C.BN, k])
+            acc = dot(e, c.T, acc, C.UPCAST)
 
-        rows = row_block * BM + tl.arange(0, BM)
+        rows = row_block * C.BM + tl.arange(0, C.BM)
         is_row = rows < rows_here
-        offs = tl.arange(0, BN)
-        columns = column_block * BN + offs
-        z2, _slope = _logits(acc, columns, bias_ptr, vocab, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1) - column_block * BN
-        is_here = (target >= 0) & (target < BN)
+        offs = tl.arange(0, C.BN)
+        columns = column_block * C.BN + offs
+        z2, _slope = _logits(
+            acc, columns, bias_ptr, vocab, scale, softcap, C.HAS_BIAS, C.HAS_SOFTCAP
+        )
+        target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1) - column_block * C.BN
+        is_here = (target >= 0) & (target < C.BN)
         if tl.max(is_here.to(tl.int32), axis=0) > 0:
             z2_target = tl.sum(tl.where(offs[None, :] == target[:, None], z2, 0.0), axis=1)
             tl.store(target_logit_ptr + first_row + rows, z2_target, mask=is_row & is_here)
-        place = (column_block * PARTS).to(tl.int64) * group_rows + rows
-        if WITH_LOGIT_SUM:
+        place = (column_block * C.PARTS).to(tl.int64) * group_rows + rows
+        if C.WITH_LOGIT_SUM:
             counted = tl.where(columns[None, :] < vocab, z2, 0.0)
-            if HAS_COLUMN_WEIGHT:
+            if C.HAS_COLUMN_WEIGHT:
                 counted *= tl.load(column_weight_ptr + columns, mask=columns < vocab, other=0.0)[
                     None, :
                 ]
             tl.store(stats_ptr + 2 * plane + place, tl.sum(counted, axis=1), mask=is_row)
-        if (column_block + 1) * BN > vocab:
+        if (column_block + 1) * C.BN > vocab:
             z2 = tl.where(columns[None, :] < vocab, z2, float("-inf"))
         # tl.max passes over NaN; the sum keeps it.
-        if PARTS == 1:
+        if C.PARTS == 1:
             peak = tl.max(z2, axis=1)
             base = tl.where(peak == float("-inf"), 0.0, peak)
             mass = tl.sum(tl.exp2(z2 - base[:, None]), axis=1)
             tl.store(stats_ptr + place, peak, mask=is_row)
             tl.store(stats_ptr + plane + place, mass, mask=is_row)
         else:
-            halves = tl.reshape(z2, (BM, 2, BN // 2))
+            halves = tl.reshape(z2, (C.BM, 2, C.BN // 2))
             peak = tl.max(halves, axis=2)
             base = tl.where(peak == float("-inf"), 0.0, peak)
             mass = tl.sum(tl.exp2(halves - base[:, :, None]), axis=2)
@@ -269,24 +262,19 @@ def _linear_cross_entropy_rows_kernel(
     first_row,
     group_rows,
     tiles,  # T
-    HAS_KEPT: tl.constexpr,
-    PARTS: tl.constexpr,
-    WITH_COMPACT_LSE: tl.constexpr,
-    WITH_LOGIT_SUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Merge the statistics of a row's tiles, in a fixed order, into its results."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
     is_row = rows < group_rows
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         is_row = is_row & (first_row + rows < tl.load(kept_ptr))
     plane = tl.cast(tiles, tl.int64) * group_rows
-    peaks = tl.full((ROWS,), float("-inf"), tl.float32)
-    masses = tl.zeros((ROWS,), tl.float32)
-    weighted = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, tiles, TILES):
-        offs = start + tl.arange(0, TILES)
+    peaks = tl.full((C.ROWS,), float("-inf"), tl.float32)
+    masses = tl.zeros((C.ROWS,), tl.float32)
+    weighted = tl.zeros((C.ROWS,), tl.float32)
+    for start in range(0, tiles, C.TILES):
+        offs = start + tl.arange(0, C.TILES)
         mask = (offs < tiles)[:, None] & is_row[None, :]
         place = offs.to(tl.int64)[:, None] * group_rows + rows[None, :]
         peak = tl.load(stats_ptr + place, mask=mask, other=float("-inf"))
@@ -296,24 +284,24 @@ def _linear_cross_entropy_rows_kernel(
         masses = masses * tl.exp2(peaks - base)
         masses += tl.sum(mass * tl.exp2(peak - base[None, :]), axis=0)
         peaks = higher
-        if WITH_LOGIT_SUM:
+        if C.WITH_LOGIT_SUM:
             # One weighted sum per tile, beside its first maximum.
-            mask = mask & (offs % PARTS == 0)[:, None]
+            mask = mask & (offs % C.PARTS == 0)[:, None]
             part = tl.load(stats_ptr + 2 * plane + place, mask=mask, other=0.0)
             weighted += tl.sum(part, axis=0)
     target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
     z2_target = tl.load(target_logit_ptr + first_row + rows, mask=is_row, other=0.0)
     log_mass = tl.log2(tl.where(is_row, masses, 1.0))
     out = first_row + rows
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         out = tl.load(order_ptr + out, mask=is_row, other=0)
     # (peak - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
     nll = tl.where(target >= 0, (peaks - z2_target + log_mass) * LN2, 0.0)
     tl.store(nll_ptr + out, nll, mask=is_row)
     tl.store(lse_ptr + out, (peaks + log_mass) * LN2, mask=is_row)
-    if WITH_COMPACT_LSE:
+    if C.WITH_COMPACT_LSE:
         tl.store(compact_lse_ptr + first_row + rows, peaks + log_mass, mask=is_row)
-    if WITH_LOGIT_SUM:
+    if C.WITH_LOGIT_SUM:
         tl.store(logit_sum_ptr + out, tl.where(target >= 0, weighted * LN2, 0.0), mask=is_row)
 
 
@@ -331,13 +319,10 @@ def _gradient_tile(
     vocab,
     scale,
     softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_COLUMN_WEIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    WITH_LOGIT_SUM: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Return G = dloss/ds of one tile in fp32; rows and columns that do not exist are zero."""
-    z2, slope = _logits(acc, columns, bias_ptr, vocab, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    z2, slope = _logits(acc, columns, bias_ptr, vocab, scale, softcap, C.HAS_BIAS, C.HAS_SOFTCAP)
     lse2 = tl.load(row_values_ptr + rows, mask=is_row, other=0.0)
     of_p = tl.load(row_values_ptr + all_rows + rows, mask=is_row, other=0.0)
     of_target = tl.load(row_values_ptr + 2 * all_rows + rows, mask=is_row, other=0.0)
@@ -346,9 +331,9 @@ def _gradient_tile(
     # p - 1 before the factor where both factors agree, as for a plain loss: no cancellation.
     is_target = columns[None, :] == target[:, None]
     g = of_p[:, None] * p - tl.where(is_target, of_target[:, None], 0.0)
-    if WITH_LOGIT_SUM:
+    if C.WITH_LOGIT_SUM:
         of_sum = tl.load(row_values_ptr + 3 * all_rows + rows, mask=is_row, other=0.0)
-        if HAS_COLUMN_WEIGHT:
+        if C.HAS_COLUMN_WEIGHT:
             weights = tl.load(column_weight_ptr + columns, mask=columns < vocab, other=0.0)
             g += of_sum[:, None] * weights[None, :]
         else:
@@ -378,57 +363,46 @@ def _linear_cross_entropy_dense_gradient_kernel(
     depth,
     scale,
     softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_COLUMN_WEIGHT: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    HAS_SPARSE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    WITH_LOGIT_SUM: tl.constexpr,
-    GATHER: tl.constexpr,  # read the hidden states where they lie, row by row
-    GROUP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
+    # GATHER: read the hidden states where they lie, row by row
 ):
     """Recompute the logits of `width` columns and write their gradient G in the input dtype."""
     rows_here = rows
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         rows_here = tl.load(kept_ptr)
-    row_blocks = tl.cdiv(rows_here, BM)
-    tiles = row_blocks * tl.cdiv(width, BN)
-    if HAS_SPARSE:
+    row_blocks = tl.cdiv(rows_here, C.BM)
+    tiles = row_blocks * tl.cdiv(width, C.BN)
+    if C.HAS_SPARSE:
         tiles = tl.where(tl.load(is_sparse_ptr) > 0, 0, tiles)
-    column_blocks = tl.cdiv(width, BN)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+    column_blocks = tl.cdiv(width, C.BN)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=C.FLATTEN):
         # GROUP row blocks at a time: their rows and a few columns stay in the L2 cache.
-        group = tile // (GROUP * column_blocks)
-        local = tile % (GROUP * column_blocks)
-        size = tl.minimum(row_blocks - group * GROUP, GROUP)
-        row_block = group * GROUP + local % size
+        group = tile // (C.GROUP * column_blocks)
+        local = tile % (C.GROUP * column_blocks)
+        size = tl.minimum(row_blocks - group * C.GROUP, C.GROUP)
+        row_block = group * C.GROUP + local % size
         column_block = local // size
-        offs_n = row_block * BM + tl.arange(0, BM)
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        if GATHER:
+        offs_n = row_block * C.BM + tl.arange(0, C.BM)
+        acc = tl.zeros((C.BM, C.BN), dtype=tl.float32)
+        if C.GATHER:
             source = tl.load(order_ptr + offs_n, mask=offs_n < rows_here, other=0).to(tl.int64)
             source_ptr = hidden_ptr + source * stride_hidden_row
-        for k in range(0, depth, BK):
-            if GATHER:
-                offs_k = k + tl.arange(0, BK)
+        for k in range(0, depth, C.BK):
+            if C.GATHER:
+                offs_k = k + tl.arange(0, C.BK)
                 mask = (offs_n < rows_here)[:, None] & (offs_k < depth)[None, :]
                 e = tl.load(source_ptr[:, None] + offs_k[None, :], mask=mask, other=0.0)
             else:
-                e = hidden_desc.load([row_block * BM, k])
-            c = weight_desc.load([first_column + column_block * BN, k])
-            acc = dot(e, c.T, acc, UPCAST)
+                e = hidden_desc.load([row_block * C.BM, k])
+            c = weight_desc.load([first_column + column_block * C.BN, k])
+            acc = dot(e, c.T, acc, C.UPCAST)
         for quarter in tl.static_range(4):
-            local = column_block * BN + quarter * (BN // 4)
+            local = column_block * C.BN + quarter * (C.BN // 4)
             g = _gradient_tile(
-                _quarter(acc, quarter, BM, BN),
+                _quarter(acc, quarter, C.BM, C.BN),
                 offs_n,
                 offs_n < rows_here,
-                first_column + local + tl.arange(0, BN // 4),
+                first_column + local + tl.arange(0, C.BN // 4),
                 bias_ptr,
                 column_weight_ptr,
                 target_ptr,
@@ -437,20 +411,17 @@ def _linear_cross_entropy_dense_gradient_kernel(
                 vocab,
                 scale,
                 softcap,
-                HAS_BIAS,
-                HAS_COLUMN_WEIGHT,
-                HAS_SOFTCAP,
-                WITH_LOGIT_SUM,
+                C,
             )
-            g_desc.store([row_block * BM, local], g.to(g_desc.dtype))
+            g_desc.store([row_block * C.BM, local], g.to(g_desc.dtype))
 
 
 @triton.jit
-def _add_tile(desc, row, column, tile, ADD: tl.constexpr, UPCAST: tl.constexpr):
+def _add_tile(desc, row, column, tile, C: tl.constexpr):
     """Write a tile, or add it to what is there. Exactly one program does so per launch."""
-    if not ADD:
+    if not C.ADD:
         desc.store([row, column], tile)
-    elif UPCAST:
+    elif C.UPCAST:
         desc.store([row, column], desc.load([row, column]) + tile)
     else:
         desc.atomic_add([row, column], tile)
@@ -473,79 +444,69 @@ def _linear_cross_entropy_dense_products_kernel(
     width,
     rows,
     depth,
-    HAS_KEPT: tl.constexpr,
-    HAS_SPARSE: tl.constexpr,
-    NEEDS_WEIGHT: tl.constexpr,
-    NEEDS_HIDDEN: tl.constexpr,
-    ADD: tl.constexpr,  # add to grad_hidden instead of overwriting it
-    GATHER: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
+    # ADD: add to grad_hidden instead of overwriting it
 ):
     """Write dC = G^T E of these columns and add G C to dE, one after the other in one launch.
 
     The second product's tiles fill the multiprocessors that the first one's last wave leaves idle.
     """
     rows_here = rows
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         rows_here = tl.load(kept_ptr)
-    if HAS_SPARSE:
+    if C.HAS_SPARSE:
         rows_here = tl.where(tl.load(is_sparse_ptr) > 0, 0, rows_here)
-    depth_blocks = tl.cdiv(depth, BN)
+    depth_blocks = tl.cdiv(depth, C.BN)
     weight_tiles = 0
-    if NEEDS_WEIGHT:
-        weight_tiles = tl.cdiv(width, BM) * depth_blocks
-        if HAS_SPARSE:
+    if C.NEEDS_WEIGHT:
+        weight_tiles = tl.cdiv(width, C.BM) * depth_blocks
+        if C.HAS_SPARSE:
             weight_tiles = tl.where(tl.load(is_sparse_ptr) > 0, 0, weight_tiles)
     tiles = weight_tiles
-    if NEEDS_HIDDEN:
-        tiles += tl.cdiv(rows_here, BM) * depth_blocks
+    if C.NEEDS_HIDDEN:
+        tiles += tl.cdiv(rows_here, C.BM) * depth_blocks
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         if tile < weight_tiles:
-            if NEEDS_WEIGHT:
+            if C.NEEDS_WEIGHT:
                 column_block = tile // depth_blocks
                 depth_block = tile % depth_blocks
-                acc = tl.zeros((BM, BN), dtype=tl.float32)
-                for k in range(0, rows_here, BK):
-                    g = g_by_column_desc.load([k, column_block * BM])
-                    if GATHER:
-                        offs_n = k + tl.arange(0, BK)
-                        offs_d = depth_block * BN + tl.arange(0, BN)
+                acc = tl.zeros((C.BM, C.BN), dtype=tl.float32)
+                for k in range(0, rows_here, C.BK):
+                    g = g_by_column_desc.load([k, column_block * C.BM])
+                    if C.GATHER:
+                        offs_n = k + tl.arange(0, C.BK)
+                        offs_d = depth_block * C.BN + tl.arange(0, C.BN)
                         source = tl.load(order_ptr + offs_n, mask=offs_n < rows_here, other=0)
                         place = source.to(tl.int64)[:, None] * stride_hidden_row + offs_d[None, :]
                         mask = (offs_n < rows_here)[:, None] & (offs_d < depth)[None, :]
                         e = tl.load(hidden_ptr + place, mask=mask, other=0.0)
                     else:
-                        e = hidden_desc.load([k, depth_block * BN])
-                    acc = dot(g.T, e, acc, UPCAST)
-                row = first_column + column_block * BM
-                parts = _halves(acc, BM, BN)
+                        e = hidden_desc.load([k, depth_block * C.BN])
+                    acc = dot(g.T, e, acc, C.UPCAST)
+                row = first_column + column_block * C.BM
+                parts = _halves(acc, C.BM, C.BN)
                 for half in tl.static_range(2):
-                    quarters = _halves(parts[half], BM, BN // 2)
+                    quarters = _halves(parts[half], C.BM, C.BN // 2)
                     for quarter in tl.static_range(2):
-                        column = depth_block * BN + half * (BN // 2) + quarter * (BN // 4)
+                        column = depth_block * C.BN + half * (C.BN // 2) + quarter * (C.BN // 4)
                         grad_weight_desc.store(
                             [row, column], quarters[quarter].to(grad_weight_desc.dtype)
                         )
         else:
-            if NEEDS_HIDDEN:
+            if C.NEEDS_HIDDEN:
                 row_block = (tile - weight_tiles) // depth_blocks
                 depth_block = (tile - weight_tiles) % depth_blocks
-                acc = tl.zeros((BM, BN), dtype=tl.float32)
-                for k in range(0, width, BK):
-                    g = g_by_row_desc.load([row_block * BM, k])
-                    c = weight_desc.load([first_column + k, depth_block * BN])
-                    acc = dot(g, c, acc, UPCAST)
-                parts = _halves(acc, BM, BN)
+                acc = tl.zeros((C.BM, C.BN), dtype=tl.float32)
+                for k in range(0, width, C.BK):
+                    g = g_by_row_desc.load([row_block * C.BM, k])
+                    c = weight_desc.load([first_column + k, depth_block * C.BN])
+                    acc = dot(g, c, acc, C.UPCAST)
+                parts = _halves(acc, C.BM, C.BN)
                 for half in tl.static_range(2):
-                    quarters = _halves(parts[half], BM, BN // 2)
+                    quarters = _halves(parts[half], C.BM, C.BN // 2)
                     for quarter in tl.static_range(2):
-                        column = depth_block * BN + half * (BN // 2) + quarter * (BN // 4)
-                        _add_tile(
-                            grad_hidden_desc, row_block * BM, column, quarters[quarter], ADD, UPCAST
-                        )
+                        column = depth_block * C.BN + half * (C.BN // 2) + quarter * (C.BN // 4)
+                        _add_tile(grad_hidden_desc, row_block * C.BM, column, quarters[quarter], C)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.device import on_device, processors
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     Knobs,
@@ -193,7 +194,9 @@ def launch_statistics(
     from memeff_compile.kernels.linear_cross_entropy import hybrid_kernels
 
     rows, width = s.shape
-    hybrid_kernels._linear_cross_entropy_statistics_kernel[(rows,)](
+    start(
+        hybrid_kernels._linear_cross_entropy_statistics_kernel,
+        (rows,),
         s,
         s.stride(0),
         bias,
@@ -249,7 +252,9 @@ def launch_gradient(
 
     rows, width = s.shape
     block = hybrid_kernels.block_for(width)
-    hybrid_kernels._linear_cross_entropy_gradient_kernel[(rows, -(-width // block))](
+    start(
+        hybrid_kernels._linear_cross_entropy_gradient_kernel,
+        (rows, -(-width // block)),
         s,
         s.stride(0),
         g,

@@ -55,28 +55,20 @@ def _linear_cross_entropy_statistics_kernel(
     ignore_index,
     scale,
     softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_COLUMN_WEIGHT: tl.constexpr,
-    HAS_IGNORE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-    WITH_LOGIT_SUM: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_TOP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     s_row_ptr = s_ptr + row * stride_s_row
     state_row_ptr = state_ptr + row * 5
     target = tl.load(target_ptr + row).to(tl.int64)
     is_kept = target == target
-    if HAS_IGNORE:
+    if C.HAS_IGNORE:
         is_kept = target != ignore_index
     has_lse = is_kept
-    if WITH_LSE or WITH_ENTROPY:
+    if C.WITH_LSE or C.WITH_ENTROPY:
         has_lse = target == target
     is_active = has_lse
-    if WITH_TOP:
+    if C.WITH_TOP:
         is_active = target == target
 
     is_later = first_column > 0
@@ -85,45 +77,45 @@ def _linear_cross_entropy_statistics_kernel(
     # NaN until the target's column comes by: an out-of-range target can never look like a loss.
     target_logit = tl.load(state_row_ptr + 2, mask=is_later, other=float("nan"))
     weighted = 0.0
-    if WITH_LOGIT_SUM:
+    if C.WITH_LOGIT_SUM:
         weighted = tl.load(state_row_ptr + 3, mask=is_later, other=0.0)
     # Sum of exp(z - peak) (z - peak): never positive, so nothing cancels in the entropy.
     moment = 0.0
-    if WITH_ENTROPY:
+    if C.WITH_ENTROPY:
         moment = tl.load(state_row_ptr + 4, mask=is_later, other=0.0)
     # The largest so far; once there was nan, the complement of the first one's column.
     top = tl.full((), 0, tl.int64)
-    if WITH_TOP:
+    if C.WITH_TOP:
         top = tl.load(top_ptr + row, mask=is_later, other=0)
 
     column = target - first_column
     is_here = is_active & (column >= 0) & (column < width)
     s_target = tl.load(s_row_ptr + column, mask=is_here, other=0.0)
-    if HAS_BIAS:
+    if C.HAS_BIAS:
         s_target += tl.load(bias_ptr + target, mask=is_here, other=0.0).to(tl.float32)
     z_target = s_target * scale
-    if HAS_SOFTCAP:
+    if C.HAS_SOFTCAP:
         z_target, _slope_at_target = _cap(z_target, softcap)
     target_logit = tl.where(is_here, z_target, target_logit)
 
-    for start in range(0, width, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
+    for start in range(0, width, C.BLOCK):
+        offs = start + tl.arange(0, C.BLOCK)
         mask = (offs < width) & is_active
         s = tl.load(s_row_ptr + offs, mask=mask, other=0.0)
-        if HAS_BIAS:
+        if C.HAS_BIAS:
             s += tl.load(bias_ptr + first_column + offs, mask=mask, other=0.0).to(tl.float32)
         z = s * scale
-        if HAS_SOFTCAP:
+        if C.HAS_SOFTCAP:
             z, _slope = _cap(z, softcap)
-        if WITH_LOGIT_SUM:
+        if C.WITH_LOGIT_SUM:
             counted = tl.where(mask, z, 0.0)
-            if HAS_COLUMN_WEIGHT:
+            if C.HAS_COLUMN_WEIGHT:
                 counted *= tl.load(column_weight_ptr + first_column + offs, mask=mask, other=0.0)
             weighted += tl.sum(counted, axis=0)
         z = tl.where(mask, z, float("-inf"))
         # tl.max passes over NaN; the sum below keeps it.
         largest = tl.max(z, axis=0)
-        if WITH_TOP:
+        if C.WITH_TOP:
             at = tl.min(tl.where(z == largest, offs, LAST), axis=0)
             top = tl.where((top >= 0) & (largest > peak), first_column + at.to(tl.int64), top)
             nan_at = tl.min(tl.where(z == z, LAST, offs), axis=0)
@@ -131,7 +123,7 @@ def _linear_cross_entropy_statistics_kernel(
         higher = tl.maximum(peak, largest)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row of -inf so far
         power = tl.exp2((z - base) * LOG2E)
-        if WITH_ENTROPY:
+        if C.WITH_ENTROPY:
             shift = tl.where(peak == float("-inf"), 0.0, peak - base)
             drop = tl.where(power == 0.0, 0.0, power * (z - base))  # -inf counts as 0
             moment = tl.exp2(shift * LOG2E) * (moment + shift * mass) + tl.sum(drop, axis=0)
@@ -143,22 +135,22 @@ def _linear_cross_entropy_statistics_kernel(
         tl.store(state_row_ptr, peak)
         tl.store(state_row_ptr + 1, mass)
         tl.store(state_row_ptr + 2, target_logit)
-        if WITH_LOGIT_SUM:
+        if C.WITH_LOGIT_SUM:
             tl.store(state_row_ptr + 3, weighted)
-        if WITH_ENTROPY:
+        if C.WITH_ENTROPY:
             tl.store(state_row_ptr + 4, moment)
-        if WITH_TOP:
+        if C.WITH_TOP:
             tl.store(top_ptr + row, top)
     else:
         log_mass = tl.log(tl.where(is_active, mass, 1.0))
         # (peak - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
         tl.store(nll_ptr + row, tl.where(is_kept, (peak - target_logit) + log_mass, 0.0))
         tl.store(lse_ptr + row, tl.where(has_lse, peak + log_mass, 0.0))
-        if WITH_LOGIT_SUM:
+        if C.WITH_LOGIT_SUM:
             tl.store(logit_sum_ptr + row, tl.where(is_kept, weighted, 0.0))
-        if WITH_ENTROPY:
+        if C.WITH_ENTROPY:
             tl.store(entropy_ptr + row, log_mass - moment / mass)
-        if WITH_TOP:
+        if C.WITH_TOP:
             tl.store(top_ptr + row, tl.where(top < 0, -1 - top, top))
 
 
@@ -182,33 +174,26 @@ def _linear_cross_entropy_gradient_kernel(
     ignore_index,
     scale,
     softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_COLUMN_WEIGHT: tl.constexpr,
-    HAS_IGNORE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-    WITH_LOGIT_SUM: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offs = tl.program_id(1) * C.BLOCK + tl.arange(0, C.BLOCK)
     in_piece = offs < width
     target = tl.load(target_ptr + row).to(tl.int64)
     is_kept = target == target
-    if HAS_IGNORE:
+    if C.HAS_IGNORE:
         is_kept = target != ignore_index
     is_active = is_kept
-    if WITH_LSE or WITH_ENTROPY:
+    if C.WITH_LSE or C.WITH_ENTROPY:
         is_active = target == target
     mask = in_piece & is_active
 
     s = tl.load(s_ptr + row * stride_s_row + offs, mask=mask, other=0.0)
-    if HAS_BIAS:
+    if C.HAS_BIAS:
         s += tl.load(bias_ptr + first_column + offs, mask=mask, other=0.0).to(tl.float32)
     z = s * scale
     slope = scale
-    if HAS_SOFTCAP:
+    if C.HAS_SOFTCAP:
         z, dz_du = _cap(z, softcap)
         slope = dz_du * scale
     lse = tl.load(lse_ptr + row)
@@ -220,13 +205,13 @@ def _linear_cross_entropy_gradient_kernel(
     column = tl.where((column >= 0) & (column < width), column, -1).to(tl.int32)
     one_hot = tl.where(offs == column, 1.0, 0.0)
     g = tl.where(is_kept, grad_nll * (p - one_hot), 0.0) + grad_lse * p
-    if WITH_ENTROPY:
+    if C.WITH_ENTROPY:
         grad_entropy = tl.load(grad_entropy_ptr + row)
         slant = (z - lse) + tl.load(entropy_ptr + row)
         g -= tl.where(p == 0.0, 0.0, grad_entropy * p * slant)
-    if WITH_LOGIT_SUM:
+    if C.WITH_LOGIT_SUM:
         grad_logit_sum = tl.where(is_kept, tl.load(grad_logit_sum_ptr + row), 0.0)
-        if HAS_COLUMN_WEIGHT:
+        if C.HAS_COLUMN_WEIGHT:
             g += grad_logit_sum * tl.load(
                 column_weight_ptr + first_column + offs, mask=mask, other=0.0
             )

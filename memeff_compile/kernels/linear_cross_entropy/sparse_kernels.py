@@ -40,38 +40,30 @@ def _linear_cross_entropy_sparse_gradient_kernel(
     depth,
     scale,
     softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_COLUMN_WEIGHT: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    WITH_LOGIT_SUM: tl.constexpr,
-    TILE: tl.constexpr,
-    BK: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Recompute the logits of a group's tiles and write their gradient G, packed."""
     rows_here = rows
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         rows_here = tl.load(kept_ptr)
     first = tl.load(group_tile_ptr + group)
     stop = tl.load(group_tile_ptr + group + 1)
-    for tile in tl.range(first + tl.program_id(0), stop, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(first + tl.program_id(0), stop, tl.num_programs(0), flatten=C.FLATTEN):
         row_block = tl.load(tile_row_ptr + tile)
         column_block = tl.load(tile_column_ptr + tile)
-        acc = tl.zeros((TILE, TILE), dtype=tl.float32)
-        for k in range(0, depth, BK):
-            e = hidden_desc.load([row_block * TILE, k])
-            c = weight_desc.load([column_block * TILE, k])
-            acc = dot(e, c.T, acc, UPCAST)
-        offs_n = row_block * TILE + tl.arange(0, TILE)
+        acc = tl.zeros((C.TILE, C.TILE), dtype=tl.float32)
+        for k in range(0, depth, C.BK):
+            e = hidden_desc.load([row_block * C.TILE, k])
+            c = weight_desc.load([column_block * C.TILE, k])
+            acc = dot(e, c.T, acc, C.UPCAST)
+        offs_n = row_block * C.TILE + tl.arange(0, C.TILE)
         for quarter in tl.static_range(4):
-            local = quarter * (TILE // 4)
+            local = quarter * (C.TILE // 4)
             g = _gradient_tile(
-                _quarter(acc, quarter, TILE, TILE),
+                _quarter(acc, quarter, C.TILE, C.TILE),
                 offs_n,
                 offs_n < rows_here,
-                column_block * TILE + local + tl.arange(0, TILE // 4),
+                column_block * C.TILE + local + tl.arange(0, C.TILE // 4),
                 bias_ptr,
                 column_weight_ptr,
                 target_ptr,
@@ -80,12 +72,9 @@ def _linear_cross_entropy_sparse_gradient_kernel(
                 vocab,
                 scale,
                 softcap,
-                HAS_BIAS,
-                HAS_COLUMN_WEIGHT,
-                HAS_SOFTCAP,
-                WITH_LOGIT_SUM,
+                C,
             )
-            g_desc.store([(tile - first) * TILE, local], g.to(g_desc.dtype))
+            g_desc.store([(tile - first) * C.TILE, local], g.to(g_desc.dtype))
 
 
 @triton.jit
@@ -109,81 +98,72 @@ def _linear_cross_entropy_sparse_products_kernel(
     groups,
     rows,
     depth,
-    HAS_KEPT: tl.constexpr,
-    NEEDS_WEIGHT: tl.constexpr,
-    NEEDS_HIDDEN: tl.constexpr,
-    ADD: tl.constexpr,
-    TILE: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Write the weight gradient of a group's columns and add to the hidden gradient.
 
     Columns without an active tile get zeros, so that each row of dC is written exactly once.
     """
     rows_here = rows
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         rows_here = tl.load(kept_ptr)
     base = tl.load(group_tile_ptr + group)
     first_column = tl.load(group_column_ptr + group)
     stop_column = tl.load(group_column_ptr + group + 1)
-    depth_blocks = tl.cdiv(depth, BN)
+    depth_blocks = tl.cdiv(depth, C.BN)
     weight_items = 0
-    if NEEDS_WEIGHT:
+    if C.NEEDS_WEIGHT:
         weight_items = (stop_column - first_column) * depth_blocks
     items = weight_items
-    if NEEDS_HIDDEN:
+    if C.NEEDS_HIDDEN:
         # A group without columns is past the last one, or this call is not sparse.
-        row_blocks = tl.where(stop_column > first_column, tl.cdiv(rows_here, TILE), 0)
+        row_blocks = tl.where(stop_column > first_column, tl.cdiv(rows_here, C.TILE), 0)
         items += row_blocks * depth_blocks
-    STEPS: tl.constexpr = TILE // BK
+    STEPS: tl.constexpr = C.TILE // C.BK
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         if item < weight_items:
-            if NEEDS_WEIGHT:
+            if C.NEEDS_WEIGHT:
                 column_block = first_column + item // depth_blocks
                 depth_block = item % depth_blocks
                 start = tl.load(weight_start_ptr + column_block)
                 stop = tl.load(weight_start_ptr + column_block + 1)
-                acc = tl.zeros((TILE, BN), dtype=tl.float32)
+                acc = tl.zeros((C.TILE, C.BN), dtype=tl.float32)
                 for step in range(start * STEPS, stop * STEPS):
                     slot = tl.load(weight_tile_ptr + step // STEPS) - base
                     row_block = tl.load(weight_row_ptr + step // STEPS)
-                    k = (step % STEPS) * BK
-                    g = g_by_column_desc.load([slot * TILE + k, 0])
-                    e = hidden_desc.load([row_block * TILE + k, depth_block * BN])
-                    acc = dot(g.T, e, acc, UPCAST)
-                parts = _halves(acc, TILE, BN)
+                    k = (step % STEPS) * C.BK
+                    g = g_by_column_desc.load([slot * C.TILE + k, 0])
+                    e = hidden_desc.load([row_block * C.TILE + k, depth_block * C.BN])
+                    acc = dot(g.T, e, acc, C.UPCAST)
+                parts = _halves(acc, C.TILE, C.BN)
                 for half in tl.static_range(2):
-                    quarters = _halves(parts[half], TILE, BN // 2)
+                    quarters = _halves(parts[half], C.TILE, C.BN // 2)
                     for quarter in tl.static_range(2):
-                        column = depth_block * BN + half * (BN // 2) + quarter * (BN // 4)
+                        column = depth_block * C.BN + half * (C.BN // 2) + quarter * (C.BN // 4)
                         grad_weight_desc.store(
-                            [column_block * TILE, column],
+                            [column_block * C.TILE, column],
                             quarters[quarter].to(grad_weight_desc.dtype),
                         )
         else:
-            if NEEDS_HIDDEN:
+            if C.NEEDS_HIDDEN:
                 row = (item - weight_items) // depth_blocks
                 depth_block = (item - weight_items) % depth_blocks
                 start = tl.load(hidden_start_ptr + row * (groups + 1) + group)
                 stop = tl.load(hidden_start_ptr + row * (groups + 1) + group + 1)
-                acc = tl.zeros((TILE, BN), dtype=tl.float32)
+                acc = tl.zeros((C.TILE, C.BN), dtype=tl.float32)
                 for step in range(start * STEPS, stop * STEPS):
                     slot = tl.load(hidden_tile_ptr + step // STEPS) - base
                     column_block = tl.load(hidden_column_ptr + step // STEPS)
-                    k = (step % STEPS) * BK
-                    g = g_by_row_desc.load([slot * TILE, k])
-                    c = weight_desc.load([column_block * TILE + k, depth_block * BN])
-                    acc = dot(g, c, acc, UPCAST)
-                parts = _halves(acc, TILE, BN)
+                    k = (step % STEPS) * C.BK
+                    g = g_by_row_desc.load([slot * C.TILE, k])
+                    c = weight_desc.load([column_block * C.TILE + k, depth_block * C.BN])
+                    acc = dot(g, c, acc, C.UPCAST)
+                parts = _halves(acc, C.TILE, C.BN)
                 for half in tl.static_range(2):
-                    quarters = _halves(parts[half], TILE, BN // 2)
+                    quarters = _halves(parts[half], C.TILE, C.BN // 2)
                     for quarter in tl.static_range(2):
-                        column = depth_block * BN + half * (BN // 2) + quarter * (BN // 4)
-                        _add_tile(
-                            grad_hidden_desc, row * TILE, column, quarters[quarter], ADD, UPCAST
-                        )
+                        column = depth_block * C.BN + half * (C.BN // 2) + quarter * (C.BN // 4)
+                        _add_tile(grad_hidden_desc, row * C.TILE, column, quarters[quarter], C)
 
 
 @triton.jit

@@ -75,9 +75,11 @@ def makes_gradients_in_forward(
     """
     if gradient_filter != "exact" or is_minimal(workspace) or dtype == torch.float16:
         return False
-    if tuned(where_it_runs(device), GRADIENTS, "backward") != "forward":
+    has_kernels = kernels_serve(device, dtype)
+    usual = "forward" if has_kernels else "backward"
+    if tuned(where_it_runs(device), GRADIENTS, usual) != "forward":
         return False
-    return not kernels_serve(device, dtype) or _fused_serves(device, dtype, depth)
+    return not has_kernels or _fused_serves(device, dtype, depth)
 
 
 def _fused_serves(device: torch.device, dtype: torch.dtype, depth: int) -> bool:

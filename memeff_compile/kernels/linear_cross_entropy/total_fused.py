@@ -9,19 +9,21 @@ Rows whose logits lie far from where they were expected are computed again, whic
 No call waits for the GPU or reads a value on the host; ignored rows are left out as in engine F.
 bf16 with a depth that is a multiple of 8 and a contiguous weight, compute capability 9.0.
 
-Expected time on an H200: 3 * 2NDV / 660e12, plus 4VD bytes per piece and 4NV bytes at 4.28e12,
-partly under the products. Floors at 790e12 and predictions: N, D, V = 8192, 4096, 128256: 32.7 and
-40 ms; 8192, 2304, 256000: 36.7 and 47 ms; 16384, 2048, 128256: 32.7 and 41 ms.
+Expected time on an H200: 3 * 2NDV / 700e12, and what the logits' exponentials take beside their
+product. Floors at 790e12 and predictions: N, D, V = 8192, 4096, 128256: 32.7 and 38 ms; 8192, 2304,
+256000: 36.7 and 45 ms; 16384, 2048, 128256: 32.7 and 39 ms.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton import compat as triton_compat
 from memeff_compile.kernels.device import DEFAULT_PROCESSORS, on_device, processors
 from memeff_compile.kernels.linear_cross_entropy import fused
 from memeff_compile.kernels.linear_cross_entropy.pieces import MIB, Knobs, spans
@@ -39,13 +41,21 @@ serves = fused.serves
 # Automatic workspace: three sixteenths of what all logits would take (X and what stands beside it
 # are then under a fifth of them), up to AUTO_BYTES or, where that is more, an eighth: dC is rounded
 # once per piece, and its error is 3.6e-3 at most over eight. Every piece reads and writes dC once
-# more, some 12 us of a multiprocessor per tile of it, so pieces of TALL_ROWS are taken where they
-# fit AUTO_BYTES and are at most a quarter of all rows. Measured on an H200 in pieces of 1024 and
-# 2048 rows: 49.7 and 43.7 ms at 8192 x 4096 x 128256, 48.9 and 42.6 ms at 16384 x 2048 x 128256.
+# more, so pieces of TALL_ROWS are taken where they fit AUTO_BYTES and are at most a quarter of all
+# rows, and of few rows half are taken, up to LEAST_BYTES. Measured on an H200 in pieces of 1024 and
+# 2048 rows: 39.9 and 38.6 ms at 8192 x 4096 x 128256, 41.1 and 38.8 ms at 16384 x 2048 x 128256.
 AUTO_BYTES = 544 * MIB
+LEAST_BYTES = 160 * MIB
 AUTO_SHARE = (3, 16)
 AUTO_PIECES = 8
 TALL_ROWS = 2048
+
+# A sum is shared by at most so many programs, in pieces of at most so many rows, and at most so
+# many bytes of it are kept; what stands around the sum of a tile takes as long as some steps of it.
+MOST_SPLITS = 4
+PARTS_BYTES = 32 * MIB
+TALLEST_SPLIT = 2048
+TILE_STEPS = 3
 
 # Rows and tiles of statistics that one program merges at a time.
 ROWS = 8
@@ -60,7 +70,8 @@ def auto_bytes(rows: sympy.Expr, width: int) -> sympy.Expr:
     """Return the bytes that X may take by itself, for N rows of `width` logits."""
     logits = 2 * rows * width
     most = sympy.Max(AUTO_BYTES, logits / AUTO_PIECES)
-    usual = sympy.Min(most, logits * sympy.Rational(*AUTO_SHARE))
+    least = sympy.Min(LEAST_BYTES, logits / 2)
+    usual = sympy.Max(least, sympy.Min(most, logits * sympy.Rational(*AUTO_SHARE)))
     tall = 2 * TALL_ROWS * width
     if tall > AUTO_BYTES:
         return usual
@@ -83,6 +94,45 @@ def piece_rows(rows: int, vocab: int, workspace: int, tile: int, columns: int) -
     return -(-blocks // -(-blocks // fitting)) * tile
 
 
+@lru_cache(maxsize=1024)
+def splits_of(rows: int, depth: int, vocab: int, shapes: Shapes, *, needs_weight: bool) -> int:
+    """Return over how many programs the sum of a tile of dE is shared.
+
+    A tile of dE sums over the vocabulary, and a piece of few rows has few of them: one program
+    would be at its tile when all others are done with dC.
+    """
+    if rows > TALLEST_SPLIT:
+        return 1
+    columns = -(-depth // shapes.columns)
+    hidden_tiles = -(-rows // shapes.rows) * columns
+    hidden_steps = -(-vocab // shapes.step)
+    weight_tiles = -(-vocab // shapes.rows) * columns if needs_weight else 0
+    # What stands around the sum of a tile takes as long as some steps of it.
+    weight_steps = weight_tiles * (-(-rows // shapes.step) + TILE_STEPS)
+
+    def time(splits: int) -> float:
+        longest = -(-hidden_tiles * splits // shapes.programs) * -(-hidden_steps // splits)
+        all_steps = hidden_tiles * (hidden_steps + splits * TILE_STEPS) + weight_steps
+        return max(longest, all_steps / shapes.programs)
+
+    fitting = [n for n in range(1, MOST_SPLITS + 1) if 4 * (n - 1) * rows * depth <= PARTS_BYTES]
+    return min(fitting, key=time)
+
+
+def parts_bytes(rows: sympy.Expr, depth: int, vocab: int, workspace: int) -> sympy.Expr:
+    """Return a bound of the bytes of what is kept of dE; of any number of rows if N is a symbol."""
+    shapes = shapes_for_programs(DEFAULT_PROCESSORS)
+    heights = range(shapes.rows, TALLEST_SPLIT + 1, shapes.rows)
+    if rows.is_number:
+        height = piece_rows(int(rows), vocab, workspace, shapes.rows, shapes.columns)
+        heights = range(height, height + 1)
+    return max(
+        4 * (splits_of(height, depth, vocab, shapes, needs_weight=needs) - 1) * height * depth
+        for height in heights
+        for needs in (False, True)
+    )
+
+
 def bytes_held(
     rows: sympy.Expr, depth: int, vocab: int, workspace: int, *, is_plain: bool
 ) -> sympy.Expr:
@@ -92,7 +142,8 @@ def bytes_held(
     width = -(-vocab // shapes.columns) * shapes.columns
     budget = workspace or auto_bytes(rows, width)
     height = sympy.Max(budget / (2 * width), shapes.rows)
-    return height * (2 * width + 8 * -(-vocab // columns) + 2 * depth)
+    held = height * (2 * width + 8 * -(-vocab // columns) + 2 * depth)
+    return held + parts_bytes(rows, depth, vocab, workspace)
 
 
 def scales(gradient: Tensor, by: Tensor, out: Tensor) -> bool:
@@ -204,9 +255,18 @@ class _Walk:
         if needs_weight or self.is_compact:
             self.scaled = hidden.new_empty((self.height, self.depth))
         pieces = -(-self.rows // self.height)
-        # 16 bytes each, so that every piece's launches are compiled alike
+        tiles = -(-self.height // tile) * -(-self.depth // self.shapes.columns)
+        self.has_gluon = not self.shapes.is_interpreted and triton_compat.has_gluon()
+        self.splits, self.parts = 1, None
+        if self.has_gluon and needs_hidden:
+            self.splits = splits_of(
+                self.height, self.depth, self.vocab, self.shapes, needs_weight=needs_weight
+            )
+        if self.splits > 1:
+            self.parts = floats(self.splits - 1, self.height, self.depth)
+        # multiples of 16 bytes, so that every piece's launches are compiled alike
         self.again, self.counters = (
-            target.new_zeros((pieces, 4), dtype=torch.int32) for _ in range(2)
+            target.new_zeros((pieces, size), dtype=torch.int32) for size in (4, 4 + tiles // 4 * 4)
         )
 
     def piece(self, index: int, first: int, here: int) -> None:
@@ -347,6 +407,57 @@ class _Walk:
         )
 
     def _products(self, index: int, first: int, here: int) -> None:
+        """Sum what X gives to dE and dC, by the kernel that this Triton has."""
+        launch = self._products_in_gluon if self.has_gluon else self._products_in_triton
+        launch(
+            first,
+            here,
+            self.counters[index],
+            ADD=index > 0,
+            HAS_KEPT=self.is_compact,
+            NEEDS_WEIGHT=self.grad_weight is not None,
+            NEEDS_HIDDEN=self.grad_hidden is not None,
+            BM=self.shapes.rows,
+            BN=self.shapes.columns,
+            BK=self.shapes.step,
+            num_warps=self.shapes.warps,
+        )
+
+    def _products_in_gluon(self, first: int, here: int, counter: Tensor, **constants: int) -> None:
+        from memeff_compile.kernels._triton.gluon import NVMMASharedLayout, TensorDescriptor
+        from memeff_compile.kernels.linear_cross_entropy import total_products_kernels as kernels
+
+        def tiles(matrix: Tensor, rows: int, columns: int) -> Any:  # noqa: ANN401
+            layout = NVMMASharedLayout(128, 16, 2)
+            return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+
+        tile, columns, step = self.shapes.rows, self.shapes.columns, self.shapes.step
+        weight, selection = tiles(self.weight, step, columns), self.selection
+        kernels._linear_cross_entropy_total_specialized_products_kernel[(self.shapes.programs,)](
+            tiles(self.x, step, tile),
+            tiles(self.x, tile, step),
+            weight if self.scaled is None else tiles(self.scaled, step, columns),
+            weight,
+            tiles(self.x if self.grad_weight is None else self.grad_weight, tile, columns // 4),
+            self.grad_hidden,
+            self.parts,
+            selection.order,
+            selection.kept,
+            self.row_scale,
+            counter,
+            first,
+            here,
+            self.width,
+            self.vocab,
+            self.depth,
+            self.splits,
+            HAS_PARTS=self.parts is not None,
+            STAGES=self.shapes.stages,
+            WARPS=self.shapes.warps,
+            **constants,
+        )
+
+    def _products_in_triton(self, first: int, here: int, counter: Tensor, **constants: int) -> None:
         from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
 
         shapes, selection = self.shapes, self.selection
@@ -361,20 +472,13 @@ class _Walk:
             selection.order,
             selection.kept,
             self.row_scale,
-            self.counters[index],
+            counter,
             first,
             here,
             self.width,
             self.vocab,
             self.depth,
-            ADD=index > 0,
-            HAS_KEPT=self.is_compact,
-            NEEDS_WEIGHT=self.grad_weight is not None,
-            NEEDS_HIDDEN=self.grad_hidden is not None,
-            BM=tile,
-            BN=columns,
-            BK=step,
             UPCAST=shapes.is_interpreted,
-            num_warps=shapes.warps,
             num_stages=shapes.stages,
+            **constants,
         )

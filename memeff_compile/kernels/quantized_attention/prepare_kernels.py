@@ -58,55 +58,42 @@ def _is_counted(place, keys, mask_ptr, HAS_KEY_MASK: tl.constexpr):
 
 @triton.jit
 def _look(
-    k_ptr,
-    stride_k_key,
-    v_ptr,
-    stride_v_key,
-    mask_ptr,
-    sums_ptr,
-    start,
-    stop,
-    keys,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
+    k_ptr, stride_k_key, v_ptr, stride_v_key, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr
 ):
-    depth = tl.arange(0, DEPTH_BLOCK)
-    k_sum = tl.zeros((KEYS // SAMPLE, DEPTH_BLOCK), dtype=tl.float32)
-    v_sum = tl.zeros((KEYS, DEPTH_BLOCK), dtype=tl.float32)
-    low = tl.full((KEYS, DEPTH_BLOCK), HUGE, dtype=tl.float32)
-    high = tl.full((KEYS, DEPTH_BLOCK), -HUGE, dtype=tl.float32)
-    k_count = tl.zeros((KEYS // SAMPLE,), dtype=tl.float32)
-    v_count = tl.zeros((KEYS,), dtype=tl.float32)
-    for first in tl.range(start, stop, KEYS, num_stages=2):
-        place = first + tl.arange(0, KEYS)
-        is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    k_sum = tl.zeros((C.KEYS // C.SAMPLE, C.DEPTH_BLOCK), dtype=tl.float32)
+    v_sum = tl.zeros((C.KEYS, C.DEPTH_BLOCK), dtype=tl.float32)
+    low = tl.full((C.KEYS, C.DEPTH_BLOCK), HUGE, dtype=tl.float32)
+    high = tl.full((C.KEYS, C.DEPTH_BLOCK), -HUGE, dtype=tl.float32)
+    k_count = tl.zeros((C.KEYS // C.SAMPLE,), dtype=tl.float32)
+    v_count = tl.zeros((C.KEYS,), dtype=tl.float32)
+    for first in tl.range(start, stop, C.KEYS, num_stages=2):
+        place = first + tl.arange(0, C.KEYS)
+        is_place = _is_counted(place, keys, mask_ptr, C.HAS_KEY_MASK)
         is_one = is_place.to(tl.float32)
-        if HAS_KEY_MASK:
-            v = _load_tile(v_ptr, stride_v_key, place, is_place, depth, DEPTH, DEPTH_BLOCK)
+        if C.HAS_KEY_MASK:
+            v = _load_tile(v_ptr, stride_v_key, place, is_place, depth, C)
             v_sum += v
             low = tl.minimum(low, tl.where(is_place[:, None], v, HUGE))
             high = tl.maximum(high, tl.where(is_place[:, None], v, -HUGE))
         else:  # the last key stands for those after it, which changes no extreme
             place = tl.minimum(place, keys - 1)
-            v = _load_tile(v_ptr, stride_v_key, place, place >= 0, depth, DEPTH, DEPTH_BLOCK)
+            v = _load_tile(v_ptr, stride_v_key, place, place >= 0, depth, C)
             v_sum += v * is_one[:, None]
             low = tl.minimum(low, v)
             high = tl.maximum(high, v)
         v_count += is_one
-        sampled = first + tl.arange(0, KEYS // SAMPLE) * SAMPLE
-        is_sampled = _is_counted(sampled, keys, mask_ptr, HAS_KEY_MASK)
-        k = _load_tile(k_ptr, stride_k_key, sampled, is_sampled, depth, DEPTH, DEPTH_BLOCK)
+        sampled = first + tl.arange(0, C.KEYS // C.SAMPLE) * C.SAMPLE
+        is_sampled = _is_counted(sampled, keys, mask_ptr, C.HAS_KEY_MASK)
+        k = _load_tile(k_ptr, stride_k_key, sampled, is_sampled, depth, C)
         k_sum += k
         k_count += is_sampled.to(tl.float32)
     tl.store(sums_ptr + depth, tl.sum(k_sum, axis=0))
-    tl.store(sums_ptr + DEPTH_BLOCK + depth, tl.sum(v_sum, axis=0))
-    tl.store(sums_ptr + 2 * DEPTH_BLOCK + depth, tl.min(low, axis=0))
-    tl.store(sums_ptr + 3 * DEPTH_BLOCK + depth, tl.max(high, axis=0))
+    tl.store(sums_ptr + C.DEPTH_BLOCK + depth, tl.sum(v_sum, axis=0))
+    tl.store(sums_ptr + 2 * C.DEPTH_BLOCK + depth, tl.min(low, axis=0))
+    tl.store(sums_ptr + 3 * C.DEPTH_BLOCK + depth, tl.max(high, axis=0))
     counts = tl.where(depth == 0, tl.sum(k_count, axis=0), tl.sum(v_count, axis=0))
-    tl.store(sums_ptr + 4 * DEPTH_BLOCK + depth, counts)
+    tl.store(sums_ptr + 4 * C.DEPTH_BLOCK + depth, counts)
 
 
 @triton.jit
@@ -121,43 +108,30 @@ def _write_queries(
     block,
     blocks,
     queries,
-    LIMIT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Write codes of a block of queries without its mean."""
-    depth = tl.arange(0, DEPTH_BLOCK)
-    place = block * ROWS + tl.arange(0, ROWS)
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    place = block * C.ROWS + tl.arange(0, C.ROWS)
     is_row = place < queries
-    q = _load_tile(q_ptr, stride, place, is_row, depth, DEPTH, DEPTH_BLOCK) * scale
-    count = tl.minimum(queries - block * ROWS, ROWS)
+    q = _load_tile(q_ptr, stride, place, is_row, depth, C) * scale
+    count = tl.minimum(queries - block * C.ROWS, C.ROWS)
     q_mean = tl.sum(q, axis=0) / count
-    tl.store(mean_ptr + (row * blocks + block) * DEPTH_BLOCK + depth, q_mean)
-    codes, q_scale = _codes_of_rows(tl.where(is_row[:, None], q - q_mean[None, :], 0.0), LIMIT)
+    tl.store(mean_ptr + (row * blocks + block) * C.DEPTH_BLOCK + depth, q_mean)
+    codes, q_scale = _codes_of_rows(tl.where(is_row[:, None], q - q_mean[None, :], 0.0), C.LIMIT)
     tl.store(scale_ptr + row * queries + place, q_scale, mask=is_row)
-    found = codes_ptr + (row * queries + place)[:, None] * DEPTH_BLOCK + depth[None, :]
+    found = codes_ptr + (row * queries + place)[:, None] * C.DEPTH_BLOCK + depth[None, :]
     tl.store(found, codes, mask=is_row[:, None])
 
 
 @triton.jit
-def _sample_queries(
-    q_ptr,
-    stride,
-    sample_ptr,
-    scale,
-    block,
-    queries,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _sample_queries(q_ptr, stride, sample_ptr, scale, block, queries, C: tl.constexpr):
     """Write the sums of a block of queries and of their squares."""
-    depth = tl.arange(0, DEPTH_BLOCK)
-    place = block * ROWS + tl.arange(0, ROWS)
-    q = _load_tile(q_ptr, stride, place, place < queries, depth, DEPTH, DEPTH_BLOCK) * scale
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    place = block * C.ROWS + tl.arange(0, C.ROWS)
+    q = _load_tile(q_ptr, stride, place, place < queries, depth, C) * scale
     tl.store(sample_ptr + depth, tl.sum(q, axis=0))
-    tl.store(sample_ptr + DEPTH_BLOCK + depth, tl.sum(q * q, axis=0))
+    tl.store(sample_ptr + C.DEPTH_BLOCK + depth, tl.sum(q * q, axis=0))
 
 
 @triton.jit
@@ -191,17 +165,12 @@ def _look_kernel(
     chunk,  # keys per chunk, a multiple of KEYS
     chunks,
     looks,  # programs that look at keys and values: B * G * chunks; the others are of queries
-    LIMIT: tl.constexpr,  # the largest code: 127 or 7
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,  # queries per program; with SMOOTH_Q those that share a mean
-    SAMPLE: tl.constexpr,  # every how many keys are looked at for their mean; divides KEYS
-    SMOOTH_Q: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-    EARLY: tl.constexpr,
+    C: tl.constexpr,
+    # LIMIT: the largest code: 127 or 7
+    # ROWS: queries per program; with SMOOTH_Q those that share a mean
+    # SAMPLE: every how many keys are looked at for their mean; divides KEYS
 ):
-    if EARLY:
+    if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if program < looks:
@@ -214,22 +183,18 @@ def _look_kernel(
             v_ptr + batch * stride_v_batch + group * stride_v_head,
             stride_v_key,
             key_mask_ptr + batch * stride_mask_batch,
-            sums_ptr + (row * chunks + part) * 5 * DEPTH_BLOCK,
+            sums_ptr + (row * chunks + part) * 5 * C.DEPTH_BLOCK,
             part * chunk,
             tl.minimum(part * chunk + chunk, keys),
             keys,
-            DEPTH,
-            DEPTH_BLOCK,
-            KEYS,
-            SAMPLE,
-            HAS_KEY_MASK,
+            C,
         )
     else:
         row = ((program - looks) // query_blocks).to(tl.int64)
         batch, head = row // heads, row % heads
         block = (program - looks) % query_blocks
         q_ptr += batch * stride_q_batch + head * stride_q_head
-        if SMOOTH_Q:
+        if C.SMOOTH_Q:
             _write_queries(
                 q_ptr,
                 stride_q_query,
@@ -241,22 +206,17 @@ def _look_kernel(
                 block,
                 query_blocks,
                 queries,
-                LIMIT,
-                DEPTH,
-                DEPTH_BLOCK,
-                ROWS,
+                C,
             )
         else:
             _sample_queries(
                 q_ptr,
                 stride_q_query,
-                q_mean_ptr + (row * query_blocks + block) * 2 * DEPTH_BLOCK,
+                q_mean_ptr + (row * query_blocks + block) * 2 * C.DEPTH_BLOCK,
                 scale,
                 block * stride_sampled,
                 queries,
-                DEPTH,
-                DEPTH_BLOCK,
-                ROWS,
+                C,
             )
 
 
@@ -264,63 +224,45 @@ def _look_kernel(
 
 
 @triton.jit
-def _chunk_values(
-    sums_ptr, chunks, fill, WHICH: tl.constexpr, CHUNKS: tl.constexpr, DEPTH_BLOCK: tl.constexpr
-):
-    depth = tl.arange(0, DEPTH_BLOCK)
-    part = tl.arange(0, CHUNKS)[:, None]
-    ptrs = sums_ptr + (part * 5 + WHICH) * DEPTH_BLOCK + depth[None, :]
+def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    part = tl.arange(0, C.CHUNKS)[:, None]
+    ptrs = sums_ptr + (part * 5 + WHICH) * C.DEPTH_BLOCK + depth[None, :]
     return tl.load(ptrs, mask=part < chunks, other=fill)
 
 
 @triton.jit
-def _counted(
-    sums_ptr, chunks, WHICH: tl.constexpr, CHUNKS: tl.constexpr, DEPTH_BLOCK: tl.constexpr
-):
+def _counted(sums_ptr, chunks, WHICH: tl.constexpr, C: tl.constexpr):
     """Return how many keys were sampled (WHICH 0) or looked at (1) in all chunks, at least 1."""
-    part = tl.arange(0, CHUNKS)
-    ptrs = sums_ptr + (part * 5 + 4) * DEPTH_BLOCK + WHICH
+    part = tl.arange(0, C.CHUNKS)
+    ptrs = sums_ptr + (part * 5 + 4) * C.DEPTH_BLOCK + WHICH
     return tl.maximum(tl.sum(tl.load(ptrs, mask=part < chunks, other=0.0), axis=0), 1.0)
 
 
 @triton.jit
-def _settle_keys(
-    sums_ptr,
-    k_mean_ptr,
-    chunks,
-    DEPTH_BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SMOOTH_K: tl.constexpr,
-):
-    depth = tl.arange(0, DEPTH_BLOCK)
-    k_mean = tl.zeros((DEPTH_BLOCK,), dtype=tl.float32)
-    if SMOOTH_K:
-        k_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 0, CHUNKS, DEPTH_BLOCK), axis=0)
-        k_mean = k_sum / _counted(sums_ptr, chunks, 0, CHUNKS, DEPTH_BLOCK)
+def _settle_keys(sums_ptr, k_mean_ptr, chunks, C: tl.constexpr):
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    k_mean = tl.zeros((C.DEPTH_BLOCK,), dtype=tl.float32)
+    if C.SMOOTH_K:
+        k_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 0, C), axis=0)
+        k_mean = k_sum / _counted(sums_ptr, chunks, 0, C)
     tl.store(k_mean_ptr + depth, k_mean)
 
 
 @triton.jit
-def _settle_values(
-    sums_ptr,
-    v_scale_ptr,
-    chunks,
-    DEPTH_BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SMOOTH_V: tl.constexpr,
-):
-    depth = tl.arange(0, DEPTH_BLOCK)
-    v_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 1, CHUNKS, DEPTH_BLOCK), axis=0)
-    low = tl.min(_chunk_values(sums_ptr, chunks, HUGE, 2, CHUNKS, DEPTH_BLOCK), axis=0)
-    high = tl.max(_chunk_values(sums_ptr, chunks, -HUGE, 3, CHUNKS, DEPTH_BLOCK), axis=0)
-    true_mean = v_sum / _counted(sums_ptr, chunks, 1, CHUNKS, DEPTH_BLOCK)
+def _settle_values(sums_ptr, v_scale_ptr, chunks, C: tl.constexpr):
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    v_sum = tl.sum(_chunk_values(sums_ptr, chunks, 0.0, 1, C), axis=0)
+    low = tl.min(_chunk_values(sums_ptr, chunks, HUGE, 2, C), axis=0)
+    high = tl.max(_chunk_values(sums_ptr, chunks, -HUGE, 3, C), axis=0)
+    true_mean = v_sum / _counted(sums_ptr, chunks, 1, C)
     v_mean = true_mean
-    if not SMOOTH_V:
-        v_mean = tl.zeros((DEPTH_BLOCK,), dtype=tl.float32)
+    if not C.SMOOTH_V:
+        v_mean = tl.zeros((C.DEPTH_BLOCK,), dtype=tl.float32)
     size = tl.maximum(tl.maximum(high - v_mean, v_mean - low), LEAST_VALUE)
     v_scale = (size + (true_mean - true_mean)) * (1.0 / LARGEST_E4M3)
     tl.store(v_scale_ptr + depth, v_scale)
-    tl.store(v_scale_ptr + DEPTH_BLOCK + depth, v_mean)
+    tl.store(v_scale_ptr + C.DEPTH_BLOCK + depth, v_mean)
 
 
 @triton.jit
@@ -373,32 +315,28 @@ def _settle_kernel(
     chunks,
     samples,  # blocks of queries that were sampled for each of the rows
     sampled_queries,  # in all of these
-    DEPTH_BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SMOOTH_K: tl.constexpr,
-    SMOOTH_V: tl.constexpr,
-    EARLY: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Settle the keys' mean, values' scale and mean, and the direction of queries, if wanted."""
-    if EARLY:
+    if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    sums_ptr += row * chunks * 5 * DEPTH_BLOCK
-    k_mean_ptr += row * 4 * DEPTH_BLOCK
+    sums_ptr += row * chunks * 5 * C.DEPTH_BLOCK
+    k_mean_ptr += row * 4 * C.DEPTH_BLOCK
     if part == 0:
-        _settle_keys(sums_ptr, k_mean_ptr, chunks, DEPTH_BLOCK, CHUNKS, SMOOTH_K)
+        _settle_keys(sums_ptr, k_mean_ptr, chunks, C)
     elif part == 1:
-        v_scale_ptr += row * 2 * DEPTH_BLOCK
-        _settle_values(sums_ptr, v_scale_ptr, chunks, DEPTH_BLOCK, CHUNKS, SMOOTH_V)
+        v_scale_ptr += row * 2 * C.DEPTH_BLOCK
+        _settle_values(sums_ptr, v_scale_ptr, chunks, C)
     else:
         _settle_direction(
-            samples_ptr + row * samples * 2 * DEPTH_BLOCK,
-            k_mean_ptr + DEPTH_BLOCK,
+            samples_ptr + row * samples * 2 * C.DEPTH_BLOCK,
+            k_mean_ptr + C.DEPTH_BLOCK,
             samples,
             sampled_queries,
-            DEPTH_BLOCK,
+            C.DEPTH_BLOCK,
         )
 
 
@@ -434,44 +372,38 @@ def _write_keys(
     block,
     blocks,
     keys,
-    LIMIT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SMOOTH_K: tl.constexpr,
-    ALIGN: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
+    C: tl.constexpr,
 ):
-    depth = tl.arange(0, DEPTH_BLOCK)
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    mean_ptr += row * 4 * DEPTH_BLOCK
-    if HAS_KEY_MASK:
-        is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
-        k = _load_tile(k_ptr, stride, place, is_place, depth, DEPTH, DEPTH_BLOCK)
-        if SMOOTH_K:
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    place = block * C.BLOCK + tl.arange(0, C.BLOCK)
+    mean_ptr += row * 4 * C.DEPTH_BLOCK
+    if C.HAS_KEY_MASK:
+        is_place = _is_counted(place, keys, mask_ptr, C.HAS_KEY_MASK)
+        k = _load_tile(k_ptr, stride, place, is_place, depth, C)
+        if C.SMOOTH_K:
             k = tl.where(is_place[:, None], k - tl.load(mean_ptr + depth)[None, :], 0.0)
     else:  # the last key stands for those after it, which nobody reads
         place = tl.minimum(place, keys - 1)
-        k = _load_tile(k_ptr, stride, place, place >= 0, depth, DEPTH, DEPTH_BLOCK)
-        if SMOOTH_K:
+        k = _load_tile(k_ptr, stride, place, place >= 0, depth, C)
+        if C.SMOOTH_K:
             k -= tl.load(mean_ptr + depth)[None, :]
-    if ALIGN:
-        k *= tl.load(mean_ptr + 3 * DEPTH_BLOCK + depth)[None, :]
+    if C.ALIGN:
+        k *= tl.load(mean_ptr + 3 * C.DEPTH_BLOCK + depth)[None, :]
     size = tl.max(tl.max(_size_bits(k), axis=1), axis=0).to(tl.float32, bitcast=True)
-    k_scale = _scale_of(size, LEAST, LIMIT)
+    k_scale = _scale_of(size, LEAST, C.LIMIT)
     tl.store(scale_ptr + row * blocks + block, k_scale)
     k *= 1.0 / k_scale
     at_first = 0.0
-    if ALIGN:
-        at_first = tl.load(mean_ptr + 2 * DEPTH_BLOCK)
+    if C.ALIGN:
+        at_first = tl.load(mean_ptr + 2 * C.DEPTH_BLOCK)
     if at_first != 0.0:
-        direction = tl.load(mean_ptr + DEPTH_BLOCK + depth)
-        at_second = tl.load(mean_ptr + 2 * DEPTH_BLOCK + 1)
-        first = depth == tl.load(mean_ptr + 2 * DEPTH_BLOCK + 2).to(tl.int32)
-        second = depth == tl.load(mean_ptr + 2 * DEPTH_BLOCK + 3).to(tl.int32)
-        k = _aligned(k, direction, at_first, at_second, first, second, LIMIT)
-    codes_ptr += (row * blocks + block) * BLOCK * DEPTH_BLOCK
-    found = tl.arange(0, BLOCK)[:, None] * DEPTH_BLOCK + depth[None, :]
+        direction = tl.load(mean_ptr + C.DEPTH_BLOCK + depth)
+        at_second = tl.load(mean_ptr + 2 * C.DEPTH_BLOCK + 1)
+        first = depth == tl.load(mean_ptr + 2 * C.DEPTH_BLOCK + 2).to(tl.int32)
+        second = depth == tl.load(mean_ptr + 2 * C.DEPTH_BLOCK + 3).to(tl.int32)
+        k = _aligned(k, direction, at_first, at_second, first, second, C.LIMIT)
+    codes_ptr += (row * blocks + block) * C.BLOCK * C.DEPTH_BLOCK
+    found = tl.arange(0, C.BLOCK)[:, None] * C.DEPTH_BLOCK + depth[None, :]
     tl.store(codes_ptr + found, _nearest(k))
 
 
@@ -510,72 +442,55 @@ def _write_values(
     block,
     blocks,
     keys,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-    HAS_REST: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Write codes of a block of values and the sum of these, each weighed.
 
     A weight is 1, or where the queries share a large part, what their mean gives the key.
     """
     is_8_bit: tl.constexpr = codes_ptr.dtype.element_ty == tl.float8e4nv
-    depth = tl.arange(0, DEPTH_BLOCK)
-    column = tl.arange(0, BLOCK)
-    place = block * BLOCK + (_key_at(column) if is_8_bit else column)
-    is_place = _is_counted(place, keys, mask_ptr, HAS_KEY_MASK)
-    scale_ptr += row * 2 * DEPTH_BLOCK
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    column = tl.arange(0, C.BLOCK)
+    place = block * C.BLOCK + (_key_at(column) if is_8_bit else column)
+    is_place = _is_counted(place, keys, mask_ptr, C.HAS_KEY_MASK)
+    scale_ptr += row * 2 * C.DEPTH_BLOCK
     inverse = 1.0 / tl.load(scale_ptr + depth)
-    v_mean = tl.load(scale_ptr + DEPTH_BLOCK + depth)
-    if not HAS_KEY_MASK:  # the last key stands for those after it, whose weight is 0
+    v_mean = tl.load(scale_ptr + C.DEPTH_BLOCK + depth)
+    if not C.HAS_KEY_MASK:  # the last key stands for those after it, whose weight is 0
         place = tl.minimum(place, keys - 1)
-    is_loaded = is_place if HAS_KEY_MASK else place >= 0
+    is_loaded = is_place if C.HAS_KEY_MASK else place >= 0
     weight = is_place.to(tl.float32)
-    if HAS_REST and ALIGN:
-        k_mean_ptr += row * 4 * DEPTH_BLOCK
-        if tl.load(k_mean_ptr + 2 * DEPTH_BLOCK) != 0.0:
-            k = _load_tile(k_ptr, stride_k, place, is_loaded, depth, DEPTH, DEPTH_BLOCK)
-            weight *= _weights_of(k, k_mean_ptr, depth, DEPTH_BLOCK)
-    v = _load_tile(v_ptr, stride, place, is_loaded, depth, DEPTH, DEPTH_BLOCK)
-    if HAS_REST:
+    if C.HAS_REST and C.ALIGN:
+        k_mean_ptr += row * 4 * C.DEPTH_BLOCK
+        if tl.load(k_mean_ptr + 2 * C.DEPTH_BLOCK) != 0.0:
+            k = _load_tile(k_ptr, stride_k, place, is_loaded, depth, C)
+            weight *= _weights_of(k, k_mean_ptr, depth, C.DEPTH_BLOCK)
+    v = _load_tile(v_ptr, stride, place, is_loaded, depth, C)
+    if C.HAS_REST:
         after = row * (blocks + 1) + block + 1
-        tl.store(rest_ptr + after * DEPTH_BLOCK + depth, tl.sum(v * weight[:, None], axis=0))
+        tl.store(rest_ptr + after * C.DEPTH_BLOCK + depth, tl.sum(v * weight[:, None], axis=0))
         tl.store(counts_ptr + after, tl.sum(weight, axis=0))
-        tl.store(weights_ptr + row * blocks * BLOCK + block * BLOCK + column, weight)
+        tl.store(weights_ptr + row * blocks * C.BLOCK + block * C.BLOCK + column, weight)
     v = (v - v_mean[None, :]) * inverse[None, :]
-    if HAS_KEY_MASK:
+    if C.HAS_KEY_MASK:
         v = tl.where(is_place[:, None], v, 0.0)
-    if UPCAST and is_8_bit:
+    if C.UPCAST and is_8_bit:
         v = _e4m3_in_fp32(v)
-    line = (row * DEPTH_BLOCK + depth)[:, None] * (blocks * BLOCK)
-    places = codes_ptr + line + (block * BLOCK + column)[None, :]
+    line = (row * C.DEPTH_BLOCK + depth)[:, None] * (blocks * C.BLOCK)
+    places = codes_ptr + line + (block * C.BLOCK + column)[None, :]
     tl.store(places, tl.trans(v.to(codes_ptr.dtype.element_ty)))
 
 
 @triton.jit
 def _write_shift(
-    q_ptr,
-    stride,
-    mean_ptr,
-    shift_ptr,
-    scale,
-    row,
-    group,
-    block,
-    queries,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    q_ptr, stride, mean_ptr, shift_ptr, scale, row, group, block, queries, C: tl.constexpr
 ):
     """Write what the keys' mean adds to every score of a query."""
-    depth = tl.arange(0, DEPTH_BLOCK)
-    place = block * ROWS + tl.arange(0, ROWS)
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    place = block * C.ROWS + tl.arange(0, C.ROWS)
     is_row = place < queries
-    q = _load_tile(q_ptr, stride, place, is_row, depth, DEPTH, DEPTH_BLOCK) * scale
-    k_mean = tl.load(mean_ptr + group * 4 * DEPTH_BLOCK + depth)
+    q = _load_tile(q_ptr, stride, place, is_row, depth, C) * scale
+    k_mean = tl.load(mean_ptr + group * 4 * C.DEPTH_BLOCK + depth)
     tl.store(shift_ptr + row * queries + place, tl.sum(q * k_mean[None, :], axis=1), mask=is_row)
 
 
@@ -614,20 +529,9 @@ def _write_kernel(
     query_blocks,
     key_blocks,
     programs,  # those that write k, and as many that write v; then come those of shifts
-    LIMIT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    SMOOTH_K: tl.constexpr,
-    ALIGN: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-    HAS_REST: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-    UPCAST: tl.constexpr,
-    EARLY: tl.constexpr,
+    C: tl.constexpr,
 ):
-    if EARLY:
+    if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
@@ -645,13 +549,7 @@ def _write_kernel(
             program % key_blocks,
             key_blocks,
             keys,
-            LIMIT,
-            DEPTH,
-            DEPTH_BLOCK,
-            BLOCK,
-            SMOOTH_K,
-            ALIGN,
-            HAS_KEY_MASK,
+            C,
         )
     elif program < 2 * programs:
         row = ((program - programs) // key_blocks).to(tl.int64)
@@ -672,15 +570,9 @@ def _write_kernel(
             (program - programs) % key_blocks,
             key_blocks,
             keys,
-            DEPTH,
-            DEPTH_BLOCK,
-            BLOCK,
-            ALIGN,
-            HAS_KEY_MASK,
-            HAS_REST,
-            UPCAST,
+            C,
         )
-    elif WITH_LSE:
+    elif C.WITH_LSE:
         ours = program - 2 * programs
         row = (ours // query_blocks).to(tl.int64)
         batch, head = row // heads, row % heads
@@ -694,9 +586,7 @@ def _write_kernel(
             batch * groups + head // (heads // groups),
             ours % query_blocks,
             queries,
-            DEPTH,
-            DEPTH_BLOCK,
-            ROWS,
+            C,
         )
 
 
@@ -713,45 +603,42 @@ def _total_kernel(
     totals_ptr,  # (B * G, key blocks + 1) fp32: the same up to each block
     weights_ptr,  # (B * G, key blocks * BLOCK) fp32
     key_blocks,
-    DEPTH_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOGETHER: tl.constexpr,  # blocks
-    EARLY: tl.constexpr,
+    C: tl.constexpr,
+    # TOGETHER: blocks
 ):
     """Add up what rounding took from the values of all blocks up to each."""
-    if EARLY:
+    if C.EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    column = part * COLUMNS + tl.arange(0, COLUMNS)
-    v_codes_ptr += (row * DEPTH_BLOCK + column)[:, None] * (key_blocks * BLOCK)
-    v_scale_ptr += row * 2 * DEPTH_BLOCK
-    weights_ptr += row * key_blocks * BLOCK
-    rest_ptr += row * (key_blocks + 1) * DEPTH_BLOCK
+    column = part * C.COLUMNS + tl.arange(0, C.COLUMNS)
+    v_codes_ptr += (row * C.DEPTH_BLOCK + column)[:, None] * (key_blocks * C.BLOCK)
+    v_scale_ptr += row * 2 * C.DEPTH_BLOCK
+    weights_ptr += row * key_blocks * C.BLOCK
+    rest_ptr += row * (key_blocks + 1) * C.DEPTH_BLOCK
     counts_ptr += row * (key_blocks + 1)
     totals_ptr += row * (key_blocks + 1)
     inverse = 1.0 / tl.load(v_scale_ptr + column)
-    v_mean = tl.load(v_scale_ptr + DEPTH_BLOCK + column)
-    so_far = tl.zeros((COLUMNS,), dtype=tl.float32)
+    v_mean = tl.load(v_scale_ptr + C.DEPTH_BLOCK + column)
+    so_far = tl.zeros((C.COLUMNS,), dtype=tl.float32)
     counted = 0.0
     tl.store(rest_ptr + column, so_far)
     tl.store(totals_ptr, counted, mask=part == 0)
-    for start in tl.range(0, key_blocks, TOGETHER):
-        place = start * BLOCK + tl.arange(0, TOGETHER * BLOCK)
-        is_place = place < key_blocks * BLOCK
+    for start in tl.range(0, key_blocks, C.TOGETHER):
+        place = start * C.BLOCK + tl.arange(0, C.TOGETHER * C.BLOCK)
+        is_place = place < key_blocks * C.BLOCK
         codes = tl.load(v_codes_ptr + place[None, :], mask=is_place[None, :], other=0.0)
         weight = tl.load(weights_ptr + place, mask=is_place, other=0.0)
         codes = codes.to(tl.float32) * weight[None, :]
-        codes = tl.sum(tl.reshape(codes, (COLUMNS, TOGETHER, BLOCK)), axis=2)
-        block = start + 1 + tl.arange(0, TOGETHER)
+        codes = tl.sum(tl.reshape(codes, (C.COLUMNS, C.TOGETHER, C.BLOCK)), axis=2)
+        block = start + 1 + tl.arange(0, C.TOGETHER)
         is_block = block <= key_blocks
         count = tl.load(counts_ptr + block, mask=is_block, other=0.0)
         until = tl.cumsum(count, axis=0) + counted
         tl.store(totals_ptr + block, until, mask=is_block & (part == 0))
         counted += tl.sum(count, axis=0)
-        ptrs = rest_ptr + block[None, :] * DEPTH_BLOCK + column[:, None]
+        ptrs = rest_ptr + block[None, :] * C.DEPTH_BLOCK + column[:, None]
         rest = tl.load(ptrs, mask=is_block[None, :], other=0.0) - v_mean[:, None] * count[None, :]
         rest = rest * inverse[:, None] - codes
         until = tl.cumsum(rest, axis=1) + so_far[:, None]

@@ -27,10 +27,10 @@ def _e4m3_in_fp32(x):
 
 
 @triton.jit
-def _load_tile(ptr, stride, place, is_place, depth, DEPTH: tl.constexpr, DEPTH_BLOCK: tl.constexpr):
+def _load_tile(ptr, stride, place, is_place, depth, C: tl.constexpr):
     mask = is_place[:, None]
-    if DEPTH != DEPTH_BLOCK:
-        mask = mask & (depth < DEPTH)[None, :]
+    if C.DEPTH != C.DEPTH_BLOCK:
+        mask = mask & (depth < C.DEPTH)[None, :]
     ptrs = ptr + place.to(tl.int64)[:, None] * stride + depth[None, :]
     return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
 

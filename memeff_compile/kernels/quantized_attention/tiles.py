@@ -30,6 +30,7 @@ from memeff_compile.kernels._triton.key_tiles import (
     tiles_of,
     within,
 )
+from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.device import gpu, on_device, processors
 from memeff_compile.kernels.quantized_attention import reference
 from memeff_compile.kernels.quantized_attention.settings import (
@@ -158,7 +159,9 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     width = wide // 128 or 1
     early = {"launch_pdl": True} if starts_early(q) else {}
     with on_device(q):
-        kernels._look_kernel[(looks + batch * heads * looked,)](
+        start(
+            kernels._look_kernel,
+            (looks + batch * heads * looked,),
             *operands,
             sums,
             found.q,
@@ -180,7 +183,9 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             num_warps=LOOK_WARPS * width,
             **sizes,
         )
-        kernels._settle_kernel[(batch * groups, 3 if settings.aligns else 2)](
+        start(
+            kernels._settle_kernel,
+            (batch * groups, 3 if settings.aligns else 2),
             sums,
             means,
             k_mean,
@@ -196,7 +201,9 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             num_warps=SETTLE_WARPS,
             **early,
         )
-        kernels._write_kernel[(2 * programs + shifts,)](
+        start(
+            kernels._write_kernel,
+            (2 * programs + shifts,),
             *operands,
             k_mean,
             found.v_scale,
@@ -226,7 +233,9 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             **early,
         )
         if found.rest is not None:
-            kernels._total_kernel[(batch * groups, wide // TOTAL_COLUMNS)](
+            start(
+                kernels._total_kernel,
+                (batch * groups, wide // TOTAL_COLUMNS),
                 found.v,
                 found.v_scale,
                 found.rest,
@@ -400,7 +409,9 @@ def attend_packed(
     is_described = gpu(q.device).has_descriptors
     with on_device(q):
         bounds = find_bounds(q, given, (heads, queries, keys), (shape.rows, shape.keys))
-        kernels._quantized_attention_kernel[(batch * heads * tiles,)](
+        start(
+            kernels._quantized_attention_kernel,
+            (batch * heads * tiles,),
             *_operands(made, q, given, shape, is_described),
             made.k_scale if made.q_scale is None else made.q_scale,
             made.k_scale,

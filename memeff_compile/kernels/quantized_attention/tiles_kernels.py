@@ -38,10 +38,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _reordered(weight, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def _reordered(weight, C: tl.constexpr):
     """Hand a tile of 8-bit weights to the second product without moving it between threads."""
-    weight = tl.reshape(weight, (ROWS, KEYS // 16, 2, 4, 2))
-    return tl.reshape(tl.permute(weight, (0, 1, 3, 2, 4)), (ROWS, KEYS))
+    weight = tl.reshape(weight, (C.ROWS, C.KEYS // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(weight, (0, 1, 3, 2, 4)), (C.ROWS, C.KEYS))
 
 
 @triton.jit
@@ -64,13 +64,13 @@ def _load_codes(
 
 
 @triton.jit
-def _scores(q, k, MAGIC_SUM: tl.constexpr, UPCAST: tl.constexpr):
+def _scores(q, k, C: tl.constexpr):
     """Return q k^T as fp32, with MAGIC_SUM plus MAGIC_VALUE."""
-    if UPCAST:
+    if C.UPCAST:
         found = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
-        if MAGIC_SUM:
+        if C.MAGIC_SUM:
             found = found + MAGIC_VALUE
-    elif MAGIC_SUM:
+    elif C.MAGIC_SUM:
         start = tl.full((q.shape[0], k.shape[0]), MAGIC, dtype=tl.int32)
         found = tl.dot(q, tl.trans(k), start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
     else:
@@ -79,17 +79,17 @@ def _scores(q, k, MAGIC_SUM: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _weighted(weight, v, ROWS: tl.constexpr, KEYS: tl.constexpr, UPCAST: tl.constexpr):
+def _weighted(weight, v, C: tl.constexpr):
     """Return a tile's weights times its values, which lie as (depth, keys)."""
     is_8_bit: tl.constexpr = v.dtype == tl.float8e4nv
-    if UPCAST:
+    if C.UPCAST:
         if is_8_bit:
-            weight = _reordered(_e4m3_in_fp32(weight), ROWS, KEYS)
+            weight = _reordered(_e4m3_in_fp32(weight), C)
         else:
             weight = weight.to(tl.float16).to(tl.float32)
         found = tl.dot(weight, tl.trans(v).to(tl.float32), input_precision="ieee")
     elif is_8_bit:
-        found = tl.dot(_reordered(weight.to(tl.float8e4nv), ROWS, KEYS), tl.trans(v))
+        found = tl.dot(_reordered(weight.to(tl.float8e4nv), C), tl.trans(v))
     else:
         found = tl.dot(weight.to(tl.float16), tl.trans(v))
     return found
@@ -117,46 +117,36 @@ def _attend_tile(
     behind,
     keys,
     key_blocks,
-    DEPTH_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    SCALE_PER_KEY: tl.constexpr,
-    HAS_CORRECTION: tl.constexpr,
-    MAGIC_SUM: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    key = tile * KEYS + tl.arange(0, KEYS)
-    k = _load_codes(k_codes, key_row + tile * KEYS, 0, DEPTH_BLOCK, KEYS, DEPTH_BLOCK, DESCRIBED)
-    score = _scores(q, k, MAGIC_SUM, UPCAST)
-    if SCALE_PER_KEY or HAS_CORRECTION:
-        if MAGIC_SUM:
+    key = tile * C.KEYS + tl.arange(0, C.KEYS)
+    k = _load_codes(
+        k_codes, key_row + tile * C.KEYS, 0, C.DEPTH_BLOCK, C.KEYS, C.DEPTH_BLOCK, C.DESCRIBED
+    )
+    score = _scores(q, k, C)
+    if C.SCALE_PER_KEY or C.HAS_CORRECTION:
+        if C.MAGIC_SUM:
             score = score - MAGIC_VALUE
-        if SCALE_PER_KEY:
+        if C.SCALE_PER_KEY:
             score = score * tl.load(k_scale_ptr + key)[None, :]
         else:
-            score = score * tl.load(k_scale_ptr + tile // (KEY_BLOCK // KEYS))
+            score = score * tl.load(k_scale_ptr + tile // (C.KEY_BLOCK // C.KEYS))
         score = score * q_scale[:, None]
-        if HAS_CORRECTION:
+        if C.HAS_CORRECTION:
             score = score + tl.load(correction_ptr + key)[None, :]
         scale = q_scale * 0.0 + 1.0
         shift = scale * 0.0
     else:
-        scale = q_scale * tl.load(k_scale_ptr + tile // (KEY_BLOCK // KEYS))
-        shift = scale * MAGIC_VALUE if MAGIC_SUM else scale * 0.0
+        scale = q_scale * tl.load(k_scale_ptr + tile // (C.KEY_BLOCK // C.KEYS))
+        shift = scale * MAGIC_VALUE if C.MAGIC_SUM else scale * 0.0
     if MASKED:
         is_inside = key < keys
         is_key = is_inside
-        if HAS_KEY_MASK:
+        if C.HAS_KEY_MASK:
             is_key = is_key & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
         key_id = key
-        if HAS_IDS:
+        if C.HAS_IDS:
             key_id = tl.load(key_ids_ptr + key, mask=is_inside, other=0)
         counts = which_count(
             query[:, None],
@@ -166,9 +156,7 @@ def _attend_tile(
             key_id[None, :],
             ahead,
             behind,
-            HAS_AHEAD,
-            HAS_BEHIND,
-            HAS_IDS,
+            C,
         )
         score = tl.where(counts, score, float("-inf"))
     higher = tl.maximum(largest, tl.max(score, axis=1) * scale - (shift + OFFSET))
@@ -176,9 +164,15 @@ def _attend_tile(
     shrink = tl.exp2(largest - higher)
     total = total * shrink + tl.sum(weight, axis=1)
     v = _load_codes(
-        v_codes, value_row, tile * KEYS, key_blocks * KEY_BLOCK, DEPTH_BLOCK, KEYS, DESCRIBED
+        v_codes,
+        value_row,
+        tile * C.KEYS,
+        key_blocks * C.KEY_BLOCK,
+        C.DEPTH_BLOCK,
+        C.KEYS,
+        C.DESCRIBED,
     )
-    acc = acc * shrink[:, None] + _weighted(weight, v, ROWS, KEYS, UPCAST)
+    acc = acc * shrink[:, None] + _weighted(weight, v, C)
     return acc, total, higher
 
 
@@ -241,28 +235,11 @@ def _quantized_attention_kernel(
     keys,
     key_blocks,
     query_tiles,
-    DEPTH: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    QUERY_BLOCK: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_BOUNDS: tl.constexpr,
-    SCALE_PER_KEY: tl.constexpr,
-    HAS_CORRECTION: tl.constexpr,
-    HAS_REST: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-    MAGIC_SUM: tl.constexpr,
-    DESCRIBED: tl.constexpr,  # codes are descriptors, not addresses
-    CODES_QUERIES: tl.constexpr,  # queries are coded here
-    LIMIT: tl.constexpr,  # the largest code of queries
-    UPCAST: tl.constexpr,
-    EARLY: tl.constexpr,  # started while the kernel before may still be running
+    C: tl.constexpr,
+    # DESCRIBED: codes are descriptors, not addresses
+    # CODES_QUERIES: queries are coded here
+    # LIMIT: the largest code of queries
+    # EARLY: started while the kernel before may still be running
 ):
     # The last queries see most keys under causal masks: they start first.
     ours = tl.program_id(0) % (together * query_tiles)
@@ -271,38 +248,44 @@ def _quantized_attention_kernel(
     batch = (row // heads).to(tl.int64)
     head = row % heads
     group = (row // repeat).to(tl.int64)
-    query = tile * ROWS + tl.arange(0, ROWS)
+    query = tile * C.ROWS + tl.arange(0, C.ROWS)
     is_row = query < queries
     place = row.to(tl.int64) * queries + query
-    if EARLY:
+    if C.EARLY:
         tl.extra.cuda.gdc_wait()
-    if CODES_QUERIES:  # through memory: a product would hold in registers what was not loaded
+    if C.CODES_QUERIES:  # through memory: a product would hold in registers what was not loaded
         q_ptr += batch * stride_q_batch + head.to(tl.int64) * stride_q_head
-        wide = tl.arange(0, DEPTH_BLOCK)
-        q = _load_tile(q_ptr, stride_q_query, query, is_row, wide, DEPTH, DEPTH_BLOCK)
-        evened = tl.load(k_mean_ptr + (group * 4 + 3) * DEPTH_BLOCK + wide)
-        codes, q_scale = _codes_of_rows(q * (scale / evened)[None, :], LIMIT)
-        q_places = q_codes + place[:, None] * DEPTH_BLOCK + wide[None, :]
+        wide = tl.arange(0, C.DEPTH_BLOCK)
+        q = _load_tile(q_ptr, stride_q_query, query, is_row, wide, C)
+        evened = tl.load(k_mean_ptr + (group * 4 + 3) * C.DEPTH_BLOCK + wide)
+        codes, q_scale = _codes_of_rows(q * (scale / evened)[None, :], C.LIMIT)
+        q_places = q_codes + place[:, None] * C.DEPTH_BLOCK + wide[None, :]
         tl.store(q_places, codes, mask=is_row[:, None])
         tl.debug_barrier()
         q = tl.load(q_places, mask=is_row[:, None], other=0)
     else:
         q = _load_codes(
-            q_codes, row * queries + tile * ROWS, 0, DEPTH_BLOCK, ROWS, DEPTH_BLOCK, DESCRIBED
+            q_codes,
+            row * queries + tile * C.ROWS,
+            0,
+            C.DEPTH_BLOCK,
+            C.ROWS,
+            C.DEPTH_BLOCK,
+            C.DESCRIBED,
         )
         q_scale = tl.load(q_scale_ptr + place, mask=is_row, other=0.0)
-    scales = key_blocks * KEY_BLOCK if SCALE_PER_KEY else key_blocks
+    scales = key_blocks * C.KEY_BLOCK if C.SCALE_PER_KEY else key_blocks
     k_scale_ptr += group * scales
-    if HAS_CORRECTION:
-        blocks = (queries + QUERY_BLOCK - 1) // QUERY_BLOCK
-        block = row.to(tl.int64) * blocks + tile // (QUERY_BLOCK // ROWS)
-        correction_ptr += block * key_blocks * KEY_BLOCK
-    key_row = (group * key_blocks * KEY_BLOCK).to(tl.int32)
-    value_row = (group * DEPTH_BLOCK).to(tl.int32)
+    if C.HAS_CORRECTION:
+        blocks = (queries + C.QUERY_BLOCK - 1) // C.QUERY_BLOCK
+        block = row.to(tl.int64) * blocks + tile // (C.QUERY_BLOCK // C.ROWS)
+        correction_ptr += block * key_blocks * C.KEY_BLOCK
+    key_row = (group * key_blocks * C.KEY_BLOCK).to(tl.int32)
+    value_row = (group * C.DEPTH_BLOCK).to(tl.int32)
     mask_ptr = key_mask_ptr + batch * stride_mask_batch
     their_ids_ptr = key_ids_ptr + batch * stride_key_ids_batch
     query_id = query
-    if HAS_IDS:
+    if C.HAS_IDS:
         query_id = tl.load(
             query_ids_ptr + batch * stride_query_ids_batch + query, mask=is_row, other=0
         )
@@ -315,20 +298,20 @@ def _quantized_attention_kernel(
         keys,
         ahead,
         behind,
-        ROWS,
-        KEYS,
-        HAS_AHEAD,
-        HAS_BEHIND,
-        HAS_BOUNDS,
+        C.ROWS,
+        C.KEYS,
+        C.HAS_AHEAD,
+        C.HAS_BEHIND,
+        C.HAS_BOUNDS,
     )
-    largest = tl.full((ROWS,), NOTHING, dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    acc = tl.zeros((ROWS, DEPTH_BLOCK), dtype=tl.float32)
+    largest = tl.full((C.ROWS,), NOTHING, dtype=tl.float32)
+    total = tl.zeros((C.ROWS,), dtype=tl.float32)
+    acc = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
     start, end = full_first, full_stop
     for MASKED in tl.static_range(2):  # complete tiles, then those at the edges
         if MASKED:
             start, end = 0, full_first - first + stop - full_stop
-        for index in tl.range(start, end, num_stages=1 if MASKED else STAGES):
+        for index in tl.range(start, end, num_stages=1 if MASKED else C.STAGES):
             other = index
             if MASKED:
                 other = edge_tile(index, first, full_first, full_stop)
@@ -353,43 +336,31 @@ def _quantized_attention_kernel(
                 behind,
                 keys,
                 key_blocks,
-                DEPTH_BLOCK,
-                ROWS,
-                KEYS,
-                KEY_BLOCK,
-                HAS_AHEAD,
-                HAS_BEHIND,
-                HAS_KEY_MASK,
-                HAS_IDS,
-                SCALE_PER_KEY,
-                HAS_CORRECTION,
-                MAGIC_SUM,
-                DESCRIBED,
-                UPCAST,
+                C,
                 MASKED,
             )
-    depth = tl.arange(0, DEPTH_BLOCK)
-    v_scale_ptr += group * 2 * DEPTH_BLOCK
+    depth = tl.arange(0, C.DEPTH_BLOCK)
+    v_scale_ptr += group * 2 * C.DEPTH_BLOCK
     v_scale = tl.load(v_scale_ptr + depth)
-    v_mean = tl.load(v_scale_ptr + DEPTH_BLOCK + depth)
+    v_mean = tl.load(v_scale_ptr + C.DEPTH_BLOCK + depth)
     is_empty = total == 0.0
     share = 1.0 / tl.where(is_empty, 1.0, total)
-    if HAS_REST:
+    if C.HAS_REST:
         v_mean += v_scale * _mean_rest(
-            rest_ptr + group * (key_blocks + 1) * DEPTH_BLOCK,
+            rest_ptr + group * (key_blocks + 1) * C.DEPTH_BLOCK,
             counts_ptr + group * (key_blocks + 1),
-            first * KEYS // KEY_BLOCK,
-            (stop * KEYS + KEY_BLOCK - 1) // KEY_BLOCK,
-            DEPTH_BLOCK,
+            first * C.KEYS // C.KEY_BLOCK,
+            (stop * C.KEYS + C.KEY_BLOCK - 1) // C.KEY_BLOCK,
+            C.DEPTH_BLOCK,
         )
     out = (acc * share[:, None]) * v_scale[None, :] + v_mean[None, :]
     out = tl.where(is_empty[:, None], 0.0, out)
-    places = ((batch * queries + query) * heads + head)[:, None] * DEPTH + depth[None, :]
+    places = ((batch * queries + query) * heads + head)[:, None] * C.DEPTH + depth[None, :]
     is_out = is_row[:, None]
-    if DEPTH != DEPTH_BLOCK:
-        is_out = is_out & (depth < DEPTH)[None, :]
+    if C.DEPTH != C.DEPTH_BLOCK:
+        is_out = is_out & (depth < C.DEPTH)[None, :]
     tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=is_out)
-    if WITH_LSE:
+    if C.WITH_LSE:
         shift = tl.load(shift_ptr + place, mask=is_row, other=0.0)
         lse = (largest + tl.log2(tl.where(is_empty, 1.0, total)) + shift) * LN_2
         tl.store(lse_ptr + place, tl.where(is_empty, float("-inf"), lse), mask=is_row)

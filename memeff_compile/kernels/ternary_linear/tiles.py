@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.launch import launch
+from memeff_compile.kernels._triton.launch import launch, start
 from memeff_compile.kernels.device import gpu, on_device, processors
 from memeff_compile.kernels.ternary_linear.quantizer import (
     KINDS,
@@ -337,7 +337,9 @@ def _launch_vectors(
         return [*given, *[given[0]] * (3 - len(given))]
 
     with on_device(x):
-        kernels._ternary_vectors_kernel[(sum(tiles),)](
+        start(
+            kernels._ternary_vectors_kernel,
+            (sum(tiles),),
             x,
             x.stride(0),
             added_ptr=outs[0] if added is None else added.contiguous(),

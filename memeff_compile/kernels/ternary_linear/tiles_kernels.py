@@ -39,31 +39,26 @@ def _scale_of_token(
     columns,
     eps,
     eps_rounded,
-    LEVELS: tl.constexpr,
-    INVERSE: tl.constexpr,
-    IS_MEAN: tl.constexpr,
-    ADDS_EPS: tl.constexpr,
-    IS_STEP: tl.constexpr,
-    DTYPE: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Return the scale of a token before it is known to be one."""
-    if IS_MEAN:
+    if C.IS_MEAN:
         total = tl.sum(tl.abs(x), axis=0)
-        statistic = _rounded(tl.div_rn(total, tl.cast(columns, tl.float32)), DTYPE)
+        statistic = _rounded(tl.div_rn(total, tl.cast(columns, tl.float32)), C.DTYPE)
     else:  # as integers, so that what is no number is the largest
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         statistic = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
-    if ADDS_EPS:
-        statistic = _rounded(statistic + eps, DTYPE)
+    if C.ADDS_EPS:
+        statistic = _rounded(statistic + eps, C.DTYPE)
     else:
         statistic = tl.where(statistic < eps_rounded, eps_rounded, statistic)
-    levels = tl.full((), LEVELS, tl.float32)
-    if IS_STEP:
-        if INVERSE > 0.0:  # on a GPU PyTorch divides by a number so
-            return _rounded(statistic * tl.full((), INVERSE, tl.float32), DTYPE)
-        return _rounded(tl.div_rn(statistic, levels), DTYPE)
+    levels = tl.full((), C.LEVELS, tl.float32)
+    if C.IS_STEP:
+        if C.INVERSE > 0.0:  # on a GPU PyTorch divides by a number so
+            return _rounded(statistic * tl.full((), C.INVERSE, tl.float32), C.DTYPE)
+        return _rounded(tl.div_rn(statistic, levels), C.DTYPE)
     one = tl.full((), 1.0, tl.float32)
-    return _rounded(_rounded(tl.div_rn(one, statistic), DTYPE) * levels, DTYPE)
+    return _rounded(_rounded(tl.div_rn(one, statistic), C.DTYPE) * levels, C.DTYPE)
 
 
 @triton.jit
@@ -91,30 +86,22 @@ def _larger_half(x, kept, LOW_BIT: tl.constexpr):
 
 
 @triton.jit
-def _codes_of_token(
-    x,
-    scale,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    IS_STEP: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+def _codes_of_token(x, scale, C: tl.constexpr):
     """Return the codes of a token, as int32."""
-    if IS_STEP:
+    if C.IS_STEP:
         x, over = tl.broadcast(x, scale)
         scaled = tl.div_rn(x, over)
     else:
         scaled = x * scale
-    scaled = _rounded(scaled, DTYPE)
-    if IS_FLOAT:
+    scaled = _rounded(scaled, C.DTYPE)
+    if C.IS_FLOAT:
         size = tl.abs(scaled)
         code = (size > 0.5).to(tl.int32) + (size >= 1.5).to(tl.int32) + (size > 2.5).to(tl.int32)
         code += (size >= 3.5).to(tl.int32) + 2 * (size > 5.0).to(tl.int32)
         code += 2 * (size >= 7.0).to(tl.int32) + 4 * (size > 10.0).to(tl.int32)
         return tl.where(scaled < 0.0, -code, code)
     scaled = tl.where(scaled == scaled, scaled, 0.0)
-    scaled = tl.minimum(tl.maximum(scaled, LOW), HIGH)
+    scaled = tl.minimum(tl.maximum(scaled, C.LOW), C.HIGH)
     return ((scaled + _ROUNDING) - _ROUNDING).to(tl.int32)
 
 
@@ -132,19 +119,18 @@ def _entering_token(
     columns,
     norm_eps,
     COLUMNS: tl.constexpr,
-    HAS_UP: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Return a token in float32, rounded wherever PyTorch rounds to its dtype on the way."""
     KIND: tl.constexpr = x_ptr.dtype.element_ty
     offs = tl.arange(0, COLUMNS)
     mask = offs < columns
     x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    if HAS_UP:
+    if C.HAS_UP:
         up = tl.load(up_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         x = tl.where(x <= 0.0, 0.0, x)
         x = _rounded(_rounded(x * x, KIND) * up, KIND)
-    if HAS_NORM:
+    if C.HAS_NORM:
         weight = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         mean = tl.div_rn(tl.sum(x * x, axis=0), tl.cast(columns, tl.float32))
         x = _rounded(_rounded(x * tl.rsqrt(mean + norm_eps), KIND) * weight, KIND)
@@ -162,33 +148,19 @@ def _quantized_token(
     eps,
     eps_rounded,
     COLUMNS: tl.constexpr,  # a power of two
-    LEVELS: tl.constexpr,
-    INVERSE: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    IS_MEAN: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    KEEPS_HALF: tl.constexpr,
-    LOW_BIT: tl.constexpr,
-    ADDS_EPS: tl.constexpr,
-    IS_STEP: tl.constexpr,
-    DTYPE: tl.constexpr,
-    HAS_UP: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Return the codes of a token four to a word, in the order of the columns, its scale, its sum.
 
     Word 4 t + j holds the columns 16 t + 4 j to 16 t + 4 j + 3.
     """
     offs = tl.arange(0, COLUMNS)
-    x = _entering_token(x_ptr, up_ptr, norm_ptr, columns, norm_eps, COLUMNS, HAS_UP, HAS_NORM)
-    x = _rounded(x, DTYPE)
-    scale = _scale_of_token(
-        x, columns, eps, eps_rounded, LEVELS, INVERSE, IS_MEAN, ADDS_EPS, IS_STEP, DTYPE
-    )
-    if KEEPS_HALF:
-        x = _larger_half(x, kept, LOW_BIT)
-    codes = _codes_of_token(x, scale, LOW, HIGH, IS_FLOAT, IS_STEP, DTYPE)
+    x = _entering_token(x_ptr, up_ptr, norm_ptr, columns, norm_eps, COLUMNS, C)
+    x = _rounded(x, C.DTYPE)
+    scale = _scale_of_token(x, columns, eps, eps_rounded, C)
+    if C.KEEPS_HALF:
+        x = _larger_half(x, kept, C.LOW_BIT)
+    codes = _codes_of_token(x, scale, C)
     codes = tl.where(offs < columns, codes, 0)
     shift = 8 * tl.arange(0, 4)
     words = tl.sum((tl.reshape(codes, (COLUMNS // 4, 4)) & 255) << shift[None, :], axis=1)
@@ -211,26 +183,13 @@ def _ternary_quantize_kernel(
     kept,
     eps,
     eps_rounded,
-    COLUMNS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    INVERSE: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    IS_MEAN: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    KEEPS_HALF: tl.constexpr,
-    LOW_BIT: tl.constexpr,
-    ADDS_EPS: tl.constexpr,
-    IS_STEP: tl.constexpr,
-    DTYPE: tl.constexpr,
-    HAS_UP: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    IS_CHAINED: tl.constexpr,  # the next kernel may start, and waits before it reads
-    IS_EARLY: tl.constexpr,  # started while the kernel before may still be running
+    C: tl.constexpr,
+    # IS_CHAINED: the next kernel may start, and waits before it reads
+    # IS_EARLY: started while the kernel before may still be running
 ):
-    if IS_CHAINED:
+    if C.IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
-    if IS_EARLY:
+    if C.IS_EARLY:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     held, scale, total = _quantized_token(
@@ -242,22 +201,10 @@ def _ternary_quantize_kernel(
         kept,
         eps,
         eps_rounded,
-        COLUMNS,
-        LEVELS,
-        INVERSE,
-        LOW,
-        HIGH,
-        IS_MEAN,
-        IS_FLOAT,
-        KEEPS_HALF,
-        LOW_BIT,
-        ADDS_EPS,
-        IS_STEP,
-        DTYPE,
-        HAS_UP,
-        HAS_NORM,
+        C.COLUMNS,
+        C,
     )
-    place = tl.arange(0, COLUMNS // 4)
+    place = tl.arange(0, C.COLUMNS // 4)
     word = place // 4
     tl.store(codes_ptr + (token * 4 + place % 4) * words + word, held, mask=word < words)
     tl.store(scale_ptr + token, scale)
@@ -398,13 +345,13 @@ def _weight_tile(packed_ptr, begin, rows, word, words, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _factor(scale, weight_scale, IS_STEP: tl.constexpr, WEIGHT_IS_STEP: tl.constexpr):
+def _factor(scale, weight_scale, C: tl.constexpr):
     """Return what an integer product is worth."""
     by_token = scale
     by_weight = weight_scale.to(tl.float32)
-    if not IS_STEP:
+    if not C.IS_STEP:
         by_token = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    if not WEIGHT_IS_STEP:
+    if not C.WEIGHT_IS_STEP:
         by_weight = tl.div_rn(tl.full((), 1.0, tl.float32), by_weight)
     return by_weight * by_token
 
@@ -456,40 +403,19 @@ def _ternary_vectors_kernel(
     kept,
     eps,
     eps_rounded,
-    HAS_BIAS_A: tl.constexpr,
-    HAS_BIAS_B: tl.constexpr,
-    HAS_BIAS_C: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,  # of ROWS rows, one after the other: the token is quantised once
-    WORDS: tl.constexpr,  # a power of two
-    LEVELS: tl.constexpr,
-    INVERSE: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    IS_MEAN: tl.constexpr,
-    IS_FLOAT: tl.constexpr,
-    KEEPS_HALF: tl.constexpr,
-    LOW_BIT: tl.constexpr,
-    ADDS_EPS: tl.constexpr,
-    IS_STEP: tl.constexpr,
-    WEIGHT_IS_STEP: tl.constexpr,
-    DTYPE: tl.constexpr,
-    HAS_UP: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_ADDED: tl.constexpr,
-    IS_CODED: tl.constexpr,  # tokens were quantised before
-    IS_EARLY: tl.constexpr,  # started while the kernel before may still be running
-    BYTEWISE: tl.constexpr,
+    C: tl.constexpr,
+    # TILES: of ROWS rows, one after the other: the token is quantised once
+    # WORDS: a power of two
+    # IS_CODED: tokens were quantised before
+    # IS_EARLY: started while the kernel before may still be running
 ):
-    if IS_EARLY:
+    if C.IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     packed_ptr, weight_scale_ptr, bias_ptr, out_ptr = packed_a, weight_scale_a, bias_a, out_a
     rows = tl.cast(rows_a, tl.int32)
-    has_bias = tl.full((), HAS_BIAS_A, tl.int1)
-    if GROUP > 1:
+    has_bias = tl.full((), C.HAS_BIAS_A, tl.int1)
+    if C.GROUP > 1:
         first = tl.cast(tiles_a, tl.int32)
         if tile >= first:
             tile -= first
@@ -500,8 +426,8 @@ def _ternary_vectors_kernel(
                 out_b,
             )
             rows = tl.cast(rows_b, tl.int32)
-            has_bias = tl.full((), HAS_BIAS_B, tl.int1)
-            if GROUP > 2:
+            has_bias = tl.full((), C.HAS_BIAS_B, tl.int1)
+            if C.GROUP > 2:
                 second = tl.cast(tiles_b, tl.int32)
                 if tile >= second:
                     tile -= second
@@ -512,15 +438,15 @@ def _ternary_vectors_kernel(
                         out_c,
                     )
                     rows = tl.cast(rows_c, tl.int32)
-                    has_bias = tl.full((), HAS_BIAS_C, tl.int1)
-    word = tl.arange(0, WORDS)
+                    has_bias = tl.full((), C.HAS_BIAS_C, tl.int1)
+    word = tl.arange(0, C.WORDS)
     # Weights are asked for first: they come from far, the token is near.
-    weight = _weight_tile(packed_ptr, tile * (ROWS * TILES), rows, word, words, ROWS)
+    weight = _weight_tile(packed_ptr, tile * (C.ROWS * C.TILES), rows, word, words, C.ROWS)
     weight_scale = tl.load(weight_scale_ptr)
-    if IS_EARLY:
+    if C.IS_EARLY:
         tl.extra.cuda.gdc_wait()
-    for token in tl.static_range(TOKENS):
-        if IS_CODED:
+    for token in tl.static_range(C.TOKENS):
+        if C.IS_CODED:
             plane_0 = _plane(codes_ptr, token * 4, word, words)
             plane_1 = _plane(codes_ptr, token * 4 + 1, word, words)
             plane_2 = _plane(codes_ptr, token * 4 + 2, word, words)
@@ -536,49 +462,37 @@ def _ternary_vectors_kernel(
                 kept,
                 eps,
                 eps_rounded,
-                WORDS * 16,
-                LEVELS,
-                INVERSE,
-                LOW,
-                HIGH,
-                IS_MEAN,
-                IS_FLOAT,
-                KEEPS_HALF,
-                LOW_BIT,
-                ADDS_EPS,
-                IS_STEP,
-                DTYPE,
-                HAS_UP,
-                HAS_NORM,
+                C.WORDS * 16,
+                C,
             )
-            even, odd = tl.split(tl.reshape(held, (WORDS, 2, 2)))  # (WORDS, 2): j = 0, 2 and 1, 3
+            even, odd = tl.split(tl.reshape(held, (C.WORDS, 2, 2)))  # (WORDS, 2): j = 0, 2 and 1, 3
             plane_0, plane_2 = tl.split(even)
             plane_1, plane_3 = tl.split(odd)
-        factor = _factor(scale, weight_scale, IS_STEP, WEIGHT_IS_STEP)
-        for step in tl.static_range(TILES):
-            begin = (tile * TILES + step) * ROWS
-            if TILES > 1:
+        factor = _factor(scale, weight_scale, C)
+        for step in tl.static_range(C.TILES):
+            begin = (tile * C.TILES + step) * C.ROWS
+            if C.TILES > 1:
                 # The next tile is on its way while this one is multiplied; the last of a token
                 # is followed by the first of the next.
-                after = (tile * TILES + (step + 1) % TILES) * ROWS
-                following = _weight_tile(packed_ptr, after, rows, word, words, ROWS)
-            acc = tl.zeros((ROWS, WORDS), dtype=tl.int32)
-            acc = _dot4_field(weight, plane_0, acc, 0, BYTEWISE)
-            acc = _dot4_field(weight, plane_1, acc, 1, BYTEWISE)
-            acc = _dot4_field(weight, plane_2, acc, 2, BYTEWISE)
-            acc = _dot4_field(weight, plane_3, acc, 3, BYTEWISE)
+                after = (tile * C.TILES + (step + 1) % C.TILES) * C.ROWS
+                following = _weight_tile(packed_ptr, after, rows, word, words, C.ROWS)
+            acc = tl.zeros((C.ROWS, C.WORDS), dtype=tl.int32)
+            acc = _dot4_field(weight, plane_0, acc, 0, C.BYTEWISE)
+            acc = _dot4_field(weight, plane_1, acc, 1, C.BYTEWISE)
+            acc = _dot4_field(weight, plane_2, acc, 2, C.BYTEWISE)
+            acc = _dot4_field(weight, plane_3, acc, 3, C.BYTEWISE)
             product = tl.sum(acc, axis=1) - total
-            row = begin + tl.arange(0, ROWS)
+            row = begin + tl.arange(0, C.ROWS)
             bias = tl.load(bias_ptr + row, mask=(row < rows) & has_bias, other=0.0)
             found = product.to(tl.float32) * factor + bias.to(tl.float32)
-            if HAS_ADDED:
+            if C.HAS_ADDED:
                 found = _sum_with(found, added_ptr + token * rows + row, row < rows)
             tl.store(
                 out_ptr + token * rows + row,
                 found.to(out_ptr.dtype.element_ty),
                 mask=row < rows,
             )
-            if TILES > 1:
+            if C.TILES > 1:
                 weight = following
 
 
@@ -642,31 +556,22 @@ def _ternary_tiles_kernel(
     rows,
     width,  # bytes per row of weights
     share,  # of the bytes, per split
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BYTES: tl.constexpr,
-    GROUP: tl.constexpr,  # tiles of rows that share the tokens in cache
-    STAGES: tl.constexpr,
-    IS_EVEN: tl.constexpr,  # no tile reaches beyond a share
-    IS_PART: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ADDED: tl.constexpr,
-    IS_STEP: tl.constexpr,
-    WEIGHT_IS_STEP: tl.constexpr,
-    IS_CHAINED: tl.constexpr,  # started while the tokens are still being quantised
-    BYTEWISE: tl.constexpr,
+    C: tl.constexpr,
+    # GROUP: tiles of rows that share the tokens in cache
+    # IS_EVEN: no tile reaches beyond a share
+    # IS_CHAINED: started while the tokens are still being quantised
 ):
-    token_tiles = tl.cdiv(tokens, TOKENS)
-    row_tiles = tl.cdiv(rows, ROWS)
+    token_tiles = tl.cdiv(tokens, C.TOKENS)
+    row_tiles = tl.cdiv(rows, C.ROWS)
     tile = tl.program_id(0)
-    around = GROUP * token_tiles
-    first = (tile // around) * GROUP
-    tall = tl.minimum(row_tiles - first, GROUP)
+    around = C.GROUP * token_tiles
+    first = (tile // around) * C.GROUP
+    tall = tl.minimum(row_tiles - first, C.GROUP)
     row_tile = first + (tile % around) % tall
     token_tile = (tile % around) // tall
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    token = token_tile * TOKENS + tl.arange(0, TOKENS)
-    byte = tl.arange(0, BYTES)
+    row = row_tile * C.ROWS + tl.arange(0, C.ROWS)
+    token = token_tile * C.TOKENS + tl.arange(0, C.TOKENS)
+    byte = tl.arange(0, C.BYTES)
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, width)
     # Rows and tokens beyond the last are read from the first ones, and not stored.
@@ -674,34 +579,34 @@ def _ternary_tiles_kernel(
     near_token = (token % tokens).to(tl.int64)
     packed_ptrs = packed_ptr + near_row[:, None] * width + byte[None, :]
     codes_ptrs = codes_ptr + near_token[None, :] * 4 * width + byte[:, None]
-    acc = tl.zeros((ROWS, TOKENS), dtype=tl.int32)
-    if IS_CHAINED:
+    acc = tl.zeros((C.ROWS, C.TOKENS), dtype=tl.int32)
+    if C.IS_CHAINED:
         tl.extra.cuda.gdc_wait()
-    for start in tl.range(begin, end, BYTES, num_stages=STAGES):
-        if IS_EVEN:
+    for start in tl.range(begin, end, C.BYTES, num_stages=C.STAGES):
+        if C.IS_EVEN:
             packed = tl.load(packed_ptrs + start)
         else:
             inside = byte < end - start
             packed = tl.load(packed_ptrs + start, mask=inside[None, :], other=0)
         for field in tl.static_range(4):
-            if IS_EVEN:
+            if C.IS_EVEN:
                 x = tl.load(codes_ptrs + field * width + start)
             else:
                 x = tl.load(codes_ptrs + field * width + start, mask=inside[:, None], other=0)
-            acc = tl.dot(_field(packed, field, BYTEWISE), x, acc, out_dtype=tl.int32)
+            acc = tl.dot(_field(packed, field, C.BYTEWISE), x, acc, out_dtype=tl.int32)
     mask = (row < rows)[:, None] & (token < tokens)[None, :]
     place = token.to(tl.int64)[None, :] * rows + row[:, None]
-    if IS_PART:
+    if C.IS_PART:
         part = tl.program_id(1).to(tl.int64) * tokens * rows
         tl.store(part_ptr + part + place, acc, mask=mask)
     else:
         scale = tl.load(scale_ptr + near_token)
         sums = tl.load(sums_ptr + near_token)
-        factor = _factor(scale, tl.load(weight_scale_ptr), IS_STEP, WEIGHT_IS_STEP)
+        factor = _factor(scale, tl.load(weight_scale_ptr), C)
         found = (acc - sums[None, :]).to(tl.float32) * factor[None, :]
-        if HAS_BIAS:
+        if C.HAS_BIAS:
             found += tl.load(bias_ptr + near_row).to(tl.float32)[:, None]
-        if HAS_ADDED:
+        if C.HAS_ADDED:
             found = _sum_with(found, added_ptr + place, mask)
         tl.store(out_ptr + place, found.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -717,26 +622,21 @@ def _ternary_parts_kernel(
     out_ptr,  # (M, N)
     tokens,
     rows,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ADDED: tl.constexpr,
-    IS_STEP: tl.constexpr,
-    WEIGHT_IS_STEP: tl.constexpr,
+    C: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(1) * C.ROWS + tl.arange(0, C.ROWS)
     mask = row < rows
     place = token * rows + row
-    acc = tl.zeros((ROWS,), dtype=tl.int32)
-    for part in tl.static_range(SPLITS):
+    acc = tl.zeros((C.ROWS,), dtype=tl.int32)
+    for part in tl.static_range(C.SPLITS):
         acc += tl.load(
             part_ptr + part * (tl.cast(tokens, tl.int64) * rows) + place, mask=mask, other=0
         )
-    factor = _factor(tl.load(scale_ptr + token), tl.load(weight_scale_ptr), IS_STEP, WEIGHT_IS_STEP)
+    factor = _factor(tl.load(scale_ptr + token), tl.load(weight_scale_ptr), C)
     found = (acc - tl.load(sums_ptr + token)).to(tl.float32) * factor
-    if HAS_BIAS:
+    if C.HAS_BIAS:
         found += tl.load(bias_ptr + row, mask=mask, other=0.0).to(tl.float32)
-    if HAS_ADDED:
+    if C.HAS_ADDED:
         found = _sum_with(found, added_ptr + place, mask)
     tl.store(out_ptr + place, found.to(out_ptr.dtype.element_ty), mask=mask)

@@ -68,4 +68,7 @@ def test_what_compat_needs_is_there() -> None:
     from tests.support.add_kernel import add_kernel
 
     assert compat.is_compiled(add_kernel)
-    assert not compat.is_watched()
+    assert not compat.is_watched(add_kernel)
+    assert compat.takes(add_kernel, "x_ptr")
+    assert not compat.takes(add_kernel, "C")
+    assert compat.constant(3).value == 3

@@ -123,3 +123,31 @@ def test_only_so_many_launches_are_held(monkeypatch: pytest.MonkeyPatch) -> None
     for size in range(5):
         run(kernel, x, 48, 0.5, name=(size,))
     assert len(launches._compiled) <= 2
+
+
+class Packing(Kernel):
+    """A kernel that takes its constants as one."""
+
+    arg_names = ("x_ptr", "size", "factor", "C")
+
+
+@pytest.mark.usefixtures("device")
+def test_a_kernel_that_takes_constants_as_one_gets_one_object_for_the_same() -> None:
+    kernel, x = Packing(), torch.ones(64)
+    for _ in range(2):
+        launches.start(kernel, (3,), x, 48, factor=0.5, **CONSTANTS)
+    launches.start(kernel, (3,), x, 48, factor=0.5, **{**CONSTANTS, "BLOCK": 64})
+    run(kernel, x, 48, 0.5)
+    first, second, other, held = (asked[-1] for asked in kernel.asked)
+    assert {**first, "C": None} == {"C": None, "factor": 0.5, "num_warps": 4}
+    assert (first["C"].BLOCK.value, first["C"].IS_ON.value) == (32, True)
+    assert first["C"] is second["C"] is held["C"]
+    assert repr(first["C"]) != repr(other["C"]), "compiled code is found by what is printed"
+    run(kernel, x, 48, 0.5)
+    assert kernel.launched[0][-3:] == (48, 0.5, first["C"])
+
+
+def test_the_interpreter_reads_constants_as_they_were_given() -> None:
+    kernel = SimpleNamespace(arg_names=["x_ptr", "C"])
+    assert launches.packed(kernel, CONSTANTS)["C"].BLOCK == 32
+    assert launches.packed(SimpleNamespace(arg_names=["BLOCK", "IS_ON"]), CONSTANTS) == CONSTANTS

@@ -23,7 +23,7 @@ from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
-CAPABILITIES = gpus(80, 90, 100)
+SLOW = pytest.mark.slow
 STACK = 16
 """Bytes of stack that a launch may use: a register or two at the end of a program."""
 
@@ -153,8 +153,13 @@ CASES = [
 @pytest.mark.parametrize(
     ("capability", "dtype", "depth", "bits", "scheme", "more"),
     [
-        *[(90, *case) for case in CASES],
-        *[(other, *CASES[place]) for other in (80, 100) for place in (1, 3, 7, 8)],
+        *[
+            pytest.param(90, *case, marks=SLOW if place in (5, 11) else ())
+            for place, case in enumerate(CASES)
+        ],
+        (80, *CASES[7]),
+        *[pytest.param(80, *CASES[place], marks=SLOW) for place in (1, 3, 8)],
+        *[pytest.param(100, *CASES[place], marks=SLOW) for place in (1, 3, 7, 8)],
     ],
     ids=str,
 )
@@ -174,15 +179,14 @@ def test_attention_compiles_within_the_limits(
     assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx), "no tensor cores"
 
 
-@pytest.mark.parametrize("tokens", [1, 64])
 @pytest.mark.parametrize(
-    ("depth", "bits", "scheme"),
+    ("tokens", "depth", "bits", "scheme"),
     [
-        (128, 8, "kivi"),
-        (128, 4, "kivi"),
-        (128, 3, "kivi"),
-        (128, 4, "per_head"),
-        (256, 2, "kivi"),
+        *[(1, 128, 3, "kivi"), (1, 128, 4, "per_head"), (1, 256, 2, "kivi"), (64, 128, 8, "kivi")],
+        *[pytest.param(1, 128, bits, "kivi", marks=SLOW) for bits in (8, 4)],
+        *[pytest.param(64, 128, bits, "kivi", marks=SLOW) for bits in (4, 3)],
+        pytest.param(64, 128, 4, "per_head", marks=SLOW),
+        pytest.param(64, 256, 2, "kivi", marks=SLOW),
     ],
 )
 @pytest.mark.parametrize("capability", [90])

@@ -208,6 +208,11 @@ def test_decoding_compiles_within_the_limits(capability: int, codec: str, field:
 
 
 @pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
+def test_decoding_compiles_for_an_older_gpu(codec: str) -> None:
+    _check(_decode(80, codec, 8, 0), 80)
+
+
+@pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_decoding_with_a_step_compiles_within_the_limits(capability: int, codec: str) -> None:
     kernel = _decode(capability, codec, 8, 0, steps=True)

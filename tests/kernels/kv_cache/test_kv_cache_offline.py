@@ -16,7 +16,7 @@ from memeff_compile.kernels.kv_cache.shapes import (
     shapes_for,
 )
 from memeff_compile.kernels.kv_cache.split_keys import alignment
-from tests.support.offline import compile_for, gpus, within_limits
+from tests.support.offline import NARROWEST, compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
@@ -108,6 +108,13 @@ def test_attention_compiles_within_the_limits(
     assert "cp.async.cg.shared.global" in ptx, "keys and values are not loaded ahead"
     if dtype != "fp32":
         assert re.search(r"mma\.sync|wgmma|tcgen05\.mma", ptx), "no tensor cores"
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [("bf16", MAX_ROWS), ("fp32", MIN_ROWS)])
+def test_the_widest_heads_compile_for_the_narrowest_gpu(dtype: str, rows: int) -> None:
+    kernel = _attention(NARROWEST, dtype, 256, rows, has_mask=False, splits=4)
+    ptx = within_limits(kernel, NARROWEST)
+    assert "cp.async.cg.shared.global" in ptx, "keys and values are not loaded ahead"
 
 
 @pytest.mark.parametrize(("depth", "size"), [(100, 8), (72, 16)])

@@ -80,7 +80,7 @@ def _compile(
 
     def type_of(argument: str) -> str | None:
         switch = OPTIONAL.get(argument)
-        if switch in kernel.arg_names and not constants.get(switch):
+        if {"C", switch} & set(kernel.arg_names) and switch and not constants.get(switch):
             return None
         if argument.endswith("_desc"):
             if argument == "hidden_desc" and constants.get("GATHER"):
@@ -126,7 +126,7 @@ PRODUCTS = [
 
 # The last products have no epilogue of their own.
 EPILOGUES = [
-    (name, flags, epilogue)
+    pytest.param(name, flags, epilogue, marks=pytest.mark.slow if epilogue == "softcap" else ())
     for name, flags in PRODUCTS
     for epilogue in (["plain"] if "products" in name else ["plain", "softcap", "everything"])
 ]

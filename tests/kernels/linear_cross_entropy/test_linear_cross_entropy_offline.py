@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.offline import compile_for, gpus, within_limits
+from tests.support.offline import NARROWEST, compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
@@ -100,6 +100,12 @@ def test_kernel_compiles_within_the_limits(
     within_limits(kernel, capability)
     if aligned:
         assert "ld.global.v4.b32" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", list(POINTERS))
+def test_the_largest_form_compiles_for_the_narrowest_gpu(name: str) -> None:
+    kernel = _compile(name, NARROWEST, "fp32", 2048, everything=True, aligned=True)
+    assert "ld.global.v4.b32" in within_limits(kernel, NARROWEST)
 
 
 @pytest.mark.usefixtures("sizes_of_one")

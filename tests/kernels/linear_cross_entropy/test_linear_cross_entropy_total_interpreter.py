@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.linear_cross_entropy import total_fused, total_reference
+from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
 
 pytestmark = pytest.mark.interpreter
 
@@ -196,6 +197,8 @@ def test_a_piece_of_rows_stays_in_the_workspace_and_pieces_are_even() -> None:
         pieces = -(-rows // height)
         assert height - 128 < rows / pieces <= height
     assert total_fused.piece_rows(5, 1000, 0, 128, 256) == 128
+    # Of few rows half are taken: the weight's gradient is read and written once per piece.
+    assert total_fused.piece_rows(1024, 128256, 0, 128, 256) == 512
     assert total_fused.piece_rows(8192, 128256, 256 << 20, 128, 256) == 1024
 
 
@@ -222,3 +225,22 @@ def test_pieces_are_as_tall_as_memory_allows(rows: int, vocab: int, height: int)
         width = -(-vocab // 256) * 256
         assert held >= found * (2 * width + stats + 2 * depth)
         assert held <= max(640 << 20, 2 * rows * width / 6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "vocab", "splits"),
+    [
+        (2048, 4096, 128256, 1),
+        (1024, 2304, 256000, 1),
+        (512, 2304, 256000, 2),
+        (768, 2048, 151936, 2),
+        (128, 2048, 128256, 4),
+    ],
+)
+def test_the_sums_of_few_tiles_are_shared(rows: int, depth: int, vocab: int, splits: int) -> None:
+    shapes = shapes_for_programs(132)
+    found = total_fused.splits_of(rows, depth, vocab, shapes, needs_weight=True)
+    assert found == splits
+    for n in (sympy.Integer(rows), sympy.Symbol("N")):
+        kept = total_fused.parts_bytes(n, depth, vocab, workspace=2 * rows * (vocab + 255))
+        assert kept >= 4 * (splits - 1) * rows * depth

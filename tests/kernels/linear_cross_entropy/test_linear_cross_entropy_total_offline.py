@@ -11,6 +11,8 @@ from tests.support.offline import HOPPER, compile_for, shared_of, stack_bytes, w
 
 pytestmark = pytest.mark.offline
 
+SLOW = pytest.mark.slow
+
 INTEGERS = ("target_ptr", "order_ptr", "kept_ptr", "again_ptr", "counter_ptr")
 HALVES = ("hidden_ptr", "weight_ptr", "bias_ptr", "x_ptr", "out_ptr", "grad_hidden_ptr")
 OPTIONAL = {"bias_ptr": "HAS_BIAS", "again_ptr": "HAS_AGAIN"}
@@ -54,7 +56,10 @@ def _tiles(columns: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_busy", [False, True], ids=["all rows", "kept rows, again"])
-@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize(
+    "epilogue",
+    [pytest.param(each, marks=SLOW if each == "softcap" else ()) for each in EPILOGUES],
+)
 def test_logits_compile_within_the_limits(epilogue: str, is_busy: bool) -> None:
     from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
 
@@ -90,6 +95,61 @@ def test_products_compile_within_the_limits(is_busy: bool) -> None:
     # Programs count tiles; nothing that is a result is added in any order.
     assert {kind[-3:] for kind in re.findall(r"atom\.\S+", ptx)} == {"u32"}
     assert "cp.reduce" not in ptx
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("is_busy", [False, True], ids=["all rows, first", "kept rows, adds"])
+def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int) -> None:
+    from memeff_compile.kernels.linear_cross_entropy import total_products_kernels
+    from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
+
+    shapes = shapes_for_programs(132)
+    blocks = {
+        "x_by_column_desc": (shapes.step, shapes.rows),
+        "x_by_row_desc": (shapes.rows, shapes.step),
+        "scaled_desc": (shapes.step, shapes.columns),
+        "weight_desc": (shapes.step, shapes.columns),
+        "grad_weight_desc": (shapes.rows, shapes.columns // 4),
+    }
+    layout = (
+        "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, "
+        "fp4_padded=False, cga_layout=[])"
+    )
+
+    def type_of(argument: str) -> str | None:
+        if argument in blocks:
+            return f"tensordesc<bf16[{', '.join(map(str, blocks[argument]))}],{layout}>"
+        if argument == "parts_ptr" and splits == 1:
+            return None
+        kinds = {"grad_hidden_ptr": "*bf16", "row_scale_ptr": "*fp32", "parts_ptr": "*fp32"}
+        return kinds.get(argument, "*i32" if argument.endswith("_ptr") else "i32")
+
+    constants = {
+        "ADD": is_busy,
+        "HAS_KEPT": is_busy,
+        "HAS_PARTS": splits > 1,
+        "NEEDS_WEIGHT": True,
+        "NEEDS_HIDDEN": True,
+        "BM": shapes.rows,
+        "BN": shapes.columns,
+        "BK": shapes.step,
+        "STAGES": shapes.stages,
+        "WARPS": shapes.warps,
+    }
+    if splits == 1:
+        constants["splits"] = 1
+    compiled = compile_for(
+        HOPPER,
+        total_products_kernels._linear_cross_entropy_total_specialized_products_kernel,
+        constants,
+        type_of,
+        num_warps=shapes.warps,
+    )
+    ptx = within_limits(compiled, HOPPER)
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    # A warp of its own loads, and gives its registers to those that multiply.
+    assert "setmaxnreg" in ptx
 
 
 @pytest.mark.parametrize(

@@ -277,11 +277,17 @@ def test_bad_input_is_refused() -> None:
         linear_cross_entropy_total(hidden, weight, bias, target, None, weight[0], **SETTINGS)
 
 
-def test_it_serves_exact_losses_alone_and_where_it_was_chosen(
+def test_it_serves_exact_losses_alone_on_gpus_that_have_its_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpu, fp32 = torch.device("cpu"), torch.float32
     assert not makes_gradients_in_forward(cpu, fp32, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(total, "kernels_serve", lambda device, dtype: True)
+        patch.setattr(total, "_fused_serves", lambda device, dtype, depth: depth % 8 == 0)
+        assert makes_gradients_in_forward(cpu, torch.bfloat16, 8)
+        assert not makes_gradients_in_forward(cpu, torch.bfloat16, 9)
+        assert not makes_gradients_in_forward(cpu, torch.bfloat16, 8, gradient_filter="mass")
     measured_forward(monkeypatch)
     assert makes_gradients_in_forward(cpu, fp32, 8)
     assert not makes_gradients_in_forward(cpu, torch.float16, 8)

@@ -210,6 +210,13 @@ def test_the_kernel_for_many_tokens_compiles_within_the_limits(
     assert "cp.async" in ptx, "operands are not loaded ahead"
 
 
+def test_the_kernels_compile_for_an_older_gpu() -> None:
+    few = _vectors(80, "int8", vector_shapes(256, 14336, 4, 132), 256, tokens=4)
+    assert "dp4a" in within_limits(few, 80)
+    many = _tiles(80, tile_shapes(4096, 14336, 1024, 132, is_hopper=False))
+    assert "cp.async" in within_limits(many, 80), "operands are not loaded ahead"
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_quantisers_compile_without_spills(kind: str) -> None:
     constants = {**_quantizer(kind, is_native=True), "COLUMNS": 16384}

@@ -1,0 +1,479 @@
+# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The two products behind X, in Gluon: one warp loads, eight multiply.
+
+A tile of dC sums over few rows, so what stands around its sum is as long as the sum itself: here
+the warp that loads is ahead by whole stages, into the next tile, and asks for the old dC while the
+sum runs; new dC leaves through the memory that the old one came in.
+"""
+
+from __future__ import annotations
+
+from memeff_compile.kernels._triton.gluon import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Steps of a sum before the memory of the tile before it is free, and before the next old dC is
+# asked for: that has to come later, or both sides wait for each other.
+RELEASED: gl.constexpr = gl.constexpr(2)
+SLOTS: gl.constexpr = gl.constexpr(2)
+
+
+@gluon.jit
+def _halves(tile):
+    """Split the columns of a tile in two without moving them between threads."""
+    rows: gl.constexpr = tile.shape[0]
+    columns: gl.constexpr = tile.shape[1]
+    return tile.reshape([rows, 2, columns // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _load(
+    x_by_column_desc,
+    x_by_row_desc,
+    scaled_desc,
+    weight_desc,
+    grad_weight_desc,
+    counter_ptr,
+    bars,
+    buffers,
+    sizes,
+    ADD: gl.constexpr,
+    STAGES: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+):
+    """Take tiles until none is left, say which, and load what their sums need."""
+    full, empty, held_full, held_empty, slot_full, slot_empty = bars
+    left, right, held, slots = buffers
+    hidden_tiles, tiles, depth_blocks, rows_here, row_blocks, hidden_steps, split_steps = sizes
+    number: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    BYTES: gl.constexpr = 2 * BK * (BM + BN)
+    step = 0
+    taken = 0
+    kept = 0
+    tile = gl.to_tensor(0)
+    while tile < tiles:
+        tile = gl.atomic_add(counter_ptr, 1)
+        slot = taken % SLOTS
+        mbarrier.wait(slot_empty.index(slot), ((taken // SLOTS) & 1) ^ 1)
+        slots.index(slot).store(gl.full([1], 0, gl.int32, number) + tile)
+        barrier()
+        mbarrier.arrive(slot_full.index(slot), count=1)
+        taken += 1
+        if tile < tiles:
+            is_hidden = tile < hidden_tiles
+            place = gl.where(is_hidden, tile, tile - hidden_tiles)
+            column = place % depth_blocks * BN
+            block = place // depth_blocks
+            first = 0
+            steps = gl.cdiv(rows_here, BK)
+            if is_hidden:
+                first = block // row_blocks * split_steps
+                block = block % row_blocks
+                steps = gl.minimum(split_steps, hidden_steps - first)
+            block *= BM
+            for k in range(steps):
+                stage = step % STAGES
+                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(stage), BYTES)
+                if is_hidden:
+                    tma.async_copy_global_to_shared(
+                        x_by_row_desc,
+                        [block, (first + k) * BK],
+                        full.index(stage),
+                        left.index(stage),
+                    )
+                    tma.async_copy_global_to_shared(
+                        weight_desc,
+                        [(first + k) * BK, column],
+                        full.index(stage),
+                        right.index(stage),
+                    )
+                else:
+                    turned = left.index(stage)._reinterpret(
+                        gl.bfloat16, [BK, BM], x_by_column_desc.layout
+                    )
+                    tma.async_copy_global_to_shared(
+                        x_by_column_desc, [k * BK, block], full.index(stage), turned
+                    )
+                    tma.async_copy_global_to_shared(
+                        scaled_desc, [k * BK, column], full.index(stage), right.index(stage)
+                    )
+                step += 1
+                if ADD:  # noqa: SIM102  (one is known to the compiler, one is not)
+                    if k == gl.minimum(STAGES + RELEASED, steps - 1) and not is_hidden:
+                        mbarrier.wait(held_empty, (kept & 1) ^ 1)
+                        mbarrier.expect(held_full, 2 * BM * BN)
+                        for quarter in gl.static_range(4):
+                            tma.async_copy_global_to_shared(
+                                grad_weight_desc,
+                                [block, column + quarter * (BN // 4)],
+                                held_full,
+                                held.index(quarter),
+                            )
+                        kept += 1
+
+
+@gluon.jit
+def _sum(
+    x_by_column_desc,
+    bars,
+    left,
+    right,
+    step,
+    steps,
+    is_releasing,
+    IS_HIDDEN: gl.constexpr,
+    ADD: gl.constexpr,
+    STAGES: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    MMA: gl.constexpr,
+):
+    """Return a tile's sum; on the way, give back the memory that the tile before left through."""
+    full, empty, held_empty = bars
+    acc = gl.zeros([BM, BN], gl.float32, MMA)
+    for k in range(steps):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        if IS_HIDDEN:
+            x = left.index(stage)
+        else:
+            x = left.index(stage)._reinterpret(gl.bfloat16, [BK, BM], x_by_column_desc.layout)
+            x = x.permute((1, 0))
+        acc = warpgroup_mma(x, right.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        barrier()
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        step += 1
+        if is_releasing and k == gl.minimum(RELEASED, steps - 1):
+            tma.store_wait(0)
+            barrier()
+            if ADD:
+                mbarrier.arrive(held_empty, count=1)
+    if is_releasing and steps <= 0:
+        tma.store_wait(0)
+        barrier()
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier()
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+    return acc, step
+
+
+@gluon.jit
+def _write_rows(
+    part,
+    grad_hidden_ptr,
+    parts_ptr,
+    order_ptr,
+    row_scale_ptr,
+    block,
+    first,
+    first_row,
+    rows_here,
+    piece_rows,
+    depth,
+    split,
+    is_last,
+    HAS_KEPT: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
+):
+    """Keep some columns of a tile of dE, or add what was kept and write them, times their scale."""
+    layout: gl.constexpr = part.type.layout
+    rows = block + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, layout))
+    columns = first + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, layout))
+    is_row = rows < rows_here
+    mask = is_row[:, None] & (columns < depth)[None, :]
+    here = rows.to(gl.int64)[:, None] * depth + columns[None, :]
+    plane = gl.to_tensor(piece_rows).to(gl.int64) * depth
+    if HAS_PARTS:
+        if is_last:
+            for other in range(split):
+                part += gl.load(parts_ptr + other * plane + here, mask=mask, other=0.0)
+        else:
+            gl.store(parts_ptr + split * plane + here, part, mask=mask)
+    scale = gl.load(row_scale_ptr + rows, mask=is_row, other=0.0)
+    out = first_row + rows
+    if HAS_KEPT:
+        out = gl.load(order_ptr + out, mask=is_row, other=0)
+    place = out.to(gl.int64)[:, None] * depth + columns[None, :]
+    values = (part * scale[:, None]).to(grad_hidden_ptr.dtype.element_ty)
+    gl.store(grad_hidden_ptr + place, values, mask=mask & is_last)
+
+
+@gluon.jit
+def _add_to(part, held, ADD: gl.constexpr):
+    """Put a part of dC where it leaves from, with the old one that lies there."""
+    if ADD:
+        part += held.load(part.type.layout).to(gl.float32)
+    held.store(part.to(gl.bfloat16))
+
+
+@gluon.jit
+def _multiply(
+    x_by_column_desc,
+    grad_weight_desc,
+    grad_hidden_ptr,
+    parts_ptr,
+    order_ptr,
+    row_scale_ptr,
+    counter_ptr,
+    bars,
+    buffers,
+    sizes,
+    splits,
+    first_row,
+    piece_rows,
+    depth,
+    ADD: gl.constexpr,
+    HAS_KEPT: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
+    NEEDS_WEIGHT: gl.constexpr,
+    NEEDS_HIDDEN: gl.constexpr,
+    STAGES: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Sum what was loaded, and write it."""
+    full, empty, held_full, held_empty, slot_full, slot_empty = bars
+    left, right, held, slots = buffers
+    hidden_tiles, tiles, depth_blocks, rows_here, row_blocks, hidden_steps, split_steps = sizes
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
+    number: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    step = 0
+    taken = 0
+    kept = 0
+    is_releasing = False
+    tile = gl.to_tensor(0)
+    while tile < tiles:
+        slot = taken % SLOTS
+        mbarrier.wait(slot_full.index(slot), (taken // SLOTS) & 1)
+        tile = gl.max(slots.index(slot).load(number), 0)
+        barrier()
+        mbarrier.arrive(slot_empty.index(slot), count=1)
+        taken += 1
+        if tile < hidden_tiles:
+            if NEEDS_HIDDEN:
+                block = tile // depth_blocks
+                split = block // row_blocks
+                acc, step = _sum(
+                    x_by_column_desc,
+                    (full, empty, held_empty),
+                    left,
+                    right,
+                    step,
+                    gl.minimum(split_steps, hidden_steps - split * split_steps),
+                    is_releasing,
+                    True,
+                    ADD,
+                    STAGES,
+                    BM,
+                    BN,
+                    BK,
+                    mma,
+                )
+                is_releasing = False
+                is_last = split == splits - 1
+                flag_ptr = counter_ptr + 1 + tile % (row_blocks * depth_blocks)
+                if HAS_PARTS and is_last:
+                    while gl.atomic_add(flag_ptr, 0, sem="acquire") < split:
+                        pass
+                for half in gl.static_range(2):
+                    for quarter in gl.static_range(2):
+                        _write_rows(
+                            _halves(_halves(acc)[half])[quarter],
+                            grad_hidden_ptr,
+                            parts_ptr,
+                            order_ptr,
+                            row_scale_ptr,
+                            block % row_blocks * BM,
+                            tile % depth_blocks * BN + (2 * half + quarter) * (BN // 4),
+                            first_row,
+                            rows_here,
+                            piece_rows,
+                            depth,
+                            split,
+                            is_last,
+                            HAS_KEPT,
+                            HAS_PARTS,
+                        )
+                if HAS_PARTS and not is_last:
+                    barrier()
+                    gl.atomic_add(flag_ptr, 1, sem="release")
+        elif tile < tiles:  # noqa: SIM102
+            if NEEDS_WEIGHT:
+                acc, step = _sum(
+                    x_by_column_desc,
+                    (full, empty, held_empty),
+                    left,
+                    right,
+                    step,
+                    gl.cdiv(rows_here, BK),
+                    is_releasing,
+                    False,
+                    ADD,
+                    STAGES,
+                    BM,
+                    BN,
+                    BK,
+                    mma,
+                )
+                block = (tile - hidden_tiles) // depth_blocks * BM
+                column = (tile - hidden_tiles) % depth_blocks * BN
+                if ADD:
+                    mbarrier.wait(held_full, kept & 1)
+                    kept += 1
+                for half in gl.static_range(2):
+                    for quarter in gl.static_range(2):
+                        here = held.index(2 * half + quarter)
+                        _add_to(_halves(_halves(acc)[half])[quarter], here, ADD)
+                        fence_async_shared()
+                        barrier()
+                        place = column + (2 * half + quarter) * (BN // 4)
+                        tma.async_copy_shared_to_global(grad_weight_desc, [block, place], here)
+                is_releasing = True
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _linear_cross_entropy_total_specialized_products_kernel(
+    x_by_column_desc,  # (R, W), block BK x BM
+    x_by_row_desc,  # (R, W), block BM x BK
+    scaled_desc,  # (R, D) rows times their scale, block BK x BN
+    weight_desc,  # (V, D), block BK x BN
+    grad_weight_desc,  # (V, D) in and out, block BM x BN / 4
+    grad_hidden_ptr,  # (N, D) contiguous out, original rows, or None
+    parts_ptr,  # (S - 1, R, D) fp32: sums over shares of the vocabulary, or None
+    order_ptr,
+    kept_ptr,
+    row_scale_ptr,  # (R,) fp32
+    counter_ptr,  # (1 + tiles of dE,) int32, 0 at first: tiles taken, parts of a tile kept
+    first_row,
+    piece_rows,
+    width,
+    vocab,
+    depth,
+    splits,  # S, programs that share the sum of a tile of dE
+    ADD: gl.constexpr,  # add to grad_weight instead of overwriting it
+    HAS_KEPT: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
+    NEEDS_WEIGHT: gl.constexpr,
+    NEEDS_HIDDEN: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Write dE of this piece's rows and add what they give to dC, in one launch.
+
+    The few tiles of dE sum over the vocabulary and come first; the many tiles of dC sum over the
+    rows and fill the multiprocessors beside and behind them. Programs take the next tile when they
+    are done with one. Each tile is one program's, so the order changes no bit.
+    """
+    rows_here = piece_rows
+    if HAS_KEPT:
+        rows_here = gl.minimum(piece_rows, gl.maximum(gl.load(kept_ptr) - first_row, 0))
+    depth_blocks = gl.cdiv(depth, BN)
+    row_blocks = gl.cdiv(rows_here, BM)
+    hidden_steps = gl.cdiv(width, BK)
+    split_steps = gl.cdiv(hidden_steps, splits)
+    hidden_tiles = 0
+    if NEEDS_HIDDEN:
+        hidden_tiles = splits * row_blocks * depth_blocks
+    tiles = hidden_tiles
+    if NEEDS_WEIGHT:
+        weight_tiles = gl.cdiv(vocab, BM) * depth_blocks
+        if ADD:
+            weight_tiles = gl.where(rows_here > 0, weight_tiles, 0)
+        tiles += weight_tiles
+    sizes = (hidden_tiles, tiles, depth_blocks, rows_here, row_blocks, hidden_steps, split_steps)
+
+    left = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], x_by_row_desc.layout)
+    right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BK, BN], weight_desc.layout)
+    held = gl.allocate_shared_memory(gl.bfloat16, [4, BM, BN // 4], grad_weight_desc.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    slots = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], plain)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    held_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    held_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    slot_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    slot_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(slot_full.index(slot), count=1)
+        mbarrier.init(slot_empty.index(slot), count=1)
+    mbarrier.init(held_full, count=1)
+    mbarrier.init(held_empty, count=1)
+    fence_async_shared()
+    bars = (full, empty, held_full, held_empty, slot_full, slot_empty)
+    buffers = (left, right, held, slots)
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    x_by_column_desc,
+                    grad_weight_desc,
+                    grad_hidden_ptr,
+                    parts_ptr,
+                    order_ptr,
+                    row_scale_ptr,
+                    counter_ptr,
+                    bars,
+                    buffers,
+                    sizes,
+                    splits,
+                    first_row,
+                    piece_rows,
+                    depth,
+                    ADD,
+                    HAS_KEPT,
+                    HAS_PARTS,
+                    NEEDS_WEIGHT,
+                    NEEDS_HIDDEN,
+                    STAGES,
+                    BM,
+                    BN,
+                    BK,
+                    WARPS,
+                ),
+            ),
+            (
+                _load,
+                (
+                    x_by_column_desc,
+                    x_by_row_desc,
+                    scaled_desc,
+                    weight_desc,
+                    grad_weight_desc,
+                    counter_ptr,
+                    bars,
+                    buffers,
+                    sizes,
+                    ADD,
+                    STAGES,
+                    BM,
+                    BN,
+                    BK,
+                ),
+            ),
+        ],
+        [1],
+        [40],
+    )
