@@ -33,6 +33,7 @@ from benchmarks.models.causal_attention import use_causal_attention
 SHAPES: dict[str, tuple[int, int]] = {
     "llama3.2-1b": (8, 2048),
     "gemma2-2b": (4, 2048),
+    "qwen3-1.7b": (4, 4096),
     "tiny": (2, 64),
 }
 BACKENDS = ("eager", "inductor", "memeff", "memeff exact", "memeff mass", "memeff block")
@@ -41,7 +42,7 @@ PEERS = ("liger", "liger inductor")
 
 def config(name: str) -> Any:
     """Return the transformers config of a benchmark model: real sizes, random weights."""
-    from transformers import Gemma2Config, LlamaConfig
+    from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 
     if name == "llama3.2-1b":
         return LlamaConfig(
@@ -57,6 +58,18 @@ def config(name: str) -> Any:
         )
     if name == "gemma2-2b":
         return Gemma2Config(num_hidden_layers=26)
+    if name == "qwen3-1.7b":
+        return Qwen3Config(
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            tie_word_embeddings=True,
+            max_position_embeddings=40960,
+        )
     return LlamaConfig(
         vocab_size=2048,
         hidden_size=64,

@@ -59,7 +59,7 @@ class CompressKVCache(CachedPass):
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
         """Yield every attention over a dense view, and every view that no attention reads."""
-        views = [node for node in info.gm.graph.nodes if _is_view(node)]
+        views = [node for node in info.visit(info.gm.graph.nodes) if _is_view(node)]
         if not views:
             return
         served = set()

@@ -67,7 +67,7 @@ class EncodeWeights(GraphPass):
         """Return every reader of a compressed weight, linears of one input together."""
         found: list[Several] = []
         open_groups: dict[Node | None, int] = {}
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             weights = [n for n in node.all_input_nodes if _coded(n) is not None]
             # A graph inside this one is only handed the weight.
             is_call = node.op in ("call_function", "call_method")
@@ -122,6 +122,10 @@ class EncodeWeights(GraphPass):
     def places(self, match: Several) -> Sequence[Node]:
         """Return the linears."""
         return [site.node for site in match.sites]
+
+    def parts(self, match: Several) -> Sequence[Several]:
+        """Return a match per linear."""
+        return [Several((site,), match.split) for site in match.sites]
 
     # --- rewrite ----------------------------------------------------------------------------------
 

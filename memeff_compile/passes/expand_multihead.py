@@ -83,7 +83,7 @@ class ExpandMultihead(GraphPass):
 
     def find(self, info: GraphInfo) -> Iterable[Multihead]:
         """Yield every call from which something is to be gained."""
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             match = _read(info, node)
             if match is not None and _gains(info, match):
                 yield match

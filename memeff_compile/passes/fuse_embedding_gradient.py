@@ -71,7 +71,7 @@ class FuseEmbeddingGradient(GraphPass):
         """Yield one table per looked-up weight with something to gain."""
         tables: dict[Node, Table] = {}
         unread: dict[Node, list[Node]] = defaultdict(list)
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             weight = _arguments(node).get("weight")
             if not isinstance(weight, Node) or not _trains(info, node, weight):
                 continue
@@ -82,10 +82,12 @@ class FuseEmbeddingGradient(GraphPass):
             table = tables.setdefault(weight, Table(weight))
             table.lookups.append(node)
             table.calls.append(call)
-        for weight, nodes in unread.items():
+        for weight in info.visit(unread):
+            nodes = unread[weight]
             if _heads(info, weight, nodes[0]) or _is_large(info, weight):
                 yield from (_unread(node) for node in nodes)
-        for table in tables.values():
+        for weight in info.visit(tables):
+            table = tables[weight]
             table.heads = _heads(info, table.weight, table.lookups[-1])
             if (table.heads or _is_large(info, table.weight)) and self._pays(info, table):
                 yield table

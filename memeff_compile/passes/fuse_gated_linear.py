@@ -56,7 +56,7 @@ class FuseGatedLinear(GraphPass):
 
     def find(self, info: GraphInfo) -> Iterable[Gated]:
         """Yield every linear of a gated product whose halves are computed in this body."""
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             match = _read(node)
             if match is not None and _gains(info, match):
                 yield match

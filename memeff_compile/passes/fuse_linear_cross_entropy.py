@@ -68,14 +68,15 @@ class FuseLinearCrossEntropy(GraphPass):
         reader = HeadReader(info)
         by_head: dict[Node, list[Tail]] = defaultdict(list)
         losses = False
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             for answer in tails_of(info, reader, node):
                 losses = losses or isinstance(answer, Decline) or answer.kind not in METRICS
                 if isinstance(answer, Decline):
                     yield answer
                 else:
                     by_head[answer.chain.head.node].append(answer)
-        for head_node, tails in by_head.items():
+        for head_node in info.visit(by_head):
+            tails = by_head[head_node]
             if any(t.kind in LOSSES for t in tails) or has_pair(tails):
                 yield self._site(info, reader, head_node, without_parts(tails))
         if not losses:

@@ -52,7 +52,7 @@ class KeepRotaryTables(GraphPass):
         """Yield the tables of the graph together."""
         found = dict.fromkeys(
             table
-            for node in info.gm.graph.nodes
+            for node in info.visit(info.gm.graph.nodes)
             if _is_wave(info, node) and (table := _table(info, node)) is not None
         )
         if found:
@@ -61,6 +61,10 @@ class KeepRotaryTables(GraphPass):
     def places(self, match: Tables) -> Sequence[Node]:
         """Return the tables."""
         return match
+
+    def parts(self, match: Tables) -> Sequence[Tables]:
+        """Return a match per table."""
+        return [(table,) for table in match]
 
     def rewrite(self, info: GraphInfo, match: Tables, editor: Editor) -> Done:
         """Let the readers of each table read it through a view of its own layout."""

@@ -137,9 +137,10 @@ class QuantizeAttention(GraphPass):
         """Yield one match for all sites that are served alike, and one decline for all others."""
         matches: dict[str, Match] = {}
         declines: dict[tuple[str, str], list[Decline]] = {}
-        places = _places(info)
-        calls = Counter(place.name for place in places)
-        for place in places:
+        places = {place.node: place for place in _places(info)}
+        calls = Counter(place.name for place in places.values())
+        for node in info.visit(places):
+            place = places[node]
             site = _site_for(info, place, calls[place.name])
             if isinstance(site, Decline):
                 declines.setdefault((site.code, site.sentence), []).append(site)
@@ -157,6 +158,10 @@ class QuantizeAttention(GraphPass):
     def places(self, match: Match) -> Sequence[Node]:
         """Return the sites."""
         return [site.node for site in match.sites]
+
+    def parts(self, match: Match) -> Sequence[Match]:
+        """Return a match per site."""
+        return [Match([site], match.sentence) for site in match.sites]
 
     # --- rewrite ----------------------------------------------------------------------------------
 
@@ -181,7 +186,7 @@ def _places(info: GraphInfo) -> list[Place]:
     found: list[Place] = []
     inside: Counter[tuple[str, str]] = Counter()
     calls: Counter[str] = Counter()
-    for node in info.gm.graph.nodes:
+    for node in info.visit(info.gm.graph.nodes):
         asked = _asked(info, node)
         if asked is None:
             continue

@@ -104,6 +104,11 @@ class RecoverAttention(GraphPass):
         """Return the sites."""
         return [site.node for site in match.sites]
 
+    def parts(self, match: Match) -> Sequence[Match]:
+        """Return a match per site."""
+        pairs = zip(match.sites, match.plans, strict=True)
+        return [] if match.decline else [Match([site], [plan]) for site, plan in pairs]
+
     # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Match, editor: Editor) -> Done:

@@ -94,7 +94,7 @@ class TernarizeLinear(GraphPass):
         Then calls on packed weights that have one input and can be one call.
         """
         groups: dict[Any, Group] = {}
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             site = _site(node)
             if site is None:
                 continue
@@ -113,7 +113,7 @@ class TernarizeLinear(GraphPass):
     def _products(self, info: GraphInfo) -> Iterable[Group]:
         """Yield products of single weights that have one input and can be one product."""
         groups: dict[Any, Group] = {}
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             product = read_product(info, node)
             if product is None or self.skipped(info, product.result):
                 continue
@@ -129,14 +129,17 @@ class TernarizeLinear(GraphPass):
     def _mergeable(self, info: GraphInfo) -> Iterable[Calls]:
         """Yield calls on packed weights that differ in nothing but these, or have neighbours."""
         found: dict[Any, list[Node]] = {}
-        for node in info.gm.graph.nodes:
+        for node in info.visit(info.gm.graph.nodes):
             if node.target is op_folder.ternary_linear and not node.kwargs:
-                x, packed, scales, biases, *rest = node.args
+                given: Any = node.args
+                x, packed, scales, biases, *rest = given
                 operands = [n for n in (*packed, *scales, *biases) if isinstance(n, Node)]
                 is_mine = not self.skipped(info, node)
                 if is_mine and all(n.op in ("placeholder", "get_attr") for n in operands):
                     found.setdefault((x, tuple(rest)), []).append(node)
-        for nodes in found.values():
+        by_first = {nodes[0]: nodes for nodes in found.values()}
+        for first in info.visit(by_first):
+            nodes = by_first[first]
             if any(map(info.may_be_written, _weights(nodes))):
                 continue
             x = nodes[0].args[0]
@@ -191,6 +194,12 @@ class TernarizeLinear(GraphPass):
         if isinstance(match, Calls):
             return match.nodes
         return [site.linear for site in match.sites]
+
+    def parts(self, match: Group | Calls) -> Sequence[Group]:
+        """Return a match per linear; what is a call already can stay as it is."""
+        if isinstance(match, Calls) or match.products:
+            return []
+        return [Group([site]) for site in match.sites]
 
     # --- rewrite ----------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class CachedPass(GraphPass):
 
 def attention_calls(info: GraphInfo) -> Iterator[tuple[Node, Call]]:
     """Yield every call of scaled_dot_product_attention."""
-    for node in info.gm.graph.nodes:
+    for node in info.visit(info.gm.graph.nodes):
         call = read_one(node) if "scaled_dot_product" in node_name(node) else None
         if call is not None and call.op is aten.scaled_dot_product_attention.default:
             yield node, call

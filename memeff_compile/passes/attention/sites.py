@@ -69,7 +69,7 @@ class Site:
 
 def find_sites(info: GraphInfo) -> Iterator[Site | Decline]:
     """Yield every attention of a graph, and what looks like one and cannot be served."""
-    for node in info.gm.graph.nodes:
+    for node in info.visit(info.gm.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
         found: Site | Decline | None = None

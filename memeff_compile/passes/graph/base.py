@@ -116,6 +116,10 @@ class GraphPass(ABC):
         """Return the nodes the rewrite leaves without users."""
         return self.places(match)
 
+    def parts(self, match: Any) -> Sequence[Any]:
+        """Return matches of one place each that ``match`` is made of, if it is of several."""
+        return ()
+
     def skipped(self, info: GraphInfo, node: Node) -> str:
         """Return the module path of ``node`` where ``memeff.skip`` names it, or ""."""
         path = info.module_path(node)

@@ -59,6 +59,10 @@ class GraphInfo:
     """Nodes that an edit has put others in the place of."""
     shared: dict[Hashable, Node] = field(default_factory=dict)
     """What edits have inserted for several matches, under what it is."""
+    candidate: Node | None = None
+    """What a pass is looking at in its search."""
+    left_out: set[Node] = field(default_factory=set)
+    """Candidates at which that search has failed."""
 
     def __post_init__(self) -> None:
         self.refresh()
@@ -75,6 +79,15 @@ class GraphInfo:
             self.positions[node] = position
             current = _step_region(node, current, stack)
             self.regions[node] = current
+
+    def visit(self, candidates: Iterable[Node]) -> Iterator[Node]:
+        """Yield what a pass searches, but for the candidates at which it has failed."""
+        outer = self.candidate
+        for node in candidates:
+            if node not in self.left_out:
+                self.candidate = node
+                yield node
+        self.candidate = outer
 
     def current(self, node: Node) -> Node:
         """Return what stands in the place of ``node`` now: matches are found before any edit."""

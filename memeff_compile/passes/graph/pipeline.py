@@ -27,6 +27,8 @@ from .render import render
 
 log = logging.getLogger(__name__)
 
+_MOST_FAILURES = 32  # candidates that one search leaves out
+
 TRACE_NAME = "memeff_report"
 """The name of a graph's report among the artifacts that TORCH_TRACE and tlparse show."""
 
@@ -122,31 +124,46 @@ class _Run:
                 )
 
     def apply(self, graph_pass: GraphPass, info: GraphInfo) -> None:
-        """Let one pass work on one level of the graph; an error of its costs it that one match."""
+        """Let one pass work on one level of the graph; an error of its costs it that one place."""
         for found in self._found(graph_pass, info):
-            editor = Editor(info)
-            try:
-                self._serve(graph_pass, info, found, editor)
-            except Exception as error:
-                editor.rollback()
-                self._append(
-                    _internal_error(
-                        graph_pass.name, error, "this place", _place(graph_pass, info, found)
-                    ),
-                    is_counted=True,
-                )
+            self._try(graph_pass, info, found)
 
     def _found(self, graph_pass: GraphPass, info: GraphInfo) -> list[Any]:
-        """Return what a pass finds; where an error ends the search, what it had found by then."""
-        found: list[Any] = []
+        """Return what a pass finds; a candidate at which it fails is left out of a new search."""
+        info.left_out.clear()
+        while True:
+            found: list[Any] = []
+            info.candidate = None
+            try:
+                if graph_pass.enabled(info):
+                    for answer in graph_pass.find(info):
+                        found.append(answer)
+                return found
+            except Exception as error:
+                node = info.candidate
+                if node is None or len(info.left_out) == _MOST_FAILURES:
+                    what = "what this pass had not found yet"
+                    self._append(_internal_error(graph_pass.name, error, what), is_counted=False)
+                    return found
+                info.left_out.add(node)
+                record = _internal_error(graph_pass.name, error, "this place", _where(info, node))
+                self._append(record, is_counted=True)
+
+    def _try(self, graph_pass: GraphPass, info: GraphInfo, found: Any) -> bool:
+        """Serve one match, or its places one by one where that fails; say whether all went well."""
+        editor = Editor(info)
         try:
-            if graph_pass.enabled(info):
-                for answer in graph_pass.find(info):
-                    found.append(answer)
+            self._serve(graph_pass, info, found, editor)
+            return True
         except Exception as error:
-            what = "what this pass had not found yet"
-            self._append(_internal_error(graph_pass.name, error, what), is_counted=False)
-        return found
+            editor.rollback()
+            parts = _parts(graph_pass, found)
+            went_well = [self._try(graph_pass, info, part) for part in parts]
+            if all(went_well):
+                place = _place(graph_pass, info, found)
+                record = _internal_error(graph_pass.name, error, "this place", place)
+                self._append(record, is_counted=True)
+            return False
 
     def _serve(self, graph_pass: GraphPass, info: GraphInfo, found: Any, editor: Editor) -> None:
         """Judge one match and rewrite it, or say why not."""
@@ -283,6 +300,15 @@ def _internal_error(
         "please report it with the graph from memeff_compile.graphs()[-1].before",
         *where,
     )
+
+
+def _parts(graph_pass: GraphPass, found: Any) -> Sequence[Any]:
+    """Return the single places of a match of several, or nothing where the pass fails at that."""
+    try:
+        parts = [] if isinstance(found, Decline) else graph_pass.parts(found)
+        return parts if len(parts) > 1 else []
+    except Exception:
+        return []
 
 
 def _place(graph_pass: GraphPass, info: GraphInfo, found: Any) -> tuple[str, str]:

@@ -82,7 +82,7 @@ def returned_logits(info: GraphInfo) -> list[Returned]:
         return []
     reader = HeadReader(info, tracing=False)
     found: dict[Node, list[LogitsOutput]] = {}
-    for node in info.output.all_input_nodes:
+    for node in info.visit(info.output.all_input_nodes):
         chain = reader.chain(node)
         value = info.tensor(node)
         if isinstance(chain, Decline) or value is None or not value.requires_grad:

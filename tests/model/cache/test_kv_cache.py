@@ -7,6 +7,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,6 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
-from transformers.cache_utils import LinearAttentionLayer
 
 import memeff_compile
 from memeff_compile.errors import UnsupportedInputError
@@ -423,7 +423,7 @@ def test_sequences_of_windows_are_repeated_and_selected() -> None:
 def test_sequences_of_layers_that_are_not_known_are_refused_before_any_is_changed() -> None:
     model = make("Mistral", sliding_window=8)
     cache = fill(model, KVCache(model.config, LENGTH, 16))
-    cache.layers.append(LinearAttentionLayer())
+    cache.layers.append(SimpleNamespace())  # of a model that keeps other states
     before = cache.layers[0].keys
     for call in (cache.batch_repeat_interleave, cache.batch_select_indices):
         with pytest.raises(UnsupportedInputError, match="cannot be repeated or selected"):
