@@ -87,7 +87,7 @@ class EncodeWeights(GraphPass):
     def _why_apart(self, info: GraphInfo, group: Sequence[Coded], site: Coded) -> str:
         """Say why a linear is no part of a group with its input, or return an empty string."""
         first = group[0]
-        codecs = [_codec(each) for each in (first, site)]
+        codecs = [w.codec for each in (first, site) if (w := _coded(each.weight)) is not None]
         needed = [n for n in (site.x, site.weight, site.bias) if n is not None]
         outs = [info.tensor(each.node) for each in (first, site)]
         if self._check_site(info, site) is not None or self.skipped(info, site.node):
@@ -159,11 +159,6 @@ class EncodeWeights(GraphPass):
 def _coded(node: Node) -> op_folder.CodedWeight | None:
     value = compat.example_value(node)
     return value if isinstance(value, op_folder.CodedWeight) else None
-
-
-def _codec(site: Coded) -> str:
-    weight = _coded(site.weight)
-    return "" if weight is None else weight.codec
 
 
 def _read(node: Node) -> Coded | None:

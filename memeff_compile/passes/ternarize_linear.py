@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -297,7 +297,7 @@ def _unread(site: Site) -> Decline | None:
         )
     for name, found in (("weight", site.weight), ("input", site.tokens)):
         if isinstance(found, Unread):
-            return Decline(found.code, f"the {name} of the linear: {found.sentence}", found.hint)
+            return replace(found, sentence=f"the {name} of the linear: {found.sentence}")
     weight, tokens = site.both
     if weight.is_weight and not tokens.is_weight:
         return None

@@ -83,13 +83,8 @@ class KVCache(Cache):
         _check(max_cache_len, bits, scheme, group, recent, keep_first)
         self.bits, self.scheme, self.merge = bits, scheme, _merging(merge, scheme)
         self._starts = Starts(attention_mask)
-        settings = {
-            "bits": bits,
-            "scheme": scheme,
-            "group": group,
-            "recent": recent,
-            "kept": keep_first,
-        }
+        settings = {"bits": bits, "scheme": scheme, "group": group}
+        settings |= {"recent": recent, "kept": keep_first}
 
         def full() -> Any:  # noqa: ANN401
             if bits == 16:
@@ -133,12 +128,8 @@ class KVCache(Cache):
         Args:
             attention_mask: of the next prompts, as when the cache is made; None: no padding.
         """
-        held = {
-            tensor.shape[0]
-            for layer in self.layers
-            if isinstance(layer, InPlace)
-            for _, tensor in layer.tensors()
-        }
+        ours = (layer for layer in self.layers if isinstance(layer, InPlace))
+        held = {tensor.shape[0] for layer in ours for _, tensor in layer.tensors()}
         self._starts.restart(attention_mask, held)
         for layer in self.layers:
             layer.reset()
@@ -298,10 +289,10 @@ def _check(
         refuse(f"group is {group!r}; 32, 64 or 128 is needed.")
     if not isinstance(recent, int) or recent < 16 or recent % 16:
         refuse(f"recent is {recent!r}; a multiple of 16 is needed, 16 at least.")
-    if not isinstance(keep_first, int) or keep_first < 0:
-        refuse(f"keep_first is {keep_first!r}; a number of tokens is needed, 0 at least.")
-    if not isinstance(max_cache_len, int) or max_cache_len < 1:
-        refuse(f"max_cache_len is {max_cache_len!r}; a number of tokens is needed, 1 at least.")
+    counts = (("keep_first", keep_first, 0), ("max_cache_len", max_cache_len, 1))
+    for name, count, least in counts:
+        if not isinstance(count, int) or count < least:
+            refuse(f"{name} is {count!r}; a number of tokens is needed, {least} at least.")
 
 
 # --- every later generate() -----------------------------------------------------------------------
