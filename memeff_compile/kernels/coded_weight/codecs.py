@@ -627,7 +627,7 @@ def _one_row(
             win4_kernels.win4_row_kernel,
             (-(-rows // setting.rows),),
             x.view(torch.int32),
-            Multiplied(*parts, out if bias is None else bias, out, rows),
+            Multiplied._make((*parts, out if bias is None else bias, out, rows)),
             columns // 8,
             HAS_BIAS=bias is not None,
             IS_EVEN=_is_even(setting, rows, columns),
@@ -681,7 +681,7 @@ def products(
         rows, tile, bias = sizes[at][0], tiles[at], biases[at]
         bias = None if bias is None else bias.expand(rows).contiguous()
         here = outs[at] if bias is None else bias
-        operands.append(Multiplied(*parts[at], here, outs[at], rows))
+        operands.append(Multiplied._make((*parts[at], here, outs[at], rows)))
         settings |= {
             f"HAS_BIAS_{place}": bias is not None,
             f"IS_EVEN_{place}": _is_even(tile, rows, columns),

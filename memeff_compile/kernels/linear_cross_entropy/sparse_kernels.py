@@ -61,17 +61,14 @@ def _linear_cross_entropy_sparse_gradient_kernel(
             local = quarter * (C.TILE // 4)
             g = _gradient_tile(
                 _quarter(acc, quarter, C.TILE, C.TILE),
-                offs_n,
-                offs_n < rows_here,
-                column_block * C.TILE + local + tl.arange(0, C.TILE // 4),
-                bias_ptr,
-                column_weight_ptr,
-                target_ptr,
-                row_values_ptr,
-                rows,
-                vocab,
-                scale,
-                softcap,
+                (
+                    offs_n,
+                    offs_n < rows_here,
+                    column_block * C.TILE + local + tl.arange(0, C.TILE // 4),
+                ),
+                (bias_ptr, column_weight_ptr, target_ptr, row_values_ptr),
+                (rows, vocab),
+                (scale, softcap),
                 C,
             )
             g_desc.store([(tile - first) * C.TILE, local], g.to(g_desc.dtype))
@@ -204,21 +201,19 @@ def _decoded(code):
 
 @triton.jit
 def _dropped(
-    stats_ptr,
-    compact_lse_ptr,
-    target_logit_ptr,
-    target_ptr,
-    rows,
-    is_row,
-    first_row,
-    group_rows,
-    stats_tiles,
-    tiles,
+    given,  # as of `_linear_cross_entropy_block_score_kernel`
+    place,
+    group,
+    counts,
     offs,
     TILE: tl.constexpr,
     KEEP_TARGETS: tl.constexpr,
 ):
     """Return, per tile and row: what leaving it out drops in sum, and at most in one column."""
+    stats_ptr, compact_lse_ptr, target_logit_ptr, target_ptr = given
+    rows, is_row = place
+    first_row, group_rows = group
+    stats_tiles, tiles = counts
     plane = tl.cast(stats_tiles, tl.int64) * group_rows
     mask = (offs < tiles)[:, None] & is_row[None, :]
     place = offs.to(tl.int64)[:, None] * group_rows + rows[None, :]
@@ -275,16 +270,10 @@ def _linear_cross_entropy_block_score_kernel(
         is_row = is_row & (first_row + rows < tl.load(kept_ptr))
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
     total, highest = _dropped(
-        stats_ptr,
-        compact_lse_ptr,
-        target_logit_ptr,
-        target_ptr,
-        rows,
-        is_row,
-        first_row,
-        group_rows,
-        stats_tiles,
-        tiles,
+        (stats_ptr, compact_lse_ptr, target_logit_ptr, target_ptr),
+        (rows, is_row),
+        (first_row, group_rows),
+        (stats_tiles, tiles),
         offs,
         TILE,
         KEEP_TARGETS,
@@ -325,16 +314,10 @@ def _linear_cross_entropy_mass_code_kernel(
         is_row = is_row & (first_row + rows < tl.load(kept_ptr))
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
     total, _highest = _dropped(
-        stats_ptr,
-        compact_lse_ptr,
-        target_logit_ptr,
-        target_ptr,
-        rows,
-        is_row,
-        first_row,
-        group_rows,
-        stats_tiles,
-        tiles,
+        (stats_ptr, compact_lse_ptr, target_logit_ptr, target_ptr),
+        (rows, is_row),
+        (first_row, group_rows),
+        (stats_tiles, tiles),
         offs,
         TILE,
         KEEP_TARGETS,
