@@ -347,10 +347,7 @@ def _linear_cross_entropy_dense_gradient_kernel(
     stride_hidden_row,
     weight_desc,  # (V, D), block BN x BK
     g_desc,  # (N, W) out, block BM x BN / 4
-    bias_ptr,
-    column_weight_ptr,
-    target_ptr,  # (N,) int32, compact
-    row_values_ptr,  # (4, N) fp32
+    given,  # (V,), (V,), (N,) int32, compact, and (4, N) fp32
     kept_ptr,
     is_sparse_ptr,  # (1,) int32 or None: the sparse kernels do this call's work
     first_column,
@@ -358,10 +355,8 @@ def _linear_cross_entropy_dense_gradient_kernel(
     rows,
     vocab,
     depth,
-    scale,
-    softcap,
-    C: tl.constexpr,
-    # GATHER: read the hidden states where they lie, row by row
+    cap,  # scale and softcap
+    C: tl.constexpr,  # GATHER: read the hidden states where they lie, row by row
 ):
     """Recompute the logits of `width` columns and write their gradient G in the input dtype."""
     rows_here = rows
@@ -398,9 +393,9 @@ def _linear_cross_entropy_dense_gradient_kernel(
             g = _gradient_tile(
                 _quarter(acc, quarter, C.BM, C.BN),
                 (offs_n, offs_n < rows_here, first_column + local + tl.arange(0, C.BN // 4)),
-                (bias_ptr, column_weight_ptr, target_ptr, row_values_ptr),
+                given,
                 (rows, vocab),
-                (scale, softcap),
+                cap,
                 C,
             )
             g_desc.store([row_block * C.BM, local], g.to(g_desc.dtype))
