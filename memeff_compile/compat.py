@@ -836,6 +836,19 @@ def keep_address(tensor: torch.Tensor) -> None:
         torch._dynamo.mark_static_address(tensor)
 
 
+def room_for_graphs() -> dict[str, Any]:
+    """Return arguments of torch.compile that give a model its own, larger limit of graphs.
+
+    Without them all models of a process share one, since what is compiled is a decorator of
+    transformers; before torch 2.13 they are not there.
+    """
+    import inspect
+
+    known = inspect.signature(torch.compile).parameters
+    wanted = {"recompile_limit": 64, "isolate_recompiles": True}
+    return {name: value for name, value in wanted.items() if name in known}
+
+
 def without_compile(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that ``torch.compile(module)`` was given, or the module itself."""
     inner = module.__dict__.get("_modules", {}).get("_orig_mod")

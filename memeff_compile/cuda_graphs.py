@@ -95,7 +95,7 @@ def _guarded(step: _Step) -> Choice:
                 "cache_created_inside",
                 f"no CUDA graph: `{made.name}` is made here, written to and returned, as a cache "
                 "is that is allocated with the first prompt; the next replay would overwrite it",
-                "make the cache before: memeff_compile.use_kv_cache_, or cache.allocate(...).",
+                "Allocate it before: use_kv_cache_ does, and cache.early_initialization(...).",
             ),
             patches={"triton.cudagraphs": False},
         )

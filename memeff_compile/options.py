@@ -712,6 +712,11 @@ def _by_key() -> dict[str, str]:
 
 def _field_of(key: str) -> str:
     keys = _by_key()
+    if key == PREFIX + "kv_cache":
+        raise OptionError(
+            f"{key} is no option of a backend, which sees graphs and not what generate() makes. "
+            "Call memeff_compile.compile(model, kv_cache=...), or memeff_compile.use_kv_cache_."
+        )
     if key not in keys:
         raise OptionError(
             f"{key!r} is not an option of memeff.{_suggest(key, keys)} "

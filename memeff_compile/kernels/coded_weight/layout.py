@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from memeff_compile.errors import UnsupportedInputError
 
@@ -74,7 +74,7 @@ class Format:
         """Whether decoding gives the same bits back."""
         return self.mantissa == MANTISSA_BITS
 
-    @property
+    @cached_property
     def parts(self) -> tuple[str, ...]:
         """Names of the tensors a coded weight is made of, in order."""
         norms = () if self.is_lossless else ("norms",)

@@ -193,7 +193,10 @@ def _check(kernel: Any, capability: int) -> None:
     within_limits(kernel, capability, stack=16)
 
 
-@pytest.mark.parametrize("field", [8, 4, 2, 1])
+@pytest.mark.parametrize(
+    "field",
+    [8, 4, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_decoding_compiles_within_the_limits(capability: int, codec: str, field: int) -> None:

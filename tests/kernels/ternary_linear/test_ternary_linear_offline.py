@@ -140,8 +140,8 @@ def _tiles(
     ("words", "rows", "tokens", "group", "kind"),
     [
         (256, 14336, 1, 1, "int8"),
-        (256, 14336, 4, 1, "int8"),
-        (1024, 4096, 1, 1, "int8"),
+        pytest.param(256, 14336, 4, 1, "int8", marks=pytest.mark.slow),
+        pytest.param(1024, 4096, 1, 1, "int8", marks=pytest.mark.slow),
         (512, 28672, 1, 1, "fp4"),
         (256, 6144, 1, 3, "int4"),
         (2048, 8192, 1, 1, "int8"),
