@@ -124,31 +124,15 @@ def sizes_of_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     in seven of the time, are left to the slow tests.
     """
     import triton
-    from triton import compiler
     from triton.backends.nvidia.compiler import CUDABackend
 
-    plain, compile_all = compiler.ASTSource, triton.compile
+    from tests.support import offline
 
-    def source(
-        kernel: Any, signature: dict[str, str], constants: dict[str, Any], hints: dict[Any, Any]
-    ) -> Any:
-        places = {name: place for place, name in enumerate(signature)}
-        sizes = [name for name, kind in signature.items() if kind in ("i32", "i64")]
-        assert sizes, "a kernel without sizes has nothing to show here"
-        return plain(
-            kernel,
-            {**signature, **dict.fromkeys(sizes, "constexpr")},
-            {**constants, **dict.fromkeys(sizes, 1)},
-            {
-                place: hint
-                for place, hint in hints.items()
-                if place[0] not in map(places.get, sizes)
-            },
-        )
-
-    monkeypatch.setattr(compiler, "ASTSource", source)
+    monkeypatch.setattr(offline, "every_size", 1)
     if request.param == "to the end":
         return
+
+    compile_all = triton.compile
 
     class Reached(Exception):
         """Triton's own passes are behind us."""
