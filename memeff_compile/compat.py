@@ -570,7 +570,11 @@ def mark_static_input(node: Node) -> None:
 
 
 def is_unsafe_to_record(node: Node) -> bool:
-    """Return whether a call cannot be part of a CUDA graph: it waits, or its sizes are data."""
+    """Return whether a call may not be part of a CUDA graph.
+
+    It waits for the device, its sizes are data, it is control flow, or it is an op of somebody
+    else's, whose work on the host a replay would leave out.
+    """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     if node.op not in ("call_function", "call_method"):
@@ -580,6 +584,8 @@ def is_unsafe_to_record(node: Node) -> bool:
     if any(free_unbacked_symbols(each) for each in values):
         return True
     target = node.target
+    if isinstance(target, HigherOrderOperator):
+        return not target.name().startswith(("triton_kernel_wrapper", "flex_attention"))
     overloads: list[Any] = [target]
     if isinstance(target, OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]
@@ -589,7 +595,7 @@ def is_unsafe_to_record(node: Node) -> bool:
 def _is_unsafe(op: OpOverload) -> bool:
     names = ("cudagraph_unsafe", "data_dependent_output", "dynamic_output_shape")
     unsafe = {getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name)}
-    return bool(unsafe & set(op.tags)) or "c10d" in op.namespace
+    return bool(unsafe & set(op.tags)) or op.namespace not in ("aten", "prims", "memeff")
 
 
 @contextlib.contextmanager
