@@ -7,6 +7,7 @@ imported. A test whose marker does not fit its process fails with the command to
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import os
 import re
@@ -77,6 +78,12 @@ def pytest_report_collectionfinish() -> list[str]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put tests of a group first: what another process takes of the rest, it takes from the end."""
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector of cycles from reading modules and tests, which live as long as we do."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
