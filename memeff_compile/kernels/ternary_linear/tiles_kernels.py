@@ -444,9 +444,7 @@ def _ternary_vectors_kernel(
             if C.HAS_ADDED:
                 found = _sum_with(found, added_ptr + token * rows + row, row < rows)
             tl.store(
-                out_ptr + token * rows + row,
-                found.to(out_ptr.dtype.element_ty),
-                mask=row < rows,
+                out_ptr + token * rows + row, found.to(out_ptr.dtype.element_ty), mask=row < rows
             )
             if C.TILES > 1:
                 weight = following
