@@ -48,44 +48,28 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "CalibrationError": "errors",
-    "CodedWeightError": "errors",
-    "CompressionReport": "model.weights.compress",
-    "DoubleBackwardError": "errors",
-    "ExplainError": "errors",
-    "Explanation": "planning.explain",
-    "KVCache": "model.cache.kv_cache",
-    "MemeffError": "errors",
-    "MiniCache": "model.cache.minicache",
-    "OptionError": "errors",
-    "Options": "options",
-    "StaleLogitsError": "errors",
-    "StrictError": "errors",
-    "TargetRangeError": "errors",
-    "TuneError": "errors",
-    "UnsupportedInputError": "errors",
-    "VerifyError": "errors",
-    "calibrate_attention": "model.attention.calibrate",
-    "compile": "backend",
-    "compress_": "model.weights.compress",
-    "compression_report": "model.weights.compress",
-    "decompress_": "model.weights.compress",
-    "explain": "planning.explain",
-    "explain_cache": "planning.caches",
-    "fidelity_report": "model.cache.fidelity",
-    "graphs": "report",
-    "last_report": "report",
-    "linear_cross_entropy": "functional",
-    "load_compressed_": "model.weights.compressed_file",
-    "optim_in_backward": "model.weights.optim_in_backward",
-    "pack_ternary_": "model.ternary.verbs",
-    "reset": "backend",
-    "restart_attention_calls": "model.attention.calibrate",
-    "save_compressed": "model.weights.compressed_file",
-    "ternarize_": "model.ternary.verbs",
-    "use_kv_cache_": "model.cache.kv_cache",
+_NAMES = {
+    "backend": "compile reset",
+    "errors": (
+        "CalibrationError CodedWeightError DoubleBackwardError ExplainError MemeffError "
+        "OptionError StaleLogitsError StrictError TargetRangeError TuneError "
+        "UnsupportedInputError VerifyError"
+    ),
+    "functional": "linear_cross_entropy",
+    "model.attention.calibrate": "calibrate_attention restart_attention_calls",
+    "model.cache.fidelity": "fidelity_report",
+    "model.cache.kv_cache": "KVCache use_kv_cache_",
+    "model.cache.minicache": "MiniCache",
+    "model.ternary.verbs": "pack_ternary_ ternarize_",
+    "model.weights.compress": "CompressionReport compress_ compression_report decompress_",
+    "model.weights.compressed_file": "load_compressed_ save_compressed",
+    "model.weights.optim_in_backward": "optim_in_backward",
+    "options": "Options",
+    "planning.caches": "explain_cache",
+    "planning.explain": "Explanation explain",
+    "report": "graphs last_report",
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [*sorted(_HOME), "__version__"]
 

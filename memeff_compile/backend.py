@@ -112,6 +112,7 @@ def compile(
     dynamic: bool | None = None,
     fullgraph: bool = False,
     disable: bool = False,
+    kv_cache: int | str | Mapping[str, Any] | None = None,
     **settings: object,
 ) -> Compilable: ...
 
@@ -125,6 +126,7 @@ def compile(
     dynamic: bool | None = None,
     fullgraph: bool = False,
     disable: bool = False,
+    kv_cache: int | str | Mapping[str, Any] | None = None,
     **settings: object,
 ) -> Callable[[Compilable], Compilable]: ...
 
@@ -137,6 +139,7 @@ def compile(
     dynamic: bool | None = None,
     fullgraph: bool = False,
     disable: bool = False,
+    kv_cache: int | str | Mapping[str, Any] | None = None,
     **settings: object,
 ) -> Compilable | Callable[[Compilable], Compilable]:
     """Compile with `backend="memeff"`, checking the options now and not at the first call.
@@ -149,18 +152,24 @@ def compile(
         mode: An Inductor mode, such as "reduce-overhead".
         options: As in `torch.compile(options=...)`, or an `Options`.
         dynamic, fullgraph, disable: As in `torch.compile`.
+        kv_cache: For a model of transformers that generates: bits of a `KVCache`, its settings as a
+            mapping, or "static" for an exact one. The model is compiled in place, and every later
+            `generate()` makes, allocates and reuses such caches by itself, as `use_kv_cache_`.
         **settings: Options of ours by keyword: `logits="eager"` is `memeff.logits`.
             `weights="win4"` (or "tier", "rans") calls `compress_` on the model first;
             `compression_report(model)` is what it returned.
 
     Returns:
-        What `torch.compile` returns.
+        What `torch.compile` returns; with `kv_cache` the model itself.
 
     Raises:
         OptionError: An option has an unknown name, a wrong type or a value out of range.
+        UnsupportedInputError: `kv_cache` has a setting that cannot be served, or the model does not
+            generate.
 
     Example:
         >>> compiled = memeff_compile.compile(model, logits="eager")  # doctest: +SKIP
+        >>> memeff_compile.compile(model, kv_cache=4).generate(ids)  # doctest: +SKIP
     """
     checked = _parse(mode, options, settings)
     if checked.weights in CODECS:
@@ -172,20 +181,44 @@ def compile(
                 dynamic=dynamic,
                 fullgraph=fullgraph,
                 disable=disable,
+                kv_cache=kv_cache,
                 **settings,
             )
         skip = (*checked.skip.get("*", ()), *checked.skip.get("encode_weights", ()))
         compress_for_compile(model, checked.weights, skip)
         checked = replace(checked, weights="exact")
-    wrapped = torch.compile(
-        model,
-        backend="memeff",
-        options=checked.to_dict() or None,
-        dynamic=dynamic,
-        fullgraph=fullgraph,
-        disable=disable,
-    )
+    given: dict[str, Any] = {
+        "backend": "memeff",
+        "options": checked.to_dict() or None,
+        "dynamic": dynamic,
+        "fullgraph": fullgraph,
+        "disable": disable,
+    }
+    if kv_cache is not None:
+        _compile_for_generation(model, kv_cache, given)
+        return cast("Compilable", model)
+    wrapped: Any = torch.compile(model, **given)
     return cast("Compilable | Callable[[Compilable], Compilable]", wrapped)
+
+
+def _compile_for_generation(
+    model: object, kv_cache: int | str | Mapping[str, Any], given: Mapping[str, Any]
+) -> None:
+    """Compile a model in place, with caches that generate() makes by itself."""
+    if isinstance(kv_cache, str) and kv_cache != "static":
+        raise OptionError(
+            f"kv_cache is {kv_cache!r}; 'static', a number of bits, or a mapping of KVCache's "
+            "settings is needed."
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(
+            f"kv_cache is for models of transformers that generate, and this is {model!r}."
+        )
+    from .model.cache.kv_cache import use_kv_cache_
+
+    bits = 16 if kv_cache == "static" else kv_cache
+    use_kv_cache_(model, **(bits if isinstance(bits, Mapping) else {"bits": bits}))
+    model.compile(**given, **compat.room_for_graphs())
 
 
 def _parse(

@@ -80,8 +80,7 @@ def forget_compiled() -> None:
 
 def forward_of(model: torch.nn.Module) -> Callable[..., Any]:
     """Return the call of a module as it is, also of one that was compiled in place."""
-    forward: Callable[..., Any] = model._call_impl
-    return forward
+    return model._call_impl
 
 
 def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> bool:
@@ -303,8 +302,7 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
     """Return the config keys that each mode of Inductor stands for."""
     from torch._inductor import list_mode_options
 
-    modes: dict[str, dict[str, Any]] = list_mode_options()
-    return modes
+    return cast("dict[str, dict[str, Any]]", list_mode_options())
 
 
 def inductor_config() -> tuple[dict[str, Any], Callable[[str], Any]]:
@@ -364,13 +362,8 @@ def op_fingerprint() -> str:
     """Return a digest of the schemas of every registered op of ours, and of our version."""
     version = sys.modules["memeff_compile"].__version__
     names = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("memeff::"))
-    schemas = (str(torch._C._get_schema(*_name_and_overload(name))) for name in names)
+    schemas = (str(torch._C._get_schema(*name.partition(".")[::2])) for name in names)
     return hashlib.sha256("\n".join((version, *schemas)).encode()).hexdigest()[:16]
-
-
-def _name_and_overload(name: str) -> tuple[str, str]:
-    base, _, overload = name.partition(".")
-    return base, overload
 
 
 def compile_with_aot_eager(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
@@ -429,9 +422,8 @@ def _let_fake_modes_ask() -> None:
 
     def device_of(args: Sequence[Any]) -> Any:
         tensor = args[0]
-        if isinstance(tensor, fake_tensor.FakeTensor):
-            return usual(args)
-        return tensor.__torch_dispatch__(op, (type(tensor),), args)
+        is_fake = isinstance(tensor, fake_tensor.FakeTensor)
+        return usual(args) if is_fake else tensor.__torch_dispatch__(op, (type(tensor),), args)
 
     handlers[op] = device_of
 
@@ -506,10 +498,6 @@ def _autocast_keys(kind: str) -> Any:
     return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name))
 
 
-def _device_of(tensor: torch.Tensor) -> torch.device:
-    return tensor.device
-
-
 def _shares_metadata(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Answer what an assignment to `.data` asks: both have to be of one class."""
     for each in (tensor, other):
@@ -521,7 +509,7 @@ def _shares_metadata(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 ABOUT_MEMORY: dict[Any, Callable[..., Any]] = {
-    torch.ops.prim.device.default: _device_of,
+    torch.ops.prim.device.default: lambda tensor: tensor.device,
     torch.ops.aten._has_compatible_shallow_copy_type.default: _shares_metadata,
 }
 """What tensors made by `make_without_memory` are asked below autograd, and the answers."""
@@ -582,7 +570,11 @@ def mark_static_input(node: Node) -> None:
 
 
 def is_unsafe_to_record(node: Node) -> bool:
-    """Return whether a call cannot be part of a CUDA graph: it waits, or its sizes are data."""
+    """Return whether a call may not be part of a CUDA graph.
+
+    It waits for the device, its sizes are data, it is control flow, or it is an op of somebody
+    else's, whose work on the host a replay would leave out.
+    """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     if node.op not in ("call_function", "call_method"):
@@ -592,6 +584,8 @@ def is_unsafe_to_record(node: Node) -> bool:
     if any(free_unbacked_symbols(each) for each in values):
         return True
     target = node.target
+    if isinstance(target, HigherOrderOperator):
+        return not target.name().startswith(("triton_kernel_wrapper", "flex_attention"))
     overloads: list[Any] = [target]
     if isinstance(target, OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]
@@ -601,7 +595,7 @@ def is_unsafe_to_record(node: Node) -> bool:
 def _is_unsafe(op: OpOverload) -> bool:
     names = ("cudagraph_unsafe", "data_dependent_output", "dynamic_output_shape")
     unsafe = {getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name)}
-    return bool(unsafe & set(op.tags)) or "c10d" in op.namespace
+    return bool(unsafe & set(op.tags)) or op.namespace not in ("aten", "prims", "memeff")
 
 
 @contextlib.contextmanager
@@ -691,8 +685,7 @@ def fsdp_shard(weight: torch.Tensor) -> torch.Tensor | None:
     Optimizers and checkpoints write to the shard; ``weight`` follows at its next gathering.
     """
     param, _ = _fsdp2_owner(weight)
-    shard: torch.Tensor | None = getattr(param, "sharded_param", None)
-    return shard
+    return cast("torch.Tensor | None", getattr(param, "sharded_param", None))
 
 
 def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> bool:
@@ -746,8 +739,7 @@ def _fsdp2_parameters() -> Iterator[tuple[Any, Any]]:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor that this rank holds of a distributed one."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+    return cast("torch.Tensor", getattr(tensor, "_local_tensor", tensor))
 
 
 def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -755,15 +747,9 @@ def with_local_part(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     like: Any = tensor
-    found: torch.Tensor = DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-    return found
+    how = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    made = DTensor.from_local(local, like.device_mesh, like.placements, **how)
+    return cast("torch.Tensor", made)
 
 
 def fsdp_frees_after_forward(weight: Any) -> bool:
@@ -798,19 +784,14 @@ def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
     if "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:
         return None, None
     if weight not in _fsdp2_owners:
-        found = _find_fsdp2_owner(weight)
+        every = _fsdp2_parameters()
+        mine = (pair for pair in every if getattr(pair[0], "_unsharded_param", None) is weight)
+        found = next(mine, None)
         if found is None:  # not remembered: tensors with weak references cannot be swapped
             return None, None
-        _fsdp2_owners[weight] = found
+        _fsdp2_owners[weight] = tuple(map(weakref.ref, found))
     param, group = (reference() for reference in _fsdp2_owners[weight])
     return param, group
-
-
-def _find_fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any] | None:
-    for param, group in _fsdp2_parameters():
-        if getattr(param, "_unsharded_param", None) is weight:
-            return weakref.ref(param), weakref.ref(group)
-    return None
 
 
 # --- capturing without running ------------------------------------------------------------------
@@ -859,6 +840,19 @@ def keep_address(tensor: torch.Tensor) -> None:
     """
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
+
+
+def room_for_graphs() -> dict[str, Any]:
+    """Return arguments of torch.compile that give a model its own, larger limit of graphs.
+
+    Without them all models of a process share one, since what is compiled is a decorator of
+    transformers; before torch 2.13 they are not there.
+    """
+    import inspect
+
+    known = inspect.signature(torch.compile).parameters
+    wanted = {"recompile_limit": 64, "isolate_recompiles": True}
+    return {name: value for name, value in wanted.items() if name in known}
 
 
 def without_compile(module: torch.nn.Module) -> torch.nn.Module:

@@ -58,14 +58,14 @@ class Choice:
 
 def decide(info: GraphInfo, options: Options) -> Choice:
     """Decide about a graph, after the passes."""
+    if info.needs_grad or compat.is_exporting():
+        return Choice()
     steps = _Step(info)
-    if info.needs_grad or compat.is_exporting() or steps.device is None:
+    if steps.device is None:
         return Choice()
     if options.inner == "inductor" and compat.inductor_uses_cudagraphs(options.inductor_patches()):
         return _guarded(steps)
-    if not steps.attentions:
-        return Choice()
-    if options.inner not in INNERS:
+    if not steps.attentions or options.inner not in INNERS:
         return Choice()
     if options.cuda_graphs == "off":
         return _without("asked_off", "memeff.cuda_graphs='off' switches it off")
@@ -78,6 +78,13 @@ def decide(info: GraphInfo, options: Options) -> Choice:
         "is recorded when it comes again at the same addresses, then replayed; results are cloned"
     )
     return Choice(Record("backend", "note", "cuda_graph", sentence), roles, steps.device)
+
+
+def undecided(error: Exception) -> Choice:
+    """Return what becomes of a graph over which the decision failed: nothing."""
+    why = f"no CUDA graph: deciding about it failed with {type(error).__name__}: {error}"
+    hint = "This is a bug of memeff_compile; the graph runs as it is. Please report it."
+    return Choice(Record("backend", "internal_error", "decision_failed", why, hint))
 
 
 def _without(code: str, why: str, hint: str = "") -> Choice:
@@ -95,7 +102,7 @@ def _guarded(step: _Step) -> Choice:
                 "cache_created_inside",
                 f"no CUDA graph: `{made.name}` is made here, written to and returned, as a cache "
                 "is that is allocated with the first prompt; the next replay would overwrite it",
-                "make the cache before: memeff_compile.use_kv_cache_, or cache.allocate(...).",
+                "Allocate it before: use_kv_cache_ does, and cache.early_initialization(...).",
             ),
             patches={"triton.cudagraphs": False},
         )
@@ -222,7 +229,8 @@ class _Step:
             is_elsewhere = made is not None and made.device.type not in DEVICES
             if is_elsewhere or compat.is_unsafe_to_record(node):
                 name = node_name(node)
-                return f"unsafe_op({name})", f"`{name}` waits for the GPU or asks the host"
+                why = "waits for the GPU, asks the host, or is an op that may do either"
+                return f"unsafe_op({name})", f"`{name}` {why}"
         return None
 
     def _large(self) -> tuple[str, str] | None:

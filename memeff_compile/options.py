@@ -13,9 +13,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from os import PathLike
 from typing import Any, TypeAlias, cast, get_origin
 
@@ -99,8 +99,12 @@ class _FrozenMapping(Mapping[str, Any]):
         return repr(self._items)
 
 
-def _seen(key: str, value: object) -> str:
-    return f"{key} is {value!r} ({type(value).__name__})"
+def _wrong(key: str, value: object, takes: str) -> OptionError:
+    return OptionError(f"{key} is {value!r} ({type(value).__name__}); {takes}")
+
+
+def _is_number(value: object, kinds: type | tuple[type, ...] = (int, float)) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _nearest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
@@ -121,23 +125,22 @@ def _suggest(name: str, candidates: Iterable[str]) -> str:
 
 def _check_choice(key: str, value: object, *, values: tuple[str, ...]) -> object:
     if not isinstance(value, str) or value not in values:
-        suggestion = _suggest(str(value), values)
         allowed = ", ".join(map(repr, values))
-        raise OptionError(f"{_seen(key, value)}; it takes {allowed}.{suggestion}")
+        raise _wrong(key, value, f"it takes {allowed}.{_suggest(str(value), values)}")
     return value
 
 
-def _check_fraction(key: str, value: object) -> object:
+def _check_fraction(key: str, value: Any) -> object:  # noqa: ANN401
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        raise OptionError(f"{_seen(key, value)}; it takes a number between 0 and 1, or None.")
+    if not _is_number(value) or not 0 < value < 1:
+        raise _wrong(key, value, "it takes a number between 0 and 1, or None.")
     return float(value)
 
 
 def _check_flag(key: str, value: object) -> object:
     if not isinstance(value, bool):
-        raise OptionError(f"{_seen(key, value)}; it takes True or False.")
+        raise _wrong(key, value, "it takes True or False.")
     return value
 
 
@@ -148,10 +151,9 @@ def _check_mode(key: str, value: object) -> object:
 
     modes = list(compat.inductor_modes())
     if not isinstance(value, str) or value not in modes:
-        raise OptionError(
-            f"{_seen(key, value)}; it takes one of Inductor's modes: "
-            f"{', '.join(map(repr, modes))}.{_suggest(str(value), modes)}"
-        )
+        known = ", ".join(map(repr, modes))
+        takes = f"it takes one of Inductor's modes: {known}.{_suggest(str(value), modes)}"
+        raise _wrong(key, value, takes)
     return value
 
 
@@ -161,44 +163,35 @@ def _check_verify(key: str, value: object) -> object:
     return _check_choice(key, value, values=("off", "on", "raise"))
 
 
-def _check_factor(key: str, value: object) -> object:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < cast("float", value) < float("inf"):
-        raise OptionError(
-            f"{_seen(key, value)}; it takes a positive number, by which every tolerance is "
-            "multiplied."
-        )
-    return float(cast("float", value))
+def _check_factor(key: str, value: Any) -> object:  # noqa: ANN401
+    if not _is_number(value) or not 0 < value < float("inf"):
+        takes = "it takes a positive number, by which every tolerance is multiplied."
+        raise _wrong(key, value, takes)
+    return float(value)
 
 
 def _check_folder(key: str, value: object) -> object:
     if value is None:
         return None
     if not isinstance(value, (str, PathLike)) or not str(value):
-        raise OptionError(
-            f"{_seen(key, value)}; it takes the path of a folder, which is made when it is needed."
-        )
+        takes = "it takes the path of a folder, which is made when it is needed."
+        raise _wrong(key, value, takes)
     return str(value)
 
 
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)\s*", re.IGNORECASE)
-_AUTO_OR, _IS_AUTO = "'auto', 'minimal', ", " (0 means 'auto')"
 _UNIT = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
-def _check_bytes(key: str, value: object, *, has_auto: bool = True) -> object:
-    if value == "auto" and has_auto:
-        return 0
-    if value == "minimal" and has_auto:
-        return 1
+def _check_bytes(key: str, value: Any, *, has_auto: bool = True) -> object:  # noqa: ANN401
+    if has_auto and value in ("auto", "minimal"):
+        return 0 if value == "auto" else 1
     if isinstance(value, str) and (match := _BYTES.fullmatch(value)):
         value = int(float(match[1]) * _UNIT[match[2].lower()])
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise OptionError(
-            f"{_seen(key, value)}; it takes "
-            f"{_AUTO_OR if has_auto else ''}a number of bytes{_IS_AUTO if has_auto else ''} "
-            "or a size such as '64MiB' or '1GiB'."
-        )
+    if not _is_number(value, int) or value < 0:
+        some, is_auto = ("'auto', 'minimal', ", " (0 means 'auto')") if has_auto else ("", "")
+        takes = f"it takes {some}a number of bytes{is_auto} or a size such as '64MiB' or '1GiB'."
+        raise _wrong(key, value, takes)
     return value
 
 
@@ -236,12 +229,11 @@ def _check_level(key: str, site: object, value: object) -> str | tuple[str, ...]
     return value if isinstance(value, str) else tuple(cast("list[str]", levels))
 
 
-def _check_length(key: str, value: object) -> object:
-    if value == "auto":
+def _check_length(key: str, value: Any) -> object:  # noqa: ANN401
+    if value in ("auto", None):
         return None
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and (not is_number or cast("int", value) < 0):
-        raise OptionError(f"{_seen(key, value)}; it takes 'auto' or a number of keys.")
+    if not _is_number(value, int) or value < 0:
+        raise _wrong(key, value, "it takes 'auto' or a number of keys.")
     return value
 
 
@@ -258,7 +250,7 @@ def _check_pass_name(key: str, value: object, *, wildcard: bool = False) -> str:
 def _check_strict(key: str, value: object) -> object:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple, set, frozenset)):
-        raise OptionError(f"{_seen(key, value)}; it takes a pass name or a list of pass names.")
+        raise _wrong(key, value, "it takes a pass name or a list of pass names.")
     wanted = {_check_pass_name(key, name) for name in names}
     return tuple(name for name in PASS_NAMES if name in wanted)
 
@@ -266,10 +258,9 @@ def _check_strict(key: str, value: object) -> object:
 def _check_paths(key: str, value: object) -> tuple[str, ...]:
     paths = [value] if isinstance(value, str) else value
     if not isinstance(paths, (list, tuple, set, frozenset)):
-        raise OptionError(
-            f"{_seen(key, value)}; it takes a module path such as 'model.layers.0', a pattern "
-            "such as 'model.layers.*.mlp', a list of them, or {pass name: paths}."
-        )
+        takes = "it takes a module path such as 'model.layers.0', a pattern such as "
+        takes += "'model.layers.*.mlp', a list of them, or {pass name: paths}."
+        raise _wrong(key, value, takes)
     for path in paths:
         if not isinstance(path, str) or not path.strip():
             raise OptionError(
@@ -292,7 +283,7 @@ def _check_skip(key: str, value: object) -> object:
 
 def _check_inductor(key: str, value: object) -> object:
     if not isinstance(value, Mapping):
-        raise OptionError(f"{_seen(key, value)}; it takes a mapping of Inductor config keys.")
+        raise _wrong(key, value, "it takes a mapping of Inductor config keys.")
     if not value:
         return _FrozenMapping()
     from memeff_compile import compat
@@ -311,10 +302,8 @@ def _check_inductor(key: str, value: object) -> object:
         expected = type_of(name)
         if get_origin(expected) is None and isinstance(expected, type):  # noqa: SIM102
             if not isinstance(setting, expected):
-                raise OptionError(
-                    f"{_seen(given, setting)}; Inductor's config key {name!r} takes "
-                    f"{expected.__name__} (it is {known[name]!r} now)."
-                )
+                takes = f"{expected.__name__} (it is {known[name]!r} now)."
+                raise _wrong(given, setting, f"Inductor's config key {name!r} takes {takes}")
         checked[name] = setting
     return _FrozenMapping(checked)
 
@@ -341,28 +330,29 @@ class _Info:
 
 def _option(
     default: Any,  # noqa: ANN401 - a dataclass field can hold anything
-    *,
-    key: str,
     values: str,
-    meaning: str,
     check: Check,
+    meaning: str,
+    *,
+    key: str = "",
+    by_preset: bool = False,
 ) -> Any:  # noqa: ANN401
-    info = _Info(PREFIX + key, values, meaning, check)
+    """Declare a field; its key is its name, unless one with a dot is given."""
+    metadata = {"info": _Info(key, values, meaning, check)}
     if isinstance(default, _FrozenMapping):
-        return field(default_factory=_FrozenMapping, metadata={"info": info})
-    if key in _PRESETS["exact"]:
-        default = _NOT_CHOSEN
-    return field(default=default, metadata={"info": info})
+        return field(default_factory=_FrozenMapping, metadata=metadata)
+    return field(default=_NOT_CHOSEN if by_preset else default, metadata=metadata)
 
 
-def _choice(key: str, *values: str, meaning: str) -> Any:  # noqa: ANN401
-    return _option(
-        values[0],
-        key=key,
-        values=", ".join(f"`{value}`" for value in values),
-        meaning=meaning,
-        check=partial(_check_choice, values=values),
-    )
+def _choice(words: str, meaning: str, *, key: str = "", by_preset: bool = False) -> Any:  # noqa: ANN401
+    values = tuple(words.split())
+    shown = ", ".join(f"`{value}`" for value in values)
+    check = partial(_check_choice, values=values)
+    return _option(values[0], shown, check, meaning, key=key, by_preset=by_preset)
+
+
+def _switch(meaning: str) -> Any:  # noqa: ANN401
+    return _choice("exact off", meaning)
 
 
 @dataclass(frozen=True)
@@ -381,217 +371,171 @@ class Options:
     """
 
     preset: str = _choice(
-        "preset",
-        *_PRESETS,
-        meaning="Which defaults to start from; what is given beside it goes before. `exact` "
+        " ".join(_PRESETS),
+        "Which defaults to start from; what is given beside it goes before. `exact` "
         "changes rounding order at most. `fast` has `linear_cross_entropy=mass` and "
         "`attention=8b`: lossy, each measured on trained models. `paper` has the published forms, "
         "`attention=8b` and `linear_cross_entropy=block` with a sorted vocabulary.",
     )
     linear_cross_entropy: str = _choice(
-        "linear_cross_entropy",
-        "exact",
-        "mass",
-        "block",
-        "off",
-        meaning="Compute linear + cross entropy without the rows x vocabulary logits. `mass` and "
+        "exact mass block off",
+        "Compute linear + cross entropy without the rows x vocabulary logits. `mass` and "
         "`block` are lossy: on a GPU, in 16 bits, they leave tiles of the gradient out; `mass` "
         "bounds what a row loses, `block` is the rule of Cut Cross-Entropy.",
+        by_preset=True,
     )
     linear_cross_entropy_workspace: int = _option(
         0,
-        key="linear_cross_entropy.workspace",
-        values="`auto`, `minimal`, bytes, or a size such as `64MiB`",
-        meaning="Upper bound of the transient piece of logits. Smaller saves memory, larger runs "
+        "`auto`, `minimal`, bytes, or a size such as `64MiB`",
+        _check_bytes,
+        "Upper bound of the transient piece of logits. Smaller saves memory, larger runs "
         "fewer and bigger products. `auto`: 64 MiB on a GPU, 8 MiB on the CPU, more for many rows. "
         "`minimal`: in 16 bits on a GPU, work inside the weight's gradient; always exact.",
-        check=_check_bytes,
+        key="linear_cross_entropy.workspace",
     )
     linear_cross_entropy_eps: float | None = _option(
         None,
-        key="linear_cross_entropy.eps",
-        values="none, or a number between 0 and 1",
-        meaning="Of `block`: leave a tile out if every |p - 1(target)| in it is under this. None: "
+        "none, or a number between 0 and 1",
+        _check_fraction,
+        "Of `block`: leave a tile out if every |p - 1(target)| in it is under this. None: "
         "2^-12 in bf16, 2^-15 in fp16.",
-        check=_check_fraction,
+        key="linear_cross_entropy.eps",
     )
     linear_cross_entropy_tau: float | None = _option(
         None,
+        "none, or a number between 0 and 1",
+        _check_fraction,
+        "Of `mass`: what a row may lose at most of its probability mass. None: 2^-6.",
         key="linear_cross_entropy.tau",
-        values="none, or a number between 0 and 1",
-        meaning="Of `mass`: what a row may lose at most of its probability mass. None: 2^-6.",
-        check=_check_fraction,
     )
     linear_cross_entropy_parts: str = _choice(
-        "linear_cross_entropy.parts",
-        "both",
-        "hidden",
-        "weight",
-        meaning="Of `mass` and `block`: which gradient tiles are left out of; the other is exact.",
+        "both hidden weight",
+        "Of `mass` and `block`: which gradient tiles are left out of; the other is exact.",
+        key="linear_cross_entropy.parts",
     )
     linear_cross_entropy_sort_vocabulary: bool = _option(
         False,
-        key="linear_cross_entropy.sort_vocabulary",
-        values="`False`, `True`",
-        meaning="Of `mass` and `block`: sort the vocabulary by its mean logit first, as Cut "
+        "`False`, `True`",
+        _check_flag,
+        "Of `mass` and `block`: sort the vocabulary by its mean logit first, as Cut "
         "Cross-Entropy does. Copies the weight and its gradient: for studies.",
-        check=_check_flag,
+        key="linear_cross_entropy.sort_vocabulary",
+        by_preset=True,
     )
     logits: str = _choice(
-        "logits",
-        "deferred",
-        "eager",
-        "none",
-        meaning="What a model called with labels returns as logits. "
+        "deferred eager none",
+        "What a model called with labels returns as logits. "
         "`deferred`: computed on first use; reading them after the weights changed raises. "
         "`eager`: computed in every step, as without the backend. `none`: the output is None.",
     )
-    embedding: str = _choice(
-        "embedding",
-        "exact",
-        "off",
-        meaning="Sum the gradient of a tied or large 16-bit embedding without an fp32 copy of it.",
+    embedding: str = _switch(
+        "Sum the gradient of a tied or large 16-bit embedding without an fp32 copy of it."
     )
-    gated_linear: str = _choice(
-        "gated_linear",
-        "exact",
-        "off",
-        meaning="In activation checkpoints, write the gradients of a gated MLP over gate and up.",
+    gated_linear: str = _switch(
+        "In activation checkpoints, write the gradients of a gated MLP over gate and up."
     )
-    rotary_tables: str = _choice(
-        "rotary_tables",
-        "exact",
-        "off",
-        meaning="On a GPU, compute the cosines and sines of positions once, not in every kernel "
-        "that reads them.",
+    rotary_tables: str = _switch(
+        "On a GPU, compute the cosines and sines of positions once, not in every kernel "
+        "that reads them."
     )
     attention: str | Mapping[str, str | tuple[str, ...]] = _option(
         "exact",
-        key="attention",
-        values="`exact`, `8b`, `8b+f16`, `4b`, `off`, or a table `{module path: level}`",
-        meaning="How attention runs. `exact`: masks that are proved to be causal, or to mask "
+        "`exact`, `8b`, `8b+f16`, `4b`, `off`, or a table `{module path: level}`",
+        _check_attention,
+        "How attention runs. `exact`: masks that are proved to be causal, or to mask "
         "nothing, are dropped, repeated keys and values are not repeated, and padding, packed "
         "sequences, windows and softcaps are told to a kernel of ours where it is fast. The others "
         "are lossy and serve where no gradient is needed: `8b` multiplies int8 and E4M3, `8b+f16` "
         "keeps weights and values in fp16, `4b` has scores of 4-bit codes, for studies "
         "(docs/passes/quantize-attention.md).",
-        check=_check_attention,
+        by_preset=True,
     )
     attention_length: int | None = _option(
         None,
-        key="attention.length",
-        values="`auto`, or a number of keys",
-        meaning="Of the lossy forms: attention over fewer keys stays exact. `auto`: where low bits "
+        "`auto`, or a number of keys",
+        _check_length,
+        "Of the lossy forms: attention over fewer keys stays exact. `auto`: where low bits "
         "were measured to be faster, which on a CPU is nowhere.",
-        check=_check_length,
+        key="attention.length",
     )
-    kv_reads: str = _choice(
-        "kv_reads",
-        "exact",
-        "off",
-        meaning="Whether attention reads static KV caches only where they are filled.",
+    kv_reads: str = _switch("Whether attention reads static KV caches only where they are filled.")
+    kv_codes: str = _switch(
+        "Whether attention reads the codes of a `KVCache` themselves, instead of keys and "
+        "values rebuilt from them."
     )
-    kv_codes: str = _choice(
-        "kv_codes",
-        "exact",
-        "off",
-        meaning="Whether attention reads the codes of a `KVCache` themselves, instead of keys and "
-        "values rebuilt from them.",
-    )
-    ternary: str = _choice(
-        "ternary",
-        "exact",
-        "off",
-        meaning="Whether linears with ternary weights keep and multiply packed codes.",
-    )
+    ternary: str = _switch("Whether linears with ternary weights keep and multiply packed codes.")
     ternary_gate: str = _choice(
-        "ternary_gate",
-        "recompute",
-        "keep",
-        meaning="Whether training keeps the results of ternary gate and up projections for the "
+        "recompute keep",
+        "Whether training keeps the results of ternary gate and up projections for the "
         "backward, or multiplies their codes again there: the same integers, in less memory.",
     )
     weights: str = _choice(
-        "weights",
-        "exact",
-        "off",
-        "win4",
-        "tier",
-        "rans",
-        meaning="Whether linears with weights that `memeff_compile.compress_` compressed run as "
+        "exact off win4 tier rans",
+        "Whether linears with weights that `memeff_compile.compress_` compressed run as "
         "one op that keeps nothing decoded for the backward. `off`: each is decoded, and kept. A "
         "codec: `memeff_compile.compile(model, weights=...)` calls `compress_` on the model first; "
         "`torch.compile`, whose backends see no models, refuses it.",
     )
     skip: Mapping[str, tuple[str, ...]] = _option(
         _FrozenMapping(),
-        key="skip",
-        values="a module path, a list of them, or `{pass name or '*': paths}`",
-        meaning="Modules that passes leave alone, with everything inside them. Paths are as in "
+        "a module path, a list of them, or `{pass name or '*': paths}`",
+        _check_skip,
+        "Modules that passes leave alone, with everything inside them. Paths are as in "
         "`named_modules()`; `*` and `?` match as in file names.",
-        check=_check_skip,
     )
     strict: tuple[str, ...] = _option(
         (),
-        key="strict",
-        values="a pass name or a list of them",
-        meaning="Raise instead of compiling when a named pass did not fire.",
-        check=_check_strict,
+        "a pass name or a list of them",
+        _check_strict,
+        "Raise instead of compiling when a named pass did not fire.",
     )
     verify: str = _option(
         "off",
-        key="verify",
-        values="`off`, `on`, `raise`",
-        meaning="Whether the first call of each rewritten graph also runs the original one and "
+        "`off`, `on`, `raise`",
+        _check_verify,
+        "Whether the first call of each rewritten graph also runs the original one and "
         "compares values and gradients. After a mismatch `on` warns and goes on with the original "
         "graph; `raise` raises a `VerifyError` (docs/use/verify.md).",
-        check=_check_verify,
     )
     verify_tolerance: float = _option(
         1.0,
+        "`1.0`, or another positive number",
+        _check_factor,
+        "Every tolerance of `memeff.verify` is multiplied by it.",
         key="verify.tolerance",
-        values="`1.0`, or another positive number",
-        meaning="Every tolerance of `memeff.verify` is multiplied by it.",
-        check=_check_factor,
     )
     verify_folder: str | None = _option(
         None,
-        key="verify.folder",
-        values="none, or a path",
-        meaning="Where `memeff.verify` writes a reproducer after a mismatch. None: a new folder "
+        "none, or a path",
+        _check_folder,
+        "Where `memeff.verify` writes a reproducer after a mismatch. None: a new folder "
         "among the temporary files.",
-        check=_check_folder,
+        key="verify.folder",
     )
     verify_limit: int = _option(
         64 << 20,
-        key="verify.limit",
-        values="`64MiB`, another size, or bytes",
-        meaning="Most bytes of inputs and weights that a reproducer saves; the others are drawn "
+        "`64MiB`, another size, or bytes",
+        partial(_check_bytes, has_auto=False),
+        "Most bytes of inputs and weights that a reproducer saves; the others are drawn "
         "anew in it. 0 saves none.",
-        check=partial(_check_bytes, has_auto=False),
+        key="verify.limit",
     )
     inner: str = _choice(
-        "inner",
-        "inductor",
-        "aot_eager",
-        "eager",
-        meaning="The compiler that gets the graph after our passes. Modes and Inductor keys "
+        "inductor aot_eager eager",
+        "The compiler that gets the graph after our passes. Modes and Inductor keys "
         "matter to `inductor` only; `aot_eager` needs no C++ compiler.",
     )
     cuda_graphs: str = _choice(
-        "cuda_graphs",
-        "auto",
-        "off",
-        meaning="Whether a step of generation (few tokens, caches that it writes in place, no "
+        "auto off",
+        "Whether a step of generation (few tokens, caches that it writes in place, no "
         "gradient) is recorded as a CUDA graph and replayed, without a mode being given. A mode, "
         "or `triton.cudagraphs`, goes first (docs/use/serving.md).",
     )
     mode: str | None = _option(
         None,
-        key="mode",
-        values="none, or a mode of Inductor such as `reduce-overhead`, `max-autotune`",
-        meaning="Same as `torch.compile(mode=...)`, which torch refuses next to `options=`.",
-        check=_check_mode,
+        "none, or a mode of Inductor such as `reduce-overhead`, `max-autotune`",
+        _check_mode,
+        "Same as `torch.compile(mode=...)`, which torch refuses next to `options=`.",
     )
     inductor: Mapping[str, Any] = field(default_factory=_FrozenMapping)
 
@@ -691,10 +635,8 @@ class Options:
             OptionError: With what was seen, the nearest right name, and what to do.
         """
         if options is not None and not isinstance(options, Mapping):
-            raise OptionError(
-                f"{_seen('options', options)}; it takes a mapping such as "
-                "{'memeff.logits': 'eager'}."
-            )
+            takes = "it takes a mapping such as {'memeff.logits': 'eager'}."
+            raise _wrong("options", options, takes)
         values: dict[str, Any] = {}
         inductor: dict[str, object] = {}
         for key, value in (options or {}).items():
@@ -756,12 +698,12 @@ class Options:
         return {**changed, **self.inductor}
 
 
-def _info(each: Field[Any]) -> _Info | None:
-    return cast("_Info | None", each.metadata.get("info"))
-
-
+@cache
 def _by_field() -> dict[str, _Info]:
-    return {each.name: info for each in fields(Options) if (info := _info(each))}
+    infos = {each.name: each.metadata.get("info") for each in fields(Options)}
+    return {
+        name: replace(info, key=PREFIX + (info.key or name)) for name, info in infos.items() if info
+    }
 
 
 def _by_key() -> dict[str, str]:
@@ -770,6 +712,11 @@ def _by_key() -> dict[str, str]:
 
 def _field_of(key: str) -> str:
     keys = _by_key()
+    if key == PREFIX + "kv_cache":
+        raise OptionError(
+            f"{key} is no option of a backend, which sees graphs and not what generate() makes. "
+            "Call memeff_compile.compile(model, kv_cache=...), or memeff_compile.use_kv_cache_."
+        )
     if key not in keys:
         raise OptionError(
             f"{key!r} is not an option of memeff.{_suggest(key, keys)} "

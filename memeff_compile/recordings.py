@@ -114,7 +114,7 @@ class Recorder:
         roles = self._roles
         return (
             self._engine.stream(),
-            tuple([_address(args[place]) for place in roles.held]),
+            tuple([_address(args[place]) for place in roles.held]),  # some hundred, in each call
             self._signature(args),
         )
 
@@ -216,7 +216,8 @@ def _address(tensor: Any) -> Hashable:  # noqa: ANN401
     if type(tensor) in _PLAIN:
         return int(tensor.data_ptr())
     names, about = compat.parts_of(tensor)
-    return (about, *[_address(getattr(tensor, name)) for name in names])
+    parts = [getattr(tensor, name) for name in names]
+    return (about, *[p.data_ptr() if type(p) in _PLAIN else _address(p) for p in parts])
 
 
 def _memory(tensor: Tensor) -> Iterator[int]:

@@ -69,10 +69,6 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def _format_seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
-
-
 @dataclass(frozen=True)
 class Record:
     """One thing that a pass did, or one thing that it left alone.
@@ -157,20 +153,15 @@ class Record:
 
     def _saving(self, formula: sympy.Expr) -> str:
         names = {s.name for e in (self.bytes_before, self.bytes_after) if e for s in e.free_symbols}
-        sizes = ", ".join(
-            f"{name} = {self.sizes[name]}" for name in sorted(names & set(self.sizes))
-        )
+        known = sorted(names & set(self.sizes))
+        sizes = ", ".join(f"{name} = {self.sizes[name]}" for name in known)
         verb = "Saves" if self.action in CHANGES else "Would save"
-        saved = self.bytes_saved
-        number = "" if saved is None else f" {format_bytes(saved)}"
-        if saved is not None and saved <= 0:
-            number = " nothing at these sizes"
+        number, change, saved = "", "", self.bytes_saved
+        if saved is not None:
+            number = f" {format_bytes(saved)}" if saved > 0 else " nothing at these sizes"
         before, after = self._value(self.bytes_before), self._value(self.bytes_after)
-        change = (
-            f" ({format_bytes(before)} before, {format_bytes(after)} after)"
-            if before is not None and after is not None
-            else ""
-        )
+        if before is not None and after is not None:
+            change = f" ({format_bytes(before)} before, {format_bytes(after)} after)"
         given = f" with {sizes}" if sizes else ""
         return f"{verb}{number}{change}: {self._difference()} bytes{given}."
 
@@ -182,20 +173,13 @@ class Record:
         return f"{self.bytes_before} - {after}"
 
     def _to_dict(self) -> dict[str, Any]:
-        return {
-            "pass_name": self.pass_name,
-            "action": self.action,
-            "code": self.code,
-            "sentence": self.sentence,
-            "hint": self.hint,
-            "source": self.source,
-            "module": self.module,
-            "bytes_before": None if self.bytes_before is None else str(self.bytes_before),
-            "bytes_after": None if self.bytes_after is None else str(self.bytes_after),
-            "bytes_saved": self.bytes_saved,
-            "sizes": dict(self.sizes),
-            "sites": self.sites,
-        }
+        found: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            is_formula = name in ("bytes_before", "bytes_after") and value is not None
+            found[name] = str(value) if is_formula else value
+            if name == "bytes_after":
+                found["bytes_saved"] = self.bytes_saved
+        return {**found, "sizes": dict(self.sizes)}
 
     @classmethod
     def _from_dict(cls, data: Mapping[str, Any]) -> Record:
@@ -307,12 +291,12 @@ class GraphReport:
     def __str__(self) -> str:
         kind = "training" if self.training else "inference"
         nodes = f"{self.nodes} node{'' if self.nodes == 1 else 's'}"
-        heading = f"{self.name} ({kind}, {nodes}, our passes {_format_seconds(self.seconds)})"
+        took = f"{self.seconds:.1f} s" if self.seconds >= 1 else f"{self.seconds * 1000:.0f} ms"
+        heading = f"{self.name} ({kind}, {nodes}, our passes {took})"
         paragraphs = [str(record) for record in self.records]
         if not any(record.action in CHANGES for record in self.records):
-            why = (
-                " for the reasons above" if self.records else ": no pass found anything to do here"
-            )
+            nothing = ": no pass found anything to do here"
+            why = " for the reasons above" if self.records else nothing
             is_undone = any(record.action == "mismatch" for record in self.records)
             went = "The original graph runs" if is_undone else "The graph went on unchanged"
             paragraphs.append(f"{went}{why}.")
@@ -335,11 +319,9 @@ class GraphReport:
         return replace(self, records=(*records, record))
 
     def _to_dict(self, *, include_graphs: bool) -> dict[str, Any]:
+        plain = ("name", "training", "nodes", "seconds")
         data: dict[str, Any] = {
-            "name": self.name,
-            "training": self.training,
-            "nodes": self.nodes,
-            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in plain},
             "logits": None if self.logits is None else asdict(self.logits),
             "replays": None if self.replays is None else asdict(self.replays),
             "records": [record._to_dict() for record in self.records],
@@ -380,10 +362,8 @@ class Report:
 
     def rewrites(self, pass_name: str | None = None) -> int:
         """Return how many changes a pass made (or all passes, for None)."""
-        return sum(
-            record.action in CHANGES and pass_name in (None, record.pass_name)
-            for record in self.records
-        )
+        changes = (record for record in self.records if record.action in CHANGES)
+        return sum(pass_name in (None, record.pass_name) for record in changes)
 
     def __str__(self) -> str:
         if not self.graphs:

@@ -71,8 +71,12 @@ class Trip:
 
     def _choose(self) -> None:
         """Decide whether the graph is recorded, and say so in its report."""
-        info = GraphInfo(self.gm, self.options, ambient_region())
-        self.choice = choice = cuda_graphs.decide(info, self.options)
+        try:
+            info = GraphInfo(self.gm, self.options, ambient_region())
+            choice = cuda_graphs.decide(info, self.options)
+        except Exception as error:  # the graph runs all the same
+            choice = cuda_graphs.undecided(error)
+        self.choice = choice
         if choice.record is not None:
             records = (*self.outcome.report.records, choice.record)
             replays = None if choice.roles is None else report.Replays()

@@ -1129,6 +1129,13 @@ def test_ops_that_ask_the_host_are_known() -> None:
     assert compat.is_unsafe_to_record(graph.call_module("inner", (x,)))
 
 
+@probes("room_for_graphs")
+def test_a_model_may_have_a_limit_of_graphs_of_its_own() -> None:
+    given = compat.room_for_graphs()
+    assert set(given) in ({"recompile_limit", "isolate_recompiles"}, set())
+    assert torch.compile(lambda x: x + 1, backend="eager", **given)(torch.ones(1)) == 2
+
+
 @probes("capturing_alone")
 def test_captures_take_turns() -> None:
     with compat.capturing_alone():

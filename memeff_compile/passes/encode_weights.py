@@ -61,8 +61,6 @@ class EncodeWeights(GraphPass):
 
     name = "encode_weights"
 
-    # --- find -------------------------------------------------------------------------------------
-
     def find(self, info: GraphInfo) -> list[Several]:
         """Return every reader of a compressed weight, linears of one input together."""
         found: list[Several] = []
@@ -87,7 +85,7 @@ class EncodeWeights(GraphPass):
     def _why_apart(self, info: GraphInfo, group: Sequence[Coded], site: Coded) -> str:
         """Say why a linear is no part of a group with its input, or return an empty string."""
         first = group[0]
-        codecs = [_codec(each) for each in (first, site)]
+        codecs = [w.codec for each in (first, site) if (w := _coded(each.weight)) is not None]
         needed = [n for n in (site.x, site.weight, site.bias) if n is not None]
         outs = [info.tensor(each.node) for each in (first, site)]
         if self._check_site(info, site) is not None or self.skipped(info, site.node):
@@ -105,8 +103,6 @@ class EncodeWeights(GraphPass):
         if info.written_between(needed, first.node, site.node) is not None:
             return "an operand is written to in between"
         return ""
-
-    # --- check ------------------------------------------------------------------------------------
 
     def check(self, info: GraphInfo, match: Several) -> Decline | None:
         """Return why the place must be left alone, or None."""
@@ -126,8 +122,6 @@ class EncodeWeights(GraphPass):
     def parts(self, match: Several) -> Sequence[Several]:
         """Return a match per linear."""
         return [Several((site,), match.split) for site in match.sites]
-
-    # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Several, editor: Editor) -> Done:
         """Replace the linears by the op."""
@@ -159,11 +153,6 @@ class EncodeWeights(GraphPass):
 def _coded(node: Node) -> op_folder.CodedWeight | None:
     value = compat.example_value(node)
     return value if isinstance(value, op_folder.CodedWeight) else None
-
-
-def _codec(site: Coded) -> str:
-    weight = _coded(site.weight)
-    return "" if weight is None else weight.codec
 
 
 def _read(node: Node) -> Coded | None:

@@ -79,16 +79,12 @@ class ExpandMultihead(GraphPass):
 
     name = "expand_multihead"
 
-    # --- find -------------------------------------------------------------------------------------
-
     def find(self, info: GraphInfo) -> Iterable[Multihead]:
         """Yield every call from which something is to be gained."""
         for node in info.visit(info.gm.graph.nodes):
             match = _read(info, node)
             if match is not None and _gains(info, match):
                 yield match
-
-    # --- check ------------------------------------------------------------------------------------
 
     def check(self, info: GraphInfo, match: Multihead) -> Decline | None:
         """Return why the call must be left alone, or None."""
@@ -107,8 +103,6 @@ class ExpandMultihead(GraphPass):
     def places(self, match: Multihead) -> Sequence[Node]:
         """Return the call."""
         return (match.node,)
-
-    # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Multihead, editor: Editor) -> Done:
         """Replace the call by its parts."""
@@ -191,21 +185,19 @@ def _turned_from(node: Node) -> Node | None:
 
 def _gains(info: GraphInfo, match: Multihead) -> list[str]:
     """Return in words what the other way saves; empty where it is PyTorch's own way already."""
-    said = []
+    said, form = [], _form(info, match)
+    is_readable = form is not None and not form.rest
+    is_on_gpu = where_it_runs(info.value(match.output).device).type == "cuda"
     if match.builds_weights:
         said.append(f"the attention weights ({_scores(info, match)}), unread, are not built")
     if match.attention is not None and match.padding is not None:
         if info.value(match.attention.node).dim() == 2:
             said.append("one mask for all heads in the place of one per head")
-    elif match.attention is not None and (match.builds_weights or _is_readable(info, match)):
+    elif match.attention is not None and (match.builds_weights or is_readable):
         said.append("the mask is left to recover_attention")
-    elif match.padding is not None and (match.builds_weights or _is_cuda(info, match)):
+    elif match.padding is not None and (match.builds_weights or is_on_gpu):
         said.append("the padding is left to recover_attention")
     return said
-
-
-def _is_cuda(info: GraphInfo, match: Multihead) -> bool:
-    return where_it_runs(info.value(match.output).device).type == "cuda"
 
 
 def _lengths(info: GraphInfo, match: Multihead) -> tuple[Any, Any]:
@@ -231,11 +223,6 @@ def _form(info: GraphInfo, match: Multihead) -> Form | None:
     if read is None:
         return None
     return form_of(read.formula if mask.taken is None else negated(read.formula), shape)
-
-
-def _is_readable(info: GraphInfo, match: Multihead) -> bool:
-    form = _form(info, match)
-    return form is not None and not form.rest
 
 
 def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:

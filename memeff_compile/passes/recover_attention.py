@@ -70,8 +70,6 @@ class RecoverAttention(GraphPass):
 
     name = "recover_attention"
 
-    # --- find -------------------------------------------------------------------------------------
-
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
         """Yield one match for all sites that get the same answer."""
         matches: dict[tuple[str, ...], Match] = {}
@@ -94,8 +92,6 @@ class RecoverAttention(GraphPass):
             match.decline = replace(first, sites=len(match.sites))
         yield from matches.values()
 
-    # --- check ------------------------------------------------------------------------------------
-
     def check(self, info: GraphInfo, match: Match) -> Decline | None:
         """Return why the sites must be left alone, or None."""
         return match.decline
@@ -108,8 +104,6 @@ class RecoverAttention(GraphPass):
         """Return a match per site."""
         pairs = zip(match.sites, match.plans, strict=True)
         return [] if match.decline else [Match([site], [plan]) for site, plan in pairs]
-
-    # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Match, editor: Editor) -> Done:
         """Replace each site by one call without a dense mask."""
@@ -256,17 +250,22 @@ def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
 
 def _kept(site: Site, form: Form, reason: str) -> Decline:
     """Return the reason for leaving what was read as it is."""
-    codes = [
-        ("unread_mask", form.rest),
-        ("softcap", site.softcap),
-        ("packed_mask", form.is_packed),
-        ("cache_length", form.length),
-        ("padding_mask", form.padding),
-        ("window_mask", form.window is not None),
-        ("empty_rows", form.empty),
-    ]
-    code = next((code for code, holds in codes if holds), "offset_causal")
-    hint = "a batch without padding needs no attention_mask" if code == "padding_mask" else ""
+    hint = ""
+    if form.rest:
+        code = "unread_mask"
+    elif site.softcap:
+        code = "softcap"
+    elif form.is_packed:
+        code = "packed_mask"
+    elif form.length:
+        code = "cache_length"
+    elif form.padding:
+        code = "padding_mask"
+        hint = "a batch without padding needs no attention_mask"
+    elif form.window is not None:
+        code = "window_mask"
+    else:
+        code = "empty_rows" if form.empty else "offset_causal"
     said = " and ".join(form.conditions)
     heads = []
     if site.softcap:

@@ -249,7 +249,9 @@ class Comparison:
             del exact
         # Dropout draws other numbers for another dtype: then there is no truth to measure by.
         yardstick = None if plain.drew else truth
-        coarse = _rounds_products(plain.values)
+        # On a GPU, products of fp32 may be multiplied in fewer bits.
+        on_gpu = any(isinstance(v, Tensor) and v.device.type == "cuda" for v in plain.values)
+        coarse = on_gpu and torch.get_float32_matmul_precision() != "highest"
         slack = slack_of(self.original.dtypes, coarse_products=coarse)
 
         def measured(ours: _Trial | Gap) -> list[Gap]:
@@ -484,12 +486,6 @@ def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     )
     memory = tensor.as_strided((extent,), (1,), tensor.storage_offset())
     return memory.to(dtype, copy=True).as_strided(tensor.shape, tensor.stride(), 0)
-
-
-def _rounds_products(values: Sequence[Any]) -> bool:
-    """Say whether this machine multiplies fp32 in fewer bits."""
-    on_gpu = any(isinstance(v, Tensor) and v.device.type == "cuda" for v in values)
-    return on_gpu and torch.get_float32_matmul_precision() != "highest"
 
 
 @contextlib.contextmanager

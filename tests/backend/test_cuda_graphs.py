@@ -173,6 +173,39 @@ def test_what_waits_for_the_device_is_not_recorded(engine: Imitation) -> None:
     assert code() == "unsafe_op(nonzero)"
 
 
+@torch.library.custom_op("memeff_tests::counted", mutates_args=())
+def counted(x: Tensor) -> Tensor:
+    """Does something on the host, which a replay would leave out."""
+    return x.clone()
+
+
+@counted.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_op_of_somebody_else_is_not_recorded(engine: Imitation) -> None:
+    layer = Layer()
+    with torch.no_grad():
+        compiled(lambda x, at: counted(layer(x, at)))(*step_inputs(0))
+    assert code() == "unsafe_op(counted)"
+
+
+def test_a_decision_that_fails_costs_nothing_but_the_recording(
+    engine: Imitation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(info: Any, options: Any) -> Any:
+        raise RuntimeError("oh")
+
+    monkeypatch.setattr(cuda_graphs, "decide", fail)
+    plain, step = Layer(), compiled(Layer())
+    with torch.no_grad():
+        torch.testing.assert_close(step(*step_inputs(0)), plain(*step_inputs(0)))
+    (record,) = [r for r in memeff_compile.last_report().records if r.pass_name == "backend"]
+    assert (record.action, record.code) == ("internal_error", "decision_failed")
+    assert "RuntimeError: oh" in record.sentence
+
+
 def test_large_results_are_not_cloned(engine: Imitation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "MAX_CLONED", 64)
     with torch.no_grad():

@@ -19,6 +19,7 @@ from memeff_compile.report import LogitsUse
 from tests.integrations.tiny import OPTIONS, TRAINING, codes, llama, products
 
 ROWS, LENGTH, STEPS = 24, 12, 4
+SLOW = pytest.mark.slow
 
 
 def data() -> list[dict[str, Tensor]]:
@@ -219,7 +220,13 @@ def use() -> LogitsUse:
     return found
 
 
-@pytest.mark.parametrize(("settings", "tolerance"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        pytest.param(*given, marks=SLOW if name in ("bf16", "checkpointing") else (), id=name)
+        for name, given in SETTINGS.items()
+    ],
+)
 def test_label_smoothing_outside_the_model_computes_no_logits(
     settings: dict[str, Any], tolerance: float, tmp_path: Path
 ) -> None:

@@ -143,8 +143,8 @@ def exact_run() -> Run:
 
 
 @cache
-def training_run(mode: str) -> Run:
-    return run_all(*MODES[mode], [(SHAPES[0], seed) for seed in SEEDS])
+def training_run(mode: str, inner: str = "aot_eager") -> Run:
+    return run_all(*MODES[mode], [(SHAPES[0], seed) for seed in SEEDS], inner)
 
 
 @cache
@@ -184,14 +184,17 @@ def test_training_equals_eager(surface: str) -> None:
 
 
 @pytest.mark.xdist_group("surfaces")
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["bf16", "autocast"])
 @pytest.mark.parametrize("surface", SURFACES)
-def test_training_in_low_precision_is_no_worse_than_eager(surface: str, mode: str) -> None:
+def test_training_in_low_precision_is_no_worse_than_eager(
+    surface: str, mode: str, inner: str
+) -> None:
     """Errors of loss and gradients against fp32, over the seeds.
 
     The loss is one number, whose error may be small by luck: half a bf16 rounding is allowed on top.
     """
-    run = training_run(mode)
+    run = training_run(mode, inner)
     found = [(p.ours[surface], p.eager[surface], p.truth[surface]) for p in run.pairs]
     assert all(ours.loss.dtype == eager.loss.dtype for ours, eager, _ in found)
     off = [float((o.loss - t.loss).abs() / t.loss) for o, _, t in found]
@@ -205,7 +208,10 @@ def test_training_in_low_precision_is_no_worse_than_eager(surface: str, mode: st
 
 
 @pytest.mark.xdist_group("surfaces")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=() if mode == "fp32" else pytest.mark.slow) for mode in MODES],
+)
 @pytest.mark.parametrize("surface", SURFACES)
 def test_symbolic_sizes_compile_once_and_equal_eager(surface: str, mode: str) -> None:
     run = symbolic_run(mode)
@@ -240,10 +246,11 @@ def test_no_grad_equals_eager(surface: str, mode: str) -> None:
 # --- one diagonal under Inductor ------------------------------------------------------------------------
 
 DIAGONAL = {
-    "fp32": ("hf_shifted_labels", "softcap_gemma", "label_smoothing", "z_loss_unflattened"),
-    "bf16": ("old_shifted_logits", "scaled_then_bias", "log_softmax_float_gather", "addmm_bias"),
-    "autocast": ("classes_by_movedim", "einsum_vh", "weights_and_smoothing", "time_major"),
+    "fp32": ("softcap_gemma", "z_loss_unflattened", "hf_shifted_labels", "label_smoothing"),
+    "bf16": ("scaled_then_bias", "log_softmax_float_gather", "old_shifted_logits", "addmm_bias"),
+    "autocast": ("classes_by_movedim", "weights_and_smoothing", "einsum_vh", "time_major"),
 }
+"""Four surfaces for each mode: Inductor takes seconds for each, so two of them are slow tests."""
 
 
 @pytest.fixture
@@ -257,10 +264,11 @@ def quick_inductor() -> Iterator[None]:
 
 @needs_compiler
 @pytest.mark.usefixtures("quick_inductor")
+@pytest.mark.parametrize("share", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
-def test_diagonal_under_inductor(mode: str) -> None:
+def test_diagonal_under_inductor(mode: str, share: int) -> None:
     dtype, autocast = MODES[mode]
-    model = Surfaces(DIAGONAL[mode], dtype)
+    model = Surfaces(DIAGONAL[mode][2 * share :][:2], dtype)
     call = compiled(model, inner="inductor")
     x, labels = batch(dtype=dtype)
     if mode == "fp32":

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from memeff_compile.errors import UnsupportedInputError
 
@@ -55,6 +56,27 @@ _EXPONENTS = {
 }
 
 
+class Multiplied(NamedTuple):
+    """A win4 weight that one token is multiplied with, as kernels take it.
+
+    Attributes:
+        header, codes, starts, places, patterns, signs: its parts; the patterns are values.
+        bias: (N,), or anything.
+        out: (N,) bf16, written.
+        rows: N.
+    """
+
+    header: Any
+    codes: Any
+    starts: Any
+    places: Any
+    patterns: Any
+    signs: Any
+    bias: Any
+    out: Any
+    rows: Any
+
+
 @dataclass(frozen=True)
 class Format:
     """What a codec's name says.
@@ -74,7 +96,7 @@ class Format:
         """Whether decoding gives the same bits back."""
         return self.mantissa == MANTISSA_BITS
 
-    @property
+    @cached_property
     def parts(self) -> tuple[str, ...]:
         """Names of the tensors a coded weight is made of, in order."""
         norms = () if self.is_lossless else ("norms",)

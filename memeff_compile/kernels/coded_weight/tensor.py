@@ -176,6 +176,11 @@ class CodedWeight(Tensor):
 
     def settle(self) -> None:
         """Wait for what `store_soon` left open, if anything."""
+        other = self.shares_with
+        if self.unsettled is None and (
+            other is None or (other.unsettled is None and other.shares_with is None)
+        ):
+            return  # the usual case, without a list: compiled code asks several times in each call
         for owner in self._owners():
             if owner.unsettled is not None:
                 owner.unsettled.settle()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,9 @@ EXACT = "exact"
 DEFAULT_LEVELS = ("8b", "8b+f16")
 
 
+_Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
+
+
 class Calibration(dict[str, Any]):
     """A table of levels, which `memeff.attention` takes; it can be stored as JSON.
 
@@ -38,8 +41,7 @@ class Calibration(dict[str, Any]):
 
     def __str__(self) -> str:
         """Return the table as text, worst site first."""
-        scores = cast("Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]", self["scores"])
-        tried = list(next(iter(scores.values())))
+        scores, tried = self._scores()
         head = ["site", "calls", *tried, "chosen"]
         lines = [head]
         for site in sorted(scores, key=lambda site: _worst(scores[site][tried[0]])):
@@ -61,12 +63,16 @@ class Calibration(dict[str, Any]):
         Raises:
             CalibrationError: matplotlib is not installed.
         """
-        scores = cast("Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]", self["scores"])
-        tried = list(next(iter(scores.values())))
+        scores, tried = self._scores()
         series = {level: [_spread(found[level]) for found in scores.values()] for level in tried}
         names = [site or "(model)" for site in scores]
         least = float(self["min_score"])
         draw_spreads(path, names, series, "score", CalibrationError, least=least)
+
+    def _scores(self) -> tuple[_Scores, list[str]]:
+        """Return the scores by site, level and call, and the levels that were tried."""
+        scores = self["scores"]
+        return scores, list(next(iter(scores.values())))
 
 
 def _spread(calls: Sequence[Mapping[str, float]]) -> Spread:
@@ -189,23 +195,16 @@ def _table(
 ) -> Calibration:
     chosen: dict[str, str | list[str]] = {}
     for site, by_level in found.items():
-        calls = range(len(by_level[levels[0]]))
-        by_call = [_first_that_will_do(by_level, place, min_score, levels) for place in calls]
+        by_call = [
+            next((level for level in levels if min(by_level[level][place]) >= min_score), EXACT)
+            for place in range(len(by_level[levels[0]]))
+        ]
         chosen[site] = by_call[0] if len(set(by_call)) == 1 else by_call
     scores = {
         site: {level: [_summary(each) for each in calls] for level, calls in by_level.items()}
         for site, by_level in found.items()
     }
     return Calibration(format=FORMAT, min_score=min_score, levels=chosen, scores=scores)
-
-
-def _first_that_will_do(
-    by_level: Mapping[str, list[list[float]]], place: int, min_score: float, levels: Sequence[str]
-) -> str:
-    for level in levels:
-        if min(by_level[level][place]) >= min_score:
-            return level
-    return EXACT
 
 
 def _summary(scores: Sequence[float]) -> dict[str, float]:

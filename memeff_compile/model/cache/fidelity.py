@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,8 @@ class FidelityReport:
             tail = (
                 f"{line['merged']:8d} {line['kept']:6.1f} {line['left_over']:8.1f}" if line else ""
             )
-            name = "-".join(map(str, pair["layers"]))
-            lines.append(
-                f"{name:7s} {k['mean']:10.3f} {k['low']:6.3f} {v['mean']:13.3f} {v['low']:6.3f}"
-                f"{tail}".rstrip()
-            )
+            cosines = f"{k['mean']:10.3f} {k['low']:6.3f} {v['mean']:13.3f} {v['low']:6.3f}"
+            lines.append(f"{'-'.join(map(str, pair['layers'])):7s} {cosines}{tail}".rstrip())
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -150,20 +148,13 @@ def fidelity_report(
     gathered = _Gathered()
     cache: Any = None
     with _evaluating(model):
-        for given in _each(inputs):
+        for given in [inputs] if isinstance(inputs, (Tensor, Mapping)) else inputs:
             ids, mask = _tokens(given, steps)
-            tokens = ids.shape[1]
             exact = _exact(model, ids, mask, steps)
             gathered.alike(exact.cache, mask)
             is_padded = mask is not None and bool((mask[:, 0] == 0).any())
-            cache = KVCache(
-                model.config,
-                tokens,
-                bits,
-                merge=merge,
-                attention_mask=mask if is_padded else None,
-                **settings,
-            )
+            how = {**settings, "merge": merge, "attention_mask": mask if is_padded else None}
+            cache = KVCache(model.config, ids.shape[1], bits, **how)
             found = _answers(model, cache, ids, mask, steps)
             gathered.answers(exact, found, ids[:, -steps:])
             gathered.bytes += cache.nbytes
@@ -185,10 +176,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _each(inputs: Any) -> Iterable[Any]:  # noqa: ANN401
-    return [inputs] if isinstance(inputs, (Tensor, Mapping)) else inputs
 
 
 def _tokens(given: Any, steps: int) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
@@ -215,7 +202,7 @@ class _Run:
 @torch.no_grad()
 def _exact(model: Any, ids: Tensor, mask: Tensor | None, steps: int) -> _Run:  # noqa: ANN401
     with _watched() as seen:
-        out = _plain(model)(input_ids=ids, attention_mask=mask, use_cache=True)
+        out = compat.forward_of(model)(input_ids=ids, attention_mask=mask, use_cache=True)
     results = [result[:, :, -steps:] for result in seen]
     return _Run(out.logits[:, -steps:].float(), results, out.past_key_values)
 
@@ -229,19 +216,11 @@ def _answers(
     steps: int,
 ) -> _Run:
     """Put the prompt into the cache, then the last tokens, which read it."""
-    run = _plain(model)
-    short = None if mask is None else mask[:, :-steps]
-    run(input_ids=ids[:, :-steps], attention_mask=short, past_key_values=cache, use_cache=True)
+    run = partial(compat.forward_of(model), past_key_values=cache, use_cache=True)
+    run(input_ids=ids[:, :-steps], attention_mask=None if mask is None else mask[:, :-steps])
     with _watched() as seen:
-        out = run(
-            input_ids=ids[:, -steps:], attention_mask=mask, past_key_values=cache, use_cache=True
-        )
+        out = run(input_ids=ids[:, -steps:], attention_mask=mask)
     return _Run(out.logits.float(), seen, cache)
-
-
-def _plain(model: Any) -> Callable[..., Any]:  # noqa: ANN401
-    """Return the forward as it is, also of a model that was compiled in place."""
-    return compat.forward_of(model)
 
 
 class _Watch(TorchFunctionMode):
@@ -271,16 +250,17 @@ def _watched() -> Iterator[list[Tensor]]:
         yield watch.results
 
 
+@dataclass
 class _Gathered:
     """Sums over inputs."""
 
-    def __init__(self) -> None:
-        self.cosines: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
-        self.results: list[list[Tensor]] = []
-        self.kl: list[Tensor] = []
-        self.same: list[Tensor] = []
-        self.losses: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self.bytes, self.before = 0, 0
+    cosines: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    results: list[list[Tensor]] = field(default_factory=list)
+    kl: list[Tensor] = field(default_factory=list)
+    same: list[Tensor] = field(default_factory=list)
+    losses: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
+    bytes: int = 0
+    before: int = 0
 
     def alike(self, cache: Any, mask: Tensor | None) -> None:  # noqa: ANN401
         """Note how alike the rows of neighbouring layers are."""
@@ -292,8 +272,9 @@ class _Gathered:
             lists = self.cosines.setdefault((at, at + 1), ([], []))
             for kept, lower, upper in zip(lists, layers[at], layers[at + 1], strict=True):
                 found = F.cosine_similarity(lower.float(), upper.float(), dim=-1)
-                is_token = _is_token(mask, found)
-                kept.append(found[is_token].cpu())
+                if mask is not None:  # without what is padding
+                    found = found[mask.bool()[:, None, -found.shape[2] :].expand_as(found)]
+                kept.append(found.flatten().cpu())
 
     def answers(self, exact: _Run, found: _Run, ids: Tensor) -> None:
         """Note how far the answers are apart."""
@@ -310,18 +291,12 @@ class _Gathered:
                     self.results.append([])
                 self.results[place].append(cosine.flatten().cpu())
 
-    def report(
-        self,
-        settings: dict[str, Any],
-        merged: list[dict[str, Any]],
-    ) -> FidelityReport:
+    def report(self, settings: dict[str, Any], merged: list[dict[str, Any]]) -> FidelityReport:
         """Return what was gathered."""
         kl, same = torch.cat(self.kl), torch.cat(self.same)
         losses = [float(torch.cat(each).mean()) if each else math.nan for each in self.losses]
-        attention = [
-            {"mean": float(torch.cat(each).mean()), "worst": float(torch.cat(each).min())}
-            for each in self.results
-        ]
+        cosines = [torch.cat(each) for each in self.results]
+        attention = [{"mean": float(c.mean()), "worst": float(c.min())} for c in cosines]
         logits = {
             "kl": float(kl.mean()),
             "kl_worst": float(kl.max()),
@@ -329,27 +304,15 @@ class _Gathered:
             "loss_exact": losses[0],
             "loss": losses[1],
         }
-        memory = {
-            "bytes": float(self.bytes),
-            "before": float(self.before),
-            "ratio": self.before / self.bytes,
-        }
+        held, before = float(self.bytes), float(self.before)
+        memory = {"bytes": held, "before": before, "ratio": self.before / self.bytes}
         pairs = [
             {"layers": list(layers), "keys": _spread(keys), "values": _spread(values)}
             for layers, (keys, values) in self.cosines.items()
         ]
         merge = settings["merge"]
-        named = asdict(merge) if isinstance(merge, MiniCache) else merge
-        return FidelityReport(
-            {**settings, "merge": named}, pairs, attention, logits, memory, merged
-        )
-
-
-def _is_token(mask: Tensor | None, found: Tensor) -> Tensor:
-    """Return bool (batch, heads, tokens): what is no padding."""
-    if mask is None:
-        return torch.ones_like(found, dtype=torch.bool)
-    return mask.bool()[:, None, -found.shape[2] :].expand_as(found)
+        named = {**settings, "merge": asdict(merge) if isinstance(merge, MiniCache) else merge}
+        return FidelityReport(named, pairs, attention, logits, memory, merged)
 
 
 def _spread(parts: Sequence[Tensor]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from memeff_compile import compat
@@ -32,9 +33,10 @@ from memeff_compile.model.cache.layers import (
 )
 from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 from memeff_compile.model.cache.minicache import MiniCache, pairs_of
+from memeff_compile.model.cache.pool import Pool, allocate, bucket
 
-_ROUNDED = 256
-"""Lengths of caches that `use_kv_cache_` makes are multiples of it, so that few are compiled."""
+_POOLED = ("greedy_search", "sample", "beam_search", "beam_sample")
+"""Ways of generating that leave a cache as they got it, but for what is in it."""
 
 
 class KVCache(Cache):
@@ -81,13 +83,8 @@ class KVCache(Cache):
         _check(max_cache_len, bits, scheme, group, recent, keep_first)
         self.bits, self.scheme, self.merge = bits, scheme, _merging(merge, scheme)
         self._starts = Starts(attention_mask)
-        settings = {
-            "bits": bits,
-            "scheme": scheme,
-            "group": group,
-            "recent": recent,
-            "kept": keep_first,
-        }
+        settings = {"bits": bits, "scheme": scheme, "group": group}
+        settings |= {"recent": recent, "kept": keep_first}
 
         def full() -> Any:  # noqa: ANN401
             if bits == 16:
@@ -131,12 +128,8 @@ class KVCache(Cache):
         Args:
             attention_mask: of the next prompts, as when the cache is made; None: no padding.
         """
-        held = {
-            tensor.shape[0]
-            for layer in self.layers
-            if isinstance(layer, InPlace)
-            for _, tensor in layer.tensors()
-        }
+        ours = (layer for layer in self.layers if isinstance(layer, InPlace))
+        held = {tensor.shape[0] for layer in ours for _, tensor in layer.tensors()}
         self._starts.restart(attention_mask, held)
         for layer in self.layers:
             layer.reset()
@@ -296,10 +289,10 @@ def _check(
         refuse(f"group is {group!r}; 32, 64 or 128 is needed.")
     if not isinstance(recent, int) or recent < 16 or recent % 16:
         refuse(f"recent is {recent!r}; a multiple of 16 is needed, 16 at least.")
-    if not isinstance(keep_first, int) or keep_first < 0:
-        refuse(f"keep_first is {keep_first!r}; a number of tokens is needed, 0 at least.")
-    if not isinstance(max_cache_len, int) or max_cache_len < 1:
-        refuse(f"max_cache_len is {max_cache_len!r}; a number of tokens is needed, 1 at least.")
+    counts = (("keep_first", keep_first, 0), ("max_cache_len", max_cache_len, 1))
+    for name, count, least in counts:
+        if not isinstance(count, int) or count < least:
+            refuse(f"{name} is {count!r}; a number of tokens is needed, {least} at least.")
 
 
 # --- every later generate() -----------------------------------------------------------------------
@@ -320,6 +313,7 @@ class _Hook:
     settings: dict[str, Any]
     before: _Hook | None
     is_undone: bool = False
+    pool: Pool = dataclasses.field(default_factory=Pool)
 
     def __call__(
         self,
@@ -342,7 +336,7 @@ class _Hook:
                     "use_kv_cache_: an encoder-decoder model keeps its own cache", stacklevel=3
                 )
             return getattr(type(model), _HOOK)(model, *given, *args, **kwargs)
-        tokens = self.max_cache_len or -(-max_cache_length // _ROUNDED) * _ROUNDED
+        tokens = self.max_cache_len or bucket(max_cache_length)
         if tokens < max_cache_length:
             refuse(
                 f"generate() needs room for {max_cache_length} tokens and max_cache_len is "
@@ -351,14 +345,47 @@ class _Hook:
         mask = model_kwargs.get("attention_mask")
         is_padded = mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
         mask = mask if is_padded else None
-        model_kwargs["past_key_values"] = KVCache(
-            model.config, tokens, self.bits, attention_mask=mask, **self.settings
+        model_kwargs["past_key_values"] = self._cache(
+            generation_config, generation_mode, batch_size, tokens, mask
         )
-        compiles = model.device.type == "cuda" and generation_config.compile_config is None
-        if compiles and getattr(model, "_compiled_call_impl", None) is None:
+        if generation_config.compile_config is not None:
+            return None
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            # What generate() would compile around it has nothing left to compile.
+            generation_config.disable_compile = True
+        elif model.device.type == "cuda":
             # generate() compiles decoding by itself; Inductor alone would build the dense view.
-            generation_config.compile_config = CompileConfig(backend="memeff")
+            # Without a mode: the backend records each step, and nothing else, as a CUDA graph.
+            generation_config.compile_config = CompileConfig(backend="memeff", mode="default")
         return None
+
+    def _cache(
+        self,
+        config: Any,  # noqa: ANN401
+        mode: Any,  # noqa: ANN401
+        batch_size: int,
+        tokens: int,
+        mask: Tensor | None,
+    ) -> KVCache:
+        """Return an empty cache; one that was used before, where nobody can hold its tensors."""
+        model = self.model
+        sequences = batch_size * max(config.num_beams or 1, config.num_return_sequences or 1)
+
+        def make() -> KVCache:
+            made = KVCache(model.config, tokens, self.bits, attention_mask=mask, **self.settings)
+            if is_pooled:
+                allocate(made, model, sequences)
+            return made
+
+        is_pooled = getattr(mode, "value", None) in _POOLED
+        device = model.device.type
+        if not is_pooled or config.return_dict_in_generate or torch.is_autocast_enabled(device):
+            return make()
+        kind = sequences, model.dtype, model.device, torch.is_inference_mode_enabled()
+        # How many rows a merged cache keeps follows from its length.
+        longest = tokens if self.settings.get("merge") or self.max_cache_len else 2 * tokens
+        found: KVCache = self.pool.take(kind, range(tokens, longest + 1), mask, make)
+        return found
 
 
 @dataclasses.dataclass
@@ -405,8 +432,9 @@ def use_kv_cache_(
 ) -> Callable[[], None]:
     """Let every later ``model.generate(...)`` use a `KVCache`, pipelines included.
 
-    A call that names a cache of its own, or ``use_cache=False``, gets what it asks for. On a GPU
-    generate() compiles decoding by itself; where nothing else is asked for, that is with the
+    A call that names a cache of its own, or ``use_cache=False``, gets what it asks for. Lengths
+    come in buckets, and a cache that generate() does not return is used again in later calls. On a
+    GPU generate() compiles decoding by itself; where nothing else is asked for, that is with the
     backend. Uses nest: the latest one that is not undone counts. Copies of the model keep it.
 
     Args:

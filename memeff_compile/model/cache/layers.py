@@ -103,7 +103,12 @@ class InPlace(CacheLayerMixin):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors that have an entry per sequence."""
+        """Yield the names and tensors that have an entry per sequence, once they are there."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors, without what layers share."""
+        return sum(tensor.nbytes for _, tensor in self.tensors())
 
     @abstractmethod
     def keeps(self, remove: int) -> str | None:
@@ -174,11 +179,7 @@ class ExactLayer(InPlace, StaticLayer):
             yield "values", self.values
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args: object,
-        **kwargs: object,
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write new tokens; return them where they are all there is, else the whole buffers."""
         refuse_training(key_states, value_states)
@@ -220,11 +221,6 @@ class ExactLayer(InPlace, StaticLayer):
         """Empty the layer; its tensors stay."""
         super().reset()
         self.is_empty = True
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(tensor.nbytes for _, tensor in self.tensors())
 
 
 class CodedLayer(InPlace):
@@ -294,11 +290,7 @@ class CodedLayer(InPlace):
             )
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args: object,
-        **kwargs: object,
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write new tokens; return them where they are all there is, else a dense view."""
         del args, kwargs
@@ -353,11 +345,6 @@ class CodedLayer(InPlace):
             self.k_window.zero_()
             self.v_window.zero_()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors, without what layers share."""
-        return sum(tensor.nbytes for _, tensor in self.tensors())
-
 
 class Starts:
     """Where each sequence starts, and the places of the tokens that are kept: shared by layers."""
@@ -369,14 +356,14 @@ class Starts:
 
     @staticmethod
     def _first(attention_mask: Tensor | None) -> Tensor | None:
-        if attention_mask is not None:
-            if attention_mask.dim() != 2:
-                refuse(
-                    f"attention_mask has {attention_mask.dim()} dimensions; (batch, tokens) with 1 "
-                    "for a token and 0 for padding is needed."
-                )
-            return (attention_mask.cumsum(1) == 0).sum(1)
-        return None
+        if attention_mask is None:
+            return None
+        if attention_mask.dim() != 2:
+            refuse(
+                f"attention_mask has {attention_mask.dim()} dimensions; (batch, tokens) with 1 for "
+                "a token and 0 for padding is needed."
+            )
+        return (attention_mask.cumsum(1) == 0).sum(1)
 
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
         """Start over with other sequences, in the tensors that are there; refused, or all of it.

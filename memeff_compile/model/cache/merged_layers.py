@@ -152,11 +152,7 @@ class MergedLayer(CodedLayer):
         return first[:, None].expand(batch, heads)
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args: object,
-        **kwargs: object,
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write new tokens; return them where they are all there is, else a dense view."""
         del args, kwargs

@@ -51,23 +51,19 @@ class MiniCache:
     scale: str = "norm"
 
     def __post_init__(self) -> None:
-        for name, known in (("rule", RULES), ("reading", READINGS), ("scale", SCALES)):
-            given = getattr(self, name)
-            if given not in known:
-                words = ", ".join(map(repr, known))
-                raise UnsupportedInputError(f"MiniCache: {name} is {given!r}; {words} is needed.")
-        for name in ("t", "gamma", "retained"):
-            given = getattr(self, name)
-            if not isinstance(given, (int, float)) or not 0 <= given <= 1:
-                raise UnsupportedInputError(
-                    f"MiniCache: {name} is {given!r}; a number from 0 to 1 is needed."
-                )
-        for name in ("start_layer", "end_layer"):
-            given = getattr(self, name)
-            if given is not None and (not isinstance(given, int) or given < 0):
-                raise UnsupportedInputError(
-                    f"MiniCache: {name} is {given!r}; the number of a layer, from 0, is needed."
-                )
+        words = {"rule": RULES, "reading": READINGS, "scale": SCALES}
+        for name, given in vars(self).items():
+            if name in words:
+                is_right, needed = given in words[name], ", ".join(map(repr, words[name]))
+            elif name in ("t", "gamma", "retained"):
+                is_right = isinstance(given, (int, float)) and 0 <= given <= 1
+                needed = "a number from 0 to 1"
+            else:
+                is_right = given is None or (isinstance(given, int) and given >= 0)
+                needed = "the number of a layer, from 0,"
+            if not is_right:
+                said = f"MiniCache: {name} is {given!r}; {needed} is needed."
+                raise UnsupportedInputError(said)
 
     def capacity(self, tokens: int) -> int:
         """Return the rows that a cache for so many tokens has room for.

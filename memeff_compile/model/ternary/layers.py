@@ -77,16 +77,14 @@ class TernaryLinear(nn.Linear):
         scale = codes_per_unit(weight.detach())
         packed = ternary_linear_pack(weight.detach(), scale)
         trains = any(t is not None and t.requires_grad for t in (input, weight, bias))
+        out: Tensor
         if not (torch.is_grad_enabled() and trains):
-            found: Tensor = ternary_linear(
-                input, [packed], [scale], [bias], dtype, False, *quantizer
-            )[0]
-            return found
-        codes, by_token, sums = ternary_linear_quantize(input.detach(), *quantizer)
+            (out,) = ternary_linear(input, [packed], [scale], [bias], dtype, False, *quantizer)
+            return out
+        quantized = ternary_linear_quantize(input.detach(), *quantizer)
         biases, biased = ([], []) if bias is None else ([bias], [0])
-        out: Tensor = ternary_linear_product(
-            input, [weight], codes, by_token, sums, [packed], [scale], biases, biased, dtype
-        )[0]
+        held = ([packed], [scale], biases, biased, dtype)
+        (out,) = ternary_linear_product(input, [weight], *quantized, *held)
         return out
 
     def extra_repr(self) -> str:
@@ -151,16 +149,10 @@ class PackedTernaryLinear(nn.Module):
         """Return (..., out_features)."""
         if self.norm is not None:
             input = self.norm(input)
-        found: Tensor = ternary_linear(
-            input,
-            [self.packed],
-            [self.weight_scale],
-            [self.bias],
-            result_dtype(input),
-            False,
-            *Quantizer(self.kind).arguments(),
-        )[0]
-        return found
+        out: Tensor
+        held, how = ([self.packed], [self.weight_scale], [self.bias]), Quantizer(self.kind)
+        (out,) = ternary_linear(input, *held, result_dtype(input), False, *how.arguments())
+        return out
 
     def extra_repr(self) -> str:
         """Return the settings for print(model)."""

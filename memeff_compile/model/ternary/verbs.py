@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,19 +48,12 @@ _ROLES = {
 _ROLE_OF = {name: role for role, names in _ROLES.items() for name in names.split()}
 
 RECIPES: dict[str, dict[str, str]] = {
-    "b1.58": dict.fromkeys(_ROLES, "int8"),
-    "a4.8": {
-        "attention input": "int4",
-        "attention output": "topk8",
-        "gate or up": "int4",
-        "down": "int8",
-    },
-    "a4.8-fp4": {
-        "attention input": "fp4",
-        "attention output": "fp4",
-        "gate or up": "fp4",
-        "down": "int8",
-    },
+    name: dict(zip(_ROLES, kinds.split(), strict=True))
+    for name, kinds in {
+        "b1.58": "int8 int8 int8 int8",
+        "a4.8": "int4 topk8 int4 int8",
+        "a4.8-fp4": "fp4 fp4 fp4 int8",
+    }.items()
 }
 """How each projection's input is quantised (BitNet a4.8, figure 1 and section 2.3)."""
 
@@ -98,10 +91,7 @@ def ternarize_(
     Example:
         >>> memeff_compile.ternarize_(model, "a4.8")  # doctest: +SKIP
     """
-    if recipe not in RECIPES:
-        raise OptionError(
-            f"The recipe is {recipe!r}; one of {', '.join(map(repr, RECIPES))} is needed."
-        )
+    _require_recipe(recipe)
     chosen = {}
     dense = _kept_dense(model)
     for path, module in model.named_modules():
@@ -117,7 +107,12 @@ def ternarize_(
     modules = dict(model.named_modules())
     for path in chosen:
         _require_replaceable(path, modules[path])
-        _require_no_fast_path(path, modules[path.rpartition(".")[0]])
+        if isinstance(modules[path.rpartition(".")[0]], nn.TransformerEncoderLayer):
+            raise OptionError(
+                f"{path} is part of an nn.TransformerEncoderLayer, which in eval mode reads its "
+                "weight and not the layer: it would be dense there. Name it in skip, or use a "
+                "block of your own."
+            )
     if type(model) is nn.Linear:
         raise OptionError(
             "The model is itself a linear, which cannot be replaced in place. Put it into a "
@@ -134,6 +129,12 @@ def ternarize_(
             made[module] = _ternary_of(module, kind)
     _replace(model, made)
     return model
+
+
+def _require_recipe(recipe: str) -> None:
+    if recipe not in RECIPES:
+        known = ", ".join(map(repr, RECIPES))
+        raise OptionError(f"The recipe is {recipe!r}; one of {known} is needed.")
 
 
 def _kept_dense(model: nn.Module) -> set[nn.Module]:
@@ -198,15 +199,6 @@ def _require_replaceable(path: str, module: nn.Module) -> None:
         )
 
 
-def _require_no_fast_path(path: str, parent: nn.Module) -> None:
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        raise OptionError(
-            f"{path} is part of an nn.TransformerEncoderLayer, which in eval mode reads its weight "
-            "and not the layer: it would be dense there. Name it in skip, or use a block of your "
-            "own."
-        )
-
-
 def _ternary_of(linear: nn.Linear, kind: str) -> TernaryLinear:
     """Return a ternary linear that holds the very parameters of a dense one."""
     new = TernaryLinear(
@@ -255,10 +247,7 @@ class TernaryStages:
         kinds: Mapping[str, str] | None = None,
         skip: Iterable[str] = (),
     ) -> None:
-        if second not in RECIPES:
-            raise OptionError(
-                f"The recipe is {second!r}; one of {', '.join(map(repr, RECIPES))} is needed."
-            )
+        _require_recipe(second)
         if steps < 1 or not 0 <= share <= 1:
             raise OptionError(
                 f"steps is {steps} and share {share}; at least 1 and 0 to 1 are needed."
@@ -287,6 +276,9 @@ class TernaryStages:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on after the given number of steps, in the stage they belong to."""
         self.done = state["done"]
+        self._set_stage()
+
+    def _set_stage(self) -> None:
         if self.stage == 1:
             ternarize_(self.model, "b1.58", skip=self.skip)
         else:
@@ -294,7 +286,7 @@ class TernaryStages:
 
     def _switch_if_due(self) -> None:
         if self.done == self.switch_after:
-            ternarize_(self.model, self.second, kinds=self.kinds, skip=self.skip)
+            self._set_stage()
             log.info("second stage of ternary training after %d steps", self.done)
 
 
@@ -357,14 +349,19 @@ def _packer_of(module: nn.Module, layers: Mapping[type, str]) -> _Packer | None:
         if isinstance(module, layer):
             require_kind(kind)
             return lambda path, found: _pack_trained(path, found, kind)
-    names = {
-        base.__name__
-        for base in type(module).__mro__
-        if base.__module__ == "transformers.integrations.bitnet"
-    }
+    home = "transformers.integrations.bitnet"
+    names = {base.__name__ for base in type(module).__mro__ if base.__module__ == home}
     if "AutoBitLinear" in names:
         return _pack_trained if getattr(module, "online_quant", False) else _pack_offline
     return _pack_stored if "BitLinear" in names else None
+
+
+def _packed(
+    module: nn.Module, packed: Tensor, scale: Tensor, bias: Tensor | None, *, kind: str = "int8"
+) -> PackedTernaryLinear:
+    norm: Any = getattr(module, "rms_norm", None)
+    held: Any = module.weight
+    return PackedTernaryLinear(packed, scale, bias, in_features=held.shape[1], kind=kind, norm=norm)
 
 
 def _pack_trained(path: str, module: nn.Module, kind: str = "") -> nn.Module:
@@ -372,14 +369,8 @@ def _pack_trained(path: str, module: nn.Module, kind: str = "") -> nn.Module:
     assert isinstance(module, nn.Linear)
     weight = module.weight.detach()
     scale = codes_per_unit(weight)
-    return PackedTernaryLinear(
-        ternary_linear_pack(weight, scale),
-        scale,
-        module.bias,
-        in_features=module.in_features,
-        kind=kind or getattr(module, "kind", "int8"),
-        norm=getattr(module, "rms_norm", None),
-    )
+    kind = kind or getattr(module, "kind", "int8")
+    return _packed(module, ternary_linear_pack(weight, scale), scale, module.bias, kind=kind)
 
 
 def _pack_offline(path: str, module: nn.Module) -> nn.Module:
@@ -393,30 +384,19 @@ def _pack_offline(path: str, module: nn.Module) -> nn.Module:
             f"{path}: the weight holds {wrong}, where an offline AutoBitLinear has -1, 0 and 1. "
             "Load a checkpoint that was quantised, or use quantization_mode='online'."
         )
-    one = weight.new_ones((), dtype=torch.float32)
+    codes = ternary_linear_pack(weight, weight.new_ones((), dtype=torch.float32))
     scale = _scale_of(module)
+    # transformers multiplies the bias by the scale too
     bias = None if module.bias is None else module.bias.detach().float() * scale
-    return PackedTernaryLinear(
-        ternary_linear_pack(weight, one),
-        scale.reciprocal(),
-        bias,  # transformers multiplies the bias by the scale too
-        in_features=module.in_features,
-        norm=getattr(module, "rms_norm", None),
-    )
+    return _packed(module, codes, scale.reciprocal(), bias)
 
 
 def _pack_stored(path: str, module: nn.Module) -> nn.Module:
     """Take over the packed weight of transformers; its scale is a divisor."""
-    held = module.weight
+    held, bias = module.weight, module.bias
     assert isinstance(held, Tensor)
-    bias = module.bias
-    return PackedTernaryLinear(
-        ternary_linear_repack(held),
-        _scale_of(module),
-        bias if isinstance(bias, Tensor) else None,
-        in_features=held.shape[1],
-        norm=module.rms_norm if isinstance(module.rms_norm, nn.Module) else None,
-    )
+    given = bias if isinstance(bias, Tensor) else None
+    return _packed(module, ternary_linear_repack(held), _scale_of(module), given)
 
 
 def _scale_of(module: nn.Module) -> Tensor:

@@ -330,15 +330,12 @@ def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
             "it is sharded and trained, and a compressed shard cannot be updated; freeze it with "
             "requires_grad_(False) and train adapters"
         )
-    if local.shape[1:] != weight.shape[1:] or local.shape[0] * _ranks(weight) != weight.shape[0]:
+    ranks = weight.device_mesh.size()  # type: ignore[attr-defined]
+    if local.shape[1:] != weight.shape[1:] or local.shape[0] * ranks != weight.shape[0]:
         return "it is not cut into equal shards of whole rows, which a coded shard has to be"
     if local.numel() < min_size:
         return f"its shard has {local.numel()} elements, fewer than min_size, which is {min_size}"
     return supports_weight(local, codec) or _unmovable(weight)
-
-
-def _ranks(weight: Any) -> int:  # noqa: ANN401 - a DTensor
-    return int(weight.device_mesh.size())
 
 
 def _is_linear(module: nn.Module, attribute: str) -> bool:
@@ -350,10 +347,7 @@ def _is_linear(module: nn.Module, attribute: str) -> bool:
 def _skipped(path: str, skip: Sequence[str]) -> str:
     parts = path.split(".")
     tails = [".".join(parts[first:end]) for end in range(len(parts) + 1) for first in range(end)]
-    for pattern in skip:
-        if any(fnmatch.fnmatchcase(tail, pattern) for tail in tails):
-            return pattern
-    return ""
+    return next((p for p in skip if any(fnmatch.fnmatchcase(tail, p) for tail in tails)), "")
 
 
 def _unmovable(weight: Tensor) -> str:
@@ -380,11 +374,10 @@ def _compress_one(place: _Place, codec: str) -> CompressedWeight:
     after = coded.coded_bytes
     trains = weight.requires_grad and parse(codec).is_lossless
     found = CompressedWeight(place.name, tuple(weight.shape), codec, weight.nbytes, after)
-    if weight is not place.parameter:
-        if not _put_shard(place, coded):
-            return _dense(place, "FSDP has gathered it; call reshard() on the model first")
-        return found
-    _put(place, nn.Parameter(coded, requires_grad=trains))
+    if weight is place.parameter:
+        _put(place, nn.Parameter(coded, requires_grad=trains))
+    elif not _put_shard(place, coded):
+        return _dense(place, "FSDP has gathered it; call reshard() on the model first")
     return found
 
 

@@ -57,11 +57,8 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> None:
     table: dict[str, Any] = {}
     for name, weight in coded.items():
         parts = [part.detach().cpu().contiguous() for part in weight.parts]
-        table[name] = {
-            "codec": weight.codec,
-            "shape": list(weight.shape),
-            "crc32": _checksum(parts),
-        }
+        shape, crc32 = list(weight.shape), _checksum(parts)
+        table[name] = {"codec": weight.codec, "shape": shape, "crc32": crc32}
         for part_name, part in zip(parse(weight.codec).parts, parts, strict=True):
             tensors[f"{name}.{part_name}"] = part
     aliases: dict[str, str] = {}
@@ -100,19 +97,13 @@ def load_compressed_(model: nn.Module, path: str | PathLike[str], *, device: obj
         for name, about in note["tensors"].items():
             owner, _, attribute = name.rpartition(".")
             module = modules[owner]
-            old = module._parameters[attribute]
-            assert old is not None
+            old: Any = module._parameters[attribute]
             parts = _parts(file, name, about, path)
             target = _target(old, device)
             coded = CodedWeight([part.to(target) for part in parts], about["codec"], about["shape"])
             trains = old.requires_grad and parse(about["codec"]).is_lossless
             put_coded(module, attribute, coded, requires_grad=trains)
-        dense = set(file.keys()) - {
-            f"{name}.{part}"
-            for name, about in note["tensors"].items()
-            for part in parse(about["codec"]).parts
-        }
-        for name in sorted(dense):
+        for name in sorted(set(file.keys()) - _coded_names(note)):
             _set_dense(modules, name, file.get_tensor(name), device)
         for name, first in note["aliases"].items():
             _alias(modules, name, first)
@@ -133,17 +124,14 @@ def _everything(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _target(old: Tensor, device: object) -> torch.device:
     if old.device.type != "meta":
         return old.device
-    if device is not None:
-        return torch.device(cast("Any", device))
-    return torch.device("cpu")
+    return torch.device("cpu" if device is None else cast("Any", device))
 
 
 def _set_dense(modules: dict[str, nn.Module], name: str, value: Tensor, device: object) -> None:
     owner, _, attribute = name.rpartition(".")
     module = modules[owner]
-    store = module._parameters if attribute in module._parameters else module._buffers
+    store: Any = module._parameters if attribute in module._parameters else module._buffers
     old = store[attribute]
-    assert old is not None
     if tuple(old.shape) != tuple(value.shape):
         raise CodedWeightError(
             f"load_compressed_: {name} has shape {tuple(value.shape)} in the file and "
@@ -154,10 +142,8 @@ def _set_dense(modules: dict[str, nn.Module], name: str, value: Tensor, device: 
             old.copy_(value)
         return
     value = value.to(_target(old, device))
-    if store is module._parameters:
-        module._parameters[attribute] = nn.Parameter(value, requires_grad=old.requires_grad)
-    else:
-        module._buffers[attribute] = value
+    is_parameter = store is module._parameters
+    store[attribute] = nn.Parameter(value, old.requires_grad) if is_parameter else value
 
 
 def _alias(modules: dict[str, nn.Module], name: str, first: str) -> None:
@@ -202,14 +188,15 @@ def _note(file: _File, path: object) -> dict[str, Any]:
     return note
 
 
+def _coded_names(note: dict[str, Any]) -> set[str]:
+    """Return the names of all parts of compressed weights."""
+    tables = note["tensors"].items()
+    return {f"{name}.{part}" for name, about in tables for part in parse(about["codec"]).parts}
+
+
 def _check_names(model: nn.Module, file: _File, note: dict[str, Any]) -> None:
     """Raise before anything is changed if the file is another model's."""
-    held = set(file.keys())
-    needed = {
-        f"{name}.{part}"
-        for name, about in note["tensors"].items()
-        for part in parse(about["codec"]).parts
-    }
+    held, needed = set(file.keys()), _coded_names(note)
     known = {name for name, _ in _everything(model)}
     there = set(note["tensors"]) | (held - needed) | set(note["aliases"])
     missing = sorted((needed - held) | (known - there))

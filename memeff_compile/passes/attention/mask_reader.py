@@ -328,22 +328,19 @@ def broadcast(value: Value, shape: tuple[Size, ...]) -> Scalar:
 # --- rules: values --------------------------------------------------------------------------------
 
 
-def _filled(fill: Any, shape: Sequence[Size], dtype: torch.dtype) -> Value:
-    if dtype == torch.bool:
-        return Value(tuple(shape), algebra.Fixed(bool(fill)))
-    if dtype in _INTEGERS and isinstance(fill, (int, torch.SymInt)):
-        return Value(tuple(shape), Linear(int(fill) if isinstance(fill, bool) else fill))
-    if dtype.is_floating_point and isinstance(fill, (int, float)):
-        return Value(tuple(shape), algebra.number(float(fill)))
+def _filled(fill: Any, given: _Operands) -> Value:
+    if given.dtype == torch.bool:
+        return Value(given.shape, algebra.Fixed(bool(fill)))
+    if given.dtype in _INTEGERS and isinstance(fill, (int, torch.SymInt)):
+        return Value(given.shape, Linear(int(fill) if isinstance(fill, bool) else fill))
+    if given.dtype.is_floating_point and isinstance(fill, (int, float)):
+        return Value(given.shape, algebra.number(float(fill)))
     raise CannotRead
 
 
-def _fill(fill: Any) -> Callable[[_Operands], Value]:
-    return lambda given: _filled(fill, given.shape, given.dtype)
-
-
-def _full(given: _Operands) -> Value:
-    return _filled(given.plain("fill_value"), given.shape, given.dtype)
+def _fill(fill: Any = None) -> Callable[[_Operands], Value]:
+    """Make the rule of a tensor that is full of a number, by default of the one that is given."""
+    return lambda given: _filled(given.plain("fill_value") if fill is None else fill, given)
 
 
 def _arange(given: _Operands) -> Value:
@@ -385,10 +382,6 @@ def as_condition(scalar: Scalar) -> Formula:
 
 
 # --- rules: views ---------------------------------------------------------------------------------
-
-
-def _same(given: _Operands) -> Value:
-    return given.value()
 
 
 def _expand(given: _Operands) -> Value:
@@ -620,10 +613,6 @@ def _product(given: _Operands) -> Value:
     return Value(shape, algebra.combined(_as_cases(left), _as_cases(right), lambda a, b: a * b))
 
 
-def _negative(given: _Operands) -> Value:
-    return _minus(given.value())
-
-
 def _minus(value: Value) -> Value:
     if isinstance(value.scalar, Linear):
         return Value(value.shape, -value.scalar)
@@ -681,15 +670,12 @@ def _chosen(condition: Formula, then: Scalar, other: Scalar) -> Scalar:
 
 def _where(given: _Operands) -> Value:
     _require(given.has("self"))  # where(condition): the places
-    condition, then, other = (given.value(name) for name in ("condition", "self", "other"))
-    return _selection(given, condition, then, other)
+    return _selection(given, ("condition", "self", "other"))
 
 
-def _masked_fill(given: _Operands) -> Value:
-    return _selection(given, given.value("mask"), given.value("value"), given.value("self"))
-
-
-def _selection(given: _Operands, condition: Value, then: Value, other: Value) -> Value:
+def _selection(given: _Operands, names: tuple[str, str, str]) -> Value:
+    """Read a choice by the names of the condition and of what stands where it holds, or not."""
+    condition, then, other = map(given.value, names)
     shape = _common_shape([condition.shape, then.shape, other.shape])
     where = as_condition(broadcast(condition, shape))
     scalars = [broadcast(value, shape) for value in (then, other)]
@@ -750,17 +736,13 @@ def _diff(given: _Operands) -> Value:
     return Value(given.shape, step)
 
 
-def _differs(total: Linear) -> Formula:
-    return algebra.negated(algebra.is_zero(total))
-
-
 _RULES: dict[Any, Callable[[_Operands], Value]] = {
-    **dict.fromkeys(named("alias clone contiguous detach"), _same),
+    **dict.fromkeys(named("alias clone contiguous detach"), _Operands.value),
     aten.to: _cast,
     aten.arange: _arange,
     **dict.fromkeys(named("ones new_ones ones_like"), _fill(1)),
     **dict.fromkeys(named("zeros new_zeros zeros_like"), _fill(0)),
-    **dict.fromkeys(named("full new_full full_like"), _full),
+    **dict.fromkeys(named("full new_full full_like"), _fill()),
     **dict.fromkeys(named("expand expand_as broadcast_to"), _expand),
     aten.repeat: _repeat,
     aten.unsqueeze: _unsqueeze,
@@ -775,12 +757,12 @@ _RULES: dict[Any, Callable[[_Operands], Value]] = {
     aten.ge: _comparison(algebra.at_least_zero, lambda a, b: a >= b),
     aten.gt: _comparison(lambda d: algebra.at_least_zero(d - 1), lambda a, b: a > b),
     aten.eq: _comparison(algebra.is_zero, lambda a, b: a == b),
-    aten.ne: _comparison(_differs, lambda a, b: a != b),
+    aten.ne: _comparison(lambda d: algebra.negated(algebra.is_zero(d)), lambda a, b: a != b),
     aten.add: _sum_of(1),
     aten.sub: _sum_of(-1),
     aten.rsub: lambda given: _minus(_sum_of(-1)(given)),
     aten.mul: _product,
-    aten.neg: _negative,
+    aten.neg: lambda given: _minus(given.value()),
     aten.abs: _magnitude,
     **dict.fromkeys(named("bitwise_and __and__"), _logical(algebra.both, only_truth=True)),
     **dict.fromkeys(named("bitwise_or __or__"), _logical(algebra.either, only_truth=True)),
@@ -791,7 +773,7 @@ _RULES: dict[Any, Callable[[_Operands], Value]] = {
     aten.logical_xor: _logical(_exclusive, only_truth=False),
     aten.logical_not: _negation(only_truth=False),
     aten.where: _where,
-    aten.masked_fill: _masked_fill,
+    aten.masked_fill: lambda given: _selection(given, ("mask", "value", "self")),
     aten.tril: _triangle(1),
     aten.triu: _triangle(-1),
     aten.cumsum: _cumsum,
@@ -799,14 +781,10 @@ _RULES: dict[Any, Callable[[_Operands], Value]] = {
 }
 
 
-_READER = "mask_reader"
-
-
 def reader_of(info: GraphInfo) -> MaskReader:
     """Return the one reader of this level of the graph: a mask shared by layers is read once."""
-    reader = info.notes.get(_READER)
+    reader: MaskReader | None = info.notes.get("mask_reader")
     if reader is None:
         parent = None if info.parent is None else reader_of(info.parent)
-        reader = info.notes[_READER] = MaskReader(info, parent)
-    found: MaskReader = reader
-    return found
+        reader = info.notes["mask_reader"] = MaskReader(info, parent)
+    return reader

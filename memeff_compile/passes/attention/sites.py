@@ -262,7 +262,7 @@ def _dropout(node: Node) -> Any:
 def _used_otherwise(what: str, user: Node) -> Decline:
     name = node_name(user)
     return Decline(
-        f"{what}_used({name})",
+        f"weights_used({name})" if what == "weights" else f"scores_used({name})",
         f"the attention {what} are also used by `{name}`, so they have to be there",
         "do not ask for attention weights (output_attentions)" if what == "weights" else "",
     )

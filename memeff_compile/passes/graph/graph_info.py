@@ -201,9 +201,7 @@ class GraphInfo:
         return argument if isinstance(argument, Node) else None
 
     def root_placeholder(self, node: Node) -> Node | None:
-        """Follow ``node`` out of checkpoint bodies to the placeholder of the whole graph, if it is
-        one.
-        """
+        """Follow ``node`` out of checkpoint bodies to the whole graph's placeholder, if any."""
         if node.op != "placeholder":
             return None
         if self.parent is None:

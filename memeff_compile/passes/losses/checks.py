@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch.fx import Node
 
 from ... import compat
 from ...kernels import linear_cross_entropy as op_folder
+from ..graph import base
 from ..graph.base import Decline
-from ..graph.graph_info import GraphInfo, node_name
+from ..graph.graph_info import GraphInfo, kind_among, node_name
 from .head import SMALLEST_VOCABULARY, fold
 from .tails import METRICS, STATISTICS, Site, is_silent
 
 
 def check_operands(info: GraphInfo, site: Site) -> Decline | None:
-    head = site.head
-    where = site.tails[0].node
-    hidden, weight = info.tensor(head.hidden), info.tensor(head.weight)
-    assert hidden is not None
-    assert weight is not None
+    head, where = site.head, site.tails[0].node
+    hidden, weight = info.value(head.hidden), info.value(head.weight)
     operands = [("hidden states", head.hidden), ("head weight", head.weight), ("bias", head.bias)]
     operands += [("targets", tail.target) for tail in site.tails]
     for label, node in operands:
-        value = None if node is None else compat.example_value(node)
-        if value is not None and not compat.is_fake(value):
-            kind = type(value).__name__
+        kind = kind_among((node,))
+        if kind:
             code = "tensor_parallel_head" if kind == "DTensor" else f"subclass_weight({kind})"
             return Decline(
                 code,
@@ -34,19 +34,11 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
             )
     vocabulary = compat.known_size(weight.shape[1 if head.transposed else 0])
     if compat.known_size(hidden.shape[-1]) is None or vocabulary is None:
-        return Decline(
-            "dynamic_vocabulary",
-            "the hidden or vocabulary size is dynamic",
-            "mark only batch and length dynamic",
-            where,
-        )
+        said = "the hidden or vocabulary size is dynamic"
+        return Decline("dynamic_vocabulary", said, "mark only batch and length dynamic", where)
     if vocabulary < SMALLEST_VOCABULARY:
-        return Decline(
-            "vocab_too_small",
-            f"{vocabulary} classes: the logits are too small to matter (the pass starts at "
-            f"{SMALLEST_VOCABULARY})",
-            node=where,
-        )
+        said = f"{vocabulary} classes: the logits are too small to matter (the pass starts at "
+        return Decline("vocab_too_small", f"{said}{SMALLEST_VOCABULARY})", node=where)
     return _check_support(info, site, hidden, weight)
 
 
@@ -57,19 +49,13 @@ def _check_support(
     head = site.head
     rows = hidden.select(-1, 0)
     columns = weight.t() if head.transposed else weight
-    bias = None if head.bias is None else info.tensor(head.bias)
+    how: dict[str, Any] = {"dtype": head.compute_dtype}
+    how["gradient_filter"] = info.options.linear_cross_entropy
+    how["workspace"] = info.options.linear_cross_entropy_workspace
     for tail in site.tails:
-        target = rows if tail.target is None else info.tensor(tail.target)
-        assert target is not None
-        sentence = op_folder.supports(
-            hidden,
-            columns,
-            bias,
-            rows.new_empty(rows.shape, dtype=target.dtype if tail.target else torch.int64),
-            dtype=head.compute_dtype,
-            gradient_filter=info.options.linear_cross_entropy,
-            workspace=info.options.linear_cross_entropy_workspace,
-        )
+        dtype = torch.int64 if tail.target is None else info.value(tail.target).dtype
+        target = rows.new_empty(rows.shape, dtype=dtype)
+        sentence = op_folder.supports(hidden, columns, info.tensor(head.bias), target, **how)
         if sentence is not None:
             code = "dtype_unsupported" if "dtype" in sentence else "unsupported"
             return Decline(code, sentence, node=tail.node)
@@ -84,36 +70,29 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
         chain = tail.chain
         folded = fold(chain.steps)
         if isinstance(folded, Decline):
-            return Decline(folded.code, folded.sentence, folded.hint, tail.node)
-        logits = info.tensor(tail.chain.node)
-        assert logits is not None
+            return replace(folded, node=tail.node)
+        logits = info.value(tail.chain.node)
         if tail.kind != "loss":
             if chain.moved and tail.kind not in STATISTICS:
                 return Decline("unknown_step", "gather after moving the classes", node=tail.node)
             continue
-        target = info.tensor(tail.target)
-        assert target is not None
-        class_dim = 1 if logits.dim() >= 2 else 0
-        if class_dim != logits.dim() - 1 and not chain.moved:
+        if logits.dim() > 2 and not chain.moved:
             return Decline(
                 "class_dim_changed",
                 "the loss reads its classes from dimension 1 and the head's are last",
                 "transpose(1, 2) the logits, or flatten batch and length",
                 tail.node,
             )
-        weight = tail.class_weight
-        if weight is not None and not compat.is_fake(compat.example_value(weight)):
-            return Decline(
-                "class_weight", "the class weights are a tensor subclass", node=tail.node
-            )
-        if weight is not None and compat.example_value(weight).requires_grad:
-            return Decline(
-                "class_weight", "the class weights need a gradient", "detach them", tail.node
-            )
-    lone = [t for t in site.tails if t.kind == "logit"]
+        if kind_among((tail.class_weight,)):
+            said = "the class weights are a tensor subclass"
+            return Decline("class_weight", said, node=tail.node)
+        weight = info.tensor(tail.class_weight)
+        if weight is not None and weight.requires_grad:
+            said = "the class weights need a gradient"
+            return Decline("class_weight", said, "detach them", tail.node)
     keys = [t.chain.row_key for t in site.tails if t.kind == "lse"]
-    for tail in lone:
-        if tail.chain.row_key not in keys:
+    for tail in site.tails:
+        if tail.kind == "logit" and tail.chain.row_key not in keys:
             return Decline(
                 "logits_reused(gather)",
                 "single logits are gathered without their logsumexp over the same rows",
@@ -137,11 +116,8 @@ def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
         for node in (*steps, *tail.through, *tail.factors):
             value = info.tensor(node)
             if value is not None and value.is_floating_point() and not value.requires_grad:
-                return Decline(
-                    "detached",
-                    f"`{node_name(node)}` cuts a part of `{tail.name}` off from the gradient",
-                    node=tail.node,
-                )
+                said = f"`{node_name(node)}` cuts a part of `{tail.name}` off from the gradient"
+                return Decline("detached", said, node=tail.node)
     return None
 
 
@@ -159,8 +135,8 @@ def check_regions(info: GraphInfo, site: Site) -> Decline | None:
         if region.inference != head_region.inference or not same:
             return Decline(
                 "region_mismatch",
-                f"`{node_name(node)}` runs with gradients or inference mode switched "
-                f"differently from the head",
+                f"`{node_name(node)}` runs with gradients or inference mode switched differently "
+                "from the head",
                 "put the head and its loss under the same no_grad / inference_mode",
                 site.tails[0].node,
             )
@@ -184,10 +160,5 @@ def check_writes(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def mutated(writer: Node, loss: Node) -> Decline:
-    return Decline(
-        "mutated",
-        f"`{node_name(writer)}` writes in place to the logits, the hidden states, the weight or "
-        "the targets between the head and the loss",
-        "use the out-of-place form",
-        loss,
-    )
+    what = "the logits, the hidden states, the weight or the targets between the head and the loss"
+    return base.mutated(writer, what, loss)

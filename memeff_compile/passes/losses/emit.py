@@ -6,8 +6,10 @@ weights, label smoothing and casts stay ATen nodes over N numbers, for the inner
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -16,9 +18,9 @@ from ... import compat
 from ...kernels import linear_cross_entropy as op_folder
 from ...logits.recipe import Modifiers
 from ...options import Options
-from ..graph.canonical import aten, read_one
+from ..graph.canonical import aten, named, read_one
 from ..graph.editor import Editor
-from ..graph.graph_info import GraphInfo, Region, written_by
+from ..graph.graph_info import GraphInfo, Region, same_shape, written_by
 from .head import fold, replay_rows
 from .softmax import class_position
 from .tails import ENTROPIES, STATISTICS, Tail, is_silent
@@ -39,7 +41,8 @@ def filter_settings(options: Options) -> dict[str, float | str | bool]:
 def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
     """Group tails that one op call can serve: same rows, same modifiers, same targets, in time."""
     groups: list[list[Tail]] = []
-    for tail in sorted(tails, key=_joining_order):
+    # Targets first; statistics join them or each other, those over more rows first.
+    for tail in sorted(tails, key=lambda t: (t.kind in STATISTICS, len(t.chain.row_key))):
         for group in groups:
             if _compatible(info, group, tail) and _late(info, [*group, tail]) is not None:
                 group.append(tail)
@@ -47,11 +50,6 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
         else:
             groups.append([tail])
     return groups
-
-
-def _joining_order(tail: Tail) -> tuple[bool, int]:
-    """Targets first; statistics join them or each other, those over more rows first."""
-    return tail.kind in STATISTICS, len(tail.chain.row_key)
 
 
 def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
@@ -70,16 +68,8 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
     )
 
 
-def modifiers_of(tail: Tail) -> Modifiers:
-    folded = fold(tail.chain.steps)
-    assert isinstance(folded, Modifiers)
-    return folded
-
-
 def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
-    """Follow a target through reshapes and copies to where it comes from, unless that is written
-    to.
-    """
+    """Follow a target through reshapes and copies to a source that nobody writes to."""
     while node is not None:
         call = read_one(node)
         if call is None or call.op not in _TARGET_MOVES:
@@ -87,26 +77,20 @@ def _target_source(info: GraphInfo, node: Node | None) -> Node | None:
         if call.args.get("dtype", torch.int64) not in (torch.int64, torch.int32):
             return node
         source: Node = call.args["self"]
-        if any(info.may_share_memory(t, source) for w in info.writes for t in w.targets):
+        if any(info.may_write(write, (source,)) for write in info.writes):
             return node
         node = source
     return None
 
 
-_TARGET_MOVES = (
-    aten.view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.contiguous.default,
-    aten.to.dtype,
-    aten.flatten.using_ints,
+_TARGET_MOVES = named(
+    "view.default reshape.default unsqueeze.default squeeze.dim contiguous.default to.dtype "
+    "flatten.using_ints"
 )
 
 
 def _late(info: GraphInfo, group: Sequence[Tail]) -> list[Node] | None:
-    """Return what must be computed again, earlier, for one op call to serve ``group``; None if
-    unsafe.
+    """Return what one op call for ``group`` needs computed again, earlier; None if unsafe.
 
     The call stands before the first tail. Targets that are made after it (a shift behind a z-loss)
     are made once more before it: integer views and copies that cost nothing, of inputs nobody
@@ -162,13 +146,19 @@ def emit_group(info: GraphInfo, editor: Editor, group: list[Tail]) -> list[Node]
         early: dict[Node, Node] = {}
         for node in again:
             early[node] = editor.copy(node, early)
-        group = [_reading_early(tail, early) for tail in group]
+        group = [
+            replace(
+                tail,
+                target=tail.target and early.get(tail.target, tail.target),
+                class_weight=tail.class_weight and early.get(tail.class_weight, tail.class_weight),
+            )
+            for tail in group
+        ]
         emit = GroupEmitter(info, editor, group)
         emit.op_call()
     for tail in group:
         with editor.at(tail.node):
-            result = emit.result(tail)
-            editor.replace(tail.node, result)
+            editor.replace(tail.node, emit.result(tail))
     return again
 
 
@@ -193,19 +183,15 @@ def is_total(info: GraphInfo, group: Sequence[Tail]) -> bool:
     )
 
 
-def _reading_early(tail: Tail, early: Mapping[Node, Node]) -> Tail:
-    target = None if tail.target is None else early.get(tail.target, tail.target)
-    weight = None if tail.class_weight is None else early.get(tail.class_weight, tail.class_weight)
-    return replace(tail, target=target, class_weight=weight)
-
-
 class GroupEmitter:
     """Emits the op and, per tail, the few ATen nodes that turn its rows into what the tail gave."""
 
     def __init__(self, info: GraphInfo, editor: Editor, group: list[Tail]) -> None:
         self.info, self.editor, self.group = info, editor, group
         self.head = group[0].chain.head
-        self.modifiers = modifiers_of(group[0])
+        folded = fold(group[0].chain.steps)
+        assert isinstance(folded, Modifiers)
+        self.modifiers = folded
         self.with_target = next((t for t in group if t.target is not None), None)
         self.ignore_index = self.with_target.ignore_index if self.with_target else None
         self.op = self.target = self.hidden = group[0].node
@@ -216,12 +202,9 @@ class GroupEmitter:
     def op_call(self) -> None:
         """Insert the op over the selected rows."""
         e, head = self.editor, self.head
-        hidden_value = self.info.tensor(head.hidden)
-        assert hidden_value is not None
         key_steps = self.group[0].chain.row_steps[: self._rows_in_key()]
-        size = compat.known_size(hidden_value.shape[-1])
-        hidden = replay_rows(e, head.hidden, key_steps, size)
-        self.hidden = self._cast(hidden)
+        size = compat.known_size(self.info.value(head.hidden).shape[-1])
+        self.hidden = self._cast(replay_rows(e, head.hidden, key_steps, size))
         weight = self._cast(head.weight)
         if head.transposed:
             weight = e.call(aten.t.default, weight)
@@ -233,6 +216,8 @@ class GroupEmitter:
         if is_total(self.info, self.group):
             self._total_call(weight, bias)
             return
+        # What a call without metrics leaves at its defaults is not in the graph.
+        metrics = {"with_entropy": self._has(*ENTROPIES), "with_top": self._has("top")}
         self.op = e.call(
             op_folder.linear_cross_entropy,
             self.hidden,
@@ -247,19 +232,17 @@ class GroupEmitter:
             with_logit_sum=smoothing,
             gradient_filter=options.linear_cross_entropy,
             workspace=options.linear_cross_entropy_workspace,
-            **self._metrics(),
+            **{name: True for name, wanted in metrics.items() if wanted},
             **filter_settings(options),
         )
-        if smoothing:
-            self._item(2)
-        if self._has("loss", "log_prob", "logit"):
-            self._item(0)
-        if smoothing or self._has("lse", "logit", "mean_logit"):
-            self._item(1)
-        if self._has(*ENTROPIES):
-            self._item(3)
-        if self._has("top"):
-            self._item(4)
+        asked = {
+            2: smoothing,
+            0: self._has("loss", "log_prob", "logit"),
+            1: smoothing or self._has("lse", "logit", "mean_logit"),
+            3: self._has(*ENTROPIES),
+            4: self._has("top"),
+        }
+        self._items = {place: e.item(self.op, place) for place, holds in asked.items() if holds}
 
     def _total_call(self, weight: Node, bias: Node | None) -> None:
         """Insert the op that returns the loss itself, and the gradients beside it."""
@@ -287,25 +270,14 @@ class GroupEmitter:
             workspace=options.linear_cross_entropy_workspace,
             output_mask=[self._trains(node) for node in (self.hidden, weight, bias)],
         )
-        self.total = self._item(0)
+        self.total = e.item(self.op, 0)
 
     def _trains(self, node: Node | None) -> bool:
-        value = None if node is None else self.info.tensor(node)
+        value = self.info.tensor(node)
         return value is not None and value.requires_grad
 
     def _has(self, *kinds: str) -> bool:
         return any(tail.kind in kinds for tail in self.group)
-
-    def _metrics(self) -> dict[str, bool]:
-        """Return the settings that a call without metrics leaves at their defaults."""
-        asked = {"with_entropy": self._has(*ENTROPIES), "with_top": self._has("top")}
-        return {name: True for name, wanted in asked.items() if wanted}
-
-    def _item(self, index: int) -> Node:
-        """Return one of the op's results, fetched right behind the op."""
-        if index not in self._items:
-            self._items[index] = self.editor.item(self.op, index)
-        return self._items[index]
 
     @property
     def nll(self) -> Node:
@@ -335,10 +307,7 @@ class GroupEmitter:
         return max((i + 1 for i, s in enumerate(rows) if s.kind == "rows"), default=0)
 
     def _cast(self, node: Node) -> Node:
-        value = self.info.tensor(node)
-        if value is not None and value.dtype == self.head.compute_dtype:
-            return node
-        return self.editor.call(aten.to.dtype, node, self.head.compute_dtype)
+        return self.editor.cast(node, self.head.compute_dtype)
 
     def _bias(self) -> Node | None:
         e = self.editor
@@ -357,42 +326,24 @@ class GroupEmitter:
             rows = e.call(aten.select.int, self.hidden, -1, 0)
             return e.call(aten.zeros_like.default, rows, dtype=torch.int64)
         assert self.with_target.target is not None
-        return self._reshape_like_rows(self.with_target.target, self.hidden)
+        shape = self.info.value(self.hidden).shape[:-1]
+        like = partial(e.call, aten.select.int, self.hidden, -1, 0)
+        return self._as_wide(self.with_target.target, shape, like)
 
-    def _reshape_like_rows(self, node: Node, hidden: Node) -> Node:
-        value, like = self.info.tensor(node), self.info.tensor(hidden)
-        assert value is not None
-        assert like is not None
-        rows = like.shape[:-1]
-        if len(rows) == value.dim() and all(
-            compat.statically_true(a == b) for a, b in zip(rows, value.shape, strict=True)
-        ):
+    def _as_wide(self, node: Node, shape: Sequence[Any], like: Callable[[], Node]) -> Node:
+        """Give ``node`` a shape: that of what ``like`` makes where sizes are not known."""
+        if same_shape(shape, self.info.value(node).shape):
             return node
-        e = self.editor
-        if all(isinstance(s, int) for s in rows):
-            return e.call(aten.reshape.default, node, list(rows))
-        return e.call(aten.reshape_as.default, node, e.call(aten.select.int, hidden, -1, 0))
+        if all(isinstance(size, int) for size in shape):
+            return self.editor.call(aten.reshape.default, node, list(shape))
+        return self.editor.call(aten.reshape_as.default, node, like())
 
     def _shaped(self, node: Node, like: Node) -> Node:
         """Give ``node`` the shape of ``like``'s value."""
-        value, wanted = self.info.tensor(node), self.info.tensor(like)
-        assert value is not None
-        assert wanted is not None
-        if value.dim() == wanted.dim() and all(
-            compat.statically_true(a == b) for a, b in zip(value.shape, wanted.shape, strict=True)
-        ):
-            return node
-        if all(isinstance(s, int) for s in wanted.shape):
-            return self.editor.call(aten.reshape.default, node, list(wanted.shape))
-        return self.editor.call(aten.reshape_as.default, node, like)
+        return self._as_wide(node, self.info.value(like).shape, lambda: like)
 
     def _typed(self, node: Node, like: Node) -> Node:
-        value, wanted = self.info.tensor(node), self.info.tensor(like)
-        assert value is not None
-        assert wanted is not None
-        if value.dtype == wanted.dtype:
-            return node
-        return self.editor.call(aten.to.dtype, node, wanted.dtype)
+        return self.editor.cast(node, self.info.value(like).dtype)
 
     def result(self, tail: Tail) -> Node:
         """Insert what ``tail`` computed, from the op's rows."""
@@ -425,13 +376,10 @@ class GroupEmitter:
 
     def _like_statistic(self, tail: Tail, rows: Node) -> Node:
         """Take the tail's own rows out of the op's, in the shape the tail has."""
-        e = self.editor
-        wanted = self.info.tensor(tail.node)
-        assert wanted is not None
+        e, wanted = self.editor, self.info.value(tail.node)
         rest = tail.chain.row_steps[self._rows_in_key() :]
-        if all(step.kind == "reshape" for step in rest) and all(
-            isinstance(size, int) for size in wanted.shape
-        ):
+        is_known = all(isinstance(size, int) for size in wanted.shape)
+        if is_known and all(step.kind == "reshape" for step in rest):
             return self._shaped(rows, tail.node)
         if rest:
             column = e.call(aten.unsqueeze.default, rows, -1)
@@ -441,50 +389,37 @@ class GroupEmitter:
         return rows
 
     def _loss(self, tail: Tail) -> Node:
-        """Reduce per-token losses as cross_entropy does: weights, smoothing, then mean, sum or
-        none.
-        """
+        """Reduce per-token losses as cross_entropy does: weights, smoothing, then the reduction."""
         e = self.editor
         if self.total is not None:
             return self.total
         kept = e.call(aten.ne.Scalar, self.target, tail.ignore_index)
         rows, norm = self.nll, kept
         if tail.class_weight is not None:
-            norm = self._row_weights(tail.class_weight, kept, self._loss_dtype())
+            norm = self._row_weights(tail.class_weight, kept, self.info.value(self.nll).dtype)
             rows = e.call(aten.mul.Tensor, rows, norm)
         loss = self._reduce(tail, rows, norm)
         if tail.label_smoothing > 0:
             smooth = self._reduce(tail, self._smooth_rows(tail, kept), norm)
-            vocabulary = self._vocabulary()
-            loss = e.call(
-                aten.add.Tensor,
-                e.call(aten.mul.Scalar, loss, 1.0 - tail.label_smoothing),
-                e.call(aten.mul.Scalar, smooth, tail.label_smoothing / vocabulary),
-            )
+            share = tail.label_smoothing / self._vocabulary()
+            loss = e.call(aten.mul.Scalar, loss, 1.0 - tail.label_smoothing)
+            loss = e.call(aten.add.Tensor, loss, e.call(aten.mul.Scalar, smooth, share))
         if tail.reduction == 0:
             assert tail.target is not None
             return self._shaped(loss, tail.target)
         return loss
 
     def _vocabulary(self) -> int:
-        weight = self.info.tensor(self.head.weight)
-        assert weight is not None
-        return int(weight.shape[1 if self.head.transposed else 0])
+        return int(self.info.value(self.head.weight).shape[1 if self.head.transposed else 0])
 
     def _row_weights(self, class_weight: Node, kept: Node, dtype: torch.dtype) -> Node:
         e = self.editor
         zero = e.call(aten.zeros_like.default, self.target)
         index = e.call(aten.where.self, kept, self.target, zero)
-        flat = e.call(
-            aten.index_select.default, class_weight, 0, e.call(aten.reshape.default, index, [-1])
-        )
+        places = e.call(aten.reshape.default, index, [-1])
+        flat = e.call(aten.index_select.default, class_weight, 0, places)
         picked = e.call(aten.to.dtype, e.call(aten.reshape_as.default, flat, index), dtype)
         return e.call(aten.mul.Tensor, picked, kept)
-
-    def _loss_dtype(self) -> torch.dtype:
-        value = self.info.tensor(self.nll)
-        assert value is not None
-        return value.dtype
 
     def _smooth_rows(self, tail: Tail, kept: Node) -> Node:
         """Sum over classes of weight * (lse - z), zero in ignored rows."""
@@ -492,7 +427,7 @@ class GroupEmitter:
         if tail.class_weight is None:
             spread = e.call(aten.mul.Scalar, self.lse, float(self._vocabulary()))
         else:
-            weight = e.call(aten.to.dtype, tail.class_weight, self._loss_dtype())
+            weight = e.call(aten.to.dtype, tail.class_weight, self.info.value(self.nll).dtype)
             spread = e.call(aten.mul.Tensor, self.lse, e.call(aten.sum.default, weight))
         rows = e.call(aten.sub.Tensor, spread, self.logit_sum)
         zero = e.call(aten.zeros_like.default, rows)

@@ -22,7 +22,7 @@ from torch.fx import Node
 from ... import compat
 from ...logits.recipe import Modifiers, Unfoldable, fold_steps
 from ..graph.base import Decline
-from ..graph.canonical import Call, Reading, aten, is_several, read, read_one, trace
+from ..graph.canonical import Call, Reading, aten, is_several, named, read, read_one, trace
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, node_name
 
@@ -192,15 +192,15 @@ class HeadReader:
     # --- the head ---------------------------------------------------------------------------------
 
     def _head(self, node: Node) -> Head | Decline | None:
-        reading = read(node)
-        if reading is None or len(reading) != 1:
+        call = read_one(node)
+        if call is None:
             return None
-        call = reading[0]
         a = call.args
         if call.op is aten.linear.default:
             return self._make_head(node, a["input"], a["weight"], False, a["bias"])
         if call.op in (aten.matmul.default, aten.mm.default):
-            return self._product_head(node, a["self"], _second(call), None)
+            right = a["other"] if "other" in a else a["mat2"]
+            return self._product_head(node, a["self"], right, None)
         if call.op is aten.addmm.default:
             if a["beta"] != 1 or a["alpha"] != 1:
                 return Decline("head_scaled", "addmm with beta or alpha other than 1", node=node)
@@ -210,11 +210,10 @@ class HeadReader:
         return None
 
     def _product_head(self, node: Node, left: Node, right: Node, bias: Node | None) -> Head | None:
-        right_value = self.info.tensor(right)
-        left_value = self.info.tensor(left)
-        if right_value is None or left_value is None or right_value.dim() != 2:
+        right_value, left_value = self.info.tensor(right), self.info.tensor(left)
+        if right_value is None or left_value is None:
             return None
-        if left_value.dim() < 1:
+        if right_value.dim() != 2 or left_value.dim() < 1:
             return None
         if bias is not None and (b := self.info.tensor(bias)) is not None and b.dim() != 1:
             return None
@@ -241,22 +240,9 @@ class HeadReader:
 
     def _untranspose(self, node: Node) -> tuple[Node, bool]:
         """Return the (V, D) weight behind a (D, V) operand when it is a plain transpose of one."""
-        reading = read(node)
-        if reading is not None and len(reading) == 1:
-            call = reading[0]
-            swaps = (
-                call.op is aten.t.default
-                or (
-                    call.op is aten.transpose.int
-                    and {call.args["dim0"] % 2, call.args["dim1"] % 2} == {0, 1}
-                )
-                or (
-                    call.op is aten.permute.default and [d % 2 for d in call.args["dims"]] == [1, 0]
-                )
-            )
-            if swaps:
-                return call.args["self"], False
-        return node, True
+        call = read_one(node)
+        swaps = call is not None and (call.op is aten.t.default or _permutation(call, 2) == [1, 0])
+        return (call.args["self"], False) if call is not None and swaps else (node, True)
 
     def _make_head(
         self, node: Node, hidden: Node, weight: Node, transposed: bool, bias: Node | None
@@ -299,28 +285,27 @@ class HeadReader:
             if point is not None:
                 return point
         kinds = set()
-        rank = self._rank_before(node)
+        before = self._before(node)
+        rank = 0 if before is None else before.dim()
         for call in reading:
-            kind = (
-                "same" if moved and call.op in SAME_OPS else _row_kind(call, rank, head, self.info)
-            )
+            kind = "same" if moved and call.op in SAME_OPS else _row_kind(call, rank)
             if kind is None or (moved and kind != "same"):
                 return Decline(
                     "unknown_step",
-                    f"{_describe(node)} between the head and the loss is not a known row "
-                    f"move, cast, "
-                    "scale, softcap or bias",
+                    f"{_describe(node)} between the head and the loss is not a known row move, "
+                    "cast, scale, softcap or bias",
                     "compute it on the hidden states, or on the per-token losses",
                     node,
                 )
             kinds.add(kind)
-            rank += _rank_change(call)
-        if not moved and "move" not in kinds and not self._keeps_classes(node, head):
-            return Decline(
-                "class_dim_changed",
-                f"{_describe(node)} changes the vocabulary dimension of the logits",
-                node=node,
-            )
+            rank += {aten.unsqueeze.default: 1, aten.select.int: -1}.get(call.op, 0)
+        if (
+            not moved
+            and "move" not in kinds
+            and not self._has_classes(self.info.tensor(node), head)
+        ):
+            what = f"{_describe(node)} changes the vocabulary dimension of the logits"
+            return Decline("class_dim_changed", what, node=node)
         if kinds == {"same"}:
             return Step(node, "same")
         if "move" in kinds:
@@ -331,13 +316,13 @@ class HeadReader:
             return Step(node, "detach")
         return Step(node, "rows" if "rows" in kinds else "reshape", reading=reading)
 
-    def _rank_before(self, node: Node) -> int:
-        operand = self._chain_operand(node)
-        value = None if operand is None else self.info.tensor(operand)
-        return 0 if value is None else value.dim()
+    def _before(self, node: Node) -> torch.Tensor | None:
+        """Return the logits as they come to ``node``."""
+        return self.info.tensor(self._chain_operand(node))
 
-    def _keeps_classes(self, node: Node, head: Head) -> bool:
-        value, logits = self.info.tensor(node), self.info.tensor(head.node)
+    def _has_classes(self, value: torch.Tensor | None, head: Head) -> bool:
+        """Return whether the last dimension is as long as the vocabulary, for certain."""
+        logits = self.info.tensor(head.node)
         if value is None or logits is None or value.dim() < 1:
             return False
         return compat.statically_true(value.shape[-1] == logits.shape[-1])
@@ -345,18 +330,13 @@ class HeadReader:
     def _pointwise(self, node: Node, call: Call, head: Head, moved: bool) -> Step | Decline | None:
         op, args = call.op, call.args
         if op is aten.to.dtype:
-            dtype = args["dtype"]
-            if dtype == self._dtype_before(node):
+            dtype, before = args["dtype"], self._before(node)
+            if before is not None and dtype == before.dtype:
                 return Step(node, "same")
-            if not dtype.is_floating_point or (
-                dtype == torch.float64 and head.compute_dtype != torch.float64
-            ):
-                return Decline(
-                    "dtype_unsupported",
-                    f"{_describe(node)} casts the logits to {dtype}",
-                    "cast them to float32",
-                    node,
-                )
+            is_wider = dtype == torch.float64 != head.compute_dtype
+            if not dtype.is_floating_point or is_wider:
+                what = f"{_describe(node)} casts the logits to {dtype}"
+                return Decline("dtype_unsupported", what, "cast them to float32", node)
             return Step(node, "to", dtype)
         if op is aten.tanh.default:
             return Step(node, "tanh")
@@ -372,31 +352,18 @@ class HeadReader:
                     node,
                 )
             if not math.isfinite(factor) or factor == 0:
-                return Decline(
-                    "scale_not_constant", f"{_describe(node)} scales by {factor}", node=node
-                )
+                what = f"{_describe(node)} scales by {factor}"
+                return Decline("scale_not_constant", what, node=node)
             symbol = given if isinstance(given, Node) else None
             return Step(node, kind, float(factor), symbol=symbol)
         if op is aten.add.Tensor:
-            vector = args["other"]
-            if vector is self._chain_operand(node):
-                vector = args["self"]
+            is_second = args["other"] is self._chain_operand(node)
+            vector = args["self" if is_second else "other"]
             value = self.info.tensor(vector)
-            logits = self.info.tensor(head.node)
-            if (
-                moved
-                or value is None
-                or logits is None
-                or args["alpha"] != 1
-                or not _is_vector(value)
-                or not compat.statically_true(value.shape[-1] == logits.shape[-1])
-            ):
-                return Decline(
-                    "logits_combined",
-                    f"{_describe(node)} adds to the logits something other than a vector "
-                    f"over the vocabulary",
-                    node=node,
-                )
+            is_vector = value is not None and _is_vector(value) and self._has_classes(value, head)
+            if moved or args["alpha"] != 1 or not is_vector:
+                what = f"{_describe(node)} adds to the logits something other than a vector over "
+                return Decline("logits_combined", f"{what}the vocabulary", node=node)
             return Step(node, "bias", self._vector_source(vector))
         return None
 
@@ -407,27 +374,19 @@ class HeadReader:
             value = self.info.tensor(node)
             if call is None or value is None or call.op not in _VECTOR_VIEWS:
                 return node
-            source = call.args["self"]
-            source_value = self.info.tensor(source)
-            if source_value is None or source_value.dtype != value.dtype:
+            before = self.info.tensor(call.args["self"])
+            if before is None or before.dtype != value.dtype or not _is_vector(before):
                 return node
-            if not _is_vector(source_value):
-                return node
-            node = source
-
-    def _dtype_before(self, node: Node) -> torch.dtype | None:
-        operand = self._chain_operand(node)
-        value = None if operand is None else self.info.tensor(operand)
-        return None if value is None else value.dtype
+            node = call.args["self"]
 
     def _no_head(self, node: Node) -> Decline:
         if node.op == "placeholder":
             return Decline(
                 "graph_break_between",
-                "the logits enter this graph from outside: the head that made them is in "
-                "another graph",
-                "compile the model and its loss as one function; fullgraph=True shows "
-                "what split them",
+                "the logits enter this graph from outside: the head that made them is in another "
+                "graph",
+                "compile the model and its loss as one function; fullgraph=True shows what split "
+                "them",
                 node,
             )
         values = [compat.example_value(n) for n in (node, *node.all_input_nodes)]
@@ -447,11 +406,8 @@ class HeadReader:
                 "cut the hidden states, or compute one loss of all rows",
                 node,
             )
-        return Decline(
-            "no_linear_head",
-            f"the logits come from {_describe(node)}, which is not a linear head",
-            node=node,
-        )
+        what = f"the logits come from {_describe(node)}, which is not a linear head"
+        return Decline("no_linear_head", what, node=node)
 
 
 def fold(steps: Sequence[Step]) -> Modifiers | Decline:
@@ -484,45 +440,20 @@ def _replay(editor: Editor, current: Node, call: Call, hidden_size: Any) -> Node
 
 # --- classification -------------------------------------------------------------------------------
 
-_SCALES = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
-SAME_OPS = (aten.contiguous.default, aten.clone.default, aten.alias.default)
-_DIM_OPS = {
-    aten.select.int: "dim",
-    aten.slice.Tensor: "dim",
-    aten.narrow.default: "dim",
-    aten.squeeze.dim: "dim",
-    aten.index_select.default: "dim",
-}
-_VECTOR_VIEWS = (
-    aten.to.dtype,
-    aten.view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.alias.default,
+_SCALES = named("mul.Tensor mul.Scalar div.Tensor div.Scalar")
+SAME_OPS = named("contiguous.default clone.default alias.default")
+_DIM_OPS = named("select.int slice.Tensor narrow.default squeeze.dim index_select.default")
+_VECTOR_VIEWS = named("to.dtype view.default reshape.default unsqueeze.default alias.default")
+_MOVE_OPS = (
+    named("to.dtype detach.default view.default reshape.default flatten.using_ints index.Tensor")
+    | named("unsqueeze.default transpose.int permute.default movedim.int movedim.intlist")
+    | SAME_OPS
+    | _DIM_OPS
 )
-_STEP_OPS = {
-    *_SCALES,
-    *SAME_OPS,
-    *_DIM_OPS,
-    aten.to.dtype,
-    aten.tanh.default,
-    aten.add.Tensor,
-    aten.detach.default,
-    aten.view.default,
-    aten.reshape.default,
-    aten.flatten.using_ints,
-    aten.unsqueeze.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.movedim.int,
-    aten.movedim.intlist,
-    aten.index.Tensor,
-}
-
-_MOVE_OPS = _STEP_OPS - {*_SCALES, aten.tanh.default, aten.add.Tensor}
+_STEP_OPS = _MOVE_OPS | _SCALES | named("tanh.default add.Tensor")
 
 
-def _row_kind(call: Call, rank: int, head: Head, info: GraphInfo) -> str | None:
+def _row_kind(call: Call, rank: int) -> str | None:
     """Say what ``call`` does to rows: same, reshape, rows, move, detach; None when it does more."""
     op, args = call.op, call.args
     last = rank - 1
@@ -531,8 +462,7 @@ def _row_kind(call: Call, rank: int, head: Head, info: GraphInfo) -> str | None:
     if op is aten.detach.default:
         return "detach"
     if op in _DIM_OPS:
-        dim = args["dim"] % rank
-        return "rows" if dim != last else None
+        return "rows" if args["dim"] % rank != last else None
     if op is aten.unsqueeze.default:
         return "reshape" if args["dim"] % (rank + 1) <= last else None
     if op is aten.flatten.using_ints:
@@ -562,29 +492,18 @@ def _permutation(call: Call, rank: int) -> list[int] | None:
     if op is aten.permute.default:
         return [d % rank for d in args["dims"]]
     if op in (aten.movedim.int, aten.movedim.intlist):
-        sources = args["source"] if isinstance(args["source"], (list, tuple)) else [args["source"]]
-        targets = args["destination"]
-        targets = targets if isinstance(targets, (list, tuple)) else [targets]
+        sources, targets = (
+            given if isinstance(given, (list, tuple)) else [given]
+            for given in (args["source"], args["destination"])
+        )
         moved = {t % rank: s % rank for s, t in zip(sources, targets, strict=True)}
         rest = iter([d for d in range(rank) if d not in moved.values()])
         return [moved[i] if i in moved else next(rest) for i in range(rank)]
     return None
 
 
-def _rank_change(call: Call) -> int:
-    if call.op is aten.unsqueeze.default:
-        return 1
-    if call.op is aten.select.int:
-        return -1
-    return 0
-
-
 def _is_vector(value: torch.Tensor) -> bool:
     return value.dim() >= 1 and all(compat.statically_true(s == 1) for s in value.shape[:-1])
-
-
-def _second(call: Call) -> Any:
-    return call.args["other"] if "other" in call.args else call.args["mat2"]
 
 
 def _describe(node: Node) -> str:

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ... import compat
 from ..graph.base import Decline
 from ..graph.canonical import Call, aten, read_one
-from ..graph.graph_info import GraphInfo, node_name
+from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .head import Chain, HeadReader
 
 _MAX_LINKS = 24
@@ -134,8 +133,9 @@ class SoftmaxReader:
         operand = broadcast_operand(node)
         if operand is not None:
             before, after = self.info.tensor(operand), self.info.tensor(node)
-            same = before is not None and after is not None and same_shape(before, after)
-            return operand if same else None
+            if before is None or after is None or not same_shape(before.shape, after.shape):
+                return None
+            return operand
         call, value = read_one(node), self.info.tensor(node)
         if call is None or value is None or call.op is not aten.clamp.default:
             return None
@@ -162,13 +162,6 @@ def broadcast_operand(node: Node) -> Node | None:
     operands = first if isinstance(first, (list, tuple)) else joined.args
     operand = operands[index] if -len(operands) <= index < len(operands) else None
     return operand if isinstance(operand, Node) else None
-
-
-def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two shapes are equal whatever the sizes turn out to be."""
-    return a.dim() == b.dim() and all(
-        compat.statically_true(x == y) for x, y in zip(a.shape, b.shape, strict=True)
-    )
 
 
 def class_position(chain: Chain, rank: int) -> int:

@@ -15,11 +15,11 @@ from torch.fx import Node
 from ... import compat
 from ...logits.recipe import Modifiers
 from ..graph.base import Decline
-from ..graph.canonical import aten, read, read_one
-from ..graph.graph_info import GraphInfo, node_name
+from ..graph.canonical import aten, read_one
+from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .head import Chain, Head, HeadReader, fold
 from .outputs import LogitsOutput, is_deferrable, returned_logits
-from .softmax import Soft, SoftmaxReader, broadcast_operand, class_position, same_shape
+from .softmax import Soft, SoftmaxReader, broadcast_operand, class_position
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,9 @@ class Tail:
     @property
     def name(self) -> str:
         """What a reader calls it."""
-        names = {"top": "argmax", "neg_entropy": "entropy", "mean_logit": "entropy"}
-        return names.get(self.kind) or (
-            "entropy" if self.kind == "entropy" else node_name(self.node)
-        )
+        if self.kind in ENTROPIES:
+            return "entropy"
+        return "argmax" if self.kind == "top" else node_name(self.node)
 
 
 STATISTICS = ("lse", "top", "entropy", "neg_entropy", "mean_logit")
@@ -98,11 +97,8 @@ def tails_of(info: GraphInfo, reader: HeadReader, node: Node) -> Iterable[Tail |
     call = read_one(node)
     if call is None:
         if "cross_entropy" in node_name(node) or "nll_loss" in node_name(node):
-            yield Decline(
-                "unreadable_loss",
-                f"`{node_name(node)}` is called with arguments this pass does not read",
-                node=node,
-            )
+            said = f"`{node_name(node)}` is called with arguments this pass does not read"
+            yield Decline("unreadable_loss", said, node=node)
         return
     a = call.args
     if call.op is aten.cross_entropy_loss.default:
@@ -136,7 +132,7 @@ def _nll_tail(info: GraphInfo, reader: HeadReader, node: Node, a: Any) -> Iterab
         yield replace(soft, node=node)
     elif soft is not None:
         yield from _loss_tail(info, reader, node, soft.chain, a, 0.0, soft.through)
-    elif not _is_plain_loss_input(info, a["self"]):
+    elif a["self"].op != "placeholder":
         yield Decline(
             "not_log_softmax",
             "nll_loss does not read a log_softmax over its classes",
@@ -171,8 +167,8 @@ def _loss_tail(
     if reduction is None or ignore_index is None or smoothing is None:
         yield Decline(
             "setting_not_constant",
-            f"`{node_name(node)}` gets an ignore_index or label_smoothing that varies "
-            f"from call to call",
+            f"`{node_name(node)}` gets an ignore_index or label_smoothing that varies from call to "
+            "call",
             "give it a fixed number",
             node,
         )
@@ -203,10 +199,7 @@ def _gather_tail(
         return
     if a.get("sparse_grad") or not compat.statically_true(index_value.shape[-1] == 1):
         return
-    same_rows = all(
-        compat.statically_true(i == s)
-        for i, s in zip(index_value.shape[:-1], value.shape[:-1], strict=True)
-    )
+    same_rows = same_shape(index_value.shape[:-1], value.shape[:-1])
     soft = SoftmaxReader(info, reader).log_probs(source)
     if isinstance(soft, Decline):
         yield replace(soft, node=node)
@@ -214,20 +207,18 @@ def _gather_tail(
     chain = reader.chain(source) if soft is None else soft.chain
     if isinstance(chain, Decline):
         if node_name(source) == "log_softmax":
-            yield Decline(
-                "unknown_step",
-                f"`{node_name(node)}` reads a log_softmax over another dimension than the classes",
-                node=node,
+            said = (
+                f"`{node_name(node)}` reads a log_softmax over another dimension than the classes"
             )
+            yield Decline("unknown_step", said, node=node)
         return
     if not same_rows:
         if soft is not None:
             yield Decline(
                 "rows_differ",
                 "the gathered index may have fewer rows than the log-probabilities",
-                "slice the hidden states to the rows that are gathered; sizes that are "
-                "always equal "
-                "but marked dynamic one by one are best marked by dynamic=True",
+                "slice the hidden states to the rows that are gathered; sizes that are always "
+                "equal but marked dynamic one by one are best marked by dynamic=True",
                 node,
             )
         return
@@ -240,15 +231,15 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
 
     That is how torch.distributions gathers log-probabilities; the broadcast reads the logits.
     """
-    reading = read(index)
-    if reading is None or len(reading) != 1 or reading[0].op is not aten.slice.Tensor:
+    call = read_one(index)
+    if call is None or call.op is not aten.slice.Tensor:
         return index, ()
-    broadcast: Node = reading[0].args["self"]
+    broadcast: Node = call.args["self"]
     source = broadcast_operand(broadcast)
     if source is None:
         return index, ()
     before, after = info.tensor(source), info.tensor(index)
-    if before is None or after is None or not same_shape(before, after):
+    if before is None or after is None or not same_shape(before.shape, after.shape):
         return index, ()
     joined = broadcast.args[0]
     assert isinstance(joined, Node)
@@ -325,14 +316,9 @@ def _entropy_tail(info: GraphInfo, reader: HeadReader, node: Node, a: Any) -> It
     if sign < 0:
         kind = {"entropy": "neg_entropy", "neg_entropy": "entropy"}.get(kind, "")
     if kind:
-        yield Tail(
-            node,
-            kind,
-            soft.chain,
-            through=(*soft.through, term, *between),
-            keepdim=a["keepdim"],
-            factors=factors,
-        )
+        through = (*soft.through, term, *between)
+        how = {"keepdim": a["keepdim"], "factors": factors}
+        yield Tail(node, kind, soft.chain, through=through, **how)
 
 
 def _unsigned(node: Any) -> tuple[Node, int, tuple[Node, ...]]:
@@ -382,18 +368,13 @@ def _same_logits(a: Chain, b: Chain) -> bool:
     )
 
 
-def _is_plain_loss_input(info: GraphInfo, node: Any) -> bool:
-    return isinstance(node, Node) and node.op == "placeholder"
-
-
 def loss_outside(info: GraphInfo) -> Iterable[Decline]:
     """Say so when a training graph returns logits, no loss reads them and they stay as they are."""
     for match in returned_logits(info):
         if is_deferrable(info, match):
             continue
-        weight = info.tensor(match.outputs[0].chain.head.weight)
-        assert weight is not None
         head = match.outputs[0].chain.head
+        weight = info.value(head.weight)
         vocabulary = compat.size_hint(weight.shape[1 if head.transposed else 0])
         yield Decline(
             "graph_break_between",

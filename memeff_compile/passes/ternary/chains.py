@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from ... import compat
 from ...kernels.checks import short
 from ...kernels.ternary_linear import KINDS, Quantizer
+from ..graph.base import Decline
 from ..graph.canonical import PREVIOUS, Call, aten, read, read_one
 from ..graph.graph_info import node_name
 from .masks import read_larger_half
@@ -30,13 +31,8 @@ _STEPS = 16
 """Nodes looked back over when asking whether something rounds on the way."""
 
 
-@dataclass(frozen=True)
-class Unread:
-    """Why a chain cannot be served: code, sentence, way out."""
-
-    code: str
-    sentence: str
-    hint: str = ""
+Unread: TypeAlias = Decline
+"""Why a chain cannot be served."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ def test_a_gradient_becomes_the_weight_after_a_step(codec: str, decay: float) ->
     held = torch.nn.Parameter(weight.clone())
     held.grad = gradient.clone()
     torch.optim.SGD([held], lr=0.25, weight_decay=decay).step()
-    parts = codecs.encode(weight, form)
+    # Both write the same parts, as tests above say; interpreted, the entropy coder takes seconds.
+    parts = (reference if codec == "rans" else codecs).encode(weight, form)
     assert codecs.steps(form, gradient)
     found = codecs.step(parts, form, gradient, codecs.Step(0.25, decay))
     assert found is gradient

@@ -57,7 +57,11 @@ def _check(inputs: Inputs, case: Case, workspace: int = NARROW_PIECES) -> None:
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_values_and_gradients_match_the_oracle(case: Case, dtype: torch.dtype) -> None:
     assert hybrid_widths(21, 13, 201, NARROW_PIECES, dtype.itemsize, 132).strip == 64

@@ -335,6 +335,7 @@ def test_on_a_gpu_generate_compiles_with_the_backend_unless_told_otherwise(
         config.compile_config = None
         mine._prepare_cache_for_generation(config, {}, None, 1, 10)
         assert config.compile_config is None
+        assert config.disable_compile
 
 
 def test_a_pipeline_gives_the_tokens_of_the_cache_itself(model: Any) -> None:

@@ -276,7 +276,7 @@ MUTATIONS: dict[str, tuple[Any, Any]] = {
     "ge read as le": (aten.ge, mask_reader._RULES[aten.le]),
     "eq read as true": (aten.eq, lambda given: mask_reader.Value(given.shape, algebra.TRUE)),
     "and read as or": (aten.__and__, mask_reader._RULES[aten.bitwise_or]),
-    "not left out": (aten.bitwise_not, mask_reader._same),
+    "not left out": (aten.bitwise_not, mask_reader._Operands.value),
     "triu read as tril": (aten.triu, mask_reader._triangle(1)),
     "sums read as differences": (aten.add, mask_reader._sum_of(-1)),
     "running sums read as zero": (

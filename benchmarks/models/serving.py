@@ -1,0 +1,379 @@
+"""generate() of a whole model: time to the first token, a step, tokens per second, peak memory.
+
+    python benchmarks/models/serving.py --part check
+    python benchmarks/models/serving.py --part time --paths eager static verb-4 all
+    python benchmarks/models/serving.py --part host
+
+`check`: a small model; what is generated with steps replayed as CUDA graphs, twice, against the
+same compiled steps that are not, for `--kinds`: other lengths and batches, left padding, logits
+kept over all steps, from a thread, with beams. Prints a line per case and ends with an error where
+one differs.
+
+`time`: Qwen3-8B's widths with random weights, greedy, in bf16. A streamer notes when each token is
+there, so the clock waits for the GPU after each token, as generate() itself does. The first call
+compiles and is a row of its own; `step_ms` is of the last call.
+
+    eager          transformers' growing cache, nothing compiled
+    static-config  StaticCache, CompileConfig(backend="memeff", memeff.mode=reduce-overhead)
+    static         StaticCache, model.compile(backend="memeff")
+    kv4-config, kv4, kv4-mode
+                   KVCache of 4 bits: by CompileConfig, in place, in place with the mode
+    verb-static, verb-4
+                   memeff_compile.compile(model, kv_cache="static"), kv_cache=4
+    win4           compressed weights and StaticCache, in place
+    all            compressed weights, KVCache of 4 bits, attention in 8 bits, by the verb
+
+`host`: what the host spends on one step besides generate()'s own loop: calls in a row while the GPU
+is busy with something else.
+
+`--size tiny` runs everything on the CPU in seconds; there nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import memeff_compile
+from benchmarks import rows, timing
+from memeff_compile import recordings
+
+WIDTHS = {
+    "h200": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "small": {
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 4096,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 64,
+    },
+}
+PATHS = (
+    "eager",
+    "static-config",
+    "static",
+    "kv4-config",
+    "kv4",
+    "kv4-mode",
+    "verb-static",
+    "verb-4",
+    "win4",
+    "all",
+)
+VERBS: dict[str, dict[str, Any]] = {
+    "verb-static": {"kv_cache": "static"},
+    "verb-4": {"kv_cache": 4},
+    "all": {"kv_cache": 4, "weights": "win4", "attention": "8b"},
+}
+MODE = {"memeff.mode": "reduce-overhead"}
+
+
+def build(size: str, layers: int, device: str) -> Any:
+    """Return a model of Qwen3's architecture with random weights that never ends a sequence."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        **WIDTHS[size],
+        num_hidden_layers=layers,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    dtype = torch.float32 if size == "tiny" else torch.bfloat16
+    with torch.device(device):
+        model: Any = Qwen3ForCausalLM._from_config(config, dtype=dtype)
+    return model.eval()
+
+
+def prompt(model: Any, batch: int, tokens: int) -> Tensor:
+    """Return random ids, the same every time."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, model.config.vocab_size, (batch, tokens), generator=generator)
+    return ids.to(model.device)
+
+
+def clean() -> None:
+    """Forget what was compiled and free what it held."""
+    memeff_compile.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class Times:
+    """A streamer that notes when each token is there."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Take a prompt or a token, which generate() has brought to the host."""
+        del value
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Do nothing more."""
+
+
+# --- paths ----------------------------------------------------------------------------------------
+
+
+def prepare(path: str, model: Any) -> None:
+    """Compress and compile a model as a path says."""
+    if path in VERBS:
+        memeff_compile.compile(model, **VERBS[path])
+    elif path == "win4":
+        memeff_compile.compress_(model, "win4", progress=False)
+    if path in ("static", "kv4", "kv4-mode", "win4"):
+        model.compile(backend="memeff", options=dict(MODE) if path == "kv4-mode" else None)
+
+
+def arguments(path: str, model: Any, tokens: int) -> dict[str, Any]:
+    """Return what generate() is given on a path, for so many tokens."""
+    from transformers import CompileConfig
+
+    given: dict[str, Any] = {"do_sample": False}
+    if path.endswith("-config"):
+        given["compile_config"] = CompileConfig(backend="memeff", options=MODE, mode=None)
+    if path in ("static", "static-config", "win4"):
+        given["cache_implementation"] = "static"
+    elif path.startswith("kv4"):
+        given["past_key_values"] = memeff_compile.KVCache(model.config, tokens, bits=4)
+    return given
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def cases() -> Iterator[tuple[str, Callable[[Any, str], Any]]]:
+    """Yield the cases of `check`: a name, and what a model is asked."""
+    new = 24
+
+    def ask(model: Any, kind: str, length: int, batch: int = 4, **more: Any) -> Any:
+        ids = prompt(model, batch, length)
+        beams = more.get("num_beams", 1)
+        given = arguments(kind, model, length + new)
+        return model.generate(ids, max_new_tokens=new, **{**given, **more}), beams
+
+    def tokens(length: int, **more: Any) -> Callable[[Any, str], Any]:
+        return lambda model, kind: ask(model, kind, length, **more)[0]
+
+    def padded(model: Any, kind: str) -> Any:
+        mask = torch.ones(4, 300, dtype=torch.long, device=model.device)
+        mask[0, :120] = 0
+        return ask(model, kind, 300, attention_mask=mask)[0]
+
+    def kept(model: Any, kind: str) -> Any:
+        asked = {"return_dict_in_generate": True, "output_logits": True}
+        found = ask(model, kind, 300, **asked)[0]
+        return torch.stack(found.logits)
+
+    def from_a_thread(model: Any, kind: str) -> Any:
+        found: list[Tensor] = []
+        times = Times()
+
+        def run() -> None:
+            found.append(ask(model, kind, 300, streamer=times)[0])
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert len(times.at) == new + 1
+        return found[0]
+
+    yield "tokens", tokens(300)
+    yield "another length", tokens(431)
+    yield "back", tokens(300)
+    yield "another batch", tokens(300, batch=1)
+    yield "left padding", padded
+    yield "logits kept", kept
+    yield "from a thread", from_a_thread
+    yield "beams", tokens(64, batch=1, num_beams=3)
+
+
+@contextlib.contextmanager
+def replaying(is_on: bool) -> Iterator[None]:
+    """Run compiled steps as they are where recordings are off."""
+    was = recordings.CudaEngine.is_free
+    if not is_on:
+        recordings.CudaEngine.is_free = lambda self: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        recordings.CudaEngine.is_free = was  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def check(options: argparse.Namespace) -> None:
+    """Compare replayed steps with the same compiled steps that are not."""
+    wrong = 0
+    size = "tiny" if options.size == "tiny" else "small"
+    for kind in options.kinds:
+        clean()
+        model = build(size, 2, options.device)
+        if kind in VERBS:
+            memeff_compile.compile(model, **VERBS[kind])
+        else:
+            prepare(kind, model)
+        for name, case in cases():
+            started = time.perf_counter()
+            found = []
+            for is_on in (False, True, True):
+                with replaying(is_on):
+                    found.append(case(model, kind))
+            seconds = time.perf_counter() - started
+            is_equal = all(torch.equal(found[0], each) for each in found[1:])
+            wrong += not is_equal
+            print(f"{'equal' if is_equal else 'DIFFERENT'}  {kind}: {name} ({seconds:.1f} s)")
+        counts = [g.replays for g in memeff_compile.graphs() if g.replays is not None]
+        print(f"{kind}: " + "; ".join(" ".join(str(c).split()) for c in counts), flush=True)
+        if options.device == "cuda":
+            stopped = [c for c in counts if c.stopped or not c.replays]
+            wrong += len(stopped) + (not counts)
+    if wrong:
+        raise SystemExit(f"{wrong} cases differ, or were not replayed")
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def one_call(model: Any, path: str, ids: Tensor, new: int) -> dict[str, Any]:
+    """Return the times of one call of generate()."""
+    times = Times()
+    given = arguments(path, model, ids.shape[1] + new)
+    timing.synchronize()
+    started = time.perf_counter()
+    found = model.generate(ids, max_new_tokens=new, streamer=times, **given)
+    total = time.perf_counter() - started
+    first, *rest = times.at[1:]
+    steps = [1e3 * (b - a) for a, b in zip([first, *rest], rest, strict=False)]
+    return {
+        "first_token_s": round(first - started, 3),
+        "step_ms": rows.percentiles(steps),
+        "mean_step_ms": round(1e3 * (times.at[-1] - first) / len(steps), 3),
+        "tokens_per_s": round(ids.shape[0] * new / total, 1),
+        "tokens": found[:, ids.shape[1] :],
+    }
+
+
+@torch.no_grad()
+def measure(options: argparse.Namespace) -> None:
+    """Time paths, each on a model of its own."""
+    exact: Tensor | None = None
+    for path in options.paths:
+        clean()
+        model = build(options.size, options.layers, options.device)
+        ids = prompt(model, options.batch, options.prompt)
+        row: dict[str, Any] = {"kind": "serving", "path": path, "layers": options.layers}
+        row |= {"batch": options.batch, "prompt": options.prompt, "new": options.new}
+        try:
+            prepare(path, model)
+            started = time.perf_counter()
+            one_call(model, path, ids, options.new)
+            row["first_call_s"] = round(time.perf_counter() - started, 1)
+            if options.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            for _ in range(options.repeats):
+                result = one_call(model, path, ids, options.new)
+        except Exception as error:  # a path that fails is a result
+            rows.write(options.out, {**row, "error": f"{type(error).__name__}: {error}"[:300]})
+            continue
+        tokens = result.pop("tokens")
+        exact = tokens if exact is None else exact
+        if options.device == "cuda":
+            row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        row["same_as_first_path"] = round(float((tokens == exact).float().mean()), 4)
+        row["graphs"] = len(memeff_compile.graphs())
+        rows.write(options.out, {**row, **result})
+        if options.verbose:
+            print(memeff_compile.last_report())
+        del model, ids, tokens
+    clean()
+
+
+@torch.no_grad()
+def host(options: argparse.Namespace) -> None:
+    """Time what the host does for one step while the GPU is busy."""
+    for path in options.paths:
+        if path == "eager" or path.endswith("-config"):
+            continue
+        clean()
+        model = build(options.size, options.layers, options.device)
+        prepare(path, model)
+        length = 512
+        cache: Any = memeff_compile.KVCache(model.config, length, bits=4)
+        if path in ("static", "verb-static", "win4"):
+            from transformers import StaticCache
+
+            cache = StaticCache(config=model.config, max_cache_len=length)
+        token = prompt(model, options.batch, 64)
+        model(input_ids=token, past_key_values=cache, use_cache=True)
+        token = token[:, :1].contiguous()
+        for _ in range(8):
+            model(input_ids=token, past_key_values=cache, use_cache=True)
+        samples = []
+        for _ in range(32):
+            timing.synchronize()
+            if options.device == "cuda":
+                torch.cuda._sleep(50_000_000)
+            started = time.perf_counter()
+            model(input_ids=token, past_key_values=cache, use_cache=True)
+            samples.append(1e3 * (time.perf_counter() - started))
+        row = {"kind": "serving host", "path": path, "layers": options.layers}
+        rows.write(options.out, {**row, "batch": options.batch, "ms": rows.percentiles(samples)})
+        del model, cache
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    parts = {"check": check, "time": measure, "host": host}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", nargs="+", choices=parts, default=["check", "time"])
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=["static", "verb-4", "all"])
+    parser.add_argument("--kinds", nargs="+", choices=PATHS[1:], default=["static", "verb-4"])
+    parser.add_argument("--size", choices=WIDTHS, default="h200")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=12000)
+    parser.add_argument("--new", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--verbose", action="store_true", help="print the report of each path")
+    parser.add_argument("--out", type=Path, default=Path("serving.jsonl"))
+    options = parser.parse_args()
+    options.device = "cpu" if options.size == "tiny" else "cuda"
+    for part in options.part:
+        parts[part](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Caches that generate() is handed again, so that they stay where they are from call to call.
+
+A CUDA graph of a step holds for the addresses of its cache, and compiled code for its sizes. So
+sizes come in buckets, tensors are allocated before the first prompt runs, and a cache that nobody
+holds any more is emptied and handed out again.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KEPT = 2
+"""Caches that are kept for one model."""
+
+_SMALLEST = 256
+
+
+def bucket(tokens: int) -> int:
+    """Return the length of a cache for so many tokens: an eighth more at most, and never under 256.
+
+    Example: bucket(12096) == 12288; bucket(20) == 256.
+    """
+    step = max(_SMALLEST, (1 << (tokens - 1).bit_length() - 1) // 8) if tokens > 1 else _SMALLEST
+    return -(-tokens // step) * step
+
+
+@dataclass
+class _Kept:
+    kind: Hashable
+    tokens: int
+    cache: Any
+    handed_out: weakref.ref[Any]
+    was_searched: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody holds the cache that was handed out."""
+        return self.handed_out() is None
+
+
+class Pool:
+    """The caches of one model; a copy of the model starts with none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[_Kept] = []
+
+    def take(
+        self,
+        kind: Hashable,
+        tokens: range,
+        mask: Tensor | None,
+        make: Callable[[], Any],
+    ) -> Any:  # noqa: ANN401 - a KVCache
+        """Return an empty cache of a kind, one that was used before if there is one.
+
+        Args:
+            kind: what caches have in common that can stand for each other.
+            tokens: the lengths that serve.
+            mask: of padding, for the cache.
+            make: makes one, with the mask, for the first of these lengths.
+        """
+        with self._lock:
+            alike = [k for k in self._kept if k.kind == kind and k.tokens in tokens]
+            for kept in alike:
+                if not kept.is_free and not kept.was_searched:
+                    gc.collect()  # Dynamo's notes about a call that it compiled are in cycles
+                    kept.was_searched = True
+                if kept.is_free:
+                    cache = copy.copy(kept.cache)  # another object over the same layers
+                    cache.reset(mask)
+                    kept.handed_out = weakref.ref(cache)
+                    return cache
+            if len(self._kept) == KEPT:  # before another is allocated
+                free = [kept for kept in self._kept if kept.is_free]
+                self._kept.remove((free or self._kept)[0])
+            cache = make()
+            held = copy.copy(cache)
+            self._kept.append(_Kept(kind, tokens.start, held, weakref.ref(cache)))
+            return cache
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pool:
+        """Return an empty pool."""
+        return Pool()
+
+    def __reduce__(self) -> Any:  # noqa: ANN401
+        """Pickle nothing of it."""
+        return Pool, ()
+
+
+def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401
+    """Return key-value heads and head dimension of a model's cache, or None where they vary."""
+    ask = getattr(model, "_get_static_cache_init_shape", None)
+    if ask is not None:  # since transformers 5.2x
+        found: tuple[Any, Any] | None = ask()
+        return found
+    config = model.config.get_text_config(decoder=True)
+    heads, depth = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    keys = [m for name, m in model.named_modules() if name.endswith(".k_proj")]
+    is_whole = getattr(model, "_tp_size", None) in (None, 1) and not hasattr(model, "hf_device_map")
+    if not heads or not depth or not is_whole or len(keys) != config.num_hidden_layers:
+        return None
+    sizes = {getattr(each, "out_features", None) for each in keys}
+    return (heads, depth) if sizes == {heads * depth} else None
+
+
+def allocate(cache: Any, model: Any, sequences: int) -> None:  # noqa: ANN401
+    """Allocate a cache's tensors for a model, where their sizes are known beforehand."""
+    shapes = head_shapes(model)
+    if shapes is None or torch.is_autocast_enabled(model.device.type):
+        return
+    cache.early_initialization(sequences, *shapes, model.dtype, model.device)
