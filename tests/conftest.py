@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Inductor starts a pool of processes, each importing torch: dearer than all that the tests compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# And g++ takes half the time over loops of numbers that it takes over loops of vectors.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 OPTIONAL = ("expecttest", "hypothesis", "transformers", "accelerate", "peft")
 """Test files that import one of these are left out where it is missing (`make gpu`)."""

@@ -1,36 +1,77 @@
-"""Runs a function in two processes that talk through gloo."""
+"""Two processes that talk through gloo and call functions together, started once for many."""
 
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing import connection
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.distributed.models import fresh_start
+
 RANKS = 2
 LIMIT = 400.0
-"""Seconds until a run counts as stuck: a loaded machine is slow, a lost peer waits for ever."""
+"""Seconds until a call counts as stuck: a loaded machine is slow, a lost peer waits for ever."""
 
 
-def run_in_two_processes(work: Callable[[], None], folder: Path) -> None:
-    """Call `work`, a function of a module, in two processes; raise what it raises there."""
-    meeting_point = f"file://{folder / 'meeting_point'}"
-    context = mp.start_processes(
-        _enter, args=(work, meeting_point), nprocs=RANKS, join=False, start_method="spawn"
-    )
-    deadline = time.monotonic() + LIMIT
-    while not context.join(timeout=5):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"{work.__name__} took longer than {LIMIT:.0f} s")
+class TwoProcesses:
+    """Starts when first asked, and anew after a failure: a peer may wait for what never comes."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Call `work`, which can be pickled, in both processes; raise what it raises there."""
+        if not self._processes:
+            self._start()
+        deadline = time.monotonic() + LIMIT
+        for pipe in self._pipes:
+            pipe.send(work)
+        waiting = list(self._pipes)
+        while waiting:
+            ready = connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            said = [self._heard(pipe) for pipe in ready] or [f"it took longer than {LIMIT:.0f} s"]
+            if any(said):
+                self.stop()
+                raise AssertionError("\n".join(said))
+            waiting = [pipe for pipe in waiting if pipe not in ready]
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        meeting_point = f"file://{self._folders.mktemp('two_processes') / 'meeting_point'}"
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs, meeting_point))
+            process.start()
+            theirs.close()  # so that the end of the process is the end of the pipe
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def _heard(self, pipe: Any) -> str:
+        try:
+            return str(pipe.recv())
+        except (EOFError, ConnectionError):
+            return f"process {self._pipes.index(pipe)} ended without a word"
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
 
 
-def _enter(rank: int, work: Callable[[], None], meeting_point: str) -> None:
+def _serve(rank: int, pipe: Any, meeting_point: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -39,6 +80,14 @@ def _enter(rank: int, work: Callable[[], None], meeting_point: str) -> None:
         world_size=RANKS,
         timeout=timedelta(seconds=LIMIT),
     )
-    work()
-    dist.barrier()
-    dist.destroy_process_group()
+    while True:
+        work = pipe.recv()
+        try:
+            torch.manual_seed(0)
+            fresh_start()
+            work()
+            dist.barrier()
+        except BaseException:  # whatever it is, the other side is told
+            pipe.send(f"process {rank}:\n{traceback.format_exc()}")
+            return
+        pipe.send("")

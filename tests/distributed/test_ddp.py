@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,12 +24,11 @@ from tests.distributed.models import (
     assert_same_gradients,
     assert_served_outside,
     codes,
-    fresh_start,
     gradients,
     ids,
     outside_loss,
 )
-from tests.distributed.processes import run_in_two_processes
+from tests.distributed.processes import TwoProcesses
 
 WIDTH = 512  # a linear layer of this width fills the smallest bucket that PyTorch makes
 BUCKET_MIB = 1
@@ -88,92 +88,109 @@ def transformers_model_in_pieces() -> None:
     assert_ranks_agree(gradients(wrapped))
 
 
-def every_way_to_compile() -> None:
-    def check(make: Any, modes: dict[str, Any], options: dict[str, str], in_place: bool) -> Any:
-        fresh_start()
-        eager = DistributedDataParallel(make(), bucket_cap_mb=BUCKET_MIB)
-        model = make()
-        expected = eager(ids())
-        expected = expected if isinstance(expected, tuple) else (expected,)
-        expected[0].backward()
-        if in_place:
-            model.compile(backend="memeff", options={**OPTIONS, **options})
-        ours = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **modes)
-        run = (
-            ours
-            if in_place
-            else torch.compile(ours, backend="memeff", options={**OPTIONS, **options})
-        )
-        for _ in range(2):
-            ours.zero_grad()
-            out = run(ids())
-            loss, *logits = out if isinstance(out, tuple) else (out,)
-            loss.backward()
-        torch.testing.assert_close(loss, expected[0], rtol=1e-6, atol=0)
-        assert_same_gradients(gradients(ours), gradients(eager))
-        assert_ranks_agree(gradients(ours))
-        return logits
+def check(make: Any, modes: dict[str, Any], options: dict[str, str], in_place: bool) -> Any:
+    """Hold two compiled steps against one of eager; return the logits."""
+    eager = DistributedDataParallel(make(), bucket_cap_mb=BUCKET_MIB)
+    model = make()
+    expected = eager(ids())
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    expected[0].backward()
+    settings = {**OPTIONS, **options}
+    if in_place:
+        model.compile(backend="memeff", options=settings)
+    ours = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **modes)
+    run = ours if in_place else torch.compile(ours, backend="memeff", options=settings)
+    for _ in range(2):
+        ours.zero_grad()
+        out = run(ids())
+        loss, *logits = out if isinstance(out, tuple) else (out,)
+        loss.backward()
+    torch.testing.assert_close(loss, expected[0], rtol=1e-6, atol=0)
+    assert_same_gradients(gradients(ours), gradients(eager))
+    assert_ranks_agree(gradients(ours))
+    return logits
 
-    def small() -> nn.Module:
-        return Small(WIDTH)
 
-    def loss_only() -> nn.Module:
-        return LossOnly(WIDTH)
-
-    (logits,) = check(small, {"static_graph": True}, {}, in_place=True)
+def a_model_compiled_in_place() -> None:
+    (logits,) = check(partial(Small, WIDTH), {"static_graph": True}, {}, in_place=True)
     assert_deferred(logits)
     assert codes() == TRAINING
     assert pieces() > 1
 
-    (logits,) = check(small, {}, {"memeff.logits": "none"}, in_place=False)
+
+def dropped_logits() -> None:
+    (logits,) = check(partial(Small, WIDTH), {}, {"memeff.logits": "none"}, in_place=False)
     assert logits is None
     assert codes() == {"rewrote", "logits_none"}
     assert pieces() > 1
 
-    check(loss_only, {}, {"memeff.verify": "raise"}, in_place=False)
+
+def verified_pieces() -> None:
+    check(partial(LossOnly, WIDTH), {}, {"memeff.verify": "raise"}, in_place=False)
     assert codes() == {"rewrote", "verify_passed"}
 
+
+def logits_that_a_later_piece_reads() -> None:
     (logits,) = check(Crossing, {}, {}, in_place=False)
     assert_deferred(logits, products=1)  # what the later piece read was computed once
     assert pieces() > 1
 
 
-def a_loss_outside_the_model() -> None:
+def a_loss_outside_the_model(mode: str, in_place: bool) -> None:
     eager = DistributedDataParallel(LogitsOnly(WIDTH, 5 * WIDTH), bucket_cap_mb=BUCKET_MIB)
     outside_loss(eager(ids())).backward()
-    for modes in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
-        for in_place in (True, False):
-            fresh_start()
-            model = LogitsOnly(WIDTH, 5 * WIDTH)
-            if in_place:
-                model.compile(backend="memeff", options=OPTIONS)
-            ours = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **modes)
-            run = ours if in_place else torch.compile(ours, backend="memeff", options=OPTIONS)
-            for _ in range(2):
-                ours.zero_grad()
-                logits = run(ids())
-                outside_loss(logits).backward()
-            if in_place:
-                assert_deferred(logits)
-                assert_served_outside(2)
-            assert_same_gradients(gradients(ours), gradients(eager))
-            assert_ranks_agree(gradients(ours))
+    model = LogitsOnly(WIDTH, 5 * WIDTH)
+    if in_place:
+        model.compile(backend="memeff", options=OPTIONS)
+    modes: dict[str, Any] = {mode: True} if mode else {}
+    ours = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MIB, **modes)
+    run = ours if in_place else torch.compile(ours, backend="memeff", options=OPTIONS)
+    for _ in range(2):
+        ours.zero_grad()
+        logits = run(ids())
+        outside_loss(logits).backward()
+    if in_place:
+        assert_deferred(logits)
+        assert_served_outside(2)
+    assert_same_gradients(gradients(ours), gradients(eager))
+    assert_ranks_agree(gradients(ours))
 
 
 def dropped_logits_that_a_later_piece_reads() -> None:
-    fresh_start()
     ours = DistributedDataParallel(Crossing(), bucket_cap_mb=BUCKET_MIB)
     run = torch.compile(ours, backend="memeff", options={**OPTIONS, "memeff.logits": "none"})
     with pytest.raises(Exception, match="dropped logits that a later part of the model reads"):
         run(ids())
 
 
-def all_of_it() -> None:
-    transformers_model_in_pieces()
-    every_way_to_compile()
-    a_loss_outside_the_model()
-    dropped_logits_that_a_later_piece_reads()
+CASES = [
+    transformers_model_in_pieces,
+    a_model_compiled_in_place,
+    dropped_logits,
+    verified_pieces,
+    logits_that_a_later_piece_reads,
+    dropped_logits_that_a_later_piece_reads,
+]
+WAYS = [
+    pytest.param(mode, in_place, marks=pytest.mark.slow if is_slow else ())
+    for mode, in_place, is_slow in (
+        ("", True, False),
+        ("", False, True),
+        ("find_unused_parameters", True, True),
+        ("find_unused_parameters", False, False),
+        ("static_graph", True, False),
+        ("static_graph", False, True),
+    )
+]
 
 
-def test_ddp(tmp_path: Path) -> None:
-    run_in_two_processes(all_of_it, tmp_path)
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_ddp(case: Callable[[], None], two_processes: TwoProcesses) -> None:
+    two_processes.run(case)
+
+
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize(("mode", "in_place"), WAYS)
+def test_a_loss_outside_the_model(mode: str, in_place: bool, two_processes: TwoProcesses) -> None:
+    two_processes.run(partial(a_loss_outside_the_model, mode, in_place))

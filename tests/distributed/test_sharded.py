@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ from tests.distributed.models import (
     ids,
     outside_loss,
 )
-from tests.distributed.processes import RANKS, run_in_two_processes
+from tests.distributed.processes import RANKS, TwoProcesses
 from tests.support.ternary_layers import Block, Detached
 
 
@@ -122,6 +121,19 @@ def transformers_model_compiled_before_sharding() -> None:
     assert codes() == {"rewrote", "logits_none"}
     assert out.logits is None
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
+    assert_same_gradients(gradients(model), gradients(eager))
+
+
+def a_model_compiled_before_sharding() -> None:
+    eager, model = small(), Small()
+    run = torch.compile(model, backend="memeff", options={**OPTIONS, "memeff.logits": "none"})
+    sharded(model.block)
+    sharded(model)
+    for step in (eager, run):
+        loss, logits = step(ids())
+        loss.backward()
+    assert logits is None
+    assert codes() == {"rewrote", "logits_none"}
     assert_same_gradients(gradients(model), gradients(eager))
 
 
@@ -210,23 +222,21 @@ def fused(parameters: Any) -> Callable[[], Any]:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True).step
 
 
-def logits_of_an_earlier_step() -> None:
+def logits_of_an_earlier_step(make: Callable[[Any], Callable[[], Any]], stays: bool) -> None:
     """Each step changes the shards alone; what was gathered stays, or is gathered anew."""
-    for make in (by_hand, foreach, fused):
-        for stays in (True, False):
-            model = compiled(small())
-            model.set_reshard_after_backward(not stays)
-            step = make(model.parameters())
-            loss, logits = model(ids())
-            loss.backward()
-            if stays:
-                assert logits[:1].argmax(-1).shape == (1, 12)
-            step()
-            with pytest.raises(StaleLogitsError):
-                logits.argmax(-1)
-            model(ids())
-            with pytest.raises(StaleLogitsError):
-                logits.argmax(-1)
+    model = compiled(small())
+    model.set_reshard_after_backward(not stays)
+    step = make(model.parameters())
+    loss, logits = model(ids())
+    loss.backward()
+    if stays:
+        assert logits[:1].argmax(-1).shape == (1, 12)
+    step()
+    with pytest.raises(StaleLogitsError):
+        logits.argmax(-1)
+    model(ids())
+    with pytest.raises(StaleLogitsError):
+        logits.argmax(-1)
 
 
 def logits_of_an_earlier_micro_batch() -> None:
@@ -390,26 +400,48 @@ def verify_leaves_sharded_models_alone() -> None:
     assert_same_gradients(gradients(model), gradients(eager))
 
 
-def all_of_it() -> None:
-    transformers_model_in_place()
-    transformers_model_compiled_before_sharding()
-    a_tied_table_in_one_graph()
-    a_gated_mlp_in_a_checkpoint()
-    a_function_that_returns_the_loss()
-    a_loss_on_the_logits_too()
-    parameters_in_bf16()
-    evaluation()
-    logits_of_an_earlier_step()
-    logits_of_an_earlier_micro_batch()
-    a_head_that_is_freed_after_forward()
-    a_loss_outside_the_model()
-    a_head_with_a_group_of_its_own()
-    the_older_fsdp()
-    a_tensor_parallel_head()
-    ternary_linears()
-    verify_leaves_sharded_models_alone()
-    compressed_shards()
+CASES = [
+    transformers_model_in_place,
+    pytest.param(transformers_model_compiled_before_sharding, marks=pytest.mark.slow),
+    a_model_compiled_before_sharding,
+    a_tied_table_in_one_graph,
+    a_gated_mlp_in_a_checkpoint,
+    a_function_that_returns_the_loss,
+    a_loss_on_the_logits_too,
+    parameters_in_bf16,
+    evaluation,
+    logits_of_an_earlier_micro_batch,
+    a_head_that_is_freed_after_forward,
+    a_loss_outside_the_model,
+    a_head_with_a_group_of_its_own,
+    the_older_fsdp,
+    a_tensor_parallel_head,
+    ternary_linears,
+    verify_leaves_sharded_models_alone,
+    compressed_shards,
+]
+STEPS = [
+    pytest.param(make, stays, marks=pytest.mark.slow if is_slow else ())
+    for make, stays, is_slow in (
+        (by_hand, True, False),
+        (by_hand, False, True),
+        (foreach, True, True),
+        (foreach, False, False),
+        (fused, True, False),
+        (fused, False, True),
+    )
+]
 
 
-def test_sharded_models(tmp_path: Path) -> None:
-    run_in_two_processes(all_of_it, tmp_path)
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_sharded_models(case: Callable[[], None], two_processes: TwoProcesses) -> None:
+    two_processes.run(case)
+
+
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize(("make", "stays"), STEPS)
+def test_logits_of_an_earlier_step(
+    make: Callable[[Any], Callable[[], Any]], stays: bool, two_processes: TwoProcesses
+) -> None:
+    two_processes.run(partial(logits_of_an_earlier_step, make, stays))

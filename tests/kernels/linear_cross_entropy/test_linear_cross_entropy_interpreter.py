@@ -20,6 +20,21 @@ from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, ma
 pytestmark = pytest.mark.interpreter
 
 NARROW_PIECES = 21 * 64 * 6
+IN_BF16 = {"plain", "weighted logit sum", "entropy of ignored rows", "everything"}
+"""Cases for bf16, whose strips and pieces are two buffers; fp32, where they are one, has them all."""
+
+FORMS = [
+    pytest.param(
+        case,
+        dtype,
+        id=f"{case.name}-{dtype}",
+        marks=()
+        if dtype == torch.float32 or (dtype == torch.bfloat16 and case.name in IN_BF16)
+        else pytest.mark.slow,
+    )
+    for case in CASES
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]
 
 
 class _EngineH(torch.autograd.Function):
@@ -57,18 +72,13 @@ def _check(inputs: Inputs, case: Case, workspace: int = NARROW_PIECES) -> None:
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
-    ids=str,
-)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "dtype"), FORMS)
 def test_values_and_gradients_match_the_oracle(case: Case, dtype: torch.dtype) -> None:
     assert hybrid_widths(21, 13, 201, NARROW_PIECES, dtype.itemsize, 132).strip == 64
     _check(make_inputs(case, dtype=dtype, kind="peaked"), case)
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 65, 4500])
+@pytest.mark.parametrize("vocab", [1, 2, 65, 1100])
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("workspace", [0, 1, 5 * 12 * 256])
 def test_any_size_matches_the_oracle(rows: int, vocab: int, workspace: int) -> None:
