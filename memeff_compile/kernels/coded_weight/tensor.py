@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 OWN_ATTRIBUTES = frozenset(
-    ["codec", "room", "place", "shares_with", "unsettled", "times_anew", "_is_param"]
+    ["codec", "room", "place", "shares_with", "unsettled", "times_anew", "_number", "_is_param"]
     + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
 )
 """Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""
@@ -86,6 +87,9 @@ class Unsettled:
             self._kept = None  # only now: where encoding fails, nothing else holds the value
             if weight.unsettled is self:
                 weight.unsettled = None
+
+
+_numbers = itertools.count()
 
 
 class CodedWeight(Tensor):
@@ -145,6 +149,7 @@ class CodedWeight(Tensor):
             return  # torch.Tensor(weight), which has made an alias of it
         for name, part in zip(parse(codec).parts, parts, strict=True):
             setattr(self, name, part)
+        vars(self)["_number"] = next(_numbers)
         self.codec = codec
         self.room = room
         self.place = parts[0].device
@@ -155,6 +160,15 @@ class CodedWeight(Tensor):
         """The tensors that hold the weight, in the order of the codec's parts."""
         self.settle()
         return [getattr(self, name) for name in parse(self.codec).parts]
+
+    @property
+    def number(self) -> int:
+        """A number that no other weight has, and that this one has while its parts are these."""
+        self.settle()
+        held = vars(self)
+        if "_number" not in held:  # an alias that torch.Tensor(weight) made
+            held["_number"] = next(_numbers)
+        return int(held["_number"])
 
     @property
     def coded_bytes(self) -> int:
@@ -283,6 +297,7 @@ class CodedWeight(Tensor):
         """Take other memory for a part, which holds the same or belongs to a new value."""
         for owner in self._owners():
             setattr(owner, name, part)
+            vars(owner)["_number"] = next(_numbers)
 
     def fsdp_pre_all_gather(
         self,
