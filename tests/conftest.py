@@ -7,6 +7,7 @@ imported. A test whose marker does not fit its process fails with the command to
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import os
 import re
@@ -79,6 +80,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
+def pytest_collection_finish() -> None:
+    """Keep the collector of cycles from reading modules and tests, which live as long as we do."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _fits_this_process(request: pytest.FixtureRequest) -> None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -117,31 +124,15 @@ def sizes_of_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     in seven of the time, are left to the slow tests.
     """
     import triton
-    from triton import compiler
     from triton.backends.nvidia.compiler import CUDABackend
 
-    plain, compile_all = compiler.ASTSource, triton.compile
+    from tests.support import offline
 
-    def source(
-        kernel: Any, signature: dict[str, str], constants: dict[str, Any], hints: dict[Any, Any]
-    ) -> Any:
-        places = {name: place for place, name in enumerate(signature)}
-        sizes = [name for name, kind in signature.items() if kind in ("i32", "i64")]
-        assert sizes, "a kernel without sizes has nothing to show here"
-        return plain(
-            kernel,
-            {**signature, **dict.fromkeys(sizes, "constexpr")},
-            {**constants, **dict.fromkeys(sizes, 1)},
-            {
-                place: hint
-                for place, hint in hints.items()
-                if place[0] not in map(places.get, sizes)
-            },
-        )
-
-    monkeypatch.setattr(compiler, "ASTSource", source)
+    monkeypatch.setattr(offline, "every_size", 1)
     if request.param == "to the end":
         return
+
+    compile_all = triton.compile
 
     class Reached(Exception):
         """Triton's own passes are behind us."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memeff_compile.kernels._triton.gpus import gpu_of
+from memeff_compile.kernels._triton.key_tiles import Cells, Rows, Tables
 from memeff_compile.kernels._triton.launch import packed
 
 HOPPER = 90
+every_size: int | None = None
+"""What all numbers of a kernel are, as the fixture `sizes_of_one` has it."""
 NARROWEST = 89
 """The one with the least shared memory of those that the kernels are for."""
 
@@ -34,12 +37,30 @@ def shared_of(capability: int) -> int:
     return gpu_of(divmod(capability, 10)).shared
 
 
+TABLES_NAMED = Tables(
+    *("key_mask_ptr", "stride_mask_batch", "query_ids_ptr", "stride_query_ids_batch"),
+    *("key_ids_ptr", "stride_key_ids_batch"),
+)
+"""The names of what a kernel's `Tables` are made of."""
+
+
+def rows_named(name: str) -> Rows:
+    """Return the names of what a kernel's `Rows` are made of."""
+    return Rows(f"{name}_ptr", f"stride_{name}_batch", f"stride_{name}_head", f"stride_{name}_row")
+
+
+def cells_named(name: str) -> Cells:
+    """Return the names of what a kernel's `Cells` are made of."""
+    return Cells(*rows_named(name), f"stride_{name}_depth")
+
+
 def compile_for(
     capability: int,
     kernel: Any,
     given: Mapping[str, Any],
     type_of: Callable[[str], str | None],
     is_aligned: Callable[[str], bool] = lambda argument: argument.startswith("stride"),
+    parts: Mapping[str, Sequence[str]] | None = None,
     **options: Any,
 ) -> Any:
     """Compile a kernel of Triton or Gluon for a GPU.
@@ -50,6 +71,7 @@ def compile_for(
         given: constants, by name; those that the kernel does not know are left out.
         type_of: the type of any other argument, or None for an argument that is the constant None.
         is_aligned: which numbers sixteen divides; pointers are all aligned.
+        parts: of arguments that are tuples, the names by which their parts are asked for above.
         **options: of the compiler, such as `num_warps`.
     """
     import triton
@@ -57,16 +79,26 @@ def compile_for(
     from triton.backends.compiler import GPUTarget
 
     given = packed(kernel, given)
-    constants = {name: value for name, value in given.items() if name in kernel.arg_names}
+    constants: dict[tuple[int, ...], Any] = {}
     signature, hints = {}, {}
     for place, argument in enumerate(kernel.arg_names):
-        kind = "constexpr" if argument in constants else type_of(argument)
-        if kind is None:
-            constants[argument], kind = None, "constexpr"
-        signature[argument] = kind
-        is_number = kind in ("i32", "i64")
-        if kind.startswith("*") or (is_number and is_aligned(argument)):
-            hints[(place,)] = [["tt.divisibility", 16]]
+        names = (parts or {}).get(argument, argument)
+        is_one = isinstance(names, str)
+        kinds = []
+        for index, name in enumerate([names] if is_one else names):
+            path = (place,) if is_one else (place, index)
+            kind = "constexpr" if name in given else type_of(name)
+            if kind in (None, "constexpr"):
+                constants[path], kind = given.get(name), "constexpr"
+            kinds.append(kind)
+            is_number = kind in ("i32", "i64")
+            if is_number and every_size is not None:
+                constants[path], kinds[-1] = every_size, "constexpr"
+            elif kind.startswith("*") or (is_number and is_aligned(name)):
+                hints[path] = [["tt.divisibility", 16]]
+        named = getattr(names, "_make", tuple)
+        signature[argument] = kinds[0] if is_one else named(kinds)
+    assert every_size is None or every_size in constants.values(), "a kernel without sizes"
     source: Any = compiler.ASTSource
     if type(kernel).__name__ == "GluonJITFunction":
         from triton.experimental.gluon import _runtime

@@ -3,13 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels._triton.launch import start
+
+
+class Rows(NamedTuple):
+    """A (B, H, rows, D) tensor as kernels take it: with its strides but the last, which is 1."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    row: Any
+
+
+class Tables(NamedTuple):
+    """Conditions that are tables as kernels take them, each with its stride over the batch.
+
+    The mask of keys is (B or 1, N) bytes, ids are (B or 1, M) and (B or 1, N).
+    """
+
+    key_mask: Any
+    mask_batch: Any
+    query_ids: Any
+    query_ids_batch: Any
+    key_ids: Any
+    key_ids_batch: Any
+
+
+class Cells(NamedTuple):
+    """A (B, H, rows, D) tensor of any strides as kernels take it."""
+
+    ptr: Any
+    batch: Any
+    head: Any
+    row: Any
+    depth: Any
+
+
+def rows_of(tensor: Tensor) -> Rows:
+    """Return a tensor as kernels take it."""
+    return Rows(tensor, *tensor.stride()[:3])
+
 
 BOUNDS_CHUNK = 2048
 """Places that the kernel of the bounds looks at together."""
@@ -66,12 +105,17 @@ def mask_and_stride(given: Conditions, like: Tensor) -> tuple[Tensor, int]:
     return (like, 0) if mask is None else (mask.view(torch.uint8), _over_batch(mask))
 
 
-def tables_of(given: Conditions, like: Tensor) -> tuple[Any, ...]:
-    """Return the tables and their strides over the batch; `like` stands where there is none."""
+def cells_of(tensor: Tensor) -> Cells:
+    """Return a tensor as kernels take it, whatever its strides."""
+    return Cells(tensor, *tensor.stride())
+
+
+def tables_of(given: Conditions, like: Tensor) -> Tables:
+    """Return the tables of conditions; `like` stands where there is none."""
     found: list[Any] = [*mask_and_stride(given, like)]
     for table in map(_unit_stride, (given.query_ids, given.key_ids)):
         found += [like, 0] if table is None else [table, _over_batch(table)]
-    return tuple(found)
+    return Tables(*found)
 
 
 def _over_batch(table: Tensor) -> int:
@@ -117,7 +161,7 @@ def find_bounds(
     start(
         kernels._attention_bounds_kernel,
         (batch * tiles,),
-        *tables_of(given, like),
+        tables_of(given, like),
         bounds if lse is None else lse,
         bounds,
         *positions_of(given),

@@ -19,7 +19,7 @@ FAR = tl.constexpr(2**62)
 
 
 @triton.jit
-def which_count(query, key, is_key, query_id, key_id, ahead, behind, C: tl.constexpr):
+def _counts(query, key, is_key, query_id, key_id, ahead, behind, C: tl.constexpr):
     """Return which keys count for which queries; each argument is broadcast to two axes."""
     found = is_key
     if C.HAS_AHEAD:
@@ -32,35 +32,58 @@ def which_count(query, key, is_key, query_id, key_id, ahead, behind, C: tl.const
 
 
 @triton.jit
-def _visited(
-    tile,
-    ours,
-    others,
-    up,
-    down,
-    OURS: tl.constexpr,
-    OTHERS: tl.constexpr,
-    HAS_UP: tl.constexpr,
-    HAS_DOWN: tl.constexpr,
-):
+def which_count(queries, keys, is_key, span, AXIS: tl.constexpr, C: tl.constexpr):
+    """Return which keys of a tile count for which queries, these along an axis.
+
+    Queries and keys are each their positions and their ids; the span is ahead and behind.
+    """
+    query = tl.expand_dims(queries[0], 1 - AXIS)
+    key = tl.expand_dims(keys[0], AXIS)
+    is_key = tl.expand_dims(is_key, AXIS)
+    query_id = tl.expand_dims(queries[1], 1 - AXIS)
+    key_id = tl.expand_dims(keys[1], AXIS)
+    return _counts(query, key, is_key, query_id, key_id, span[0], span[1], C)
+
+
+@triton.jit
+def keys_shown(mask_ptr, key, is_inside):
+    """Return which keys are inside, and shown by the mask."""
+    return is_inside & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
+
+
+@triton.jit
+def ids_of(ids_ptr, place, is_inside, C: tl.constexpr):
+    """Return the ids at these places; the places where there are none."""
+    found = place
+    if C.HAS_IDS:
+        found = tl.load(ids_ptr + place, mask=is_inside, other=0)
+    return found
+
+
+@triton.jit
+def _visited(tile, lengths, span, SIZES, IS_BOUND):
     """Return the tiles of others that a tile of ours visits, by positions alone.
 
-    Ours at p sees others from p - down to p + up. Returns first, full first, full stop and stop.
+    Ours at p sees others from p - down to p + up. Of pairs, lengths and sizes of a tile, the first
+    is of ours; the span, and whether it bounds anything, are of up and down. Returns first, full
+    first, full stop and stop.
     """
-    low = tile * OURS
-    high = tl.minimum(low + OURS, ours) - 1
+    ours, others = lengths
+    up, down = span
+    low = tile * SIZES[0]
+    high = tl.minimum(low + SIZES[0], ours) - 1
     first, full_first = 0, 0
     stop, full_stop = others, others
-    if HAS_UP:
+    if IS_BOUND[0]:
         stop = tl.maximum(tl.minimum(others, high + up + 1), 0)
         full_stop = tl.maximum(tl.minimum(others, low + up + 1), 0)
-    if HAS_DOWN:
+    if IS_BOUND[1]:
         first = tl.maximum(low - down, 0)
         full_first = tl.maximum(high - down, 0)
-    stop = (stop + OTHERS - 1) // OTHERS
-    first = tl.minimum(first // OTHERS, stop)
-    full_first = tl.minimum(tl.maximum((full_first + OTHERS - 1) // OTHERS, first), stop)
-    full_stop = tl.minimum(tl.maximum(full_stop // OTHERS, full_first), stop)
+    stop = (stop + SIZES[1] - 1) // SIZES[1]
+    first = tl.minimum(first // SIZES[1], stop)
+    full_first = tl.minimum(tl.maximum((full_first + SIZES[1] - 1) // SIZES[1], first), stop)
+    full_stop = tl.minimum(tl.maximum(full_stop // SIZES[1], full_first), stop)
     return first, full_first, full_stop, stop
 
 
@@ -90,12 +113,7 @@ def _table_of(ids_ptr, mask_ptr, place, length, HAS_MASK: tl.constexpr, HAS_IDS:
 
 @triton.jit
 def _attention_bounds_kernel(
-    key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
-    stride_mask_batch,
-    query_ids_ptr,  # (B or 1, M), with HAS_IDS
-    stride_query_ids_batch,
-    key_ids_ptr,  # (B or 1, N), with HAS_IDS
-    stride_key_ids_batch,
+    tables,  # `key_tiles.Tables`
     lse_ptr,  # (B, H, M) fp32: minus infinity for queries without keys, with FROM_LSE
     bounds_ptr,  # (B, tiles of ours, 4) int32
     ahead,
@@ -110,14 +128,14 @@ def _attention_bounds_kernel(
 ):
     tile = tl.program_id(0) % tiles
     batch = (tl.program_id(0) // tiles).to(tl.int64)
-    mask_ptr = key_mask_ptr + batch * stride_mask_batch
-    query_ids_ptr += batch * stride_query_ids_batch
-    key_ids_ptr += batch * stride_key_ids_batch
+    mask_ptr = tables.key_mask + batch * tables.mask_batch
+    query_ids_ptr = tables.query_ids + batch * tables.query_ids_batch
+    key_ids_ptr = tables.key_ids + batch * tables.key_ids_batch
     lse_ptr += batch * heads * queries
     place = tile * C.OURS + tl.arange(0, C.OURS)
     if C.OURS_ARE_QUERIES:
         first, full_first, full_stop, stop = _visited(
-            tile, queries, keys, ahead, behind, C.OURS, C.OTHERS, C.HAS_AHEAD, C.HAS_BEHIND
+            tile, (queries, keys), (ahead, behind), (C.OURS, C.OTHERS), (C.HAS_AHEAD, C.HAS_BEHIND)
         )
         some, every, low, high = _table_of(
             query_ids_ptr, mask_ptr, place[None, :], queries, False, C.HAS_IDS
@@ -125,7 +143,7 @@ def _attention_bounds_kernel(
         count = keys
     else:
         first, full_first, full_stop, stop = _visited(
-            tile, keys, queries, behind, ahead, C.OURS, C.OTHERS, C.HAS_BEHIND, C.HAS_AHEAD
+            tile, (keys, queries), (behind, ahead), (C.OURS, C.OTHERS), (C.HAS_BEHIND, C.HAS_AHEAD)
         )
         some, every, low, high = _table_of(
             key_ids_ptr, mask_ptr, place[None, :], keys, C.HAS_KEY_MASK, C.HAS_IDS
@@ -175,21 +193,17 @@ def _attention_bounds_kernel(
             is_empty = (sums == float("-inf")).to(tl.int32)
         else:
             is_empty = is_row.to(tl.int32)
-            query_id = place
-            if C.HAS_IDS:
-                query_id = tl.load(query_ids_ptr + place, mask=is_row, other=0)
+            query_id = ids_of(query_ids_ptr, place, is_row, C)
             if broken > whole:  # a complete tile has a key for each query
                 is_empty = is_empty * 0
             else:
                 for other in tl.range(least, stop_all, num_stages=1):
                     key = (other * C.OTHERS + tl.arange(0, C.OTHERS)).to(tl.int32)
                     is_key = key < keys
-                    key_id = key
-                    if C.HAS_IDS:
-                        key_id = tl.load(key_ids_ptr + key, mask=is_key, other=0)
+                    key_id = ids_of(key_ids_ptr, key, is_key, C)
                     if C.HAS_KEY_MASK:
-                        is_key = is_key & (tl.load(mask_ptr + key, mask=is_key, other=0) != 0)
-                    counts = which_count(
+                        is_key = keys_shown(mask_ptr, key, is_key)
+                    counts = _counts(
                         place[:, None],
                         key[None, :],
                         is_key[None, :] & is_row[:, None],
@@ -211,30 +225,14 @@ def _attention_bounds_kernel(
 
 
 @triton.jit
-def bounds_of(
-    bounds_ptr,
-    batch,
-    tile,
-    tiles,
-    ours,
-    others,
-    up,
-    down,
-    OURS: tl.constexpr,
-    OTHERS: tl.constexpr,
-    HAS_UP: tl.constexpr,
-    HAS_DOWN: tl.constexpr,
-    HAS_BOUNDS: tl.constexpr,
-):
-    """Return first, full first, full stop and stop of what a tile visits."""
-    if HAS_BOUNDS:
+def bounds_of(bounds_ptr, batch, tile, tiles, lengths, span, SIZES, IS_BOUND, C: tl.constexpr):
+    """Return what a tile visits: from the table, or as `_visited` does."""
+    if C.HAS_BOUNDS:
         found_ptr = bounds_ptr + (batch * tiles + tile) * 4
         first = tl.load(found_ptr)
         full_first = tl.load(found_ptr + 1)
         full_stop = tl.load(found_ptr + 2)
         stop = tl.load(found_ptr + 3)
     else:
-        first, full_first, full_stop, stop = _visited(
-            tile, ours, others, up, down, OURS, OTHERS, HAS_UP, HAS_DOWN
-        )
+        first, full_first, full_stop, stop = _visited(tile, lengths, span, SIZES, IS_BOUND)
     return first, full_first, full_stop, stop

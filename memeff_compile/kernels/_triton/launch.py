@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from memeff_compile.kernels._triton import compat
+
+Argument: TypeAlias = "Tensor | int | float | tuple[Argument, ...]"
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 _MOST = 4096
@@ -61,7 +63,7 @@ def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> 
 def launch(
     kernel: Any,  # noqa: ANN401
     grid: tuple[int, ...],
-    arguments: Sequence[Tensor | int | float],
+    arguments: Sequence[Argument],
     constants: Mapping[str, Any],
     name: tuple[Any, ...],
 ) -> None:
@@ -92,8 +94,10 @@ def launch(
     found((across, down, deep), device, arguments)
 
 
-def _kind(argument: Tensor | int | float) -> Any:  # noqa: ANN401
+def _kind(argument: Argument) -> Any:  # noqa: ANN401
     """Return all of an argument that the compiler may have made use of."""
+    if isinstance(argument, tuple):
+        return tuple(map(_kind, argument))
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):

@@ -20,6 +20,12 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def of_head(x, batch, head):
+    """Return where the rows of a head are, of `key_tiles.Rows`."""
+    return x.ptr + batch * x.batch + head * x.head
+
+
+@triton.jit
 def load_rows(ptrs, is_row, depth, C: tl.constexpr, MASKED: tl.constexpr):
     """Load (rows, DEPTH_BLOCK), zeros beyond DEPTH and, with MASKED, where is_row is false."""
     if MASKED:

@@ -21,8 +21,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels._triton.key_tiles_kernels import bounds_of, edge_tile, which_count
-from memeff_compile.kernels._triton.products_kernels import dot, load_rows, store_rows
+from memeff_compile.kernels._triton.key_tiles_kernels import (
+    bounds_of,
+    edge_tile,
+    ids_of,
+    keys_shown,
+    which_count,
+)
+from memeff_compile.kernels._triton.products_kernels import dot, load_rows, of_head, store_rows
 
 LOW = tl.constexpr(-1.0e38)  # below every score; finite, so that differences are numbers
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -49,64 +55,62 @@ def _weights(raw, sums, scale):
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
-# --- forward --------------------------------------------------------------------------------------
+# --- a tile of keys -------------------------------------------------------------------------------
 
 
 @triton.jit
-def _attend_tile(
-    acc,
-    total,
-    largest,
-    q,
-    query,
-    query_id,
-    tile,
-    wide_zero,
-    k_base,
-    k_offs,
-    stride_k_key,
-    v_base,
-    v_offs,
-    stride_v_key,
-    mask_ptr,
-    key_ids_ptr,
-    scale,
-    inner,
-    ahead,
-    behind,
-    keys,
-    C: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _tiles_of(x, batch, head, offs, depth):
+    """Return where a head is, offsets inside a tile, and elements from a row to the next."""
+    return of_head(x, batch, head), offs[:, None] * x.row + depth[None, :], x.row
+
+
+@triton.jit
+def _load_keys(tile, wide_zero, k, v, mask_ptr, keys, C: tl.constexpr, MASKED: tl.constexpr):
+    """Return a tile of keys: which they are, which are inside, which are shown, and k and v."""
     start = wide_zero + tile * C.KEYS
     key = tile * C.KEYS + tl.arange(0, C.KEYS)
     depth = tl.arange(0, C.DEPTH_BLOCK)
     is_inside = key < keys
     is_key = is_inside
     if MASKED and C.HAS_KEY_MASK:
-        is_key = is_key & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
+        is_key = keys_shown(mask_ptr, key, is_inside)
     # What hidden keys hold must not get in, not even times 0; for a mean they do count.
     is_read = is_inside if C.MEAN else is_key
-    k_ptrs = k_base + start * stride_k_key + k_offs
-    k = load_rows(k_ptrs, is_read, depth, C, MASKED)
-    v_ptrs = v_base + start * stride_v_key + v_offs
-    v = load_rows(v_ptrs, is_read, depth, C, MASKED)
+    k_base, k_offs, k_row = k
+    v_base, v_offs, v_row = v
+    k = load_rows(k_base + start * k_row + k_offs, is_read, depth, C, MASKED)
+    v = load_rows(v_base + start * v_row + v_offs, is_read, depth, C, MASKED)
+    return key, is_inside, is_key, k, v
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _attend_tile(
+    sums,
+    ours,
+    tile,
+    wide_zero,
+    k,
+    v,
+    tables,
+    scales,
+    span,
+    keys,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    acc, total, largest = sums
+    q, query, query_id = ours
+    scale, inner = scales
+    mask_ptr, key_ids_ptr = tables
+    key, is_inside, is_key, k, v = _load_keys(tile, wide_zero, k, v, mask_ptr, keys, C, MASKED)
     product = tl.zeros((q.shape[0], C.KEYS), dtype=tl.float32)
     raw = _raw(dot(q, tl.trans(k), product, C.UPCAST), inner, C)
     if MASKED:
-        key_id = key
-        if C.HAS_IDS:
-            key_id = tl.load(key_ids_ptr + key, mask=is_inside, other=0)
-        counts = which_count(
-            query[:, None],
-            key[None, :],
-            is_key[None, :],
-            query_id[:, None],
-            key_id[None, :],
-            ahead,
-            behind,
-            C,
-        )
+        key_id = ids_of(key_ids_ptr, key, is_inside, C)
+        counts = which_count((query, query_id), (key, key_id), is_key, span, 0, C)
         if C.MEAN:
             # All weights of a query without keys are 2^(LOW - LOW); the first key wipes them out.
             raw = tl.where(counts, raw, LOW)
@@ -124,39 +128,20 @@ def _attend_tile(
 
 @triton.jit(do_not_specialize=["ahead", "behind"])
 def _attention_kernel(
-    q_ptr,  # (B, H, M, D)
-    stride_q_batch,
-    stride_q_head,
-    stride_q_query,
-    k_ptr,  # (B, G, N, D)
-    stride_k_batch,
-    stride_k_head,
-    stride_k_key,
-    v_ptr,  # (B, G, N, D)
-    stride_v_batch,
-    stride_v_head,
-    stride_v_key,
-    key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
-    stride_mask_batch,
-    query_ids_ptr,  # (B or 1, M), with HAS_IDS
-    stride_query_ids_batch,
-    key_ids_ptr,  # (B or 1, N), with HAS_IDS
-    stride_key_ids_batch,
+    q,  # (B, H, M, D), as k and v `key_tiles.Rows`
+    k,  # (B, G, N, D)
+    v,  # (B, G, N, D)
+    tables,  # `key_tiles.Tables`
     bounds_ptr,  # (B, query tiles, 4), with HAS_BOUNDS
     out_ptr,  # (B, M, H, D)
     lse_ptr,  # (B, H, M) fp32, natural logarithm
-    scale,  # of what _raw leaves, in base 2; above 0
-    inner,  # of the product inside the softcap
+    scales,  # of what _raw leaves, in base 2, above 0; of the product inside the softcap
     ahead,
     behind,
-    batch_heads,  # B * H
-    heads,
-    repeat,  # query heads per key head
-    queries,
-    keys,
-    query_tiles,
+    sizes,  # B * H, heads, query heads per key head, queries, keys, query tiles
     C: tl.constexpr,
 ):
+    batch_heads, heads, repeat, queries, keys, query_tiles = sizes
     # The last queries see most keys under causal masks: they start first.
     tile = query_tiles - 1 - tl.program_id(0) // batch_heads
     row = tl.program_id(0) % batch_heads
@@ -167,43 +152,24 @@ def _attention_kernel(
     is_row = query < queries
     depth = tl.arange(0, C.DEPTH_BLOCK)
     offs = tl.arange(0, C.KEYS)
-    q = load_rows(
-        q_ptr
-        + batch * stride_q_batch
-        + head * stride_q_head
-        + (wide_zero + query)[:, None] * stride_q_query
-        + depth[None, :],
-        is_row,
-        depth,
-        C,
-        True,
-    )
+    q_ptrs = of_head(q, batch, head) + (wide_zero + query)[:, None] * q.row + depth[None, :]
+    q = load_rows(q_ptrs, is_row, depth, C, True)
     group = head // repeat
-    k_base = k_ptr + batch * stride_k_batch + group * stride_k_head
-    k_offs = offs[:, None] * stride_k_key + depth[None, :]
-    v_base = v_ptr + batch * stride_v_batch + group * stride_v_head
-    v_offs = offs[:, None] * stride_v_key + depth[None, :]
-    mask_ptr = key_mask_ptr + batch * stride_mask_batch
-    their_ids_ptr = key_ids_ptr + batch * stride_key_ids_batch
-    query_id = query
-    if C.HAS_IDS:
-        query_id = tl.load(
-            query_ids_ptr + batch * stride_query_ids_batch + query, mask=is_row, other=0
-        )
+    k = _tiles_of(k, batch, group, offs, depth)
+    v = _tiles_of(v, batch, group, offs, depth)
+    mask_ptr = tables.key_mask + batch * tables.mask_batch
+    key_ids_ptr = tables.key_ids + batch * tables.key_ids_batch
+    query_id = ids_of(tables.query_ids + batch * tables.query_ids_batch, query, is_row, C)
     first, full_first, full_stop, stop = bounds_of(
         bounds_ptr,
         batch,
         tile,
         query_tiles,
-        queries,
-        keys,
-        ahead,
-        behind,
-        C.ROWS,
-        C.KEYS,
-        C.HAS_AHEAD,
-        C.HAS_BEHIND,
-        C.HAS_BOUNDS,
+        (queries, keys),
+        (ahead, behind),
+        (C.ROWS, C.KEYS),
+        (C.HAS_AHEAD, C.HAS_BEHIND),
+        C,
     )
     largest = tl.full((C.ROWS,), LOW, dtype=tl.float32)
     total = tl.zeros((C.ROWS,), dtype=tl.float32)
@@ -213,48 +179,31 @@ def _attention_kernel(
         if MASKED:
             start, end = 0, full_first - first + stop - full_stop
         for index in tl.range(start, end, num_stages=C.STAGES):
-            place = index
+            other = index
             if MASKED:
-                place = edge_tile(index, first, full_first, full_stop)
+                other = edge_tile(index, first, full_first, full_stop)
             acc, total, largest = _attend_tile(
-                acc,
-                total,
-                largest,
-                q,
-                query,
-                query_id,
-                place,
+                (acc, total, largest),
+                (q, query, query_id),
+                other,
                 wide_zero,
-                k_base,
-                k_offs,
-                stride_k_key,
-                v_base,
-                v_offs,
-                stride_v_key,
-                mask_ptr,
-                their_ids_ptr,
-                scale,
-                inner,
-                ahead,
-                behind,
+                k,
+                v,
+                (mask_ptr, key_ids_ptr),
+                scales,
+                (ahead, behind),
                 keys,
                 C,
                 MASKED,
             )
+    scale = scales[0]
     divisor = tl.where(total == 0.0, 1.0, total)
     sums = (largest * scale + tl.log2(divisor)) * LN_2
     sums = tl.where(largest <= LOW, float("-inf"), sums)
     tl.store(lse_ptr + (batch * heads + head) * queries + query, sums, mask=is_row)
-    store_rows(
-        out_ptr
-        + (batch * queries * heads + head) * C.DEPTH
-        + (wide_zero + query)[:, None] * (heads * C.DEPTH)
-        + depth[None, :],
-        acc / divisor[:, None],
-        is_row,
-        depth,
-        C,
-    )
+    out_ptrs = out_ptr + (batch * queries * heads + head) * C.DEPTH
+    out_ptrs = out_ptrs + (wide_zero + query)[:, None] * (heads * C.DEPTH) + depth[None, :]
+    store_rows(out_ptrs, acc / divisor[:, None], is_row, depth, C)
 
 
 # --- backward: the gradient of the queries --------------------------------------------------------
@@ -263,60 +212,28 @@ def _attention_kernel(
 @triton.jit
 def _query_gradient_tile(
     acc,
-    q,
-    grad,
-    sums,
-    is_empty,
-    delta,
-    query,
-    query_id,
+    ours,
     tile,
     wide_zero,
-    k_base,
-    k_offs,
-    stride_k_key,
-    v_base,
-    v_offs,
-    stride_v_key,
-    mask_ptr,
-    key_ids_ptr,
-    scale,
-    inner,
-    ahead,
-    behind,
+    k,
+    v,
+    tables,
+    scales,
+    span,
     keys,
     C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    start = wide_zero + tile * C.KEYS
-    key = tile * C.KEYS + tl.arange(0, C.KEYS)
-    depth = tl.arange(0, C.DEPTH_BLOCK)
-    is_inside = key < keys
-    is_key = is_inside
-    if MASKED and C.HAS_KEY_MASK:
-        is_key = is_key & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
-    is_read = is_inside if C.MEAN else is_key
-    k_ptrs = k_base + start * stride_k_key + k_offs
-    k = load_rows(k_ptrs, is_read, depth, C, MASKED)
-    v_ptrs = v_base + start * stride_v_key + v_offs
-    v = load_rows(v_ptrs, is_read, depth, C, MASKED)
+    q, grad, sums, is_empty, delta, query, query_id = ours
+    scale, inner = scales
+    mask_ptr, key_ids_ptr = tables
+    key, is_inside, is_key, k, v = _load_keys(tile, wide_zero, k, v, mask_ptr, keys, C, MASKED)
     zeros = tl.zeros((q.shape[0], C.KEYS), dtype=tl.float32)
     raw = _raw(dot(q, tl.trans(k), zeros, C.UPCAST), inner, C)
     weight = _weights(raw, sums[:, None], scale)
     if MASKED:
-        key_id = key
-        if C.HAS_IDS:
-            key_id = tl.load(key_ids_ptr + key, mask=is_inside, other=0)
-        counts = which_count(
-            query[:, None],
-            key[None, :],
-            is_key[None, :],
-            query_id[:, None],
-            key_id[None, :],
-            ahead,
-            behind,
-            C,
-        )
+        key_id = ids_of(key_ids_ptr, key, is_inside, C)
+        counts = which_count((query, query_id), (key, key_id), is_key, span, 0, C)
         weight = tl.where(counts, weight, 0.0)
         if C.MEAN:
             weight = tl.where(is_empty[:, None] & is_inside[None, :], 1.0 / keys, weight)
@@ -329,50 +246,25 @@ def _query_gradient_tile(
 
 @triton.jit(do_not_specialize=["ahead", "behind"])
 def _attention_query_gradient_kernel(
-    grad_ptr,  # (B, H, M, D)
-    stride_grad_batch,
-    stride_grad_head,
-    stride_grad_query,
-    out_ptr,  # (B, H, M, D)
-    stride_out_batch,
-    stride_out_head,
-    stride_out_query,
-    q_ptr,  # (B, H, M, D)
-    stride_q_batch,
-    stride_q_head,
-    stride_q_query,
-    k_ptr,  # (B, G, N, D)
-    stride_k_batch,
-    stride_k_head,
-    stride_k_key,
-    v_ptr,  # (B, G, N, D)
-    stride_v_batch,
-    stride_v_head,
-    stride_v_key,
-    key_mask_ptr,
-    stride_mask_batch,
-    query_ids_ptr,
-    stride_query_ids_batch,
-    key_ids_ptr,
-    stride_key_ids_batch,
+    grad,  # (B, H, M, D), as all of these `key_tiles.Rows`
+    out,  # (B, H, M, D)
+    q,  # (B, H, M, D)
+    k,  # (B, G, N, D)
+    v,  # (B, G, N, D)
+    tables,
     bounds_ptr,  # (B, query tiles, 4), with HAS_BOUNDS
     lse_ptr,  # (B, H, M) fp32
     sums_ptr,  # (B, H, M) fp32, written: lse in base 2, infinity for a query without keys
     delta_ptr,  # (B, H, M) fp32, written: the sum of grad * out
     grad_q_ptr,  # (B, M, H, D)
-    scale,
-    inner,
+    scales,
     factor,  # of the scores, as it was given
     ahead,
     behind,
-    batch_heads,
-    heads,
-    repeat,
-    queries,
-    keys,
-    query_tiles,
+    sizes,  # as of _attention_kernel
     C: tl.constexpr,
 ):
+    batch_heads, heads, repeat, queries, keys, query_tiles = sizes
     tile = query_tiles - 1 - tl.program_id(0) // batch_heads
     row = tl.program_id(0) % batch_heads
     batch = (row // heads).to(tl.int64)
@@ -383,11 +275,9 @@ def _attention_query_gradient_kernel(
     depth = tl.arange(0, C.DEPTH_BLOCK)
     offs = tl.arange(0, C.KEYS)
     place = (wide_zero + query)[:, None]
-    out_ptrs = out_ptr + batch * stride_out_batch + head * stride_out_head
-    out_ptrs = out_ptrs + place * stride_out_query + depth[None, :]
+    out_ptrs = of_head(out, batch, head) + place * out.row + depth[None, :]
     out = load_rows(out_ptrs, is_row, depth, C, True)
-    grad_ptrs = grad_ptr + batch * stride_grad_batch + head * stride_grad_head
-    grad_ptrs = grad_ptrs + place * stride_grad_query + depth[None, :]
+    grad_ptrs = of_head(grad, batch, head) + place * grad.row + depth[None, :]
     grad = load_rows(grad_ptrs, is_row, depth, C, True)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
     stat = (batch * heads + head) * queries + query
@@ -396,35 +286,23 @@ def _attention_query_gradient_kernel(
     is_empty = sums == float("-inf")
     sums = tl.where(is_empty, float("inf"), sums * LOG2_E)
     tl.store(sums_ptr + stat, sums, mask=is_row)
-    q_ptrs = q_ptr + batch * stride_q_batch + head * stride_q_head
-    q_ptrs = q_ptrs + place * stride_q_query + depth[None, :]
-    q = load_rows(q_ptrs, is_row, depth, C, True)
+    q = load_rows(of_head(q, batch, head) + place * q.row + depth[None, :], is_row, depth, C, True)
     group = head // repeat
-    k_base = k_ptr + batch * stride_k_batch + group * stride_k_head
-    k_offs = offs[:, None] * stride_k_key + depth[None, :]
-    v_base = v_ptr + batch * stride_v_batch + group * stride_v_head
-    v_offs = offs[:, None] * stride_v_key + depth[None, :]
-    mask_ptr = key_mask_ptr + batch * stride_mask_batch
-    their_ids_ptr = key_ids_ptr + batch * stride_key_ids_batch
-    query_id = query
-    if C.HAS_IDS:
-        query_id = tl.load(
-            query_ids_ptr + batch * stride_query_ids_batch + query, mask=is_row, other=0
-        )
+    k = _tiles_of(k, batch, group, offs, depth)
+    v = _tiles_of(v, batch, group, offs, depth)
+    mask_ptr = tables.key_mask + batch * tables.mask_batch
+    key_ids_ptr = tables.key_ids + batch * tables.key_ids_batch
+    query_id = ids_of(tables.query_ids + batch * tables.query_ids_batch, query, is_row, C)
     first, full_first, full_stop, stop = bounds_of(
         bounds_ptr,
         batch,
         tile,
         query_tiles,
-        queries,
-        keys,
-        ahead,
-        behind,
-        C.ROWS,
-        C.KEYS,
-        C.HAS_AHEAD,
-        C.HAS_BEHIND,
-        C.HAS_BOUNDS,
+        (queries, keys),
+        (ahead, behind),
+        (C.ROWS, C.KEYS),
+        (C.HAS_AHEAD, C.HAS_BEHIND),
+        C,
     )
     acc = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
     start, end = full_first, full_stop
@@ -437,41 +315,21 @@ def _attention_query_gradient_kernel(
                 other = edge_tile(index, first, full_first, full_stop)
             acc = _query_gradient_tile(
                 acc,
-                q,
-                grad,
-                sums,
-                is_empty,
-                delta,
-                query,
-                query_id,
+                (q, grad, sums, is_empty, delta, query, query_id),
                 other,
                 wide_zero,
-                k_base,
-                k_offs,
-                stride_k_key,
-                v_base,
-                v_offs,
-                stride_v_key,
-                mask_ptr,
-                their_ids_ptr,
-                scale,
-                inner,
-                ahead,
-                behind,
+                k,
+                v,
+                (mask_ptr, key_ids_ptr),
+                scales,
+                (ahead, behind),
                 keys,
                 C,
                 MASKED,
             )
-    store_rows(
-        grad_q_ptr
-        + (batch * queries * heads + head) * C.DEPTH
-        + place * (heads * C.DEPTH)
-        + depth[None, :],
-        acc * factor,
-        is_row,
-        depth,
-        C,
-    )
+    grad_q_ptrs = grad_q_ptr + (batch * queries * heads + head) * C.DEPTH
+    grad_q_ptrs = grad_q_ptrs + place * (heads * C.DEPTH) + depth[None, :]
+    store_rows(grad_q_ptrs, acc * factor, is_row, depth, C)
 
 
 # --- backward: the gradients of keys and values ---------------------------------------------------
@@ -479,43 +337,34 @@ def _attention_query_gradient_kernel(
 
 @triton.jit
 def _key_gradient_tile(
-    grad_k,
-    grad_v,
-    k,
-    v,
-    key,
-    is_key,
-    key_id,
+    grads,
+    ours,
     tile,
-    shared,  # which of the heads that share the keys
+    shared,
     wide_zero,
-    q_base,
-    q_offs,
-    stride_q_head,
-    stride_q_query,
-    grad_base,
-    grad_offs,
-    stride_grad_head,
-    stride_grad_query,
-    query_ids_ptr,
-    sums_ptr,
-    delta_ptr,
-    scale,
-    inner,
-    ahead,
-    behind,
-    queries,
-    keys,
+    q,
+    grad,
+    tables,
+    scales,
+    span,
+    lengths,
     C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
+    """Add what a tile of queries gives, of one of the heads that share the keys."""
+    grad_k, grad_v = grads
+    k, v, key, is_key, key_id = ours
+    query_ids_ptr, sums_ptr, delta_ptr = tables
+    scale, inner = scales
+    queries, keys = lengths
     start = wide_zero + tile * C.ROWS
     head = wide_zero + shared
     stat = head * queries
     query = tile * C.ROWS + tl.arange(0, C.ROWS)
     depth = tl.arange(0, C.DEPTH_BLOCK)
     is_row = query < queries
-    q_ptrs = q_base + (head * stride_q_head + start * stride_q_query) + q_offs
+    q_base, q_offs, q_head, q_row = q
+    q_ptrs = q_base + (head * q_head + start * q_row) + q_offs
     q = load_rows(q_ptrs, is_row, depth, C, MASKED)
     if MASKED:
         sums = tl.load(sums_ptr + stat + query, mask=is_row, other=float("inf"))
@@ -525,24 +374,14 @@ def _key_gradient_tile(
     raw = _raw(dot(k, tl.trans(q), zeros, C.UPCAST), inner, C)
     weight = _weights(raw, sums[None, :], scale)
     if MASKED:
-        query_id = query
-        if C.HAS_IDS:
-            query_id = tl.load(query_ids_ptr + query, mask=is_row, other=0)
-        counts = which_count(
-            query[None, :],
-            key[:, None],
-            is_key[:, None],
-            query_id[None, :],
-            key_id[:, None],
-            ahead,
-            behind,
-            C,
-        )
+        query_id = ids_of(query_ids_ptr, query, is_row, C)
+        counts = which_count((query, query_id), (key, key_id), is_key, span, 1, C)
         weight = tl.where(counts, weight, 0.0)
         if C.MEAN:
             is_empty = (sums == float("inf")) & is_row
             weight = tl.where(is_empty[None, :] & (key < keys)[:, None], 1.0 / keys, weight)
-    grad_ptrs = grad_base + (head * stride_grad_head + start * stride_grad_query) + grad_offs
+    grad_base, grad_offs, grad_head, grad_row = grad
+    grad_ptrs = grad_base + (head * grad_head + start * grad_row) + grad_offs
     grad = load_rows(grad_ptrs, is_row, depth, C, MASKED)
     if C.WITH_V:
         grad_v = dot(weight.to(grad.dtype), grad, grad_v, C.UPCAST)
@@ -562,46 +401,24 @@ def _key_gradient_tile(
 
 @triton.jit(do_not_specialize=["ahead", "behind"])
 def _attention_key_gradient_kernel(
-    grad_ptr,  # (B, H, M, D)
-    stride_grad_batch,
-    stride_grad_head,
-    stride_grad_query,
-    q_ptr,  # (B, H, M, D)
-    stride_q_batch,
-    stride_q_head,
-    stride_q_query,
-    k_ptr,  # (B, G, N, D)
-    stride_k_batch,
-    stride_k_head,
-    stride_k_key,
-    v_ptr,  # (B, G, N, D)
-    stride_v_batch,
-    stride_v_head,
-    stride_v_key,
-    key_mask_ptr,
-    stride_mask_batch,
-    query_ids_ptr,
-    stride_query_ids_batch,
-    key_ids_ptr,
-    stride_key_ids_batch,
+    grad,  # (B, H, M, D), as all of these `key_tiles.Rows`
+    q,  # (B, H, M, D)
+    k,  # (B, G, N, D)
+    v,  # (B, G, N, D)
+    tables,
     bounds_ptr,  # (B, key tiles, 4), with HAS_BOUNDS
     sums_ptr,  # (B, H, M) fp32, in base 2: infinity for a query without keys
     delta_ptr,  # (B, H, M) fp32
     grad_k_ptr,  # (B, N, G, D)
     grad_v_ptr,  # (B, N, G, D)
-    scale,
-    inner,
+    scales,
     factor,
     ahead,
     behind,
-    batch_groups,  # B * G
-    groups,
-    repeat,
-    queries,
-    keys,
-    key_tiles,
+    sizes,  # B * G, groups, query heads per key head, queries, keys, key tiles
     C: tl.constexpr,
 ):
+    batch_groups, groups, repeat, queries, keys, key_tiles = sizes
     # The first keys are seen by most queries under causal masks: they start first.
     tile = tl.program_id(0) // batch_groups
     row = tl.program_id(0) % batch_groups
@@ -614,42 +431,33 @@ def _attention_key_gradient_kernel(
     depth = tl.arange(0, C.DEPTH_BLOCK)
     offs = tl.arange(0, C.ROWS)
     if C.HAS_KEY_MASK:
-        shown = tl.load(key_mask_ptr + batch * stride_mask_batch + key, mask=is_inside, other=0)
-        is_key = is_key & (shown != 0)
-    key_id = key
-    if C.HAS_IDS:
-        key_id = tl.load(key_ids_ptr + batch * stride_key_ids_batch + key, mask=is_inside, other=0)
+        is_key = keys_shown(tables.key_mask + batch * tables.mask_batch, key, is_inside)
+    key_id = ids_of(tables.key_ids + batch * tables.key_ids_batch, key, is_inside, C)
     is_read = is_inside if C.MEAN else is_key
     place = (wide_zero + key)[:, None]
-    k_ptrs = k_ptr + batch * stride_k_batch + group * stride_k_head
-    k_ptrs = k_ptrs + place * stride_k_key + depth[None, :]
+    k_ptrs = of_head(k, batch, group) + place * k.row + depth[None, :]
     k = load_rows(k_ptrs, is_read, depth, C, True)
-    v_ptrs = v_ptr + batch * stride_v_batch + group * stride_v_head
-    v_ptrs = v_ptrs + place * stride_v_key + depth[None, :]
+    v_ptrs = of_head(v, batch, group) + place * v.row + depth[None, :]
     v = load_rows(v_ptrs, is_read, depth, C, True)
-    their_ids_ptr = query_ids_ptr + batch * stride_query_ids_batch
+    query_ids_ptr = tables.query_ids + batch * tables.query_ids_batch
     first, full_first, full_stop, stop = bounds_of(
         bounds_ptr,
         batch,
         tile,
         key_tiles,
-        keys,
-        queries,
-        behind,
-        ahead,
-        C.KEYS,
-        C.ROWS,
-        C.HAS_BEHIND,
-        C.HAS_AHEAD,
-        C.HAS_BOUNDS,
+        (keys, queries),
+        (behind, ahead),
+        (C.KEYS, C.ROWS),
+        (C.HAS_BEHIND, C.HAS_AHEAD),
+        C,
     )
     edges = full_first - first + stop - full_stop
     grad_k = tl.zeros((C.KEYS, C.DEPTH_BLOCK), dtype=tl.float32)
     grad_v = tl.zeros((C.KEYS, C.DEPTH_BLOCK), dtype=tl.float32)
-    q_base = q_ptr + batch * stride_q_batch + group * repeat * stride_q_head
-    q_offs = offs[:, None] * stride_q_query + depth[None, :]
-    grad_base = grad_ptr + batch * stride_grad_batch + group * repeat * stride_grad_head
-    grad_offs = offs[:, None] * stride_grad_query + depth[None, :]
+    q_base = q.ptr + batch * q.batch + group * repeat * q.head
+    q_offs = offs[:, None] * q.row + depth[None, :]
+    grad_base = grad.ptr + batch * grad.batch + group * repeat * grad.head
+    grad_offs = offs[:, None] * grad.row + depth[None, :]
     stat = (batch * groups + group) * repeat * queries
     # One loop over the tiles of all heads that share the keys: it stays filled between heads.
     whole = full_stop - full_first
@@ -662,41 +470,23 @@ def _attention_key_gradient_kernel(
             if MASKED:
                 other = edge_tile(index % count, first, full_first, full_stop)
             grad_k, grad_v = _key_gradient_tile(
-                grad_k,
-                grad_v,
-                k,
-                v,
-                key,
-                is_key,
-                key_id,
+                (grad_k, grad_v),
+                (k, v, key, is_key, key_id),
                 other,
                 index // count,
                 wide_zero,
-                q_base,
-                q_offs,
-                stride_q_head,
-                stride_q_query,
-                grad_base,
-                grad_offs,
-                stride_grad_head,
-                stride_grad_query,
-                their_ids_ptr,
-                sums_ptr + stat,
-                delta_ptr + stat,
-                scale,
-                inner,
-                ahead,
-                behind,
-                queries,
-                keys,
+                (q_base, q_offs, q.head, q.row),
+                (grad_base, grad_offs, grad.head, grad.row),
+                (query_ids_ptr, sums_ptr + stat, delta_ptr + stat),
+                scales,
+                (ahead, behind),
+                (queries, keys),
                 C,
                 MASKED,
             )
     target = (batch * keys * groups + group) * C.DEPTH
     offset = place * (groups * C.DEPTH) + depth[None, :]
     if C.WITH_K:
-        grad_k_ptrs = grad_k_ptr + target + offset
-        store_rows(grad_k_ptrs, grad_k * factor, is_inside, depth, C)
+        store_rows(grad_k_ptr + target + offset, grad_k * factor, is_inside, depth, C)
     if C.WITH_V:
-        grad_v_ptrs = grad_v_ptr + target + offset
-        store_rows(grad_v_ptrs, grad_v, is_inside, depth, C)
+        store_rows(grad_v_ptr + target + offset, grad_v, is_inside, depth, C)

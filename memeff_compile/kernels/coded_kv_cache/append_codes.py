@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from memeff_compile.kernels._triton.key_tiles import cells_of
 from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.coded_kv_cache.layout import channel_group
+from memeff_compile.kernels.coded_kv_cache.layout import Pool, channel_group
 from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
 from memeff_compile.kernels.device import on_device
 
@@ -67,15 +68,10 @@ def append(
         start(
             kernels._coded_kv_cache_append_kernel,
             (batch * heads, 2 * pieces),
-            k,
-            *k.stride(),
-            v,
-            *v.stride(),
-            *pool,
-            heads,
-            k_codes.shape[2],
-            new,
-            limit,
+            cells_of(k),
+            cells_of(v),
+            Pool(*pool),
+            (heads, k_codes.shape[2], new, limit),
             DEPTH=depth,
             BITS=bits,
             GROUP=group,

@@ -277,28 +277,12 @@ def _code_tokens(
 
 
 @triton.jit
-def _walk(
-    x_ptr,
-    stride_x_batch,
-    stride_x_head,
-    stride_x_token,
-    stride_x_depth,
-    codes_ptr,
-    scales_ptr,
-    window_ptr,
-    kept_ptr,
-    length,
-    coded,
-    first,
-    piece,
-    kv_heads,
-    groups,
-    new,
-    limit,
-    C: tl.constexpr,
-    IS_VALUE: tl.constexpr,
-):
+def _walk(source, room, at, piece, sizes, C: tl.constexpr, IS_VALUE: tl.constexpr):
     """Write the new keys, or values, of one sequence and head; return the counts behind them."""
+    codes_ptr, scales_ptr, window_ptr, kept_ptr = room
+    x_ptr, stride_x_batch, stride_x_head, stride_x_token, stride_x_depth = source
+    length, coded, first = at
+    kv_heads, groups, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)
     SHARES: tl.constexpr = C.DEPTH // C.CHANNELS if IS_VALUE else 1
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH * C.BITS // 8
@@ -351,88 +335,44 @@ def _walk(
 
 @triton.jit
 def _coded_kv_cache_append_kernel(
-    k_ptr,  # (B, KV_HEADS, new, D)
-    stride_k_batch,
-    stride_k_head,
-    stride_k_token,
-    stride_k_depth,
-    v_ptr,  # (B, KV_HEADS, new, D)
-    stride_v_batch,
-    stride_v_head,
-    stride_v_token,
-    stride_v_depth,
-    k_codes_ptr,  # (B, KV_HEADS, groups, GROUP * D * BITS / 8) bytes
-    v_codes_ptr,
-    k_scales_ptr,  # (B, KV_HEADS, groups, D, 2), or (B, KV_HEADS, groups, 1, GROUP, 1)
-    v_scales_ptr,  # (B, KV_HEADS, groups, D / CHANNELS, GROUP, 2), or as of keys
-    k_window_ptr,  # (B, KV_HEADS, WINDOW, D)
-    v_window_ptr,
-    k_kept_ptr,  # (B, KV_HEADS, KEPT, D)
-    v_kept_ptr,
-    places_ptr,  # (B, KV_HEADS, KEPT) int32
-    counts_ptr,  # (3,) int64
-    kv_heads,
-    groups,
-    new,
-    limit,
+    k,  # (B, KV_HEADS, new, D), as v `key_tiles.Cells`
+    v,
+    pool,  # `layout.Pool`
+    sizes,  # key-value heads, groups, new tokens, limit
     C: tl.constexpr,
     # TOKENS: written at once, at most a group
     # PIECES: programs that share a group; one unless TOKENS is
     # IS_FAST: divides by fused products, which the interpreter rounds twice
 ):
-    length = tl.load(counts_ptr)
-    coded = tl.load(counts_ptr + 1)
+    length = tl.load(pool.counts)
+    coded = tl.load(pool.counts + 1)
     first = length * 0
     if C.KEPT > 0:
-        first += tl.load(places_ptr + tl.program_id(0).to(tl.int64) * C.KEPT)
+        first += tl.load(pool.places + tl.program_id(0).to(tl.int64) * C.KEPT)
     piece = tl.program_id(1) // 2
     if tl.program_id(1) % 2 == 0:
         length, coded = _walk(
-            k_ptr,
-            stride_k_batch,
-            stride_k_head,
-            stride_k_token,
-            stride_k_depth,
-            k_codes_ptr,
-            k_scales_ptr,
-            k_window_ptr,
-            k_kept_ptr,
-            length,
-            coded,
-            first,
+            k,
+            (pool.k_codes, pool.k_scales, pool.k_window, pool.k_kept),
+            (length, coded, first),
             piece,
-            kv_heads,
-            groups,
-            new,
-            limit,
+            sizes,
             C,
             False,
         )
     else:
         length, coded = _walk(
-            v_ptr,
-            stride_v_batch,
-            stride_v_head,
-            stride_v_token,
-            stride_v_depth,
-            v_codes_ptr,
-            v_scales_ptr,
-            v_window_ptr,
-            v_kept_ptr,
-            length,
-            coded,
-            first,
+            v,
+            (pool.v_codes, pool.v_scales, pool.v_window, pool.v_kept),
+            (length, coded, first),
             piece,
-            kv_heads,
-            groups,
-            new,
-            limit,
+            sizes,
             C,
             True,
         )
     tl.debug_barrier()  # every thread has read the counts
-    arrived = tl.atomic_add(counts_ptr + 2, 1)
+    arrived = tl.atomic_add(pool.counts + 2, 1)
     if arrived == tl.num_programs(0) * (2 * C.PIECES) - 1:
-        tl.store(counts_ptr, length)
-        tl.store(counts_ptr + 1, coded)
-        tl.store(counts_ptr + 2, 0)
+        tl.store(pool.counts, length)
+        tl.store(pool.counts + 1, coded)
+        tl.store(pool.counts + 2, 0)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.key_tiles import cells_of
 from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.coded_kv_cache.layout import PLAIN, channel_group
+from memeff_compile.kernels.coded_kv_cache.layout import PLAIN, Own, Shared, channel_group
 from memeff_compile.kernels.coded_kv_cache.merging import RULES
 from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging, keep, keep_rows
 from memeff_compile.kernels.device import on_device
@@ -31,16 +32,12 @@ def append_lower(
     new = k.shape[2]
     with on_device(k):
         kernels._coded_kv_cache_append_lower_kernel[(batch * heads,)](
-            k,
-            *k.stride(),
-            v,
-            *v.stride(),
+            cells_of(k),
+            cells_of(v),
             k_window,
             v_window,
             counts,
-            heads,
-            new,
-            limit,
+            (heads, new, limit),
             DEPTH=depth,
             WINDOW=window,
             TOKENS=1 << (new - 1).bit_length(),
@@ -83,21 +80,14 @@ def append_pair(
         start(
             kernels._coded_kv_cache_append_pair_kernel,
             (batch * heads,),
-            lower_k,
-            *lower_k.stride(),
-            lower_v,
-            *lower_v.stride(),
-            k,
-            *k.stride(),
-            v,
-            *v.stride(),
-            *shared,
-            *lower,
-            *upper,
-            heads,
-            shared[0].shape[2],
-            new,
-            limit,
+            cells_of(lower_k),
+            cells_of(lower_v),
+            cells_of(k),
+            cells_of(v),
+            Shared(*shared),
+            Own(*lower),
+            Own(*upper),
+            (heads, shared[0].shape[2], new, limit),
             float(settings.t),
             float(settings.gamma),
             DEPTH=depth,
@@ -213,9 +203,7 @@ def code_prompt(
             shared[5],
             lower[5],
             upper[5],
-            heads,
-            shared[0].shape[2],
-            count,
+            (heads, shared[0].shape[2], count),
             float(settings.t),
             DEPTH=depth,
             BITS=bits,

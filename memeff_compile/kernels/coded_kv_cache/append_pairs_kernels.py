@@ -107,23 +107,22 @@ def _direction(lower, upper, slot, column, a, b, DEPTH: tl.constexpr, IS_VALUE: 
 
 @triton.jit
 def _code_directions(
-    lower,
-    upper,
-    codes_base,
-    scales_base,
-    lower_norms,  # of the first token of the group; every second is of a key
-    upper_norms,
+    pair,
+    made,
+    norms,  # of the first token of the group; every second is of a key
     slot,
-    cosine,
-    m,
-    n,
+    found,  # as `_measure` returns it
     t,
-    is_left_out,
-    is_kept,
+    left,
     C: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
     """Code the shared directions of one group of keys, or of values, and store both lengths."""
+    lower, upper = pair
+    codes_base, scales_base = made
+    lower_norms, upper_norms = norms
+    cosine, m, n = found
+    is_left_out, is_kept = left
     COUNT: tl.constexpr = (
         4 if C.BITS == 3 else (C.DEPTH // C.CHANNELS if C.BITS >= 8 else 8 // C.BITS)
     )
@@ -222,21 +221,10 @@ def _keep_rows(window, kept, slot, row, is_kept, DEPTH: tl.constexpr, SHARE: tl.
 
 
 @triton.jit
-def _write(
-    x_ptr,
-    stride_batch,
-    stride_head,
-    stride_token,
-    stride_depth,
-    window,
-    kv_heads,
-    done,
-    position,
-    is_token,
-    DEPTH: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+def _write(x, window, at, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
     """Write tokens of one sequence and head to its window."""
+    x_ptr, stride_batch, stride_head, stride_token, stride_depth = x
+    kv_heads, done, position, is_token = at
     pair = tl.program_id(0).to(tl.int64)
     base = x_ptr + (pair // kv_heads) * stride_batch + (pair % kv_heads) * stride_head
     depth = tl.arange(0, DEPTH)
@@ -261,26 +249,17 @@ def _spoil(window, length, DEPTH: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _coded_kv_cache_append_lower_kernel(
-    k_ptr,  # (B, KV_HEADS, new, D)
-    stride_k_batch,
-    stride_k_head,
-    stride_k_token,
-    stride_k_depth,
-    v_ptr,
-    stride_v_batch,
-    stride_v_head,
-    stride_v_token,
-    stride_v_depth,
+    k,  # (B, KV_HEADS, new, D), as v `key_tiles.Cells`
+    v,
     k_window_ptr,  # (B, KV_HEADS, WINDOW, D)
     v_window_ptr,
     counts_ptr,  # (3,) int64
-    kv_heads,
-    new,
-    limit,
+    sizes,
     DEPTH: tl.constexpr,
     WINDOW: tl.constexpr,
     TOKENS: tl.constexpr,  # at least `new`
 ):
+    kv_heads, new, limit = sizes
     pair = tl.program_id(0).to(tl.int64)
     length = tl.load(counts_ptr)
     k_window = k_window_ptr + pair * (WINDOW * DEPTH)
@@ -291,34 +270,8 @@ def _coded_kv_cache_append_lower_kernel(
         _spoil(v_window, length, DEPTH, WINDOW)
     else:
         zero = length * 0
-        _write(
-            k_ptr,
-            stride_k_batch,
-            stride_k_head,
-            stride_k_token,
-            stride_k_depth,
-            k_window,
-            kv_heads,
-            zero,
-            length + token,
-            token < new,
-            DEPTH,
-            WINDOW,
-        )
-        _write(
-            v_ptr,
-            stride_v_batch,
-            stride_v_head,
-            stride_v_token,
-            stride_v_depth,
-            v_window,
-            kv_heads,
-            zero,
-            length + token,
-            token < new,
-            DEPTH,
-            WINDOW,
-        )
+        _write(k, k_window, (kv_heads, zero, length + token, token < new), DEPTH, WINDOW)
+        _write(v, v_window, (kv_heads, zero, length + token, token < new), DEPTH, WINDOW)
         length += new
     tl.debug_barrier()  # every thread has read the counts
     arrived = tl.atomic_add(counts_ptr + 2, 1)
@@ -329,69 +282,33 @@ def _coded_kv_cache_append_lower_kernel(
 
 @triton.jit
 def _coded_kv_cache_append_pair_kernel(
-    lower_k_ptr,  # (B, KV_HEADS, new, D), with HAS_LOWER
-    stride_lower_k_batch,
-    stride_lower_k_head,
-    stride_lower_k_token,
-    stride_lower_k_depth,
-    lower_v_ptr,
-    stride_lower_v_batch,
-    stride_lower_v_head,
-    stride_lower_v_token,
-    stride_lower_v_depth,
-    k_ptr,  # (B, KV_HEADS, new, D)
-    stride_k_batch,
-    stride_k_head,
-    stride_k_token,
-    stride_k_depth,
-    v_ptr,
-    stride_v_batch,
-    stride_v_head,
-    stride_v_token,
-    stride_v_depth,
-    k_codes_ptr,  # (B, KV_HEADS, groups, BLOCK): bytes, or numbers where BITS is 16
-    v_codes_ptr,
-    k_scales_ptr,  # (B, KV_HEADS, groups, D, 2)
-    v_scales_ptr,  # (B, KV_HEADS, groups, D / CHANNELS, GROUP, 2)
-    places_ptr,  # (B, KV_HEADS, KEPT) int32
-    starts_ptr,  # (B, KV_HEADS) int32
-    bound_ptr,  # (B, KV_HEADS) fp32
-    kept_count_ptr,  # (B, KV_HEADS) int32
-    left_over_ptr,
-    lower_k_window_ptr,  # (B, KV_HEADS, WINDOW, D)
-    lower_v_window_ptr,
-    lower_k_kept_ptr,  # (B, KV_HEADS, KEPT, D)
-    lower_v_kept_ptr,
-    lower_counts_ptr,  # (3,) int64
-    lower_norms_ptr,  # (B, KV_HEADS, groups * GROUP, 2)
-    upper_k_window_ptr,
-    upper_v_window_ptr,
-    upper_k_kept_ptr,
-    upper_v_kept_ptr,
-    upper_counts_ptr,
-    upper_norms_ptr,
-    kv_heads,
-    groups,
-    new,
-    limit,
+    lower_k_new,  # (B, KV_HEADS, new, D), as the others `key_tiles.Cells`; with HAS_LOWER
+    lower_v_new,
+    k,
+    v,
+    shared,  # `layout.Shared`
+    lower,  # `layout.Own`, as upper
+    upper,
+    sizes,  # key-value heads, groups, new tokens, limit
     t,
     gamma,
     C: tl.constexpr,
     # TOKENS: written at once, at most a group
 ):
+    kv_heads, groups, new, limit = sizes
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH if C.BITS == 16 else C.GROUP * C.DEPTH * C.BITS // 8
     K_SCALES: tl.constexpr = 0 if C.BITS == 16 else 2 * C.DEPTH
     V_SCALES: tl.constexpr = 0 if C.BITS == 16 else 2 * C.GROUP * (C.DEPTH // C.CHANNELS)
     SHARE: tl.constexpr = C.DEPTH // 2
     pair = tl.program_id(0).to(tl.int64)
-    length = tl.load(upper_counts_ptr)
-    coded = tl.load(upper_counts_ptr + 1)
-    lower_length = tl.load(lower_counts_ptr)
+    length = tl.load(upper.counts)
+    coded = tl.load(upper.counts + 1)
+    lower_length = tl.load(lower.counts)
     row_base = pair * (C.WINDOW * C.DEPTH)
-    lower_k = lower_k_window_ptr + row_base
-    lower_v = lower_v_window_ptr + row_base
-    upper_k = upper_k_window_ptr + row_base
-    upper_v = upper_v_window_ptr + row_base
+    lower_k = lower.k_window + row_base
+    lower_v = lower.v_window + row_base
+    upper_k = upper.k_window + row_base
+    upper_v = upper.v_window + row_base
     token = tl.arange(0, C.TOKENS)
     member = tl.arange(0, C.GROUP)
     done = length * 0
@@ -409,62 +326,10 @@ def _coded_kv_cache_append_pair_kernel(
         is_token = token < count
         position = length + token
         if C.HAS_LOWER:
-            _write(
-                lower_k_ptr,
-                stride_lower_k_batch,
-                stride_lower_k_head,
-                stride_lower_k_token,
-                stride_lower_k_depth,
-                lower_k,
-                kv_heads,
-                done,
-                position,
-                is_token,
-                C.DEPTH,
-                C.WINDOW,
-            )
-            _write(
-                lower_v_ptr,
-                stride_lower_v_batch,
-                stride_lower_v_head,
-                stride_lower_v_token,
-                stride_lower_v_depth,
-                lower_v,
-                kv_heads,
-                done,
-                position,
-                is_token,
-                C.DEPTH,
-                C.WINDOW,
-            )
-        _write(
-            k_ptr,
-            stride_k_batch,
-            stride_k_head,
-            stride_k_token,
-            stride_k_depth,
-            upper_k,
-            kv_heads,
-            done,
-            position,
-            is_token,
-            C.DEPTH,
-            C.WINDOW,
-        )
-        _write(
-            v_ptr,
-            stride_v_batch,
-            stride_v_head,
-            stride_v_token,
-            stride_v_depth,
-            upper_v,
-            kv_heads,
-            done,
-            position,
-            is_token,
-            C.DEPTH,
-            C.WINDOW,
-        )
+            _write(lower_k_new, lower_k, (kv_heads, done, position, is_token), C.DEPTH, C.WINDOW)
+            _write(lower_v_new, lower_v, (kv_heads, done, position, is_token), C.DEPTH, C.WINDOW)
+        _write(k, upper_k, (kv_heads, done, position, is_token), C.DEPTH, C.WINDOW)
+        _write(v, upper_v, (kv_heads, done, position, is_token), C.DEPTH, C.WINDOW)
         done += count
         length += count
         lower_length = length
@@ -476,11 +341,11 @@ def _coded_kv_cache_append_pair_kernel(
             v_cosine, v_m, v_n = _measure(lower_v, upper_v, slot, C.DEPTH, SHARE, C.GROUP)
             # The larger of two angles has the smaller cosine.
             apart = _angle(tl.minimum(k_cosine, v_cosine)) * 0.318309886183791
-            behind = place - tl.load(starts_ptr + pair)
+            behind = place - tl.load(shared.starts + pair)
             is_pinned = (behind >= 0) & (behind < C.KEEP_FIRST)
             counted = behind >= C.KEEP_FIRST
-            bound = tl.load(bound_ptr + pair)
-            held = tl.load(kept_count_ptr + pair)
+            bound = tl.load(shared.bound + pair)
+            held = tl.load(shared.kept_count + pair)
             if C.KEEPS_ALL:
                 bound = tl.full((), float("inf") if C.KEEPS_NEAREST else float("-inf"), tl.float32)
             else:
@@ -489,7 +354,7 @@ def _coded_kv_cache_append_pair_kernel(
                 spread = gamma * (high - low)
                 found = low + spread if C.KEEPS_NEAREST else high - spread
                 bound = tl.where((bound != bound) & (low <= high), found, bound)
-            tl.store(bound_ptr + pair, bound)
+            tl.store(shared.bound + pair, bound)
             order = -apart if C.KEEPS_NEAREST else apart
             is_beyond = apart < bound if C.KEEPS_NEAREST else apart > bound
             is_beyond = counted & is_beyond
@@ -502,63 +367,51 @@ def _coded_kv_cache_append_pair_kernel(
             is_kept = is_pinned | chosen
             row = tl.where(is_pinned, behind, C.KEEP_FIRST + held + rank)
             taken = tl.sum(chosen.to(tl.int32), axis=0)
-            more = tl.load(left_over_ptr + pair) + tl.sum(is_beyond.to(tl.int32), axis=0) - taken
+            more = tl.load(shared.left_over + pair) + tl.sum(is_beyond.to(tl.int32), axis=0) - taken
             tl.debug_barrier()  # every thread has read the counts of this head
-            tl.store(kept_count_ptr + pair, held + taken)
-            tl.store(left_over_ptr + pair, more)
-            tl.store(places_ptr + pair * C.KEPT + row, place, mask=is_kept)
+            tl.store(shared.kept_count + pair, held + taken)
+            tl.store(shared.left_over + pair, more)
+            tl.store(shared.places + pair * C.KEPT + row, place, mask=is_kept)
             kept_base = pair * (C.KEPT * C.DEPTH)
-            _keep_rows(lower_k, lower_k_kept_ptr + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
-            _keep_rows(lower_v, lower_v_kept_ptr + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
-            _keep_rows(upper_k, upper_k_kept_ptr + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
-            _keep_rows(upper_v, upper_v_kept_ptr + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
+            _keep_rows(lower_k, lower.k_kept + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
+            _keep_rows(lower_v, lower.v_kept + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
+            _keep_rows(upper_k, upper.k_kept + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
+            _keep_rows(upper_v, upper.v_kept + kept_base, slot, row, is_kept, C.DEPTH, SHARE)
             tile = tl.minimum(coded // C.GROUP, groups - 1)
             block = pair * groups + tile
             is_left_out = is_kept | (behind < 0)
             _code_directions(
-                lower_k,
-                upper_k,
-                k_codes_ptr + block * BLOCK,
-                k_scales_ptr + block * K_SCALES,
-                lower_norms_ptr + block * (2 * C.GROUP),
-                upper_norms_ptr + block * (2 * C.GROUP),
+                (lower_k, upper_k),
+                (shared.k_codes + block * BLOCK, shared.k_scales + block * K_SCALES),
+                (lower.norms + block * (2 * C.GROUP), upper.norms + block * (2 * C.GROUP)),
                 slot,
-                k_cosine,
-                k_m,
-                k_n,
+                (k_cosine, k_m, k_n),
                 t,
-                is_left_out,
-                is_kept,
+                (is_left_out, is_kept),
                 C,
                 False,
             )
             _code_directions(
-                lower_v,
-                upper_v,
-                v_codes_ptr + block * BLOCK,
-                v_scales_ptr + block * V_SCALES,
-                lower_norms_ptr + block * (2 * C.GROUP) + 1,
-                upper_norms_ptr + block * (2 * C.GROUP) + 1,
+                (lower_v, upper_v),
+                (shared.v_codes + block * BLOCK, shared.v_scales + block * V_SCALES),
+                (lower.norms + block * (2 * C.GROUP) + 1, upper.norms + block * (2 * C.GROUP) + 1),
                 slot,
-                v_cosine,
-                v_m,
-                v_n,
+                (v_cosine, v_m, v_n),
                 t,
-                is_left_out,
-                is_kept,
+                (is_left_out, is_kept),
                 C,
                 True,
             )
             coded += C.GROUP
             tl.debug_barrier()  # the slots are free for the next tokens
     tl.debug_barrier()  # every thread has read the counts
-    arrived = tl.atomic_add(upper_counts_ptr + 2, 1)
+    arrived = tl.atomic_add(upper.counts + 2, 1)
     if arrived == tl.num_programs(0) - 1:
-        tl.store(upper_counts_ptr, length)
-        tl.store(upper_counts_ptr + 1, coded)
-        tl.store(upper_counts_ptr + 2, 0)
-        tl.store(lower_counts_ptr, lower_length)
-        tl.store(lower_counts_ptr + 1, coded)
+        tl.store(upper.counts, length)
+        tl.store(upper.counts + 1, coded)
+        tl.store(upper.counts + 2, 0)
+        tl.store(lower.counts, lower_length)
+        tl.store(lower.counts + 1, coded)
 
 
 @triton.jit
@@ -610,12 +463,11 @@ def _coded_kv_cache_code_pair_kernel(
     starts_ptr,  # (B, KV_HEADS) int32
     lower_norms_ptr,  # (B, KV_HEADS, groups * GROUP, 2)
     upper_norms_ptr,
-    kv_heads,
-    groups,
-    count,
+    sizes,
     t,
     C: tl.constexpr,
 ):
+    kv_heads, groups, count = sizes
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH if C.BITS == 16 else C.GROUP * C.DEPTH * C.BITS // 8
     SCALES: tl.constexpr = (
         0 if C.BITS == 16 else 2 * C.GROUP * (C.DEPTH // C.CHANNELS) if C.IS_VALUE else 2 * C.DEPTH
@@ -633,19 +485,16 @@ def _coded_kv_cache_code_pair_kernel(
     block = pair * groups + tile
     VALUE: tl.constexpr = 1 if C.IS_VALUE else 0
     _code_directions(
-        lower,
-        upper,
-        codes_ptr + block * BLOCK,
-        scales_ptr + block * SCALES,
-        lower_norms_ptr + block * (2 * C.GROUP) + VALUE,
-        upper_norms_ptr + block * (2 * C.GROUP) + VALUE,
+        (lower, upper),
+        (codes_ptr + block * BLOCK, scales_ptr + block * SCALES),
+        (
+            lower_norms_ptr + block * (2 * C.GROUP) + VALUE,
+            upper_norms_ptr + block * (2 * C.GROUP) + VALUE,
+        ),
         slot,
-        cosine,
-        m,
-        n,
+        (cosine, m, n),
         t,
-        is_left_out,
-        is_kept,
+        (is_left_out, is_kept),
         C,
         C.IS_VALUE,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,62 @@ zero.
 
 LENGTH, CODED, ARRIVED = range(3)
 """Places in `counts`: tokens in the cache, tokens in codes, programs of a launch that are done."""
+
+
+class Pool(NamedTuple):
+    """The tensors of a cache, in the order that ops and kernels take them.
+
+    `Layout.shapes` has their shapes: codes are bytes, places int32, counts int64.
+    """
+
+    k_codes: Any
+    v_codes: Any
+    k_scales: Any
+    v_scales: Any
+    k_window: Any
+    v_window: Any
+    k_kept: Any
+    v_kept: Any
+    places: Any
+    counts: Any
+
+
+class Shared(NamedTuple):
+    """What the layers of a pair share.
+
+    Attributes:
+        k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; codes are numbers where rows
+            are PLAIN.
+        starts: (B, H) int32, each sequence's first token.
+        bound: (B, H) fp32, the distance beyond which a row is kept.
+        kept_count: (B, H) int32, the rows kept beside the first tokens.
+        left_over: (B, H) int32, those that found no room.
+    """
+
+    k_codes: Any
+    v_codes: Any
+    k_scales: Any
+    v_scales: Any
+    places: Any
+    starts: Any
+    bound: Any
+    kept_count: Any
+    left_over: Any
+
+
+class Own(NamedTuple):
+    """What each layer of a pair has for itself, as of `Pool`.
+
+    `norms`, (B, H, groups * group, 2), are those of a token's key and value, side by side; a
+    negative one of a key marks a token that is kept.
+    """
+
+    k_window: Any
+    v_window: Any
+    k_kept: Any
+    v_kept: Any
+    counts: Any
+    norms: Any
 
 
 @dataclass(frozen=True)

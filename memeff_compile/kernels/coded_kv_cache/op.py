@@ -17,7 +17,7 @@ from torch import Tensor
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.checks import FLOATING, short
 from memeff_compile.kernels.coded_kv_cache import reference
-from memeff_compile.kernels.coded_kv_cache.layout import BITS, PLAIN, channel_group, group_of
+from memeff_compile.kernels.coded_kv_cache.layout import BITS, PLAIN, Pool, channel_group, group_of
 from memeff_compile.kernels.device import kernels_serve, where_it_runs
 
 MAX_DEPTH = 256
@@ -28,18 +28,7 @@ LEAST_DEPTH = 64
 MOST_HEADS = 16
 """Query heads per key-value head that the kernels have been compared with float64 for."""
 
-POOL = (
-    "k_codes",
-    "v_codes",
-    "k_scales",
-    "v_scales",
-    "k_window",
-    "v_window",
-    "k_kept",
-    "v_kept",
-    "places",
-    "counts",
-)
+POOL = Pool._fields
 """Names of the tensors of a cache, in the order that the ops take them."""
 
 _COUNT = len(POOL)

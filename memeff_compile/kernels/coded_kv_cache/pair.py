@@ -17,30 +17,17 @@ from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import pair_reference
-from memeff_compile.kernels.coded_kv_cache.layout import Layout, group_of
+from memeff_compile.kernels.coded_kv_cache.layout import Layout, Own, Shared, group_of
 from memeff_compile.kernels.coded_kv_cache.merging import READINGS, RULES, SCALES
 from memeff_compile.kernels.coded_kv_cache.op import supports_pool
 from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging
 from memeff_compile.kernels.device import kernels_serve
 
-SHARED = (
-    "k_codes",
-    "v_codes",
-    "k_scales",
-    "v_scales",
-    "places",
-    "starts",
-    "bound",
-    "kept_count",
-    "left_over",
-)
-"""What the layers of a pair share. `starts` is each sequence's first token, `bound` the distance
-beyond which a row is kept, `kept_count` the rows kept beside the first tokens, `left_over` those
-that found no room."""
+SHARED = Shared._fields
+"""Names of what the layers of a pair share, in the order that ops take them."""
 
-OWN = ("k_window", "v_window", "k_kept", "v_kept", "counts", "norms")
-"""What each layer has for itself. `norms` are those of a token's key and value, side by side; a
-negative one of a key marks a token that is kept."""
+OWN = Own._fields
+"""Names of what each layer has for itself, the same."""
 
 _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
 _COMPLIANT = (torch.Tag.pt2_compliant_tag,)

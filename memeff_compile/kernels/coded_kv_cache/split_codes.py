@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.coded_kv_cache.layout import channel_group
+from memeff_compile.kernels.coded_kv_cache.layout import Pool, channel_group
 from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
 from memeff_compile.kernels.coded_kv_cache.shapes import (
     Shapes,
@@ -75,6 +75,45 @@ def paired_norms(norms: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack([first, second], -1)
 
 
+def mask_argument(mask: Tensor | None, like: Tensor) -> tuple[Tensor, int, int]:
+    """Return a mask, bool (B or 1, 1, 1, N) or None, as kernels take it: bytes and strides."""
+    if mask is None:
+        return like, 0, 0
+    return mask.view(torch.uint8), 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(3)
+
+
+def room_for(q: Tensor, shares: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for results, (B, 1, Hq, D), and for shares and their statistics in fp32.
+
+    With one share these are the results' own.
+    """
+    batch, heads, _, depth = q.shape
+    out = q.new_empty((batch, 1, heads, depth))
+    if shares == 1:
+        return out, out, out
+    count = batch * heads * shares
+    share = q.new_empty((count, depth), dtype=torch.float32)
+    return out, share, q.new_empty((2, count), dtype=torch.float32)
+
+
+def combine(out: Tensor, share: Tensor, stat: Tensor, shares: int) -> None:
+    """Add up shares, if there are several, into results."""
+    from memeff_compile.kernels.coded_kv_cache import split_codes_kernels as kernels
+
+    batch, _, heads, depth = out.shape
+    if shares > 1:
+        kernels._coded_kv_cache_combine_kernel[(batch * heads,)](
+            share,
+            stat,
+            out,
+            shares,
+            batch * heads * shares,
+            DEPTH=depth,
+            SPLIT_BLOCK=1 << (shares - 1).bit_length(),
+            num_warps=4,
+        )
+
+
 def attend(
     q: Tensor,
     pool: Sequence[Tensor],
@@ -114,37 +153,23 @@ def attend(
     splits = plan.splits
     halves = halves_for(repeat, bits)
     shares = splits * halves
-    out = q.new_empty((batch, 1, heads, depth))
-    share = stat = out
-    stat_count = batch * heads * shares
-    if shares > 1:
-        share = q.new_empty((stat_count, depth), dtype=torch.float32)
-        stat = q.new_empty((2, stat_count), dtype=torch.float32)
-    seen = counts if mask is None else mask.view(torch.uint8)
+    out, share, stat = room_for(q, shares)
     paired = paired_norms(norms)
+    norm_count = 0 if norms[0] is None else norms[0].shape[2]
+    mask_count = 0 if mask is None else mask.shape[3]
     with on_device(q):
         start(
             kernels._coded_kv_cache_attention_kernel,
             (pairs, splits),
-            q,
-            q.stride(0),
-            q.stride(1),
-            q.stride(3),
-            *pool,
+            (q, q.stride(0), q.stride(1), q.stride(3)),
+            Pool(*pool),
             counts if paired is None else paired,
-            seen,
-            0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
-            0 if mask is None else mask.stride(3),
+            mask_argument(mask, counts),
             out,
             share,
             stat,
             scale * math.log2(math.e),
-            kv_heads,
-            groups,
-            0 if norms[0] is None else norms[0].shape[2],
-            0 if mask is None else mask.shape[3],
-            splits,
-            stat_count,
+            (kv_heads, groups, norm_count, mask_count, splits, batch * heads * shares),
             REPEAT=repeat,
             DEPTH=depth,
             ROWS=rows_for(repeat),
@@ -167,15 +192,5 @@ def attend(
             UPCAST=not q.is_cuda,
             num_warps=plan.shapes.warps,
         )
-        if shares > 1:
-            kernels._coded_kv_cache_combine_kernel[(batch * heads,)](
-                share,
-                stat,
-                out,
-                shares,
-                stat_count,
-                DEPTH=depth,
-                SPLIT_BLOCK=1 << (shares - 1).bit_length(),
-                num_warps=4,
-            )
+        combine(out, share, stat, shares)
     return out.transpose(1, 2)

@@ -268,14 +268,13 @@ def _attend_exact(
     is_seen,  # (TILE,)
     q,  # (D, ROWS)
     scale,
-    largest,
-    total,
-    accs,
+    sums,
     C: tl.constexpr,
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Add a tile of tokens that are stored as they came."""
+    largest, total, accs = sums
     depth = tl.arange(0, C.DEPTH)
     width = tl.arange(0, C.WIDTH)
     offs = place.to(tl.int64) * C.DEPTH
@@ -300,40 +299,23 @@ def _attend_exact(
 
 @triton.jit
 def _coded_kv_cache_attention_kernel(
-    q_ptr,  # (B, KV_HEADS * REPEAT, 1, D)
-    stride_q_batch,
-    stride_q_head,
-    stride_q_depth,
-    k_codes_ptr,  # (B, KV_HEADS, groups, GROUP * D * BITS / 8) bytes
-    v_codes_ptr,
-    k_scales_ptr,  # (B, KV_HEADS, groups, D, 2), or (B, KV_HEADS, groups, 1, GROUP, 1)
-    v_scales_ptr,  # (B, KV_HEADS, groups, D / CHANNELS, GROUP, 2), or as of keys
-    k_window_ptr,  # (B, KV_HEADS, WINDOW, D)
-    v_window_ptr,
-    k_kept_ptr,  # (B, KV_HEADS, KEPT, D)
-    v_kept_ptr,
-    places_ptr,  # (B, KV_HEADS, KEPT) int32
-    counts_ptr,  # (3,) int64
+    q,  # (B, KV_HEADS * REPEAT, 1, D), and strides of its first, second and last axis
+    pool,  # `layout.Pool`
     norms_ptr,  # (B, KV_HEADS, norm_count, 2) of key and value, with HAS_NORMS
-    mask_ptr,  # (B, mask_count) bytes, with HAS_MASK
-    stride_mask_batch,
-    stride_mask_key,
+    mask,  # (B, mask_count) bytes and its strides, with HAS_MASK
     out_ptr,  # (B, KV_HEADS * REPEAT, D), with IS_ALONE
     share_ptr,  # (B, KV_HEADS, REPEAT, splits, D) fp32, otherwise
     stat_ptr,  # (2, B, KV_HEADS, REPEAT, splits) fp32: largest score in base 2, sum of weights
     scale,  # of the scores, in base 2
-    kv_heads,
-    groups,
-    norm_count,
-    mask_count,
-    splits,
-    stat_count,  # B * KV_HEADS * REPEAT * splits
-    C: tl.constexpr,
-    # CHANNELS: of a value that share a scale
+    sizes,  # stat_count: B * KV_HEADS * REPEAT * splits
+    C: tl.constexpr,  # CHANNELS: of a value that share a scale
     # WIDTH: channels per part
     # AT_ONCE: times HALVES groups per turn
     # HALVES: groups side by side in the columns of a tile
 ):
+    q_ptr, stride_q_batch, stride_q_head, stride_q_depth = q
+    mask_ptr, stride_mask_batch, stride_mask_key = mask
+    kv_heads, groups, norm_count, mask_count, splits, stat_count = sizes
     PARTS: tl.constexpr = C.DEPTH // C.WIDTH
     BLOCK: tl.constexpr = C.GROUP * C.DEPTH * C.BITS // 8
     # What queries and weights are multiplied by, and what their products are. With PACKED numbers
@@ -355,12 +337,12 @@ def _coded_kv_cache_attention_kernel(
     split = tl.program_id(1)
     batch = pair // kv_heads
     kv_head = pair % kv_heads
-    length = tl.load(counts_ptr)
-    coded = tl.load(counts_ptr + 1)
+    length = tl.load(pool.counts)
+    coded = tl.load(pool.counts + 1)
     tiles = tl.minimum(coded // C.GROUP, groups).to(tl.int32)
     first = 0
     if C.KEPT > 0:
-        first = tl.load(places_ptr + pair * C.KEPT)
+        first = tl.load(pool.places + pair * C.KEPT)
     rows = tl.arange(0, C.ROWS)
     lanes = tl.arange(0, LANES)
     half = rows // LANES
@@ -409,12 +391,12 @@ def _coded_kv_cache_attention_kernel(
         k_high = BEHIND + k_pair[:, None] * (C.WIDTH // 2) + k_half[None, :]
         v_high = BEHIND + width[:, None] * (C.GROUP // 4) + v_pair[None, :]
     PLACES: tl.constexpr = BLOCK // 2
-    k_base = k_codes_ptr.to(tl.pointer_type(tl.uint16)) + pair * groups * PLACES
-    v_base = v_codes_ptr.to(tl.pointer_type(tl.uint16)) + pair * groups * PLACES
+    k_base = pool.k_codes.to(tl.pointer_type(tl.uint16)) + pair * groups * PLACES
+    v_base = pool.v_codes.to(tl.pointer_type(tl.uint16)) + pair * groups * PLACES
     K_SCALES: tl.constexpr = C.GROUP if C.IS_PER_HEAD else 2 * C.DEPTH
     V_SCALES: tl.constexpr = C.GROUP if C.IS_PER_HEAD else 2 * C.GROUP * (C.DEPTH // C.CHANNELS)
-    ks_base = k_scales_ptr + pair * groups * K_SCALES
-    vs_base = v_scales_ptr + pair * groups * V_SCALES
+    ks_base = pool.k_scales + pair * groups * K_SCALES
+    vs_base = pool.v_scales + pair * groups * V_SCALES
     wide_zero = pair * 0  # makes addresses 64-bit numbers
 
     for turn in tl.range(split, tl.cdiv(tiles, C.AT_ONCE * C.HALVES), splits, num_stages=C.STAGES):
@@ -585,15 +567,13 @@ def _coded_kv_cache_attention_kernel(
             )
             is_seen = is_seen & (seen != 0)
         largest, total, accs = _attend_exact(
-            k_window_ptr + pair * (C.WINDOW * C.DEPTH),
-            v_window_ptr + pair * (C.WINDOW * C.DEPTH),
+            pool.k_window + pair * (C.WINDOW * C.DEPTH),
+            pool.v_window + pair * (C.WINDOW * C.DEPTH),
             slot,
             is_seen,
             whole_q,
             scale,
-            largest,
-            total,
-            accs,
+            (largest, total, accs),
             C,
             PARTS,
             LANES,
@@ -602,7 +582,7 @@ def _coded_kv_cache_attention_kernel(
         turn = (split + splits - TILES % splits) % splits
         for tile in tl.range(turn, (C.KEPT + C.KEPT_TILE - 1) // C.KEPT_TILE, splits, num_stages=1):
             row = tile * C.KEPT_TILE + tl.arange(0, C.KEPT_TILE)
-            position = tl.load(places_ptr + pair * C.KEPT + row, mask=row < C.KEPT, other=-1)
+            position = tl.load(pool.places + pair * C.KEPT + row, mask=row < C.KEPT, other=-1)
             is_seen = (position >= 0) & (position < coded)
             if C.HAS_MASK:
                 seen = tl.load(
@@ -612,15 +592,13 @@ def _coded_kv_cache_attention_kernel(
                 )
                 is_seen = is_seen & (seen != 0)
             largest, total, accs = _attend_exact(
-                k_kept_ptr + pair * (C.KEPT * C.DEPTH),
-                v_kept_ptr + pair * (C.KEPT * C.DEPTH),
+                pool.k_kept + pair * (C.KEPT * C.DEPTH),
+                pool.v_kept + pair * (C.KEPT * C.DEPTH),
                 row,
                 is_seen,
                 whole_q,
                 scale,
-                largest,
-                total,
-                accs,
+                (largest, total, accs),
                 C,
                 PARTS,
                 LANES,

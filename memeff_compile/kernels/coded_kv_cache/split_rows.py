@@ -10,12 +10,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton.launch import start
+from memeff_compile.kernels.coded_kv_cache.layout import Pool
 from memeff_compile.kernels.coded_kv_cache.shapes import MIN_ROWS, rows_for, splits_for
-from memeff_compile.kernels.coded_kv_cache.split_codes import paired_norms
+from memeff_compile.kernels.coded_kv_cache.split_codes import (
+    combine,
+    mask_argument,
+    paired_norms,
+    room_for,
+)
 from memeff_compile.kernels.device import on_device, processors
 
 
@@ -73,78 +78,48 @@ def attend(
     Returns:
         (B, Hq, 1, D) in the dtype of q.
     """
-    from memeff_compile.kernels.coded_kv_cache import split_codes_kernels, split_rows_kernels
+    from memeff_compile.kernels.coded_kv_cache import split_rows_kernels
 
     del bits
-    k_rows, v_rows, _, _, k_window, v_window, k_kept, v_kept, places, counts = pool
+    rows = Pool(*pool)._replace(k_scales=None, v_scales=None)
     paired = paired_norms(norms)
     if paired is None:
-        tokens = k_rows.shape[2] * k_rows.shape[3] // q.shape[3]
-        paired = q.new_ones((*k_rows.shape[:2], tokens, 2))
+        tokens = rows.k_codes.shape[2] * rows.k_codes.shape[3] // q.shape[3]
+        paired = q.new_ones((*rows.k_codes.shape[:2], tokens, 2))
     batch, kv_heads, row_count, _ = paired.shape
-    window, depth = k_window.shape[2:]
+    window, depth = rows.k_window.shape[2:]
     heads = q.shape[1]
     repeat, pairs = heads // kv_heads, batch * kv_heads
     plan = plan or plan_for(repeat)
     if splits is None:
         tiles = -(-row_count // plan.tile)
         splits = splits_for(pairs, tiles, processors(q.device) * plan.programs)
-    out = q.new_empty((batch, 1, heads, depth))
-    share = stat = out
-    stat_count = batch * heads * splits
-    if splits > 1:
-        share = q.new_empty((stat_count, depth), dtype=torch.float32)
-        stat = q.new_empty((2, stat_count), dtype=torch.float32)
+    out, share, stat = room_for(q, splits)
+    mask_count = 0 if mask is None else mask.shape[3]
     with on_device(q):
         start(
             split_rows_kernels._coded_kv_cache_rows_kernel,
             (pairs, splits),
-            q,
-            q.stride(0),
-            q.stride(1),
-            q.stride(3),
-            k_rows,
-            v_rows,
-            k_window,
-            v_window,
-            k_kept,
-            v_kept,
-            places,
-            counts,
+            (q, q.stride(0), q.stride(1), q.stride(3)),
+            rows,
             paired,
-            counts if mask is None else mask.view(torch.uint8),
-            0 if mask is None or mask.shape[0] == 1 else mask.stride(0),
-            0 if mask is None else mask.stride(3),
+            mask_argument(mask, rows.counts),
             out,
             share,
             stat,
             scale * math.log2(math.e),
-            kv_heads,
-            row_count,
-            0 if mask is None else mask.shape[3],
-            splits,
-            stat_count,
+            (kv_heads, row_count, mask_count, splits, batch * heads * splits),
             REPEAT=repeat,
             DEPTH=depth,
             ROWS=rows_for(repeat),
             TILE=plan.tile,
             WINDOW=window,
-            KEPT=k_kept.shape[2],
+            KEPT=rows.k_kept.shape[2],
             HAS_MASK=mask is not None,
             IS_ALONE=splits == 1,
             STAGES=plan.stages,
             UPCAST=not q.is_cuda,
             num_warps=plan.warps,
         )
-        if splits > 1:
-            split_codes_kernels._coded_kv_cache_combine_kernel[(batch * heads,)](
-                share,
-                stat,
-                out,
-                splits,
-                stat_count,
-                DEPTH=depth,
-                SPLIT_BLOCK=1 << (splits - 1).bit_length(),
-                num_warps=4,
-            )
+        combine(out, share, stat, splits)
     return out.transpose(1, 2)

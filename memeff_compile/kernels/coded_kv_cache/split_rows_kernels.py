@@ -21,19 +21,17 @@ from memeff_compile.kernels.coded_kv_cache.split_codes_kernels import _norms_of
 def _attend(
     k_base,
     v_base,
-    place,  # (TILE,) rows
-    is_there,  # (TILE,) rows that are loaded
-    is_seen,  # (TILE,) rows that count
-    k_norm,  # (TILE,) fp32
-    v_norm,
+    at,  # rows of the tile; those that are loaded, and those that count
+    norms,  # (TILE,) fp32
     q,  # (D, ROWS)
     scale,
-    largest,
-    total,
-    acc,
+    sums,
     C: tl.constexpr,
 ):
     """Add a tile of tokens."""
+    place, is_there, is_seen = at
+    k_norm, v_norm = norms
+    largest, total, acc = sums
     depth = tl.arange(0, C.DEPTH)
     offs = place.to(tl.int64) * C.DEPTH
     k = tl.load(k_base + offs[:, None] + depth[None, :], mask=is_there[:, None], other=0.0)
@@ -48,8 +46,9 @@ def _attend(
 
 
 @triton.jit
-def _seen(mask_ptr, batch, stride_batch, stride_key, position, is_seen, mask_count):
+def _seen(mask, batch, position, is_seen, mask_count):
     """Return which positions the mask shows."""
+    mask_ptr, stride_batch, stride_key = mask
     found = tl.load(
         mask_ptr + batch * stride_batch + position.to(tl.int64) * stride_key,
         mask=is_seen & (position < mask_count),
@@ -60,39 +59,25 @@ def _seen(mask_ptr, batch, stride_batch, stride_key, position, is_seen, mask_cou
 
 @triton.jit
 def _coded_kv_cache_rows_kernel(
-    q_ptr,  # (B, KV_HEADS * REPEAT, 1, D)
-    stride_q_batch,
-    stride_q_head,
-    stride_q_depth,
-    k_rows_ptr,  # (B, KV_HEADS, groups * GROUP, D)
-    v_rows_ptr,
-    k_window_ptr,  # (B, KV_HEADS, WINDOW, D)
-    v_window_ptr,
-    k_kept_ptr,  # (B, KV_HEADS, KEPT, D)
-    v_kept_ptr,
-    places_ptr,  # (B, KV_HEADS, KEPT) int32
-    counts_ptr,  # (3,) int64
+    q,  # (B, KV_HEADS * REPEAT, 1, D), and strides of its first, second and last axis
+    pool,  # `layout.Pool`, without scales; codes are rows
     norms_ptr,  # (B, KV_HEADS, row_count, 2); keys with a negative one are among the kept rows
-    mask_ptr,  # (B, mask_count) bytes, with HAS_MASK
-    stride_mask_batch,
-    stride_mask_key,
+    mask,  # (B, mask_count) bytes and its strides, with HAS_MASK
     out_ptr,  # (B, KV_HEADS * REPEAT, D), with IS_ALONE
     share_ptr,  # (B, KV_HEADS, REPEAT, splits, D) fp32, otherwise
     stat_ptr,  # (2, B, KV_HEADS, REPEAT, splits) fp32
     scale,  # of the scores, in base 2
-    kv_heads,
-    row_count,
-    mask_count,
-    splits,
-    stat_count,  # B * KV_HEADS * REPEAT * splits
+    sizes,  # stat_count: B * KV_HEADS * REPEAT * splits
     C: tl.constexpr,
 ):
+    q_ptr, stride_q_batch, stride_q_head, stride_q_depth = q
+    kv_heads, row_count, mask_count, splits, stat_count = sizes
     pair = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     batch = pair // kv_heads
     kv_head = pair % kv_heads
-    length = tl.load(counts_ptr)
-    coded = tl.load(counts_ptr + 1)
+    length = tl.load(pool.counts)
+    coded = tl.load(pool.counts + 1)
     rows = tl.arange(0, C.ROWS)
     depth = tl.arange(0, C.DEPTH)
     token = tl.arange(0, C.TILE)
@@ -114,22 +99,15 @@ def _coded_kv_cache_rows_kernel(
         # Not a mask of the loads: those of keys and values would wait for the lengths.
         is_seen = is_there & (k_norm >= 0.0)
         if C.HAS_MASK:
-            is_seen = _seen(
-                mask_ptr, batch, stride_mask_batch, stride_mask_key, position, is_seen, mask_count
-            )
+            is_seen = _seen(mask, batch, position, is_seen, mask_count)
         largest, total, acc = _attend(
-            k_rows_ptr + row_base * C.DEPTH,
-            v_rows_ptr + row_base * C.DEPTH,
-            position,
-            is_there,
-            is_seen,
-            k_norm,
-            v_norm,
+            pool.k_codes + row_base * C.DEPTH,
+            pool.v_codes + row_base * C.DEPTH,
+            (position, is_there, is_seen),
+            (k_norm, v_norm),
             q,
             scale,
-            largest,
-            total,
-            acc,
+            (largest, total, acc),
             C,
         )
     TILES: tl.constexpr = (C.WINDOW + C.TILE - 1) // C.TILE
@@ -138,53 +116,33 @@ def _coded_kv_cache_rows_kernel(
         position = coded + (slot + C.WINDOW - coded % C.WINDOW) % C.WINDOW
         is_seen = (position < length) & (slot < C.WINDOW)
         if C.HAS_MASK:
-            is_seen = _seen(
-                mask_ptr, batch, stride_mask_batch, stride_mask_key, position, is_seen, mask_count
-            )
+            is_seen = _seen(mask, batch, position, is_seen, mask_count)
         largest, total, acc = _attend(
-            k_window_ptr + pair * (C.WINDOW * C.DEPTH),
-            v_window_ptr + pair * (C.WINDOW * C.DEPTH),
-            slot,
-            is_seen,
-            is_seen,
-            one,
-            one,
+            pool.k_window + pair * (C.WINDOW * C.DEPTH),
+            pool.v_window + pair * (C.WINDOW * C.DEPTH),
+            (slot, is_seen, is_seen),
+            (one, one),
             q,
             scale,
-            largest,
-            total,
-            acc,
+            (largest, total, acc),
             C,
         )
     if C.KEPT > 0:
         turn = (split + splits - TILES % splits) % splits
         for tile in tl.range(turn, (C.KEPT + C.TILE - 1) // C.TILE, splits, num_stages=1):
             row = tile * C.TILE + token
-            position = tl.load(places_ptr + pair * C.KEPT + row, mask=row < C.KEPT, other=-1)
+            position = tl.load(pool.places + pair * C.KEPT + row, mask=row < C.KEPT, other=-1)
             is_seen = (position >= 0) & (position < coded)
             if C.HAS_MASK:
-                is_seen = _seen(
-                    mask_ptr,
-                    batch,
-                    stride_mask_batch,
-                    stride_mask_key,
-                    position,
-                    is_seen,
-                    mask_count,
-                )
+                is_seen = _seen(mask, batch, position, is_seen, mask_count)
             largest, total, acc = _attend(
-                k_kept_ptr + pair * (C.KEPT * C.DEPTH),
-                v_kept_ptr + pair * (C.KEPT * C.DEPTH),
-                row,
-                is_seen,
-                is_seen,
-                one,
-                one,
+                pool.k_kept + pair * (C.KEPT * C.DEPTH),
+                pool.v_kept + pair * (C.KEPT * C.DEPTH),
+                (row, is_seen, is_seen),
+                (one, one),
                 q,
                 scale,
-                largest,
-                total,
-                acc,
+                (largest, total, acc),
                 C,
             )
     row_of = pair * C.REPEAT + rows

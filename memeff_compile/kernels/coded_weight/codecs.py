@@ -26,6 +26,7 @@ from memeff_compile.kernels.coded_weight.layout import (
     RANS_CHUNK,
     RUN,
     Format,
+    Multiplied,
     frequencies,
     padded,
     sampled,
@@ -626,10 +627,7 @@ def _one_row(
             win4_kernels.win4_row_kernel,
             (-(-rows // setting.rows),),
             x.view(torch.int32),
-            *parts,
-            out if bias is None else bias,
-            out,
-            rows,
+            Multiplied._make((*parts, out if bias is None else bias, out, rows)),
             columns // 8,
             HAS_BIAS=bias is not None,
             IS_EVEN=_is_even(setting, rows, columns),
@@ -676,13 +674,14 @@ def products(
 
     x = _aligned(x)
     outs = [x.new_empty((1, shape[0])) for shape in sizes]
-    operands: list[Tensor | int] = []
+    operands: list[Multiplied] = []
     settings: dict[str, int | bool] = {}
     for place in range(MAX_TOGETHER):
         at = min(place, count - 1)  # what stands for a third that is not there is not read
         rows, tile, bias = sizes[at][0], tiles[at], biases[at]
         bias = None if bias is None else bias.expand(rows).contiguous()
-        operands += [*parts[at], outs[at] if bias is None else bias, outs[at], rows]
+        here = outs[at] if bias is None else bias
+        operands.append(Multiplied._make((*parts[at], here, outs[at], rows)))
         settings |= {
             f"HAS_BIAS_{place}": bias is not None,
             f"IS_EVEN_{place}": _is_even(tile, rows, columns),
@@ -739,7 +738,7 @@ def _tiles(
             win4_kernels.win4_tile_kernel,
             grid,
             x.view(torch.int32),
-            *parts,
+            tuple(parts),
             x if bias is None else bias,
             out,
             tokens,

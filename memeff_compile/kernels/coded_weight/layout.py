@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from memeff_compile.errors import UnsupportedInputError
 
@@ -53,6 +54,27 @@ _EXPONENTS = {
     "tier": ("header", "first", "second", "third", "stream_starts", *PATCH_PARTS),
     "rans": ("header", "words", "word_starts", "states"),
 }
+
+
+class Multiplied(NamedTuple):
+    """A win4 weight that one token is multiplied with, as kernels take it.
+
+    Attributes:
+        header, codes, starts, places, patterns, signs: its parts; the patterns are values.
+        bias: (N,), or anything.
+        out: (N,) bf16, written.
+        rows: N.
+    """
+
+    header: Any
+    codes: Any
+    starts: Any
+    places: Any
+    patterns: Any
+    signs: Any
+    bias: Any
+    out: Any
+    rows: Any
 
 
 @dataclass(frozen=True)

@@ -308,22 +308,11 @@ def _products(codes, signs, more, x_ptr, place, is_in, scale, acc):
 def _some_rows(
     program,
     x_ptr,  # (K / 2,) pair words
-    header_ptr,
-    codes_ptr,
-    starts_ptr,
-    places_ptr,
-    values_ptr,
-    signs_ptr,
-    bias_ptr,
-    out_ptr,  # (N,) bf16
-    rows_count,
+    weight,  # `layout.Multiplied`
     row_words,  # K / 8
-    HAS_BIAS: tl.constexpr,
-    IS_EVEN: tl.constexpr,  # ROWS divides N, WORDS a row
-    ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
-    STAGES: tl.constexpr,
-    CHUNKS: tl.constexpr,  # a power of two, not less than the chunks that ROWS rows touch
+    TILE,  # HAS_BIAS, IS_EVEN, ROWS, WORDS, STAGES, CHUNKS
+    # IS_EVEN: ROWS divides N, WORDS a row
+    # CHUNKS: a power of two, not less than the chunks that ROWS rows touch
     C: tl.constexpr,
     # PACKED: two weights are scaled by one instruction, of assembly
 ):
@@ -332,15 +321,21 @@ def _some_rows(
     The code is the exponent less base, and as an exponent makes a tiny number: code 0 with no
     mantissa is zero, the others are scaled by 2^base.
     """
+    HAS_BIAS: tl.constexpr = TILE[0]
+    IS_EVEN: tl.constexpr = TILE[1]
+    ROWS: tl.constexpr = TILE[2]
+    WORDS: tl.constexpr = TILE[3]
+    STAGES: tl.constexpr = TILE[4]
+    CHUNKS: tl.constexpr = TILE[5]
     first_row = program * ROWS
     row_length = row_words * 8
-    chunk, chunks, inside = _first_chunk(first_row, ROWS, rows_count, row_length)
-    patch = tl.load(starts_ptr + chunk)  # long before they are needed
-    end = tl.load(starts_ptr + chunk + chunks)
+    chunk, chunks, inside = _first_chunk(first_row, ROWS, weight.rows, row_length)
+    patch = tl.load(weight.starts + chunk)  # long before they are needed
+    end = tl.load(weight.starts + chunk + chunks)
     row = first_row + tl.arange(0, ROWS)
-    is_row = (row < rows_count)[:, None]
-    scale = ((tl.load(header_ptr) + 127) << 23).to(tl.float32, bitcast=True)
-    scales = tl.full((ROWS, WORDS), ((tl.load(header_ptr) + 127) << 7) * 0x00010001, tl.int32)
+    is_row = (row < weight.rows)[:, None]
+    scale = ((tl.load(weight.header) + 127) << 23).to(tl.float32, bitcast=True)
+    scales = tl.full((ROWS, WORDS), ((tl.load(weight.header) + 127) << 7) * 0x00010001, tl.int32)
     begin = row.to(tl.int64)[:, None] * row_words
     acc = tl.zeros((ROWS, WORDS), tl.float32)
     for start in tl.range(0, row_words, WORDS, num_stages=STAGES):
@@ -352,10 +347,10 @@ def _some_rows(
             is_read = (row >= 0)[:, None] & is_in[None, :]
         group = word // 32
         lane = word % 32
-        codes = tl.load(codes_ptr + begin + word[None, :], mask=is_read, other=0)
+        codes = tl.load(weight.codes + begin + word[None, :], mask=is_read, other=0)
         at = begin * 2 + (group * 64 + lane)[None, :]
-        signs = tl.load(signs_ptr + at, mask=is_read, other=0)
-        more = tl.load(signs_ptr + at + 32, mask=is_read, other=0)
+        signs = tl.load(weight.signs + at, mask=is_read, other=0)
+        more = tl.load(weight.signs + at + 32, mask=is_read, other=0)
         at = group * 128 + lane
         if C.PACKED:
             acc = _packed_products(codes, signs, more, x_ptr, at, is_in, scales, acc)
@@ -365,164 +360,67 @@ def _some_rows(
     for start in range(patch, end, C.PATCHES):
         each = start + tl.arange(0, C.PATCHES)
         is_patch = each < end
-        place = tl.load(places_ptr + each, mask=is_patch, other=0).to(tl.int32)
-        weight = tl.load(values_ptr + each, mask=is_patch, other=0).to(tl.int32)
+        place = tl.load(weight.places + each, mask=is_patch, other=0).to(tl.int32)
+        patched = tl.load(weight.patterns + each, mask=is_patch, other=0).to(tl.int32)
         its_row, column = _patch_rows(
-            starts_ptr, place, each, chunk, chunks, inside, row_length, CHUNKS
+            weight.starts, place, each, chunk, chunks, inside, row_length, CHUNKS
         )
         is_patch &= (its_row >= 0) & (its_row < ROWS)
         x = tl.load(x_ptr + column // 2, mask=is_patch, other=0)
         x = tl.where(column % 2 == 0, low_float(x), high_float(x))
-        product = tl.where(is_patch, low_float(weight) * x, 0.0)
+        product = tl.where(is_patch, low_float(patched) * x, 0.0)
         total += tl.sum(
             tl.where(its_row[None, :] + first_row == row[:, None], product[None, :], 0.0), 1
         )
     if HAS_BIAS:
-        total += tl.load(bias_ptr + row, mask=row < rows_count, other=0).to(tl.float32)
-    tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=row < rows_count)
+        total += tl.load(weight.bias + row, mask=row < weight.rows, other=0).to(tl.float32)
+    tl.store(weight.out + row, total.to(weight.out.dtype.element_ty), mask=row < weight.rows)
 
 
 @triton.jit
-def win4_row_kernel(
-    x_ptr,
-    header_ptr,
-    codes_ptr,
-    starts_ptr,
-    places_ptr,
-    values_ptr,
-    signs_ptr,
-    bias_ptr,
-    out_ptr,
-    rows_count,
-    row_words,
-    C: tl.constexpr,
-):
+def win4_row_kernel(x_ptr, weight, row_words, C: tl.constexpr):
     """One token and one weight."""
     _some_rows(
         tl.program_id(0),
         x_ptr,
-        header_ptr,
-        codes_ptr,
-        starts_ptr,
-        places_ptr,
-        values_ptr,
-        signs_ptr,
-        bias_ptr,
-        out_ptr,
-        rows_count,
+        weight,
         row_words,
-        C.HAS_BIAS,
-        C.IS_EVEN,
-        C.ROWS,
-        C.WORDS,
-        C.STAGES,
-        C.CHUNKS,
+        (C.HAS_BIAS, C.IS_EVEN, C.ROWS, C.WORDS, C.STAGES, C.CHUNKS),
         C,
     )
 
 
 @triton.jit
-def win4_rows_kernel(
-    x_ptr,
-    header_0_ptr,
-    codes_0_ptr,
-    starts_0_ptr,
-    places_0_ptr,
-    values_0_ptr,
-    signs_0_ptr,
-    bias_0_ptr,
-    out_0_ptr,
-    rows_0,
-    header_1_ptr,
-    codes_1_ptr,
-    starts_1_ptr,
-    places_1_ptr,
-    values_1_ptr,
-    signs_1_ptr,
-    bias_1_ptr,
-    out_1_ptr,
-    rows_1,
-    header_2_ptr,
-    codes_2_ptr,
-    starts_2_ptr,
-    places_2_ptr,
-    values_2_ptr,
-    signs_2_ptr,
-    bias_2_ptr,
-    out_2_ptr,
-    rows_2,
-    row_words,
-    C: tl.constexpr,
-    # COUNT: weights, 2 or 3
-):
-    """One token and several weights of one width, each in its own tiles: the sums are the same."""
+def win4_rows_kernel(x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.constexpr):
+    """One token and 2 or 3 weights of one width, each in its own tiles: the sums are the same."""
     program = tl.program_id(0)
-    first = tl.cdiv(rows_0, C.ROWS_0)
-    second = first + tl.cdiv(rows_1, C.ROWS_1)
+    first = tl.cdiv(weight_0.rows, C.ROWS_0)
+    second = first + tl.cdiv(weight_1.rows, C.ROWS_1)
     if program < first:
         _some_rows(
             program,
             x_ptr,
-            header_0_ptr,
-            codes_0_ptr,
-            starts_0_ptr,
-            places_0_ptr,
-            values_0_ptr,
-            signs_0_ptr,
-            bias_0_ptr,
-            out_0_ptr,
-            rows_0,
+            weight_0,
             row_words,
-            C.HAS_BIAS_0,
-            C.IS_EVEN_0,
-            C.ROWS_0,
-            C.WORDS_0,
-            C.STAGES_0,
-            C.CHUNKS_0,
+            (C.HAS_BIAS_0, C.IS_EVEN_0, C.ROWS_0, C.WORDS_0, C.STAGES_0, C.CHUNKS_0),
             C,
         )
     elif program < second:
         _some_rows(
             program - first,
             x_ptr,
-            header_1_ptr,
-            codes_1_ptr,
-            starts_1_ptr,
-            places_1_ptr,
-            values_1_ptr,
-            signs_1_ptr,
-            bias_1_ptr,
-            out_1_ptr,
-            rows_1,
+            weight_1,
             row_words,
-            C.HAS_BIAS_1,
-            C.IS_EVEN_1,
-            C.ROWS_1,
-            C.WORDS_1,
-            C.STAGES_1,
-            C.CHUNKS_1,
+            (C.HAS_BIAS_1, C.IS_EVEN_1, C.ROWS_1, C.WORDS_1, C.STAGES_1, C.CHUNKS_1),
             C,
         )
     elif C.COUNT == 3:
         _some_rows(
             program - second,
             x_ptr,
-            header_2_ptr,
-            codes_2_ptr,
-            starts_2_ptr,
-            places_2_ptr,
-            values_2_ptr,
-            signs_2_ptr,
-            bias_2_ptr,
-            out_2_ptr,
-            rows_2,
+            weight_2,
             row_words,
-            C.HAS_BIAS_2,
-            C.IS_EVEN_2,
-            C.ROWS_2,
-            C.WORDS_2,
-            C.STAGES_2,
-            C.CHUNKS_2,
+            (C.HAS_BIAS_2, C.IS_EVEN_2, C.ROWS_2, C.WORDS_2, C.STAGES_2, C.CHUNKS_2),
             C,
         )
 
@@ -550,12 +448,7 @@ def _dot_pair(weight, x, acc, UPCAST: tl.constexpr):
 @triton.jit
 def win4_tile_kernel(
     x_ptr,  # (M, K / 2) pair words
-    header_ptr,
-    codes_ptr,
-    starts_ptr,
-    places_ptr,
-    values_ptr,
-    signs_ptr,
+    parts,  # header, codes, starts, places, values, signs
     bias_ptr,
     out_ptr,  # (M, N) bf16, or (SPLITS, M, N) fp32
     tokens_count,
@@ -564,6 +457,7 @@ def win4_tile_kernel(
     C: tl.constexpr,
 ):
     """A tile of ROWS x TOKENS products; with SPLITS, over a share of the columns."""
+    header_ptr, codes_ptr, starts_ptr, places_ptr, values_ptr, signs_ptr = parts
     first_row = tl.program_id(0) * C.ROWS
     token = tl.program_id(1) * C.TOKENS + tl.arange(0, C.TOKENS)
     split = tl.program_id(2)

@@ -407,10 +407,7 @@ class _Backward:
             *where,
             tiles_of(self.weight, g_columns, step),
             tiles_of(g, tile, g_columns // 4),
-            self.bias,
-            self.column_weight,
-            self.selection.target,
-            self.row_values,
+            self._given(),
             self.selection.kept,
             is_sparse,
             first,
@@ -418,8 +415,7 @@ class _Backward:
             self.rows,
             self.vocab,
             self.depth,
-            self.knobs.scale,
-            self.knobs.softcap,
+            (self.knobs.scale, self.knobs.softcap),
             GATHER=gathers,
             GROUP=GROUP,
             BM=tile,
@@ -488,10 +484,7 @@ class _Backward:
             tiles_of(self.hidden, tile, step),
             tiles_of(self.weight, tile, step),
             tiles_of(g, tile, tile // 4),
-            self.bias,
-            self.column_weight,
-            self.selection.target,
-            self.row_values,
+            self._given(),
             self.selection.kept,
             lists.tile_row,
             lists.tile_column,
@@ -500,8 +493,7 @@ class _Backward:
             self.rows,
             self.vocab,
             self.depth,
-            self.knobs.scale,
-            self.knobs.softcap,
+            (self.knobs.scale, self.knobs.softcap),
             HAS_KEPT=has_kept,
             TILE=tile,
             BK=step,
@@ -556,6 +548,10 @@ class _Backward:
                 self.vocab,
                 TILE=tile,
             )
+
+    def _given(self) -> tuple[Tensor | None, ...]:
+        """Return what the gradient of a tile is made of, beside its logits."""
+        return self.bias, self.column_weight, self.selection.target, self.row_values
 
     def _epilogue(self) -> dict[str, Any]:
         return {

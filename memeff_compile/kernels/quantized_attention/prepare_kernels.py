@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from memeff_compile.kernels._triton.products_kernels import of_head
 from memeff_compile.kernels.quantized_attention.rounding_kernels import (
     LEAST,
     _codes_of_rows,
@@ -57,9 +58,8 @@ def _is_counted(place, keys, mask_ptr, HAS_KEY_MASK: tl.constexpr):
 
 
 @triton.jit
-def _look(
-    k_ptr, stride_k_key, v_ptr, stride_v_key, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr
-):
+def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
+    """Look at keys from `start` to `stop`; k and v are pointers and strides of keys."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     k_sum = tl.zeros((C.KEYS // C.SAMPLE, C.DEPTH_BLOCK), dtype=tl.float32)
     v_sum = tl.zeros((C.KEYS, C.DEPTH_BLOCK), dtype=tl.float32)
@@ -72,21 +72,20 @@ def _look(
         is_place = _is_counted(place, keys, mask_ptr, C.HAS_KEY_MASK)
         is_one = is_place.to(tl.float32)
         if C.HAS_KEY_MASK:
-            v = _load_tile(v_ptr, stride_v_key, place, is_place, depth, C)
-            v_sum += v
-            low = tl.minimum(low, tl.where(is_place[:, None], v, HUGE))
-            high = tl.maximum(high, tl.where(is_place[:, None], v, -HUGE))
+            tile = _load_tile(v, place, is_place, depth, C)
+            v_sum += tile
+            low = tl.minimum(low, tl.where(is_place[:, None], tile, HUGE))
+            high = tl.maximum(high, tl.where(is_place[:, None], tile, -HUGE))
         else:  # the last key stands for those after it, which changes no extreme
             place = tl.minimum(place, keys - 1)
-            v = _load_tile(v_ptr, stride_v_key, place, place >= 0, depth, C)
-            v_sum += v * is_one[:, None]
-            low = tl.minimum(low, v)
-            high = tl.maximum(high, v)
+            tile = _load_tile(v, place, place >= 0, depth, C)
+            v_sum += tile * is_one[:, None]
+            low = tl.minimum(low, tile)
+            high = tl.maximum(high, tile)
         v_count += is_one
         sampled = first + tl.arange(0, C.KEYS // C.SAMPLE) * C.SAMPLE
         is_sampled = _is_counted(sampled, keys, mask_ptr, C.HAS_KEY_MASK)
-        k = _load_tile(k_ptr, stride_k_key, sampled, is_sampled, depth, C)
-        k_sum += k
+        k_sum += _load_tile(k, sampled, is_sampled, depth, C)
         k_count += is_sampled.to(tl.float32)
     tl.store(sums_ptr + depth, tl.sum(k_sum, axis=0))
     tl.store(sums_ptr + C.DEPTH_BLOCK + depth, tl.sum(v_sum, axis=0))
@@ -97,24 +96,14 @@ def _look(
 
 
 @triton.jit
-def _write_queries(
-    q_ptr,
-    stride,
-    codes_ptr,
-    scale_ptr,
-    mean_ptr,
-    scale,
-    row,
-    block,
-    blocks,
-    queries,
-    C: tl.constexpr,
-):
+def _write_queries(q, made, scale, at, queries, C: tl.constexpr):
     """Write codes of a block of queries without its mean."""
+    codes_ptr, scale_ptr, mean_ptr = made
+    row, block, blocks = at
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     is_row = place < queries
-    q = _load_tile(q_ptr, stride, place, is_row, depth, C) * scale
+    q = _load_tile(q, place, is_row, depth, C) * scale
     count = tl.minimum(queries - block * C.ROWS, C.ROWS)
     q_mean = tl.sum(q, axis=0) / count
     tl.store(mean_ptr + (row * blocks + block) * C.DEPTH_BLOCK + depth, q_mean)
@@ -125,29 +114,20 @@ def _write_queries(
 
 
 @triton.jit
-def _sample_queries(q_ptr, stride, sample_ptr, scale, block, queries, C: tl.constexpr):
+def _sample_queries(q, sample_ptr, scale, block, queries, C: tl.constexpr):
     """Write the sums of a block of queries and of their squares."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
-    q = _load_tile(q_ptr, stride, place, place < queries, depth, C) * scale
+    q = _load_tile(q, place, place < queries, depth, C) * scale
     tl.store(sample_ptr + depth, tl.sum(q, axis=0))
     tl.store(sample_ptr + C.DEPTH_BLOCK + depth, tl.sum(q * q, axis=0))
 
 
 @triton.jit
 def _look_kernel(
-    q_ptr,  # (B, H, M, D)
-    stride_q_batch,
-    stride_q_head,
-    stride_q_query,
-    k_ptr,  # (B, G, N, D)
-    stride_k_batch,
-    stride_k_head,
-    stride_k_key,
-    v_ptr,  # (B, G, N, D)
-    stride_v_batch,
-    stride_v_head,
-    stride_v_key,
+    q,  # (B, H, M, D), as k and v `key_tiles.Rows`
+    k,  # (B, G, N, D)
+    v,  # (B, G, N, D)
     key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
     stride_mask_batch,
     sums_ptr,  # (B * G, chunks, 5, DEPTH_BLOCK) fp32: keys, values, their extremes, counts
@@ -178,10 +158,8 @@ def _look_kernel(
         part = program % chunks
         batch, group = row // groups, row % groups
         _look(
-            k_ptr + batch * stride_k_batch + group * stride_k_head,
-            stride_k_key,
-            v_ptr + batch * stride_v_batch + group * stride_v_head,
-            stride_v_key,
+            (of_head(k, batch, group), k.row),
+            (of_head(v, batch, group), v.row),
             key_mask_ptr + batch * stride_mask_batch,
             sums_ptr + (row * chunks + part) * 5 * C.DEPTH_BLOCK,
             part * chunk,
@@ -193,25 +171,13 @@ def _look_kernel(
         row = ((program - looks) // query_blocks).to(tl.int64)
         batch, head = row // heads, row % heads
         block = (program - looks) % query_blocks
-        q_ptr += batch * stride_q_batch + head * stride_q_head
+        q_rows = (q.ptr + (batch * q.batch + head * q.head), q.row)
         if C.SMOOTH_Q:
-            _write_queries(
-                q_ptr,
-                stride_q_query,
-                q_codes_ptr,
-                q_scale_ptr,
-                q_mean_ptr,
-                scale,
-                row,
-                block,
-                query_blocks,
-                queries,
-                C,
-            )
+            made = (q_codes_ptr, q_scale_ptr, q_mean_ptr)
+            _write_queries(q_rows, made, scale, (row, block, query_blocks), queries, C)
         else:
             _sample_queries(
-                q_ptr,
-                stride_q_query,
+                q_rows,
                 q_mean_ptr + (row * query_blocks + block) * 2 * C.DEPTH_BLOCK,
                 scale,
                 block * stride_sampled,
@@ -361,30 +327,19 @@ def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constex
 
 
 @triton.jit
-def _write_keys(
-    k_ptr,
-    stride,
-    mask_ptr,
-    mean_ptr,
-    codes_ptr,
-    scale_ptr,
-    row,
-    block,
-    blocks,
-    keys,
-    C: tl.constexpr,
-):
+def _write_keys(k, mask_ptr, mean_ptr, codes_ptr, scale_ptr, at, keys, C: tl.constexpr):
+    row, block, blocks = at
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.BLOCK + tl.arange(0, C.BLOCK)
     mean_ptr += row * 4 * C.DEPTH_BLOCK
     if C.HAS_KEY_MASK:
         is_place = _is_counted(place, keys, mask_ptr, C.HAS_KEY_MASK)
-        k = _load_tile(k_ptr, stride, place, is_place, depth, C)
+        k = _load_tile(k, place, is_place, depth, C)
         if C.SMOOTH_K:
             k = tl.where(is_place[:, None], k - tl.load(mean_ptr + depth)[None, :], 0.0)
     else:  # the last key stands for those after it, which nobody reads
         place = tl.minimum(place, keys - 1)
-        k = _load_tile(k_ptr, stride, place, place >= 0, depth, C)
+        k = _load_tile(k, place, place >= 0, depth, C)
         if C.SMOOTH_K:
             k -= tl.load(mean_ptr + depth)[None, :]
     if C.ALIGN:
@@ -427,27 +382,14 @@ def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_values(
-    v_ptr,
-    stride,
-    k_ptr,
-    stride_k,
-    mask_ptr,
-    k_mean_ptr,
-    codes_ptr,
-    scale_ptr,
-    rest_ptr,
-    counts_ptr,
-    weights_ptr,
-    row,
-    block,
-    blocks,
-    keys,
-    C: tl.constexpr,
+    v, k, mask_ptr, k_mean_ptr, codes_ptr, scale_ptr, rests, at, keys, C: tl.constexpr
 ):
     """Write codes of a block of values and the sum of these, each weighed.
 
     A weight is 1, or where the queries share a large part, what their mean gives the key.
     """
+    rest_ptr, counts_ptr, weights_ptr = rests
+    row, block, blocks = at
     is_8_bit: tl.constexpr = codes_ptr.dtype.element_ty == tl.float8e4nv
     depth = tl.arange(0, C.DEPTH_BLOCK)
     column = tl.arange(0, C.BLOCK)
@@ -463,9 +405,9 @@ def _write_values(
     if C.HAS_REST and C.ALIGN:
         k_mean_ptr += row * 4 * C.DEPTH_BLOCK
         if tl.load(k_mean_ptr + 2 * C.DEPTH_BLOCK) != 0.0:
-            k = _load_tile(k_ptr, stride_k, place, is_loaded, depth, C)
-            weight *= _weights_of(k, k_mean_ptr, depth, C.DEPTH_BLOCK)
-    v = _load_tile(v_ptr, stride, place, is_loaded, depth, C)
+            rows = _load_tile(k, place, is_loaded, depth, C)
+            weight *= _weights_of(rows, k_mean_ptr, depth, C.DEPTH_BLOCK)
+    v = _load_tile(v, place, is_loaded, depth, C)
     if C.HAS_REST:
         after = row * (blocks + 1) + block + 1
         tl.store(rest_ptr + after * C.DEPTH_BLOCK + depth, tl.sum(v * weight[:, None], axis=0))
@@ -482,32 +424,21 @@ def _write_values(
 
 
 @triton.jit
-def _write_shift(
-    q_ptr, stride, mean_ptr, shift_ptr, scale, row, group, block, queries, C: tl.constexpr
-):
+def _write_shift(q, mean_ptr, shift_ptr, scale, row, group, block, queries, C: tl.constexpr):
     """Write what the keys' mean adds to every score of a query."""
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     is_row = place < queries
-    q = _load_tile(q_ptr, stride, place, is_row, depth, C) * scale
+    q = _load_tile(q, place, is_row, depth, C) * scale
     k_mean = tl.load(mean_ptr + group * 4 * C.DEPTH_BLOCK + depth)
     tl.store(shift_ptr + row * queries + place, tl.sum(q * k_mean[None, :], axis=1), mask=is_row)
 
 
 @triton.jit
 def _write_kernel(
-    q_ptr,  # (B, H, M, D), with WITH_LSE
-    stride_q_batch,
-    stride_q_head,
-    stride_q_query,
-    k_ptr,  # (B, G, N, D)
-    stride_k_batch,
-    stride_k_head,
-    stride_k_key,
-    v_ptr,  # (B, G, N, D)
-    stride_v_batch,
-    stride_v_head,
-    stride_v_key,
+    q,  # (B, H, M, D), with WITH_LSE, as k and v `key_tiles.Rows`
+    k,  # (B, G, N, D)
+    v,  # (B, G, N, D)
     key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
     stride_mask_batch,
     k_mean_ptr,  # (B * G, 4, DEPTH_BLOCK) fp32: the keys' mean, queries' direction, its channels,
@@ -539,15 +470,12 @@ def _write_kernel(
         row = (program // key_blocks).to(tl.int64)
         batch, head = row // groups, row % groups
         _write_keys(
-            k_ptr + batch * stride_k_batch + head * stride_k_head,
-            stride_k_key,
+            (of_head(k, batch, head), k.row),
             key_mask_ptr + batch * stride_mask_batch,
             k_mean_ptr,
             k_codes_ptr,
             k_scale_ptr,
-            row,
-            program % key_blocks,
-            key_blocks,
+            (row, program % key_blocks, key_blocks),
             keys,
             C,
         )
@@ -555,20 +483,14 @@ def _write_kernel(
         row = ((program - programs) // key_blocks).to(tl.int64)
         batch, head = row // groups, row % groups
         _write_values(
-            v_ptr + batch * stride_v_batch + head * stride_v_head,
-            stride_v_key,
-            k_ptr + batch * stride_k_batch + head * stride_k_head,
-            stride_k_key,
+            (of_head(v, batch, head), v.row),
+            (of_head(k, batch, head), k.row),
             key_mask_ptr + batch * stride_mask_batch,
             k_mean_ptr,
             v_codes_ptr,
             v_scale_ptr,
-            rest_ptr,
-            counts_ptr,
-            weights_ptr,
-            row,
-            (program - programs) % key_blocks,
-            key_blocks,
+            (rest_ptr, counts_ptr, weights_ptr),
+            (row, (program - programs) % key_blocks, key_blocks),
             keys,
             C,
         )
@@ -577,8 +499,7 @@ def _write_kernel(
         row = (ours // query_blocks).to(tl.int64)
         batch, head = row // heads, row % heads
         _write_shift(
-            q_ptr + batch * stride_q_batch + head * stride_q_head,
-            stride_q_query,
+            (of_head(q, batch, head), q.row),
             k_mean_ptr,
             shift_ptr,
             scale,

@@ -27,7 +27,9 @@ def _e4m3_in_fp32(x):
 
 
 @triton.jit
-def _load_tile(ptr, stride, place, is_place, depth, C: tl.constexpr):
+def _load_tile(x, place, is_place, depth, C: tl.constexpr):
+    """Load rows in fp32; x is a pointer to a head's rows and the elements from one to the next."""
+    ptr, stride = x
     mask = is_place[:, None]
     if C.DEPTH != C.DEPTH_BLOCK:
         mask = mask & (depth < C.DEPTH)[None, :]

@@ -26,6 +26,7 @@ from memeff_compile.kernels._triton.key_tiles import (
     flags_of,
     mask_and_stride,
     positions_of,
+    rows_of,
     tables_of,
     tiles_of,
     within,
@@ -257,7 +258,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
 def _strided(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Any, ...]:
     """Return q, k, v and the mask of keys, each with its strides, as the kernels take them."""
     mask, stride = mask_and_stride(given, q)
-    return (q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], mask, stride)
+    return (rows_of(q), rows_of(k), rows_of(v), mask, stride)
 
 
 def _with_correction(
@@ -420,7 +421,7 @@ def attend_packed(
             made.k_scale if made.shift is None else made.shift,
             made.k_scale if made.rest is None else made.rest,
             made.k_scale if made.counts is None else made.counts,
-            *tables_of(given, q),
+            tables_of(given, q),
             bounds,
             out,
             lse if settings.with_lse else made.k_scale,
@@ -466,7 +467,7 @@ def _operands(
     Before these stand q itself, its strides and the scale, of which queries may yet be coded.
     """
     k_mean = made.k_scale if made.k_mean is None else made.k_mean
-    facts = (q, *q.stride()[:3], given.scale * math.log2(math.e), k_mean)
+    facts = (rows_of(q), given.scale * math.log2(math.e), k_mean)
     if not is_described:
         return *facts, made.q, made.k, made.v
     wide = made.q.shape[1]

@@ -21,7 +21,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels._triton.key_tiles_kernels import bounds_of, edge_tile, which_count
+from memeff_compile.kernels._triton.key_tiles_kernels import (
+    bounds_of,
+    edge_tile,
+    ids_of,
+    keys_shown,
+    which_count,
+)
 from memeff_compile.kernels.quantized_attention.rounding_kernels import (
     MAGIC,
     MAGIC_VALUE,
@@ -97,29 +103,14 @@ def _weighted(weight, v, C: tl.constexpr):
 
 @triton.jit
 def _attend_tile(
-    acc,
-    total,
-    largest,
-    q,
-    q_scale,
-    query,
-    query_id,
-    tile,
-    k_codes,
-    v_codes,
-    key_row,
-    value_row,
-    k_scale_ptr,
-    correction_ptr,
-    mask_ptr,
-    key_ids_ptr,
-    ahead,
-    behind,
-    keys,
-    key_blocks,
-    C: tl.constexpr,
-    MASKED: tl.constexpr,
+    sums, ours, tile, codes, factors, tables, span, lengths, C: tl.constexpr, MASKED: tl.constexpr
 ):
+    acc, total, largest = sums
+    q, q_scale, query, query_id = ours
+    k_codes, key_row, v_codes, value_row = codes
+    k_scale_ptr, correction_ptr = factors
+    mask_ptr, key_ids_ptr = tables
+    keys, key_blocks = lengths
     key = tile * C.KEYS + tl.arange(0, C.KEYS)
     k = _load_codes(
         k_codes, key_row + tile * C.KEYS, 0, C.DEPTH_BLOCK, C.KEYS, C.DEPTH_BLOCK, C.DESCRIBED
@@ -144,20 +135,9 @@ def _attend_tile(
         is_inside = key < keys
         is_key = is_inside
         if C.HAS_KEY_MASK:
-            is_key = is_key & (tl.load(mask_ptr + key, mask=is_inside, other=0) != 0)
-        key_id = key
-        if C.HAS_IDS:
-            key_id = tl.load(key_ids_ptr + key, mask=is_inside, other=0)
-        counts = which_count(
-            query[:, None],
-            key[None, :],
-            is_key[None, :],
-            query_id[:, None],
-            key_id[None, :],
-            ahead,
-            behind,
-            C,
-        )
+            is_key = keys_shown(mask_ptr, key, is_inside)
+        key_id = ids_of(key_ids_ptr, key, is_inside, C)
+        counts = which_count((query, query_id), (key, key_id), is_key, span, 0, C)
         score = tl.where(counts, score, float("-inf"))
     higher = tl.maximum(largest, tl.max(score, axis=1) * scale - (shift + OFFSET))
     weight = tl.exp2(score * scale[:, None] - (higher + shift)[:, None])
@@ -177,13 +157,7 @@ def _attend_tile(
 
 
 @triton.jit
-def _mean_rest(
-    rest_ptr,
-    counts_ptr,
-    first,
-    stop,
-    DEPTH_BLOCK: tl.constexpr,
-):
+def _mean_rest(rest_ptr, counts_ptr, first, stop, DEPTH_BLOCK: tl.constexpr):
     """Return what rounding took from values on average, over blocks from `first` to `stop`.
 
     The weights of a query sum to 1: a number that all values lack is missing from the result.
@@ -200,10 +174,7 @@ def _mean_rest(
 # Sizes stay numbers at 1, too: what Triton unrolls for a single key reads values too early.
 @triton.jit(do_not_specialize=["ahead", "behind", "together", "keys", "key_blocks"])
 def _quantized_attention_kernel(
-    q_ptr,  # (B, H, M, D), with CODES_QUERIES
-    stride_q_batch,
-    stride_q_head,
-    stride_q_query,
+    q,  # (B, H, M, D) `key_tiles.Rows`, with CODES_QUERIES
     scale,  # of attention, in base 2, the same
     k_mean_ptr,  # (B * G, 4, D) fp32, the same: by what queries are divided is the last
     q_codes,  # (B * H * M, D) int8: room for them with CODES_QUERIES
@@ -217,12 +188,7 @@ def _quantized_attention_kernel(
     rest_ptr,  # (B * G, N / KEY_BLOCK + 1, D) fp32: what rounding took from the values of all
     # blocks up to each, weighed, in steps of their scale, with HAS_REST
     counts_ptr,  # (B * G, N / KEY_BLOCK + 1) fp32: what these weigh, the same
-    key_mask_ptr,  # (B or 1, N) bytes, with HAS_KEY_MASK
-    stride_mask_batch,
-    query_ids_ptr,  # (B or 1, M), with HAS_IDS
-    stride_query_ids_batch,
-    key_ids_ptr,  # (B or 1, N), with HAS_IDS
-    stride_key_ids_batch,
+    tables,  # `key_tiles.Tables`
     bounds_ptr,  # (B, query tiles, 4), with HAS_BOUNDS
     out_ptr,  # (B, M, H, D)
     lse_ptr,  # (B, H, M) fp32, natural logarithm
@@ -254,9 +220,9 @@ def _quantized_attention_kernel(
     if C.EARLY:
         tl.extra.cuda.gdc_wait()
     if C.CODES_QUERIES:  # through memory: a product would hold in registers what was not loaded
-        q_ptr += batch * stride_q_batch + head.to(tl.int64) * stride_q_head
+        q_rows = (q.ptr + (batch * q.batch + head.to(tl.int64) * q.head), q.row)
         wide = tl.arange(0, C.DEPTH_BLOCK)
-        q = _load_tile(q_ptr, stride_q_query, query, is_row, wide, C)
+        q = _load_tile(q_rows, query, is_row, wide, C)
         evened = tl.load(k_mean_ptr + (group * 4 + 3) * C.DEPTH_BLOCK + wide)
         codes, q_scale = _codes_of_rows(q * (scale / evened)[None, :], C.LIMIT)
         q_places = q_codes + place[:, None] * C.DEPTH_BLOCK + wide[None, :]
@@ -282,27 +248,19 @@ def _quantized_attention_kernel(
         correction_ptr += block * key_blocks * C.KEY_BLOCK
     key_row = (group * key_blocks * C.KEY_BLOCK).to(tl.int32)
     value_row = (group * C.DEPTH_BLOCK).to(tl.int32)
-    mask_ptr = key_mask_ptr + batch * stride_mask_batch
-    their_ids_ptr = key_ids_ptr + batch * stride_key_ids_batch
-    query_id = query
-    if C.HAS_IDS:
-        query_id = tl.load(
-            query_ids_ptr + batch * stride_query_ids_batch + query, mask=is_row, other=0
-        )
+    mask_ptr = tables.key_mask + batch * tables.mask_batch
+    key_ids_ptr = tables.key_ids + batch * tables.key_ids_batch
+    query_id = ids_of(tables.query_ids + batch * tables.query_ids_batch, query, is_row, C)
     first, full_first, full_stop, stop = bounds_of(
         bounds_ptr,
         batch,
         tile,
         query_tiles,
-        queries,
-        keys,
-        ahead,
-        behind,
-        C.ROWS,
-        C.KEYS,
-        C.HAS_AHEAD,
-        C.HAS_BEHIND,
-        C.HAS_BOUNDS,
+        (queries, keys),
+        (ahead, behind),
+        (C.ROWS, C.KEYS),
+        (C.HAS_AHEAD, C.HAS_BEHIND),
+        C,
     )
     largest = tl.full((C.ROWS,), NOTHING, dtype=tl.float32)
     total = tl.zeros((C.ROWS,), dtype=tl.float32)
@@ -316,26 +274,14 @@ def _quantized_attention_kernel(
             if MASKED:
                 other = edge_tile(index, first, full_first, full_stop)
             acc, total, largest = _attend_tile(
-                acc,
-                total,
-                largest,
-                q,
-                q_scale,
-                query,
-                query_id,
+                (acc, total, largest),
+                (q, q_scale, query, query_id),
                 other,
-                k_codes,
-                v_codes,
-                key_row,
-                value_row,
-                k_scale_ptr,
-                correction_ptr,
-                mask_ptr,
-                their_ids_ptr,
-                ahead,
-                behind,
-                keys,
-                key_blocks,
+                (k_codes, key_row, v_codes, value_row),
+                (k_scale_ptr, correction_ptr),
+                (mask_ptr, key_ids_ptr),
+                (ahead, behind),
+                (keys, key_blocks),
                 C,
                 MASKED,
             )

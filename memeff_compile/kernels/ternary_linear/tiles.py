@@ -84,9 +84,7 @@ def _settings_of(
         dtype if quantizer.is_native else torch.float32
     )
     return {
-        "kept": kept(columns),
-        "eps": quantizer.eps,
-        "eps_rounded": float(rounded),
+        "numbers": (kept(columns), quantizer.eps, float(rounded)),
         "LEVELS": kind.levels,
         "INVERSE": float(torch.tensor(kind.levels, dtype=torch.float32).reciprocal())
         if is_cuda
@@ -132,17 +130,11 @@ def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Te
     return packed
 
 
-def _entering(x: Tensor, entry: Entry) -> dict[str, Any]:
-    """Return the arguments of a kernel that say what x goes through."""
+def _entering(x: Tensor, entry: Entry) -> tuple[Any, ...]:
+    """Return the argument of a kernel that says what x goes through."""
     up = x if entry.up is None else _with_unit_stride(entry.up)
-    return {
-        "up_ptr": up,
-        "stride_up": up.stride(0),
-        "norm_ptr": x if entry.norm is None else entry.norm.contiguous(),
-        "norm_eps": entry.norm_eps,
-        "HAS_UP": entry.up is not None,
-        "HAS_NORM": entry.norm is not None,
-    }
+    norm = x if entry.norm is None else entry.norm.contiguous()
+    return x, x.stride(0), up, up.stride(0), norm
 
 
 def quantize(
@@ -166,27 +158,20 @@ def quantize(
     codes = x.new_empty((tokens, 4, 4 * words), dtype=torch.int8)
     scale = x.new_empty((tokens,), dtype=torch.float32)
     sums = x.new_empty((tokens,), dtype=torch.int32)
-    up = None if entry.up is None else _with_unit_stride(entry.up)
-    norm = None if entry.norm is None else entry.norm.contiguous()
-    asked = (is_chained, is_early, up is not None, norm is not None)
+    asked = (is_chained, is_early, entry.up is not None, entry.norm is not None)
     plan = _quantize_plan(quantizer, x.dtype, tokens, columns, x.is_cuda, *asked)
     with on_device(x):
         launch(
             kernels._ternary_quantize_kernel,
             (tokens,),
             (
-                x,
-                x.stride(0),
-                x if up is None else up,
-                x.stride(0) if up is None else up.stride(0),
-                x if norm is None else norm,
+                _entering(x, entry),
                 codes.view(torch.int32),
                 scale,
                 sums,
                 columns,
                 words,
-                entry.norm_eps,
-                *plan.numbers,
+                (entry.norm_eps, *plan.numbers),
             ),
             plan.constants,
             (plan,),
@@ -216,7 +201,7 @@ def _quantize_plan(
 ) -> QuantizePlan:
     """Return the launch for so many tokens."""
     constants = dict(_settings_of(quantizer, dtype, columns, is_cuda))
-    numbers = tuple(constants.pop(name) for name in ("kept", "eps", "eps_rounded"))
+    numbers = constants.pop("numbers")
     block = _power_of_two(words_for(columns) * 16)
     constants |= {
         "COLUMNS": block,
@@ -266,57 +251,24 @@ def vectors(
     """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
     if any(len(kind) > 1 for kind in kinds):  # a launch knows one dtype of each
-        parts = [
-            vectors(
+        found: list[Tensor] = []
+        for place in range(len(packed)):
+            one = slice(place, place + 1)
+            found += vectors(
                 x,
-                packed[i : i + 1],
-                weight_scale[i : i + 1],
-                bias[i : i + 1],
+                packed[one],
+                weight_scale[one],
+                bias[one],
                 quantizer,
                 entry,
                 dtype=dtype,
                 weight_is_step=weight_is_step,
-                is_early=is_early and i == 0,
+                is_early=is_early and not place,
                 coded=coded,
                 leading=leading,
                 shapes=shapes,
             )
-            for i in range(len(packed))
-        ]
-        return [part[0] for part in parts]
-    return _launch_vectors(
-        x,
-        packed,
-        weight_scale,
-        bias,
-        quantizer,
-        entry,
-        dtype=dtype,
-        weight_is_step=weight_is_step,
-        added=added,
-        is_early=is_early,
-        coded=coded,
-        leading=leading,
-        shapes=shapes,
-    )
-
-
-def _launch_vectors(
-    x: Tensor,
-    packed: Sequence[Tensor],
-    weight_scale: Sequence[Tensor],
-    bias: Sequence[Tensor | None],
-    quantizer: Quantizer,
-    entry: Entry,
-    *,
-    dtype: torch.dtype,
-    weight_is_step: bool,
-    added: Tensor | None,
-    is_early: bool,
-    coded: Coded | None,
-    leading: Sequence[int] | None,
-    shapes: VectorShapes | None,
-) -> list[Tensor]:
+        return found
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
 
     x = _with_unit_stride(x)
@@ -333,28 +285,31 @@ def _launch_vectors(
     anything = next((b for b in bias if b is not None), weight_scale[0])
     biases = [anything if b is None else b.contiguous() for b in bias]
 
-    def three(given: Sequence[Any]) -> list[Any]:
-        return [*given, *[given[0]] * (3 - len(given))]
+    def three(given: Sequence[Any]) -> tuple[Any, ...]:
+        return (*given, *[given[0]] * (3 - len(given)))
 
+    settings = _settings(x, quantizer)
+    coded_or_not = (packed[0], weight_scale[0], packed[0])
+    if coded is not None:
+        coded_or_not = (coded[0].view(torch.int32), *coded[1:])
     with on_device(x):
         start(
             kernels._ternary_vectors_kernel,
             (sum(tiles),),
-            x,
-            x.stride(0),
-            added_ptr=outs[0] if added is None else added.contiguous(),
-            codes_ptr=packed[0] if coded is None else coded[0].view(torch.int32),
-            scale_ptr=weight_scale[0] if coded is None else coded[1],
-            sums_ptr=packed[0] if coded is None else coded[2],
-            **_lettered("packed", three(packed)),
-            **_lettered("weight_scale", three(weight_scale)),
-            **_lettered("bias", three(biases)),
-            **_lettered("out", three(outs)),
-            **_lettered("rows", three(count)),
-            **_lettered("tiles", three(tiles)[:2]),
-            columns=columns,
-            words=words,
-            **_entering(x, entry),
+            _entering(x, entry),
+            outs[0] if added is None else added.contiguous(),
+            coded_or_not,
+            three(packed),
+            three(weight_scale),
+            three(biases),
+            three(outs),
+            three(count),
+            three(tiles)[:2],
+            columns,
+            words,
+            **{**settings, "numbers": (entry.norm_eps, *settings["numbers"])},
+            HAS_UP=entry.up is not None,
+            HAS_NORM=entry.norm is not None,
             HAS_ADDED=added is not None,
             IS_CODED=coded is not None,
             IS_EARLY=is_early,
@@ -368,14 +323,8 @@ def _launch_vectors(
             BYTEWISE=not x.is_cuda,
             num_warps=shapes.warps,
             **({"launch_pdl": True} if is_early else {}),
-            **_settings(x, quantizer),
         )
     return outs
-
-
-def _lettered(name: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Return arguments of a kernel for its matrices a, b and c."""
-    return {f"{name}_{letter}": value for letter, value in zip("abc", values, strict=False)}
 
 
 _HAS_BIAS = ("HAS_BIAS_A", "HAS_BIAS_B", "HAS_BIAS_C")

@@ -113,15 +113,17 @@ def _checked(scale):
 
 @triton.jit
 def _entering_token(
-    x_ptr,  # the token
-    up_ptr,  # with HAS_UP: x becomes relu(x) ** 2 * up
-    norm_ptr,  # with HAS_NORM: the weight of an RMS norm that follows
+    entering,  # the token, up, with HAS_UP, and the weight of the norm, with HAS_NORM
     columns,
     norm_eps,
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Return a token in float32, rounded wherever PyTorch rounds to its dtype on the way."""
+    """Return a token in float32, rounded wherever PyTorch rounds to its dtype on the way.
+
+    With HAS_UP x becomes relu(x) ** 2 * up, and with HAS_NORM an RMS norm follows.
+    """
+    x_ptr, up_ptr, norm_ptr = entering
     KIND: tl.constexpr = x_ptr.dtype.element_ty
     offs = tl.arange(0, COLUMNS)
     mask = offs < columns
@@ -139,14 +141,9 @@ def _entering_token(
 
 @triton.jit
 def _quantized_token(
-    x_ptr,  # the token
-    up_ptr,
-    norm_ptr,
+    entering,  # the token and what it meets, as of `_entering_token`
     columns,
-    norm_eps,
-    kept,
-    eps,
-    eps_rounded,
+    numbers,
     COLUMNS: tl.constexpr,  # a power of two
     C: tl.constexpr,
 ):
@@ -154,8 +151,9 @@ def _quantized_token(
 
     Word 4 t + j holds the columns 16 t + 4 j to 16 t + 4 j + 3.
     """
+    norm_eps, kept, eps, eps_rounded = numbers
     offs = tl.arange(0, COLUMNS)
-    x = _entering_token(x_ptr, up_ptr, norm_ptr, columns, norm_eps, COLUMNS, C)
+    x = _entering_token(entering, columns, norm_eps, COLUMNS, C)
     x = _rounded(x, C.DTYPE)
     scale = _scale_of_token(x, columns, eps, eps_rounded, C)
     if C.KEEPS_HALF:
@@ -169,38 +167,26 @@ def _quantized_token(
 
 @triton.jit
 def _ternary_quantize_kernel(
-    x_ptr,  # (M, K)
-    stride_x,
-    up_ptr,  # (M, K), with HAS_UP
-    stride_up,
-    norm_ptr,  # (K,), with HAS_NORM
+    entry,  # x and up, (M, K), each with the stride of a token, and the norm, (K,)
     codes_ptr,  # (M, 4, words) int32
     scale_ptr,  # (M,) fp32
     sums_ptr,  # (M,) int32
     columns,
     words,
-    norm_eps,
-    kept,
-    eps,
-    eps_rounded,
-    C: tl.constexpr,
-    # IS_CHAINED: the next kernel may start, and waits before it reads
+    numbers,  # eps of the norm; of the quantiser what is kept, eps, and eps rounded
+    C: tl.constexpr,  # IS_CHAINED: the next kernel may start, and waits before it reads
     # IS_EARLY: started while the kernel before may still be running
 ):
+    x_ptr, stride_x, up_ptr, stride_up, norm_ptr = entry
     if C.IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
     if C.IS_EARLY:
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     held, scale, total = _quantized_token(
-        x_ptr + token * stride_x,
-        up_ptr + token * stride_up,
-        norm_ptr,
+        (x_ptr + token * stride_x, up_ptr + token * stride_up, norm_ptr),
         columns,
-        norm_eps,
-        kept,
-        eps,
-        eps_rounded,
+        numbers,
         C.COLUMNS,
         C,
     )
@@ -371,73 +357,48 @@ def _sum_with(found, added_ptrs, mask):
 
 @triton.jit
 def _ternary_vectors_kernel(
-    x_ptr,  # (TOKENS, K)
-    stride_x,
-    up_ptr,  # (TOKENS, K), with HAS_UP
-    stride_up,
-    norm_ptr,  # (K,), with HAS_NORM
+    entry,  # x and up, (M, K), each with the stride of a token, and the norm, (K,)
     added_ptr,  # (TOKENS, rows), with HAS_ADDED, which needs a group of one
-    codes_ptr,  # (TOKENS, 4, words) int32, with IS_CODED, and scales and sums of the codes
-    scale_ptr,
-    sums_ptr,
-    packed_a,  # (rows, words) int32, one matrix or up to three
-    packed_b,
-    packed_c,
-    weight_scale_a,  # one element
-    weight_scale_b,
-    weight_scale_c,
-    bias_a,
-    bias_b,
-    bias_c,
-    out_a,  # (TOKENS, rows)
-    out_b,
-    out_c,
-    rows_a,
-    rows_b,
-    rows_c,
-    tiles_a,  # of ROWS * TILES rows
-    tiles_b,
+    coded,  # (TOKENS, 4, words) int32, with IS_CODED, and scales and sums of the codes
+    packed,  # (rows, words) int32, one matrix or up to three
+    weight_scales,  # one element each
+    biases,
+    outs,  # (TOKENS, rows)
+    counts,  # rows
+    tiles,  # of ROWS * TILES rows
     columns,
     words,
-    norm_eps,
-    kept,
-    eps,
-    eps_rounded,
+    numbers,  # eps of the norm; of the quantiser what is kept, eps, and eps rounded
     C: tl.constexpr,
     # TILES: of ROWS rows, one after the other: the token is quantised once
     # WORDS: a power of two
     # IS_CODED: tokens were quantised before
     # IS_EARLY: started while the kernel before may still be running
 ):
+    x_ptr, stride_x, up_ptr, stride_up, norm_ptr = entry
+    codes_ptr, scale_ptr, sums_ptr = coded
     if C.IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
-    packed_ptr, weight_scale_ptr, bias_ptr, out_ptr = packed_a, weight_scale_a, bias_a, out_a
-    rows = tl.cast(rows_a, tl.int32)
+    packed_ptr, weight_scale_ptr = packed[0], weight_scales[0]
+    bias_ptr, out_ptr = biases[0], outs[0]
+    rows = tl.cast(counts[0], tl.int32)
     has_bias = tl.full((), C.HAS_BIAS_A, tl.int1)
     if C.GROUP > 1:
-        first = tl.cast(tiles_a, tl.int32)
+        first = tl.cast(tiles[0], tl.int32)
         if tile >= first:
             tile -= first
-            packed_ptr, weight_scale_ptr, bias_ptr, out_ptr = (
-                packed_b,
-                weight_scale_b,
-                bias_b,
-                out_b,
-            )
-            rows = tl.cast(rows_b, tl.int32)
+            packed_ptr, weight_scale_ptr = packed[1], weight_scales[1]
+            bias_ptr, out_ptr = biases[1], outs[1]
+            rows = tl.cast(counts[1], tl.int32)
             has_bias = tl.full((), C.HAS_BIAS_B, tl.int1)
             if C.GROUP > 2:
-                second = tl.cast(tiles_b, tl.int32)
+                second = tl.cast(tiles[1], tl.int32)
                 if tile >= second:
                     tile -= second
-                    packed_ptr, weight_scale_ptr, bias_ptr, out_ptr = (
-                        packed_c,
-                        weight_scale_c,
-                        bias_c,
-                        out_c,
-                    )
-                    rows = tl.cast(rows_c, tl.int32)
+                    packed_ptr, weight_scale_ptr = packed[2], weight_scales[2]
+                    bias_ptr, out_ptr = biases[2], outs[2]
+                    rows = tl.cast(counts[2], tl.int32)
                     has_bias = tl.full((), C.HAS_BIAS_C, tl.int1)
     word = tl.arange(0, C.WORDS)
     # Weights are asked for first: they come from far, the token is near.
@@ -454,14 +415,9 @@ def _ternary_vectors_kernel(
             scale, total = tl.load(scale_ptr + token), tl.load(sums_ptr + token)
         else:
             held, scale, total = _quantized_token(
-                x_ptr + token * stride_x,
-                up_ptr + token * stride_up,
-                norm_ptr,
+                (x_ptr + token * stride_x, up_ptr + token * stride_up, norm_ptr),
                 columns,
-                norm_eps,
-                kept,
-                eps,
-                eps_rounded,
+                numbers,
                 C.WORDS * 16,
                 C,
             )

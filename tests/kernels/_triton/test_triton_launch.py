@@ -151,3 +151,12 @@ def test_the_interpreter_reads_constants_as_they_were_given() -> None:
     kernel = SimpleNamespace(arg_names=["x_ptr", "C"])
     assert launches.packed(kernel, CONSTANTS)["C"].BLOCK == 32
     assert launches.packed(SimpleNamespace(arg_names=["BLOCK", "IS_ON"]), CONSTANTS) == CONSTANTS
+
+
+@pytest.mark.usefixtures("device")
+def test_what_stands_in_a_tuple_is_looked_at_too() -> None:
+    kernel, x = Kernel(), torch.ones(64)
+    for argument in ((x, 48), (x, 96), (x, 47), (x[1:], 48), x):
+        run(kernel, argument, 48, 0.5)
+    assert len(kernel.asked) == 4
+    assert kernel.launched[0][9] == (x, 96)

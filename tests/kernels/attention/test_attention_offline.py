@@ -14,7 +14,7 @@ from memeff_compile.kernels.attention.shapes import (
     Shape,
     shape_for,
 )
-from tests.support.offline import compile_for, gpus, within_limits
+from tests.support.offline import TABLES_NAMED, compile_for, gpus, rows_named, within_limits
 
 pytestmark = pytest.mark.offline
 
@@ -29,6 +29,12 @@ POINTERS = {
     "delta_ptr": "*fp32",
 }
 FLOATS = ("scale", "inner", "factor")
+PARTS = {
+    **{name: rows_named(name) for name in ("q", "k", "v", "grad", "out")},
+    "tables": TABLES_NAMED,
+    "scales": ("scale", "inner"),
+    "sizes": ("batch_heads", "heads", "repeat", "queries", "keys", "tiles"),
+}
 PLAIN = {
     "HAS_AHEAD": True,
     "HAS_BEHIND": False,
@@ -59,14 +65,17 @@ def _compile(
     kernel: Any, capability: int, dtype: str, given: dict[str, Any], warps: int, unit: str = "x"
 ) -> Any:
     """Compile a kernel; the runtime integers that `unit` names by a pattern are 1, a constant."""
-    units = {each: 1 for each in kernel.arg_names if re.fullmatch(unit, each)}
+    names = [each for argument in kernel.arg_names for each in PARTS.get(argument, [argument])]
+    units = {each: 1 for each in names if re.fullmatch(unit, each)}
 
     def type_of(argument: str) -> str:
         if argument.endswith("_ptr"):
             return POINTERS.get(argument, f"*{dtype}")
         return "fp32" if argument in FLOATS else "i32"
 
-    return compile_for(capability, kernel, {**units, **given}, type_of, num_warps=warps)
+    return compile_for(
+        capability, kernel, {**units, **given}, type_of, parts=PARTS, num_warps=warps
+    )
 
 
 def _kernel(name: str) -> Any:

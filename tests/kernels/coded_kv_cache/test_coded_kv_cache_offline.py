@@ -11,7 +11,7 @@ import pytest
 
 from memeff_compile.kernels._triton.gpus import gpu_of
 from memeff_compile.kernels.coded_kv_cache import append_codes
-from memeff_compile.kernels.coded_kv_cache.layout import channel_group
+from memeff_compile.kernels.coded_kv_cache.layout import Pool, channel_group
 from memeff_compile.kernels.coded_kv_cache.shapes import (
     MAX_SPLITS,
     halves_for,
@@ -19,7 +19,7 @@ from memeff_compile.kernels.coded_kv_cache.shapes import (
     rows_for,
     shapes_for,
 )
-from tests.support.offline import compile_for, gpus, within_limits
+from tests.support.offline import cells_named, compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
@@ -36,6 +36,17 @@ POINTERS = {
     "share_ptr": "*fp32",
     "stat_ptr": "*fp32",
 }
+PARTS = {
+    "pool": Pool(*(f"{name}_ptr" for name in Pool._fields)),
+    "q": ("q_ptr", "stride_q_batch", "stride_q_head", "stride_q_depth"),
+    "mask": ("mask_ptr", "stride_mask_batch", "stride_mask_key"),
+}
+SIZES = {
+    "_coded_kv_cache_append_kernel": ("kv_heads", "groups", "new", "limit"),
+    "_coded_kv_cache_attention_kernel": (
+        *("kv_heads", "groups", "norm_count", "mask_count", "splits", "stat_count"),
+    ),
+}
 UNIT_STRIDES = ("stride_q_depth", "stride_k_depth", "stride_v_depth", "stride_mask_key")
 
 
@@ -47,13 +58,19 @@ def _compile(
             return POINTERS.get(argument, f"*{dtype}")
         return "fp32" if argument == "scale" else "i32"
 
+    kernel = getattr(import_module(f"memeff_compile.kernels.coded_kv_cache.{module}"), name)
     return compile_for(
         capability,
-        getattr(import_module(f"memeff_compile.kernels.coded_kv_cache.{module}"), name),
+        kernel,
         # A stride of one is what the launcher sees, and what Triton makes a constant of.
         {**given, **dict.fromkeys(UNIT_STRIDES, 1)},
         type_of,
         lambda argument: argument.startswith(("stride_q", "stride_k", "stride_v")),
+        parts={
+            **PARTS,
+            **{name: cells_named(name) for name in "kv"},
+            "sizes": SIZES.get(name, ()),
+        },
         num_warps=warps,
     )
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from memeff_compile.kernels.coded_kv_cache import (
     PLAIN,
-    SHARED,
     Layout,
     append_pairs,
     pair_reference,
@@ -179,11 +178,3 @@ def test_lengths_in_half_precision_are_read_two_at_once(bits: int) -> None:
     found = engine.attend(q, pool, norms, None, 0.25, bits)
     expected = by_hand(q, pool, bits, 0.25, None, norms)
     assert float((found.double() - expected).abs().max()) < 2e-2
-
-
-def test_shared_names_are_those_of_the_kernel() -> None:
-    from memeff_compile.kernels.coded_kv_cache import append_pairs_kernels as kernels
-
-    names = kernels._coded_kv_cache_append_pair_kernel.arg_names
-    first = names.index("k_codes_ptr")
-    assert names[first : first + len(SHARED)] == [f"{name}_ptr" for name in SHARED]

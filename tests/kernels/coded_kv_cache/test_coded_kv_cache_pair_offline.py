@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from memeff_compile.kernels.coded_kv_cache import split_rows
-from memeff_compile.kernels.coded_kv_cache.layout import channel_group
+from memeff_compile.kernels.coded_kv_cache.layout import Own, Pool, Shared, channel_group
 from memeff_compile.kernels.coded_kv_cache.shapes import rows_for
-from tests.support.offline import compile_for, gpus, within_limits
+from tests.support.offline import cells_named, compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
@@ -42,12 +42,34 @@ def pointer(name: str, bits: int) -> str:
     return POINTERS.get(name, "*bf16")
 
 
+PARTS = {
+    **{name: cells_named(name) for name in "kv"},
+    **{f"lower_{name}_new": cells_named(f"lower_{name}") for name in "kv"},
+    "shared": Shared(*(f"{name}_ptr" for name in Shared._fields)),
+    "lower": Own(*(f"lower_{name}_ptr" for name in Own._fields)),
+    "upper": Own(*(f"upper_{name}_ptr" for name in Own._fields)),
+    "pool": Pool(*(f"{name}_ptr" for name in Pool._fields)),
+    "q": ("q_ptr", "stride_q_batch", "stride_q_head", "stride_q_depth"),
+    "mask": ("mask_ptr", "stride_mask_batch", "stride_mask_key"),
+}
+SIZES = {
+    "_coded_kv_cache_append_lower_kernel": ("kv_heads", "new", "limit"),
+    "_coded_kv_cache_append_pair_kernel": ("kv_heads", "groups", "new", "limit"),
+    "_coded_kv_cache_code_pair_kernel": ("kv_heads", "groups", "count"),
+    "_coded_kv_cache_rows_kernel": ("kv_heads", "row_count", "mask_count", "splits", "stat_count"),
+}
+
+
 def build(module: str, name: str, capability: int, given: dict[str, Any], warps: int) -> Any:
     kernel = getattr(import_module(f"memeff_compile.kernels.coded_kv_cache.{module}"), name)
     ends = ("_depth", "_mask_key")
-    units = {n: 1 for n in kernel.arg_names if n.startswith("stride") and n.endswith(ends)}
+    parts = {**PARTS, "sizes": SIZES.get(name, ())}
+    names = [each for argument in kernel.arg_names for each in parts.get(argument, [argument])]
+    units = {n: 1 for n in names if n.startswith("stride") and n.endswith(ends)}
 
-    def type_of(argument: str) -> str:
+    def type_of(argument: str) -> str | None:
+        if argument.endswith("scales_ptr") and module == "split_rows_kernels":
+            return None
         if argument.endswith("_ptr"):
             return pointer(argument, given.get("BITS", 16))
         return "fp32" if argument in ("scale", "t", "gamma") else "i32"
@@ -56,7 +78,7 @@ def build(module: str, name: str, capability: int, given: dict[str, Any], warps:
         return argument.startswith("stride") and "mask" not in argument
 
     constants = {**given, **units}
-    return compile_for(capability, kernel, constants, type_of, is_aligned, num_warps=warps)
+    return compile_for(capability, kernel, constants, type_of, is_aligned, parts, num_warps=warps)
 
 
 def append(capability: int, bits: int, depth: int = 128, **more: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from memeff_compile.kernels.coded_weight import shapes
+from memeff_compile.kernels.coded_weight.layout import Multiplied
 from tests.support.offline import compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
@@ -20,6 +21,19 @@ POINTERS = {
     "weight_ptr": "*i16",
     "norms_ptr": "*u8",
     "bias_ptr": "*bf16",
+}
+
+WEIGHT = ("header_ptr", "codes_ptr", "starts_ptr", "places_ptr", "values_ptr", "signs_ptr")
+PARTS = {
+    "row": {"weight": Multiplied(*WEIGHT, "bias_ptr", "out_ptr", "rows")},
+    "rows": {
+        f"weight_{place}": Multiplied(
+            *(f"{name.removesuffix('_ptr')}_{place}_ptr" for name in WEIGHT),
+            *(f"bias_{place}_ptr", f"out_{place}_ptr", f"rows_{place}"),
+        )
+        for place in range(3)
+    },
+    "tile": {"parts": WEIGHT},
 }
 
 
@@ -40,6 +54,7 @@ def _compile(
         constants,
         type_of,
         lambda argument: True,
+        PARTS.get(name),
         num_warps=warps,
     )
 

@@ -30,7 +30,7 @@ from memeff_compile.kernels.quantized_attention.shapes import (
     Shape,
     shape_for,
 )
-from tests.support.offline import compile_for, gpus, within_limits
+from tests.support.offline import TABLES_NAMED, compile_for, gpus, rows_named, within_limits
 
 pytestmark = pytest.mark.offline
 
@@ -73,6 +73,9 @@ EVERY = {
 }
 
 
+PARTS = {**{name: rows_named(name) for name in "qkv"}, "tables": TABLES_NAMED}
+
+
 def _compile(
     kernel: Any,
     capability: int,
@@ -86,7 +89,9 @@ def _compile(
         return (codes or {}).get(argument, "fp32" if argument == "scale" else plain)
 
     options = {} if registers is None else {"maxnreg": registers}
-    return compile_for(capability, kernel, constants, type_of, num_warps=warps, **options)
+    return compile_for(
+        capability, kernel, constants, type_of, parts=PARTS, num_warps=warps, **options
+    )
 
 
 def _attention(

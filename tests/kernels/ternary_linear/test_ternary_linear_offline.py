@@ -28,6 +28,17 @@ POINTERS = {
     "packed_b": "*i32",
     "packed_c": "*i32",
 }
+PARTS = {
+    "entry": ("x_ptr", "stride_x", "up_ptr", "stride_up", "norm_ptr"),
+    "coded": ("codes_ptr", "scale_ptr", "sums_ptr"),
+    "packed": ("packed_a", "packed_b", "packed_c"),
+    "weight_scales": ("weight_scale_a", "weight_scale_b", "weight_scale_c"),
+    "biases": ("bias_a", "bias_b", "bias_c"),
+    "outs": ("out_a", "out_b", "out_c"),
+    "counts": ("rows_a", "rows_b", "rows_c"),
+    "tiles": ("tiles_a", "tiles_b"),
+    "numbers": ("norm_eps", "kept", "eps", "eps_rounded"),
+}
 DIVISIBLE = ("words", "width", "share", "columns", "rows", "stride_x")
 
 
@@ -54,6 +65,7 @@ def _compile(
         given,
         type_of,
         DIVISIBLE.__contains__,
+        PARTS,
         num_warps=warps,
         enable_fp_fusion=False,
     )
