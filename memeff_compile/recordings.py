@@ -111,10 +111,10 @@ class Recorder:
         return self._step(*args)
 
     def _key(self, args: Sequence[Any]) -> Hashable:
-        roles = self._roles
+        held = [args[place] for place in self._roles.held]  # some hundred, in each call
         return (
             self._engine.stream(),
-            tuple([_address(args[place]) for place in roles.held]),  # some hundred, in each call
+            tuple([t.data_ptr() if type(t) in _PLAIN else _address(t) for t in held]),
             self._signature(args),
         )
 

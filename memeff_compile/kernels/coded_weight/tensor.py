@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,7 +88,7 @@ class Unsettled:
                 weight.unsettled = None
 
 
-_numbers = itertools.count()
+_numbers: dict[tuple[Any, ...], int] = {}
 
 
 class CodedWeight(Tensor):
@@ -149,7 +148,6 @@ class CodedWeight(Tensor):
             return  # torch.Tensor(weight), which has made an alias of it
         for name, part in zip(parse(codec).parts, parts, strict=True):
             setattr(self, name, part)
-        vars(self)["_number"] = next(_numbers)
         self.codec = codec
         self.room = room
         self.place = parts[0].device
@@ -163,11 +161,13 @@ class CodedWeight(Tensor):
 
     @property
     def number(self) -> int:
-        """A number that no other weight has, and that this one has while its parts are these."""
+        """A number that weights have in common for which compiled code is the same."""
         self.settle()
         held = vars(self)
-        if "_number" not in held:  # an alias that torch.Tensor(weight) made
-            held["_number"] = next(_numbers)
+        if "_number" not in held:
+            parts = [(type(p), p.dtype, p.shape, p.stride(), p.device) for p in self.parts]
+            kind = type(self), self.codec, self.shape, *parts
+            held["_number"] = _numbers.setdefault(kind, len(_numbers))
         return int(held["_number"])
 
     @property
@@ -297,7 +297,7 @@ class CodedWeight(Tensor):
         """Take other memory for a part, which holds the same or belongs to a new value."""
         for owner in self._owners():
             setattr(owner, name, part)
-            vars(owner)["_number"] = next(_numbers)
+            vars(owner).pop("_number", None)
 
     def fsdp_pre_all_gather(
         self,
