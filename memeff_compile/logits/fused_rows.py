@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -450,11 +449,7 @@ class FusedRows:
         ):
             part = None
             if needed[place] and grad_bias is not None:
-                part = (grad_bias / divisor).sum_to_size(_columns(vector)).reshape(vector.shape)
+                part = (grad_bias / divisor).sum_to_size(vector.numel()).reshape(vector.shape)
                 part = part.to(vector.dtype)
             parts.append(part)
         return tuple(parts)
-
-
-def _columns(vector: Tensor) -> tuple[int]:
-    return (prod(vector.shape),)

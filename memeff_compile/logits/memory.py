@@ -64,6 +64,7 @@ class Memory:
         self.origin = origin
         self.value: Tensor | None = None
         self.rows_computed = 0
+        self.parts: list[weakref.ref[DeferredLogits]] = []  # with values of their own
         self.is_open = False  # somebody has written, or may write unnoticed
         self._statistics: Statistics | None = None
 
@@ -76,6 +77,7 @@ class Memory:
             return self.link(view)
         if view.own is None:
             view.own = view.from_rows(lambda rows: self.source.compute(self.recipe, rows))
+            self.parts.append(weakref.ref(view))
             self.rows_computed += max(_row_count(view), _LEAST_ROWS)
         return view.own
 
@@ -85,6 +87,12 @@ class Memory:
             value = None if self.origin is None else self.origin()
             value = self.source.compute(self.recipe, self.rows) if value is None else value
             self.value = value.contiguous()
+            with torch.inference_mode(self.source.is_inference), torch.no_grad():
+                for part in (reference() for reference in self.parts):
+                    if part is not None and part.own is not None:  # what was read stays, to the bit
+                        place = (part.dims, part.strides, part.offset)
+                        self.value.as_strided(*place).copy_(part.own)
+            self.parts.clear()
         view.own = None
         # Never the memory itself for its size: transposed square logits have that size, too.
         return self.value.as_strided(view.dims, view.strides, view.offset)

@@ -142,23 +142,17 @@ def _differentiable(
         outputs[0] = -picked if lse is None else lse - picked
     weighted = values if column_weight is None else values * column_weight
     outputs[2] = weighted.sum(-1)
-    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
-    used = [
-        (
-            out
-            if is_kept is None or (out is lse and ctx.of_ignored)
-            else torch.where(is_kept, out, 0),
-            grad,
-        )
-        for out, grad in pairs
-        if out is not None
-    ]
+    used: list[Tensor] = []
+    given: list[Tensor] = []
+    for out, grad in zip(outputs, grads, strict=True):
+        if out is not None and grad is not None:
+            if is_kept is not None and not (out is lse and ctx.of_ignored):
+                out = torch.where(is_kept, out, 0)
+            used.append(out)
+            given.append(grad)
     if not used:
         return torch.zeros_like(plain)
-    (result,) = torch.autograd.grad(
-        [out for out, _ in used], [plain], [grad for _, grad in used], create_graph=True
-    )
-    return result
+    return torch.autograd.grad(used, [plain], given, create_graph=True)[0]
 
 
 class _LogSoftmax(torch.autograd.Function):
@@ -297,9 +291,8 @@ def _result_dtype(
     key = (name, view.dtype, view.device, autocast)
     if key not in _result_dtypes:
         with torch.no_grad():
-            _result_dtypes[key] = function(
-                torch.zeros(1, 2, dtype=view.dtype, device=view.device)
-            ).dtype
+            row = torch.zeros(1, 2, dtype=view.dtype, device=view.device)
+            _result_dtypes[key] = function(row).dtype
     return _result_dtypes[key]
 
 
@@ -397,10 +390,8 @@ def _check_loss(
 ) -> None:
     _need(legacy == (None, None), "size_average or reduce is given")
     _need(reduction in ("none", "mean", "sum"), "the reduction is not known")
-    _need(
-        isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1,
-        "the label smoothing is not known",
-    )
+    is_share = isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
+    _need(is_share, "the label smoothing is not known")
     if weight is not None:
         _need(not weight.requires_grad, "the class weights need a gradient")
         _need(weight.shape == view.dims[-1:], "the class weights have another size")

@@ -14,6 +14,7 @@ The gradient that a fused loss outside the graph sends is one of these too: its 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -223,8 +224,7 @@ def _select_backward(
 ) -> RowGradient | None:
     if not isinstance(grad, RowGradient) or not _is_leading(dim, shape):
         return None
-    dim = dim % len(shape)
-    return grad.then(shape, _selected(shape, dim, index))
+    return grad.then(shape, _selected(shape, dim % len(shape), index))
 
 
 def _slice_backward(
@@ -232,14 +232,7 @@ def _slice_backward(
 ) -> RowGradient | None:
     if not isinstance(grad, RowGradient) or not _is_leading(dim, shape):
         return None
-    dim = dim % len(shape)
-    return grad.then(
-        shape,
-        RowStep(
-            lambda x: aten.slice(x, dim, start, end, step),
-            lambda g: aten.slice_backward(g, _with_last(shape, g), dim, start, end, step),
-        ),
-    )
+    return grad.then(shape, _sliced(shape, dim % len(shape), start, end, step))
 
 
 def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGradient | None:
@@ -399,16 +392,9 @@ def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
         return None
     shape = list(grads[0].shape)
     shape[dim] = sum(grad.shape[dim] for grad in grads)
-    joined = _joined(grads, shape, lambda parts: torch.cat(list(parts), dim))
-    if joined is not None:
-        return joined
-    start = 0
-    pieces: list[Piece] = []
-    for grad in cast("Sequence[RowGradient]", grads):
-        step = _narrowed(shape, dim, start, grad.shape[dim])
-        pieces.extend(grad.then(shape, step).pieces)
-        start += grad.shape[dim]
-    return RowGradient(shape, tuple(pieces), grads[0])
+    starts = accumulate((grad.shape[dim] for grad in grads), initial=0)
+    steps = [_sliced(shape, dim, *ends, 1) for ends in pairwise(starts)]
+    return _together(grads, shape, lambda parts: torch.cat(list(parts), dim), steps)
 
 
 def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
@@ -419,33 +405,35 @@ def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
     shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]
     if not _is_leading(dim, shape):
         return None
-    joined = _joined(grads, shape, lambda parts: torch.stack(list(parts), dim))
+    steps = [_selected(shape, dim, index) for index in range(len(grads))]
+    return _together(grads, shape, lambda parts: torch.stack(list(parts), dim), steps)
+
+
+def _together(
+    grads: Sequence[Tensor],
+    shape: Sequence[int],
+    join: Callable[[Sequence[Tensor]], Tensor],
+    steps: Sequence[RowStep],
+) -> RowGradient:
+    """Gradients side by side: one where all are factored and of one kind, else piece by piece."""
+    given = cast("Sequence[RowGradient]", grads)
+    fused = [grad.pieces[0].fused if len(grad.pieces) == 1 else None for grad in given]
+    parts = [part for part in fused if part is not None]
+    joined = FusedRows.joined(parts, join) if len(parts) == len(given) else None
     if joined is not None:
-        return joined
-    pieces: list[Piece] = []
-    for index, grad in enumerate(cast("Sequence[RowGradient]", grads)):
-        pieces.extend(grad.then(shape, _selected(shape, dim, index)).pieces)
+        return RowGradient(shape, (Piece(joined, ()),), grads[0])
+    pieces = [
+        piece
+        for grad, step in zip(given, steps, strict=True)
+        for piece in grad.then(shape, step).pieces
+    ]
     return RowGradient(shape, tuple(pieces), grads[0])
 
 
-def _joined(
-    grads: Sequence[Tensor], shape: Sequence[int], join: Callable[[Sequence[Tensor]], Tensor]
-) -> RowGradient | None:
-    """Factored gradients side by side as one, where they are of one kind."""
-    parts: list[FusedRows] = []
-    for grad in cast("Sequence[RowGradient]", grads):
-        fused = grad.pieces[0].fused if len(grad.pieces) == 1 else None
-        if fused is None:
-            return None
-        parts.append(fused)
-    together = FusedRows.joined(parts, join)
-    return None if together is None else RowGradient(shape, (Piece(together, ()),), grads[0])
-
-
-def _narrowed(shape: Sequence[int], dim: int, start: int, length: int) -> RowStep:
+def _sliced(shape: Sequence[int], dim: int, start: int, end: int, step: int) -> RowStep:
     return RowStep(
-        lambda x: x.narrow(dim, start, length),
-        lambda g: aten.slice_backward(g, _with_last(shape, g), dim, start, start + length, 1),
+        lambda x: aten.slice(x, dim, start, end, step),
+        lambda g: aten.slice_backward(g, _with_last(shape, g), dim, start, end, step),
     )
 
 
@@ -472,25 +460,17 @@ def _new_zeros(
 _RULES: dict[Any, Callable[..., Tensor | None]] = {
     aten.select_backward.default: _select_backward,
     aten.slice_backward.default: _slice_backward,
-    aten.view.default: _reshape,
-    aten._unsafe_view.default: _reshape,
-    aten._reshape_alias.default: _reshape,
-    aten.reshape.default: _reshape,
-    aten.squeeze.default: _squeeze,
-    aten.squeeze.dim: _squeeze,
-    aten.squeeze.dims: _squeeze,
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _reshape),
+    **dict.fromkeys((aten._reshape_alias.default, aten.reshape.default), _reshape),
+    **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _squeeze),
     aten.unsqueeze.default: _unsqueeze,
-    aten.detach.default: _same,
-    aten.alias.default: _same,
-    aten.clone.default: _same,
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default), _same),
     aten._to_copy.default: _cast,
     aten.index_put.default: _index_put,
     aten.index_add.default: _index_add,
     aten.add.Tensor: _add,
-    aten.mul.Tensor: _scale,
-    aten.mul.Scalar: _scale,
-    aten.div.Tensor: _divide,
-    aten.div.Scalar: _divide,
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _scale),
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _divide),
     aten.neg.default: _negate,
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,

@@ -61,8 +61,6 @@ class EncodeWeights(GraphPass):
 
     name = "encode_weights"
 
-    # --- find -------------------------------------------------------------------------------------
-
     def find(self, info: GraphInfo) -> list[Several]:
         """Return every reader of a compressed weight, linears of one input together."""
         found: list[Several] = []
@@ -106,8 +104,6 @@ class EncodeWeights(GraphPass):
             return "an operand is written to in between"
         return ""
 
-    # --- check ------------------------------------------------------------------------------------
-
     def check(self, info: GraphInfo, match: Several) -> Decline | None:
         """Return why the place must be left alone, or None."""
         for site in match.sites:
@@ -126,8 +122,6 @@ class EncodeWeights(GraphPass):
     def parts(self, match: Several) -> Sequence[Several]:
         """Return a match per linear."""
         return [Several((site,), match.split) for site in match.sites]
-
-    # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Several, editor: Editor) -> Done:
         """Replace the linears by the op."""

@@ -79,16 +79,12 @@ class ExpandMultihead(GraphPass):
 
     name = "expand_multihead"
 
-    # --- find -------------------------------------------------------------------------------------
-
     def find(self, info: GraphInfo) -> Iterable[Multihead]:
         """Yield every call from which something is to be gained."""
         for node in info.visit(info.gm.graph.nodes):
             match = _read(info, node)
             if match is not None and _gains(info, match):
                 yield match
-
-    # --- check ------------------------------------------------------------------------------------
 
     def check(self, info: GraphInfo, match: Multihead) -> Decline | None:
         """Return why the call must be left alone, or None."""
@@ -107,8 +103,6 @@ class ExpandMultihead(GraphPass):
     def places(self, match: Multihead) -> Sequence[Node]:
         """Return the call."""
         return (match.node,)
-
-    # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Multihead, editor: Editor) -> Done:
         """Replace the call by its parts."""

@@ -65,8 +65,6 @@ class FuseEmbeddingGradient(GraphPass):
         """Return whether memeff.embedding is on and a backward may follow."""
         return super().enabled(info) and info.region.grad
 
-    # --- find -------------------------------------------------------------------------------------
-
     def find(self, info: GraphInfo) -> Iterable[Table | Decline]:
         """Yield one table per looked-up weight with something to gain."""
         tables: dict[Node, Table] = {}
@@ -102,8 +100,6 @@ class FuseEmbeddingGradient(GraphPass):
             for e in (gain.before, gain.after)
         )
         return after <= before + SLACK_BYTES
-
-    # --- check ------------------------------------------------------------------------------------
 
     def check(self, info: GraphInfo, match: Table) -> Decline | None:
         """Return why the table must be left alone, or None."""
@@ -146,8 +142,6 @@ class FuseEmbeddingGradient(GraphPass):
     def places(self, match: Table) -> Sequence[Node]:
         """Return the lookups and the heads."""
         return [*match.lookups, *match.heads]
-
-    # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Table, editor: Editor) -> Done:
         """Replace the lookups; let the heads read the table from the last one."""

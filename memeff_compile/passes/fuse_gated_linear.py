@@ -52,16 +52,12 @@ class FuseGatedLinear(GraphPass):
         """Return whether memeff.gated_linear is on and this is a checkpoint's body that trains."""
         return super().enabled(info) and info.called_by is not None and info.region.grad
 
-    # --- find -------------------------------------------------------------------------------------
-
     def find(self, info: GraphInfo) -> Iterable[Gated]:
         """Yield every linear of a gated product whose halves are computed in this body."""
         for node in info.visit(info.gm.graph.nodes):
             match = _read(node)
             if match is not None and _gains(info, match):
                 yield match
-
-    # --- check ------------------------------------------------------------------------------------
 
     def check(self, info: GraphInfo, match: Gated) -> Decline | None:
         """Return why the place must be left alone, or None."""
@@ -77,8 +73,6 @@ class FuseGatedLinear(GraphPass):
     def places(self, match: Gated) -> Sequence[Node]:
         """Return the linear and what it is made from."""
         return (match.linear, match.product, match.activated)
-
-    # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Gated, editor: Editor) -> Done:
         """Replace the linear by the op."""

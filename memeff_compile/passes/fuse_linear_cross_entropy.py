@@ -61,8 +61,6 @@ class FuseLinearCrossEntropy(GraphPass):
 
     name = "fuse_linear_cross_entropy"
 
-    # --- find -------------------------------------------------------------------------------------
-
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
         """Yield one site per head with a loss-like consumer; a Decline per loss that has none."""
         reader = HeadReader(info)
@@ -123,8 +121,6 @@ class FuseLinearCrossEntropy(GraphPass):
                 )
         site.covered.extend(served)
         return site
-
-    # --- check ------------------------------------------------------------------------------------
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
         """Return why the site must be left alone, or None."""
@@ -189,8 +185,6 @@ class FuseLinearCrossEntropy(GraphPass):
     def places(self, match: Site) -> Sequence[Node]:
         """Return the head and the losses."""
         return [match.head.node, *(t.node for t in match.tails)]
-
-    # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
         """Emit one op call per set of tails with the same rows and targets; then the outputs."""

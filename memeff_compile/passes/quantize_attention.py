@@ -131,8 +131,6 @@ class QuantizeAttention(GraphPass):
 
     name = "quantize_attention"
 
-    # --- find -------------------------------------------------------------------------------------
-
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
         """Yield one match for all sites that are served alike, and one decline for all others."""
         matches: dict[str, Match] = {}
@@ -153,8 +151,6 @@ class QuantizeAttention(GraphPass):
         for same in declines.values():
             yield replace(same[0], sites=len(same))
 
-    # --- check ------------------------------------------------------------------------------------
-
     def places(self, match: Match) -> Sequence[Node]:
         """Return the sites."""
         return [site.node for site in match.sites]
@@ -162,8 +158,6 @@ class QuantizeAttention(GraphPass):
     def parts(self, match: Match) -> Sequence[Match]:
         """Return a match per site."""
         return [Match([site], match.sentence) for site in match.sites]
-
-    # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Match, editor: Editor) -> Done:
         """Replace each attention by the op."""

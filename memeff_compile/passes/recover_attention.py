@@ -70,8 +70,6 @@ class RecoverAttention(GraphPass):
 
     name = "recover_attention"
 
-    # --- find -------------------------------------------------------------------------------------
-
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
         """Yield one match for all sites that get the same answer."""
         matches: dict[tuple[str, ...], Match] = {}
@@ -94,8 +92,6 @@ class RecoverAttention(GraphPass):
             match.decline = replace(first, sites=len(match.sites))
         yield from matches.values()
 
-    # --- check ------------------------------------------------------------------------------------
-
     def check(self, info: GraphInfo, match: Match) -> Decline | None:
         """Return why the sites must be left alone, or None."""
         return match.decline
@@ -108,8 +104,6 @@ class RecoverAttention(GraphPass):
         """Return a match per site."""
         pairs = zip(match.sites, match.plans, strict=True)
         return [] if match.decline else [Match([site], [plan]) for site, plan in pairs]
-
-    # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Match, editor: Editor) -> Done:
         """Replace each site by one call without a dense mask."""

@@ -110,8 +110,6 @@ class RewriteKVUpdate(CachedPass):
 
     name = "rewrite_kv_update"
 
-    # --- find -------------------------------------------------------------------------------------
-
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
         """Yield every attention over inputs of the graph that it wrote to before."""
         writes = [w for w in info.writes if _is_cache_write(w.node)]
@@ -123,8 +121,6 @@ class RewriteKVUpdate(CachedPass):
             storages = inputs & _storages(info, (t for w in before for t in w.targets), any_op=True)
             if all(_reads_from(info, call.args[name], storages) for name in ("key", "value")):
                 yield Site(node, call, storages)
-
-    # --- check ------------------------------------------------------------------------------------
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
         """Return why the attention must be left alone, or None.
@@ -163,8 +159,6 @@ class RewriteKVUpdate(CachedPass):
         plan = op_folder.plan_for(tuple(hints), kv_heads, query.dtype.itemsize, query.device)
         sizes["S"] = plan.splits
         return Gain(before, op_folder.bytes_after(b, h, m, d, splits=s), sizes)
-
-    # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:
         """Join the writes where that is safe; let attention read the caches themselves."""

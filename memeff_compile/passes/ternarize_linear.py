@@ -86,8 +86,6 @@ class TernarizeLinear(GraphPass):
 
     name = "ternarize_linear"
 
-    # --- find -------------------------------------------------------------------------------------
-
     def find(self, info: GraphInfo) -> Iterable[Group | Calls]:
         """Yield linears whose weight, or whose input as that of ternary models, is rounded.
 
@@ -150,8 +148,6 @@ class TernarizeLinear(GraphPass):
                 if len(together) > 1 or calls.entering.chain or calls.added is not None:
                     yield calls
 
-    # --- check ------------------------------------------------------------------------------------
-
     def check(self, info: GraphInfo, match: Group | Calls) -> Decline | None:
         """Return why the linears must be left alone, or None."""
         if isinstance(match, Calls):
@@ -200,8 +196,6 @@ class TernarizeLinear(GraphPass):
         if isinstance(match, Calls) or match.products:
             return []
         return [Group([site]) for site in match.sites]
-
-    # --- rewrite ----------------------------------------------------------------------------------
 
     def rewrite(self, info: GraphInfo, match: Group | Calls, editor: Editor) -> Done:
         """Replace the linears by ops on codes."""

@@ -174,3 +174,17 @@ def test_a_part_of_the_classes_computes_its_own_rows(
     parts[0].sum().backward()
     assert logits.memory.value is None
     assert not logits.memory.is_open
+
+
+def test_what_was_read_stays_when_all_rows_are_computed(
+    models: tuple[nn.Module, Model, Tensor],
+) -> None:
+    logits = models[1](torch.randint(V, (40, 3)))
+    part, turned = logits[:, -1].detach(), logits.transpose(0, 1)[:2, 3:].detach()
+    before = part + 0, turned + 0
+    part.own.add_(1e-12)  # a product of few rows may round otherwise
+    logits.argmax()
+    assert logits.memory.value is not None
+    assert torch.equal(part + 0, before[0] + 1e-12)
+    assert torch.equal(logits[:, -1] + 0, part + 0)
+    assert torch.equal(logits.transpose(0, 1)[:2, 3:] + 0, before[1])

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.key_tiles import depth_block
+from memeff_compile.kernels._triton.key_tiles import Cells, cells_of, depth_block
 from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.device import gpu, on_device, processors
 from memeff_compile.kernels.kv_cache.shapes import (
@@ -76,13 +76,13 @@ def alignment(*strides: int) -> int:
     return 1 if common == 16 else common
 
 
-def _in_units(cache: Tensor, align: int) -> tuple[int, ...]:
-    """Return the strides of a cache, that of keys in units of `align` elements.
+def _in_units(cache: Tensor, align: int) -> Cells:
+    """Return a cache as kernels take it, the stride of keys in units of `align` elements.
 
     Triton sees only whether a stride divides by 16: rows of 100 elements would be read one by one.
     """
     batch, head, key, depth = cache.stride()
-    return batch, head, key // align, depth
+    return Cells(cache, batch, head, key // align, depth)
 
 
 def attend(
@@ -116,8 +116,7 @@ def attend(
     rows = queries * repeat
     groups = batch * kv_heads
     if plan is None:
-        sizes = (batch, heads, queries, keys, depth)
-        plan = plan_for(sizes, kv_heads, q.element_size(), q.device)
+        plan = plan_for((batch, heads, queries, keys, depth), kv_heads, q.element_size(), q.device)
     shapes, splits = plan.shapes, plan.splits
     out = q.new_empty((batch, queries, heads, depth))
     stat_count = groups * rows * splits
@@ -129,29 +128,20 @@ def attend(
     seen = last if mask is None else mask.squeeze(1).view(torch.uint8).expand(batch, queries, keys)
     block = depth_block(depth)
     align = alignment(k_cache.stride(2), v_cache.stride(2))
+    last_keys = (last, *last.stride())
+    sizes = (kv_heads, queries, keys, splits, stat_count)
     with on_device(q):
         start(
             kernels._kv_cache_attention_kernel,
             (groups, splits, plan.row_tiles),
-            q,
-            *q.stride(),
-            k_cache,
-            *_in_units(k_cache, align),
-            v_cache,
-            *_in_units(v_cache, align),
-            last,
-            *last.stride(),
-            seen,
-            *(seen.stride() if mask is not None else (0, 0, 0)),
-            out,
-            share,
-            stat,
+            cells_of(q),
+            _in_units(k_cache, align),
+            _in_units(v_cache, align),
+            last_keys,
+            (seen, *(seen.stride() if mask is not None else (0, 0, 0))),
+            (out, share, stat),
             scale * math.log2(math.e),
-            kv_heads,
-            queries,
-            keys,
-            splits,
-            stat_count,
+            sizes,
             REPEAT=repeat,
             DEPTH=depth,
             DEPTH_BLOCK=block,
@@ -171,13 +161,8 @@ def attend(
                 share,
                 stat,
                 out,
-                last,
-                *last.stride(),
-                kv_heads,
-                queries,
-                keys,
-                splits,
-                stat_count,
+                last_keys,
+                sizes,
                 REPEAT=repeat,
                 DEPTH=depth,
                 DEPTH_BLOCK=block,

@@ -22,8 +22,9 @@ from memeff_compile.kernels._triton.split_softmax_kernels import of_shares, step
 
 
 @triton.jit
-def _last_key_of_rows(last_ptr, stride_last_batch, stride_last_query, batch, query, is_row, keys):
+def _last_key_of_rows(given, batch, query, is_row, keys):
     """Return the last key that each row sees, -1 for none, never beyond the cache."""
+    last_ptr, stride_last_batch, stride_last_query = given
     last = tl.load(
         last_ptr + batch * stride_last_batch + query * stride_last_query, mask=is_row, other=-1
     )
@@ -32,44 +33,26 @@ def _last_key_of_rows(last_ptr, stride_last_batch, stride_last_query, batch, que
 
 @triton.jit
 def _kv_cache_attention_kernel(
-    q_ptr,  # (B, H, M, D)
-    stride_q_batch,
-    stride_q_head,
-    stride_q_query,
-    stride_q_depth,
-    k_ptr,  # (B, KV_HEADS, N, D)
-    stride_k_batch,
-    stride_k_head,
-    stride_k_unit,  # of keys, over ALIGN
-    stride_k_depth,
-    v_ptr,  # (B, KV_HEADS, N, D)
-    stride_v_batch,
-    stride_v_head,
-    stride_v_unit,
-    stride_v_depth,
-    last_ptr,  # (B, M) int32 or int64: the last key each query sees
-    stride_last_batch,
-    stride_last_query,
-    mask_ptr,  # (B, M, N) bytes, with HAS_MASK
-    stride_mask_batch,
-    stride_mask_query,
-    stride_mask_key,
-    out_ptr,  # (B, M, H, D), with IS_ALONE
-    share_ptr,  # (B, KV_HEADS, rows, splits, D) fp32, otherwise
-    stat_ptr,  # (2, B, KV_HEADS, rows, splits) fp32: largest score in base 2, sum of weights
+    q_cells,  # (B, H, M, D), as the others `key_tiles.Cells`
+    k_cells,  # (B, KV_HEADS, N, D); the stride of keys is over ALIGN
+    v_cells,
+    last_keys,  # (B, M) int32 or int64 and its strides: the last key each query sees
+    mask,  # (B, M, N) bytes and its strides, with HAS_MASK
+    outs,  # (B, M, H, D), with IS_ALONE
+    # share_ptr: (B, KV_HEADS, rows, splits, D) fp32, otherwise
+    # stat_ptr: (2, B, KV_HEADS, rows, splits) fp32: largest score in base 2, sum of weights
     scale,  # of the scores, in base 2
-    kv_heads,
-    queries,
-    keys,
-    splits,
-    stat_count,  # B * KV_HEADS * rows * splits
+    sizes,  # stat_count: B * KV_HEADS * rows * splits
     C: tl.constexpr,
     # REPEAT: query heads per key-value head
     # IS_ALONE: one split
     # ALIGN: elements that divide the strides of keys, so that loads are wide
 ):
-    stride_k_key = stride_k_unit * C.ALIGN
-    stride_v_key = stride_v_unit * C.ALIGN
+    mask_ptr, stride_mask_batch, stride_mask_query, stride_mask_key = mask
+    out_ptr, share_ptr, stat_ptr = outs
+    kv_heads, queries, keys, splits, stat_count = sizes
+    stride_k_key = k_cells.row * C.ALIGN
+    stride_v_key = v_cells.row * C.ALIGN
     group = tl.program_id(0)
     split = tl.program_id(1)
     batch = (group // kv_heads).to(tl.int64)
@@ -79,27 +62,25 @@ def _kv_cache_attention_kernel(
     head = kv_head * C.REPEAT + rows % C.REPEAT
     is_row = query < queries
     depth = tl.arange(0, C.DEPTH_BLOCK)
-    last = _last_key_of_rows(
-        last_ptr, stride_last_batch, stride_last_query, batch, query, is_row, keys
-    )
+    last = _last_key_of_rows(last_keys, batch, query, is_row, keys)
     end = tl.max(last, axis=0) + 1
     tiles = tl.cdiv(end, C.KEYS)
     if (split < tiles) | C.IS_ALONE:
-        q_offs = head[:, None] * stride_q_head + query[:, None].to(tl.int64) * stride_q_query
+        q_offs = head[:, None] * q_cells.head + query[:, None].to(tl.int64) * q_cells.row
         q_mask = is_row[:, None]
         if C.DEPTH != C.DEPTH_BLOCK:
             q_mask = q_mask & (depth < C.DEPTH)[None, :]
         q = tl.load(
-            q_ptr + batch * stride_q_batch + q_offs + depth[None, :] * stride_q_depth,
+            q_cells.ptr + batch * q_cells.batch + q_offs + depth[None, :] * q_cells.depth,
             mask=q_mask,
             other=0.0,
         )
         wide_zero = batch * 0  # makes addresses 64-bit numbers
         offs = tl.arange(0, C.KEYS)
-        k_base = k_ptr + batch * stride_k_batch + kv_head * stride_k_head
-        v_base = v_ptr + batch * stride_v_batch + kv_head * stride_v_head
-        k_offs = offs[:, None] * stride_k_key + depth[None, :] * stride_k_depth
-        v_offs = offs[:, None] * stride_v_key + depth[None, :] * stride_v_depth
+        k_base = k_cells.ptr + batch * k_cells.batch + kv_head * k_cells.head
+        v_base = v_cells.ptr + batch * v_cells.batch + kv_head * v_cells.head
+        k_offs = offs[:, None] * stride_k_key + depth[None, :] * k_cells.depth
+        v_offs = offs[:, None] * stride_v_key + depth[None, :] * v_cells.depth
         largest = tl.full((C.ROWS,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((C.ROWS,), dtype=tl.float32)
         acc = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
@@ -153,24 +134,17 @@ def _kv_cache_combine_kernel(
     share_ptr,  # (B, KV_HEADS, rows, splits, D) fp32
     stat_ptr,  # (2, B, KV_HEADS, rows, splits) fp32
     out_ptr,  # (B, M, H, D)
-    last_ptr,  # (B, M) int32 or int64
-    stride_last_batch,
-    stride_last_query,
-    kv_heads,
-    queries,
-    keys,
-    splits,
-    stat_count,
+    last_keys,  # as of _kv_cache_attention_kernel
+    sizes,  # the same
     C: tl.constexpr,
 ):
+    kv_heads, queries, keys, splits, stat_count = sizes
     row = tl.program_id(0) % (queries * C.REPEAT)
     group = tl.program_id(0) // (queries * C.REPEAT)
     batch = (group // kv_heads).to(tl.int64)
     kv_head = group % kv_heads
     query = row // C.REPEAT
-    last = _last_key_of_rows(
-        last_ptr, stride_last_batch, stride_last_query, batch, query, query < queries, keys
-    )
+    last = _last_key_of_rows(last_keys, batch, query, query < queries, keys)
     tiles = tl.cdiv(last + 1, C.KEYS)
     split = tl.arange(0, C.SPLIT_BLOCK)
     is_split = split < tl.minimum(tiles, splits)  # the other shares were never written

@@ -112,13 +112,7 @@ class Chooser:
         from memeff_compile.kernels.linear_cross_entropy import sparse_kernels as kernels
 
         grid = (-(-rows // self.tile), self.chunks)
-        arguments = (
-            stats,
-            self.compact_lse,
-            target_logit,
-            self.selection.target,
-            self.selection.kept,
-        )
+        given = (stats, self.compact_lse, target_logit, self.selection.target)
         flags = {
             "HAS_KEPT": self.selection.kept is not None,
             "KEEP_TARGETS": self.keeps_targets,
@@ -127,27 +121,25 @@ class Chooser:
         }
         if self.by_mass:
             kernels._linear_cross_entropy_mass_code_kernel[grid](
-                *arguments,
+                given,
+                self.selection.kept,
                 self.code,
                 self.light,
-                first,
-                rows,
+                (first, rows),
                 self.rows,
-                stats.shape[1],
-                self.tiles,
+                (stats.shape[1], self.tiles),
                 self.threshold,
                 **flags,
                 num_warps=8,
             )
         else:
             kernels._linear_cross_entropy_block_score_kernel[grid](
-                *arguments,
+                given,
+                self.selection.kept,
                 self.score,
                 self.part,
-                first,
-                rows,
-                stats.shape[1],
-                self.tiles,
+                (first, rows),
+                (stats.shape[1], self.tiles),
                 self.threshold,
                 **flags,
                 num_warps=8,

@@ -28,12 +28,7 @@ from memeff_compile.kernels._triton.compat import described
 from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.device import on_device
 from memeff_compile.kernels.linear_cross_entropy import filters, tile_lists
-from memeff_compile.kernels.linear_cross_entropy.pieces import (
-    Knobs,
-    RowGradients,
-    Rows,
-    spans,
-)
+from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows, spans
 from memeff_compile.kernels.linear_cross_entropy.rows import gather, row_block, select_rows
 from memeff_compile.kernels.linear_cross_entropy.shapes import (
     FILTER_FORWARD_BYTES,
@@ -372,13 +367,7 @@ class _Backward:
         return self.hidden
 
     def _dense(
-        self,
-        first: int,
-        stop: int,
-        *,
-        adds: bool,
-        needs_weight: bool = True,
-        gathers: bool = False,
+        self, first: int, stop: int, *, adds: bool, needs_weight: bool = True, gathers: bool = False
     ) -> None:
         """Compute G of these columns, and from it what they give to each gradient."""
         from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
@@ -407,10 +396,7 @@ class _Backward:
             *where,
             tiles_of(self.weight, g_columns, step),
             tiles_of(g, tile, g_columns // 4),
-            self.bias,
-            self.column_weight,
-            self.selection.target,
-            self.row_values,
+            self._given(),
             self.selection.kept,
             is_sparse,
             first,
@@ -418,8 +404,7 @@ class _Backward:
             self.rows,
             self.vocab,
             self.depth,
-            self.knobs.scale,
-            self.knobs.softcap,
+            (self.knobs.scale, self.knobs.softcap),
             GATHER=gathers,
             GROUP=GROUP,
             BM=tile,
@@ -488,10 +473,7 @@ class _Backward:
             tiles_of(self.hidden, tile, step),
             tiles_of(self.weight, tile, step),
             tiles_of(g, tile, tile // 4),
-            self.bias,
-            self.column_weight,
-            self.selection.target,
-            self.row_values,
+            self._given(),
             self.selection.kept,
             lists.tile_row,
             lists.tile_column,
@@ -500,8 +482,7 @@ class _Backward:
             self.rows,
             self.vocab,
             self.depth,
-            self.knobs.scale,
-            self.knobs.softcap,
+            (self.knobs.scale, self.knobs.softcap),
             HAS_KEPT=has_kept,
             TILE=tile,
             BK=step,
@@ -556,6 +537,10 @@ class _Backward:
                 self.vocab,
                 TILE=tile,
             )
+
+    def _given(self) -> tuple[Tensor | None, ...]:
+        """Return what the gradient of a tile is made of, beside its logits."""
+        return self.bias, self.column_weight, self.selection.target, self.row_values
 
     def _epilogue(self) -> dict[str, Any]:
         return {

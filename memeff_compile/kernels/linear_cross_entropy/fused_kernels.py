@@ -308,20 +308,17 @@ def _linear_cross_entropy_rows_kernel(
 @triton.jit
 def _gradient_tile(
     acc,
-    rows,
-    is_row,
-    columns,
-    bias_ptr,
-    column_weight_ptr,
-    target_ptr,
-    row_values_ptr,
-    all_rows,
-    vocab,
-    scale,
-    softcap,
+    place,  # which rows these are, which exist, and which columns
+    given,
+    sizes,
+    cap,
     C: tl.constexpr,
 ):
     """Return G = dloss/ds of one tile in fp32; rows and columns that do not exist are zero."""
+    rows, is_row, columns = place
+    bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
+    all_rows, vocab = sizes
+    scale, softcap = cap
     z2, slope = _logits(acc, columns, bias_ptr, vocab, scale, softcap, C.HAS_BIAS, C.HAS_SOFTCAP)
     lse2 = tl.load(row_values_ptr + rows, mask=is_row, other=0.0)
     of_p = tl.load(row_values_ptr + all_rows + rows, mask=is_row, other=0.0)
@@ -350,10 +347,7 @@ def _linear_cross_entropy_dense_gradient_kernel(
     stride_hidden_row,
     weight_desc,  # (V, D), block BN x BK
     g_desc,  # (N, W) out, block BM x BN / 4
-    bias_ptr,
-    column_weight_ptr,
-    target_ptr,  # (N,) int32, compact
-    row_values_ptr,  # (4, N) fp32
+    given,  # (V,), (V,), (N,) int32, compact, and (4, N) fp32
     kept_ptr,
     is_sparse_ptr,  # (1,) int32 or None: the sparse kernels do this call's work
     first_column,
@@ -361,10 +355,8 @@ def _linear_cross_entropy_dense_gradient_kernel(
     rows,
     vocab,
     depth,
-    scale,
-    softcap,
-    C: tl.constexpr,
-    # GATHER: read the hidden states where they lie, row by row
+    cap,  # scale and softcap
+    C: tl.constexpr,  # GATHER: read the hidden states where they lie, row by row
 ):
     """Recompute the logits of `width` columns and write their gradient G in the input dtype."""
     rows_here = rows
@@ -400,17 +392,10 @@ def _linear_cross_entropy_dense_gradient_kernel(
             local = column_block * C.BN + quarter * (C.BN // 4)
             g = _gradient_tile(
                 _quarter(acc, quarter, C.BM, C.BN),
-                offs_n,
-                offs_n < rows_here,
-                first_column + local + tl.arange(0, C.BN // 4),
-                bias_ptr,
-                column_weight_ptr,
-                target_ptr,
-                row_values_ptr,
-                rows,
-                vocab,
-                scale,
-                softcap,
+                (offs_n, offs_n < rows_here, first_column + local + tl.arange(0, C.BN // 4)),
+                given,
+                (rows, vocab),
+                cap,
                 C,
             )
             g_desc.store([row_block * C.BM, local], g.to(g_desc.dtype))

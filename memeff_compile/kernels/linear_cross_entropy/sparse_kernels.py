@@ -26,10 +26,7 @@ def _linear_cross_entropy_sparse_gradient_kernel(
     hidden_desc,  # (N, D), block TILE x BK
     weight_desc,  # (V, D), block TILE x BK
     g_desc,  # (slots * TILE, TILE) out, block TILE x TILE / 4
-    bias_ptr,
-    column_weight_ptr,
-    target_ptr,  # (N,) int32, compact
-    row_values_ptr,  # (4, N) fp32
+    given,  # (V,), (V,), (N,) int32, compact, and (4, N) fp32
     kept_ptr,
     tile_row_ptr,  # row block of each active tile
     tile_column_ptr,  # column block of each active tile
@@ -38,8 +35,7 @@ def _linear_cross_entropy_sparse_gradient_kernel(
     rows,
     vocab,
     depth,
-    scale,
-    softcap,
+    cap,  # scale and softcap
     C: tl.constexpr,
 ):
     """Recompute the logits of a group's tiles and write their gradient G, packed."""
@@ -61,17 +57,14 @@ def _linear_cross_entropy_sparse_gradient_kernel(
             local = quarter * (C.TILE // 4)
             g = _gradient_tile(
                 _quarter(acc, quarter, C.TILE, C.TILE),
-                offs_n,
-                offs_n < rows_here,
-                column_block * C.TILE + local + tl.arange(0, C.TILE // 4),
-                bias_ptr,
-                column_weight_ptr,
-                target_ptr,
-                row_values_ptr,
-                rows,
-                vocab,
-                scale,
-                softcap,
+                (
+                    offs_n,
+                    offs_n < rows_here,
+                    column_block * C.TILE + local + tl.arange(0, C.TILE // 4),
+                ),
+                given,
+                (rows, vocab),
+                cap,
                 C,
             )
             g_desc.store([(tile - first) * C.TILE, local], g.to(g_desc.dtype))
@@ -204,21 +197,19 @@ def _decoded(code):
 
 @triton.jit
 def _dropped(
-    stats_ptr,
-    compact_lse_ptr,
-    target_logit_ptr,
-    target_ptr,
-    rows,
-    is_row,
-    first_row,
-    group_rows,
-    stats_tiles,
-    tiles,
+    given,  # as of `_linear_cross_entropy_block_score_kernel`
+    place,
+    group,
+    counts,
     offs,
     TILE: tl.constexpr,
     KEEP_TARGETS: tl.constexpr,
 ):
     """Return, per tile and row: what leaving it out drops in sum, and at most in one column."""
+    stats_ptr, compact_lse_ptr, target_logit_ptr, target_ptr = given
+    rows, is_row = place
+    first_row, group_rows = group
+    stats_tiles, tiles = counts
     plane = tl.cast(stats_tiles, tl.int64) * group_rows
     mask = (offs < tiles)[:, None] & is_row[None, :]
     place = offs.to(tl.int64)[:, None] * group_rows + rows[None, :]
@@ -249,17 +240,15 @@ def _dropped(
 
 @triton.jit
 def _linear_cross_entropy_block_score_kernel(
-    stats_ptr,  # (2 or 3, T, R) fp32: maximum and sum of exp2 of each row's tile
-    compact_lse_ptr,  # (N,) fp32, base 2
-    target_logit_ptr,  # (N,) fp32, base 2
-    target_ptr,  # (N,) int32
+    given,  # (2 or 3, T, R) fp32: maximum and sum of exp2 of each row's tile
+    # compact_lse_ptr: (N,) fp32, base 2
+    # target_logit_ptr: (N,) fp32, base 2
+    # target_ptr: (N,) int32
     kept_ptr,
     score_ptr,  # (row blocks, T) fp32 out
     part_ptr,  # (row blocks, chunks, 1, TILE) fp32 out
-    first_row,
-    group_rows,
-    stats_tiles,  # T of the statistics, which come for whole output tiles
-    tiles,  # T
+    group,
+    counts,  # T of the statistics, which come for whole output tiles, and T
     threshold,
     HAS_KEPT: tl.constexpr,
     KEEP_TARGETS: tl.constexpr,
@@ -267,6 +256,8 @@ def _linear_cross_entropy_block_score_kernel(
     CHUNK: tl.constexpr,
 ):
     """Score tiles by their largest |p_j - 1(j = t)|; sum per row what falls under the threshold."""
+    first_row, group_rows = group
+    _, tiles = counts
     block = tl.program_id(0)
     chunk = tl.program_id(1)
     rows = block * TILE + tl.arange(0, TILE)
@@ -274,21 +265,7 @@ def _linear_cross_entropy_block_score_kernel(
     if HAS_KEPT:
         is_row = is_row & (first_row + rows < tl.load(kept_ptr))
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
-    total, highest = _dropped(
-        stats_ptr,
-        compact_lse_ptr,
-        target_logit_ptr,
-        target_ptr,
-        rows,
-        is_row,
-        first_row,
-        group_rows,
-        stats_tiles,
-        tiles,
-        offs,
-        TILE,
-        KEEP_TARGETS,
-    )
+    total, highest = _dropped(given, (rows, is_row), group, counts, offs, TILE, KEEP_TARGETS)
     score = tl.max(highest, axis=1)
     block += first_row // TILE
     tl.store(score_ptr + block * tiles + offs, score, mask=offs < tiles)
@@ -299,18 +276,13 @@ def _linear_cross_entropy_block_score_kernel(
 
 @triton.jit
 def _linear_cross_entropy_mass_code_kernel(
-    stats_ptr,  # (2 or 3, T, R) fp32
-    compact_lse_ptr,  # (N,) fp32, base 2
-    target_logit_ptr,  # (N,) fp32, base 2
-    target_ptr,  # (N,) int32
+    given,  # as of `_linear_cross_entropy_block_score_kernel`
     kept_ptr,
     code_ptr,  # (N, T) uint8 out
     light_ptr,  # (chunks, N) fp32 out
-    first_row,
-    group_rows,
+    group,
     all_rows,
-    stats_tiles,  # T of the statistics, which come for whole output tiles
-    tiles,  # T
+    counts,  # T of the statistics, which come for whole output tiles, and T
     threshold,
     HAS_KEPT: tl.constexpr,
     KEEP_TARGETS: tl.constexpr,
@@ -318,27 +290,15 @@ def _linear_cross_entropy_mass_code_kernel(
     CHUNK: tl.constexpr,
 ):
     """Keep one byte of what each tile would drop, and each row's sum over its light tiles."""
+    first_row, group_rows = group
+    _, tiles = counts
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     chunk = tl.program_id(1)
     is_row = rows < group_rows
     if HAS_KEPT:
         is_row = is_row & (first_row + rows < tl.load(kept_ptr))
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
-    total, _highest = _dropped(
-        stats_ptr,
-        compact_lse_ptr,
-        target_logit_ptr,
-        target_ptr,
-        rows,
-        is_row,
-        first_row,
-        group_rows,
-        stats_tiles,
-        tiles,
-        offs,
-        TILE,
-        KEEP_TARGETS,
-    )
+    total, _highest = _dropped(given, (rows, is_row), group, counts, offs, TILE, KEEP_TARGETS)
     code = tl.floor(tl.log2(tl.maximum(total, 1e-30)) * -CODE_STEPS)
     # 255 is exactly nothing.
     code = tl.where(total > 0.0, tl.minimum(tl.maximum(code, 0.0), 254.0), 255.0)

@@ -251,57 +251,24 @@ def vectors(
     """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
     if any(len(kind) > 1 for kind in kinds):  # a launch knows one dtype of each
-        parts = [
-            vectors(
+        found: list[Tensor] = []
+        for place in range(len(packed)):
+            one = slice(place, place + 1)
+            found += vectors(
                 x,
-                packed[i : i + 1],
-                weight_scale[i : i + 1],
-                bias[i : i + 1],
+                packed[one],
+                weight_scale[one],
+                bias[one],
                 quantizer,
                 entry,
                 dtype=dtype,
                 weight_is_step=weight_is_step,
-                is_early=is_early and i == 0,
+                is_early=is_early and not place,
                 coded=coded,
                 leading=leading,
                 shapes=shapes,
             )
-            for i in range(len(packed))
-        ]
-        return [part[0] for part in parts]
-    return _launch_vectors(
-        x,
-        packed,
-        weight_scale,
-        bias,
-        quantizer,
-        entry,
-        dtype=dtype,
-        weight_is_step=weight_is_step,
-        added=added,
-        is_early=is_early,
-        coded=coded,
-        leading=leading,
-        shapes=shapes,
-    )
-
-
-def _launch_vectors(
-    x: Tensor,
-    packed: Sequence[Tensor],
-    weight_scale: Sequence[Tensor],
-    bias: Sequence[Tensor | None],
-    quantizer: Quantizer,
-    entry: Entry,
-    *,
-    dtype: torch.dtype,
-    weight_is_step: bool,
-    added: Tensor | None,
-    is_early: bool,
-    coded: Coded | None,
-    leading: Sequence[int] | None,
-    shapes: VectorShapes | None,
-) -> list[Tensor]:
+        return found
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
 
     x = _with_unit_stride(x)

@@ -40,7 +40,6 @@ PARTS = {
     "pool": Pool(*(f"{name}_ptr" for name in Pool._fields)),
     "q": ("q_ptr", "stride_q_batch", "stride_q_head", "stride_q_depth"),
     "mask": ("mask_ptr", "stride_mask_batch", "stride_mask_key"),
-    "outs": ("out_ptr", "share_ptr", "stat_ptr"),
 }
 SIZES = {
     "_coded_kv_cache_append_kernel": ("kv_heads", "groups", "new", "limit"),

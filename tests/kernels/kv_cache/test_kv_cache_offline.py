@@ -16,12 +16,19 @@ from memeff_compile.kernels.kv_cache.shapes import (
     shapes_for,
 )
 from memeff_compile.kernels.kv_cache.split_keys import alignment
-from tests.support.offline import NARROWEST, compile_for, gpus, within_limits
+from tests.support.offline import NARROWEST, cells_named, compile_for, gpus, within_limits
 
 pytestmark = pytest.mark.offline
 
 CAPABILITIES = gpus(80, 89, 90, 100)
 POINTERS = {"last_ptr": "*i64", "mask_ptr": "*u8", "share_ptr": "*fp32", "stat_ptr": "*fp32"}
+PARTS = {
+    **{f"{name}_cells": cells_named(name) for name in "qkv"},
+    "last_keys": ("last_ptr", "stride_last_batch", "stride_last_query"),
+    "mask": ("mask_ptr", "stride_mask_batch", "stride_mask_query", "stride_mask_key"),
+    "outs": ("out_ptr", "share_ptr", "stat_ptr"),
+    "sizes": ("kv_heads", "queries", "keys", "splits", "stat_count"),
+}
 UNIT_STRIDES = ("stride_q_depth", "stride_k_depth", "stride_v_depth", "stride_mask_key")
 
 
@@ -34,7 +41,10 @@ def _compile(name: str, capability: int, dtype: str, given: dict[str, Any], warp
         return "fp32" if argument == "scale" else "i32"
 
     def is_aligned(argument: str) -> bool:
-        is_odd = argument.endswith("_unit") and given["DEPTH"] // given["ALIGN"] % 16 != 0
+        is_odd = (
+            argument in ("stride_k_row", "stride_v_row")
+            and given["DEPTH"] // given["ALIGN"] % 16 != 0
+        )
         return argument.startswith("stride") and "last" not in argument and not is_odd
 
     return compile_for(
@@ -44,6 +54,7 @@ def _compile(name: str, capability: int, dtype: str, given: dict[str, Any], warp
         {**given, **dict.fromkeys(UNIT_STRIDES, 1)},
         type_of,
         is_aligned,
+        PARTS,
         num_warps=warps,
     )
 

@@ -43,6 +43,17 @@ OPTIONAL = {
 }
 
 
+PARTS = {
+    "given": ("bias_ptr", "column_weight_ptr", "target_ptr", "row_values_ptr"),
+    "cap": ("scale", "softcap"),
+}
+SCORED = {
+    "given": ("stats_ptr", "compact_lse_ptr", "target_logit_ptr", "target_ptr"),
+    "group": ("first_row", "group_rows"),
+    "counts": ("stats_tiles", "tiles"),
+}
+
+
 def _blocks(name: str, shapes: Any, columns: int) -> dict[str, list[int]]:
     """Return the block of each tile descriptor that a kernel takes."""
     rows, step = shapes.rows, shapes.step
@@ -95,7 +106,10 @@ def _compile(
         return "fp32" if argument in ("scale", "softcap", "threshold", "limit") else "i32"
 
     settings = {"num_warps": warps, "num_stages": stages}
-    return compile_for(capability, kernel, constants, type_of, lambda name: False, **settings)
+    parts = SCORED if "score" in name or "code" in name else PARTS
+    return compile_for(
+        capability, kernel, constants, type_of, lambda name: False, parts, **settings
+    )
 
 
 def _shapes(capability: int) -> Any:
