@@ -146,11 +146,8 @@ def _entry(given: dict[str, Any]) -> Entry:
     machine = Machine(**given["machine"])
     if not all(isinstance(text, str) for text in (*asdict(machine).values(), given["date"])):
         raise TypeError("a machine or a date is not text")
-    return Entry(
-        machine,
-        given["date"],
-        {name: _found(name, each) for name, each in given["found"].items()},
-    )
+    found = {name: _found(name, each) for name, each in given["found"].items()}
+    return Entry(machine, given["date"], found)
 
 
 def _found(name: str, given: dict[str, Any]) -> Found:

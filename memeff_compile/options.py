@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -247,20 +247,23 @@ def _check_pass_name(key: str, value: object, *, wildcard: bool = False) -> str:
     )
 
 
-def _check_strict(key: str, value: object) -> object:
+def _several(key: str, value: object, takes: str) -> Collection[Any]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple, set, frozenset)):
-        raise _wrong(key, value, "it takes a pass name or a list of pass names.")
+        raise _wrong(key, value, takes)
+    return names
+
+
+def _check_strict(key: str, value: object) -> object:
+    names = _several(key, value, "it takes a pass name or a list of pass names.")
     wanted = {_check_pass_name(key, name) for name in names}
     return tuple(name for name in PASS_NAMES if name in wanted)
 
 
 def _check_paths(key: str, value: object) -> tuple[str, ...]:
-    paths = [value] if isinstance(value, str) else value
-    if not isinstance(paths, (list, tuple, set, frozenset)):
-        takes = "it takes a module path such as 'model.layers.0', a pattern such as "
-        takes += "'model.layers.*.mlp', a list of them, or {pass name: paths}."
-        raise _wrong(key, value, takes)
+    takes = "it takes a module path such as 'model.layers.0', a pattern such as "
+    takes += "'model.layers.*.mlp', a list of them, or {pass name: paths}."
+    paths = _several(key, value, takes)
     for path in paths:
         if not isinstance(path, str) or not path.strip():
             raise OptionError(

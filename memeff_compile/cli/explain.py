@@ -60,25 +60,14 @@ def _run(given: argparse.Namespace) -> int:
     from ..planning.models import build
     from ..planning.setting import Setting, read_memory
 
-    sharding = given.sharding or ("fsdp" if given.gpus > 1 else "none")
-    setting = {
-        "optimizer": given.optimizer,
-        "master_weights": given.master_weights,
-        "gpus": given.gpus,
-        "sharding": sharding,
-        "accounting": given.accounting,
-    }
+    names = ("optimizer", "master_weights", "gpus", "accounting")
+    setting = {name: getattr(given, name) for name in names}
+    setting["sharding"] = given.sharding or ("fsdp" if given.gpus > 1 else "none")
     Setting(**setting)  # a wrong setting is said before minutes of work
     memory = None if given.memory is None else read_memory(given.memory)
     options = dict(pair.partition("=")[::2] for pair in given.option)
-    call = build(
-        given.model,
-        batch=given.batch,
-        length=given.length,
-        dtype=given.dtype,
-        checkpointing=given.checkpointing,
-        attention=given.attention,
-    )
+    asked = ("batch", "length", "dtype", "checkpointing", "attention")
+    call = build(given.model, **{name: getattr(given, name) for name in asked})
     for path in (given.json, given.png):
         if path is not None and not path.parent.is_dir():
             raise ExplainError(f"There is no folder {path.parent} to write {path.name} into.")

@@ -111,11 +111,7 @@ def _unlike_shapes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def _unlike_tables(
-    q: Tensor,
-    k: Tensor,
-    key_mask: Tensor | None,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
+    q: Tensor, k: Tensor, key_mask: Tensor | None, query_ids: Tensor | None, key_ids: Tensor | None
 ) -> str | None:
     if (query_ids is None) != (key_ids is None):
         given, missing = ("key_ids", "query_ids") if query_ids is None else ("query_ids", "key_ids")

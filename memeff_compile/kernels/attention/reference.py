@@ -130,13 +130,7 @@ def _weight_of_none(every: _Operands) -> float:
 
 
 def gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    given: Conditions,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, given: Conditions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, each laid out with its heads beside its depth.
 

@@ -36,11 +36,7 @@ class Shape:
 # By the room that shared memory leaves, then by kernel and padded head dimension.
 _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
     "hopper": {  # 227 KiB, products of warp groups; the fastest of a sweep on an H200
-        "forward": {
-            64: Shape(128, 64, 8, 3),
-            128: Shape(128, 64, 8, 3),
-            256: Shape(128, 64, 8, 2),
-        },
+        "forward": {64: Shape(128, 64, 8, 3), 128: Shape(128, 64, 8, 3), 256: Shape(128, 64, 8, 2)},
         "query_gradient": {
             64: Shape(64, 64, 4, 3),
             128: Shape(128, 64, 8, 3),
@@ -70,11 +66,7 @@ _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
         },
     },
     "roomy": {  # 163 KiB on 8.0
-        "forward": {
-            64: Shape(128, 64, 4, 3),
-            128: Shape(128, 64, 8, 3),
-            256: Shape(64, 32, 8, 2),
-        },
+        "forward": {64: Shape(128, 64, 4, 3), 128: Shape(128, 64, 8, 3), 256: Shape(64, 32, 8, 2)},
         "query_gradient": {
             64: Shape(128, 64, 8, 2),
             128: Shape(64, 64, 8, 2),
@@ -87,11 +79,7 @@ _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
         },
     },
     "narrow": {  # 99 KiB
-        "forward": {
-            64: Shape(128, 64, 4, 2),
-            128: Shape(128, 32, 8, 2),
-            256: Shape(64, 32, 8, 1),
-        },
+        "forward": {64: Shape(128, 64, 4, 2), 128: Shape(128, 32, 8, 2), 256: Shape(64, 32, 8, 1)},
         "query_gradient": {
             64: Shape(64, 64, 4, 2),
             128: Shape(64, 32, 8, 1),
@@ -109,16 +97,10 @@ _SHAPES: dict[str, dict[str, dict[int, Shape]]] = {
 # The same, where tables take registers of their own.
 _SHAPES_WITH_TABLES: dict[str, dict[str, dict[int, Shape]]] = {
     "hopper": {
-        "forward": {
-            64: Shape(128, 64, 8, 3),
-            128: Shape(128, 64, 8, 3),
-            256: Shape(128, 32, 8, 2),
-        },
+        "forward": {64: Shape(128, 64, 8, 3), 128: Shape(128, 64, 8, 3), 256: Shape(128, 32, 8, 2)},
         "query_gradient": {256: Shape(64, 32, 8, 2)},
     },
-    "blackwell": {
-        "forward": {64: Shape(128, 64, 8, 3)},
-    },
+    "blackwell": {"forward": {64: Shape(128, 64, 8, 3)}},
     "roomy": {
         "forward": {64: Shape(128, 64, 8, 3), 128: Shape(128, 32, 8, 3)},
         "key_gradient": {64: Shape(32, 64, 8, 2), 128: Shape(32, 64, 8, 2)},

@@ -28,11 +28,7 @@ from memeff_compile.kernels._triton.key_tiles import (
     within,
 )
 from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.attention.shapes import (
-    KERNELS,
-    Shape,
-    shape_for,
-)
+from memeff_compile.kernels.attention.shapes import KERNELS, Shape, shape_for
 from memeff_compile.kernels.device import gpu, on_device
 
 MAX_ROW_STRIDE = 1 << 22

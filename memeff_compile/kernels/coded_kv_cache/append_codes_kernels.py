@@ -36,12 +36,7 @@ def _over(x, step, IS_FAST: tl.constexpr):
 
 @triton.jit
 def _codes(
-    x,
-    step,
-    zero,
-    BITS: tl.constexpr,
-    IS_PER_HEAD: tl.constexpr,
-    IS_FAST: tl.constexpr = False,
+    x, step, zero, BITS: tl.constexpr, IS_PER_HEAD: tl.constexpr, IS_FAST: tl.constexpr = False
 ):
     """Return the codes of x as int32; `zero` is not used with IS_PER_HEAD."""
     if IS_PER_HEAD:

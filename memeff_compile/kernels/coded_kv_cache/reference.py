@@ -15,13 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memeff_compile.kernels.coded_kv_cache.layout import (
-    CODED,
-    LENGTH,
-    PLAIN,
-    block_of,
-    codes_of,
-)
+from memeff_compile.kernels.coded_kv_cache.layout import CODED, LENGTH, PLAIN, block_of, codes_of
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -155,12 +149,7 @@ def is_per_head(k_or_v_scales: Tensor) -> bool:
 
 
 def append(
-    pool: Sequence[Tensor],
-    k: Tensor,
-    v: Tensor,
-    bits: int,
-    recent: int,
-    limit: int,
+    pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
 ) -> None:
     """Write tokens behind those that are there, and code the groups that are old enough.
 
@@ -223,10 +212,7 @@ def _keep(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
 
 
 def view(
-    pool: Sequence[Tensor],
-    norms: Sequence[Tensor | None],
-    bits: int,
-    tokens: int,
+    pool: Sequence[Tensor], norms: Sequence[Tensor | None], bits: int, tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values as a static cache would hold them, zero where nothing is.
 

@@ -219,14 +219,7 @@ def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor
     starts, places, values = lists
     with on_device(patterns):
         pair_kernels.pair_patches_kernel[(starts.numel() - 1,)](
-            patterns,
-            header,
-            starts,
-            places,
-            values,
-            places.numel(),
-            BLOCK=1024,
-            num_warps=4,
+            patterns, header, starts, places, values, places.numel(), BLOCK=1024, num_warps=4
         )
 
 
@@ -765,12 +758,7 @@ def _summed(parts: Tensor, like: Tensor) -> Tensor:
     total = like.new_empty(parts.shape[1:])
     with on_device(like):
         win4_kernels.win4_sum_kernel[(-(-total.numel() // shapes.SUM_BLOCK),)](
-            parts,
-            total,
-            total.numel(),
-            SPLITS=parts.shape[0],
-            BLOCK=shapes.SUM_BLOCK,
-            num_warps=4,
+            parts, total, total.numel(), SPLITS=parts.shape[0], BLOCK=shapes.SUM_BLOCK, num_warps=4
         )
     return total
 

@@ -336,11 +336,7 @@ def win4_wide_kernel(
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     warps: gl.constexpr = [[16, 0], [32, 0], [64, 0]] if C.WARPS == 8 else [[16, 0], [32, 0]]
     words: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warps,
-        [],
-        [C.ROWS, 16],
+        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], warps, [], [C.ROWS, 16]
     )
     bytes_of_codes: gl.constexpr = 3 * codes_desc.block_type.nbytes
     bytes_of_x: gl.constexpr = x_desc.block_type.nbytes
@@ -382,11 +378,7 @@ def win4_wide_kernel(
         )
     for stage in gl.static_range(C.X_STAGES):
         tma.async_copy_global_to_shared(
-            x_desc,
-            [first_token, stage * 64],
-            bars.index(stage),
-            x.index(stage),
-            pred=stage < steps,
+            x_desc, [first_token, stage * 64], bars.index(stage), x.index(stage), pred=stage < steps
         )
     row_length = groups * 256
     first = gl.cast(first_row, gl.int64) * row_length

@@ -272,16 +272,7 @@ def tier_encode_kernel(
     for pair in tl.static_range(8):
         weights = tl.load(pairs + 32 * pair)
         first, second, third, count_2, count_3, low = _put(
-            weights & 0xFFFF,
-            2 * pair,
-            first,
-            second,
-            third,
-            count_2,
-            count_3,
-            narrow,
-            middle,
-            wide,
+            weights & 0xFFFF, 2 * pair, first, second, third, count_2, count_3, narrow, middle, wide
         )
         first, second, third, count_2, count_3, high = _put(
             (weights >> 16) & 0xFFFF,

@@ -104,16 +104,7 @@ def win4_decode_kernel(
     tl.store(out + 64, pair_2)
     tl.store(out + 96, pair_3)
     store_patches(
-        begin,
-        end,
-        place,
-        value,
-        places_ptr,
-        values_ptr,
-        out_ptr,
-        first * 8,
-        C.WORDS * 8,
-        C.PATCHES,
+        begin, end, place, value, places_ptr, values_ptr, out_ptr, first * 8, C.WORDS * 8, C.PATCHES
     )
 
 

@@ -38,12 +38,7 @@ def bytes_before(
 
 
 def bytes_after(
-    tokens: Size,
-    depth: Size,
-    *,
-    dtype: torch.dtype,
-    engine: str,
-    pieces: sympy.Expr | None = None,
+    tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str, pieces: sympy.Expr | None = None
 ) -> sympy.Expr:
     """Return an upper bound of the bytes that the sums take: pieces, sorted ids, index vectors.
 

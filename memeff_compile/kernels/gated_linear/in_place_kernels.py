@@ -44,12 +44,7 @@ def _value_and_slope(g, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gated_product_kernel(
-    gate_ptr,
-    up_ptr,
-    out_ptr,
-    count,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
+    gate_ptr, up_ptr, out_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < count

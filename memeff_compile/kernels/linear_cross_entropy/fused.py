@@ -28,12 +28,7 @@ from memeff_compile.kernels._triton.compat import described
 from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.device import on_device
 from memeff_compile.kernels.linear_cross_entropy import filters, tile_lists
-from memeff_compile.kernels.linear_cross_entropy.pieces import (
-    Knobs,
-    RowGradients,
-    Rows,
-    spans,
-)
+from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows, spans
 from memeff_compile.kernels.linear_cross_entropy.rows import gather, row_block, select_rows
 from memeff_compile.kernels.linear_cross_entropy.shapes import (
     FILTER_FORWARD_BYTES,
@@ -372,13 +367,7 @@ class _Backward:
         return self.hidden
 
     def _dense(
-        self,
-        first: int,
-        stop: int,
-        *,
-        adds: bool,
-        needs_weight: bool = True,
-        gathers: bool = False,
+        self, first: int, stop: int, *, adds: bool, needs_weight: bool = True, gathers: bool = False
     ) -> None:
         """Compute G of these columns, and from it what they give to each gradient."""
         from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels

@@ -24,20 +24,8 @@ from memeff_compile.kernels.checks import (
     unfloating,
     unplain,
 )
-from memeff_compile.kernels.device import (
-    gpu,
-    kernels_serve,
-    tuned,
-    where_it_runs,
-    without_autocast,
-)
-from memeff_compile.kernels.linear_cross_entropy import (
-    filters,
-    fused,
-    hybrid,
-    reference,
-    sorting,
-)
+from memeff_compile.kernels.device import gpu, kernels_serve, tuned, where_it_runs, without_autocast
+from memeff_compile.kernels.linear_cross_entropy import filters, fused, hybrid, reference, sorting
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
 from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal
 

@@ -132,12 +132,7 @@ def hybrid_budget(rows: int, workspace: int) -> int:
 
 @lru_cache(maxsize=1024)
 def hybrid_widths(
-    rows: int,
-    depth: int,
-    vocab: int,
-    workspace: int,
-    itemsize: int,
-    processors: int,
+    rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
 ) -> Widths:
     """Choose the engine `hybrid`'s widths within the workspace.
 
@@ -180,10 +175,7 @@ def _piece_seconds(width: int, depth: int, processors: int) -> float:
 
     Both are per row. The other two products cost the same per column at any width considered.
     """
-    tiles = min(
-        -(-depth // 128) * -(-width // 256),
-        -(-depth // 256) * -(-width // 128),
-    )
+    tiles = min(-(-depth // 128) * -(-width // 256), -(-depth // 256) * -(-width // 128))
     return -(-tiles // processors) * _SECONDS_PER_WAVE + 8 * depth * _SECONDS_PER_BYTE
 
 

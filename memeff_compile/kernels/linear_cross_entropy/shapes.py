@@ -97,13 +97,7 @@ def fused_budget(rows: int, workspace: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def piece_width(
-    rows: int,
-    depth: int,
-    vocab: int,
-    workspace: int,
-    shapes: Shapes,
-) -> int:
+def piece_width(rows: int, depth: int, vocab: int, workspace: int, shapes: Shapes) -> int:
     """Choose how many columns of G backward holds at once.
 
     Within the budget, and at most half the vocabulary, the width whose launches leave the fewest

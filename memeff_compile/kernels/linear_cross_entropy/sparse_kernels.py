@@ -265,15 +265,7 @@ def _linear_cross_entropy_block_score_kernel(
     if HAS_KEPT:
         is_row = is_row & (first_row + rows < tl.load(kept_ptr))
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
-    total, highest = _dropped(
-        given,
-        (rows, is_row),
-        group,
-        counts,
-        offs,
-        TILE,
-        KEEP_TARGETS,
-    )
+    total, highest = _dropped(given, (rows, is_row), group, counts, offs, TILE, KEEP_TARGETS)
     score = tl.max(highest, axis=1)
     block += first_row // TILE
     tl.store(score_ptr + block * tiles + offs, score, mask=offs < tiles)
@@ -306,15 +298,7 @@ def _linear_cross_entropy_mass_code_kernel(
     if HAS_KEPT:
         is_row = is_row & (first_row + rows < tl.load(kept_ptr))
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
-    total, _highest = _dropped(
-        given,
-        (rows, is_row),
-        group,
-        counts,
-        offs,
-        TILE,
-        KEEP_TARGETS,
-    )
+    total, _highest = _dropped(given, (rows, is_row), group, counts, offs, TILE, KEEP_TARGETS)
     code = tl.floor(tl.log2(tl.maximum(total, 1e-30)) * -CODE_STEPS)
     # 255 is exactly nothing.
     code = tl.where(total > 0.0, tl.minimum(tl.maximum(code, 0.0), 254.0), 255.0)

@@ -13,12 +13,7 @@ from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.attention import attention
 from memeff_compile.kernels.attention import supports as supports_attention
-from memeff_compile.kernels.device import (
-    gpu,
-    kernels_serve,
-    where_it_runs,
-    without_autocast,
-)
+from memeff_compile.kernels.device import gpu, kernels_serve, where_it_runs, without_autocast
 from memeff_compile.kernels.quantized_attention import reference
 from memeff_compile.kernels.quantized_attention.settings import (
     GRANULARITIES,

@@ -71,11 +71,7 @@ _SHAPES["blackwell"] = _SHAPES["roomy"]
 
 # The same, where masks, ids, corrections or scales of single keys take registers of their own.
 _SHAPES_WITH_TABLES: dict[str, dict[int, Shape]] = {
-    "hopper": {
-        64: Shape(128, 64, 8, 2),
-        128: Shape(128, 64, 8, 2),
-        256: Shape(64, 64, 8, 2),
-    },
+    "hopper": {64: Shape(128, 64, 8, 2), 128: Shape(128, 64, 8, 2), 256: Shape(64, 64, 8, 2)},
     "roomy": {256: Shape(64, 32, 8, 2)},
     "blackwell": {256: Shape(64, 32, 8, 2)},
 }

@@ -281,11 +281,7 @@ def _chunks(rows: int, keys: int, device: torch.device) -> tuple[int, int]:
     return chunk, tiles_of(keys, chunk)
 
 
-def _empty(
-    like: Tensor,
-    sizes: tuple[int, int, int, int, int, int],
-    settings: Settings,
-) -> Packed:
+def _empty(like: Tensor, sizes: tuple[int, int, int, int, int, int], settings: Settings) -> Packed:
     batch, heads, groups, queries, keys, depth = sizes
     blocks = tiles_of(keys, BLOCK)
     fp32, int8 = torch.float32, torch.int8

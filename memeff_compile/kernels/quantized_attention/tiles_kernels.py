@@ -52,13 +52,7 @@ def _reordered(weight, C: tl.constexpr):
 
 @triton.jit
 def _load_codes(
-    codes,
-    row,
-    column,
-    stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    codes, row, column, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIBED: tl.constexpr
 ):
     """Load a tile of codes through a descriptor, or by addresses where there are none."""
     if DESCRIBED:

@@ -444,9 +444,7 @@ def _ternary_vectors_kernel(
             if C.HAS_ADDED:
                 found = _sum_with(found, added_ptr + token * rows + row, row < rows)
             tl.store(
-                out_ptr + token * rows + row,
-                found.to(out_ptr.dtype.element_ty),
-                mask=row < rows,
+                out_ptr + token * rows + row, found.to(out_ptr.dtype.element_ty), mask=row < rows
             )
             if C.TILES > 1:
                 weight = following
@@ -455,46 +453,28 @@ def _ternary_vectors_kernel(
 # --- many tokens ----------------------------------------------------------------------------------
 
 
+def _keep_field(shift: int) -> tl.constexpr:
+    """Return code that leaves two bits of each of four bytes, from so many bits up."""
+    return tl.constexpr(f"{{ .reg .b32 t; shr.b32 t, $1, {shift}; and.b32 $0, t, 0x03030303; }}")
+
+
+_FIELD_0 = tl.constexpr("and.b32 $0, $1, 0x03030303;")
+_FIELD_1, _FIELD_2, _FIELD_3 = _keep_field(2), _keep_field(4), _keep_field(6)
+
+
+@triton.jit
+def _kept(packed, ASM: tl.constexpr):
+    return tl.inline_asm_elementwise(ASM, "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4)
+
+
 @triton.jit
 def _field(packed, FIELD: tl.constexpr, BYTEWISE: tl.constexpr):
     """Return the codes of one field, 0 to 2, as int8; four bytes at once."""
     if BYTEWISE:
         return ((packed >> (2 * FIELD)) & 3).to(tl.int8)
-    if FIELD == 0:
-        return tl.inline_asm_elementwise(
-            "and.b32 $0, $1, 0x03030303;",
-            "=r,r",
-            [packed],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
-    if FIELD == 1:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.b32 t, $1, 2; and.b32 $0, t, 0x03030303; }",
-            "=r,r",
-            [packed],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
-    if FIELD == 2:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x03030303; }",
-            "=r,r",
-            [packed],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 t; shr.b32 t, $1, 6; and.b32 $0, t, 0x03030303; }",
-        "=r,r",
-        [packed],
-        dtype=tl.int8,
-        is_pure=True,
-        pack=4,
-    )
+    if FIELD < 2:
+        return _kept(packed, _FIELD_0 if FIELD == 0 else _FIELD_1)
+    return _kept(packed, _FIELD_2 if FIELD == 2 else _FIELD_3)
 
 
 @triton.jit

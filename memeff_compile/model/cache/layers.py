@@ -7,7 +7,7 @@ where it is missing.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -259,25 +259,28 @@ class CodedLayer(InPlace):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for keys and values like these."""
-        self._require_depth(key_states, value_states)
-        batch, heads, _, depth = key_states.shape
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.batch_size = batch
-        self.layout = Layout(depth, **self.settings)
-        kinds = {"codes": torch.uint8, "counts": torch.int64}
-        shapes = self.layout.shapes(batch, heads, self.max_cache_len)
+        layout, batch, heads = self._laid_out(key_states, value_states)
+        shapes = layout.shapes(batch, heads, self.max_cache_len)
         self.starts.allocate(shapes.pop("places"), self.device)
-        for name, shape in shapes.items():
-            dtype = kinds.get(name.split("_")[-1], self.dtype)
-            tensor = torch.zeros(shape, dtype=dtype, device=self.device)
-            compat.keep_address(tensor)
-            setattr(self, name, tensor)
+        self._allocate(self, shapes)
         self.is_initialized = True
 
-    @staticmethod
-    def _require_depth(key_states: Tensor, value_states: Tensor) -> None:
-        """Refuse keys and values that cannot be coded."""
-        depth = key_states.shape[3]
+    def _allocate(self, owner: object, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for name, shape in shapes.items():
+            tensor = torch.zeros(shape, dtype=self._dtype_of(name), device=self.device)
+            compat.keep_address(tensor)
+            setattr(owner, name, tensor)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        kinds = {"codes": torch.uint8, "counts": torch.int64}
+        return kinds.get(name.split("_")[-1], self.dtype)
+
+    def _laid_out(self, key_states: Tensor, value_states: Tensor) -> tuple[Layout, int, int]:
+        """Note what keys and values are like; return the layout, batch and heads.
+
+        Refuses keys and values that cannot be coded.
+        """
+        batch, heads, _, depth = key_states.shape
         if key_states.shape != value_states.shape:
             refuse(
                 f"keys are {tuple(key_states.shape)} and values {tuple(value_states.shape)}; one "
@@ -288,6 +291,9 @@ class CodedLayer(InPlace):
                 f"the head dimension is {depth}; 16, 32, 64, 128 or 256 is served. Use bits=16 for "
                 "this model."
             )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.layout = batch, Layout(depth, **self.settings)
+        return self.layout, batch, heads
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object

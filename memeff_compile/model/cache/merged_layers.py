@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memeff_compile import compat
 from memeff_compile.kernels.coded_kv_cache import (
     LENGTH,
     OWN,
     PLAIN,
     SHARED,
-    Layout,
     coded_kv_cache_append_lower,
     coded_kv_cache_append_pair,
     coded_kv_cache_view,
@@ -118,13 +116,9 @@ class MergedLayer(CodedLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for keys and values like these, and what is shared with the first of the two."""
-        self._require_depth(key_states, value_states)
-        batch, heads, _, depth = key_states.shape
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.batch_size = batch
-        self.layout = Layout(depth, **self.settings)
-        shared, own = shapes_of_pair(self.layout, batch, heads, self.max_cache_len)
-        shape = (batch, heads, depth)
+        layout, batch, heads = self._laid_out(key_states, value_states)
+        shared, own = shapes_of_pair(layout, batch, heads, self.max_cache_len)
+        shape = (batch, heads, layout.depth)
         if self.pair.shape is None:
             self._allocate(self.pair, shared)
             self.pair.shape = shape
@@ -139,13 +133,9 @@ class MergedLayer(CodedLayer):
         self._allocate(self, own)
         self.is_initialized = True
 
-    def _allocate(self, owner: object, shapes: dict[str, tuple[int, ...]]) -> None:
+    def _dtype_of(self, name: str) -> torch.dtype:
         assert self.layout is not None
-        for name, shape in shapes.items():
-            dtype = dtype_of(name, self.dtype, self.layout.bits)
-            tensor = torch.zeros(shape, dtype=dtype, device=self.device)
-            compat.keep_address(tensor)
-            setattr(owner, name, tensor)
+        return dtype_of(name, self.dtype, self.layout.bits)
 
     def _first_tokens(self, batch: int, heads: int) -> Tensor:
         first = self.starts.first_tokens(batch, self.device)
