@@ -576,8 +576,9 @@ def guard_by_attribute(node: Node, name: str) -> None:
     if context is None or source is None:
         return
     guards = context.guards_context.dynamo_guards
+    guard = AttrSource(source, name).make_guard(GuardBuilder.EQUALS_MATCH)
     guards.remove_guards_with_source(source)
-    guards.add(AttrSource(source, name).make_guard(GuardBuilder.EQUALS_MATCH))
+    guards.add(guard)
 
 
 # --- CUDA graphs --------------------------------------------------------------------------------

@@ -165,7 +165,10 @@ class CodedWeight(Tensor):
         self.settle()
         held = vars(self)
         if "_number" not in held:
-            parts = [(type(p), p.dtype, p.shape, p.stride(), p.device) for p in self.parts]
+            parts = [
+                (type(p), p.dtype, p.shape, p.stride(), p.device, p.is_inference())
+                for p in self.parts
+            ]
             kind = type(self), self.codec, self.shape, *parts
             held["_number"] = _numbers.setdefault(kind, len(_numbers))
         return int(held["_number"])
