@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from . import compat, cuda_graphs, report
 from .errors import MemeffError
+from .kernels.coded_weight import CodedWeight
 from .logits.attach import accept, attach
 from .options import Options
 from .passes.graph.base import GraphPass
@@ -63,11 +64,23 @@ class Trip:
         with compat.unseen_by_saved_tensor_hooks():
             self.outcome = run(gm, passes, options)
         self._choose()
+        self._guard()
         report.record_graph(self.outcome.report)
         enforce_strict(options, self.outcome.report)
         if self.outcome.changed:
             self.rewritten = None if self.original is None else keep(gm, options)
             self.present = _drop_missing_outputs(gm)
+
+    def _guard(self) -> None:
+        """Guard each compressed weight by one number, where no gradient can be asked for."""
+        info = GraphInfo(self.gm, self.options, ambient_region())
+        if compat.is_exporting() or any(region.grad for region in info.regions.values()):
+            return
+        for node in info.placeholders:
+            if isinstance(compat.example_input(node), CodedWeight) and not info.may_be_written(
+                node
+            ):
+                compat.guard_by_attribute(node, "number")
 
     def _choose(self) -> None:
         """Decide whether the graph is recorded, and say so in its report."""

@@ -31,7 +31,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 OWN_ATTRIBUTES = frozenset(
-    ["codec", "room", "place", "shares_with", "unsettled", "times_anew", "_is_param"]
+    ["codec", "room", "place", "shares_with", "unsettled", "times_anew", "_number", "_is_param"]
     + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
 )
 """Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""
@@ -86,6 +86,9 @@ class Unsettled:
             self._kept = None  # only now: where encoding fails, nothing else holds the value
             if weight.unsettled is self:
                 weight.unsettled = None
+
+
+_numbers: dict[tuple[Any, ...], int] = {}
 
 
 class CodedWeight(Tensor):
@@ -155,6 +158,17 @@ class CodedWeight(Tensor):
         """The tensors that hold the weight, in the order of the codec's parts."""
         self.settle()
         return [getattr(self, name) for name in parse(self.codec).parts]
+
+    @property
+    def number(self) -> int:
+        """A number that weights have in common for which compiled code is the same."""
+        self.settle()
+        held = vars(self)
+        if "_number" not in held:
+            parts = [(type(p), p.dtype, p.shape, p.stride(), p.device) for p in self.parts]
+            kind = type(self), self.codec, self.shape, *parts
+            held["_number"] = _numbers.setdefault(kind, len(_numbers))
+        return int(held["_number"])
 
     @property
     def coded_bytes(self) -> int:
@@ -283,6 +297,7 @@ class CodedWeight(Tensor):
         """Take other memory for a part, which holds the same or belongs to a new value."""
         for owner in self._owners():
             setattr(owner, name, part)
+            vars(owner).pop("_number", None)
 
     def fsdp_pre_all_gather(
         self,
