@@ -581,9 +581,6 @@ def guard_by_attribute(node: Node, name: str) -> None:
     guards.add(guard)
 
 
-# --- CUDA graphs --------------------------------------------------------------------------------
-
-
 def mark_static_input(node: Node) -> None:
     """Tell AOTAutograd that an input stays where it is, so that CUDA graphs may write to it."""
     node.meta.setdefault("tensor_dict", {})["_dynamo_static_input_type"] = "unguarded"
@@ -812,9 +809,6 @@ def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
         _fsdp2_owners[weight] = tuple(map(weakref.ref, found))
     param, group = (reference() for reference in _fsdp2_owners[weight])
     return param, group
-
-
-# --- capturing without running ------------------------------------------------------------------
 
 
 def fake_mode() -> Any:

@@ -347,9 +347,6 @@ class _Recording:
         return self.outputs.cloned(self.found, args)
 
 
-# --- CUDA -----------------------------------------------------------------------------------------
-
-
 class CudaEngine:
     """Records on one GPU: a pool of memory and a stream to record on for each stream of work.
 

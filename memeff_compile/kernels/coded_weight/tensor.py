@@ -483,9 +483,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     return cast("Tensor", op.coded_weight_linear(x, weight, bias, trains))
 
 
-# --- what reaches memory past the dispatcher ------------------------------------------------------
-
-
 def _on_values(func: Callable[..., Any], weight: CodedWeight, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """Let a reader have the decoded values; torch refuses what it refuses of dense ones."""
     return func(weight.decode().requires_grad_(weight.requires_grad), *args, **kwargs)
@@ -609,9 +606,6 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
     compat.TAKES_ANOTHERS_INSIDES: _takes_data,
 }
 """Functions that torch calls no op for, and what serves them."""
-
-
-# --- what is served in coded form -----------------------------------------------------------------
 
 
 def _share(func: object, weight: CodedWeight, *args: object, **kwargs: object) -> CodedWeight:
