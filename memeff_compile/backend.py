@@ -22,6 +22,7 @@ from . import compat, report
 from .errors import OptionError
 from .kernels.coded_weight import CODECS
 from .kernels.device import decided_by_measurement
+from .model.cache.pool import forget_caches
 from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
 from .passes import PASSES
@@ -237,8 +238,9 @@ def _parse(
 
 
 def reset() -> None:
-    """Forget every compiled graph and every report; calls `torch._dynamo.reset()`."""
+    """Forget every compiled graph, report and kept cache; calls `torch._dynamo.reset()`."""
     compat.forget_compiled()
+    forget_caches()
     report.clear()
 
 

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import inspect
 import re
 import sys
 import threading
@@ -561,7 +562,23 @@ def storage_keys(value: torch.Tensor) -> set[int]:
     return {key for name in names for key in storage_keys(getattr(value, name))}
 
 
-# --- CUDA graphs --------------------------------------------------------------------------------
+def guard_by_attribute(node: Node, name: str) -> None:
+    """Have a number that an input has as an attribute stand for all that is guarded of the input.
+
+    Of a tensor that is made of others Dynamo guards each, and asks Python for what they are.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+    from torch._guards import TracingContext
+
+    context, graph_arg = TracingContext.try_get(), node.meta.get("grapharg")
+    source = getattr(graph_arg, "source", None)
+    if context is None or source is None:
+        return
+    guards = context.guards_context.dynamo_guards
+    guard = AttrSource(source, name).make_guard(GuardBuilder.EQUALS_MATCH)
+    guards.remove_guards_with_source(source)
+    guards.add(guard)
 
 
 def mark_static_input(node: Node) -> None:
@@ -794,9 +811,6 @@ def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
     return param, group
 
 
-# --- capturing without running ------------------------------------------------------------------
-
-
 def fake_mode() -> Any:
     """Return a mode under which tensors have sizes and no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -846,13 +860,15 @@ def room_for_graphs() -> dict[str, Any]:
     """Return arguments of torch.compile that give a model its own, larger limit of graphs.
 
     Without them all models of a process share one, since what is compiled is a decorator of
-    transformers; before torch 2.13 they are not there.
+    transformers. Before torch 2.13 there are no such arguments, and the shared limit is raised.
     """
-    import inspect
+    from torch._dynamo import config
 
-    known = inspect.signature(torch.compile).parameters
     wanted = {"recompile_limit": 64, "isolate_recompiles": True}
-    return {name: value for name, value in wanted.items() if name in known}
+    if wanted.keys() <= inspect.signature(torch.compile).parameters.keys():
+        return wanted
+    config.recompile_limit = max(config.recompile_limit, 64)
+    return {}
 
 
 def without_compile(module: torch.nn.Module) -> torch.nn.Module:

@@ -159,9 +159,6 @@ def _found(name: str, given: dict[str, Any]) -> Found:
     return Found(given["value"], given["default"], given["reason"], timings, given["refused"])
 
 
-# --- the file ---------------------------------------------------------------------------------
-
-
 def stored_at() -> Path:
     """Return the path of the user's table, which need not exist."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
@@ -219,8 +216,6 @@ def kernels_version() -> str:
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return f"{__version__}-{digest.hexdigest()[:16]}"
 
-
-# --- what kernels ask -------------------------------------------------------------------------
 
 _lock = threading.Lock()
 _entries: dict[Machine, Entry | None] = {}
@@ -301,9 +296,6 @@ def forget() -> None:
     with _lock:
         _table = None
         _entries.clear()
-
-
-# --- what is measured -------------------------------------------------------------------------
 
 
 class Workload(Protocol):

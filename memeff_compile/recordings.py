@@ -111,10 +111,10 @@ class Recorder:
         return self._step(*args)
 
     def _key(self, args: Sequence[Any]) -> Hashable:
-        roles = self._roles
+        held = [args[place] for place in self._roles.held]  # some hundred, in each call
         return (
             self._engine.stream(),
-            tuple([_address(args[place]) for place in roles.held]),  # some hundred, in each call
+            tuple([t.data_ptr() if type(t) in _PLAIN else _address(t) for t in held]),
             self._signature(args),
         )
 
@@ -237,6 +237,7 @@ class _Buffers:
         self._roles = roles
         held = {where for place in roles.held for where in _memory(args[place])}
         self.tensors: dict[int, Tensor] = {}
+        self._filled: list[tuple[int, Tensor, bool]] = []
         for place in roles.copied:
             given = args[place]
             if type(given) not in _PLAIN:
@@ -250,14 +251,16 @@ class _Buffers:
             if not _is_dense(_unexpanded(made)):
                 raise _Unfit("an input overlaps itself in memory")
             self.tensors[place] = made
+            self._filled.append((place, _unexpanded(made), _unexpanded(made) is not made))
 
     def fill(self, args: Sequence[Any]) -> list[Any]:
         """Copy what was given; return the arguments with the buffers in its place."""
         inputs = list(args)
         with torch.no_grad():
-            for place, buffer in self.tensors.items():
-                _unexpanded(buffer).copy_(_unexpanded(args[place]), non_blocking=True)
-                inputs[place] = buffer
+            for place, part, is_expanded in self._filled:
+                given = args[place]
+                part.copy_(_unexpanded(given) if is_expanded else given, non_blocking=True)
+                inputs[place] = self.tensors[place]
         return inputs
 
     def require_unchanged(self, args: Sequence[Any]) -> None:
@@ -342,9 +345,6 @@ class _Recording:
         self.use.replays += 1
         torch.autograd.graph.increment_version([args[place] for place in self.roles.written])
         return self.outputs.cloned(self.found, args)
-
-
-# --- CUDA -----------------------------------------------------------------------------------------
 
 
 class CudaEngine:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from . import compat, cuda_graphs, report
 from .errors import MemeffError
+from .kernels.coded_weight import CodedWeight
 from .logits.attach import accept, attach
 from .options import Options
 from .passes.graph.base import GraphPass
@@ -62,17 +63,18 @@ class Trip:
         # A checkpoint around the compiled function would count what our fake operations save.
         with compat.unseen_by_saved_tensor_hooks():
             self.outcome = run(gm, passes, options)
-        self._choose()
+        info = GraphInfo(gm, options, ambient_region())
+        self._choose(info)
+        self._guard(info)
         report.record_graph(self.outcome.report)
         enforce_strict(options, self.outcome.report)
         if self.outcome.changed:
             self.rewritten = None if self.original is None else keep(gm, options)
             self.present = _drop_missing_outputs(gm)
 
-    def _choose(self) -> None:
+    def _choose(self, info: GraphInfo) -> None:
         """Decide whether the graph is recorded, and say so in its report."""
         try:
-            info = GraphInfo(self.gm, self.options, ambient_region())
             choice = cuda_graphs.decide(info, self.options)
         except Exception as error:  # the graph runs all the same
             choice = cuda_graphs.undecided(error)
@@ -81,6 +83,15 @@ class Trip:
             records = (*self.outcome.report.records, choice.record)
             replays = None if choice.roles is None else report.Replays()
             self.outcome.report = replace(self.outcome.report, records=records, replays=replays)
+
+    def _guard(self, info: GraphInfo) -> None:
+        """Guard each compressed weight by one number, where no gradient can be asked for."""
+        if compat.is_exporting() or any(region.grad for region in info.regions.values()):
+            return
+        for node in info.placeholders:
+            is_coded = isinstance(compat.example_input(node), CodedWeight)
+            if is_coded and not info.may_be_written(node):
+                compat.guard_by_attribute(node, "number")
 
     @property
     def inductor_patches(self) -> dict[str, Any]:

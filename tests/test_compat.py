@@ -1129,10 +1129,43 @@ def test_ops_that_ask_the_host_are_known() -> None:
     assert compat.is_unsafe_to_record(graph.call_module("inner", (x,)))
 
 
+@probes("guard_by_attribute")
+def test_one_number_stands_for_what_is_guarded_of_an_input() -> None:
+    seen = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        seen.append(inputs[0].shape)
+        (node,) = (n for n in gm.graph.nodes if n.op == "placeholder")
+        compat.guard_by_attribute(node, "number")
+        return gm.forward
+
+    torch._dynamo.reset()
+    step = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
+    given: Any = torch.ones(2)
+    for number in (1, 1, 2):
+        given.number = number
+        assert step(given).tolist() == [2, 2]
+    assert len(seen) == 2  # another number, and nothing else, is other code
+    other: Any = torch.ones(2, dtype=torch.float64)
+    other.number = 2
+    step(other)
+    assert len(seen) == 2
+    other.number = 3
+    step(other)
+    assert len(seen) == 3
+
+
 @probes("room_for_graphs")
 def test_a_model_may_have_a_limit_of_graphs_of_its_own() -> None:
+    from torch._dynamo import config
+
+    before = config.recompile_limit
     given = compat.room_for_graphs()
-    assert set(given) in ({"recompile_limit", "isolate_recompiles"}, set())
+    if given:
+        assert set(given) == {"recompile_limit", "isolate_recompiles"}
+        assert config.recompile_limit == before
+    else:
+        assert config.recompile_limit >= 64
     assert torch.compile(lambda x: x + 1, backend="eager", **given)(torch.ones(1)) == 2
 
 

@@ -151,9 +151,6 @@ def _quantile(times: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-# --- as text ----------------------------------------------------------------------------------
-
-
 def table_text(table: Table) -> str:
     """Return a table for a reader."""
     lines: list[str] = []
@@ -183,9 +180,6 @@ def _decision_lines(name: str, found: Found) -> list[str]:
         for timing in sorted(found.timings, key=lambda timing: timing.workload)
     ]
     return lines + [f"    left out: {value}: {why}" for value, why in found.refused.items()]
-
-
-# --- the GPU of this machine -----------------------------------------------------------------
 
 
 class GpuClock:

@@ -147,9 +147,6 @@ class EncodeWeights(GraphPass):
         return Done(news[0], sentence, sites=len(match.sites))
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
 def _coded(node: Node) -> op_folder.CodedWeight | None:
     value = compat.example_value(node)
     return value if isinstance(value, op_folder.CodedWeight) else None
@@ -163,9 +160,6 @@ def _read(node: Node) -> Coded | None:
     if _coded(weight) is None or any(_coded(n) is not None for n in (x, bias) if n is not None):
         return None
     return Coded(node, weight, x, bias)
-
-
-# --- conditions -----------------------------------------------------------------------------------
 
 
 def _other_reader(match: Coded) -> Decline | None:
@@ -196,9 +190,6 @@ def _cast(info: GraphInfo, match: Coded) -> Decline | None:
         "autocast runs this linear in another dtype than the weight was compressed from",
         "use autocast with torch.bfloat16",
     )
-
-
-# --- saying it ------------------------------------------------------------------------------------
 
 
 def _sentence(info: GraphInfo, match: Several) -> str:

@@ -124,9 +124,6 @@ class ExpandMultihead(GraphPass):
         return [match.node, *match.node.users, *masks, *turned]
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
 def _read(info: GraphInfo, node: Node) -> Multihead | None:
     if node.op != "call_function" or node.target is not F.multi_head_attention_forward:
         return None
@@ -233,9 +230,6 @@ def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
     return form is None or not form.is_plain or form.window is not None
 
 
-# --- conditions -----------------------------------------------------------------------------------
-
-
 def _subclass(match: Multihead) -> Decline | None:
     kind = kind_among(match.node.all_input_nodes)
     return subclass(kind) if kind else None
@@ -309,9 +303,6 @@ def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
     size = match.given["embed_dim_to_check"] // match.given["num_heads"]
     reason = why_no_kernel(info.value(match.output), size, size)
     return Decline("no_fused_kernel", reason) if reason and match.builds_weights else None
-
-
-# --- the parts ------------------------------------------------------------------------------------
 
 
 class _Expansion:

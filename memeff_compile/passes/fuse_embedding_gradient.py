@@ -164,8 +164,6 @@ class FuseEmbeddingGradient(GraphPass):
         return match.lookups
 
 
-# --- lookups --------------------------------------------------------------------------------------
-
 _LOOKUPS: dict[Any, str] = {
     F.embedding: "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse",
     torch.embedding: "weight indices padding_idx scale_grad_by_freq sparse",
@@ -210,9 +208,6 @@ def _unread(node: Node) -> Decline:
         hint = "give padding_idx as a number from 0 on"
     said = f"the embedding is used with {setting}, {why}"
     return Decline(f"embedding_setting({setting})", said, hint, node)
-
-
-# --- heads ----------------------------------------------------------------------------------------
 
 
 def _heads(info: GraphInfo, weight: Node, last: Node) -> list[Node]:

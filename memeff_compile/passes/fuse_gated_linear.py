@@ -86,9 +86,6 @@ class FuseGatedLinear(GraphPass):
         return Done(new, _sentence(info, match), sites=1)
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
 def _read(node: Node) -> Gated | None:
     """Read ``node`` as the linear of a gated product, or return None."""
     call = read_one(node)
@@ -115,9 +112,6 @@ def _activation(call: Call) -> str:
     if call.op is aten.gelu.default:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(call.args["approximate"], "")
     return {aten.silu.default: "silu", aten.relu.default: "relu"}.get(call.op, "")
-
-
-# --- conditions -----------------------------------------------------------------------------------
 
 
 def _gains(info: GraphInfo, match: Gated) -> bool:

@@ -172,9 +172,6 @@ class QuantizeAttention(GraphPass):
         return [node for site in match.sites for node in dict.fromkeys((site.node, site.call))]
 
 
-# --- where attention is ---------------------------------------------------------------------------
-
-
 def _places(info: GraphInfo) -> list[Place]:
     """Return all attention of a graph, named as calibration names it."""
     found: list[Place] = []
@@ -191,9 +188,6 @@ def _places(info: GraphInfo) -> list[Place]:
         found.append(Place(node, asked, name, calls[name], f"{key.partition('@')[0]} {name}"))
         calls[name] += 1
     return found
-
-
-# --- what is asked --------------------------------------------------------------------------------
 
 
 def _asked(info: GraphInfo, node: Node) -> Asked | Decline | None:
@@ -242,9 +236,6 @@ def _asked_of_op(call: Node) -> Asked | Decline:
     q, k, v, *tables = (*call.args, None, None, None)[:6]
     told = {name: settings.get(name) for name in ("ahead", "behind", "scale")}
     return Asked((q, k, v), tuple(tables), **told, kind="told")  # type: ignore[arg-type]
-
-
-# --- whether and how ------------------------------------------------------------------------------
 
 
 def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
@@ -372,9 +363,6 @@ def _too_few(node: Node, length: int, least: int, source: str) -> Decline:
 def _not_faster(node: Node, why: str) -> Decline:
     hint = "set memeff.attention.length to have it all the same"
     return Decline("not_faster", f"{why}: kept exact", hint, node)
-
-
-# --- the call -------------------------------------------------------------------------------------
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site) -> Node:

@@ -131,9 +131,6 @@ class RecoverAttention(GraphPass):
         return list(found)
 
 
-# --- what to do -----------------------------------------------------------------------------------
-
-
 def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
     """Return what to do with a site, why not, or None where there is nothing to gain."""
     kind = kind_among(site.inputs)
@@ -276,9 +273,6 @@ def _kept(site: Site, form: Form, reason: str) -> Decline:
     return Decline(code, f"{'; '.join(heads)}: kept, {reason}", hint, site.node)
 
 
-# --- repeated keys and values ---------------------------------------------------------------------
-
-
 def _bases(info: GraphInfo, site: Site) -> tuple[tuple[Node, Node] | None, Decline | None]:
     """Return keys and values before their heads were repeated, or why they stay repeated."""
     if site.grouped:
@@ -317,16 +311,10 @@ def _unrepeated(info: GraphInfo, node: Node) -> tuple[Node, Node] | None:
     return None if repeated is None else (repeated[1], repeated[0][-1])
 
 
-# --- devices --------------------------------------------------------------------------------------
-
-
 def _speed(info: GraphInfo, site: Site, op: str) -> list[str]:
     """Say so where nobody has measured the new call against the original."""
     query = info.value(site.query)
     return [] if was_measured(query.device, op) else ["speed not measured on this GPU"]
-
-
-# --- the new call ---------------------------------------------------------------------------------
 
 
 def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:

@@ -182,8 +182,6 @@ class RewriteKVUpdate(CachedPass):
         return Done(match.node, sentence, inductor=_advice(info, match))
 
 
-# --- caches ---------------------------------------------------------------------------------------
-
 _WRITING_METHODS = ("index_copy_", "index_put_", "copy_", "__setitem__")
 
 
@@ -247,9 +245,6 @@ def _copies(info: GraphInfo, match: Site) -> bool:
         if compat.storage_key(taken) == compat.storage_key(held):
             return False
     return True
-
-
-# --- masks ----------------------------------------------------------------------------------------
 
 
 def _visible(info: GraphInfo, match: Site) -> Visible | None:
@@ -359,9 +354,6 @@ def _last(info: GraphInfo, editor: Editor, match: Site) -> Node:
     return editor.call(op_folder.kv_cache_last, mask)
 
 
-# --- conditions -----------------------------------------------------------------------------------
-
-
 def _unserved_cache(info: GraphInfo, match: Site) -> Decline | None:
     key, value = match.key, match.value
     if key is None or value is None:
@@ -449,9 +441,6 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
         "on this device the op gains where keys and values are copied for the query heads that "
         f"share them, {MIN_COPIED_BYTES >> 20} MiB or more",
     )
-
-
-# --- writes ---------------------------------------------------------------------------------------
 
 
 def _pair(info: GraphInfo, match: Site) -> Pair | None:
@@ -543,9 +532,6 @@ def _nothing_between(
             if value is not None and compat.is_fake(value) and compat.storage_key(value) in held:
                 return False
     return True
-
-
-# --- small things ---------------------------------------------------------------------------------
 
 
 def _is_laid_out_by_head(info: GraphInfo, node: Node) -> bool:

@@ -224,9 +224,6 @@ class TernarizeLinear(GraphPass):
         return [*match.owned, *(user for user in items if user.op == "call_function")]
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
 def _site(node: Node) -> Site | None:
     """Read a linear of which an operand is quantised, or return None."""
     call = read_one(node)
@@ -275,8 +272,6 @@ def _sizes(info: GraphInfo, site: Site) -> tuple[int, int, int]:
     rows, columns = map(compat.size_hint, info.value(weight.source).shape)
     return tokens, rows, columns
 
-
-# --- conditions -----------------------------------------------------------------------------------
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -377,9 +372,6 @@ def _without_gain(info: GraphInfo, site: Site) -> Decline | None:
         "nothing is kept for a backward, and this device has no kernel for packed weights",
         "memeff_compile.pack_ternary_(model) holds them in an eighth of the memory of bf16",
     )
-
-
-# --- emitting -------------------------------------------------------------------------------------
 
 
 def _emit(info: GraphInfo, match: Group, editor: Editor, *, is_trained: bool) -> None:
@@ -535,9 +527,6 @@ def _packed(info: GraphInfo, editor: Editor, weight: Quantized) -> tuple[Node, N
     scale = bounded if how.is_step else editor.call(aten.reciprocal.default, bounded)
     packed = editor.call(op_folder.ternary_linear_pack, detached, scale, how.is_step, how.is_native)
     return packed, scale
-
-
-# --- report ---------------------------------------------------------------------------------------
 
 
 def _sentence(info: GraphInfo, match: Group, *, is_trained: bool) -> str:

@@ -176,9 +176,6 @@ def _why_it_failed(model: object, error: Exception) -> str:
     )
 
 
-# --- copies without memory ------------------------------------------------------------------------
-
-
 def _fake_copy(model: Any, mode: Any) -> Any:  # noqa: ANN401 - a module or any callable
     """Return the model with fake parameters and buffers; the original is not touched."""
     if not isinstance(model, nn.Module):
@@ -234,9 +231,6 @@ def _role(tensor: torch.Tensor, dim: int, sizes: Sizes) -> str:
     if dim == 0:
         return "batch" if tensor.shape[0] == sizes.batch else ""
     return "length" if tensor.shape[dim] == sizes.length and sizes.length > 1 else ""
-
-
-# --- what Dynamo says of a graph ------------------------------------------------------------------
 
 
 def _placeholders(gm: GraphModule) -> list[Node]:

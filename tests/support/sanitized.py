@@ -35,6 +35,7 @@ LEFT_OUT = {
         "keeps_no_dense_weight",
         "take_what_they_hold",
         "never_takes_more",
+        "a_checkpointed_step_writes",
     ),
     "tensors of many GiB, an hour under a tool; what it shows is shown without one": (
         "32_bits",

@@ -52,9 +52,6 @@ _LIBRARY.define(
 )
 
 
-# --- validation -----------------------------------------------------------------------------------
-
-
 def supports(
     q: Tensor,
     k: Tensor,
@@ -154,9 +151,6 @@ def _require_support(
         raise UnsupportedInputError(f"{name}: {sentence}")
 
 
-# --- engines --------------------------------------------------------------------------------------
-
-
 def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
     """Say in a sentence why the engine `tiles` does not serve this, or return "" if it does.
 
@@ -189,9 +183,6 @@ def _engine(q: Tensor, k: Tensor) -> Any:  # noqa: ANN401 - a module
 
         return tiles
     return reference
-
-
-# --- forward and backward -------------------------------------------------------------------------
 
 
 def _forward(
@@ -305,9 +296,6 @@ def _heads_inside(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-# --- autograd -------------------------------------------------------------------------------------
 
 
 def _setup_context(

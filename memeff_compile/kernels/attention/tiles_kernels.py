@@ -35,9 +35,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-# --- scores ---------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _raw(product, inner, C: tl.constexpr):
     """Return what softmax scales: the product, or tanh of it; within 2e-7 of tanh."""
@@ -53,9 +50,6 @@ def _weights(raw, sums, scale):
     """Return the weights of raw scores in the backward, which are 1 at most."""
     exponent = raw * scale - sums
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
-
-
-# --- a tile of keys -------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -81,9 +75,6 @@ def _load_keys(tile, wide_zero, k, v, mask_ptr, keys, C: tl.constexpr, MASKED: t
     k = load_rows(k_base + start * k_row + k_offs, is_read, depth, C, MASKED)
     v = load_rows(v_base + start * v_row + v_offs, is_read, depth, C, MASKED)
     return key, is_inside, is_key, k, v
-
-
-# --- forward --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -204,9 +195,6 @@ def _attention_kernel(
     out_ptrs = out_ptr + (batch * queries * heads + head) * C.DEPTH
     out_ptrs = out_ptrs + (wide_zero + query)[:, None] * (heads * C.DEPTH) + depth[None, :]
     store_rows(out_ptrs, acc / divisor[:, None], is_row, depth, C)
-
-
-# --- backward: the gradient of the queries --------------------------------------------------------
 
 
 @triton.jit
@@ -330,9 +318,6 @@ def _attention_query_gradient_kernel(
     grad_q_ptrs = grad_q_ptr + (batch * queries * heads + head) * C.DEPTH
     grad_q_ptrs = grad_q_ptrs + place * (heads * C.DEPTH) + depth[None, :]
     store_rows(grad_q_ptrs, acc * factor, is_row, depth, C)
-
-
-# --- backward: the gradients of keys and values ---------------------------------------------------
 
 
 @triton.jit

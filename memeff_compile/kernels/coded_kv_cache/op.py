@@ -68,9 +68,6 @@ _LIBRARY.define(
 )
 
 
-# --- what is served -------------------------------------------------------------------------------
-
-
 def supports(
     q: Tensor, pool: Sequence[Tensor], bits: int, mask: Tensor | None = None
 ) -> str | None:
@@ -254,9 +251,6 @@ def _require(op: str, sentence: str | None) -> None:
         raise UnsupportedInputError(f"coded_kv_cache_{op}: {sentence}")
 
 
-# --- append ---------------------------------------------------------------------------------------
-
-
 def _append(*args: Any) -> None:
     pool, (k, v, bits, recent, limit) = args[:_COUNT], args[_COUNT:]
     _require("append", supports_append(pool, k, v, bits))
@@ -275,9 +269,6 @@ def _fake_append(*args: Any) -> None:
     _require("append", supports_append(pool, k, v, bits))
 
 
-# --- view -----------------------------------------------------------------------------------------
-
-
 def _view(*args: Any) -> tuple[Tensor, Tensor]:
     pool, (k_norms, v_norms, bits, tokens) = args[:_COUNT], args[_COUNT:]
     _require("view", supports_pool(pool, bits))
@@ -290,9 +281,6 @@ def _fake_view(*args: Any) -> tuple[Tensor, Tensor]:
     batch, heads, _, depth = pool[4].shape
     keys, values = (pool[4].new_empty((batch, heads, tokens, depth)) for _ in range(2))
     return keys, values
-
-
-# --- attention ------------------------------------------------------------------------------------
 
 
 def _attention(q: Tensor, *args: Any) -> Tensor:

@@ -23,9 +23,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# --- codes ----------------------------------------------------------------------------------------
-
-
 def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
     """Return (2, ...) step and zero that put the extremes of x along `dim` at the end codes."""
     low = high = x
@@ -143,9 +140,6 @@ def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bo
 def is_per_head(k_or_v_scales: Tensor) -> bool:
     """Return whether scales are one per token and head."""
     return k_or_v_scales.shape[-1] == 1
-
-
-# --- the cache ------------------------------------------------------------------------------------
 
 
 def append(

@@ -158,9 +158,6 @@ def histogram(patterns: Tensor, every: int = 1) -> Tensor:
     return counts
 
 
-# --- encoding -------------------------------------------------------------------------------------
-
-
 def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]:
     """Return the parts of a bf16 weight in a lossless format, in the order of `form.parts`.
 
@@ -417,9 +414,6 @@ def _move_rans(parts: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
     return True
 
 
-# --- decoding -------------------------------------------------------------------------------------
-
-
 def decode(parts: Sequence[Tensor], form: Format, shape: Sequence[int]) -> Tensor:
     """Return the bf16 weight of this shape; it may lie in a slightly larger buffer."""
     count = math.prod(shape)
@@ -522,9 +516,6 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
                 WARPS=warps,
                 num_warps=warps,
             )
-
-
-# --- products -------------------------------------------------------------------------------------
 
 
 def fuses(

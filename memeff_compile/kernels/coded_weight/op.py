@@ -179,9 +179,6 @@ def make_refuge(count: int, device: torch.device) -> Tensor | None:
     return codecs.make_refuge(count, device)
 
 
-# --- decode ---------------------------------------------------------------------------------------
-
-
 def _sizes(codec: str, parts: Sequence[Tensor], size: Sequence[int]) -> Format:
     form = parse(codec)
     if len(parts) != len(form.parts):
@@ -202,9 +199,6 @@ def _decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Tensor:
 def _fake_decode(parts: Sequence[Tensor], codec: str, size: Sequence[int]) -> Tensor:
     _sizes(codec, parts, size)
     return parts[0].new_empty(tuple(size), dtype=torch.bfloat16)
-
-
-# --- products -------------------------------------------------------------------------------------
 
 
 def _require_fit(
@@ -324,9 +318,6 @@ def _fake_product_backward(
 ) -> Tensor:
     del parts, codec
     return grad.new_empty((*grad.shape[:-1], size[1]))
-
-
-# --- what autograd sees ---------------------------------------------------------------------------
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, trains: bool = False) -> Tensor:

@@ -86,9 +86,6 @@ def _pieces(count: int) -> Iterator[slice]:
         yield slice(start, min(start + PIECE, count))
 
 
-# --- signs and mantissas --------------------------------------------------------------------------
-
-
 def pack_signs(values: Tensor, bits: int) -> Tensor:
     """Pack sign-and-mantissa fields of `bits` bits, given flat, as the kernels read them.
 
@@ -111,9 +108,6 @@ def unpack_signs(signs: Tensor, bits: int) -> Tensor:
         return split.reshape(-1).to(torch.int16)
     fields = _fields(signs.view(-1, LANES), [bits * place for place in range(8)], (1 << bits) - 1)
     return fields.view(-1, LANES, 2, 4).permute(0, 3, 1, 2).reshape(-1).to(torch.int16)
-
-
-# --- patches --------------------------------------------------------------------------------------
 
 
 def find_patches(patterns: Tensor, is_patch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,8 +135,6 @@ def _apply_patches(out: Tensor, starts: Tensor, places: Tensor, values: Tensor) 
     where = _patched(starts, places)
     out[where] = values[: where.numel()]
 
-
-# --- win4 -----------------------------------------------------------------------------------------
 
 _WIN4_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]  # of the fields (pair, half)
 
@@ -180,8 +172,6 @@ def decode_win4(parts: Sequence[Tensor], size: int) -> Tensor:
         out[piece] = torch.where(code > 0, code + header[0], 0).to(torch.int16)
     return out
 
-
-# --- tier -----------------------------------------------------------------------------------------
 
 _TIER_WORDS = CHUNK // 16
 _TIER_SHIFTS = [2 * place for place in range(16)]
@@ -290,9 +280,6 @@ def decode_tier(parts: Sequence[Tensor], size: int) -> Tensor:
     return out
 
 
-# --- rans -----------------------------------------------------------------------------------------
-
-
 def rans_table(counts: Sequence[int]) -> list[int]:
     """Return the 1024 slots: exponent, frequency less one, place within it: 8 + 12 + 12 bits."""
     table = []
@@ -367,9 +354,6 @@ def decode_rans(parts: Sequence[Tensor], size: int) -> Tensor:
     return out
 
 
-# --- the lossy modes ------------------------------------------------------------------------------
-
-
 def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """Divide each block by the fraction of its largest weight and keep the top mantissa bits.
 
@@ -408,8 +392,6 @@ def widen(patterns: Tensor, norms: Tensor, form: Format) -> Tensor:
         out[piece] = values.to(torch.bfloat16).view(torch.int16).view(-1)
     return out
 
-
-# --- whole weights --------------------------------------------------------------------------------
 
 _ENCODERS = {"win4": encode_win4, "tier": encode_tier, "rans": encode_rans}
 _DECODERS = {"win4": decode_win4, "tier": decode_tier, "rans": decode_rans}

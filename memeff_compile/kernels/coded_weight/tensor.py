@@ -31,7 +31,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 OWN_ATTRIBUTES = frozenset(
-    ["codec", "room", "place", "shares_with", "unsettled", "times_anew", "_is_param"]
+    ["codec", "room", "place", "shares_with", "unsettled", "times_anew", "_number", "_is_param"]
     + [name for codec in CODECS for name in (*parse(codec).parts, "norms")]
 )
 """Attributes of a `CodedWeight`, the last one PyTorch's; any others were set by someone else."""
@@ -86,6 +86,9 @@ class Unsettled:
             self._kept = None  # only now: where encoding fails, nothing else holds the value
             if weight.unsettled is self:
                 weight.unsettled = None
+
+
+_numbers: dict[tuple[Any, ...], int] = {}
 
 
 class CodedWeight(Tensor):
@@ -155,6 +158,20 @@ class CodedWeight(Tensor):
         """The tensors that hold the weight, in the order of the codec's parts."""
         self.settle()
         return [getattr(self, name) for name in parse(self.codec).parts]
+
+    @property
+    def number(self) -> int:
+        """A number that weights have in common for which compiled code is the same."""
+        self.settle()
+        held = vars(self)
+        if "_number" not in held:
+            parts = [
+                (type(p), p.dtype, p.shape, p.stride(), p.device, p.is_inference())
+                for p in self.parts
+            ]
+            kind = type(self), self.codec, self.shape, *parts
+            held["_number"] = _numbers.setdefault(kind, len(_numbers))
+        return int(held["_number"])
 
     @property
     def coded_bytes(self) -> int:
@@ -283,6 +300,7 @@ class CodedWeight(Tensor):
         """Take other memory for a part, which holds the same or belongs to a new value."""
         for owner in self._owners():
             setattr(owner, name, part)
+            vars(owner).pop("_number", None)
 
     def fsdp_pre_all_gather(
         self,
@@ -465,9 +483,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     return cast("Tensor", op.coded_weight_linear(x, weight, bias, trains))
 
 
-# --- what reaches memory past the dispatcher ------------------------------------------------------
-
-
 def _on_values(func: Callable[..., Any], weight: CodedWeight, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """Let a reader have the decoded values; torch refuses what it refuses of dense ones."""
     return func(weight.decode().requires_grad_(weight.requires_grad), *args, **kwargs)
@@ -591,9 +606,6 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
     compat.TAKES_ANOTHERS_INSIDES: _takes_data,
 }
 """Functions that torch calls no op for, and what serves them."""
-
-
-# --- what is served in coded form -----------------------------------------------------------------
 
 
 def _share(func: object, weight: CodedWeight, *args: object, **kwargs: object) -> CodedWeight:

@@ -113,9 +113,6 @@ def _engine(tensor: Tensor) -> Any:  # noqa: ANN401 - a module
     return reference
 
 
-# --- forward --------------------------------------------------------------------------------------
-
-
 def _forward(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> Tensor:
@@ -138,9 +135,6 @@ def _fake_forward(
 ) -> Tensor:
     _require_support(gate, up, weight, bias, activation)
     return gate.new_empty((*gate.shape[:-1], weight.shape[0]))
-
-
-# --- backward -------------------------------------------------------------------------------------
 
 
 def _backward(
@@ -187,9 +181,6 @@ def _fake_backward(
     del grad_out, needs_inputs
     _require_support(gate, up, weight, None, activation)
     return weight.new_empty(weight.shape if needs_weight else 0)
-
-
-# --- autograd -------------------------------------------------------------------------------------
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401

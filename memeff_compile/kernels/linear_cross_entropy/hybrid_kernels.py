@@ -49,14 +49,10 @@ def _linear_cross_entropy_statistics_kernel(
     logit_sum_ptr,  # (N,) fp32 or None, written with the last piece
     entropy_ptr,  # (N,) fp32 or None, written with the last piece
     top_ptr,  # (N,) int64 or None, carried from piece to piece
-    first_column,
-    width,
-    vocab,
-    ignore_index,
-    scale,
-    softcap,
+    numbers,
     C: tl.constexpr,
 ):
+    first_column, width, vocab, ignore_index, scale, softcap = numbers
     row = tl.program_id(0).to(tl.int64)
     s_row_ptr = s_ptr + row * stride_s_row
     state_row_ptr = state_ptr + row * 5
@@ -169,13 +165,10 @@ def _linear_cross_entropy_gradient_kernel(
     grad_lse_ptr,  # (N,) fp32
     grad_logit_sum_ptr,  # (N,) fp32 or None
     grad_entropy_ptr,  # (N,) fp32 or None
-    first_column,
-    width,
-    ignore_index,
-    scale,
-    softcap,
+    numbers,
     C: tl.constexpr,
 ):
+    first_column, width, ignore_index, scale, softcap = numbers
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * C.BLOCK + tl.arange(0, C.BLOCK)
     in_piece = offs < width

@@ -44,8 +44,6 @@ _LIBRARY.define(
 )
 
 
-# --- counters -------------------------------------------------------------------------------------
-
 _one_at_a_time = threading.Lock()
 _counters: WeakValueDictionary[tuple[str, tuple[str, ...], int], Tensor] = WeakValueDictionary()
 
@@ -81,9 +79,6 @@ def _next(levels: Sequence[str], counter: Tensor, device: torch.device) -> str:
         count = int(counter)
         counter.fill_((count + 1) % len(levels))
     return levels[count % len(levels)]
-
-
-# --- the op ---------------------------------------------------------------------------------------
 
 
 def _attend(

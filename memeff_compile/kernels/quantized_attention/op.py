@@ -44,9 +44,6 @@ _LIBRARY.define(
 )
 
 
-# --- validation -----------------------------------------------------------------------------------
-
-
 def supports(
     q: Tensor,
     k: Tensor,
@@ -87,9 +84,6 @@ def _unlike_settings(level: str, granularity: str, smooth: str | None) -> str | 
     if smooth is not None and set(smooth) - set(SMOOTHABLE):
         return f"smooth is {smooth!r}; some of the letters q, k and v are needed, or None."
     return None
-
-
-# --- engines --------------------------------------------------------------------------------------
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:

@@ -54,9 +54,6 @@ def _is_counted(place, keys, mask_ptr, HAS_KEY_MASK: tl.constexpr):
     return found
 
 
-# --- look -----------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _look(k, v, mask_ptr, sums_ptr, start, stop, keys, C: tl.constexpr):
     """Look at keys from `start` to `stop`; k and v are pointers and strides of keys."""
@@ -186,9 +183,6 @@ def _look_kernel(
             )
 
 
-# --- settle ---------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _chunk_values(sums_ptr, chunks, fill, WHICH: tl.constexpr, C: tl.constexpr):
     depth = tl.arange(0, C.DEPTH_BLOCK)
@@ -304,9 +298,6 @@ def _settle_kernel(
             sampled_queries,
             C.DEPTH_BLOCK,
         )
-
-
-# --- write ----------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -509,9 +500,6 @@ def _write_kernel(
             queries,
             C,
         )
-
-
-# --- total ----------------------------------------------------------------------------------------
 
 
 @triton.jit

@@ -80,9 +80,6 @@ class Codes:
     counts: Tensor
 
 
-# --- codes ----------------------------------------------------------------------------------------
-
-
 def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Codes:
     """Turn q, k and v into codes.
 
@@ -253,9 +250,6 @@ def _largest(x: Tensor, groups: Tensor) -> Tensor:
 def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
     """Return sizes to divide by: not 0, and nan where `total` is not finite."""
     return size.clamp_min(least) + total * 0.0
-
-
-# --- attention ------------------------------------------------------------------------------------
 
 
 def attend(

@@ -114,9 +114,6 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
-# --- codes ----------------------------------------------------------------------------------------
-
-
 def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Packed:
     """Turn q, k and v into codes: in four launches, or in plain PyTorch for the paper's groups.
 
@@ -340,9 +337,6 @@ def packed(made: reference.Codes, settings: Settings) -> Packed:
         None,
         True,
     )
-
-
-# --- attention ------------------------------------------------------------------------------------
 
 
 def attend(

@@ -74,9 +74,6 @@ _LIBRARY.define(
 )
 
 
-# --- validation -----------------------------------------------------------------------------------
-
-
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
     """Say in a sentence why a linear cannot be served with these inputs, or return None.
 
@@ -177,9 +174,6 @@ def _engine(tensor: Tensor) -> ModuleType:
     return reference
 
 
-# --- pack -----------------------------------------------------------------------------------------
-
-
 def _check_pack(weight: Tensor, scale: Tensor) -> None:
     op = "ternary_linear_pack"
     _require(
@@ -238,9 +232,6 @@ def _check_repack(packed: Tensor) -> None:
     )
 
 
-# --- quantize -------------------------------------------------------------------------------------
-
-
 _quantizer = lru_cache(maxsize=64)(Quantizer)
 
 
@@ -280,9 +271,6 @@ def _fake_quantize(
         x.new_empty((tokens,), dtype=torch.float32),
         x.new_empty((tokens,), dtype=torch.int32),
     )
-
-
-# --- ternary_linear -------------------------------------------------------------------------------
 
 
 def _check_linear(
@@ -468,9 +456,6 @@ def _no_backward(ctx: object, *grads: object) -> None:
         "trained. Call it under torch.no_grad(); to train, keep the full-precision weights "
         "(memeff_compile.ternarize_)."
     )
-
-
-# --- ternary_linear_product -----------------------------------------------------------------------
 
 
 def _check_product(

@@ -29,8 +29,6 @@ PIECE_ELEMENTS = 1 << 20
 EXACT_IN_FLOAT = 1 << 24
 """Integers up to here are exact in float32, and so are sums of products that stay below."""
 
-# --- layouts --------------------------------------------------------------------------------------
-
 
 def pack_codes(codes: Tensor) -> Tensor:
     """Pack (N, K) codes of -1, 0, 1 into (N, ceil(K / 16)) int32.
@@ -74,9 +72,6 @@ def from_planes(planes: Tensor, columns: int) -> Tensor:
     rows, _, width = planes.shape
     codes = planes.view(rows, 4, width // 4, 4).transpose(1, 2).reshape(rows, 4 * width)
     return codes[:, :columns]
-
-
-# --- quantisers -----------------------------------------------------------------------------------
 
 
 def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Tensor:
@@ -152,9 +147,6 @@ def _nearest_fp4(scaled: Tensor) -> Tensor:
     return torch.where(scaled < 0, -code, code)
 
 
-# --- products -------------------------------------------------------------------------------------
-
-
 def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
     """Return the exact products of (M, K) codes and packed weights, (M, N), as float32 or float64.
 
@@ -213,9 +205,6 @@ def dequantized_weights(
     codes = unpack_codes(packed, columns).float()
     scale = scale.reshape(()).float()
     return (codes * scale if is_step else codes / scale).to(dtype)
-
-
-# --- the engine: codes in the order of packed weights ---------------------------------------------
 
 
 def serves_vectors(tokens: int) -> bool:

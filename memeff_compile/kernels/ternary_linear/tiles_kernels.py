@@ -24,9 +24,6 @@ import triton.language as tl
 _ROUNDING: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: ulp 1, ties to even
 
 
-# --- quantisers -----------------------------------------------------------------------------------
-
-
 @triton.jit
 def _rounded(value, DTYPE: tl.constexpr):
     """Round to the dtype in which the model computes."""
@@ -234,9 +231,6 @@ def _ternary_pack_kernel(
     tl.store(packed_ptr + row * words + place, word, mask=place < words)
 
 
-# --- dequantisers ---------------------------------------------------------------------------------
-
-
 @triton.jit
 def _ternary_weights_kernel(
     packed_ptr,  # (N, words) int32
@@ -290,9 +284,6 @@ def _ternary_tokens_kernel(
     offs = tl.program_id(1) * (WORDS * 16) + tl.arange(0, WORDS * 16)
     out_ptrs = out_ptr + token * columns + offs
     tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=offs < columns)
-
-
-# --- few tokens -----------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -448,9 +439,6 @@ def _ternary_vectors_kernel(
             )
             if C.TILES > 1:
                 weight = following
-
-
-# --- many tokens ----------------------------------------------------------------------------------
 
 
 def _keep_field(shift: int) -> tl.constexpr:

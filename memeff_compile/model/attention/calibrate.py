@@ -91,9 +91,6 @@ def _chosen(levels: str | Sequence[str]) -> str:
     return ", ".join(f"{level} x {levels.count(level)}" for level in dict.fromkeys(levels))
 
 
-# --- calibration ----------------------------------------------------------------------------------
-
-
 def calibrate_attention(
     model: nn.Module,
     inputs: Iterable[Any],
@@ -211,9 +208,6 @@ def _summary(scores: Sequence[float]) -> dict[str, float]:
     mean = sum(scores) / len(scores)
     spread = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
     return {"mean": mean, "std": spread, "worst": min(scores)}
-
-
-# --- watching attention ---------------------------------------------------------------------------
 
 
 @dataclass

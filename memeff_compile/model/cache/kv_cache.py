@@ -295,8 +295,6 @@ def _check(
             refuse(f"{name} is {count!r}; a number of tokens is needed, {least} at least.")
 
 
-# --- every later generate() -----------------------------------------------------------------------
-
 _HOOK = "_prepare_cache_for_generation"
 
 

@@ -53,6 +53,12 @@ class Pool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[_Kept] = []
+        _pools.add(self)
+
+    def clear(self) -> None:
+        """Let go of all caches; those in use live on with who uses them."""
+        with self._lock:
+            self._kept.clear()
 
     def take(
         self,
@@ -95,6 +101,15 @@ class Pool:
     def __reduce__(self) -> Any:  # noqa: ANN401
         """Pickle nothing of it."""
         return Pool, ()
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def forget_caches() -> None:
+    """Free the caches that are kept for all models."""
+    for pool in list(_pools):
+        pool.clear()
 
 
 def head_shapes(model: Any) -> tuple[Any, Any] | None:  # noqa: ANN401

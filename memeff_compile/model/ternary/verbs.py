@@ -216,9 +216,6 @@ def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
                 setattr(parent, name, made[child])
 
 
-# --- stages ---------------------------------------------------------------------------------------
-
-
 class TernaryStages:
     """The two stages of BitNet a4.8: INT8 tokens for most of training, then the hybrid scheme.
 
@@ -288,9 +285,6 @@ class TernaryStages:
         if self.done == self.switch_after:
             self._set_stage()
             log.info("second stage of ternary training after %d steps", self.done)
-
-
-# --- packing --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -261,9 +261,6 @@ def _with_progress(places: list[_Place], progress: bool | None) -> Iterable[_Pla
     return cast("Iterable[_Place]", tqdm(places, desc="compressing", disable=hidden))
 
 
-# --- which weights --------------------------------------------------------------------------------
-
-
 def _places(model: nn.Module) -> Iterator[_Place]:
     """Yield each parameter of more than one dimension once, with all its owners."""
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
@@ -358,9 +355,6 @@ def _unmovable(weight: Tensor) -> str:
     return ""
 
 
-# --- one weight -----------------------------------------------------------------------------------
-
-
 def _dense(place: _Place, reason: str) -> CompressedWeight:
     nbytes = place.parameter.nbytes if not isinstance(place.parameter, CodedWeight) else 0
     return CompressedWeight(place.name, tuple(place.parameter.shape), "", nbytes, nbytes, reason)
@@ -429,9 +423,6 @@ def _keep_attributes(old: Tensor, new: Tensor) -> None:
     for name, attribute in vars(old).items():
         if name not in vars(new) and name not in OWN_ATTRIBUTES:
             setattr(new, name, attribute)
-
-
-# --- state dicts ----------------------------------------------------------------------------------
 
 
 def watch_state_dict(module: nn.Module) -> None:

@@ -29,9 +29,6 @@ MOST_CASES = 6
 MOST_PARTS = 40
 
 
-# --- integers -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Axis:
     """The index along one axis of the tensor at hand."""
@@ -115,9 +112,6 @@ class Linear:
 def axis(place: int) -> Linear:
     """Return the index along an axis as a sum."""
     return Linear(0, {Axis(place): 1})
-
-
-# --- truth values ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -263,9 +257,6 @@ def decided(formula: Formula, shape: Sequence[Size]) -> Formula:
     return formula
 
 
-# --- numbers --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Cases:
     """A number that takes one of a few values, each under its condition; exactly one holds."""
@@ -342,9 +333,6 @@ def values_taken(scalar: Scalar) -> frozenset[float]:
     if not isinstance(scalar, Cases):
         return frozenset()
     return frozenset(value for _, value in scalar.cases if value != 0)
-
-
-# --- what a scalar is made of ---------------------------------------------------------------------
 
 
 def rebuilt(scalar: Any, change: Callable[[Any], Any]) -> Any:

@@ -205,9 +205,6 @@ def _without_what_follows(form: Form, queries: Size, keys: Size) -> Form:
     return form
 
 
-# --- queries without keys -------------------------------------------------------------------------
-
-
 def _leaves_every_query_a_key(formula: Formula, form: Form, shape: Sequence[Size]) -> bool:
     """Return whether every query is proved to attend to something."""
     if form.rest or form.positions or form.reads_data:
@@ -238,9 +235,6 @@ def _sees_a_neighbour(formula: Formula, form: Form, shape: Sequence[Size]) -> bo
         if seen and all(map(compat.statically_true, is_there)):
             return True
     return False
-
-
-# --- what a form is made of -----------------------------------------------------------------------
 
 
 def key_table(form: Form, rank: int) -> Formula:

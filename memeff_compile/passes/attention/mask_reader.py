@@ -246,9 +246,6 @@ def _index_of(shape: Sequence[Size]) -> list[Linear]:
     return [Linear() if _is_one(size) else algebra.axis(p) for p, size in enumerate(shape)]
 
 
-# --- operands -------------------------------------------------------------------------------------
-
-
 class _Operands:
     """The arguments of one call, as values, sizes and plain Python."""
 
@@ -325,9 +322,6 @@ def broadcast(value: Value, shape: tuple[Size, ...]) -> Scalar:
     return value.scalar_at(index)
 
 
-# --- rules: values --------------------------------------------------------------------------------
-
-
 def _filled(fill: Any, given: _Operands) -> Value:
     if given.dtype == torch.bool:
         return Value(given.shape, algebra.Fixed(bool(fill)))
@@ -379,9 +373,6 @@ def as_condition(scalar: Scalar) -> Formula:
     if isinstance(scalar, (Unknown, Magnitude)):
         raise CannotRead
     return scalar
-
-
-# --- rules: views ---------------------------------------------------------------------------------
 
 
 def _expand(given: _Operands) -> Value:
@@ -515,9 +506,6 @@ def _common_shape(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
     return tuple(result)
 
 
-# --- rules: two operands --------------------------------------------------------------------------
-
-
 def _pair(given: _Operands) -> tuple[tuple[Size, ...], Scalar, Scalar]:
     left, right = given.value("self"), given.value("other")
     shape = _common_shape([left.shape, right.shape])
@@ -645,9 +633,6 @@ def _negation(*, only_truth: bool) -> Callable[[_Operands], Value]:
     return rule
 
 
-# --- rules: choices -------------------------------------------------------------------------------
-
-
 def _chosen(condition: Formula, then: Scalar, other: Scalar) -> Scalar:
     if then == other:
         return then
@@ -698,9 +683,6 @@ def _triangle(sign: int) -> Callable[[_Operands], Value]:
         return Value(value.shape, _chosen(kept, value.scalar, zero))
 
     return rule
-
-
-# --- rules: along an axis -------------------------------------------------------------------------
 
 
 def _cumsum(given: _Operands) -> Value:

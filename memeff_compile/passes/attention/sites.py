@@ -81,9 +81,6 @@ def find_sites(info: GraphInfo) -> Iterator[Site | Decline]:
             yield found
 
 
-# --- a single call --------------------------------------------------------------------------------
-
-
 def _single_call(info: GraphInfo, node: Node) -> Site | Decline | None:
     call = read_one(node)
     if call is None or call.op is not aten.scaled_dot_product_attention.default:
@@ -118,9 +115,6 @@ def _dropout_active(node: Node) -> Decline:
         "train with an attention dropout of 0",
         node,
     )
-
-
-# --- a chain --------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -61,9 +61,6 @@ class Said:
     empty_rows: str = "zeros"
 
 
-# --- what can be said -----------------------------------------------------------------------------
-
-
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
     """Return what the op is told in the place of a mask, or why it cannot be told.
 
@@ -129,9 +126,6 @@ def _equalities(form: Form) -> list[tuple[Formula | Linear, Formula | Linear]]:
     return found
 
 
-# --- queries without keys -------------------------------------------------------------------------
-
-
 def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> str | Decline:
     """Return what a query without keys gets from the original, or why that is not known."""
     if not form.empty or mask is None:
@@ -159,9 +153,6 @@ def _empty_rows(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> s
 
 def _unknown_rows(why: str) -> Decline:
     return Decline("empty_rows", f"some query attends to nothing, or may, and {why}")
-
-
-# --- where the op is worth it ---------------------------------------------------------------------
 
 
 def why_not_here(info: GraphInfo, site: Site) -> str:
@@ -207,9 +198,6 @@ def _fits(site: Site, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     return compat.statically_true(heads % of_keys == 0 if site.grouped else heads == of_keys)
 
 
-# --- the call -------------------------------------------------------------------------------------
-
-
 def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
     """Insert the op's call; return its result."""
     tables = [said.key_mask, *(said.ids or (None, None))]
@@ -218,9 +206,6 @@ def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
     told = {name: None if size is None else editor.size(size) for name, size in bounds.items()}
     how = {"scale": site.scale, "softcap": said.softcap, "empty_rows": said.empty_rows}
     return editor.item(editor.call(op_folder.attention, *operands, *nodes, **told, **how), 0)
-
-
-# --- what the report says -------------------------------------------------------------------------
 
 
 def sentence(info: GraphInfo, site: Site, said: Said, form: Form, shown: str) -> str:

@@ -76,9 +76,6 @@ def read_one(node: Node) -> Call | None:
     return reading[0] if reading is not None and len(reading) == 1 else None
 
 
-# --- binding arguments to schemas ---------------------------------------------------------------
-
-
 class _CannotBind(Exception):
     """The arguments do not fit the schema."""
 
@@ -174,8 +171,6 @@ def _bind_packet(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[
             continue
     raise _CannotBind
 
-
-# --- the table ------------------------------------------------------------------------------------
 
 _Reader = Callable[[Node, Sequence[Any], dict[str, Any]], Reading]
 
@@ -587,9 +582,6 @@ def _with_reflection(
             raise _CannotBind
         args = (kwargs.pop("input"),)
     return reader(node, args, kwargs)
-
-
-# --- tier two: tracing one node -------------------------------------------------------------------
 
 
 def trace(node: Node) -> Reading | None:

@@ -350,9 +350,6 @@ def clean_module_path(path: str) -> str:
     return path.strip(".")
 
 
-# --- regions --------------------------------------------------------------------------------------
-
-
 def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) -> Region:
     """Return the region that holds for the nodes after ``node``."""
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -382,8 +379,6 @@ def ambient_region() -> Region:
     """Return the region the backend was called in: the caller's."""
     return Region(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
-
-# --- writes ---------------------------------------------------------------------------------------
 
 _IN_PLACE = "iadd isub imul imatmul itruediv ifloordiv imod ipow ilshift irshift iand ior ixor"
 _IN_PLACE_OPERATORS = {getattr(operator, name) for name in _IN_PLACE.split()}

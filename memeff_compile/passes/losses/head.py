@@ -438,8 +438,6 @@ def _replay(editor: Editor, current: Node, call: Call, hidden_size: Any) -> Node
     return editor.call(call.op, current, *args.values())
 
 
-# --- classification -------------------------------------------------------------------------------
-
 _SCALES = named("mul.Tensor mul.Scalar div.Tensor div.Scalar")
 SAME_OPS = named("contiguous.default clone.default alias.default")
 _DIM_OPS = named("select.int slice.Tensor narrow.default squeeze.dim index_select.default")

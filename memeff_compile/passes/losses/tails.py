@@ -246,9 +246,6 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
     return source, (joined, broadcast, index)
 
 
-# --- metrics --------------------------------------------------------------------------------------
-
-
 def _chosen_tail(info: GraphInfo, reader: HeadReader, node: Node) -> Iterable[Tail]:
     """Read ``max(x, -1)[1]`` and ``topk(x, 1)[1]``, if nobody uses the values."""
     pair, index = node.args

@@ -155,9 +155,6 @@ def read_weight_scale(scale: Node) -> Quantized | Unread:
     return Quantized(source, how, True, True, tuple(chain.nodes))
 
 
-# --- straight-through estimators ------------------------------------------------------------------
-
-
 def _added_difference(chain: _Chain, value: Node, source: Node, other: Node) -> Quantized | None:
     """Read `x + (q - x).detach()`, or the same without the detach where nothing has a gradient."""
     kept = list(chain.nodes)
@@ -268,9 +265,6 @@ def _hands_gradient_on(graph: Any) -> bool:
         result = call.args["self"]
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     return isinstance(result, Node) and placeholders[:1] == [result]
-
-
-# --- the chain itself -----------------------------------------------------------------------------
 
 
 def _fake_quantized(
@@ -501,9 +495,6 @@ def _require_one_dtype(*nodes: Node) -> None:
             f"it is computed in {names}, as autocast does",
             "cast to float32 before quantising, as transformers' layers do",
         )
-
-
-# --- small steps ----------------------------------------------------------------------------------
 
 
 def _base(call: Call) -> str:

@@ -166,8 +166,6 @@ def _without_cast(node: Node, chain: list[Node]) -> Node:
     return source
 
 
-# --- after the linear -----------------------------------------------------------------------------
-
 _ACTIVATIONS = "relu silu gelu sigmoid square pow mul to".split()
 _MOST_ACTIVATIONS = 4
 
@@ -220,8 +218,6 @@ def read_added(item: Node) -> tuple[Node, Node] | None:
     values = [compat.example_value(node) for node in (item, other, users[0])]
     return (users[0], other) if _are_alike(values) else None
 
-
-# --- what ran before ------------------------------------------------------------------------------
 
 _VIEWS = "view reshape transpose slice unsqueeze squeeze expand permute contiguous clone to alias"
 _COMPUTED = "add mul embedding linear ternary_linear kv_cache_attention"

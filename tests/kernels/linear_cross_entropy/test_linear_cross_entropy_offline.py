@@ -48,6 +48,14 @@ POINTERS = {
         "grad_entropy_ptr": "*fp32",
     },
 }
+NUMBERS = {
+    "_linear_cross_entropy_statistics_kernel": (
+        *("first_column", "width", "vocab", "ignore_index", "scale", "softcap"),
+    ),
+    "_linear_cross_entropy_gradient_kernel": (
+        *("first_column", "width", "ignore_index", "scale", "softcap"),
+    ),
+}
 OPTIONAL = {
     "bias_ptr": "HAS_BIAS",
     "column_weight_ptr": "HAS_COLUMN_WEIGHT",
@@ -79,6 +87,7 @@ def _compile(
         {**constants, "HAS_IGNORE": True, "BLOCK": block},
         type_of,
         lambda argument: aligned and argument != "ignore_index",
+        {"numbers": NUMBERS[name]},
         num_warps=hybrid_kernels.WARPS,
     )
 

@@ -100,6 +100,8 @@ def test_products_compile_within_the_limits(is_busy: bool) -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("is_busy", [False, True], ids=["all rows, first", "kept rows, adds"])
 def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int) -> None:
+    import triton
+
     from memeff_compile.kernels.linear_cross_entropy import total_products_kernels
     from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
 
@@ -145,7 +147,9 @@ def test_products_in_gluon_compile_within_the_limits(is_busy: bool, splits: int)
         type_of,
         num_warps=shapes.warps,
     )
-    ptx = within_limits(compiled, HOPPER)
+    # Triton 3.6 keeps a few numbers of the shared sums on the stack, once per tile of dE.
+    older = splits > 1 and triton.__version__ < "3.7"
+    ptx = within_limits(compiled, HOPPER, stack=256 if older else 0)
     assert "wgmma.mma_async" in ptx
     assert "cp.async.bulk.tensor" in ptx
     # A warp of its own loads, and gives its registers to those that multiply.

@@ -120,6 +120,17 @@ def test_threads_get_caches_of_their_own() -> None:
     undo()
 
 
+def test_a_reset_frees_what_is_kept() -> None:
+    model = make(num_hidden_layers=1)
+    undo = use_kv_cache_(model)
+    expected = generated(model)
+    memeff_compile.reset()
+    assert not kept(undo)
+    assert torch.equal(generated(model), expected)
+    assert len(kept(undo)) == 1
+    undo()
+
+
 def test_copies_of_a_model_have_no_caches_of_the_first() -> None:
     model = make(num_hidden_layers=1)
     undo = use_kv_cache_(model)
