@@ -70,21 +70,29 @@ def run_page(
         )
 
 
+# What the pages say is ours to keep; compiling their graphs again is Inductor's.
+WITHOUT_INDUCTOR = """\
+from memeff_compile import compat
+compat.compile_with_inductor = lambda gm, inputs, *_: compat.compile_with_aot_eager(gm, inputs)
+"""
+
+
+@pytest.mark.parametrize(
+    "prelude",
+    [
+        pytest.param(WITHOUT_INDUCTOR, id="without Inductor"),
+        pytest.param("", id="as it stands", marks=pytest.mark.slow),
+    ],
+)
 def test_readme_snippet_prints_the_report_it_shows(
-    fresh_python: FreshPython, tmp_path: Path
+    prelude: str, fresh_python: FreshPython, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip(
         "transformers", reason="the README compiles a Llama of transformers"
     )
     newer = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
-    run_page(README, fresh_python, tmp_path, compare=newer)  # older ones build a mask to recover
-
-
-# What the first-steps page says is ours to keep; compiling its three graphs again is Inductor's.
-WITHOUT_INDUCTOR = """\
-from memeff_compile import compat
-compat.compile_with_inductor = lambda gm, inputs, *_: compat.compile_with_aot_eager(gm, inputs)
-"""
+    # Older ones build a mask to recover.
+    run_page(README, fresh_python, tmp_path, prelude, compare=newer)
 
 
 def test_first_steps_print_what_the_page_shows(fresh_python: FreshPython, tmp_path: Path) -> None:

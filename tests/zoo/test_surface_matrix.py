@@ -228,7 +228,10 @@ def test_symbolic_sizes_compile_once_and_equal_eager(surface: str, mode: str) ->
 
 
 @pytest.mark.xdist_group("surfaces")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=pytest.mark.slow if mode == "bf16" else ()) for mode in MODES],
+)
 @pytest.mark.parametrize("surface", SURFACES)
 def test_no_grad_equals_eager(surface: str, mode: str) -> None:
     tolerance = 1e-6 if mode == "fp32" else 2e-2
