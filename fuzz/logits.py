@@ -114,7 +114,7 @@ _HOOKS = [
     f"{{a}}.grad_fn and {{a}}.{hook}"
     for hook in (
         *("retain_grad()", "register_hook(lambda g: g * 2)", "register_hook(seen.append)"),
-        *("register_hook(lambda g: seen.append(g.sum()))", "register_hook(lambda g: None)"),
+        *("register_hook(lambda g: seen.append(g.abs().sum()))", "register_hook(lambda g: None)"),
     )
 ] + ["m[1].weight.register_hook(lambda g: g * 3)"]
 _CHANGES = [

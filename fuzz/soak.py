@@ -142,7 +142,9 @@ _SECOND = """
 import torch, fuzz.soak as soak
 from torch._dynamo.utils import counters
 model = soak._compiled("inductor"); torch.manual_seed(1)
-print(float(soak._step(model, 3)), counters["inductor"]["fxgraph_cache_hit"])
+loss = float(soak._step(model, 3))
+hits = counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
+print(loss, sum(hits))
 """
 
 

@@ -42,6 +42,7 @@ class Trip:
         choice: whether it is recorded as a CUDA graph.
         rewritten: the graph as the passes made it, where it will be compared.
         present: which outputs there are, where the passes left some as None.
+        unread: the inputs that no node of the rewritten graph reads.
     """
 
     gm: GraphModule
@@ -53,6 +54,7 @@ class Trip:
     choice: cuda_graphs.Choice = field(default_factory=cuda_graphs.Choice)
     rewritten: KeptGraph | None = None
     present: list[bool] | None = None
+    unread: list[int] = field(default_factory=list)
 
     def rewrite(self, passes: Sequence[GraphPass]) -> None:
         """Read the graph, let the passes edit it, report what they did, and read it again."""
@@ -71,6 +73,7 @@ class Trip:
         if self.outcome.changed:
             self.rewritten = None if self.original is None else keep(gm, options)
             self.present = _drop_missing_outputs(gm)
+            self.unread = [i for i, node in enumerate(info.placeholders) if not node.users]
 
     def _choose(self, info: GraphInfo) -> None:
         """Decide whether the graph is recorded, and say so in its report."""
@@ -160,7 +163,9 @@ def accept_pieces(compiled: Compiled, trip: Trip) -> Compiled:
 def attach_logits(compiled: Compiled, trip: Trip) -> Compiled:
     """Hand out deferred logits in the place of hidden states."""
     plan, use = trip.outcome.deferred, trip.outcome.report.logits
-    return attach(compiled, plan, clone_hidden=trip.reuses_memory, use=use) if plan else compiled
+    if not plan:
+        return compiled
+    return attach(compiled, plan, clone_hidden=trip.reuses_memory, unread=trip.unread, use=use)
 
 
 def verify_first_call(compiled: Compiled, trip: Trip) -> Compiled:

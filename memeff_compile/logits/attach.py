@@ -80,6 +80,7 @@ def attach(
     plan: Sequence[DeferredOutput],
     *,
     clone_hidden: bool,
+    unread: Sequence[int] = (),
     use: LogitsUse | None = None,
 ) -> Callable[..., Sequence[Any]]:
     """Wrap a compiled callable so that the outputs named in `plan` become deferred logits.
@@ -89,6 +90,8 @@ def attach(
         plan: one entry per piece of memory among the outputs to replace; the others pass untouched.
         clone_hidden: keep a copy of the hidden states, because `compiled` reuses their memory at
             its next call, as CUDA graphs do.
+        unread: the arguments that `compiled` has no use for: autograd is not to know that they
+            were given, or hooks of theirs would be called without a gradient.
         use: where to count what becomes of the logits.
 
     Returns:
@@ -98,7 +101,11 @@ def attach(
 
     def run(*args: Any) -> Sequence[Any]:
         # As Dynamo calls it; AOTAutograd's _boxed_call flag does not hold here.
-        outputs = compiled(*args)
+        given = list(args)
+        for place in unread:
+            if type(given[place]) in (Tensor, torch.nn.Parameter):
+                given[place] = given[place].detach()
+        outputs = compiled(*given)
         results = list(outputs)
         for entry in entries:
             hidden, weight = results[entry.output], args[entry.weight]

@@ -85,6 +85,7 @@ class _Rows(torch.autograd.Function):
                 head.hidden, head.weight, head.bias, *head.vectors, target, column_weight, lse
             )
             ctx.view, ctx.recipe, ctx.shape, ctx.dtype = view, head.recipe, view.dims, view.dtype
+            ctx.written_by = _written_by(view)
             ctx.settings, ctx.use = head.settings, head.use
             ctx.ignore_index, ctx.of_ignored, ctx.is_log = ignore_index, of_ignored, is_log
         return (
@@ -124,7 +125,7 @@ def _differentiable(
     ctx: Any, target: Tensor | None, column_weight: Tensor | None, grads: Sequence[Tensor | None]
 ) -> Tensor:
     """The gradient of the logits with a graph of its own, for second derivatives: a dense one."""
-    plain = _plain_for_second_derivative(ctx)
+    plain = _plain_for_second_derivative(ctx, ctx.saved_tensors[:-3])
     values = plain if plain.dtype == torch.float64 else plain.float()
     folded = fold_recipe(ctx.recipe)
     assert isinstance(folded, Folded)
@@ -165,7 +166,7 @@ class _LogSoftmax(torch.autograd.Function):
             head = view.head
             ctx.save_for_backward(head.hidden, head.weight, head.bias, *head.vectors)
             ctx.view, ctx.memory, ctx.recipe, ctx.use = view, result.memory, recipe, head.use
-            ctx.dtype = view.dtype
+            ctx.dtype, ctx.written_by = view.dtype, _written_by(view)
         return result
 
     @staticmethod
@@ -173,7 +174,7 @@ class _LogSoftmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         hidden, weight, bias, *vectors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            plain = _plain_for_second_derivative(ctx)
+            plain = _plain_for_second_derivative(ctx, ctx.saved_tensors)
             values = plain.to(ctx.recipe.dtype).log_softmax(-1)
             return torch.autograd.grad(values, plain, grad, create_graph=True)[0], None
         value = None if ctx.memory is None else ctx.memory.untouched_value()
@@ -198,8 +199,13 @@ _rows = cast("Callable[..., tuple[Tensor, Tensor, Tensor]]", _Rows.apply)
 _log_soft = cast("Callable[..., DeferredLogits]", _LogSoftmax.apply)
 
 
-def _plain_for_second_derivative(ctx: Any) -> Tensor:
-    """The logits as an ordinary tensor that is a view of the deferred ones for autograd."""
+def _written_by(view: Tensor) -> Any:
+    """What autograd knows as the last write to the memory of a view; a view's own is made anew."""
+    return (view if view._base is None else view._base).grad_fn
+
+
+def _plain_for_second_derivative(ctx: Any, made_of: Sequence[Tensor | None]) -> Tensor:
+    """The logits of then as an ordinary tensor that is a view of the deferred ones for autograd."""
     view: DeferredLogits | None = ctx.view
     if view is None:
         raise DoubleBackwardError(
@@ -208,7 +214,22 @@ def _plain_for_second_derivative(ctx: Any) -> Tensor:
             "the first time, or compile with options={'memeff.linear_cross_entropy': 'off'}."
         )
     with reading_for("a second derivative"):
-        return view.to_read()
+        plain = view.to_read()
+    if not view.memory.is_open:
+        return plain
+    # Somebody may have written to them since: eager has what its loss saved.
+    if _written_by(view) is not ctx.written_by:
+        raise DoubleBackwardError(
+            "linear_cross_entropy: create_graph=True was asked of a loss outside the graph whose "
+            "logits were changed in place since; the op has only a first derivative. Copy the "
+            "logits before you change them, or compile with "
+            "options={'memeff.linear_cross_entropy': 'off'}."
+        )
+    with torch.no_grad():
+        hidden, weight, bias, *vectors = made_of
+        then = ctx.recipe.logits(hidden, weight, bias, vectors).reshape(plain.shape)
+        change = then - plain
+    return plain + change
 
 
 # What can be served -------------------------------------------------------------------------------

@@ -441,6 +441,30 @@ def test_second_derivatives_are_eagers_and_compute_the_logits(name: str) -> None
     assert set(ours.use.computed) == {"a second derivative"}
 
 
+@pytest.mark.parametrize(
+    ("name", "is_seen"), [("flat", False), ("flat", True), ("gather", False)], ids=str
+)
+def test_second_derivatives_are_of_the_logits_that_the_loss_saw(name: str, is_seen: bool) -> None:
+    def scribbled(z: Tensor) -> Tensor:
+        loss = FORMS[name](z)
+        (z if is_seen else z.detach()).mul_(-1.25)
+        return loss
+
+    ours, theirs = world("fp64 bias"), world("fp64 bias", deferred=False)
+    for at in (ours, theirs):
+        penalised(at.logits, at.leaves, scribbled).backward()
+    for leaf, grad in ((k, v.grad) for k, v in theirs.leaves.items()):
+        assert_close(ours.leaves[leaf].grad, grad, 1e-5, leaf)
+
+
+def test_second_derivatives_of_logits_that_autograd_saw_changed_are_refused() -> None:
+    at = world("fp64 bias")
+    loss = FORMS["gather"](at.logits)
+    at.logits.mul_(2)
+    with pytest.raises(DoubleBackwardError, match="changed in place since"):
+        torch.autograd.grad(loss, at.leaves["x"], create_graph=True)
+
+
 @pytest.mark.parametrize("name", ["flat", "gather", "entropy"])
 def test_second_derivatives_after_an_ordinary_backward_are_refused(name: str) -> None:
     at = world()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import memeff_compile
 from memeff_compile.logits.tensor import DeferredLogits
@@ -121,3 +121,22 @@ def test_a_write_to_one_output_is_seen_in_the_others(
     codes = {record.code for record in memeff_compile.last_report().records}
     assert ("logits_not_deferrable" in codes) == (name == "classes in the middle")
     assert not with_loss or name in NOT_DEFERRED or "rewrote" in codes
+
+
+def test_a_hook_of_the_head_is_not_called_where_no_gradient_reaches_it() -> None:
+    embedding, head = nn.Embedding(67, 8), nn.Linear(8, 67, bias=False)
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = embedding(x).tanh()
+        return head(hidden), hidden.sum()
+
+    compiled: Any = torch.compile(forward, backend="memeff", options={"memeff.inner": "aot_eager"})
+    logits, other = compiled(torch.arange(6).view(2, 3))
+    seen: list[Tensor] = []
+    head.weight.register_hook(seen.append)
+    other.backward(retain_graph=True)
+    assert not seen
+    assert head.weight.grad is None
+    logits.square().sum().backward()
+    assert len(seen) == 1
+    assert embedding.weight.grad is not None
