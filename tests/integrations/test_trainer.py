@@ -223,7 +223,7 @@ def use() -> LogitsUse:
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     [
-        pytest.param(*given, marks=SLOW if name in ("bf16", "checkpointing") else (), id=name)
+        pytest.param(*given, marks=SLOW if given[0] else (), id=name)
         for name, given in SETTINGS.items()
     ],
 )
