@@ -227,8 +227,9 @@ def _plain_for_second_derivative(ctx: Any, made_of: Sequence[Tensor | None]) -> 
         )
     with torch.no_grad():
         hidden, weight, bias, *vectors = made_of
-        then = ctx.recipe.logits(hidden, weight, bias, vectors).reshape(plain.shape)
-        change = then - plain
+        change: Tensor = (
+            ctx.recipe.logits(hidden, weight, bias, vectors).reshape(plain.shape) - plain
+        )
     return plain + change
 
 
