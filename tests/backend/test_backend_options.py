@@ -111,7 +111,7 @@ def test_modes_and_keys_reach_inductor(
         given.update(patches)
         return gm.forward
 
-    def attach(compiled: Any, plan: Any, *, clone_hidden: bool, use: Any) -> Any:
+    def attach(compiled: Any, plan: Any, *, clone_hidden: bool, **others: Any) -> Any:
         clones.append(clone_hidden)
         return compiled
 

@@ -77,7 +77,7 @@ def described(tensor: Tensor, block: Sequence[int]) -> Any:  # noqa: ANN401
 def has_gluon() -> bool:
     """Say whether this Triton has Gluon as the kernels here are written in; it still changes."""
     try:
-        import memeff_compile.kernels._triton.gluon
+        from . import gluon
     except (ImportError, AttributeError):
         return False
-    return memeff_compile.kernels._triton.gluon is not None
+    return gluon is not None
