@@ -42,7 +42,7 @@ class Trip:
         choice: whether it is recorded as a CUDA graph.
         rewritten: the graph as the passes made it, where it will be compared.
         present: which outputs there are, where the passes left some as None.
-        unread: the inputs that no node of the rewritten graph reads.
+        unread: the inputs that nothing which is left of the graph comes from.
     """
 
     gm: GraphModule
@@ -73,7 +73,14 @@ class Trip:
         if self.outcome.changed:
             self.rewritten = None if self.original is None else keep(gm, options)
             self.present = _drop_missing_outputs(gm)
-            self.unread = [i for i, node in enumerate(info.placeholders) if not node.users]
+            writes = {write.node for write in info.writes}
+            self.unread = [
+                place
+                for place, node in enumerate(info.placeholders)
+                if not any(
+                    user.users or user.op == "output" or user in writes for user in node.users
+                )
+            ]
 
     def _choose(self, info: GraphInfo) -> None:
         """Decide whether the graph is recorded, and say so in its report."""

@@ -123,12 +123,13 @@ def test_a_write_to_one_output_is_seen_in_the_others(
     assert not with_loss or name in NOT_DEFERRED or "rewrote" in codes
 
 
-def test_a_hook_of_the_head_is_not_called_where_no_gradient_reaches_it() -> None:
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_hook_of_the_head_is_not_called_where_no_gradient_reaches_it(is_turned: bool) -> None:
     embedding, head = nn.Embedding(67, 8), nn.Linear(8, 67, bias=False)
 
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = embedding(x).tanh()
-        return head(hidden), hidden.sum()
+        return hidden @ head.weight.t() if is_turned else head(hidden), hidden.sum()
 
     compiled: Any = torch.compile(forward, backend="memeff", options={"memeff.inner": "aot_eager"})
     logits, other = compiled(torch.arange(6).view(2, 3))
