@@ -66,8 +66,9 @@ try:
 except ImportError as error:
     print(error)
 del sys.modules["transformers"]
-assert set(memeff_compile.__all__) <= set(dir(memeff_compile))
+assert set(memeff_compile.__all__) == set(dir(memeff_compile))
 assert all(getattr(memeff_compile, name) is not None for name in memeff_compile.__all__)
+assert set(memeff_compile.__all__) == set(dir(memeff_compile)), "submodules are no public names"
 from memeff_compile import errors
 missing = [name for name in errors.__all__ if getattr(memeff_compile, name, None) is None]
 print(missing, len(errors.__all__) > 10)
