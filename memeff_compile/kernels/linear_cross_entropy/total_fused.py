@@ -199,19 +199,20 @@ def run(
     """
     knobs = Knobs(ignore_index, scale, softcap, False, False, "exact", workspace)
     with on_device(hidden):
-        walk = _Walk(fused.aligned(hidden), weight, bias, target, knobs, output_mask)
+        walk = _Total(fused.aligned(hidden), weight, bias, target, knobs, output_mask)
         walk.factor = row_gradients(target, row_weight, norm, ignore_index, torch.float32)
         for index, (first, stop) in enumerate(spans(0, walk.rows, walk.height)):
             walk.piece(index, first, stop - first)
-        grad_bias = None if walk.bias_sums is None or bias is None else walk.bias_sums.to(bias)
         total = total_of(walk.nll, row_weight, norm)
-        return total, walk.grad_hidden, walk.grad_weight, grad_bias
+        return total, walk.grad_hidden, walk.grad_weight, walk.grad_bias(bias)
 
 
-class _Walk:
-    """The buffers of one walk, and the launches over a piece."""
+class Walk:
+    """A walk over pieces of R rows: X of a piece, and the products that make gradients of it.
 
-    factor: Tensor
+    X, R by the vocabulary in whole tiles, is what the gradients of the piece's logits are but for a
+    factor per row. `height` is R, `columns` the width of a tile of X and `tiles` their number.
+    """
 
     def __init__(
         self,
@@ -230,30 +231,20 @@ class _Walk:
         self.selection = select_rows(target, knobs)
         self.is_compact = self.selection.kept is not None
         tile = self.shapes.rows
-        is_plain = bias is None and not knobs.softcap
-        self.columns = self.shapes.gradient_columns(is_plain=is_plain)
+        self.columns = self.shapes.gradient_columns(is_plain=fused.is_plain(bias, knobs))
         self.height = piece_rows(self.rows, self.vocab, knobs.workspace, tile, self.shapes.columns)
         self.tiles = -(-self.vocab // self.columns)
         self.width = self.tiles * self.columns
 
-        def floats(*sizes: int) -> Tensor:
-            return hidden.new_empty(sizes, dtype=torch.float32)
-
-        # Ignored rows, which no kernel writes, have a loss and a gradient of zero.
+        # Ignored rows, which no kernel writes, have a gradient of zero.
         new = torch.zeros_like if self.is_compact else torch.empty_like
-        self.nll = new(hidden[:, 0], dtype=torch.float32)
         self.grad_hidden = new(hidden) if needs_hidden else None
         self.grad_weight = torch.empty_like(weight) if needs_weight else None
         self.bias_sums = None
         if needs_bias:
             self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
         self.x = hidden.new_empty((self.height, self.width))
-        self.stats = floats(2, self.tiles, self.height)
-        self.base, self.row_scale = floats(self.height), floats(self.height)
-        self.target_logit = floats(self.height)
-        self.scaled: Tensor | None = None
-        if needs_weight or self.is_compact:
-            self.scaled = hidden.new_empty((self.height, self.depth))
+        self.row_scale = self.floats(self.height)
         pieces = -(-self.rows // self.height)
         tiles = -(-self.height // tile) * -(-self.depth // self.shapes.columns)
         self.has_gluon = not self.shapes.is_interpreted and triton_compat.has_gluon()
@@ -263,11 +254,155 @@ class _Walk:
                 self.height, self.depth, self.vocab, self.shapes, needs_weight=needs_weight
             )
         if self.splits > 1:
-            self.parts = floats(self.splits - 1, self.height, self.depth)
+            self.parts = self.floats(self.splits - 1, self.height, self.depth)
         # multiples of 16 bytes, so that every piece's launches are compiled alike
-        self.again, self.counters = (
-            target.new_zeros((pieces, size), dtype=torch.int32) for size in (4, 4 + tiles // 4 * 4)
+        self.counters = self.marks(pieces, 4 + tiles // 4 * 4)
+
+    def floats(self, *sizes: int) -> Tensor:
+        """Return memory for numbers in fp32."""
+        return self.hidden.new_empty(sizes, dtype=torch.float32)
+
+    def marks(self, *sizes: int) -> Tensor:
+        """Return zeros that kernels write to."""
+        return self.hidden.new_zeros(sizes, dtype=torch.int32)
+
+    def add_products(self, index: int, first: int, here: int, factor: Tensor | None) -> None:
+        """Sum what X gives to the gradients, by the kernels that this Triton has.
+
+        Args:
+            index, first, here: which piece, its first compact row and how many there may be.
+            factor: (R, D) what X is multiplied with for dC, zero behind the last row.
+        """
+        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
+
+        if self.grad_weight is not None or self.grad_hidden is not None:
+            self._multiply(index, first, here, factor)
+        if self.bias_sums is not None:
+            kernels._linear_cross_entropy_total_bias_kernel[(-(-self.vocab // 128),)](
+                self.x,
+                self.row_scale,
+                self.bias_sums,
+                self.selection.kept,
+                first,
+                here,
+                self.width,
+                self.vocab,
+                HAS_KEPT=self.is_compact,
+                BLOCK=128,
+                ROWS=64,
+            )
+
+    def grad_bias(self, bias: Tensor | None) -> Tensor | None:
+        """Return the gradient of the bias where it was asked for."""
+        return None if self.bias_sums is None or bias is None else self.bias_sums.to(bias)
+
+    def _multiply(self, index: int, first: int, here: int, factor: Tensor | None) -> None:
+        launch = self._products_in_gluon if self.has_gluon else self._products_in_triton
+        launch(
+            first,
+            here,
+            factor,
+            self.counters[index],
+            ADD=index > 0,
+            HAS_KEPT=self.is_compact,
+            NEEDS_WEIGHT=self.grad_weight is not None,
+            NEEDS_HIDDEN=self.grad_hidden is not None,
+            BM=self.shapes.rows,
+            BN=self.shapes.columns,
+            BK=self.shapes.step,
+            num_warps=self.shapes.warps,
         )
+
+    def _products_in_gluon(
+        self, first: int, here: int, factor: Tensor | None, counter: Tensor, **constants: int
+    ) -> None:
+        from memeff_compile.kernels._triton.gluon import NVMMASharedLayout, TensorDescriptor
+        from memeff_compile.kernels.linear_cross_entropy import total_products_kernels as kernels
+
+        def tiles(matrix: Tensor, rows: int, columns: int) -> Any:  # noqa: ANN401
+            layout = NVMMASharedLayout(128, 16, 2)
+            return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+
+        tile, columns, step = self.shapes.rows, self.shapes.columns, self.shapes.step
+        weight, selection = tiles(self.weight, step, columns), self.selection
+        kernels._linear_cross_entropy_total_specialized_products_kernel[(self.shapes.programs,)](
+            tiles(self.x, step, tile),
+            tiles(self.x, tile, step),
+            weight if factor is None else tiles(factor, step, columns),
+            weight,
+            tiles(self.x if self.grad_weight is None else self.grad_weight, tile, columns // 4),
+            self.grad_hidden,
+            self.parts,
+            selection.order,
+            selection.kept,
+            self.row_scale,
+            counter,
+            first,
+            here,
+            self.width,
+            self.vocab,
+            self.depth,
+            self.splits,
+            HAS_PARTS=self.parts is not None,
+            STAGES=self.shapes.stages,
+            WARPS=self.shapes.warps,
+            **constants,
+        )
+
+    def _products_in_triton(
+        self, first: int, here: int, factor: Tensor | None, counter: Tensor, **constants: int
+    ) -> None:
+        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
+
+        shapes, selection = self.shapes, self.selection
+        tile, columns, step = shapes.rows, shapes.columns, shapes.step
+        kernels._linear_cross_entropy_total_products_kernel[(shapes.programs,)](
+            fused.tiles_of(self.x, step, tile),
+            fused.tiles_of(self.x, tile, step),
+            fused.tiles_of(factor, step, columns),
+            fused.tiles_of(self.weight, step, columns),
+            fused.tiles_of(self.grad_weight, tile, columns // 4),
+            self.grad_hidden,
+            selection.order,
+            selection.kept,
+            self.row_scale,
+            counter,
+            first,
+            here,
+            self.width,
+            self.vocab,
+            self.depth,
+            UPCAST=shapes.is_interpreted,
+            num_stages=shapes.stages,
+            **constants,
+        )
+
+
+class _Total(Walk):
+    """The walk of engine T: logits once, and their gradients from them."""
+
+    factor: Tensor
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        knobs: Knobs,
+        output_mask: tuple[bool, bool, bool],
+    ) -> None:
+        super().__init__(hidden, weight, bias, target, knobs, output_mask)
+        # Ignored rows, which no kernel writes, have a loss of zero.
+        new = torch.zeros_like if self.is_compact else torch.empty_like
+        self.nll = new(hidden[:, 0], dtype=torch.float32)
+        self.stats = self.floats(2, self.tiles, self.height)
+        self.base, self.target_logit = self.floats(self.height), self.floats(self.height)
+        self.scaled: Tensor | None = None
+        if self.grad_weight is not None or self.is_compact:
+            self.scaled = hidden.new_empty((self.height, self.depth))
+        # multiples of 16 bytes, so that every piece's launches are compiled alike
+        self.again = self.marks(len(self.counters), 4)
 
     def piece(self, index: int, first: int, here: int) -> None:
         """Compute the losses of these rows, their dE and what they give to dC."""
@@ -319,22 +454,7 @@ class _Walk:
                 BLOCK=block,
                 **has_kept,
             )
-        if self.grad_weight is not None or self.grad_hidden is not None:
-            self._products(index, first, here)
-        if self.bias_sums is not None:
-            kernels._linear_cross_entropy_total_bias_kernel[(-(-self.vocab // 128),)](
-                self.x,
-                self.row_scale,
-                self.bias_sums,
-                selection.kept,
-                first,
-                here,
-                self.width,
-                self.vocab,
-                BLOCK=128,
-                ROWS=64,
-                **has_kept,
-            )
+        self.add_products(index, first, here, self.scaled)
 
     def _padded(self, rows: int) -> int:
         return min(-(-rows // self.shapes.rows) * self.shapes.rows, self.height)
@@ -404,81 +524,4 @@ class _Walk:
             ROWS=ROWS,
             TILES=TILES,
             num_warps=4,
-        )
-
-    def _products(self, index: int, first: int, here: int) -> None:
-        """Sum what X gives to dE and dC, by the kernel that this Triton has."""
-        launch = self._products_in_gluon if self.has_gluon else self._products_in_triton
-        launch(
-            first,
-            here,
-            self.counters[index],
-            ADD=index > 0,
-            HAS_KEPT=self.is_compact,
-            NEEDS_WEIGHT=self.grad_weight is not None,
-            NEEDS_HIDDEN=self.grad_hidden is not None,
-            BM=self.shapes.rows,
-            BN=self.shapes.columns,
-            BK=self.shapes.step,
-            num_warps=self.shapes.warps,
-        )
-
-    def _products_in_gluon(self, first: int, here: int, counter: Tensor, **constants: int) -> None:
-        from memeff_compile.kernels._triton.gluon import NVMMASharedLayout, TensorDescriptor
-        from memeff_compile.kernels.linear_cross_entropy import total_products_kernels as kernels
-
-        def tiles(matrix: Tensor, rows: int, columns: int) -> Any:  # noqa: ANN401
-            layout = NVMMASharedLayout(128, 16, 2)
-            return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
-
-        tile, columns, step = self.shapes.rows, self.shapes.columns, self.shapes.step
-        weight, selection = tiles(self.weight, step, columns), self.selection
-        kernels._linear_cross_entropy_total_specialized_products_kernel[(self.shapes.programs,)](
-            tiles(self.x, step, tile),
-            tiles(self.x, tile, step),
-            weight if self.scaled is None else tiles(self.scaled, step, columns),
-            weight,
-            tiles(self.x if self.grad_weight is None else self.grad_weight, tile, columns // 4),
-            self.grad_hidden,
-            self.parts,
-            selection.order,
-            selection.kept,
-            self.row_scale,
-            counter,
-            first,
-            here,
-            self.width,
-            self.vocab,
-            self.depth,
-            self.splits,
-            HAS_PARTS=self.parts is not None,
-            STAGES=self.shapes.stages,
-            WARPS=self.shapes.warps,
-            **constants,
-        )
-
-    def _products_in_triton(self, first: int, here: int, counter: Tensor, **constants: int) -> None:
-        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
-
-        shapes, selection = self.shapes, self.selection
-        tile, columns, step = shapes.rows, shapes.columns, shapes.step
-        kernels._linear_cross_entropy_total_products_kernel[(shapes.programs,)](
-            fused.tiles_of(self.x, step, tile),
-            fused.tiles_of(self.x, tile, step),
-            fused.tiles_of(self.scaled, step, columns),
-            fused.tiles_of(self.weight, step, columns),
-            fused.tiles_of(self.grad_weight, tile, columns // 4),
-            self.grad_hidden,
-            selection.order,
-            selection.kept,
-            self.row_scale,
-            counter,
-            first,
-            here,
-            self.width,
-            self.vocab,
-            self.depth,
-            UPCAST=shapes.is_interpreted,
-            num_stages=shapes.stages,
-            **constants,
         )
