@@ -45,11 +45,11 @@ def backward(
     """
     del left_out
     with on_device(hidden):
-        walk = _Backward(fused.aligned(hidden), weight, bias, target, knobs, output_mask)
+        walk = _Backward(hidden, weight, bias, target, knobs, output_mask)
         walk.read(grads, column_weight, lse, entropy)
         for index, (first, stop) in enumerate(spans(0, walk.rows, walk.height)):
             walk.piece(index, first, stop - first)
-        return walk.grad_hidden, walk.grad_weight, walk.grad_bias(bias)
+        return walk.gradients()
 
 
 class _Backward(total_fused.Walk):
