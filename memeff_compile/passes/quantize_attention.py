@@ -212,9 +212,8 @@ def _asked_of_call(info: GraphInfo, node: Node, given: Any) -> Asked | Decline |
         return Decline("dropout", "attention drops weights", "call model.eval()", node)
     if given["attn_mask"] is not None:
         said = "attention has a mask that stays as it is, and the op takes none"
-        return Decline(
-            "dense_mask", said, "what recover_attention says of the mask tells why", node
-        )
+        hint = "what recover_attention says of the mask tells why"
+        return Decline("dense_mask", said, hint, node)
     operands = (given["query"], given["key"], given["value"])
     if any(info.tensor(each) is None for each in operands):
         return None
@@ -267,18 +266,14 @@ def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
     if set(levels) == {"exact"}:
         why = "; ".join(f"{level} {NEVER_FASTER[level]}" for level in left_out)
         return _not_faster(node, why)
-    call = node.args[0] if found.kind == "told" else node
-    assert isinstance(call, Node)
+    call: Any = node.args[0] if found.kind == "told" else node
     if len(levels) == 1:
         return Site(node, call, found, levels)
-    counter = op_folder.counter_for(place.counter, levels, _parameter(info))
-    return Site(node, call, found, levels, counter, left_out)
-
-
-def _parameter(info: GraphInfo) -> torch.nn.Parameter | None:
-    """Return a parameter of the graph, which lives as long as the model that is compiled."""
+    # A parameter of the graph lives as long as the model that is compiled.
     real = map(compat.example_input, info.placeholders)
-    return next((each for each in real if isinstance(each, torch.nn.Parameter)), None)
+    owner = next((each for each in real if isinstance(each, torch.nn.Parameter)), None)
+    counter = op_folder.counter_for(place.counter, levels, owner)
+    return Site(node, call, found, levels, counter, left_out)
 
 
 def _reason_against(info: GraphInfo, node: Node, asked: Asked) -> Decline | None:
