@@ -20,12 +20,7 @@ from memeff_compile import compat
 from memeff_compile.logits.fused_rows import FusedRows
 from memeff_compile.logits.lazy_tensor import untraced
 from memeff_compile.logits.memory import Memory
-from memeff_compile.logits.recipe import (
-    DeferredOutput,
-    LogitsRecipe,
-    LossSettings,
-    given_sizes,
-)
+from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe, LossSettings, given_sizes
 from memeff_compile.logits.row_gradient import RowGradient
 from memeff_compile.logits.source import LogitsSource
 from memeff_compile.logits.tensor import DeferredLogits

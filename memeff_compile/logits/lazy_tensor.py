@@ -11,7 +11,7 @@ be sent there is refused (`compat.make_without_memory`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -86,6 +86,21 @@ class LazyTensor(torch.Tensor):
         assert isinstance(made, cls)
         made._device = device
         return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # annotated as a function of torch's own
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _dispatch(cls, func, args, kwargs or {})
+
+    @classmethod
+    def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one ATen operation that some of these tensors are given to."""
+        raise NotImplementedError(_ABSTRACT)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -198,3 +213,12 @@ class LazyTensor(torch.Tensor):
         tensor = self._stand_in() if self.is_cuda else torch.empty(0, device=self.device)
         interface: dict[str, Any] = tensor.__cuda_array_interface__
         return interface
+
+
+@untraced
+def _dispatch(
+    cls: type[LazyTensor], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    if func in compat.ABOUT_MEMORY:
+        return compat.ABOUT_MEMORY[func](*args)
+    return cls._run(func, args, kwargs)

@@ -145,13 +145,11 @@ class LogitsSource:
     def change(self) -> str | None:
         """Say what has changed since this source was made; None if nothing has."""
         change = self._visible_change()
-        if change is None and self._sample is not None and self._is_edited():
-            return _EDITED
-        return change
-
-    def _is_edited(self) -> bool:
-        assert self._sample is not None
-        return _differ(self._sample, _sample(self.weight))
+        if change is not None or self._sample is None:
+            return change
+        with torch.no_grad(), compat.outside_dispatch_modes():
+            is_edited = bool(_differences(self._sample, _sample(self.weight)).any())
+        return _EDITED if is_edited else None
 
     def _visible_change(self) -> str | None:
         """Say what has changed, without a look at the values."""
@@ -197,11 +195,6 @@ def _sample(weight: Tensor) -> Tensor:
     return weight.as_strided(
         (min(rows, 8), min(columns, 8)), (max(rows // 8, 1) * down, max(columns // 8, 1) * right)
     )
-
-
-def _differ(left: Tensor, right: Tensor) -> bool:
-    with torch.no_grad(), compat.outside_dispatch_modes():
-        return bool(_differences(left, right).any())
 
 
 def _differences(left: Tensor, right: Tensor) -> Tensor:
