@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -101,10 +101,10 @@ class _Verifier:
         return self.chosen or self.compiled
 
     def _settle(self, args: Sequence[Any]) -> None:
-        assert self.comparison is not None
+        comparison = cast("Comparison", self.comparison)
         try:
             with _uncounted(self.graph_report.logits):
-                verdict = self.comparison.make(args)
+                verdict = comparison.make(args)
         except PostponedError as error:
             self.attempts += 1
             if self.attempts == _ATTEMPTS:
@@ -112,7 +112,7 @@ class _Verifier:
         except NotRunError as error:
             self._leave(str(error))
         else:
-            self._judge(verdict, args)
+            self._judge(comparison, verdict, args)
 
     def _leave(self, reason: str) -> None:
         """Go on with the rewritten graph, and say that nobody compared it."""
@@ -122,19 +122,21 @@ class _Verifier:
         log.warning("memeff.verify: %s was not compared: %s", self.graph_report.name, reason)
         self._settled(self.compiled)
 
-    def _judge(self, verdict: Verdict, args: Sequence[Any]) -> None:
+    def _judge(self, comparison: Comparison, verdict: Verdict, args: Sequence[Any]) -> None:
         if not verdict.mismatches:
             sentence = verdict.agreement()
             self._record(Record("backend", "verified", "verify_passed", sentence))
             log.info("memeff.verify: %s: %s", self.graph_report.name, sentence)
             self._settled(self.compiled)
             return
-        assert self.comparison is not None
-        rewrites = ", ".join(self._rewrites()) or "none"
-        where = write(self.comparison, verdict.mismatches, self.graph_report.name, args)
+        changes = [r for r in self.graph_report.records if r.action in report.CHANGES]
+        done = [f"{r.pass_name}{f' in {r.module}' if r.module else ''}" for r in changes]
+        rewrites, names = ", ".join(done) or "none", {r.pass_name for r in changes}
+        switches = dict(SWITCHES[name] for name in PASS_NAMES if name in names)
+        where = write(comparison, verdict.mismatches, self.graph_report.name, args)
         code, who = "verify_failed", "The rewritten graph does not compute what the original does"
         hint = (
-            f"Please report it with the reproducer. Until then options={self._switches()} has the "
+            f"Please report it with the reproducer. Until then options={switches} has the "
             f"original graph compiled. {where}"
         )
         if verdict.is_of_the_compiler and self.options.inner in _COMPILERS:
@@ -158,14 +160,6 @@ class _Verifier:
         if self.options.verify == "raise":
             raise VerifyError(text)
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-
-    def _rewrites(self) -> list[str]:
-        changes = (r for r in self.graph_report.records if r.action in report.CHANGES)
-        return [f"{r.pass_name}{f' in {r.module}' if r.module else ''}" for r in changes]
-
-    def _switches(self) -> dict[str, str]:
-        names = {r.pass_name for r in self.graph_report.records if r.action in report.CHANGES}
-        return dict(SWITCHES[name] for name in PASS_NAMES if name in names)
 
     def _record(self, record: Record, *, undo: bool = False) -> None:
         amended = self.graph_report.with_verdict(record, undo=undo)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -141,9 +142,7 @@ def gradient_gaps(
     for name, ours, theirs, mine in zip(names, found, truth, yardsticks, strict=True):
         if ours is None and theirs is None:
             continue
-        shape = theirs if theirs is not None else ours
-        assert shape is not None
-        zero = torch.zeros_like(shape)
+        zero = torch.zeros_like(cast("Tensor", ours if theirs is None else theirs))
         ours, theirs = zero if ours is None else ours, zero if theirs is None else theirs
         mine = None if own is None else torch.zeros_like(ours) if mine is None else mine
         words = _different_kind(ours, theirs)
@@ -184,11 +183,11 @@ class _Norms:
     def of(cls, found: Tensor, truth: Tensor, own: Tensor | None) -> _Norms:
         norms = cls(own=None if own is None else 0.0)
         sums = torch.zeros(3, dtype=torch.float64)
-        flat = [None if t is None else t.detach().reshape(-1) for t in (found, truth, own)]
+        flat: list[Any] = [
+            None if t is None else t.detach().reshape(-1) for t in (found, truth, own)
+        ]
         for start in range(0, truth.numel(), _CHUNK):
-            ours, theirs, mine = (None if t is None else t[start : start + _CHUNK] for t in flat)
-            assert ours is not None
-            assert theirs is not None
+            ours, theirs, mine = (t if t is None else t[start : start + _CHUNK] for t in flat)
             sums += torch.stack(norms._add(ours, theirs, mine)).cpu()
         norms.error, norms.size = float(sums[0].sqrt()), float(sums[1].sqrt())
         norms.own = None if own is None else float(sums[2].sqrt())

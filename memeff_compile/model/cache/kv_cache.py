@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from memeff_compile.model.cache.layers import (
 from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 from memeff_compile.model.cache.minicache import MiniCache, pairs_of
 from memeff_compile.model.cache.pool import Pool, allocate, bucket
+
+Untyped: TypeAlias = Any
+"""What has no type here: a config, a model or a layer of transformers, a setting of a cache."""
 
 _POOLED = ("greedy_search", "sample", "beam_search", "beam_sample")
 """Ways of generating that leave a cache as they got it, but for what is in it."""
@@ -69,7 +72,7 @@ class KVCache(Cache):
 
     def __init__(
         self,
-        config: Any,  # noqa: ANN401 - transformers' config
+        config: Untyped,
         max_cache_len: int,
         bits: int = 4,
         *,
@@ -86,7 +89,7 @@ class KVCache(Cache):
         settings = {"bits": bits, "scheme": scheme, "group": group}
         settings |= {"recent": recent, "kept": keep_first}
 
-        def full() -> Any:  # noqa: ANN401
+        def full() -> Untyped:
             if bits == 16:
                 return ExactLayer(max_cache_len)
             return CodedLayer(max_cache_len, settings, self._starts)
@@ -146,7 +149,6 @@ class KVCache(Cache):
         remove = remaining(tokens_to_remove)
         if remove == 0:
             return
-        layer: Any
         for number, layer in enumerate(self.layers):
             why = _keeps(layer, remove)
             if why is not None:
@@ -217,7 +219,7 @@ class KVCache(Cache):
         )
 
 
-def _keeps(layer: Any, remove: int) -> str | None:  # noqa: ANN401
+def _keeps(layer: Untyped, remove: int) -> str | None:
     """Return why a layer of any kind cannot remove its last tokens, or None."""
     if isinstance(layer, InPlace):
         return layer.keeps(remove)
@@ -246,7 +248,7 @@ def _merging(merge: MiniCache | str | None, scheme: str) -> MiniCache | None:
 def _pair(
     layers: list[Any],
     merge: MiniCache,
-    config: Any,  # noqa: ANN401
+    config: Untyped,
     max_cache_len: int,
     settings: dict[str, Any],
     starts: Starts,
@@ -315,14 +317,14 @@ class _Hook:
 
     def __call__(
         self,
-        generation_config: Any,  # noqa: ANN401
+        generation_config: Untyped,
         model_kwargs: dict[str, Any],
-        generation_mode: Any,  # noqa: ANN401
+        generation_mode: Untyped,
         batch_size: int,
         max_cache_length: int,
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        *args: object,
+        **kwargs: object,
+    ) -> Untyped:
         """Put a KVCache into the arguments of the model, unless another cache is asked for."""
         model = self.model
         given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
@@ -343,9 +345,8 @@ class _Hook:
         mask = model_kwargs.get("attention_mask")
         is_padded = mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
         mask = mask if is_padded else None
-        model_kwargs["past_key_values"] = self._cache(
-            generation_config, generation_mode, batch_size, tokens, mask
-        )
+        how = (generation_config, generation_mode, batch_size, tokens, mask)
+        model_kwargs["past_key_values"] = self._cache(*how)
         if generation_config.compile_config is not None:
             return None
         if getattr(model, "_compiled_call_impl", None) is not None:
@@ -358,12 +359,7 @@ class _Hook:
         return None
 
     def _cache(
-        self,
-        config: Any,  # noqa: ANN401
-        mode: Any,  # noqa: ANN401
-        batch_size: int,
-        tokens: int,
-        mask: Tensor | None,
+        self, config: Untyped, mode: Untyped, batch_size: int, tokens: int, mask: Tensor | None
     ) -> KVCache:
         """Return an empty cache; one that was used before, where nobody can hold its tensors."""
         model = self.model
@@ -413,7 +409,7 @@ class _Use:
         self()
 
 
-def _generating(model: Any) -> Any:  # noqa: ANN401
+def _generating(model: Untyped) -> Untyped:
     """Return the model of transformers whose generate() runs: inside adapters and compiled ones."""
     model = compat.without_compile(model)
     if not hasattr(type(model), _HOOK) and hasattr(model, "get_base_model"):  # PEFT's
@@ -422,11 +418,7 @@ def _generating(model: Any) -> Any:  # noqa: ANN401
 
 
 def use_kv_cache_(
-    model: Any,  # noqa: ANN401 - a model of transformers
-    bits: int = 4,
-    *,
-    max_cache_len: int | None = None,
-    **settings: Any,  # noqa: ANN401 - of KVCache
+    model: Untyped, bits: int = 4, *, max_cache_len: int | None = None, **settings: Untyped
 ) -> Callable[[], None]:
     """Let every later ``model.generate(...)`` use a `KVCache`, pipelines included.
 

@@ -8,7 +8,7 @@ both; of several tokens, the lower layer's wait for the upper's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -134,8 +134,7 @@ class MergedLayer(CodedLayer):
         self.is_initialized = True
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        assert self.layout is not None
-        return dtype_of(name, self.dtype, self.layout.bits)
+        return dtype_of(name, self.dtype, self.settings["bits"])
 
     def _first_tokens(self, batch: int, heads: int) -> Tensor:
         first = self.starts.first_tokens(batch, self.device)
@@ -166,37 +165,19 @@ class MergedLayer(CodedLayer):
 
     def _append_pair(self, k: Tensor, v: Tensor, *, is_first: bool) -> None:
         """Write this layer's tokens, and the lower's that wait; merge what is due."""
-        assert self.layout is not None
-        assert self.lower is not None
+        lower, recent = cast("MergedLayer", self.lower), self.settings["recent"]
         parked, self.pair.parked = self.pair.parked, None
         lower_k, lower_v = (None, None) if parked is None else parked
-        merge = self.pair.merge
-        coded_kv_cache_append_pair(
-            *(tensor for _, tensor in self.pair.tensors()),
-            *self.lower.own(),
-            *self.own(),
-            lower_k,
-            lower_v,
-            k,
-            v,
-            self.layout.bits,
-            self.layout.recent,
-            self.max_cache_len,
-            self.pair.keep_first,
-            merge.rule,
-            merge.t,
-            merge.gamma,
-            merge.reading,
-            merge.scale,
-            is_first,
-        )
+        merge, shared = self.pair.merge, (tensor for _, tensor in self.pair.tensors())
+        new = (lower_k, lower_v, k, v)
+        how = (self.settings["bits"], recent, self.max_cache_len, self.pair.keep_first)
+        rule = (merge.rule, merge.t, merge.gamma, merge.reading, merge.scale, is_first)
+        coded_kv_cache_append_pair(*shared, *lower.own(), *self.own(), *new, *how, *rule)
 
     def _view(self) -> tuple[Tensor, Tensor]:
-        assert self.layout is not None
         norms = self.norms[..., 0], self.norms[..., 1]
-        keys, values = coded_kv_cache_view(
-            *self.pool(), *norms, self.layout.bits, self.max_cache_len
-        )
+        how = (self.settings["bits"], self.max_cache_len)
+        keys, values = coded_kv_cache_view(*self.pool(), *norms, *how)
         return keys, values
 
     def _overlaid(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
