@@ -35,17 +35,11 @@ MEASURED_BY_US = ("NVIDIA H200",)
 
 @dataclass(frozen=True)
 class Decision:
-    """A choice between settings that compute the same, up to rounding order.
+    """A choice between settings that compute the same, up to rounding order."""
 
-    Args:
-        name: Name in the table: the op, then what is chosen.
-        meaning: One line for the reader of the table.
-        choices: The names it may be.
-    """
-
-    name: str
-    meaning: str
-    choices: tuple[str, ...]
+    name: str  # name in the table: the op, then what is chosen
+    meaning: str  # one line for the reader of the table
+    choices: tuple[str, ...]  # the names it may be
 
 
 DECISIONS = {
@@ -311,18 +305,12 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Question:
-    """One decision to be made by measuring.
+    """One decision to be made by measuring."""
 
-    Args:
-        name: A key of `DECISIONS`.
-        default: What decides without a measurement.
-        options: The settings to compare, the default among them.
-        fault: Runs with a setting and returns what is wrong with its numbers, or "".
-        workloads: Makes what is timed; called once, and its results are dropped afterwards.
-    """
-
-    name: str
-    default: str
-    options: Sequence[str]
+    name: str  # a key of `DECISIONS`
+    default: str  # what decides without a measurement
+    options: Sequence[str]  # the settings to compare, the default among them
+    # runs with a setting and returns what is wrong with its numbers, or ""
     fault: Callable[[str], str]
+    # makes what is timed; called once, and its results are dropped afterwards
     workloads: Callable[[], Sequence[Workload]]

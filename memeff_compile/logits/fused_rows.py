@@ -36,21 +36,15 @@ _BACKWARD_TENSORS = [
 
 
 class Folded(NamedTuple):
-    """A recipe as the op takes it: ``z = softcap * tanh(scale * (s + bias) / softcap)``.
+    """A recipe as the op takes it: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
 
-    Args:
-        scale, softcap: as above, softcap 0 for none.
-        divisors: what to divide each vector of the recipe by, to add it inside the scale.
-        factor: None for logits; for log-probabilities what they are multiplied by (-1 for the
-            negative ones).
-        logits: the recipe up to the log-softmax.
-    """
-
-    scale: float
-    softcap: float
+    scale: float  # as above, softcap 0 for none
+    softcap: float  # likewise
+    # what to divide each vector of the recipe by, to add it inside the scale
     divisors: tuple[float, ...]
+    # None for logits; for log-probabilities what they are multiplied by (-1 for the negative ones)
     factor: float | None
-    logits: LogitsRecipe
+    logits: LogitsRecipe  # the recipe up to the log-softmax
 
 
 @lru_cache(maxsize=256)
@@ -95,24 +89,16 @@ def _product(steps: Sequence[tuple[str, object]]) -> float | None:
 
 @dataclass(frozen=True)
 class Head:
-    """Some rows of logits, as what they come from; all tensors without autograd.
+    """Some rows of logits, as what they come from; all tensors without autograd."""
 
-    Args:
-        hidden: (..., hidden), one per row.
-        weight, bias, vectors: as a `LogitsRecipe` takes them.
-        recipe: from the hidden states to the values of the tensor in question, log-probabilities
-            included.
-        settings: what the options say.
-        use: where to count.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    vectors: tuple[Tensor, ...]
+    hidden: Tensor  # (..., hidden), one per row
+    weight: Tensor  # as a `LogitsRecipe` takes them
+    bias: Tensor | None  # likewise
+    vectors: tuple[Tensor, ...]  # likewise
+    # from the hidden states to the values of the tensor in question, log-probabilities included
     recipe: LogitsRecipe
-    settings: LossSettings
-    use: LogitsUse | None = None
+    settings: LossSettings  # what the options say
+    use: LogitsUse | None = None  # where to count
 
     @property
     def folded(self) -> Folded:
@@ -184,30 +170,19 @@ class FusedRows:
 
         logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j)
         log-probabilities:  outer * (                  - nll * [j = target] + total * w_j)
-
-    Args:
-        head: the rows.
-        nll, lse, total: one number per row, or None for zeros.
-        target: one column per row, or None where nll is.
-        ignore_index: rows with this target have neither nll nor total.
-        column_weight: (vocabulary,), the w above; None for ones.
-        row_lse: log-sum-exp of the rows.
-        lse_of_ignored: `row_lse` holds in ignored rows too.
-        outer: what the gradient has been multiplied by on its way.
-        is_log: the rows are log-probabilities.
     """
 
-    head: Head
-    nll: Tensor | None
-    lse: Tensor | None
-    total: Tensor | None
-    target: Tensor | None
-    ignore_index: int | None
-    column_weight: Tensor | None
-    row_lse: Tensor
-    lse_of_ignored: bool = True
-    outer: float = 1.0
-    is_log: bool = False
+    head: Head  # the rows
+    nll: Tensor | None  # one number per row, or None for zeros
+    lse: Tensor | None  # likewise
+    total: Tensor | None  # likewise
+    target: Tensor | None  # one column per row, or None where nll is
+    ignore_index: int | None  # rows with this target have neither nll nor total
+    column_weight: Tensor | None  # (vocabulary,), the w above; None for ones
+    row_lse: Tensor  # log-sum-exp of the rows
+    lse_of_ignored: bool = True  # `row_lse` holds in ignored rows too
+    outer: float = 1.0  # what the gradient has been multiplied by on its way
+    is_log: bool = False  # the rows are log-probabilities
     versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

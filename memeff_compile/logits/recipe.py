@@ -216,38 +216,25 @@ class LogitsRecipe:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What the options say about the fused loss, for losses outside the graph.
+    """What the options say about the fused loss, for losses outside the graph."""
 
-    Args:
-        workspace: memeff.linear_cross_entropy.workspace, in bytes; 0 for automatic.
-    """
-
-    workspace: int = 0
+    workspace: int = 0  # memeff.linear_cross_entropy.workspace, in bytes; 0 for automatic
 
 
 @dataclass(frozen=True)
 class DeferredOutput:
-    """One output of a compiled graph that carries hidden states in the place of logits.
+    """One output of a compiled graph that carries hidden states in the place of logits."""
 
-    Args:
-        output: index of the output.
-        weight: index of the head's weight among the graph's arguments.
-        bias: index of the bias inside the product, or None.
-        vectors: indices of the tensors that the recipe's bias steps add, in order.
-        recipe: how the logits come from the hidden states.
-        detached: the model detaches these logits before it returns them.
-        loss: how a loss outside the graph is fused, or None where it is not.
-        views: where several outputs share the memory of these logits, or one has not all of it in
-            its order, all of them, and each is a view of it; `output` is the first of their places.
-    """
-
-    output: int
-    weight: int
-    bias: int | None
-    vectors: tuple[int, ...]
-    recipe: LogitsRecipe
-    detached: bool = False
+    output: int  # index of the output
+    weight: int  # index of the head's weight among the graph's arguments
+    bias: int | None  # index of the bias inside the product, or None
+    vectors: tuple[int, ...]  # indices of the tensors that the recipe's bias steps add, in order
+    recipe: LogitsRecipe  # how the logits come from the hidden states
+    detached: bool = False  # the model detaches these logits before it returns them
+    # how a loss outside the graph is fused, or None where it is not
     loss: LossSettings | None = None
+    # where several outputs share the memory of these logits, or one has not all of it in its order,
+    # all of them, and each is a view of it; `output` is the first of their places
     views: tuple[LogitsView, ...] = ()
 
     @property
@@ -272,14 +259,10 @@ class GivenSize:
 
 @dataclass(frozen=True)
 class LogitsView:
-    """An output that is a view of the logits.
+    """An output that is a view of the logits."""
 
-    Args:
-        output: index of the output.
-        calls: the ATen views that lead to it, each by its name and the arguments behind `self`.
-    """
-
-    output: int
+    output: int  # index of the output
+    # the ATen views that lead to it, each by its name and the arguments behind `self`
     calls: tuple[tuple[str, tuple[Any, ...]], ...]
 
     def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:

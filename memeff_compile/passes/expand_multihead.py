@@ -40,16 +40,11 @@ from .graph.graph_info import GraphInfo, kind_among, node_name, same_shape
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask of the module.
+    """A mask of the module."""
 
-    Args:
-        node: The mask as the function is given it.
-        taken: Where it is true, a key is taken away; None for a mask of other numbers.
-        made_by: What turned ``taken`` into ``node``, as nn.MultiheadAttention does first.
-    """
-
-    node: Node
-    taken: Node | None
+    node: Node  # the mask as the function is given it
+    taken: Node | None  # where it is true, a key is taken away; None for a mask of other numbers
+    # what turned ``taken`` into ``node``, as nn.MultiheadAttention does first
     made_by: tuple[Node, ...] = ()
 
 

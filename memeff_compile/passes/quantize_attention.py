@@ -59,22 +59,16 @@ WIDEST = 128
 
 @dataclass(frozen=True)
 class Asked:
-    """What a place asks of attention.
+    """What a place asks of attention."""
 
-    Attributes:
-        operands: q, k and v.
-        tables: key_mask, query_ids and key_ids, each None or a node.
-        ahead, behind: how far a key may stand ahead of a query and behind it; None for any.
-        scale: of the scores; None for that of the head dimension.
-        kind: "whole" without a condition, "causal" where PyTorch's kernels know the mask, "told"
-            where memeff::attention serves it.
-    """
-
-    operands: tuple[Node, Node, Node]
+    operands: tuple[Node, Node, Node]  # q, k and v
+    # key_mask, query_ids and key_ids, each None or a node
     tables: tuple[Any, Any, Any] = (None, None, None)
-    ahead: Any = None
-    behind: Any = None
-    scale: Any = None
+    ahead: Any = None  # how far a key may stand ahead of a query; None for any
+    behind: Any = None  # how far behind it; None for any
+    scale: Any = None  # of the scores; None for that of the head dimension
+    # "whole" without a condition, "causal" where PyTorch's kernels know the mask, "told" where
+    # memeff::attention serves it
     kind: str = "whole"
 
 
@@ -101,21 +95,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a graph calls attention.
+    """Where a graph calls attention."""
 
-    Attributes:
-        node: the node that has the result.
-        asked: what it asks, or why it is none for us.
-        name: the path of the module, with `#1` for the second attention of one call of it.
-        call: how often this graph has called it before.
-        counter: what tells the module from others in this process.
-    """
-
-    node: Node
-    asked: Asked | Decline
-    name: str
-    call: int
-    counter: str
+    node: Node  # the node that has the result
+    asked: Asked | Decline  # what it asks, or why it is none for us
+    name: str  # the path of the module, with `#1` for the second attention of one call of it
+    call: int  # how often this graph has called it before
+    counter: str  # what tells the module from others in this process
 
 
 @dataclass

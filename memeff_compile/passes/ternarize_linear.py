@@ -64,21 +64,14 @@ class Group:
 
 @dataclass
 class Calls:
-    """Calls of `memeff::ternary_linear` with one input, as packed modules make them.
+    """Calls of `memeff::ternary_linear` with one input, as packed modules make them."""
 
-    Attributes:
-        nodes: The calls.
-        entering: What stands before them and can be part of one call.
-        added: The sum behind the only result, and what is added; or None.
-        is_early: A kernel of this graph runs before, and nobody writes to the weights.
-        owned: What is erased in the end.
-    """
-
-    nodes: list[Node]
-    entering: Entering
+    nodes: list[Node]  # the calls
+    entering: Entering  # what stands before them and can be part of one call
+    # the sum behind the only result, and what is added; or None
     added: tuple[Node, Node] | None = None
-    is_early: bool = False
-    owned: list[Node] = field(default_factory=list)
+    is_early: bool = False  # a kernel of this graph runs before, and nobody writes to the weights
+    owned: list[Node] = field(default_factory=list)  # what is erased in the end
 
 
 class TernarizeLinear(GraphPass):

@@ -46,23 +46,14 @@ class CannotWidenError(Exception):
 
 @dataclass(frozen=True)
 class KeptGraph:
-    """A copy of a captured graph that outlives its compilation.
+    """A copy of a captured graph that outlives its compilation."""
 
-    Args:
-        module: the copy, with its own copies of the graphs inside it.
-        names: what a reader calls each input ("lm_head.weight", "input_ids").
-        is_parameter: which inputs are parameters.
-        is_written: which inputs the graph may write to.
-        dtypes: floating dtypes of the values in the graph.
-        obstacle: why the graph cannot be run beside the compiled one, or "".
-    """
-
-    module: GraphModule
-    names: tuple[str, ...]
-    is_parameter: tuple[bool, ...]
-    is_written: tuple[bool, ...]
-    dtypes: frozenset[torch.dtype]
-    obstacle: str
+    module: GraphModule  # the copy, with its own copies of the graphs inside it
+    names: tuple[str, ...]  # what a reader calls each input ("lm_head.weight", "input_ids")
+    is_parameter: tuple[bool, ...]  # which inputs are parameters
+    is_written: tuple[bool, ...]  # which inputs the graph may write to
+    dtypes: frozenset[torch.dtype]  # floating dtypes of the values in the graph
+    obstacle: str  # why the graph cannot be run beside the compiled one, or ""
 
 
 def keep(gm: GraphModule, options: Options) -> KeptGraph:

@@ -24,15 +24,10 @@ __all__ = ["EXACT", "OWN", "SLACK", "Gap", "Tolerance", "gradient_gaps", "slack_
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What may differ.
+    """What may differ."""
 
-    Args:
-        relative: share of a tensor's norm.
-        absolute: per entry, as a root mean square; of values only.
-    """
-
-    relative: float
-    absolute: float
+    relative: float  # share of a tensor's norm
+    absolute: float  # per entry, as a root mean square; of values only
 
     def times(self, factor: float) -> Tolerance:
         """Return a tolerance that is `factor` times as wide."""
@@ -56,21 +51,13 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Gap:
-    """The distance between two tensors.
+    """The distance between two tensors."""
 
-    Args:
-        what: "output 0", "gradient of lm_head.weight".
-        error: relative to the size of the truth.
-        allowed: the same, for the error.
-        own: error of the original graph, where it is the yardstick.
-        words: what differs where it is no distance ("has shape ...").
-    """
-
-    what: str
-    error: float
-    allowed: float
-    own: float | None = None
-    words: str = ""
+    what: str  # "output 0", "gradient of lm_head.weight"
+    error: float  # relative to the size of the truth
+    allowed: float  # the same, for the error
+    own: float | None = None  # error of the original graph, where it is the yardstick
+    words: str = ""  # what differs where it is no distance ("has shape ...")
 
     @property
     def share(self) -> float:

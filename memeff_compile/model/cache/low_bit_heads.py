@@ -19,19 +19,13 @@ _FULL = 16
 
 @dataclass(frozen=True)
 class _Heads:
-    """An attention function of transformers over quantised heads.
+    """An attention function of transformers over quantised heads."""
 
-    Attributes:
-        inner: the function that attends.
-        query, key_value: bits; 16: as they are.
-        first, first_bits: so many keys and values from position 0, and their bits.
-    """
-
-    inner: Any
-    query: int
-    key_value: int
-    first: int
-    first_bits: int
+    inner: Any  # the function that attends
+    query: int  # bits; 16: as they are
+    key_value: int  # likewise
+    first: int  # so many keys and values from position 0, and their bits
+    first_bits: int  # likewise
 
     def __call__(
         self,

@@ -37,22 +37,14 @@ Unread: TypeAlias = Decline
 
 @dataclass(frozen=True)
 class Quantized:
-    """A value that is another one, quantised and scaled back.
+    """A value that is another one, quantised and scaled back."""
 
-    Attributes:
-        source: What is quantised.
-        quantizer: How a token is; for a weight, its eps and details alone count.
-        is_weight: The scale is one for the whole tensor and the codes are -1, 0, 1.
-        is_straight: The gradient passes through as if nothing had happened.
-        chain: Nodes between the source and the value, the value included.
-        numbers: Nodes of numbers that were read: the answer holds as long as they stay.
-    """
-
-    source: Node
-    quantizer: Quantizer
-    is_weight: bool
-    is_straight: bool
-    chain: tuple[Node, ...]
+    source: Node  # what is quantised
+    quantizer: Quantizer  # how a token is; for a weight, its eps and details alone count
+    is_weight: bool  # the scale is one for the whole tensor and the codes are -1, 0, 1
+    is_straight: bool  # the gradient passes through as if nothing had happened
+    chain: tuple[Node, ...]  # nodes between the source and the value, the value included
+    # nodes of numbers that were read: the answer holds as long as they stay
     numbers: tuple[Node, ...] = ()
 
 

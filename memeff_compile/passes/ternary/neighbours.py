@@ -22,21 +22,13 @@ from .chains import other_user
 
 @dataclass(frozen=True)
 class Entering:
-    """What the tokens of a linear go through.
+    """What the tokens of a linear go through."""
 
-    Attributes:
-        source: What goes in: x, or the gate where `up` is given.
-        up: The other factor of a squared-ReLU gate, or None.
-        norm: The weight of an RMS norm, or None.
-        eps: of the norm, as the graph has it: a number, or a node for one.
-        chain: Nodes from the linear's input back, the input first.
-    """
-
-    source: Node
-    up: Node | None = None
-    norm: Node | None = None
-    eps: Any = 0.0
-    chain: tuple[Node, ...] = ()
+    source: Node  # what goes in: x, or the gate where `up` is given
+    up: Node | None = None  # the other factor of a squared-ReLU gate, or None
+    norm: Node | None = None  # the weight of an RMS norm, or None
+    eps: Any = 0.0  # of the norm, as the graph has it: a number, or a node for one
+    chain: tuple[Node, ...] = ()  # nodes from the linear's input back, the input first
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:
