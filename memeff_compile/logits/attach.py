@@ -124,17 +124,12 @@ def attach(
 def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
     """Wrap a compiled callable so that deferred logits among its arguments arrive as plain ones.
 
-    Args:
-        compiled: takes plain tensors only.
-        places: the arguments that come out of another compiled callable.
-
-    Returns:
-        A callable of the same arguments. Gradients reach the deferred logits.
+    Gradients reach the deferred logits. ``places`` are the arguments that come out of another
+    compiled callable.
     """
-    entries = tuple(places)
 
     def run(*args: Any) -> Any:
-        if any(isinstance(args[place], DeferredLogits) for place in entries):
+        if any(isinstance(args[place], DeferredLogits) for place in places):
             args = tuple(arg.as_plain() if isinstance(arg, DeferredLogits) else arg for arg in args)
         return compiled(*args)
 

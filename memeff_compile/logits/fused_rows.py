@@ -132,12 +132,7 @@ class Head:
         ignore_index: int | None,
         **wanted: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return nll, lse and the weighted sum of the logits of every row.
-
-        Args:
-            target, column_weight, ignore_index: as the op takes them.
-            wanted: with_lse and with_logit_sum.
-        """
+        """Return nll, lse and the weighted sum of the logits of every row."""
         given, knobs = (*self._operands(), target, column_weight), self._knobs(ignore_index)
         nll, lse, logit_sum, *_ = op_folder.linear_cross_entropy(*given, **knobs, **wanted)
         return nll, lse, logit_sum
@@ -217,9 +212,7 @@ class FusedRows:
     ) -> FusedRows | None:
         """Return the gradient of all rows of `parts`, or None if they are of different kinds.
 
-        Args:
-            parts: the gradients.
-            join: concatenates or stacks tensors along one of the rows' dimensions.
+        `join` concatenates or stacks tensors along one of the rows' dimensions.
         """
         first = parts[0]
         if not all(first._is_like(part) and part.outer == first.outer for part in parts):

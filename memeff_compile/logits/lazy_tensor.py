@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import numpy
 
 __all__ = ["MEMORY_METHODS", "LazyTensor", "untraced"]
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 MEMORY_METHODS = (
     "__deepcopy__",
@@ -50,9 +48,8 @@ MEMORY_METHODS = (
 """Methods of `torch.Tensor` that do not pass through the dispatcher; `LazyTensor` has its own."""
 
 
-def untraced(function: _Function) -> _Function:
-    """Keep Dynamo out of a function that works on the real tensors."""
-    return compat.untraced(function)
+untraced = compat.untraced
+"""Keeps Dynamo out of a function that works on the real tensors."""
 
 
 # Tensors have a metaclass of their own, so abc cannot refuse a subclass that leaves one out.

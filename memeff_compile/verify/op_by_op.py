@@ -140,13 +140,9 @@ def _wider(value: Any) -> Any:  # noqa: ANN401
 def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -> tuple[Any, ...]:
     """Run a kept graph with PyTorch's own operations.
 
-    Args:
-        graph: what to run.
-        args: the graph's arguments; for a wide run their floating tensors are float64.
-        wide: compute everything in float64, whatever casts and autocast regions say.
-
-    Raises:
-        CannotWidenError: An operation gives a narrower result than its operands.
+    ``wide`` computes everything in float64, whatever casts and autocast regions say, from arguments
+    whose floating tensors are float64; CannotWidenError where an operation gives a narrower result
+    than its operands.
     """
     module = _copied(graph.module, wide=True) if wide else graph.module
     return tuple(_OpByOp(module, wide=wide).run(*args))
@@ -154,10 +150,10 @@ def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -
 
 def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
     """Return the plan of a graph's deferred outputs for its run in float64."""
-    return [replace(entry, recipe=_wide_recipe(entry.recipe), loss=None) for entry in plan]
+    return [replace(entry, recipe=_wide(entry.recipe), loss=None) for entry in plan]
 
 
-def _wide_recipe(recipe: LogitsRecipe) -> LogitsRecipe:
+def _wide(recipe: LogitsRecipe) -> LogitsRecipe:
     steps = tuple((name, _wider(value)) for name, value in recipe.steps)
     return replace(recipe, compute_dtype=_wider(recipe.compute_dtype), steps=steps)
 

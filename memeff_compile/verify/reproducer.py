@@ -36,11 +36,7 @@ def write(
 ) -> str:
     """Write ``repro.py`` and ``inputs.pt``; return a sentence that says where and how large.
 
-    Args:
-        compared: the graphs, and the options that say where to write.
-        mismatches: what differed.
-        graph_name: the name of the graph in the report.
-        args: the arguments that showed it.
+    ``args`` are the arguments that showed the mismatches, the name is the graph's in the report.
     """
     try:
         parent, name = compared.options.verify_folder, re.sub(r"\W+", "_", graph_name)

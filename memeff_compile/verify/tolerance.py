@@ -74,11 +74,9 @@ class Gap:
 
 
 def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Tolerance:
-    """Return the slack of the coarsest dtype of a graph.
+    """Return the slack of the coarsest of a graph's floating dtypes.
 
-    Args:
-        dtypes: floating dtypes of its values.
-        coarse_products: fp32 products are rounded to TF32 or bf16 on this machine.
+    ``coarse_products``: fp32 products are rounded to TF32 or bf16 on this machine.
     """
     known = [SLACK[dtype] for dtype in dtypes if dtype in SLACK]
     if coarse_products:
@@ -89,14 +87,9 @@ def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Toleran
 def value_gap(
     what: str, found: Tensor, truth: Tensor, tolerance: Tolerance, own: Tensor | None = None
 ) -> Gap:
-    """Compare one value: an output, or what the graph left in one of its inputs.
+    """Compare one value, an output or what the graph left in an input, with the original's.
 
-    Args:
-        what: its name for a reader.
-        found: from the rewritten graph.
-        truth: from the original graph.
-        tolerance: what may differ.
-        own: from the original graph in the arithmetic of `found`, if `truth` is wider.
+    ``own`` is the original's in the arithmetic of ``found``, if ``truth`` is wider.
     """
     words = _different_kind(found, truth)
     if words:

@@ -107,8 +107,7 @@ class Editor:
     def size(self, value: int | torch.SymInt) -> int | Node:
         """Return a size as an argument of a call: a number, or what computes it from the inputs.
 
-        Raises:
-            EditRefused: The graph's inputs do not say it.
+        EditRefused where the inputs do not say it.
         """
         return value if isinstance(value, int) else self._size_of(compat.size_formula(value))
 

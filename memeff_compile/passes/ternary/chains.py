@@ -117,7 +117,7 @@ def _read(node: Node) -> Quantized:
     value = _without_casts(chain, node)
     if _is_function(_behind_item(value)):
         return _through_function(chain, value)
-    for source, other in _both(_call_of(value, "add")):
+    for source, other in both(_call_of(value, "add")):
         found = _added_difference(chain, value, source, other)
         if found is not None:
             return found
@@ -169,7 +169,7 @@ def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None
     if not isinstance(taken, Node) or call.args.get("alpha", 1) != 1:
         return None
     cut = _without_detach(_Chain(), taken)
-    for source, quantized in _both(_call_of(total, "add")):
+    for source, quantized in both(_call_of(total, "add")):
         if _is_same(cut, source) and not _requires_grad(quantized) and not _requires_grad(taken):
             chain.take(value)
             chain.take(total)
@@ -286,7 +286,7 @@ def _without_mask(chain: _Chain, node: Node) -> tuple[Node | None, Node]:
     if call is not None and call.op is aten.where.ScalarOther and call.args["other"] == 0:
         pairs = [(call.args["condition"], call.args["self"])]
     else:
-        pairs = list(_both(_call_of(node, "mul")))
+        pairs = list(both(_call_of(node, "mul")))
     for mask, value in pairs:
         found = read_larger_half(mask)
         if found is not None:
@@ -518,7 +518,7 @@ def _tensors(call: Call) -> tuple[Node, Node]:
     return left, right
 
 
-def _both(call: Call | None) -> Iterator[tuple[Node, Node]]:
+def both(call: Call | None) -> Iterator[tuple[Node, Node]]:
     """Yield the operands of a product, or of a plain sum, in both orders."""
     given = {} if call is None or call.args.get("alpha", 1) != 1 else call.args
     left, right = given.get("self"), given.get("other")

@@ -17,7 +17,7 @@ from torch.fx import Node
 from ... import compat
 from ..graph.canonical import Call, aten, read_one
 from ..graph.graph_info import same_shape
-from .chains import other_user
+from .chains import both, other_user
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,7 @@ def _squared(node: Node) -> Node | None:
 def _factors(node: Node) -> list[tuple[Node, Node]]:
     """Return both orders of the operands of a product of two tensors."""
     call = read_one(node)
-    if call is None or call.op is not aten.mul.Tensor:
-        return []
-    left, right = call.args["self"], call.args["other"]
-    if not isinstance(left, Node) or not isinstance(right, Node):
-        return []
-    return [(left, right), (right, left)]
+    return list(both(call)) if call is not None and call.op is aten.mul.Tensor else []
 
 
 def _are_alike(values: Sequence[torch.Tensor]) -> bool:
