@@ -41,7 +41,6 @@ TAKES_ANOTHERS_INSIDES: Any = torch._has_compatible_shallow_copy_type
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a subclass that has none."""
 
-
 schema: Callable[[Any], Any] = attrgetter("_schema")
 """Returns the schema of an op: its name, arguments and returns."""
 
@@ -61,7 +60,6 @@ def wrapper_subclass(kind: type[_Tensor], *args: Any, **kwargs: Any) -> _Tensor:
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """A context that calls functions of torch on subclasses as on plain tensors."""
-
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Returns a number that every in-place write to a tensor's memory raises."""
@@ -639,7 +637,6 @@ def feeds_resumed_code(gm: GraphModule) -> bool:
 
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
 """Lets the device stop with a message when it finds a condition false; the host goes on."""
-
 
 is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Returns whether ``torch.func`` or ``torch.vmap`` is transforming what runs now."""

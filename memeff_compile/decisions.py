@@ -37,26 +37,19 @@ MEASURED_BY_US = ("NVIDIA H200",)
 class Decision:
     """A choice between settings that compute the same, up to rounding order."""
 
-    name: str  # name in the table: the op, then what is chosen
     meaning: str  # one line for the reader of the table
     choices: tuple[str, ...]  # the names it may be
 
 
 DECISIONS = {
-    decision.name: decision
-    for decision in (
-        Decision(
-            "linear_cross_entropy.engine",
-            "which engine computes head and loss in 16 bits, where both run",
-            ("fused", "hybrid"),
-        ),
-        Decision(
-            "linear_cross_entropy.gradients",
-            "in which pass the gradients of a loss that is one number are made",
-            ("backward", "forward"),
-        ),
-    )
+    "linear_cross_entropy.engine": Decision(
+        "which engine computes head and loss in 16 bits, where both run", ("fused", "hybrid")
+    ),
+    "linear_cross_entropy.gradients": Decision(
+        "in which pass the gradients of a loss that is one number are made", ("backward", "forward")
+    ),
 }
+"""By the name in the table: the op, then what is chosen."""
 
 
 @dataclass(frozen=True)

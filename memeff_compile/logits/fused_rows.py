@@ -27,7 +27,6 @@ from memeff_compile.report import LogitsUse
 
 __all__ = ["Folded", "FusedRows", "Head", "fold_recipe"]
 
-
 _BACKWARD_TENSORS = [
     argument.name
     for argument in compat.schema(op_folder.linear_cross_entropy_backward).arguments

@@ -47,14 +47,12 @@ MEMORY_METHODS = (
 )
 """Methods of `torch.Tensor` that do not pass through the dispatcher; `LazyTensor` has its own."""
 
-
 untraced = compat.untraced
 """Keeps Dynamo out of a function that works on the real tensors."""
 
 
 # Tensors have a metaclass of their own, so abc cannot refuse a subclass that leaves one out.
 _ABSTRACT = "a subclass of LazyTensor has to say where its values come from"
-
 
 _NO_DATA = (
     "a {} was assigned to the .data of another tensor, or another one to its .data; it is computed "

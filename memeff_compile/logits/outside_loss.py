@@ -172,7 +172,8 @@ class _LogSoftmax(torch.autograd.Function):
             plain = _plain_for_second_derivative(ctx, ctx.saved_tensors)
             values = plain.to(ctx.recipe.dtype).log_softmax(-1)
             return torch.autograd.grad(values, plain, grad, create_graph=True)[0], None
-        value = None if ctx.memory is None else ctx.memory.untouched_value()
+        is_lost = ctx.memory is None or ctx.memory.is_open  # somebody can have written to them
+        value = None if is_lost else ctx.memory.value
         ctx.view = ctx.memory = None
         if isinstance(grad, RowGradient) and grad.is_fused:
             pieces = tuple(

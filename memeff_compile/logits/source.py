@@ -29,7 +29,6 @@ _REMEDY_GATHERED = (
     'compile with options={"memeff.logits": "eager"}.'
 )
 
-
 _EDITED = "the head's weight changed since then, through .data or outside PyTorch"
 
 _reading: list[str] = []

@@ -34,7 +34,6 @@ FEWEST_NUMBERS = 1 << 16
 _WAVES = named("cos.default sin.default")
 _MAX_STEPS = 6
 
-
 Tables: TypeAlias = "tuple[Node, ...]"
 """The tables of a graph."""
 

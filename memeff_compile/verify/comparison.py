@@ -249,6 +249,9 @@ class Comparison:
         coarse = on_gpu and torch.get_float32_matmul_precision() != "highest"
         slack = slack_of(self.original.dtypes, coarse_products=coarse)
 
+        levels = levels_of(self.rewritten.module)
+        targets = {node.target for level in levels for node in level.graph.nodes}
+
         def measured(ours: _Trial | Gap) -> list[Gap]:
             if isinstance(ours, Gap):
                 return [ours]
@@ -256,7 +259,7 @@ class Comparison:
             if self.options.linear_cross_entropy in LOSSY:
                 verdict.lossy = self.options.linear_cross_entropy
                 gaps = [gap for gap in gaps if not gap.what.startswith("gradient")]
-            if self._has_codes():
+            if any(str(target).startswith("memeff.quantized_attention") for target in targets):
                 verdict.is_coded, gaps = True, []
             return [*(self._kinds(ours, plain) if group == _GROUPS[0] else []), *gaps]
 
@@ -286,11 +289,6 @@ class Comparison:
             if _is_out_of_memory(error):
                 raise NotRunError("the rewritten graph ran out of memory beside it") from None
             return Gap("the rewritten graph", 0.0, 0.0, words=f"raised {in_one_line(error)}")
-
-    def _has_codes(self) -> bool:
-        """Return whether the rewritten graph computes attention in low bits."""
-        nodes = (n for level in levels_of(self.rewritten.module) for n in level.graph.nodes)
-        return any(str(n.target).startswith("memeff.quantized_attention") for n in nodes)
 
     # --- one run ----------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memeff_compile import compat
 from memeff_compile.compat import HigherOrderOperator, pytree
-from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe
+from memeff_compile.logits.recipe import DeferredOutput
 from memeff_compile.options import Options
 from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
 
@@ -150,12 +150,13 @@ def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -
 
 def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
     """Return the plan of a graph's deferred outputs for its run in float64."""
-    return [replace(entry, recipe=_wide(entry.recipe), loss=None) for entry in plan]
-
-
-def _wide(recipe: LogitsRecipe) -> LogitsRecipe:
-    steps = tuple((name, _wider(value)) for name, value in recipe.steps)
-    return replace(recipe, compute_dtype=_wider(recipe.compute_dtype), steps=steps)
+    found = []
+    for entry in plan:
+        steps = tuple((name, _wider(value)) for name, value in entry.recipe.steps)
+        dtype = _wider(entry.recipe.compute_dtype)
+        recipe = replace(entry.recipe, compute_dtype=dtype, steps=steps)
+        found.append(replace(entry, recipe=recipe, loss=None))
+    return found
 
 
 class _OpByOp(Interpreter):

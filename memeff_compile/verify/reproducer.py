@@ -140,7 +140,10 @@ def _source(name: str, module: GraphModule, imports: dict[str, str]) -> str:
             kind = f"{name}_{child}"
             parts.append(_source(kind, body, imports))
             # Higher-order operations other than checkpoints ask for a graph.
-            made_as = f"{kind}()" if _is_checkpointed(module, child) else f"traced({kind}())"
+            held = [n for n in module.graph.nodes if n.op == "get_attr" and n.target == child]
+            users = [str(user.target) for node in held for user in node.users]
+            is_checkpointed = all("tag_activation_checkpoint" in user for user in users)
+            made_as = f"{kind}()" if is_checkpointed else f"traced({kind}())"
             made.append(f"self.{child} = {made_as}")
     made += [f"self.{held} = constant({held!r})" for held, _ in _constants(module)]
     code = module.graph.python_code("self")
@@ -152,11 +155,6 @@ def _source(name: str, module: GraphModule, imports: dict[str, str]) -> str:
     init = init.replace("def __init__", "    def __init__", 1)
     parts.append(f"class {name}(torch.nn.Module):\n{init}\n\n{forward}\n")
     return "\n\n".join(parts)
-
-
-def _is_checkpointed(module: GraphModule, child: str) -> bool:
-    held = [n for n in module.graph.nodes if n.op == "get_attr" and n.target == child]
-    return all("tag_activation_checkpoint" in str(u.target) for node in held for u in node.users)
 
 
 _ADJUSTMENTS = (
@@ -265,7 +263,6 @@ def _exit_autocast(region):
 
 
 {original}
-
 
 {rewritten}
 

@@ -31,6 +31,7 @@ from memeff_compile.model.cache.layers import (
     refuse,
     remaining,
 )
+from memeff_compile.model.cache.low_bit_heads import Undo
 from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
 from memeff_compile.model.cache.minicache import MiniCache, pairs_of
 from memeff_compile.model.cache.pool import Pool, allocate, bucket
@@ -358,6 +359,20 @@ class _Hook:
             generation_config.compile_config = CompileConfig(backend="memeff", mode="default")
         return None
 
+    def undo(self) -> None:
+        """Let the model make the caches it made before, as far as that is not undone as well."""
+        self.is_undone = True
+        held = self.model.__dict__
+        current = held.get(_HOOK)
+        if current is not self:
+            return
+        while current is not None and current.is_undone:
+            current = current.before
+        if current is None:
+            del held[_HOOK]
+        else:
+            held[_HOOK] = current
+
     def _cache(
         self, config: Untyped, mode: Untyped, batch_size: int, tokens: int, mask: Tensor | None
     ) -> KVCache:
@@ -380,33 +395,6 @@ class _Hook:
         longest = tokens if self.settings.get("merge") or self.max_cache_len else 2 * tokens
         found: KVCache = self.pool.take(kind, range(tokens, longest + 1), mask, make)
         return found
-
-
-@dataclasses.dataclass
-class _Use:
-    """What `use_kv_cache_` returns: call it, or leave its ``with`` block, to undo."""
-
-    hook: _Hook
-
-    def __call__(self) -> None:
-        """Let the model make the caches it made before, as far as that is not undone as well."""
-        self.hook.is_undone = True
-        held = self.hook.model.__dict__
-        current = held.get(_HOOK)
-        if current is not self.hook:
-            return
-        while current is not None and current.is_undone:
-            current = current.before
-        if current is None:
-            del held[_HOOK]
-        else:
-            held[_HOOK] = current
-
-    def __enter__(self) -> _Use:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self()
 
 
 def _generating(model: Untyped) -> Untyped:
@@ -453,4 +441,4 @@ def use_kv_cache_(
     KVCache(inner.config, max_cache_len or 1, bits, **settings)  # refuses now what it would later
     hook = _Hook(inner, bits, max_cache_len, settings, inner.__dict__.get(_HOOK))
     inner.__dict__[_HOOK] = hook
-    return _Use(hook)
+    return Undo(hook.undo)

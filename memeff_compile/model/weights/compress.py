@@ -41,7 +41,6 @@ LARGEST_SHARE = 0.9
 SKIPPED = ("lm_head", "embed_out", "output_projection")
 """Modules left dense unless asked for: heads, whose losses the backend fuses on dense weights."""
 
-
 MIN_SIZE = 1 << 20
 """Elements of the smallest weight that is compressed unless asked for."""
 

@@ -99,11 +99,6 @@ class Chain:
         return any(s.kind == "detach" for s in self.steps)
 
     @property
-    def point_steps(self) -> tuple[Step, ...]:
-        """The pointwise steps, in order."""
-        return tuple(s for s in self.steps if s.kind in POINTWISE)
-
-    @property
     def operands(self) -> tuple[Node, ...]:
         """The tensors that the steps read beside the logits: row indices and vectors."""
         readings = (a for s in self.row_steps for c in s.reading for a in c.args.values())
@@ -122,7 +117,6 @@ def _frozen(value: Any) -> Any:
 
 
 POINTWISE = ("to", "mul", "div", "tanh", "bias")
-
 
 _MAX_STEPS = 24
 

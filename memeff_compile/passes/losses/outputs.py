@@ -39,7 +39,6 @@ from .head import (
 
 NAME = NOTED
 
-
 STALE_SENTENCE = (
     "out.logits is computed when first read; reading it after the weights changed raises "
     "StaleLogitsError; options={'memeff.logits': 'eager'} restores eager logits"
@@ -48,7 +47,6 @@ STALE_SENTENCE = (
 
 # A head is told from a wide layer inside a model by its width against that of its input.
 _HEAD_WIDTH = 4
-
 
 GATHERED_SENTENCE = (
     "out.logits is computed when first read; FSDP frees the gathered head in the backward pass, "
@@ -382,7 +380,7 @@ def _planned(
     steps: list[tuple[str, object]] = []
     vectors: list[int] = []
     dtype = head.compute_dtype
-    for step in output.chain.point_steps:
+    for step in (s for s in output.chain.steps if s.kind in POINTWISE):
         value = info.value(step.node)
         if step.kind == "bias":  # a wider vector widens the logits
             vectors.append(positions[step.value])

@@ -30,7 +30,6 @@ from .masks import read_larger_half
 _STEPS = 16
 """Nodes looked back over when asking whether something rounds on the way."""
 
-
 Unread: TypeAlias = Decline
 """Why a chain cannot be served."""
 
