@@ -249,8 +249,8 @@ class Comparison:
         coarse = on_gpu and torch.get_float32_matmul_precision() != "highest"
         slack = slack_of(self.original.dtypes, coarse_products=coarse)
 
-        levels = levels_of(self.rewritten.module)
-        targets = {node.target for level in levels for node in level.graph.nodes}
+        nodes = (n for level in levels_of(self.rewritten.module) for n in level.graph.nodes)
+        is_coded = any(str(n.target).startswith("memeff.quantized_attention") for n in nodes)
 
         def measured(ours: _Trial | Gap) -> list[Gap]:
             if isinstance(ours, Gap):
@@ -259,7 +259,7 @@ class Comparison:
             if self.options.linear_cross_entropy in LOSSY:
                 verdict.lossy = self.options.linear_cross_entropy
                 gaps = [gap for gap in gaps if not gap.what.startswith("gradient")]
-            if any(str(target).startswith("memeff.quantized_attention") for target in targets):
+            if is_coded:
                 verdict.is_coded, gaps = True, []
             return [*(self._kinds(ours, plain) if group == _GROUPS[0] else []), *gaps]
 

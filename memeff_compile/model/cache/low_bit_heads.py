@@ -49,7 +49,7 @@ class _Heads:
 
 
 class Undo:
-    """What a verb returns that changes a model for a while: call it, or leave its ``with`` block."""
+    """What a verb returns that changes a model: call it, or leave its ``with`` block, to undo."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo = undo
