@@ -35,27 +35,18 @@ REMEDY = (
 
 
 def defer(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    vectors: Sequence[Tensor],
-    recipe: LogitsRecipe,
+    hidden: Tensor,  # (..., hidden), what enters the head
+    weight: Tensor,  # the head's weight, oriented as `recipe` says
+    bias: Tensor | None,  # (vocabulary,) or None
+    vectors: Sequence[Tensor],  # the tensors that the recipe's bias steps add
+    recipe: LogitsRecipe,  # how the logits come from the hidden states
     *,
-    remedy: str = REMEDY,
+    remedy: str = REMEDY,  # what to do about stale logits, the end of the error's sentence
+    # how losses of these logits are fused; None leaves them to PyTorch, on computed values
     loss: LossSettings | None = None,
-    use: LogitsUse | None = None,
+    use: LogitsUse | None = None,  # where to count what becomes of the logits
 ) -> Tensor:
     """Return the logits of `hidden` as a tensor that is computed on first use.
-
-    Args:
-        hidden: (..., hidden), what enters the head.
-        weight: the head's weight, oriented as `recipe` says.
-        bias: (vocabulary,) or None.
-        vectors: the tensors that the recipe's bias steps add.
-        recipe: how the logits come from the hidden states.
-        remedy: what to do about stale logits, the end of the error's sentence.
-        loss: how losses of these logits are fused; None leaves them to PyTorch, on computed values.
-        use: where to count what becomes of the logits.
 
     Returns:
         A `DeferredLogits` of shape (..., vocabulary), joined to autograd as the logits would be.

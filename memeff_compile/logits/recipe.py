@@ -102,19 +102,15 @@ class LogitsRecipe:
 
     def gradients(
         self,
-        grad: Tensor,
-        hidden: Tensor,
+        grad: Tensor,  # (..., vocabulary) of `self.dtype`
+        hidden: Tensor,  # as in `logits`, and so are weight, bias and vectors
         weight: Tensor,
         bias: Tensor | None,
         vectors: Sequence[Tensor] = (),
+        # one claim per gradient, in the order of the result; None asks for all
         needed: Sequence[bool] | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Compute the gradients of `logits` from the gradient of its result.
-
-        Args:
-            grad: (..., vocabulary) of `self.dtype`.
-            hidden: as in `logits`, and so are weight, bias and vectors.
-            needed: one claim per gradient, in the order of the result; None asks for all.
 
         Returns:
             The gradients of hidden, weight, bias and of every vector; None where not needed.

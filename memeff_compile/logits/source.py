@@ -52,26 +52,18 @@ class LogitsSource:
 
     Holds detached aliases: the autograd graph of the hidden states belongs to the logits tensor
     alone, and a detached copy of the logits must not keep it alive.
-
-    Args:
-        hidden: (..., hidden), what enters the head.
-        weight: the head's weight.
-        bias: the bias inside the product, or None.
-        vectors: the tensors that the recipe's bias steps add.
-        remedy: the end of the error's sentence.
-        loss: how a loss outside the graph is fused, or None where it is not.
-        use: where to count what becomes of the logits.
     """
 
     def __init__(
         self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        vectors: Sequence[Tensor],
-        remedy: str,
+        hidden: Tensor,  # (..., hidden), what enters the head
+        weight: Tensor,  # the head's weight
+        bias: Tensor | None,  # the bias inside the product, or None
+        vectors: Sequence[Tensor],  # the tensors that the recipe's bias steps add
+        remedy: str,  # the end of the error's sentence
+        # how a loss outside the graph is fused, or None where it is not
         loss: LossSettings | None = None,
-        use: LogitsUse | None = None,
+        use: LogitsUse | None = None,  # where to count what becomes of the logits
     ) -> None:
         self.loss, self.use = loss, use
         self.hidden, self.weight = hidden.detach(), weight.detach()

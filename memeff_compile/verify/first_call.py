@@ -45,28 +45,17 @@ _COMPILERS = {"inductor": ("Inductor", "aot_eager"), "aot_eager": ("AOTAutograd"
 
 
 def verified(
-    compiled: Compiled,
+    compiled: Compiled,  # the rewritten graph, compiled, with deferred outputs attached
     *,
-    original: KeptGraph,
-    rewritten: KeptGraph,
-    plan: Sequence[DeferredOutput],
-    pieces: Sequence[int],
-    options: Options,
-    graph_report: GraphReport,
-    reuses_memory: bool,
+    original: KeptGraph,  # the graph as it came
+    rewritten: KeptGraph,  # the graph as our passes made it
+    plan: Sequence[DeferredOutput],  # the outputs of `rewritten` that carry hidden states
+    pieces: Sequence[int],  # inputs that come out of another compiled callable
+    options: Options,  # tolerance, where reproducers go, and whether a mismatch raises
+    graph_report: GraphReport,  # what was reported of this graph; the verdict is added to it
+    reuses_memory: bool,  # `compiled` keeps pointers to its inputs, as CUDA graphs do
 ) -> Compiled:
-    """Return a callable that compares at its first call and then is one of two.
-
-    Args:
-        compiled: the rewritten graph, compiled, with deferred outputs attached.
-        original: the graph as it came.
-        rewritten: the graph as our passes made it.
-        plan: the outputs of `rewritten` that carry hidden states.
-        pieces: inputs that come out of another compiled callable.
-        options: tolerance, where reproducers go, and whether a mismatch raises.
-        graph_report: what was reported of this graph; the verdict is added to it.
-        reuses_memory: `compiled` keeps pointers to its inputs, as CUDA graphs do.
-    """
+    """Return a callable that compares at its first call and then is one of two."""
     compared = Comparison(compiled, original, rewritten, tuple(plan), options, reuses_memory)
     plain: Compiled = partial(run_plainly, original)
     plain = accept(plain, pieces) if pieces else plain
