@@ -167,8 +167,8 @@ class _Norms:
             None if t is None else t.detach().reshape(-1) for t in (found, truth, own)
         ]
         for start in range(0, truth.numel(), _CHUNK):
-            ours, theirs, mine = (t if t is None else t[start : start + _CHUNK] for t in flat)
-            sums += torch.stack(norms._add(ours, theirs, mine)).cpu()
+            chunk: list[Any] = [t if t is None else t[start : start + _CHUNK] for t in flat]
+            sums += torch.stack(norms._add(*chunk)).cpu()
         norms.error, norms.size = float(sums[0].sqrt()), float(sums[1].sqrt())
         norms.own = None if own is None else float(sums[2].sqrt())
         return norms
