@@ -150,6 +150,7 @@ class KVCache(Cache):
         remove = remaining(tokens_to_remove)
         if remove == 0:
             return
+        layer: Untyped
         for number, layer in enumerate(self.layers):
             why = _keeps(layer, remove)
             if why is not None:
