@@ -19,9 +19,7 @@ from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._ops import HigherOrderOperator as HigherOrderOperator
-from torch._ops import OpOverload as OpOverload
-from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary

@@ -53,8 +53,6 @@ class Site(CachedSite):
 
 
 class CompressKVCache(CachedPass):
-    """The pass."""
-
     name = "compress_kv_cache"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
@@ -74,7 +72,6 @@ class CompressKVCache(CachedPass):
                 yield _unread(view)
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
-        """Return why the attention must be left alone, or None."""
         match.call = read_one(match.node) or match.call
         return (
             unserved_setting(info, match, "give a mask")

@@ -105,7 +105,6 @@ class EncodeWeights(GraphPass):
         return ""
 
     def check(self, info: GraphInfo, match: Several) -> Decline | None:
-        """Return why the place must be left alone, or None."""
         for site in match.sites:
             found = self._check_site(info, site)
             if found is not None:

@@ -82,7 +82,6 @@ class ExpandMultihead(GraphPass):
                 yield match
 
     def check(self, info: GraphInfo, match: Multihead) -> Decline | None:
-        """Return why the call must be left alone, or None."""
         found = (
             _unserved(match)
             or kernels_chosen(info)

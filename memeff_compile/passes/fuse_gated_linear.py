@@ -60,7 +60,6 @@ class FuseGatedLinear(GraphPass):
                 yield match
 
     def check(self, info: GraphInfo, match: Gated) -> Decline | None:
-        """Return why the place must be left alone, or None."""
         found = _unserved(info, match)
         return None if found is None else found.counted(match.linear)
 

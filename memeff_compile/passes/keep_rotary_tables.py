@@ -39,8 +39,6 @@ Tables: TypeAlias = "tuple[Node, ...]"
 
 
 class KeepRotaryTables(GraphPass):
-    """The pass."""
-
     name = "keep_rotary_tables"
 
     def enabled(self, info: GraphInfo) -> bool:

@@ -91,8 +91,6 @@ class Site(CachedSite):
 
 
 class RewriteKVUpdate(CachedPass):
-    """The pass."""
-
     name = "rewrite_kv_update"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:

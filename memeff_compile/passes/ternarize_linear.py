@@ -75,8 +75,6 @@ class Calls:
 
 
 class TernarizeLinear(GraphPass):
-    """The pass."""
-
     name = "ternarize_linear"
 
     def find(self, info: GraphInfo) -> Iterable[Group | Calls]:
@@ -142,7 +140,6 @@ class TernarizeLinear(GraphPass):
                     yield calls
 
     def check(self, info: GraphInfo, match: Group | Calls) -> Decline | None:
-        """Return why the linears must be left alone, or None."""
         if isinstance(match, Calls):
             return None
         for site in match.sites:
