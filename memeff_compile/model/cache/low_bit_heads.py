@@ -52,17 +52,17 @@ class Undo:
     """What a verb returns that changes a model: call it, or leave its ``with`` block, to undo."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
-        self._undo = undo
+        self.undo = undo
 
     def __call__(self) -> None:
         """Take the change back."""
-        self._undo()
+        self.undo()
 
     def __enter__(self) -> Undo:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._undo()
+        self.undo()
 
 
 def use_low_bit_heads_(
