@@ -10,16 +10,26 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Conditions:
-    """What has to hold for a key to count for a query, and how the scores are made."""
+    """What has to hold for a key to count for a query, and how the scores are made.
 
-    key_mask: Tensor | None  # bool (B or 1, N): keys that count at all, or None
-    query_ids: Tensor | None  # (B or 1, M) and (B or 1, N): equal where a key counts, or both None
-    key_ids: Tensor | None  # likewise
-    ahead: int | None  # query m sees keys up to m + ahead, or None for no bound
-    behind: int | None  # query m sees keys from m - behind on, or None for no bound
-    scale: float  # factor of the scores
-    softcap: float  # c > 0 makes a score c * tanh(score / c); 0 leaves it
-    mean: bool  # a query without any key that counts gets the mean of all values instead of zeros
+    Attributes:
+        key_mask: bool (B or 1, N): keys that count at all, or None.
+        query_ids, key_ids: (B or 1, M) and (B or 1, N): equal where a key counts, or both None.
+        ahead: query m sees keys up to m + ahead, or None for no bound.
+        behind: query m sees keys from m - behind on, or None for no bound.
+        scale: factor of the scores.
+        softcap: c > 0 makes a score c * tanh(score / c); 0 leaves it.
+        mean: a query without any key that counts gets the mean of all values instead of zeros.
+    """
+
+    key_mask: Tensor | None
+    query_ids: Tensor | None
+    key_ids: Tensor | None
+    ahead: int | None
+    behind: int | None
+    scale: float
+    softcap: float
+    mean: bool
 
     def has_tables(self) -> bool:
         """Say whether anything but the positions decides."""
