@@ -227,6 +227,9 @@ class DeferredOutput:
     vectors: tuple[int, ...]  # indices of the tensors that the recipe's bias steps add, in order
     recipe: LogitsRecipe  # how the logits come from the hidden states
     detached: bool = False  # the model detaches these logits before it returns them
+    # eager PyTorch returns a view of a tensor that nobody else has; a write to a part of a view
+    # leaves behind the autograd node that it had, and the hooks there
+    is_view: bool = False
     # how a loss outside the graph is fused, or None where it is not
     loss: LossSettings | None = None
     # where several outputs share the memory of these logits, or one has not all of it in its order,
@@ -241,6 +244,7 @@ class DeferredOutput:
     def put(self, logits: Tensor, results: list[Any]) -> None:
         """Put these logits, or their views, in their places among the results of the graph."""
         logits = logits.detach() if self.detached else logits
+        logits = torch.ops.aten.alias.default(logits) if self.is_view else logits
         views = {view.output: view.of(logits, results) for view in self.views}
         for place in self.places:
             results[place] = views.get(place, logits)

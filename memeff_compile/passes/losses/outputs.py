@@ -380,6 +380,7 @@ def _planned(
     steps: list[tuple[str, object]] = []
     vectors: list[int] = []
     dtype = head.compute_dtype
+    made = info.value(output.node)
     for step in (s for s in output.chain.steps if s.kind in POINTWISE):
         value = info.value(step.node)
         if step.kind == "bias":  # a wider vector widens the logits
@@ -397,6 +398,7 @@ def _planned(
         vectors=tuple(vectors),
         recipe=LogitsRecipe(head.compute_dtype, head.transposed, tuple(steps)),
         detached=output.detached,
+        is_view=made._is_view() and not output.detached,
         loss=None if options.linear_cross_entropy == "off" else LossSettings(workspace),
         views=views,
     )
