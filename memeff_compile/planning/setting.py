@@ -80,8 +80,8 @@ class Setting:
     # of them, as DDP does
     sharding: str = "none"
     # "peak" counts every buffer at the worst moment; "paper" counts what figure 1 of arXiv
-    # 2411.09009 counts: weights, gradients and optimizer state, what the layers keep, and log-
-    # probabilities in fp32, which ours leaves out
+    # 2411.09009 counts: weights, gradients and optimizer state, what the layers keep, and
+    # log-probabilities in fp32, which ours leaves out
     accounting: Accounting = "peak"
 
     def __post_init__(self) -> None:
