@@ -89,7 +89,7 @@ class _Call(NamedTuple):
 
 def _attend(given: _Call) -> Tensor:
     _require_levels(given.levels)
-    q, k, v, *tables = given[:6]
+    (q, k, v), tables = given[:3], given[3:6]
     _require_no_gradient(q, k, v)
     counter, ahead, behind, scale = given[7:]
     assert counter is not None

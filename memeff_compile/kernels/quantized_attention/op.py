@@ -117,7 +117,7 @@ class _Call(NamedTuple):
 
 def _attend(given: _Call) -> tuple[Tensor, Tensor]:
     _require_support(given)
-    q, k, v, *tables = given[:6]
+    (q, k, v), tables = given[:3], given[3:6]
     ahead, behind, scale, with_lse = given.ahead, given.behind, given.scale, given.with_lse
     factor = q.shape[3] ** -0.5 if scale is None else scale
     conditions = Conditions(*tables, ahead, behind, factor, 0.0, False)

@@ -362,15 +362,15 @@ def attend_packed(
     given = within(given, queries, keys)
     is_described = gpu(q.device).has_descriptors
     # What is not there is not read; something has to stand in its place.
-    asked = (made.q_scale, made.k_scale, made.v_scale, made.correction)
-    asked += (made.shift, made.rest, made.counts)
+    asked = made.q_scale, made.k_scale, made.v_scale, made.correction
+    asked_too = made.shift, made.rest, made.counts
     with on_device(q):
         bounds = find_bounds(q, given, (heads, queries, keys), (shape.rows, shape.keys))
         start(
             kernels._quantized_attention_kernel,
             (batch * heads * tiles,),
             *_operands(made, q, given, shape, is_described),
-            *(made.k_scale if each is None else each for each in asked),
+            *(made.k_scale if each is None else each for each in (*asked, *asked_too)),
             tables_of(given, q),
             bounds,
             out,
