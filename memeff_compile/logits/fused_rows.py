@@ -157,6 +157,15 @@ class Head:
         )
         return nll, lse, logit_sum
 
+    def entropies(self) -> tuple[Tensor, Tensor]:
+        """Return lse and entropy of every row."""
+        rows = torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
+        knobs = self._knobs(None, with_lse=True, with_logit_sum=False)
+        _, lse, _, entropy, *_ = op_folder.linear_cross_entropy(
+            *self._operands(), rows, None, **knobs, with_entropy=True
+        )
+        return lse, entropy
+
     def derivative(
         self,
         grad_nll: Tensor,
@@ -165,6 +174,8 @@ class Head:
         target: Tensor,
         column_weight: Tensor | None,
         lse: Tensor,
+        grad_entropy: Tensor | None = None,
+        entropy: Tensor | None = None,
         *,
         ignore_index: int | None,
         with_lse: bool,
@@ -184,12 +195,15 @@ class Head:
             "column_weight": column_weight,
             "lse": lse,
         }
+        if grad_entropy is not None and entropy is not None:
+            given |= {"grad_entropy": grad_entropy, "entropy": entropy}
         # What the op can do besides was not asked of its forward, and is empty here.
         gradients = op_folder.linear_cross_entropy_backward(
             *(given.get(name, nothing) for name in _BACKWARD_TENSORS),
             **self._knobs(
                 ignore_index, with_lse=with_lse, with_logit_sum=grad_logit_sum is not None
             ),
+            with_entropy=grad_entropy is not None,
             output_mask=list(needed),
         )
         found = [g if is_needed else None for g, is_needed in zip(gradients, needed, strict=True)]
@@ -223,22 +237,28 @@ class Head:
         }
 
 
+_OF_ROWS = ("nll", "lse", "total", "target", "row_lse", "plogp", "row_entropy")
+
+
 @dataclass(frozen=True)
 class FusedRows:
     """The gradient of some rows of logits z, or of log-probabilities, in factored form.
 
-    With p = softmax(z), per row and column j::
+    With p = softmax(z), H its entropy, per row and column j::
 
-        logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j)
-        log-probabilities:  outer * (                  - nll * [j = target] + total * w_j)
+        logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j
+                                     + plogp * p_j * (log p_j + H))
+        log-probabilities:  outer * (                  - nll * [j = target] + total * w_j
+                                     + plogp * p_j * (log p_j + 1))
 
     Args:
         head: the rows.
-        nll, lse, total: one number per row, or None for zeros.
+        nll, lse, total, plogp: one number per row, or None for zeros.
         target: one column per row, or None where nll is.
         ignore_index: rows with this target have neither nll nor total.
         column_weight: (vocabulary,), the w above; None for ones.
         row_lse: log-sum-exp of the rows.
+        row_entropy: entropy of the rows, where plogp is given.
         lse_of_ignored: `row_lse` holds in ignored rows too.
         outer: what the gradient has been multiplied by on its way.
         is_log: the rows are log-probabilities.
@@ -255,6 +275,8 @@ class FusedRows:
     lse_of_ignored: bool = True
     outer: float = 1.0
     is_log: bool = False
+    plogp: Tensor | None = None
+    row_entropy: Tensor | None = None
     versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -278,8 +300,7 @@ class FusedRows:
         return self._map(lambda x: x.reshape(tuple(rows)), head)
 
     def _map(self, function: Callable[[Tensor], Tensor], head: Head) -> FusedRows:
-        names = ("nll", "lse", "total", "target", "row_lse")
-        tensors = {name: getattr(self, name) for name in names}
+        tensors = {name: getattr(self, name) for name in _OF_ROWS}
         mapped: dict[str, Any] = {n: function(x) for n, x in tensors.items() if x is not None}
         return replace(self, head=head, **mapped)
 
@@ -299,7 +320,7 @@ class FusedRows:
         if any(part.ignore_index != first.ignore_index for part in parts):
             return None
         tensors: dict[str, Any] = {}
-        for name in ("nll", "lse", "total", "target", "row_lse"):
+        for name in _OF_ROWS:
             values = [getattr(part, name) for part in parts]
             present = [value for value in values if value is not None]
             if len(present) not in (0, len(parts)):
@@ -350,10 +371,16 @@ class FusedRows:
             nll=total("nll"),
             lse=total("lse"),
             total=total("total"),
+            plogp=total("plogp"),
+            row_entropy=other.row_entropy if self.row_entropy is None else self.row_entropy,
             row_lse=lse_from.row_lse,
             lse_of_ignored=lse_from.lse_of_ignored,
             outer=1.0,
         )
+
+    def of_p_log_p(self) -> FusedRows:
+        """Return the gradient of the log-probabilities l, where these rows are sums of l exp(l)."""
+        return replace(self, total=None, plogp=self.total)
 
     def before_log_softmax(self) -> FusedRows:
         """Return the gradient of the logits whose log-probabilities these rows are."""
@@ -383,11 +410,18 @@ class FusedRows:
             if not self.lse_of_ignored:
                 lse = lse.masked_fill(is_ignored, torch.inf)
         on_probability = [x for x in (nll, self.lse) if x is not None and not self.is_log]
-        if on_probability:
+        if on_probability or self.plogp is not None:
             if self.head.use is not None:
                 self.head.use.count_computed("gradient of the logits")
-            grad = self._logits().to(wide).sub_(lse.unsqueeze(-1)).exp_()
-            grad.mul_(sum(on_probability[1:], on_probability[0]).unsqueeze(-1))
+            logs = self._logits().to(wide).sub_(lse.unsqueeze(-1))
+            factor = sum(on_probability, torch.zeros_like(lse)).unsqueeze(-1)
+            if self.plogp is not None:
+                # A class of probability 0 adds 0.
+                further = torch.ones_like(lse) if self.is_log else self.row_entropy
+                assert further is not None
+                slant = logs.clamp(min=-1e4).add_(further.unsqueeze(-1))
+                factor = factor + slant.mul_(self.plogp.unsqueeze(-1))
+            grad = logs.exp_().mul_(factor)
         else:
             shape = (*lse.shape, self.head.vocabulary)
             grad = torch.zeros(shape, dtype=wide, device=lse.device)
@@ -418,9 +452,9 @@ class FusedRows:
         assert between, "steps outside the graph are casts and scales"
         scale = self.outer / between
         zeros = torch.zeros_like(self.row_lse)
-        nll, lse, total = (
+        nll, lse, total, plogp = (
             None if x is None else x if scale == 1 else x * scale
-            for x in (self.nll, self.lse, self.total)
+            for x in (self.nll, self.lse, self.total, self.plogp)
         )
         target = self.target
         if target is None:
@@ -433,6 +467,8 @@ class FusedRows:
             target,
             self.column_weight,
             self.row_lse,
+            None if plogp is None else -plogp,
+            self.row_entropy,
             ignore_index=self.ignore_index,
             with_lse=self.lse_of_ignored,
             needed=(needed[0], needed[1], bias_needed),
