@@ -101,7 +101,7 @@ class DeferredLogits(LazyTensor):
     ) -> DeferredLogits:
         """Return a tensor in memory of its own, which `recipe` computes from these hidden states.
 
-        Values of these rows, while there are some, go through `function`; `is_whole` where these are
+        Values of these rows, while there are some, go through `function`. `is_whole`: these are
         all rows of their memory in its order.
         """
         memory = self.memory
