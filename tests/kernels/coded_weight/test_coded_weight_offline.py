@@ -62,12 +62,7 @@ def _compile(
 def _row(capability: int, rows: int = 14336) -> Any:
     tile = shapes.row_tile(rows, 132)
     constants = {
-        "HAS_BIAS": True,
-        "IS_EVEN": True,
-        "ROWS": tile.rows,
-        "WORDS": tile.words,
-        "STAGES": tile.stages,
-        "CHUNKS": shapes.chunks_touched(tile.rows, 4096),
+        "TILE": tile.constants(4096, has_bias=True, is_even=True),
         "PATCHES": shapes.PATCHES,
         "PACKED": tile.packed,
     }
@@ -80,14 +75,7 @@ def _rows(capability: int) -> Any:
     types: dict[str, str] = {}
     for place, rows in enumerate((4096, 1024, 1024)):
         tile = shapes.row_tile(rows, 132)
-        constants |= {
-            f"HAS_BIAS_{place}": place == 0,
-            f"IS_EVEN_{place}": True,
-            f"ROWS_{place}": tile.rows,
-            f"WORDS_{place}": tile.words,
-            f"STAGES_{place}": tile.stages,
-            f"CHUNKS_{place}": shapes.chunks_touched(tile.rows, 4096),
-        }
+        constants[f"TILE_{place}"] = tile.constants(4096, has_bias=place == 0, is_even=True)
         names = ("places", "values"), ("bias", "out")
         for kind, group in zip(("*i16", "*bf16"), names, strict=True):
             types |= {f"{name}_{place}_ptr": kind for name in group}
