@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memeff_compile.kernels.coded_kv_cache.layout import CODED, LENGTH, PLAIN, block_of, codes_of
+from memeff_compile.kernels.coded_kv_cache.layout import (
+    CODED,
+    LENGTH,
+    PLAIN,
+    block_of,
+    channel_group,
+    codes_of,
+)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -83,7 +90,7 @@ def encode(
         codes = (whole.clamp(1 - top, top - 1) + top).to(torch.uint8)
         scales = step[:, :, :, None, :, None]
     elif is_value:
-        width = _channel_group(x.shape[-1])
+        width = channel_group(x.shape[-1], scheme)
         parts = values.unflatten(-1, (-1, width))  # (B, H, n, G, parts, width)
         step, zero = _between(parts, -1, None, bits)
         step, zero = _stored(step, dtype), zero.to(dtype)
@@ -99,10 +106,6 @@ def encode(
         codes = _codes(values, wide_step, wide_zero, bits)
         scales = torch.stack([step, zero], -1)  # (B, H, n, D, 2)
     return block_of(codes, bits, is_value=is_value), scales
-
-
-def _channel_group(depth: int) -> int:
-    return depth // 2 if depth > 64 else depth
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
