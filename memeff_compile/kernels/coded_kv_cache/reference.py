@@ -145,6 +145,23 @@ def is_per_head(k_or_v_scales: Tensor) -> bool:
     return k_or_v_scales.shape[-1] == 1
 
 
+def require_room(length: int, new: int, limit: int) -> None:
+    """Raise unless a cache has room for so many new tokens."""
+    if length + new > limit:
+        raise IndexError(
+            f"the cache holds {limit} tokens, has {length} and is given {new}; make it longer "
+            "(max_cache_len)"
+        )
+
+
+def groups_due(waiting: int, window: int, group: int) -> int:
+    """Return how many groups of the tokens that are not in codes have to be coded.
+
+    Example: groups_due(192, 192, 64) == 1.
+    """
+    return max(0, (waiting - window) // group + 1) if waiting >= window else 0
+
+
 def append(
     pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
 ) -> None:
@@ -162,12 +179,8 @@ def append(
     group = window - recent
     length, coded = int(counts[LENGTH]), int(counts[CODED])
     end = length + new
-    if end > limit:
-        raise IndexError(
-            f"the cache holds {limit} tokens, has {length} and is given {new}; make it longer "
-            "(max_cache_len)"
-        )
-    due = max(0, (end - coded - window) // group + 1) if end - coded >= window else 0
+    require_room(length, new, limit)
+    due = groups_due(end - coded, window, group)
     scheme = "per_head" if is_per_head(k_scales) else "kivi"
     slots = torch.arange(coded, length, device=k.device) % window
     old_and_new = [
