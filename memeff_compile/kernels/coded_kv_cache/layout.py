@@ -52,26 +52,19 @@ class Pool(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the layers of a pair share.
+    """What the layers of a pair share."""
 
-    Attributes:
-        k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; codes are numbers where rows
-            are PLAIN.
-        starts: (B, H) int32, each sequence's first token.
-        bound: (B, H) fp32, the distance beyond which a row is kept.
-        kept_count: (B, H) int32, the rows kept beside the first tokens.
-        left_over: (B, H) int32, those that found no room.
-    """
-
+    # k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; codes are numbers where rows are
+    # PLAIN
     k_codes: Any
     v_codes: Any
     k_scales: Any
     v_scales: Any
     places: Any
-    starts: Any
-    bound: Any
-    kept_count: Any
-    left_over: Any
+    starts: Any  # (B, H) int32, each sequence's first token
+    bound: Any  # (B, H) fp32, the distance beyond which a row is kept
+    kept_count: Any  # (B, H) int32, the rows kept beside the first tokens
+    left_over: Any  # (B, H) int32, those that found no room
 
 
 class Own(NamedTuple):
@@ -91,23 +84,14 @@ class Own(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a coded cache is made of.
+    """What a coded cache is made of."""
 
-    Attributes:
-        depth: channels per head.
-        bits: of a code.
-        scheme: one of `SCHEMES`.
-        group: tokens that are coded together.
-        recent: tokens at the end that are never in codes.
-        kept: tokens at the beginning that stay as they came.
-    """
-
-    depth: int
-    bits: int
-    scheme: str = "kivi"
-    group: int = 64
-    recent: int = 128
-    kept: int = 4
+    depth: int  # channels per head
+    bits: int  # of a code
+    scheme: str = "kivi"  # one of `SCHEMES`
+    group: int = 64  # tokens that are coded together
+    recent: int = 128  # tokens at the end that are never in codes
+    kept: int = 4  # tokens at the beginning that stay as they came
 
     @property
     def window(self) -> int:

@@ -41,15 +41,10 @@ _STREAM_TAIL = 3
 
 @dataclass(frozen=True)
 class Room:
-    """Spare room in the parts whose length depends on the weight's values, for encoding again.
+    """Spare room in the parts whose length depends on the weight's values, for encoding again."""
 
-    Attributes:
-        share: more than is needed now, as a share of it.
-        least: more than is needed now, in elements.
-    """
-
-    share: float = 0.0
-    least: int = 0
+    share: float = 0.0  # more than is needed now, as a share of it
+    least: int = 0  # more than is needed now, in elements
 
     def length(self, needed: int) -> int:
         """Return the elements to allocate for `needed` ones."""
@@ -61,15 +56,10 @@ EXACT_FIT = Room()
 
 @dataclass(frozen=True)
 class Step:
-    """One step of `torch.optim.SGD` without momentum.
+    """One step of `torch.optim.SGD` without momentum."""
 
-    Attributes:
-        rate: learning rate.
-        decay: weight decay.
-    """
-
-    rate: float
-    decay: float = 0.0
+    rate: float  # learning rate
+    decay: float = 0.0  # weight decay
 
 
 class Outcome:

@@ -57,39 +57,27 @@ _EXPONENTS = {
 
 
 class Multiplied(NamedTuple):
-    """A win4 weight that one token is multiplied with, as kernels take it.
+    """A win4 weight that one token is multiplied with, as kernels take it."""
 
-    Attributes:
-        header, codes, starts, places, patterns, signs: its parts; the patterns are values.
-        bias: (N,), or anything.
-        out: (N,) bf16, written.
-        rows: N.
-    """
-
+    # header, codes, starts, places, patterns, signs: its parts; the patterns are values
     header: Any
     codes: Any
     starts: Any
     places: Any
     patterns: Any
     signs: Any
-    bias: Any
-    out: Any
-    rows: Any
+    bias: Any  # (N,), or anything
+    out: Any  # (N,) bf16, written
+    rows: Any  # N
 
 
 @dataclass(frozen=True)
 class Format:
-    """What a codec's name says.
+    """What a codec's name says."""
 
-    Attributes:
-        codec: how exponents are coded, one of `CODECS`.
-        mantissa: mantissa bits kept; 7 is lossless.
-        block: weights per normaliser; 0 where it is lossless.
-    """
-
-    codec: str
-    mantissa: int = MANTISSA_BITS
-    block: int = 0
+    codec: str  # how exponents are coded, one of `CODECS`
+    mantissa: int = MANTISSA_BITS  # mantissa bits kept; 7 is lossless
+    block: int = 0  # weights per normaliser; 0 where it is lossless
 
     @property
     def is_lossless(self) -> bool:

@@ -32,19 +32,12 @@ _splits = lru_cache(maxsize=1024)(splits_for)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launch is made of.
+    """What a launch is made of."""
 
-    Attributes:
-        shapes: tile, warps and stages of the attention kernel.
-        rows: query rows per tile.
-        row_tiles: tiles of query rows per key-value head.
-        splits: programs per tile of rows.
-    """
-
-    shapes: Shapes
-    rows: int
-    row_tiles: int
-    splits: int
+    shapes: Shapes  # tile, warps and stages of the attention kernel
+    rows: int  # query rows per tile
+    row_tiles: int  # tiles of query rows per key-value head
+    splits: int  # programs per tile of rows
 
 
 def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch.device) -> Plan:
