@@ -56,16 +56,13 @@ BLOCK_SCORES = 1 << 22
 class Codes:
     """q, k and v as codes, in fp32: a number is its code times its scale, plus what is shared."""
 
-    # q, q_scale: (B, H, M, D) whole numbers, and (B, H, M) with the scale of attention, base 2
-    q: Tensor
-    q_scale: Tensor
-    # k, k_scale: (B, G, N, D) whole numbers, and (B, G, N)
-    k: Tensor
-    k_scale: Tensor
-    # v, v_scale, v_mean: (B, G, N, D) numbers of the format of values, and (B, G, D) twice
-    v: Tensor
-    v_scale: Tensor
-    v_mean: Tensor
+    q: Tensor  # (B, H, M, D) whole numbers, and (B, H, M) with the scale of attention, base 2
+    q_scale: Tensor  # likewise
+    k: Tensor  # (B, G, N, D) whole numbers, and (B, G, N)
+    k_scale: Tensor  # likewise
+    v: Tensor  # (B, G, N, D) numbers of the format of values, and (B, G, D) twice
+    v_scale: Tensor  # likewise
+    v_mean: Tensor  # likewise
     # (B, H, blocks, N) scores of the queries' means with the keys, or None
     correction: Tensor | None
     shift: Tensor  # (B, H, M) what the keys' mean adds to every score of a query

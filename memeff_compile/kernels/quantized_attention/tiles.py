@@ -291,23 +291,15 @@ def packed(made: reference.Codes, settings: Settings) -> Packed:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    given: Conditions,
-    settings: Settings,
+    q: Tensor,  # (B, H, M, D) bf16, fp16 or fp32
+    k: Tensor,  # (B, G, N, D)
+    v: Tensor,  # likewise
+    given: Conditions,  # the conditions
+    settings: Settings,  # the arithmetic
     *,
-    shape: Shape | None = None,
+    shape: Shape | None = None,  # the tile, by default what `shape_for` gives
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count; as `reference.attend`.
-
-    Args:
-        q: (B, H, M, D) bf16, fp16 or fp32.
-        k, v: (B, G, N, D).
-        given: the conditions.
-        settings: the arithmetic.
-        shape: the tile, by default what `shape_for` gives.
-    """
+    """Attend to the keys that count; as `reference.attend`."""
     made = pack(q, k, v, given, settings)
     if shape is None:
         has_tables = given.has_tables() or made.is_scaled_per_key or made.correction is not None

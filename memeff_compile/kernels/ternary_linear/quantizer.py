@@ -21,9 +21,8 @@ class Kind:
     """One way to quantise a token."""
 
     levels: float  # what the statistic is mapped to, in codes
-    # low, high: the range of the codes
-    low: int
-    high: int
+    low: int  # the range of the codes
+    high: int  # likewise
     is_mean: bool = False  # the statistic is the mean of the absolute values, else their maximum
     is_float: bool = False  # codes are twice the eight magnitudes of E2M1, not every integer
     keeps_half: bool = False  # the smaller half of a token, by absolute value, becomes zero first
@@ -46,7 +45,7 @@ FP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12)
 class Quantizer:
     """A kind and the details in which spellings of it differ."""
 
-    kind: str = "int8"  # A key of `KINDS`
+    kind: str = "int8"  # a key of `KINDS`
     eps: float = 1e-5  # what keeps the statistic off zero
     adds_eps: bool = False  # eps is added to the statistic; otherwise it bounds it from below
     # the scale is the size of a step, statistic / levels, and x is divided by it; otherwise it is

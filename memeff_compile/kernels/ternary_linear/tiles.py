@@ -362,14 +362,12 @@ def product(
 class Plan:
     """What the launches of a product are made of: all of it follows from sizes."""
 
-    # grid, constants: of the kernel that multiplies
-    grid: tuple[int, int]
-    constants: dict[str, Any]
+    grid: tuple[int, int]  # of the kernel that multiplies
+    constants: dict[str, Any]  # likewise
     share: int  # bytes per row of weights, of each split
     splits: int  # programs that share a tile; more than one have a kernel add up their sums
-    # sum_grid, sum_constants: of that kernel
-    sum_grid: tuple[int, int]
-    sum_constants: dict[str, Any]
+    sum_grid: tuple[int, int]  # of that kernel
+    sum_constants: dict[str, Any]  # likewise
 
 
 @lru_cache(maxsize=1024)
