@@ -42,9 +42,6 @@ LOSSY = (0, 1, 3)
 BLOCKS = (32, 64, 128, 256, 512)
 """Weights that share a normaliser in the lossy modes."""
 
-MAX_PATCHED = 0.02
-"""Share of weights outside a codec's windows from which it is no use."""
-
 PATCH_PARTS = ("patch_starts", "patch_places", "patch_values")
 LISTS = ("second", "third", "words", "patch_places", "patch_values")
 """Parts whose length depends on the values; what lies behind their contents is not read."""
