@@ -59,7 +59,7 @@ class DeferLogits(GraphPass):
         for step in (s for o in match.outputs for s in o.chain.steps):
             compat.hold_constant(step.symbol)
         plan, _ = outputs.rewrite(info, match.outputs, editor)
-        sentence = f"{stale_sentence(match.outputs[0])}. {OUTSIDE_SENTENCE}"
+        sentence = f"{outputs.stale_sentence(match.outputs[0])}. {OUTSIDE_SENTENCE}"
         return Done(match.head, sentence, [], plan, "deferred", "logits_deferred")
 
     def dead(self, match: outputs.Returned) -> Sequence[Node]:
