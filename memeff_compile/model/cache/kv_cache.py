@@ -33,7 +33,7 @@ from memeff_compile.model.cache.layers import (
 )
 from memeff_compile.model.cache.low_bit_heads import Undo
 from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
-from memeff_compile.model.cache.minicache import MiniCache, pairs_of
+from memeff_compile.model.cache.minicache import MiniCache, pairs_of, require_alike
 from memeff_compile.model.cache.pool import Pool, allocate, bucket
 
 Untyped: TypeAlias = Any
@@ -60,8 +60,8 @@ class KVCache(Cache):
         attention_mask: (batch, tokens) with 0 for padding, where prompts are padded on the left, so
             that `keep_first` counts from the first token and padding has no say in scales.
         merge: None, ``"minicache"``, or a `MiniCache` that says how: neighbouring layers share the
-            directions of their older tokens. Lossy beyond the codes; measure with
-            `fidelity_report` what it does to your model.
+            directions of their older tokens. Lossy far beyond the codes where layers are not alike;
+            warns unless it is given what `fidelity_report` says of your model.
 
     Raises:
         UnsupportedInputError: A setting or a model that cannot be served; the sentence says why.
@@ -273,6 +273,7 @@ def _pair(
             f"({len(layers)} layers). Set MiniCache(start_layer=, end_layer=) around more layers, "
             "or leave merge out."
         )
+    require_alike(merge, pairs)
     room = settings["kept"] + merge.capacity(max_cache_len)
     given = {**settings, "kept": room}
     for numbers in pairs:
