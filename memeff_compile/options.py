@@ -270,7 +270,17 @@ def _check_paths(key: str, value: object) -> tuple[str, ...]:
                 f"{key} contains {path!r} ({type(path).__name__}); every entry is a non-empty "
                 "module path such as 'model.layers.0' ('*' matches every module)."
             )
-    return tuple(sorted(set(paths)))
+    return tuple(sorted({plain_path(path) for path in paths}))
+
+
+def plain_path(path: str) -> str:
+    """Return a module path without what `torch.compile(module)` puts into it.
+
+    Example:
+        >>> plain_path("_orig_mod.lm_head")
+        'lm_head'
+    """
+    return re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", path).removeprefix(".")
 
 
 def _check_skip(key: str, value: object) -> object:

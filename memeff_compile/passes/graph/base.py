@@ -122,5 +122,5 @@ class GraphPass(ABC):
 
     def skipped(self, info: GraphInfo, node: Node) -> str:
         """Return the module path of ``node`` where ``memeff.skip`` names it, or ""."""
-        path = info.module_path(node)
-        return path if path and info.options.skips(self.name, path) else ""
+        paths = info.module_names(node)
+        return next((p for p in paths if p and info.options.skips(self.name, p)), "")

@@ -22,7 +22,8 @@ from ...options import MAY_FIND_NOTHING, Options
 from ...report import CHANGES, GraphReport, LogitsUse, Record, Report
 from .base import NOTED, Decline, Done, Gain, GraphPass
 from .editor import Editor, EditRefused
-from .graph_info import GraphInfo, ambient_region, clean_module_path
+from .graph_info import GraphInfo, ambient_region
+from .module_names import module_stack
 from .render import render
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
         for graph_pass in passes:
             for level in _levels(info):
                 state.apply(graph_pass, level)
-        state.note_unused_skips(gm)
+        state.note_unused_skips(info)
     except Exception as error:  # no match is to blame: an undo failed
         state.give_up(error)
     if state.changed:
@@ -103,13 +104,14 @@ class _Run:
         self.records = [r for r in self.records if r.action in ("declined", "internal_error")]
         self._append(_internal_error("backend", error, "the graph"), is_counted=False)
 
-    def note_unused_skips(self, gm: GraphModule) -> None:
-        """Say so when a path in ``memeff.skip`` names no module of this graph: it may be a typo."""
+    def note_unused_skips(self, info: GraphInfo) -> None:
+        """Say so when a path in ``memeff.skip`` names no module of the model: it may be a typo."""
         patterns = {p for paths in self.options.skip.values() for p in paths}
         if not patterns:
             return
-        paths = {clean_module_path(path) for node in gm.graph.nodes for path in _module_stack(node)}
-        paths.add("")
+        stacks = {each for node in info.gm.graph.nodes for each in module_stack(node)}
+        paths = {"", *(name for each in stacks for name in info.names.of(*each))}
+        paths |= info.names.everything()
         for pattern in sorted(patterns):
             if not any(Options(skip={"*": (pattern,)}).skips("*", path) for path in paths):
                 self.records.append(
@@ -335,11 +337,6 @@ def _sentence(text: str) -> str:
 
 
 _NAMES = ("memeff", "torch", "linear ", "matmul ", "mm ", "addmm ", "einsum ")
-
-
-def _module_stack(node: Node) -> list[str]:
-    stack = node.meta.get("nn_module_stack") or {}
-    return [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
 
 
 def _guarded_render(gm: GraphModule) -> str:
