@@ -27,22 +27,11 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels import library
 from memeff_compile.kernels.attention import attention
 from memeff_compile.kernels.device import without_autocast
 from memeff_compile.kernels.quantized_attention.op import quantized_attention
 from memeff_compile.kernels.quantized_attention.settings import LEVELS, PRECISION
-
-_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_TAGS = [torch.Tag.pt2_compliant_tag]
-if hasattr(torch.Tag, "cudagraph_unsafe"):
-    _TAGS.append(torch.Tag.cudagraph_unsafe)
-_LIBRARY.define(
-    "quantized_attention_by_call(Tensor q, Tensor k, Tensor v, Tensor? key_mask=None, "
-    "Tensor? query_ids=None, Tensor? key_ids=None, *, str[] levels, Tensor(a!) counter, "
-    "SymInt? ahead=None, SymInt? behind=None, float? scale=None) -> Tensor",
-    tags=tuple(_TAGS),
-)
-
 
 _one_at_a_time = threading.Lock()
 _counters: WeakValueDictionary[tuple[str, tuple[str, ...], int], Tensor] = WeakValueDictionary()
@@ -158,7 +147,11 @@ def _require_no_gradient(*operands: Tensor) -> None:
         )
 
 
-_LIBRARY.impl("quantized_attention_by_call", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("memeff::quantized_attention_by_call", _fake_attend, lib=_LIBRARY)
-
-quantized_attention_by_call = torch.ops.memeff.quantized_attention_by_call.default
+quantized_attention_by_call = library.op(
+    "quantized_attention_by_call(Tensor q, Tensor k, Tensor v, Tensor? key_mask=None, "
+    "Tensor? query_ids=None, Tensor? key_ids=None, *, str[] levels, Tensor(a!) counter, "
+    "SymInt? ahead=None, SymInt? behind=None, float? scale=None) -> Tensor",
+    _attend,
+    _fake_attend,
+    tags=(torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else (),
+)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels import library
 from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.attention import attention
 from memeff_compile.kernels.attention import supports as supports_attention
@@ -33,15 +34,6 @@ ENGINES = {
         "nothing is coded"
     ),
 }
-
-_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_LIBRARY.define(
-    "quantized_attention(Tensor q, Tensor k, Tensor v, Tensor? key_mask=None, "
-    "Tensor? query_ids=None, Tensor? key_ids=None, *, SymInt? ahead=None, SymInt? behind=None, "
-    'float? scale=None, str level="8b", str granularity="row", str? smooth=None, '
-    "bool with_lse=True) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def supports(
@@ -177,8 +169,12 @@ def _no_backward(ctx: object, grad: Tensor | None, grad_lse: Tensor | None) -> N
     )
 
 
-_LIBRARY.impl("quantized_attention", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("memeff::quantized_attention", _fake_attend, lib=_LIBRARY)
-torch.library.register_autograd("memeff::quantized_attention", _no_backward, lib=_LIBRARY)
-
-quantized_attention = torch.ops.memeff.quantized_attention.default
+quantized_attention = library.op(
+    "quantized_attention(Tensor q, Tensor k, Tensor v, Tensor? key_mask=None, "
+    "Tensor? query_ids=None, Tensor? key_ids=None, *, SymInt? ahead=None, SymInt? behind=None, "
+    'float? scale=None, str level="8b", str granularity="row", str? smooth=None, '
+    "bool with_lse=True) -> (Tensor out, Tensor lse)",
+    _attend,
+    _fake_attend,
+    backward=_no_backward,
+)
