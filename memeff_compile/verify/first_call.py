@@ -163,9 +163,10 @@ class _Verifier:
         changes = (r for r in self.graph_report.records if r.action in report.CHANGES)
         return [f"{r.pass_name}{f' in {r.module}' if r.module else ''}" for r in changes]
 
-    def _switches(self) -> dict[str, str]:
+    def _switches(self) -> dict[str, object]:
         names = {r.pass_name for r in self.graph_report.records if r.action in report.CHANGES}
-        return dict(SWITCHES[name] for name in PASS_NAMES if name in names)
+        theirs: dict[str, object] = {"memeff.passes": []} if names - set(PASS_NAMES) else {}
+        return {**dict(SWITCHES[name] for name in PASS_NAMES if name in names), **theirs}
 
     def _record(self, record: Record, *, undo: bool = False) -> None:
         amended = self.graph_report.with_verdict(record, undo=undo)

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from ... import compat
 from ...compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 from ...options import Options
+from .canonical import Call, read_one
 from .module_names import ModuleNames, module_stack
 
 
@@ -97,6 +98,10 @@ class GraphInfo:
         while node in self.replaced:
             node = self.replaced[node]
         return node
+
+    def call(self, node: Node) -> Call | None:
+        """Return the one ATen call that a node stands for, however it was written, or None."""
+        return read_one(node)
 
     # --- values -----------------------------------------------------------------------------------
 

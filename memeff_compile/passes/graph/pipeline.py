@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from ... import compat
 from ...errors import StrictError
 from ...logits.recipe import DeferredOutput
-from ...options import MAY_FIND_NOTHING, Options
+from ...options import MAY_FIND_NOTHING, PASS_NAMES, Options
 from ...report import CHANGES, GraphReport, LogitsUse, Record, Report
 from .base import NOTED, Decline, Done, Gain, GraphPass
 from .editor import Editor, EditRefused
@@ -56,6 +56,8 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
         for graph_pass in passes:
             for level in _levels(info):
                 state.apply(graph_pass, level)
+        if options.passes:
+            gm.graph.lint()  # an edit of theirs beside the editor is undone by nothing else
         state.note_unused_skips(info)
     except Exception as error:  # no match is to blame: an undo failed
         state.give_up(error)
@@ -290,16 +292,19 @@ def _records(
 def _internal_error(
     name: str, error: Exception, what: str, where: tuple[str, str] = ("", "")
 ) -> Record:
-    """Log an error of our own and return its record."""
+    """Log an error of a pass and return its record."""
     log.warning(
         "memeff_compile: internal error in %s, left as it was: %s", name, what, exc_info=True
     )
+    hint = "please report it with the graph from memeff_compile.graphs()[-1].before"
+    if name not in (*PASS_NAMES, "backend"):
+        hint = "mend the pass, which is none of ours; the log of memeff_compile has the traceback"
     return Record(
         name,
         "internal_error",
         "internal_error",
         _sentence(f"an internal error left {what} as it was: {type(error).__name__}: {error}"),
-        "please report it with the graph from memeff_compile.graphs()[-1].before",
+        hint,
         *where,
     )
 
@@ -331,7 +336,8 @@ def _sentence(text: str) -> str:
     """Write ``text`` as a sentence: a capital at the front, a full stop at the end."""
     if not text:
         return text
-    is_word = text.split(" ")[0].rstrip(",:;").isalpha() and not text.startswith(_NAMES)
+    first = text.split(" ")[0].rstrip(",:;")
+    is_word = first.isalpha() and (len(first) > 1 or first == "a") and not text.startswith(_NAMES)
     head = text[0].upper() if is_word else text[0]
     return head + text[1:] + ("" if text[-1] in ".!?" else ".")
 
