@@ -101,9 +101,13 @@ def test_skip_takes_and_reports_say_what_named_modules_says(
     assert place == (HEAD if breaks else "base_model.base_model")
 
 
-@pytest.mark.parametrize("skip", [f"_orig_mod.{HEAD}", "*.base_model.tied", "lm_head"])
+@pytest.mark.parametrize("skip", [f"_orig_mod.{HEAD}", "*.base_model.tied"])
 def test_other_names_of_a_module_name_it_too(skip: str) -> None:
     assert list(records(_in_place, breaks=True, skip=skip)) == ["skipped"]
+
+
+def test_the_name_in_a_frame_behind_a_break_names_it_too() -> None:
+    assert "skipped" in records(_in_place, breaks=True, skip="lm_head")
 
 
 def test_a_name_that_no_module_has_is_noted() -> None:
