@@ -113,7 +113,7 @@ def report() -> str:
         replace(g, seconds=0.0, records=tuple(replace(r, source="") for r in g.records))
         for g in memeff_compile.last_report().graphs
     ]
-    return str(replace(memeff_compile.last_report(), graphs=tuple(graphs)))
+    return replace(memeff_compile.last_report(), graphs=tuple(graphs)).details()
 
 
 def test_static_cache_layer() -> None:

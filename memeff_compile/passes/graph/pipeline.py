@@ -6,11 +6,10 @@ back, and so is the match in which a pass of ours fails: the report says so, the
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -187,6 +186,9 @@ class _Run:
         try:
             done = graph_pass.rewrite(info, found, editor)
             record, notes = _records(graph_pass, done, where, gain)
+            if done.sites > 1:
+                paths = dict.fromkeys(filter(None, map(info.module_path, places)))
+                record = replace(record, also=tuple(p for p in paths if p != record.module))
             editor.commit(graph_pass.dead(found))
         except EditRefused as refused:
             editor.rollback()
@@ -248,8 +250,7 @@ class _Run:
         """Add a record, or count its sites into one that says the same (of another layer)."""
         for place, earlier in enumerate(self.records if is_counted else ()):
             if record.says_the_same_as(earlier):
-                total = earlier.sites + record.sites
-                self.records[place] = dataclasses.replace(earlier, sites=total)
+                self.records[place] = earlier.joined(record)
                 return
         self.records.append(record)
 
