@@ -478,11 +478,8 @@ class Report:
             first, *others = mine = [record for record in changes if record.pass_name == name]
             joined = reduce(Record.joined, others, first)
             saved = sum(record.bytes_saved or 0 for record in mine)
-            said = [format_bytes(saved)] if saved > 0 else []
-            if any(record.action == "deferred" for record in mine):
-                said.append("read out.logits before the weights change")
             place = f" in {joined.place}" if joined.module else f" {joined.place}".rstrip()
-            texts.append(f"{name}{place}" + (f" ({'; '.join(said)})" if said else ""))
+            texts.append(f"{name}{place}" + (f" ({format_bytes(saved)})" if saved > 0 else ""))
         uses = [g.logits for g in self.graphs if g.logits is not None and g.logits.fused]
         if uses:
             saved = sum(use.bytes_saved for use in uses)
@@ -494,16 +491,18 @@ class Report:
         """Return what to do: about what went wrong, then about what would save most."""
         hinted = [r for r in self.records if r.hint and r.action not in CHANGES]
         hinted.sort(key=lambda r: (r.action not in _TROUBLE, -(r.bytes_saved or 0)))
-        more = "details() has the rest" if len(self.records) else "details() has the graphs"
-        if not hinted:
-            is_found = any(not graph.is_silent for graph in self.graphs)
-            what = "nothing to do" if is_found else "nothing here is what a pass rewrites"
-            return f"{what}; {more}."
-        first = hinted[0]
-        saved = first.bytes_saved or 0
-        worth = f", would save {format_bytes(saved)}" if saved > 0 else ""
-        why = f"{first.pass_name}{f' in {first.module}' if first.module else ''}: {first.code}"
-        return f"{first.hint.rstrip('.')} ({why}{worth}); {more}."
+        texts = []
+        for record in hinted[:1]:
+            saved, place = record.bytes_saved or 0, f" in {record.module}" if record.module else ""
+            worth = f", would save {format_bytes(saved)}" if saved > 0 else ""
+            why = f"{record.pass_name}{place}: {record.code}{worth}"
+            texts.append(f"{record.hint.rstrip('.')} ({why})")
+        if any(record.action == "deferred" for record in self.records):
+            texts.append("read out.logits before the weights change")
+        is_found = any(not graph.is_silent for graph in self.graphs)
+        nothing = "nothing to do" if is_found else "nothing here is what a pass rewrites"
+        more = "details() has the rest" if is_found else "details() has the graphs"
+        return f"{'; '.join(texts or [nothing])}; {more}."
 
     def _summary(self) -> str:
         count, changes = len(self.graphs), self.rewrites()

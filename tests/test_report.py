@@ -61,10 +61,10 @@ def test_text_of_a_training_step() -> None:
         str(report),
         """\
 memeff_compile: 2 graphs, 2 changes, 1 declined, 9.69 GiB never allocated
-changed: fuse_linear_cross_entropy in lm_head (7.77 GiB), defer_logits in lm_head (1.93 GiB;
-  read out.logits before the weights change)
+changed: fuse_linear_cross_entropy in lm_head (7.77 GiB), defer_logits in lm_head (1.93 GiB)
 next: compute the softmax outside of the compiled function (fuse_linear_cross_entropy:
-  logits_reused, would save 3.91 GiB); details() has the rest.""",
+  logits_reused, would save 3.91 GiB); read out.logits before the weights change; details() has
+  the rest.""",
     )
     assert_expected_inline(
         report.details(),
@@ -204,7 +204,7 @@ def test_a_loss_outside_of_the_model_says_its_bytes() -> None:
         """\
 memeff_compile: 1 graph, no changes, 250.0 MiB never allocated
 changed: losses outside of the model (3 calls, 250.0 MiB of logits never built)
-next: nothing to do; details() has the graphs.""",
+next: nothing to do; details() has the rest.""",
     )
     assert "the logits of one are 250.0 MiB" in report.details()
     use.count_computed("argmax")
