@@ -29,8 +29,9 @@ def test_a_public_name_costs_no_torch(fresh_python: FreshPython, name: str) -> N
 def test_public_names_resolve_and_error_classes_are_among_them(fresh_python: FreshPython) -> None:
     code = """
 import memeff_compile
-assert set(memeff_compile.__all__) <= set(dir(memeff_compile))
+assert set(memeff_compile.__all__) == set(dir(memeff_compile))
 assert all(getattr(memeff_compile, name) is not None for name in memeff_compile.__all__)
+assert set(memeff_compile.__all__) == set(dir(memeff_compile)), "submodules are no public names"
 from memeff_compile import errors
 missing = [name for name in errors.__all__ if getattr(memeff_compile, name, None) is None]
 print(missing, len(errors.__all__) > 10)

@@ -141,3 +141,51 @@ def test_a_hook_of_the_head_is_not_called_where_no_gradient_reaches_it(is_turned
     logits.square().sum().backward()
     assert len(seen) == 1
     assert embedding.weight.grad is not None
+
+
+RETURNED: dict[str, Callable[[nn.Linear, Tensor], Any]] = {
+    "product": lambda head, h: h @ head.weight.t(),
+    "product and bias": lambda head, h: head(h),
+    "product and bias of one dimension": lambda head, h: head(h[0, 0]),
+    "transposed input": lambda head, h: head(h.transpose(0, 1)),
+    "reshape": lambda head, h: F.linear(h, head.weight).reshape(-1, V),
+    "unsqueeze": lambda head, h: F.linear(h, head.weight).unsqueeze(0),
+    "contiguous": lambda head, h: head(h).contiguous(),
+    "softcap": lambda head, h: 3 * (head(h) / 3).tanh(),
+    "reshape of a cast": lambda head, h: head(h).float().view(-1, V),
+    "twice": lambda head, h: (a := head(h), a),
+    "last position beside": lambda head, h: (a := head(h), a[:, -1]),
+    "last position": lambda head, h: head(h)[:, -1],
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_write_leaves_the_hooks_of_a_view_behind_as_in_eager(name: str, *, dynamic: bool) -> None:
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(V, D), nn.Linear(D, V)
+    ids = torch.randint(V, (2, 3))
+
+    def forward(x: Tensor) -> Any:
+        return RETURNED[name](head, embedding(x).sin())
+
+    options = {"memeff.inner": "eager"}
+    compiled: Any = torch.compile(forward, backend="memeff", options=options, dynamic=dynamic)
+    seen: list[Any] = []
+    for program in (forward, compiled):
+        hooked: list[Tensor] = []
+        result = program(ids)
+        logits = result[0] if isinstance(result, tuple) else result
+        seen.append([logits._is_view(), hooked])
+        if isinstance(result, tuple):
+            seen[-1].append(result[1] is logits)
+        logits.register_hook(hooked.append)
+        logits[:1].mul_(2)
+        seen[-1] += torch.autograd.grad(logits.sin().sum(), head.weight)
+        fresh = program(ids)
+        fresh = fresh[0] if isinstance(fresh, tuple) else fresh
+        loss = F.cross_entropy(fresh.view(-1, V), torch.zeros(fresh.numel() // V).long())
+        fresh.detach()[:1].mul_(3)
+        seen[-1] += torch.autograd.grad(loss, fresh, create_graph=True, allow_unused=True)
+    assert isinstance(logits, DeferredLogits)
+    torch.testing.assert_close(seen[1], seen[0], allow_subclasses=True)
