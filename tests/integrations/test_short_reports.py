@@ -26,7 +26,7 @@ def caches(config: Any) -> dict[str, Any]:
 @pytest.mark.slow  # 32 layers are captured twice, a minute each
 @pytest.mark.parametrize("kind", ["static", "4 bits"])
 def test_a_decoding_model_of_32_layers_takes_at_most_40_lines(kind: str) -> None:
-    model = llama(num_hidden_layers=32).eval()
+    model = llama(num_hidden_layers=32, head_dim=16).eval()
     cache = caches(model.config)[kind]()
     model.compile(backend="memeff", options=OPTIONS)
     ids = torch.arange(16).view(2, 8)
