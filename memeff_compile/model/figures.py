@@ -21,7 +21,8 @@ def matplotlib_for(error: type[MemeffError]) -> Any:  # noqa: ANN401 - matplotli
         return importlib.import_module("matplotlib")
     except ImportError as problem:
         raise error(
-            "A figure needs matplotlib, which is not installed: pip install matplotlib. "
+            "A figure needs matplotlib, which is not installed: pip install matplotlib, or the "
+            "package's extra `plot`. "
             "Text and JSON need nothing more."
         ) from problem
 

@@ -28,7 +28,7 @@ OPTIMIZER_STATES: Mapping[str, int] = {"adamw": 2, "sgd": 0, "none": 0}
 
 LOG_PROBABILITY_BYTES = 4
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -225,19 +225,28 @@ def most(fits: Callable[[int], bool]) -> int:
     return low
 
 
+LEAST_MEMORY = 1 << 20
+"""A device has more bytes than this; a smaller number was meant in another unit."""
+
+
 def read_memory(memory: str | int) -> int:
     """Return bytes: 80GB is 80e9 bytes, 80GiB is 80 * 2**30.
 
     Raises:
-        ExplainError: it is no size.
+        ExplainError: it is no size, or a number without its unit.
 
     Example: read_memory("80GB") == 80_000_000_000.
     """
-    if isinstance(memory, int) and memory > 0:
+    if isinstance(memory, int) and memory >= LEAST_MEMORY:
         return memory
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
+    if match is not None and not match[2] and float(match[1]) > 0:
+        raise ExplainError(
+            f"memory is {memory!r}, without a unit. Say which one, such as {match[1]}GB (10**9 "
+            f"bytes each) or {match[1]}GiB (2**30)."
+        )
     if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
         raise ExplainError(
-            f"memory is {memory!r}; a number of bytes or a size such as 80GB, 79.3GiB is needed."
+            f"memory is {memory!r}; a size with its unit, such as 80GB or 79.3GiB, is needed."
         )
     return int(float(match[1]) * _UNITS[match[2].lower()])
