@@ -330,10 +330,8 @@ def _log(report: GraphReport) -> None:
 
 
 def enforce_strict(options: Options, report: GraphReport) -> None:
-    """Raise when a pass the user insists on left a place, or found none in a training graph.
-
-    Raises:
-        StrictError: A pass named in ``memeff.strict`` did not fire on this graph.
+    """Raise a StrictError when a pass that ``memeff.strict`` names left a place of this graph, or
+    found none where it trains.
     """
     for name in options.strict:
         mine = [r for r in report.records if r.pass_name in (name, "backend")]
