@@ -478,9 +478,7 @@ def test_image_encoders_attend_as_before(name: str, attention: str, trains: bool
     for ours, theirs in zip(step(compiled(model)), step(model), strict=True):
         assert largest(ours - theirs) <= ROUNDING * largest(theirs)
     codes = {
-        r.code
-        for r in memeff_compile.last_report().records
-        if r.pass_name == "recover_attention"
+        r.code for r in memeff_compile.last_report().records if r.pass_name == "recover_attention"
     }
     assert codes == {"rewrote"} if attention == "eager" else codes <= {"rewrote"}
 
