@@ -27,7 +27,7 @@ from memeff_compile.kernels._triton.key_tiles import (
     tiles_of,
     within,
 )
-from memeff_compile.kernels._triton.launch import start
+from memeff_compile.kernels._triton.launch import launch
 from memeff_compile.kernels.attention.mask_tiles import Dense, dense_of, none_of
 from memeff_compile.kernels.attention.shapes import KERNELS, Shape, shape_for
 from memeff_compile.kernels.device import gpu, on_device
@@ -176,9 +176,7 @@ def attend(
     lse = q.new_empty((*planes, batch, heads, queries), dtype=torch.float32)
     with on_device(q):
         bounds, tiles = call.bounds(shape, None)
-        start(
-            kernels._attention_kernel,
-            (batch * heads * tiles,),
+        arguments = (
             rows_of(call.q),
             rows_of(call.k),
             rows_of(call.v),
@@ -190,8 +188,10 @@ def attend(
             call.scales(),
             *positions_of(call.given),
             (batch * heads, heads, heads // groups, queries, keys, tiles),
-            **call.constants(shape),
         )
+        constants = call.constants(shape)
+        grid = (batch * heads * tiles,)
+        launch(kernels._attention_kernel, grid, arguments, constants, tuple(constants.items()))
     return out.transpose(1, 2), lse
 
 
@@ -234,9 +234,7 @@ def _query_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> N
     grad, out, lse, sums, delta, grad_q = buffers
     batch, heads, groups, queries, keys, _ = call.sizes
     bounds, tiles = call.bounds(shape, lse)
-    start(
-        kernels._attention_query_gradient_kernel,
-        (batch * heads * tiles,),
+    arguments = (
         rows_of(grad),
         rows_of(out),
         rows_of(call.q),
@@ -253,8 +251,10 @@ def _query_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> N
         call.given.scale,
         *positions_of(call.given),
         (batch * heads, heads, heads // groups, queries, keys, tiles),
-        **call.constants(shape),
     )
+    constants = call.constants(shape)
+    kernel, grid = kernels._attention_query_gradient_kernel, (batch * heads * tiles,)
+    launch(kernel, grid, arguments, constants, tuple(constants.items()))
 
 
 def _key_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> None:
@@ -266,27 +266,25 @@ def _key_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> Non
     bounds, tiles = call.bounds(shape, lse, ours_are_queries=False)
     dense = call.dense(shape, ours_are_queries=False)
     parts = ((False, True), (True, False)) if shape.is_split else ((True, True),)
+    arguments = (
+        rows_of(grad),
+        rows_of(call.q),
+        rows_of(call.k),
+        rows_of(call.v),
+        tables_of(call.given, call.q),
+        dense,
+        bounds,
+        lse,
+        sums,
+        delta,
+        grad_k,
+        grad_v,
+        call.scales(),
+        call.given.scale,
+        *positions_of(call.given),
+        (batch * groups, groups, heads // groups, queries, keys, tiles),
+    )
+    kernel, grid = kernels._attention_key_gradient_kernel, (batch * groups * tiles,)
     for with_k, with_v in parts:
-        start(
-            kernels._attention_key_gradient_kernel,
-            (batch * groups * tiles,),
-            rows_of(grad),
-            rows_of(call.q),
-            rows_of(call.k),
-            rows_of(call.v),
-            tables_of(call.given, call.q),
-            dense,
-            bounds,
-            lse,
-            sums,
-            delta,
-            grad_k,
-            grad_v,
-            call.scales(),
-            call.given.scale,
-            *positions_of(call.given),
-            (batch * groups, groups, heads // groups, queries, keys, tiles),
-            **call.constants(shape),
-            WITH_K=with_k,
-            WITH_V=with_v,
-        )
+        constants = {**call.constants(shape), "WITH_K": with_k, "WITH_V": with_v}
+        launch(kernel, grid, arguments, constants, tuple(constants.items()))
