@@ -283,8 +283,8 @@ def sweep_case(case: Case, options: argparse.Namespace) -> None:
         mask = data.mask_as_tensor()
         codes = attention_mask_tiles(mask)
         given = Conditions(None, None, None, None, None, scale, 0.0, False, mask, codes)
-    has_tables = given.has_tables() or bool(case.tensor)
-    plan = tiles.plan_for(q.shape[3], q.device, has_tables=has_tables)
+    told = {"has_tables": given.has_tables(), "has_mask": bool(case.tensor)}
+    plan = tiles.plan_for(q.shape[3], q.device, **told)
     out, lse = tiles.attend(q, k, v, given, plan=plan)
     whole = tiles.gradients(data.grad, q, k, v, out, lse, given, plan=plan)
     for kernel in options.kernels:

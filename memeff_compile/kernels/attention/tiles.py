@@ -45,10 +45,12 @@ class Plan:
     key_gradient: Shape
 
 
-def plan_for(depth: int, device: torch.device, *, has_tables: bool = False) -> Plan:
+def plan_for(
+    depth: int, device: torch.device, *, has_tables: bool = False, has_mask: bool = False
+) -> Plan:
     """Return the launches for a head dimension; an H200 is assumed off CUDA."""
-    kind = gpu(device)
-    return Plan(*(shape_for(name, depth, kind, has_tables=has_tables) for name in KERNELS))
+    told = {"has_tables": has_tables, "has_mask": has_mask}
+    return Plan(*(shape_for(name, depth, gpu(device), **told) for name in KERNELS))
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,10 @@ class _Call:
         """Say whether positions alone do not tell which tiles count."""
         return self.given.has_tables() or self.mean
 
-    def has_conditions(self) -> bool:
-        """Say whether anything but the positions decides, which takes registers."""
-        return self.has_bounds() or self.given.mask is not None
+    def plan(self) -> Plan:
+        """Return the tiles of each kernel."""
+        told = {"has_tables": self.has_bounds(), "has_mask": self.given.mask is not None}
+        return plan_for(self.sizes[5], self.q.device, **told)
 
     def constants(self, shape: Shape) -> dict[str, Any]:
         """Return the constants of an attention kernel."""
@@ -170,7 +173,7 @@ def attend(
 
     call = _call(q, k, v, given)
     batch, heads, groups, queries, keys, depth = call.sizes
-    shape = (plan or plan_for(depth, q.device, has_tables=call.has_conditions())).forward
+    shape = (plan or call.plan()).forward
     out = q.new_empty((batch, queries, heads, depth))
     planes = (2,) if call.given.is_bias else ()
     lse = q.new_empty((*planes, batch, heads, queries), dtype=torch.float32)
@@ -215,7 +218,7 @@ def gradients(
     """
     call = _call(q, k, v, given)
     batch, heads, groups, queries, keys, depth = call.sizes
-    plan = plan or plan_for(depth, q.device, has_tables=call.has_conditions())
+    plan = plan or call.plan()
     grad, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
     grad_q = q.new_empty((batch, queries, heads, depth))
     grad_k = k.new_empty((batch, keys, groups, depth))

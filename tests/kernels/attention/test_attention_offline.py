@@ -142,8 +142,8 @@ NAMES = {
 
 def _check(kernel: str, capability: int, depth: int, flags: dict[str, Any], dtype: str) -> None:
     """Compile a kernel with its own tile: no stack, shared memory in bounds, tensor cores."""
-    has_tables = bool(flags["HAS_BOUNDS"] or flags["HAS_MASK"])
-    shape = shape_for(kernel, depth, gpu_of(divmod(capability, 10)), has_tables=has_tables)
+    told = {"has_tables": flags["HAS_BOUNDS"], "has_mask": flags["HAS_MASK"]}
+    shape = shape_for(kernel, depth, gpu_of(divmod(capability, 10)), **told)
     parts = [{}]
     if kernel == "key_gradient" and shape.is_split:
         parts = [{"WITH_K": False}, {"WITH_V": False}]
