@@ -35,6 +35,7 @@ from .attention.told_to_op import (
     said_for,
     sentence,
     sentence_of_mask,
+    why_not_added,
     why_not_here,
     why_not_read,
     write,
@@ -147,7 +148,7 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
         return subclass(kind, site.node)
     asked = _asked(info, site)
     if isinstance(asked, Decline):
-        reason = why_not_read(info, site)
+        reason = why_not_read(info, site) or why_not_added(info, site)
         if not reason:
             return _as_read(info, site)
         return replace(asked, sentence=f"{asked.sentence}: kept, {reason}", node=site.node)
