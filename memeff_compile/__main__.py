@@ -1,4 +1,4 @@
-"""`python -m memeff_compile doctor | explain | tune | options | demo`."""
+"""memeff doctor | explain | tune | demo | options: the commands of memeff_compile."""
 
 from __future__ import annotations
 
@@ -8,23 +8,42 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import memeff_compile
 from memeff_compile.cli.explain import add_arguments, run
 from memeff_compile.cli.tune import add_tune_arguments, tune
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "train_tiny_llama.py"
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says = action.default not in (None, False, [])
+        return super()._get_help_string(action) if says else action.help
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m memeff_compile", description=__doc__)
+    is_module = Path(sys.argv[0]).name == "__main__.py"
+    parser = argparse.ArgumentParser(
+        prog="python -m memeff_compile" if is_module else "memeff", description=__doc__
+    )
+    version = f"memeff_compile {memeff_compile.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="what this machine can run, and what is missing")
-    explain = commands.add_parser("explain", help="what would happen to a model, and its memory")
-    add_arguments(explain)
-    measure = commands.add_parser("tune", help="measure this machine's GPU and store what is best")
-    add_tune_arguments(measure)
-    commands.add_parser("options", help="every option, as docs/options.md")
-    commands.add_parser("demo", help="train a small Llama with and without the backend")
+
+    def add(name: str, does: str, *, add_help: bool = True) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=does, description=does, formatter_class=_Help, add_help=add_help
+        )
+
+    add("doctor", "what this machine can run, and what is missing")
+    add_arguments(add("explain", "what would happen to a model, and its memory"))
+    add_tune_arguments(add("tune", "measure this machine's GPU and store what is best"))
+    add("options", "every option, as docs/options.md")
+    # What follows is the demo's own, --help included.
+    add("demo", "train a small Llama with and without the backend", add_help=False)
     command, rest = parser.parse_known_args(arguments)
     if rest and command.command != "demo":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -18,6 +18,7 @@ import contextlib
 import gc
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,21 +49,14 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 @dataclass(frozen=True)
 class Roles:
-    """What the arguments of a step are, by their places.
+    """What the arguments of a step are, by their places."""
 
-    Attributes:
-        held: tensors that count by their address: weights, caches, and what is written to.
-        copied: tensors that come anew with each call.
-        numbers: sizes and other numbers.
-        varying: tensors whose sizes are not the same in every call.
-        written: tensors that the step writes to.
-    """
-
+    # tensors that count by their address: weights, caches, and what is written to
     held: tuple[int, ...]
-    copied: tuple[int, ...] = ()
-    numbers: tuple[int, ...] = ()
-    varying: tuple[int, ...] = ()
-    written: tuple[int, ...] = ()
+    copied: tuple[int, ...] = ()  # tensors that come anew with each call
+    numbers: tuple[int, ...] = ()  # sizes and other numbers
+    varying: tuple[int, ...] = ()  # tensors whose sizes are not the same in every call
+    written: tuple[int, ...] = ()  # tensors that the step writes to
 
 
 class Engine(Protocol):
@@ -357,7 +351,8 @@ class CudaEngine:
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
         self._device = device
-        self._pools: dict[int, tuple[Any, torch.cuda.Stream]] = {}
+        self._pools: dict[int, _Pool] = {}
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def is_free(self) -> bool:
         """Return whether nobody else records, or watches what is called."""
@@ -373,20 +368,42 @@ class CudaEngine:
 
     def record(self, step: Step, inputs: Sequence[Any]) -> tuple[Callable[[], None], Any]:
         """Record on a stream aside, in memory that other recordings for this stream share."""
-        current = self.stream()
-        if current not in self._pools:
-            self._pools[current] = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
-        pool, aside = self._pools[current]
-        graph = torch.cuda.CUDAGraph()
         with compat.capturing_alone(), _collecting_nothing(), torch.cuda.device(self._device):
-            aside.wait_stream(torch.cuda.current_stream())
+            pool = self._pools.setdefault(self.stream(), _Pool())
+            handle, graph = pool.opened()
+            pool.aside.wait_stream(torch.cuda.current_stream())
             compat.forget_workspaces()  # what a recording uses has to be in its pool
             try:
-                with torch.cuda.stream(aside):
-                    found = _captured(graph, pool, step, inputs)
+                with torch.cuda.stream(pool.aside):
+                    found = _captured(graph, handle, step, inputs)
+            except BaseException:
+                # Allocators still ask a graph that failed whether memory is for it.
+                self._failed.append(graph)
+                del self._pools[self.stream()]
+                raise
             finally:
                 compat.forget_workspaces()
         return graph.replay, found
+
+
+class _Pool:
+    """The memory that the recordings for one stream of work share, and the stream they are made on.
+
+    CUDA's allocators drop a pool with its last recording, and refuse its handle from then on.
+    """
+
+    def __init__(self) -> None:
+        self.aside = torch.cuda.Stream()
+        self._handle: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    def opened(self) -> tuple[Any, torch.cuda.CUDAGraph]:
+        """Return the handle of a pool that lives, and a graph that will keep it."""
+        if not self._graphs:
+            self._handle = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        self._graphs.add(graph)
+        return self._handle, graph
 
 
 def _captured(
@@ -395,16 +412,27 @@ def _captured(
     step: Step,
     inputs: Sequence[Any],
 ) -> Any:  # noqa: ANN401
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    idle = torch.zeros(1, device="cuda")
     try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         found = step(*inputs)
         graph.capture_end()
     except BaseException:
         with contextlib.suppress(Exception):
             graph.capture_end()
         compat.leave_pool(pool)
+        _record_nothing(idle)
         raise
     return found
+
+
+def _record_nothing(idle: Tensor) -> None:
+    """Record something that works: only that lets random numbers be drawn after a failure."""
+    graph = torch.cuda.CUDAGraph()
+    with contextlib.suppress(Exception):
+        graph.capture_begin(capture_error_mode="thread_local")
+        idle.zero_()
+        graph.capture_end()
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""The commands of ``python -m memeff_compile``."""
+"""The commands of ``memeff``."""

@@ -1,6 +1,6 @@
 """What this machine can run: versions, devices, compilers, engines, and what to do about gaps.
 
-`python -m memeff_compile doctor` prints the findings and exits with 0 when the backend is usable.
+`memeff doctor` prints the findings and exits with 0 when the backend is usable.
 The last finding is a measurement, not a guess: a toy model is compiled, trained and compared.
 """
 
@@ -12,7 +12,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 import memeff_compile
@@ -22,24 +22,19 @@ __all__ = ["Finding", "diagnose", "findings_text", "inductor_problem", "is_usabl
 
 MIN_PYTHON, MIN_TORCH, MIN_TRITON = (3, 10), (2, 11), (3, 6)
 
+TESTED_TORCH = ((2, 11), (2, 13))
+"""The releases whose suites were run: docs/measured/tested-stacks.md."""
+
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the diagnosis.
+    """One line of the diagnosis."""
 
-    Args:
-        section: Heading under which it is printed.
-        label: What was looked at.
-        text: What was seen.
-        remedy: What to do, or "" where nothing needs doing.
-        blocks: Whether the backend is unusable because of it.
-    """
-
-    section: str
-    label: str
-    text: str
-    remedy: str = ""
-    blocks: bool = False
+    section: str  # heading under which it is printed
+    label: str  # what was looked at
+    text: str  # what was seen
+    remedy: str = ""  # what to do, or "" where nothing needs doing
+    blocks: bool = False  # whether the backend is unusable because of it
 
 
 def is_usable(findings: list[Finding]) -> bool:
@@ -109,7 +104,7 @@ def _versions() -> list[Finding]:
     old = sys.version_info[:2] < MIN_PYTHON
     needs = f"install Python {'.'.join(map(str, MIN_PYTHON))} or newer"
     findings = [Finding("versions", "python", python, needs if old else "", blocks=old)]
-    findings.append(_required("torch", MIN_TORCH))
+    findings.append(_tested(_required("torch", MIN_TORCH)))
     if sys.platform == "linux":
         findings.append(_required("triton", MIN_TRITON))
     for package, use in (("transformers", "Hugging Face models"), ("numpy", "torch itself")):
@@ -125,6 +120,14 @@ def _required(package: str, minimum: tuple[int, int]) -> Finding:
     how, seen = (" --upgrade", f"{found}, too old") if found else ("", "not installed")
     remedy = f'pip install{how} "{package}>={minimum[0]}.{minimum[1]}"'
     return Finding("versions", package, seen, remedy, blocks=package == "torch")
+
+
+def _tested(torch: Finding) -> Finding:
+    """Say of a torch that is new enough whether the suite was run on it."""
+    if torch.blocks or _release(torch.text) in TESTED_TORCH:
+        return torch
+    tested = " and ".join(".".join(map(str, release)) for release in TESTED_TORCH)
+    return replace(torch, text=f"{torch.text}, untested: expected to work; tested are {tested}")
 
 
 def _devices() -> list[Finding]:

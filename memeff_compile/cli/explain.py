@@ -1,4 +1,4 @@
-"""The command `python -m memeff_compile explain`; torch is imported only when it runs."""
+"""The command `memeff explain`; torch is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,63 @@ from pathlib import Path
 from ..errors import MemeffError
 
 
+def _one_of(*values: str) -> str:
+    return f"{{{','.join(values)}}}"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument("model", help="config.json, a folder with one, or module:function")
     parser.add_argument("--batch", type=int, default=8, help="sequences per GPU")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
-    parser.add_argument("--dtype", default="bfloat16", help="of the parameters")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        metavar=_one_of("bfloat16", "float16", "float32"),
+        help="of the parameters of a model built from a config",
+    )
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
-    parser.add_argument("--attention", help="transformers' attn_implementation")
-    parser.add_argument("--optimizer", default="adamw", help="adamw, sgd or none")
+    parser.add_argument(
+        "--attention",
+        metavar="{sdpa,eager,...}",
+        help="transformers' attn_implementation (default: transformers' choice)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar=_one_of("adamw", "sgd", "none"),
+        help="adamw keeps two values per parameter, sgd none",
+    )
     parser.add_argument(
         "--master-weights", action="store_true", help="fp32 weights and states beside 16-bit ones"
     )
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--memory", help="of one GPU, such as 80GB: asks for the largest batch")
-    parser.add_argument("--sharding", help="fsdp or none; fsdp with more than one GPU")
-    parser.add_argument("--accounting", default="peak", help="peak, or paper: as arXiv 2411.09009")
-    parser.add_argument("--option", action="append", default=[], help="memeff.key=value")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--gpus", type=int, default=1, help="how many share the batch")
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="of one GPU, with its unit, such as 80GB or 79.3GiB: asks for the largest batch",
+    )
+    parser.add_argument(
+        "--sharding",
+        metavar=_one_of("fsdp", "none"),
+        help="of weights, gradients and optimizer state (default: fsdp with more than one GPU)",
+    )
+    parser.add_argument(
+        "--accounting",
+        default="peak",
+        metavar=_one_of("peak", "paper"),
+        help="every buffer at the worst moment, or what arXiv 2411.09009 counts",
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the backend, such as memeff.logits=eager; may be repeated",
+    )
+    parser.add_argument(
+        "--device", default="cuda", metavar=_one_of("cuda", "cpu"), help="where it would run"
+    )
     parser.add_argument(
         "--cache",
         action="store_true",

@@ -1,4 +1,4 @@
-"""The command `python -m memeff_compile tune`; torch is imported only when it measures."""
+"""The command `memeff tune`; torch is imported only when it measures."""
 
 from __future__ import annotations
 

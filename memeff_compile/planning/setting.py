@@ -28,32 +28,22 @@ OPTIMIZER_STATES: Mapping[str, int] = {"adamw": 2, "sgd": 0, "none": 0}
 
 LOG_PROBABILITY_BYTES = 4
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Bytes of a model that do not depend on batch and length.
+    """Bytes of a model that do not depend on batch and length."""
 
-    Args:
-        weights: all parameters, tied ones once.
-        block_weights: those in repeated blocks, which FSDP gathers block by block.
-        largest_block: of one block.
-        buffers: all buffers.
-        parameters: number of values in the parameters.
-        trained, trained_bytes: number and bytes of those that get a gradient.
-        library: what the matrix library keeps once it has run.
-    """
-
-    weights: int
-    block_weights: int
-    largest_block: int
-    buffers: int
-    parameters: int
-    trained: int
-    trained_bytes: int
-    library: int = 0
+    weights: int  # all parameters, tied ones once
+    block_weights: int  # those in repeated blocks, which FSDP gathers block by block
+    largest_block: int  # of one block
+    buffers: int  # all buffers
+    parameters: int  # number of values in the parameters
+    trained: int  # number and bytes of those that get a gradient
+    trained_bytes: int  # likewise
+    library: int = 0  # what the matrix library keeps once it has run
 
 
 @dataclass(frozen=True)
@@ -71,38 +61,27 @@ class Moment:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a step, with or without the passes.
+    """The memory of a step, with or without the passes."""
 
-    Args:
-        facts: bytes of weights.
-        moments: every moment that is the peak for some batch and length.
-        kept: what the forward keeps for the backward and the caller.
-    """
-
-    facts: Facts
-    moments: tuple[Moment, ...]
-    kept: Parts
+    facts: Facts  # bytes of weights
+    moments: tuple[Moment, ...]  # every moment that is the peak for some batch and length
+    kept: Parts  # what the forward keeps for the backward and the caller
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained.
+    """How a model is trained."""
 
-    Args:
-        optimizer: "adamw" (two values per parameter), "sgd" (none), or "none": no optimizer.
-        master_weights: fp32 copies of 16-bit weights, with optimizer state in fp32.
-        gpus: number of GPUs.
-        sharding: "fsdp" shards weights, gradients and optimizer state over the GPUs; "none" gives
-            every GPU all of them, as DDP does.
-        accounting: "peak" counts every buffer at the worst moment; "paper" counts what figure 1 of
-            arXiv 2411.09009 counts: weights, gradients and optimizer state, what the layers keep,
-            and log-probabilities in fp32, which ours leaves out.
-    """
-
+    # "adamw" (two values per parameter), "sgd" (none), or "none": no optimizer
     optimizer: str = "adamw"
-    master_weights: bool = False
-    gpus: int = 1
+    master_weights: bool = False  # fp32 copies of 16-bit weights, with optimizer state in fp32
+    gpus: int = 1  # number of GPUs
+    # "fsdp" shards weights, gradients and optimizer state over the GPUs; "none" gives every GPU all
+    # of them, as DDP does
     sharding: str = "none"
+    # "peak" counts every buffer at the worst moment; "paper" counts what figure 1 of arXiv
+    # 2411.09009 counts: weights, gradients and optimizer state, what the layers keep, and
+    # log-probabilities in fp32, which ours leaves out
     accounting: Accounting = "peak"
 
     def __post_init__(self) -> None:
@@ -225,19 +204,28 @@ def most(fits: Callable[[int], bool]) -> int:
     return low
 
 
+LEAST_MEMORY = 1 << 20
+"""A device has more bytes than this; a smaller number was meant in another unit."""
+
+
 def read_memory(memory: str | int) -> int:
     """Return bytes: 80GB is 80e9 bytes, 80GiB is 80 * 2**30.
 
     Raises:
-        ExplainError: it is no size.
+        ExplainError: it is no size, or a number without its unit.
 
     Example: read_memory("80GB") == 80_000_000_000.
     """
-    if isinstance(memory, int) and memory > 0:
+    if isinstance(memory, int) and memory >= LEAST_MEMORY:
         return memory
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
+    if match is not None and not match[2] and float(match[1]) > 0:
+        raise ExplainError(
+            f"memory is {memory!r}, without a unit. Say which one, such as {match[1]}GB (10**9 "
+            f"bytes each) or {match[1]}GiB (2**30)."
+        )
     if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
         raise ExplainError(
-            f"memory is {memory!r}; a number of bytes or a size such as 80GB, 79.3GiB is needed."
+            f"memory is {memory!r}; a size with its unit, such as 80GB or 79.3GiB, is needed."
         )
     return int(float(match[1]) * _UNITS[match[2].lower()])

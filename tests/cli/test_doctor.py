@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+import memeff_compile
 from memeff_compile import __main__ as command_line
 from memeff_compile import kernels
 from memeff_compile.cli import doctor
 from memeff_compile.cli.doctor import Finding
 from memeff_compile.options import options_page
+from memeff_compile.planning.setting import Setting
 
 
 @pytest.fixture
@@ -72,6 +75,24 @@ def test_missing_or_old_torch_blocks_and_names_the_command(
     assert "not usable here" in doctor.findings_text(findings)
 
 
+@pytest.mark.parametrize(
+    ("version", "is_tested"), [("2.13.0+cpu", True), ("2.12.1", False), ("2.15.0.dev2026", False)]
+)
+def test_an_untested_torch_is_named_and_does_not_block(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_tested: bool
+) -> None:
+    pretend_installed(monkeypatch, torch=version)
+    (torch_line,) = [f for f in doctor._versions() if f.label == "torch"]
+    assert not torch_line.blocks
+    assert ("untested: expected to work; tested are 2.11 and 2.13" in torch_line.text) != is_tested
+
+
+def test_the_tested_releases_are_those_of_the_page() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/measured/tested-stacks.md").read_text()
+    rows = {tuple(map(int, row)) for row in re.findall(r"^\| torch (\d+)\.(\d+)", page, re.M)}
+    assert rows == set(doctor.TESTED_TORCH)
+
+
 def test_versions_are_compared_as_numbers() -> None:
     assert doctor._release("2.13.0+cpu") > doctor._release("2.9.1")
     assert doctor._release("2.15.0.dev20260101") >= (2, 11)
@@ -102,7 +123,7 @@ def test_inductor_problem_is_a_sentence_or_nothing() -> None:
 
 
 class TestCommandLine:
-    """`python -m memeff_compile`."""
+    """`memeff`, which is `python -m memeff_compile` too."""
 
     @pytest.mark.parametrize(("blocks", "status"), [(False, 0), (True, 1)])
     def test_doctor_status(
@@ -130,6 +151,30 @@ class TestCommandLine:
         monkeypatch.setattr(command_line, "DEMO", command_line.DEMO.parent / "absent.py")
         assert command_line.main(["demo"]) == 1
         assert "examples/train_tiny_llama.py" in capsys.readouterr().err
+
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            command_line.main(["--version"])
+        assert stopped.value.code == 0
+        assert capsys.readouterr().out == f"memeff_compile {memeff_compile.__version__}\n"
+
+    def test_console_script_is_this_function(self) -> None:
+        project = (Path(kernels.__path__[0]).parents[1] / "pyproject.toml").read_text()
+        assert '[project.scripts]\nmemeff = "memeff_compile.__main__:main"\n' in project
+
+    def test_help_has_the_defaults_and_choices_of_settings(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            command_line.main(["explain", "--help"])
+        said = " ".join(capsys.readouterr().out.split())
+        assert "default: None" not in said
+        for name in ("optimizer", "sharding", "accounting"):
+            (choices,) = set(re.findall(rf"--{name} {{([a-z,]+)}}", said))
+            for choice in choices.split(","):
+                Setting(**{name: choice})  # refuses what it does not know
+        assert "(default: 2048)" in said
+        assert "(default: adamw)" in said
 
     def test_unknown_command_lists_the_right_ones(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):

@@ -116,6 +116,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
         ([f"{FACTORIES}:stack_of_two", "--checkpointing"], "leave --checkpointing out"),
         ([f"{FACTORIES}:stack_of_two", "--batch", "0"], "at least 1"),
         ([f"{FACTORIES}:stack_of_two", "--memory", "much"], "such as 80GB"),
+        ([f"{FACTORIES}:stack_of_two", "--memory", "80"], "such as 80GB"),
         ([f"{FACTORIES}:stack_of_two", "--optimizer", "lion"], "'adamw', 'sgd', 'none'"),
         ([f"{FACTORIES}:stack_of_two", "--json", "no/such/folder/x.json"], "There is no folder"),
         ([f"{FACTORIES}:stack_of_two", "--device", "tpu"], "'cuda' or 'cpu'"),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.distributed.models import fresh_start
+from tests.support.quick_dynamo import measure_nothing
 
 RANKS = 2
 LIMIT = 400.0
@@ -85,6 +86,7 @@ def _serve(rank: int, pipe: Any, meeting_point: str) -> None:
         try:
             torch.manual_seed(0)
             fresh_start()
+            measure_nothing()
             work()
             dist.barrier()
         except BaseException:  # whatever it is, the other side is told

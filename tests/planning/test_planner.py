@@ -303,7 +303,7 @@ def test_unknown_settings_are_refused(given: dict[str, Any], words: str) -> None
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("80GB", 80 * 10**9), ("1.5 GiB", 3 << 29), (1024, 1024), ("512", 512), ("2tb", 2 * 10**12)],
+    [("80GB", 80 * 10**9), ("1.5 GiB", 3 << 29), (1 << 30, 1 << 30), ("2tb", 2 * 10**12)],
 )
 def test_memory_is_read(text: str | int, expected: int) -> None:
     assert read_memory(text) == expected
@@ -313,6 +313,12 @@ def test_memory_is_read(text: str | int, expected: int) -> None:
 def test_other_memory_is_refused(text: str | int) -> None:
     with pytest.raises(ExplainError, match="such as 80GB"):
         read_memory(text)
+
+
+@pytest.mark.parametrize("number", ["80", "79.3", 80])
+def test_memory_without_its_unit_is_asked_for_one(number: str | int) -> None:
+    with pytest.raises(ExplainError, match=rf"without a unit.*such as {number}GB .* {number}GiB"):
+        read_memory(number)
 
 
 def test_a_peak_without_batch_has_no_largest_batch() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels import library
 from memeff_compile.kernels.checks import FLOATING, short
 from memeff_compile.kernels.coded_kv_cache import reference
 from memeff_compile.kernels.coded_kv_cache.layout import BITS, PLAIN, Pool, channel_group, group_of
@@ -45,26 +46,10 @@ ENGINES = {
     "reference": "plain PyTorch, after decoding what is filled (any device and dtype)",
 }
 
-_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
 _READ = ", ".join(f"Tensor {name}" for name in POOL)
 _WRITTEN = ", ".join(
     f"Tensor {name}" if name == "places" else f"Tensor({letter}!) {name}"
     for letter, name in zip("abcdefghij", POOL, strict=True)
-)
-_LIBRARY.define(
-    f"coded_kv_cache_append({_WRITTEN}, Tensor k, Tensor v, int bits, int recent, int limit) -> ()",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    f"coded_kv_cache_view({_READ}, Tensor? k_norms, Tensor? v_norms, int bits, int tokens) "
-    "-> (Tensor, Tensor)",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    f"coded_kv_cache_attention(Tensor q, {_READ}, Tensor? k_norms, Tensor? v_norms, int bits, "
-    "Tensor? mask, float? scale) -> Tensor",
-    tags=_COMPLIANT,
 )
 
 
@@ -311,18 +296,22 @@ def _no_backward(ctx: object, *grads: Tensor) -> None:
     )
 
 
-_LIBRARY.impl("coded_kv_cache_append", _append, "CompositeExplicitAutograd")
-_LIBRARY.impl("coded_kv_cache_view", _view, "CompositeExplicitAutograd")
-_LIBRARY.impl("coded_kv_cache_attention", _attention, "CompositeExplicitAutograd")
-for _name, _fake in (
-    ("append", _fake_append),
-    ("view", _fake_view),
-    ("attention", _fake_attention),
-):
-    torch.library.register_fake(f"memeff::coded_kv_cache_{_name}", _fake, lib=_LIBRARY)
-for _name in ("view", "attention"):
-    torch.library.register_autograd(f"memeff::coded_kv_cache_{_name}", _no_backward, lib=_LIBRARY)
-
-coded_kv_cache_append = torch.ops.memeff.coded_kv_cache_append.default
-coded_kv_cache_view = torch.ops.memeff.coded_kv_cache_view.default
-coded_kv_cache_attention = torch.ops.memeff.coded_kv_cache_attention.default
+coded_kv_cache_append = library.op(
+    f"coded_kv_cache_append({_WRITTEN}, Tensor k, Tensor v, int bits, int recent, int limit) -> ()",
+    _append,
+    _fake_append,
+)
+coded_kv_cache_view = library.op(
+    f"coded_kv_cache_view({_READ}, Tensor? k_norms, Tensor? v_norms, int bits, int tokens) "
+    "-> (Tensor, Tensor)",
+    _view,
+    _fake_view,
+    backward=_no_backward,
+)
+coded_kv_cache_attention = library.op(
+    f"coded_kv_cache_attention(Tensor q, {_READ}, Tensor? k_norms, Tensor? v_norms, int bits, "
+    "Tensor? mask, float? scale) -> Tensor",
+    _attention,
+    _fake_attention,
+    backward=_no_backward,
+)

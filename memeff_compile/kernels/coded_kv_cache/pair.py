@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels import library
 from memeff_compile.kernels.coded_kv_cache import pair_reference
 from memeff_compile.kernels.coded_kv_cache.layout import Layout, Own, Shared, group_of
 from memeff_compile.kernels.coded_kv_cache.merging import READINGS, RULES, SCALES
@@ -29,8 +30,6 @@ SHARED = Shared._fields
 OWN = Own._fields
 """Names of what each layer has for itself, the same."""
 
-_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
 _TENSORS = [
     *(f"shared_{name}" for name in SHARED),
     *(f"lower_{name}" for name in OWN),
@@ -41,17 +40,6 @@ _LETTERS = iter("abcdefghijklmnopqrstuvwxyz")
 _WRITTEN = ", ".join(
     f"Tensor {name}" if name == "shared_starts" else f"Tensor({next(_LETTERS)}!) {name}"
     for name in _TENSORS
-)
-_LIBRARY.define(
-    "coded_kv_cache_append_lower(Tensor(a!) k_window, Tensor(b!) v_window, Tensor(c!) counts, "
-    "Tensor k, Tensor v, int limit) -> ()",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    f"coded_kv_cache_append_pair({_WRITTEN}, Tensor? lower_k, Tensor? lower_v, Tensor k, Tensor v, "
-    "int bits, int recent, int limit, int keep_first, str rule, float t, float gamma, "
-    "str reading, str scale, bool is_first) -> ()",
-    tags=_COMPLIANT,
 )
 
 
@@ -189,10 +177,16 @@ def _fake_append_lower(*args: Any) -> None:
     _require("append_lower", _unlike_lower(args[0], args[3], args[4]))
 
 
-_LIBRARY.impl("coded_kv_cache_append_lower", _append_lower, "CompositeExplicitAutograd")
-_LIBRARY.impl("coded_kv_cache_append_pair", _append_pair, "CompositeExplicitAutograd")
-torch.library.register_fake("memeff::coded_kv_cache_append_lower", _fake_append_lower, lib=_LIBRARY)
-torch.library.register_fake("memeff::coded_kv_cache_append_pair", _fake_append_pair, lib=_LIBRARY)
-
-coded_kv_cache_append_lower = torch.ops.memeff.coded_kv_cache_append_lower.default
-coded_kv_cache_append_pair = torch.ops.memeff.coded_kv_cache_append_pair.default
+coded_kv_cache_append_lower = library.op(
+    "coded_kv_cache_append_lower(Tensor(a!) k_window, Tensor(b!) v_window, Tensor(c!) counts, "
+    "Tensor k, Tensor v, int limit) -> ()",
+    _append_lower,
+    _fake_append_lower,
+)
+coded_kv_cache_append_pair = library.op(
+    f"coded_kv_cache_append_pair({_WRITTEN}, Tensor? lower_k, Tensor? lower_v, Tensor k, Tensor v, "
+    "int bits, int recent, int limit, int keep_first, str rule, float t, float gamma, "
+    "str reading, str scale, bool is_first) -> ()",
+    _append_pair,
+    _fake_append_pair,
+)

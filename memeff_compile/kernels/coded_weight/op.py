@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels import library
 from memeff_compile.kernels.coded_weight import codecs, reference
 from memeff_compile.kernels.coded_weight.layout import LISTS, Format, parse
 from memeff_compile.kernels.device import kernels_serve, without_autocast
@@ -32,38 +33,6 @@ ENGINES = {
 }
 
 MAX_WEIGHTS = 1 << 31
-
-_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
-_LIBRARY.define(
-    "coded_weight_decode(Tensor[] parts, str codec, SymInt[] size) -> Tensor", tags=_COMPLIANT
-)
-_LIBRARY.define(
-    "coded_weight_product(Tensor x, Tensor[] parts, Tensor? bias, str codec, SymInt[] size, "
-    "bool trains=False) -> Tensor",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    "coded_weight_products(Tensor x, Tensor[] parts, Tensor?[] biases, str codec, SymInt[] sizes) "
-    "-> Tensor[]",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    "coded_weight_linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    "coded_weight_product_backward(Tensor grad, Tensor[] parts, str codec, SymInt[] size) "
-    "-> Tensor",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    "coded_weight_linear(Tensor x, Tensor weight, Tensor? bias=None, bool trains=False) -> Tensor",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    "coded_weight_linear_backward(Tensor grad, Tensor weight) -> Tensor", tags=_COMPLIANT
-)
 
 
 def supports_weight(weight: Tensor, codec: str = "win4") -> str | None:
@@ -448,32 +417,41 @@ class _Once(torch.autograd.Function):
         )
 
 
-_LIBRARY.impl("coded_weight_decode", _decode, "CompositeExplicitAutograd")
-_LIBRARY.impl("coded_weight_product", _product, "CompositeExplicitAutograd")
-_LIBRARY.impl("coded_weight_products", _products, "CompositeExplicitAutograd")
-_LIBRARY.impl("coded_weight_linears", _linears, "CompositeExplicitAutograd")
-_LIBRARY.impl("coded_weight_product_backward", _product_backward, "CompositeExplicitAutograd")
-_LIBRARY.impl("coded_weight_linear", _linear, "CompositeExplicitAutograd")
-_LIBRARY.impl("coded_weight_linear_backward", _linear_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("memeff::coded_weight_decode", _fake_decode, lib=_LIBRARY)
-torch.library.register_fake("memeff::coded_weight_product", _fake_product, lib=_LIBRARY)
-torch.library.register_fake("memeff::coded_weight_products", _fake_products, lib=_LIBRARY)
-torch.library.register_fake("memeff::coded_weight_linears", _fake_linears, lib=_LIBRARY)
-torch.library.register_fake(
-    "memeff::coded_weight_product_backward", _fake_product_backward, lib=_LIBRARY
+coded_weight_decode = library.op(
+    "coded_weight_decode(Tensor[] parts, str codec, SymInt[] size) -> Tensor", _decode, _fake_decode
 )
-torch.library.register_fake("memeff::coded_weight_linear", _fake_linear, lib=_LIBRARY)
-torch.library.register_fake(
-    "memeff::coded_weight_linear_backward", _fake_linear_backward, lib=_LIBRARY
+coded_weight_product = library.op(
+    "coded_weight_product(Tensor x, Tensor[] parts, Tensor? bias, str codec, SymInt[] size, "
+    "bool trains=False) -> Tensor",
+    _product,
+    _fake_product,
 )
-torch.library.register_autograd(
-    "memeff::coded_weight_linear", _link, setup_context=_setup_context, lib=_LIBRARY
+coded_weight_products = library.op(
+    "coded_weight_products(Tensor x, Tensor[] parts, Tensor?[] biases, str codec, SymInt[] sizes) "
+    "-> Tensor[]",
+    _products,
+    _fake_products,
 )
-
-coded_weight_decode = torch.ops.memeff.coded_weight_decode.default
-coded_weight_product = torch.ops.memeff.coded_weight_product.default
-coded_weight_products = torch.ops.memeff.coded_weight_products.default
-coded_weight_linears = torch.ops.memeff.coded_weight_linears.default
-coded_weight_product_backward = torch.ops.memeff.coded_weight_product_backward.default
-coded_weight_linear = torch.ops.memeff.coded_weight_linear.default
-coded_weight_linear_backward = torch.ops.memeff.coded_weight_linear_backward.default
+coded_weight_linears = library.op(
+    "coded_weight_linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
+    _linears,
+    _fake_linears,
+)
+coded_weight_product_backward = library.op(
+    "coded_weight_product_backward(Tensor grad, Tensor[] parts, str codec, SymInt[] size) "
+    "-> Tensor",
+    _product_backward,
+    _fake_product_backward,
+)
+coded_weight_linear = library.op(
+    "coded_weight_linear(Tensor x, Tensor weight, Tensor? bias=None, bool trains=False) -> Tensor",
+    _linear,
+    _fake_linear,
+    backward=_link,
+    setup_context=_setup_context,
+)
+coded_weight_linear_backward = library.op(
+    "coded_weight_linear_backward(Tensor grad, Tensor weight) -> Tensor",
+    _linear_backward,
+    _fake_linear_backward,
+)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels import library
 from memeff_compile.kernels.checks import INDICES, short, two_devices, unfloating, unplain
 from memeff_compile.kernels.device import kernels_serve
 from memeff_compile.kernels.embedding import reference
@@ -28,24 +29,6 @@ ENGINES = {
     ),
     "reference": "plain PyTorch, ids sorted, rows summed per id (any device, also fp64)",
 }
-
-_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
-_LIBRARY.define("embedding(Tensor weight, Tensor ids, int padding_idx) -> Tensor", tags=_COMPLIANT)
-_LIBRARY.define(
-    "embedding_tied(Tensor(a) weight, Tensor ids, int padding_idx) "
-    "-> (Tensor rows, Tensor(a) head_weight)",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    "embedding_backward(Tensor grad_rows, Tensor ids, SymInt vocab, int padding_idx) -> Tensor",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    "embedding_accumulate(Tensor(a!) grad_weight, Tensor grad_rows, Tensor ids, int padding_idx) "
-    "-> ()",
-    tags=_COMPLIANT,
-)
 
 
 def supports(weight: Tensor, ids: Tensor) -> str | None:
@@ -186,17 +169,24 @@ def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     return rows, None, None, None
 
 
-_LIBRARY.impl("embedding", _embedding, "CompositeImplicitAutograd")
-_LIBRARY.impl("embedding_tied", _embedding_tied, "CompositeImplicitAutograd")
-_LIBRARY.impl("embedding_backward", _backward, "CompositeExplicitAutograd")
-_LIBRARY.impl("embedding_accumulate", _accumulate, "CompositeExplicitAutograd")
-torch.library.register_fake("memeff::embedding_backward", _fake_backward, lib=_LIBRARY)
-torch.library.register_fake("memeff::embedding_accumulate", _fake_accumulate, lib=_LIBRARY)
-torch.library.register_autograd(
-    "memeff::embedding_backward", _link, setup_context=_setup_context, lib=_LIBRARY
+embedding = library.op(
+    "embedding(Tensor weight, Tensor ids, int padding_idx) -> Tensor", _embedding
 )
-
-embedding = torch.ops.memeff.embedding.default
-embedding_tied = torch.ops.memeff.embedding_tied.default
-embedding_backward = torch.ops.memeff.embedding_backward.default
-embedding_accumulate = torch.ops.memeff.embedding_accumulate.default
+embedding_tied = library.op(
+    "embedding_tied(Tensor(a) weight, Tensor ids, int padding_idx) "
+    "-> (Tensor rows, Tensor(a) head_weight)",
+    _embedding_tied,
+)
+embedding_backward = library.op(
+    "embedding_backward(Tensor grad_rows, Tensor ids, SymInt vocab, int padding_idx) -> Tensor",
+    _backward,
+    _fake_backward,
+    backward=_link,
+    setup_context=_setup_context,
+)
+embedding_accumulate = library.op(
+    "embedding_accumulate(Tensor(a!) grad_weight, Tensor grad_rows, Tensor ids, int padding_idx) "
+    "-> ()",
+    _accumulate,
+    _fake_accumulate,
+)

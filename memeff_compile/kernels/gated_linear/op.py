@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels import library
 from memeff_compile.kernels.checks import two_devices, two_dtypes, unfloating, unplain
 from memeff_compile.kernels.device import kernels_serve, without_autocast
 from memeff_compile.kernels.gated_linear import reference
@@ -28,18 +29,6 @@ ENGINES = {
     ),
     "reference": "plain PyTorch, piece by piece (any device, also fp64)",
 }
-
-_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
-_LIBRARY.define(
-    "gated_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias, str activation) -> Tensor",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    "gated_linear_backward(Tensor grad_out, Tensor(a!) gate, Tensor(b!) up, Tensor weight, "
-    "str activation, bool needs_inputs, bool needs_weight) -> Tensor",
-    tags=_COMPLIANT,
-)
 
 
 def supports(
@@ -240,13 +229,16 @@ class _Once(torch.autograd.Function):
         )
 
 
-_LIBRARY.impl("gated_linear", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("gated_linear_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("memeff::gated_linear", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("memeff::gated_linear_backward", _fake_backward, lib=_LIBRARY)
-torch.library.register_autograd(
-    "memeff::gated_linear", _link, setup_context=_setup_context, lib=_LIBRARY
+gated_linear = library.op(
+    "gated_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias, str activation) -> Tensor",
+    _forward,
+    _fake_forward,
+    backward=_link,
+    setup_context=_setup_context,
 )
-
-gated_linear = torch.ops.memeff.gated_linear.default
-gated_linear_backward = torch.ops.memeff.gated_linear_backward.default
+gated_linear_backward = library.op(
+    "gated_linear_backward(Tensor grad_out, Tensor(a!) gate, Tensor(b!) up, Tensor weight, "
+    "str activation, bool needs_inputs, bool needs_weight) -> Tensor",
+    _backward,
+    _fake_backward,
+)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
+from memeff_compile.kernels import library
 from memeff_compile.kernels.checks import INDICES, short, unlike_heads
 from memeff_compile.kernels.device import kernels_serve
 from memeff_compile.kernels.kv_cache import reference
@@ -25,20 +26,6 @@ ENGINES = {
     ),
     "reference": "plain PyTorch, on the CPU over the filled part alone (any device, also fp64)",
 }
-
-_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
-_LIBRARY.define(
-    "kv_cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) "
-    "-> ()",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    "kv_cache_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor last, "
-    "Tensor? mask=None, float? scale=None) -> Tensor",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define("kv_cache_last(Tensor mask) -> Tensor", tags=_COMPLIANT)
 
 
 def supports(
@@ -207,12 +194,16 @@ def _no_backward(ctx: object, grad: Tensor) -> None:
     )
 
 
-_LIBRARY.impl("kv_cache_append", _append, "CompositeImplicitAutograd")
-_LIBRARY.impl("kv_cache_last", _last, "CompositeImplicitAutograd")
-_LIBRARY.impl("kv_cache_attention", _attention, "CompositeExplicitAutograd")
-torch.library.register_fake("memeff::kv_cache_attention", _fake_attention, lib=_LIBRARY)
-torch.library.register_autograd("memeff::kv_cache_attention", _no_backward, lib=_LIBRARY)
-
-kv_cache_append = torch.ops.memeff.kv_cache_append.default
-kv_cache_attention = torch.ops.memeff.kv_cache_attention.default
-kv_cache_last = torch.ops.memeff.kv_cache_last.default
+kv_cache_append = library.op(
+    "kv_cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) "
+    "-> ()",
+    _append,
+)
+kv_cache_attention = library.op(
+    "kv_cache_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor last, "
+    "Tensor? mask=None, float? scale=None) -> Tensor",
+    _attention,
+    _fake_attention,
+    backward=_no_backward,
+)
+kv_cache_last = library.op("kv_cache_last(Tensor mask) -> Tensor", _last)

@@ -8,16 +8,17 @@ but its gradients are theirs, as a straight-through estimator has it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from memeff_compile import compat
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels import library
+from memeff_compile.kernels.checks import short
 from memeff_compile.kernels.device import kernels_serve
 from memeff_compile.kernels.ternary_linear import reference
 from memeff_compile.kernels.ternary_linear.quantizer import (
@@ -39,39 +40,59 @@ ENGINES = {
     "reference": "plain PyTorch, piece by piece over the rows of the weight (any device)",
 }
 
-_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_COMPLIANT = (torch.Tag.pt2_compliant_tag,)
-_QUANTIZER = (
-    'str kind="int8", float eps=1e-05, bool adds_eps=False, bool is_step=False, '
-    "bool is_native=False"
-)
-_LIBRARY.define(
-    "ternary_linear_pack(Tensor weight, Tensor scale, bool is_step=False, bool is_native=False) "
-    "-> Tensor",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define("ternary_linear_repack(Tensor packed) -> Tensor", tags=_COMPLIANT)
-_LIBRARY.define(
-    f"ternary_linear_quantize(Tensor x, {_QUANTIZER}) -> (Tensor, Tensor, Tensor)", tags=_COMPLIANT
-)
-_LIBRARY.define(
-    "ternary_linear(Tensor x, Tensor[] packed, Tensor[] weight_scale, Tensor?[] bias, "
-    f"ScalarType dtype, bool weight_is_step=False, {_QUANTIZER}, Tensor? up=None, "
-    "Tensor? norm=None, float norm_eps=0.0, Tensor? added=None, bool is_early=False) -> Tensor[]",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    "ternary_linear_product(Tensor x, Tensor[] weight, Tensor codes, Tensor scale, Tensor sums, "
-    "Tensor[] packed, Tensor[] weight_scale, Tensor[] bias, int[] biased, ScalarType dtype, "
-    "bool is_step=False, bool weight_is_step=False) -> Tensor[]",
-    tags=_COMPLIANT,
-)
-_LIBRARY.define(
-    "ternary_linear_product_backward(Tensor[] grad, Tensor codes, Tensor scale, Tensor[] packed, "
-    "Tensor[] weight_scale, SymInt columns, bool is_step, bool weight_is_step, bool of_x, "
-    "bool[] of_weight, bool[] of_bias) -> Tensor[]",
-    tags=_COMPLIANT,
-)
+
+class _Linear(NamedTuple):
+    """What `ternary_linear` is called with."""
+
+    x: Tensor
+    packed: Sequence[Tensor]
+    weight_scale: Sequence[Tensor]
+    bias: Sequence[Tensor | None]
+    dtype: torch.dtype
+    weight_is_step: bool = False
+    kind: str = "int8"
+    eps: float = 1e-5
+    adds_eps: bool = False
+    is_step: bool = False
+    is_native: bool = False
+    up: Tensor | None = None
+    norm: Tensor | None = None
+    norm_eps: float = 0.0
+    added: Tensor | None = None
+    is_early: bool = False
+
+
+class _Product(NamedTuple):
+    """What `ternary_linear_product` is called with."""
+
+    x: Tensor
+    weight: Sequence[Tensor]
+    codes: Tensor
+    scale: Tensor
+    sums: Tensor
+    packed: Sequence[Tensor]
+    weight_scale: Sequence[Tensor]
+    bias: Sequence[Tensor]
+    biased: Sequence[int]
+    dtype: torch.dtype
+    is_step: bool = False
+    weight_is_step: bool = False
+
+
+class _Gradients(NamedTuple):
+    """What `ternary_linear_product_backward` is called with."""
+
+    grad: Sequence[Tensor]
+    codes: Tensor
+    scale: Tensor
+    packed: Sequence[Tensor]
+    weight_scale: Sequence[Tensor]
+    columns: int
+    is_step: bool
+    weight_is_step: bool
+    of_x: bool
+    of_weight: Sequence[bool]
+    of_bias: Sequence[bool]
 
 
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
@@ -91,8 +112,8 @@ def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> st
         if tensor.layout != torch.strided or tensor.is_quantized:
             return f"{name} is no plain strided tensor; densify or dequantise it."
         if tensor.dtype not in FLOATING:
-            short = str(tensor.dtype).removeprefix("torch.")
-            return f"{name} has dtype {short}; bfloat16, float16 or float32 is needed. Cast it."
+            kind = short(tensor.dtype)
+            return f"{name} has dtype {kind}; bfloat16, float16 or float32 is needed. Cast it."
         if tensor.device != x.device:
             return f"x is on {x.device} and {name} on {tensor.device}; move them to one device."
         if tensor.dim() < rank or (rank != tensor.dim() and name != "x"):
@@ -107,57 +128,36 @@ def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> st
     return None
 
 
-def _require(condition: bool, op: str, sentence: Callable[[], str]) -> None:
-    """Raise unless a condition holds; the sentence is only made where it is needed."""
-    if not condition:
-        _refuse(op, sentence())
+def _require(op: str, sentence: str | None) -> None:
+    if sentence is not None:
+        raise UnsupportedInputError(f"{op}: {sentence}")
 
 
-def _refuse(op: str, sentence: str) -> NoReturn:
-    raise UnsupportedInputError(f"{op}: {sentence}")
+def _unlike_tokens(x: Tensor, kind: str) -> str | None:
+    if kind not in KINDS:
+        return f"the kind is {kind!r}; one of {', '.join(KINDS)} is needed."
+    return supports(x, None)
 
 
-def _require_kind(op: str, kind: str) -> None:
-    _require(
-        kind in KINDS, op, lambda: f"the kind is {kind!r}; one of {', '.join(KINDS)} is needed."
-    )
-
-
-def _require_tokens(op: str, x: Tensor) -> None:
-    sentence = supports(x, None)
-    _require(sentence is None, op, lambda: str(sentence))
-
-
-def _require_packed(op: str, packed: Tensor, scale: Tensor, columns: int, like: Tensor) -> None:
-    _require(
-        packed.dtype == torch.int32 and packed.dim() == 2,
-        op,
-        lambda: (
+def _unlike_packed(packed: Tensor, scale: Tensor, like: Tensor) -> str | None:
+    if packed.dtype != torch.int32 or packed.dim() != 2:
+        return (
             f"packed is {packed.dtype} with {packed.dim()} dimensions; int32 of (N, K / 16), as "
             "ternary_linear_pack makes it, is needed."
-        ),
-    )
-    _require(
-        packed.shape[1] == words_for(columns),
-        op,
-        lambda: (
-            f"packed has {packed.shape[1]} words in a row; for {columns} columns "
-            f"{words_for(columns)} are needed."
-        ),
-    )
-    _require(
-        scale.numel() == 1 and scale.dtype.is_floating_point,
-        op,
-        lambda: (
+        )
+    columns, found = like.shape[-1], packed.shape[1]
+    if found != words_for(columns):
+        needed = f"for {columns} columns {words_for(columns)} are needed."
+        return f"packed has {found} words in a row; {needed}"
+    if scale.numel() != 1 or not scale.dtype.is_floating_point:
+        return (
             f"the scale of a weight has {scale.numel()} elements of {scale.dtype}; one floating "
             "element is needed."
-        ),
-    )
+        )
     for name, tensor in (("packed", packed), ("its scale", scale)):
         if tensor.device != like.device:
-            _refuse(
-                op, f"x is on {like.device} and {name} on {tensor.device}; move them to one device."
-            )
+            return f"x is on {like.device} and {name} on {tensor.device}; move them to one device."
+    return None
 
 
 def engine_for(device: torch.device, dtype: torch.dtype) -> str:
@@ -174,97 +174,68 @@ def _engine(tensor: Tensor) -> ModuleType:
     return reference
 
 
-def _check_pack(weight: Tensor, scale: Tensor) -> None:
-    op = "ternary_linear_pack"
-    _require(
-        weight.dim() == 2 and weight.dtype in FLOATING,
-        op,
-        lambda: (
-            f"the weight is {weight.dtype} with {weight.dim()} dimensions; (N, K) in bfloat16, "
-            "float16 or float32 is needed."
-        ),
-    )
-    _require(
-        scale.numel() == 1 and scale.device == weight.device,
-        op,
-        lambda: (
-            f"the scale has {scale.numel()} elements on {scale.device}; one element on "
-            f"{weight.device} is needed: ternary weights have one scale for the whole matrix."
-        ),
-    )
-
-
 def _pack(weight: Tensor, scale: Tensor, is_step: bool = False, is_native: bool = False) -> Tensor:
-    _check_pack(weight, scale)
     if weight.numel() == 0:
-        return _fake_pack(weight, scale, is_step, is_native)
+        return _fake_pack(weight, scale)
+    _require("ternary_linear_pack", _unlike_weight(weight, scale))
     found: Tensor = _engine(weight).pack(weight, scale, is_step=is_step, is_native=is_native)
     return found
 
 
-def _fake_pack(
-    weight: Tensor, scale: Tensor, is_step: bool = False, is_native: bool = False
-) -> Tensor:
-    del is_step, is_native
-    _check_pack(weight, scale)
+def _fake_pack(weight: Tensor, scale: Tensor, *settings: bool) -> Tensor:
+    del settings
+    _require("ternary_linear_pack", _unlike_weight(weight, scale))
     return weight.new_empty((weight.shape[0], words_for(weight.shape[1])), dtype=torch.int32)
 
 
+def _unlike_weight(weight: Tensor, scale: Tensor) -> str | None:
+    if weight.dim() != 2 or weight.dtype not in FLOATING:
+        return (
+            f"the weight is {weight.dtype} with {weight.dim()} dimensions; (N, K) in bfloat16, "
+            "float16 or float32 is needed."
+        )
+    if scale.numel() != 1 or scale.device != weight.device:
+        return (
+            f"the scale has {scale.numel()} elements on {scale.device}; one element on "
+            f"{weight.device} is needed: ternary weights have one scale for the whole matrix."
+        )
+    return None
+
+
 def _repack(packed: Tensor) -> Tensor:
-    _check_repack(packed)
+    _fake_repack(packed)
     return reference.repack(packed)
 
 
 def _fake_repack(packed: Tensor) -> Tensor:
-    _check_repack(packed)
+    if packed.dtype != torch.uint8 or packed.dim() != 2:
+        raise UnsupportedInputError(
+            f"ternary_linear_repack: packed is {packed.dtype} with {packed.dim()} dimensions; "
+            "uint8 of (N / 4, K), the layout of transformers' BitNet checkpoints, is needed."
+        )
     rows, columns = packed.shape
     return packed.new_empty((4 * rows, words_for(columns)), dtype=torch.int32)
-
-
-def _check_repack(packed: Tensor) -> None:
-    _require(
-        packed.dtype == torch.uint8 and packed.dim() == 2,
-        "ternary_linear_repack",
-        lambda: (
-            f"packed is {packed.dtype} with {packed.dim()} dimensions; uint8 of (N / 4, K), the "
-            "layout of transformers' BitNet checkpoints, is needed."
-        ),
-    )
 
 
 _quantizer = lru_cache(maxsize=64)(Quantizer)
 
 
-def _quantize(
-    x: Tensor,
-    kind: str = "int8",
-    eps: float = 1e-5,
-    adds_eps: bool = False,
-    is_step: bool = False,
-    is_native: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize(x: Tensor, *quantizer: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
     if x.numel() == 0:
-        return _fake_quantize(x, kind, eps, adds_eps, is_step, is_native)
-    _require_kind("ternary_linear_quantize", kind)
-    _require_tokens("ternary_linear_quantize", x)
-    rows = x.reshape(-1, x.shape[-1])
-    found: tuple[Tensor, Tensor, Tensor] = _engine(x).quantize(
-        rows, _quantizer(kind, eps, adds_eps, is_step, is_native)
-    )
+        return _fake_quantize(x, *quantizer)
+    asked = _quantizer(*quantizer)
+    _require("ternary_linear_quantize", _unlike_tokens(x, asked.kind))
+    found: tuple[Tensor, Tensor, Tensor] = _engine(x).quantize(x.reshape(-1, x.shape[-1]), asked)
     return found
 
 
 def _fake_quantize(
     x: Tensor,
     kind: str = "int8",
-    eps: float = 1e-5,
-    adds_eps: bool = False,
-    is_step: bool = False,
-    is_native: bool = False,
+    *details: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del eps, adds_eps, is_step, is_native
-    _require_kind("ternary_linear_quantize", kind)
-    _require_tokens("ternary_linear_quantize", x)
+    del details
+    _require("ternary_linear_quantize", _unlike_tokens(x, kind))
     tokens = math.prod(x.shape[:-1])
     return (
         x.new_empty((tokens, 4, 4 * words_for(x.shape[-1])), dtype=torch.int8),
@@ -273,177 +244,82 @@ def _fake_quantize(
     )
 
 
-def _check_linear(
-    x: Tensor,
-    packed: Sequence[Tensor],
-    weight_scale: Sequence[Tensor],
-    bias: Sequence[Tensor | None],
-    kind: str,
-) -> None:
-    op = "ternary_linear"
-    _require_kind(op, kind)
-    _require_tokens(op, x)
-    _require(
-        len(packed) == len(weight_scale) == len(bias) > 0,
-        op,
-        lambda: (
-            f"there are {len(packed)} weights, {len(weight_scale)} scales and {len(bias)} biases; "
-            "as many of each are needed, and at least one."
-        ),
-    )
-    for weight, scale, added in zip(packed, weight_scale, bias, strict=True):
-        _require_packed(op, weight, scale, x.shape[-1], x)
-        _require_bias(op, added, weight)
+def _unlike_linear(given: _Linear) -> str | None:
+    x, packed, scales, biases = given[:4]
+    if not len(packed) == len(scales) == len(biases) > 0:
+        return (
+            f"there are {len(packed)} weights, {len(scales)} scales and {len(biases)} biases; as "
+            "many of each are needed, and at least one."
+        )
+    for weight, scale, bias in zip(packed, scales, biases, strict=True):
+        sentence = _unlike_packed(weight, scale, x)
+        if sentence is not None:
+            return sentence
+        rows = weight.shape[0]
+        if bias is not None and tuple(bias.shape) != (rows,):
+            return f"the bias is {tuple(bias.shape)}; ({rows},) is needed."
+    up, norm, added = given.up, given.norm, given.added
+    if up is not None and (up.shape != x.shape or up.dtype != x.dtype):
+        return f"up has shape and dtype of its own; those of x, {tuple(x.shape)}, are needed."
+    if norm is not None and (norm.shape != x.shape[-1:] or norm.dtype != x.dtype):
+        return f"the norm's weight is not ({x.shape[-1]},) in the dtype of x, {x.dtype}."
+    result = (*x.shape[:-1], packed[0].shape[0])
+    if added is not None and (len(packed), added.dtype, added.shape) != (1, given.dtype, result):
+        return "what is added has to have the shape and dtype of the one result."
+    return None
 
 
-def _require_bias(op: str, bias: Tensor | None, packed: Tensor) -> None:
-    _require(
-        bias is None or tuple(bias.shape) == (packed.shape[0],),
-        op,
-        lambda: (
-            f"the bias is {None if bias is None else tuple(bias.shape)}; ({packed.shape[0]},) is "
-            "needed."
-        ),
-    )
+def _require_linear(given: _Linear) -> None:
+    unlike = _unlike_tokens(given.x, given.kind) or _unlike_linear(given)
+    _require("ternary_linear", unlike)
 
 
-def _check_around(
-    x: Tensor,
-    packed: Sequence[Tensor],
-    dtype: torch.dtype,
-    up: Tensor | None,
-    norm: Tensor | None,
-    added: Tensor | None,
-) -> None:
-    op = "ternary_linear"
-    _require(
-        up is None or (up.shape == x.shape and up.dtype == x.dtype),
-        op,
-        lambda: f"up has shape and dtype of its own; those of x, {tuple(x.shape)}, are needed.",
-    )
-    _require(
-        norm is None or (norm.shape == x.shape[-1:] and norm.dtype == x.dtype),
-        op,
-        lambda: f"the norm's weight is not ({x.shape[-1]},) in the dtype of x, {x.dtype}.",
-    )
-    _require(
-        added is None
-        or (
-            len(packed) == 1
-            and added.dtype == dtype
-            and added.shape == (*x.shape[:-1], packed[0].shape[0])
-        ),
-        op,
-        lambda: "what is added has to have the shape and dtype of the one result.",
-    )
-
-
-def _linear(
-    x: Tensor,
-    packed: Sequence[Tensor],
-    weight_scale: Sequence[Tensor],
-    bias: Sequence[Tensor | None],
-    dtype: torch.dtype,
-    weight_is_step: bool = False,
-    kind: str = "int8",
-    eps: float = 1e-5,
-    adds_eps: bool = False,
-    is_step: bool = False,
-    is_native: bool = False,
-    up: Tensor | None = None,
-    norm: Tensor | None = None,
-    norm_eps: float = 0.0,
-    added: Tensor | None = None,
-    is_early: bool = False,
-) -> list[Tensor]:
-    _check_linear(x, packed, weight_scale, bias, kind)
-    _check_around(x, packed, dtype, up, norm, added)
-    if x.numel() == 0:
-        return [_empty_linear(x, weight, dtype).zero_() for weight in packed]
-    if not all(weight.numel() for weight in packed):
-        rest = (weight_is_step, kind, eps, adds_eps, is_step, is_native, up, norm, norm_eps)
-        return [
-            _linear(x, [weight], [scale], [its_bias], dtype, *rest)[0]
-            if weight.numel()
-            else _empty_linear(x, weight, dtype).zero_()
-            for weight, scale, its_bias in zip(packed, weight_scale, bias, strict=True)
-        ]
-    quantizer = Quantizer(kind, eps, adds_eps, is_step, is_native)
+def _linear(given: _Linear) -> list[Tensor]:
+    _require_linear(given)
+    x, packed, up, added = given.x, given.packed, given.up, given.added
+    if x.numel() == 0 or not all(weight.numel() for weight in packed):
+        found = []
+        for weight, scale, bias in zip(*given[1:4], strict=True):
+            one = given._replace(packed=[weight], weight_scale=[scale], bias=[bias], is_early=False)
+            is_empty = 0 in (x.numel(), weight.numel())
+            found += [_empty_linear(x, weight, given.dtype).zero_()] if is_empty else _linear(one)
+        return found
+    quantizer = _quantizer(*given[6:11])
     rows = x.reshape(-1, x.shape[-1])
-    engine = _engine(x)
-    entry = NO_ENTRY
-    if up is not None or norm is not None:
-        entry = Entry(None if up is None else up.reshape(rows.shape), norm, norm_eps)
-    flat = None if added is None else added.reshape(rows.shape[0], packed[0].shape[0])
-    found: list[Tensor] = []
+    engine, entry = _engine(x), NO_ENTRY
+    if up is not None or given.norm is not None:
+        gate = None if up is None else up.reshape(rows.shape)
+        entry = Entry(gate, given.norm, given.norm_eps)
+    settings: dict[str, Any] = {
+        "dtype": given.dtype,
+        "weight_is_step": given.weight_is_step,
+        "added": None if added is None else added.reshape(rows.shape[0], packed[0].shape[0]),
+        "leading": x.shape[:-1],
+    }
+    found = []
+    overlaps = engine.chains(x.device)
     if engine.serves_vectors(rows.shape[0]):
-        overlaps, coded = engine.chains(x.device), None
-        is_early = is_early and overlaps
+        coded, is_early = None, given.is_early and overlaps
         if engine.codes_first(packed[0].shape[1], sum(w.shape[0] for w in packed), quantizer):
             coded = engine.quantize(rows, quantizer, entry, is_chained=overlaps, is_early=is_early)
             is_early, entry = overlaps, NO_ENTRY
+        settings["coded"] = coded
         for start in range(0, len(packed), MAX_GROUP):
-            group = slice(start, start + MAX_GROUP)
-            found += engine.vectors(
-                rows,
-                packed[group],
-                weight_scale[group],
-                bias[group],
-                quantizer,
-                entry,
-                dtype=dtype,
-                weight_is_step=weight_is_step,
-                added=flat,
-                is_early=is_early and start == 0,
-                coded=coded,
-                leading=x.shape[:-1],
-            )
-    else:
-        is_chained = engine.chains(x.device)
-        codes, scale, sums = engine.quantize(rows, quantizer, entry, is_chained=is_chained)
-        for weight, by_weight, its_bias in zip(packed, weight_scale, bias, strict=True):
-            found.append(
-                engine.product(
-                    codes,
-                    scale,
-                    sums,
-                    weight,
-                    by_weight,
-                    its_bias,
-                    dtype=dtype,
-                    is_step=is_step,
-                    weight_is_step=weight_is_step,
-                    added=flat,
-                    is_chained=is_chained,
-                    leading=x.shape[:-1],
-                )
-            )
-            is_chained = False  # the kernel before the next product is this one
+            group = [each[start : start + MAX_GROUP] for each in given[1:4]]
+            settings["is_early"] = is_early and start == 0
+            found += engine.vectors(rows, *group, quantizer, entry, **settings)
+        return found
+    settings["is_step"], settings["is_chained"] = given.is_step, overlaps
+    codes = engine.quantize(rows, quantizer, entry, is_chained=overlaps)
+    for each in zip(*given[1:4], strict=True):
+        found.append(engine.product(*codes, *each, **settings))
+        settings["is_chained"] = False  # the kernel before the next product is this one
     return found
 
 
-def _fake_linear(
-    x: Tensor,
-    packed: Sequence[Tensor],
-    weight_scale: Sequence[Tensor],
-    bias: Sequence[Tensor | None],
-    dtype: torch.dtype,
-    weight_is_step: bool = False,
-    kind: str = "int8",
-    eps: float = 1e-5,
-    adds_eps: bool = False,
-    is_step: bool = False,
-    is_native: bool = False,
-    up: Tensor | None = None,
-    norm: Tensor | None = None,
-    norm_eps: float = 0.0,
-    added: Tensor | None = None,
-    is_early: bool = False,
-) -> list[Tensor]:
-    del weight_is_step, eps, adds_eps, is_step, is_native, norm_eps, is_early
-    _check_linear(x, packed, weight_scale, bias, kind)
-    _check_around(x, packed, dtype, up, norm, added)
-    return [_empty_linear(x, weight, dtype) for weight in packed]
+def _fake_linear(given: _Linear) -> list[Tensor]:
+    _require_linear(given)
+    return [_empty_linear(given.x, weight, given.dtype) for weight in given.packed]
 
 
 def _empty_linear(x: Tensor, packed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -458,192 +334,98 @@ def _no_backward(ctx: object, *grads: object) -> None:
     )
 
 
-def _check_product(
-    x: Tensor,
-    weight: Sequence[Tensor],
-    codes: Tensor,
-    scale: Tensor,
-    packed: Sequence[Tensor],
-    weight_scale: Sequence[Tensor],
-    bias: Sequence[Tensor],
-    biased: Sequence[int],
-) -> None:
-    op = "ternary_linear_product"
-    _require(
-        len(weight) == len(packed) == len(weight_scale) > 0
-        and len(bias) == len(biased) <= len(weight)
-        and all(0 <= place < len(weight) for place in biased),
-        op,
-        lambda: (
-            f"there are {len(weight)} weights, {len(packed)} packed ones, {len(weight_scale)} "
-            f"scales and {len(bias)} biases for the weights {list(biased)}; as many of each are "
-            "needed, at least one, and at most one bias for each."
-        ),
-    )
-    added = dict(zip(biased, bias, strict=True))
-    for place, (dense, held, by_weight) in enumerate(
-        zip(weight, packed, weight_scale, strict=True)
+def _unlike_product(given: _Product) -> str | None:
+    x, weight, codes, *_ = given
+    packed, scales, bias, biased = given[5:9]
+    if (
+        not len(weight) == len(packed) == len(scales) > 0
+        or not len(bias) == len(biased) <= len(weight)
+        or not all(0 <= place < len(weight) for place in biased)
     ):
-        sentence = supports(x, dense, added.get(place))
+        return (
+            f"there are {len(weight)} weights, {len(packed)} packed ones, {len(scales)} scales and "
+            f"{len(bias)} biases for the weights {list(biased)}; as many of each are needed, at "
+            "least one, and at most one bias for each."
+        )
+    added = dict(zip(biased, bias, strict=True))
+    for place, (dense, held, scale) in enumerate(zip(weight, packed, scales, strict=True)):
+        sentence = supports(x, dense, added.get(place)) or _unlike_packed(held, scale, x)
         if sentence is not None:
-            _refuse(op, sentence)
-        _require_packed(op, held, by_weight, x.shape[-1], x)
+            return sentence
         if held.shape[0] != dense.shape[0]:
-            _refuse(op, f"packed has {held.shape[0]} rows and the weight {dense.shape[0]}.")
-    _require(
-        codes.dtype == torch.int8 and codes.dim() == 3 and scale.dim() == 1,
-        op,
-        lambda: (
+            return f"packed has {held.shape[0]} rows and the weight {dense.shape[0]}."
+    if codes.dtype != torch.int8 or codes.dim() != 3 or given.scale.dim() != 1:
+        return (
             f"codes are {codes.dtype} with {codes.dim()} dimensions; int8 as "
             "ternary_linear_quantize makes them is needed."
-        ),
-    )
-
-
-def _product(
-    x: Tensor,
-    weight: Sequence[Tensor],
-    codes: Tensor,
-    scale: Tensor,
-    sums: Tensor,
-    packed: Sequence[Tensor],
-    weight_scale: Sequence[Tensor],
-    bias: Sequence[Tensor],
-    biased: Sequence[int],
-    dtype: torch.dtype,
-    is_step: bool = False,
-    weight_is_step: bool = False,
-) -> list[Tensor]:
-    _check_product(x, weight, codes, scale, packed, weight_scale, bias, biased)
-    rest = (dtype, is_step, weight_is_step)
-    return _checked_product(
-        x, weight, codes, scale, sums, packed, weight_scale, bias, biased, *rest
-    )
-
-
-def _checked_product(
-    x: Tensor,
-    weight: Sequence[Tensor],
-    codes: Tensor,
-    scale: Tensor,
-    sums: Tensor,
-    packed: Sequence[Tensor],
-    weight_scale: Sequence[Tensor],
-    bias: Sequence[Tensor],
-    biased: Sequence[int],
-    dtype: torch.dtype,
-    is_step: bool = False,
-    weight_is_step: bool = False,
-) -> list[Tensor]:
-    """Multiply what was checked, in compiled code when it was compiled."""
-    del weight
-    engine, added = _engine(x), dict(zip(biased, bias, strict=True))
-    found = []
-    for place, (held, by_weight) in enumerate(zip(packed, weight_scale, strict=True)):
-        if x.numel() == 0 or held.numel() == 0:
-            found.append(_empty_linear(x, held, dtype).zero_())
-            continue
-        out: Tensor = engine.product(
-            codes,
-            scale,
-            sums,
-            held,
-            by_weight,
-            added.get(place),
-            dtype=dtype,
-            is_step=is_step,
-            weight_is_step=weight_is_step,
-            leading=x.shape[:-1],
         )
-        found.append(out)
+    return None
+
+
+def _product(given: _Product) -> list[Tensor]:
+    _require("ternary_linear_product", _unlike_product(given))
+    return _checked_product(given)
+
+
+def _checked_product(given: _Product) -> list[Tensor]:
+    """Multiply what was checked, in compiled code when it was compiled."""
+    x, _, *coded = given[:5]
+    engine, added = _engine(x), dict(zip(given.biased, given.bias, strict=True))
+    settings = {"dtype": given.dtype, "is_step": given.is_step, "leading": x.shape[:-1]}
+    settings["weight_is_step"] = given.weight_is_step
+    found = []
+    for place, (held, scale) in enumerate(zip(given.packed, given.weight_scale, strict=True)):
+        if x.numel() == 0 or held.numel() == 0:
+            found.append(_empty_linear(x, held, given.dtype).zero_())
+        else:
+            found.append(engine.product(*coded, held, scale, added.get(place), **settings))
     return found
 
 
-def _fake_product(
-    x: Tensor,
-    weight: Sequence[Tensor],
-    codes: Tensor,
-    scale: Tensor,
-    sums: Tensor,
-    packed: Sequence[Tensor],
-    weight_scale: Sequence[Tensor],
-    bias: Sequence[Tensor],
-    biased: Sequence[int],
-    dtype: torch.dtype,
-    is_step: bool = False,
-    weight_is_step: bool = False,
-) -> list[Tensor]:
-    del sums, is_step, weight_is_step
-    _check_product(x, weight, codes, scale, packed, weight_scale, bias, biased)
-    return [_empty_linear(x, held, dtype) for held in packed]
+def _fake_product(given: _Product) -> list[Tensor]:
+    _require("ternary_linear_product", _unlike_product(given))
+    return [_empty_linear(given.x, held, given.dtype) for held in given.packed]
 
 
-def _product_backward(
-    grad: Sequence[Tensor],
-    codes: Tensor,
-    scale: Tensor,
-    packed: Sequence[Tensor],
-    weight_scale: Sequence[Tensor],
-    columns: int,
-    is_step: bool,
-    weight_is_step: bool,
-    of_x: bool,
-    of_weight: Sequence[bool],
-    of_bias: Sequence[bool],
-) -> list[Tensor]:
-    engine = _engine(codes)
+def _product_backward(given: _Gradients) -> list[Tensor]:
+    engine, grad, columns = _engine(given.codes), given.grad, given.columns
     tokens = math.prod(grad[0].shape[:-1])
-    rows = [given.reshape(tokens, given.shape[-1]) for given in grad]
+    rows = [each.reshape(tokens, each.shape[-1]) for each in grad]
     kind, shape = grad[0].dtype, (*grad[0].shape[:-1], columns)
-    is_full = [0 not in (columns, given.numel()) for given in rows]
+    is_full = [0 not in (columns, each.numel()) for each in rows]
     found = []
-    if of_x:  # one dense weight at a time
+    if given.of_x:  # one dense weight at a time
         total = None
-        for given, held, by_weight, is_on in zip(rows, packed, weight_scale, is_full, strict=True):
+        each_weight = zip(rows, given.packed, given.weight_scale, is_full, strict=True)
+        for each, held, scale, is_on in each_weight:
             if not is_on:
                 continue
             weights = engine.dequantized_weights(
-                held, by_weight, columns, is_step=weight_is_step, dtype=kind
+                held, scale, columns, is_step=given.weight_is_step, dtype=kind
             )
-            total = given.mm(weights) if total is None else total.addmm_(given, weights)
+            total = each.mm(weights) if total is None else total.addmm_(each, weights)
             del weights
         found.append(grad[0].new_zeros(shape) if total is None else total.view(shape))
-    if any(of_weight):
+    if any(given.of_weight):
         dense = grad[0].new_empty((tokens, columns))
         if any(is_full):
-            dense = engine.dequantized_tokens(codes, scale, columns, is_step=is_step, dtype=kind)
+            dense = engine.dequantized_tokens(
+                given.codes, given.scale, columns, is_step=given.is_step, dtype=kind
+            )
         found += [
-            given.t().mm(dense) for given, is_on in zip(rows, of_weight, strict=True) if is_on
+            each.t().mm(dense) for each, is_on in zip(rows, given.of_weight, strict=True) if is_on
         ]
-    found += [given.sum(0) for given, is_on in zip(rows, of_bias, strict=True) if is_on]
+    found += [each.sum(0) for each, is_on in zip(rows, given.of_bias, strict=True) if is_on]
     return found
 
 
-def _fake_product_backward(
-    grad: Sequence[Tensor],
-    codes: Tensor,
-    scale: Tensor,
-    packed: Sequence[Tensor],
-    weight_scale: Sequence[Tensor],
-    columns: int,
-    is_step: bool,
-    weight_is_step: bool,
-    of_x: bool,
-    of_weight: Sequence[bool],
-    of_bias: Sequence[bool],
-) -> list[Tensor]:
-    del codes, scale, weight_scale, is_step, weight_is_step
-    first = grad[0]
-    heights = [held.shape[0] for held in packed]
-    return [
-        *([first.new_empty((*first.shape[:-1], columns))] if of_x else []),
-        *(
-            first.new_empty((n, columns))
-            for n, is_on in zip(heights, of_weight, strict=True)
-            if is_on
-        ),
-        *(first.new_empty((n,)) for n, is_on in zip(heights, of_bias, strict=True) if is_on),
-    ]
+def _fake_product_backward(given: _Gradients) -> list[Tensor]:
+    first, columns = given.grad[0], given.columns
+    shapes = [(*first.shape[:-1], columns)] if given.of_x else []
+    heights = [held.shape[0] for held in given.packed]
+    shapes += [(n, columns) for n, is_on in zip(heights, given.of_weight, strict=True) if is_on]
+    shapes += [(n,) for n, is_on in zip(heights, given.of_bias, strict=True) if is_on]
+    return [first.new_empty(shape) for shape in shapes]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:  # noqa: ANN401
@@ -703,78 +485,63 @@ def _no_second_derivative(ctx: object, *grads: object) -> None:
     )
 
 
-def _nothing_saved(ctx: object, inputs: object, output: object) -> None:
-    del ctx, inputs, output
-
-
-def _not_differentiable(ctx: object, *grads: object) -> tuple[None, ...]:
+def _not_differentiable(ctx: Any, *grads: object) -> tuple[None, ...]:  # noqa: ANN401
     """Give no gradient: quantised values are constants, their inputs get it from the product."""
-    return (None,) * 6
+    return (None,) * len(ctx.needs_input_grad)
 
 
-_LIBRARY.impl("ternary_linear_pack", _pack, "CompositeExplicitAutograd")
-_LIBRARY.impl("ternary_linear_repack", _repack, "CompositeExplicitAutograd")
-_LIBRARY.impl("ternary_linear_quantize", _quantize, "CompositeExplicitAutograd")
-_LIBRARY.impl("ternary_linear", _linear, "CompositeExplicitAutograd")
-_LIBRARY.impl("ternary_linear_product", _product, "CompositeExplicitAutograd")
-_LIBRARY.impl("ternary_linear_product_backward", _product_backward, "CompositeExplicitAutograd")
-for _name, _fake in (
-    ("pack", _fake_pack),
-    ("repack", _fake_repack),
-    ("quantize", _fake_quantize),
-    ("product", _fake_product),
-    ("product_backward", _fake_product_backward),
-):
-    torch.library.register_fake(f"memeff::ternary_linear_{_name}", _fake, lib=_LIBRARY)
-torch.library.register_fake("memeff::ternary_linear", _fake_linear, lib=_LIBRARY)
-torch.library.register_autograd(
-    "memeff::ternary_linear", _no_backward, setup_context=_nothing_saved, lib=_LIBRARY
+_QUANTIZER = (
+    'str kind="int8", float eps=1e-05, bool adds_eps=False, bool is_step=False, '
+    "bool is_native=False"
 )
-torch.library.register_autograd(
-    "memeff::ternary_linear_quantize",
-    _not_differentiable,
-    setup_context=_nothing_saved,
-    lib=_LIBRARY,
+ternary_linear = library.op(
+    "ternary_linear(Tensor x, Tensor[] packed, Tensor[] weight_scale, Tensor?[] bias, "
+    f"ScalarType dtype, bool weight_is_step=False, {_QUANTIZER}, Tensor? up=None, "
+    "Tensor? norm=None, float norm_eps=0.0, Tensor? added=None, bool is_early=False) -> Tensor[]",
+    *library.taking(_Linear, _linear, _fake_linear),
+    backward=_no_backward,
 )
-torch.library.register_autograd(
-    "memeff::ternary_linear_pack",
-    lambda ctx, grad: (None,) * 4,
-    setup_context=_nothing_saved,
-    lib=_LIBRARY,
+ternary_linear_pack = library.op(
+    "ternary_linear_pack(Tensor weight, Tensor scale, bool is_step=False, bool is_native=False) "
+    "-> Tensor",
+    _pack,
+    _fake_pack,
+    backward=_not_differentiable,
 )
-torch.library.register_autograd(
-    "memeff::ternary_linear_product", _backward, setup_context=_setup_context, lib=_LIBRARY
+ternary_linear_repack = library.op(
+    "ternary_linear_repack(Tensor packed) -> Tensor", _repack, _fake_repack
 )
-torch.library.register_autograd(
-    "memeff::ternary_linear_product_backward",
-    _no_second_derivative,
-    setup_context=_nothing_saved,
-    lib=_LIBRARY,
+ternary_linear_quantize = library.op(
+    f"ternary_linear_quantize(Tensor x, {_QUANTIZER}) -> (Tensor, Tensor, Tensor)",
+    _quantize,
+    _fake_quantize,
+    backward=_not_differentiable,
 )
-
-
-def _twin(name: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> Any:  # noqa: ANN401
-    """Define the op of this name once more, without a gradient: what code below autograd calls."""
-    op = getattr(torch.ops.memeff, name).default
-    schema = str(compat.schema(op)).partition("::")[2]
-    _LIBRARY.define(schema.replace(name, f"{name}_below", 1), tags=_COMPLIANT)
-    _LIBRARY.impl(f"{name}_below", compute, "CompositeExplicitAutograd")
-    _LIBRARY.impl(f"{name}_below", torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"memeff::{name}_below", fake, lib=_LIBRARY)
-    return op, getattr(torch.ops.memeff, f"{name}_below").default
-
+ternary_linear_product = library.op(
+    "ternary_linear_product(Tensor x, Tensor[] weight, Tensor codes, Tensor scale, Tensor sums, "
+    "Tensor[] packed, Tensor[] weight_scale, Tensor[] bias, int[] biased, ScalarType dtype, "
+    "bool is_step=False, bool weight_is_step=False) -> Tensor[]",
+    *library.taking(_Product, _product, _fake_product),
+    backward=_backward,
+    setup_context=_setup_context,
+)
+ternary_linear_product_backward = library.op(
+    "ternary_linear_product_backward(Tensor[] grad, Tensor codes, Tensor scale, Tensor[] packed, "
+    "Tensor[] weight_scale, SymInt columns, bool is_step, bool weight_is_step, bool of_x, "
+    "bool[] of_weight, bool[] of_bias) -> Tensor[]",
+    *library.taking(_Gradients, _product_backward, _fake_product_backward),
+    backward=_no_second_derivative,
+)
 
 TWINS = [
-    _twin("ternary_linear_pack", _pack, _fake_pack),
-    _twin("ternary_linear_quantize", _quantize, _fake_quantize),
-    _twin("ternary_linear_product", _checked_product, _fake_product),
-    _twin("ternary_linear_product_backward", _product_backward, _fake_product_backward),
+    library.twin(ternary_linear_pack, _pack, _fake_pack),
+    library.twin(ternary_linear_quantize, _quantize, _fake_quantize),
+    library.twin(
+        ternary_linear_product, *library.taking(_Product, _checked_product, _fake_product)
+    ),
+    library.twin(
+        ternary_linear_product_backward,
+        *library.taking(_Gradients, _product_backward, _fake_product_backward),
+    ),
 ]
 """The ops of a training step, each with the one that Inductor's code calls for it."""
-
-ternary_linear = torch.ops.memeff.ternary_linear.default
-ternary_linear_pack = torch.ops.memeff.ternary_linear_pack.default
-ternary_linear_repack = torch.ops.memeff.ternary_linear_repack.default
-ternary_linear_quantize = torch.ops.memeff.ternary_linear_quantize.default
-ternary_linear_product = torch.ops.memeff.ternary_linear_product.default
-ternary_linear_product_backward = torch.ops.memeff.ternary_linear_product_backward.default

@@ -1,0 +1,65 @@
+"""How ops become PyTorch's: schema, computation, fake and gradient in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from memeff_compile import compat
+
+Function: TypeAlias = Callable[..., Any]
+T = TypeVar("T")
+
+_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
+
+
+def op(
+    schema: str,
+    compute: Function,
+    fake: Function | None = None,
+    *,
+    backward: Function | None = None,
+    setup_context: Function | None = None,
+    tags: tuple[torch.Tag, ...] = (),
+) -> Any:  # noqa: ANN401 - an overload, called with what its schema says
+    """Define an op of the namespace memeff and return its overload.
+
+    Args:
+        schema: name, arguments and results.
+        compute: serves every device.
+        fake: returns empty results; without it `compute` is written in terms of other ops, and
+            these are what a compiler sees.
+        backward, setup_context: as `torch.library.register_autograd` takes them.
+        tags: beside the one that says the op is fit for a compiler.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    kind = "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd"
+    _LIBRARY.impl(name, compute, kind)
+    if fake is not None:
+        torch.library.register_fake(f"memeff::{name}", fake, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(
+            f"memeff::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+        )
+    return getattr(torch.ops.memeff, name).default
+
+
+def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[Function]:
+    """Return functions of one named tuple as functions of what it is made of, as an op has them."""
+
+    def apart(function: Callable[[T], Any]) -> Function:
+        return lambda *args, **kwargs: function(arguments(*args, **kwargs))
+
+    return [apart(function) for function in functions]
+
+
+def twin(of: Any, compute: Function, fake: Function) -> Any:  # noqa: ANN401 - two overloads
+    """Define an op once more, without a gradient: what code below autograd calls; return both."""
+    schema = str(compat.schema(of)).partition("::")[2]
+    name = schema.partition("(")[0]
+    below = op(schema.replace(name, f"{name}_below", 1), compute, fake)
+    _LIBRARY.impl(f"{name}_below", torch.library.fallthrough_kernel, "Autograd")
+    return of, below
