@@ -1,5 +1,7 @@
 """What every test gets: a seed, few threads, a clean Dynamo, and a backend found by name.
 
+Torch is imported where it is used: the process that hands out tests to others needs none.
+
 The suite is run twice (see the Makefile), because Triton reads TRITON_INTERPRET when it is
 imported. A test whose marker does not fit its process fails with the command to use.
 """
@@ -14,13 +16,12 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.fresh_python import fresh_python as fresh_python
 from tests.support.quick_dynamo import measure_nothing
@@ -93,8 +94,24 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Let a test marked triton_alone end where Triton's own passes do, in its first kernel."""
+    if not pyfuncitem.get_closest_marker("triton_alone"):
+        return (yield)
+    from tests.support.offline import Reached, stop_behind_triton
+
+    with pytest.MonkeyPatch.context() as patch:
+        stop_behind_triton(patch)
+        with pytest.raises(Reached):
+            yield
+    return True
+
+
 @pytest.fixture(autouse=True)
 def _fits_this_process(request: pytest.FixtureRequest) -> None:
+    import torch
+
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.fail("this test needs a CUDA device; `make gpu` runs it on a machine that has one")
@@ -106,6 +123,8 @@ def _fits_this_process(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
+    import torch
+
     torch.manual_seed(0)
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
     yield
@@ -118,6 +137,8 @@ def _same_start() -> Iterator[None]:
 @pytest.fixture
 def nan_filled_empty() -> Iterator[None]:
     """Fill whatever torch.empty returns with NaN, so that an unwritten output cannot pass."""
+    import torch
+
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -131,7 +152,6 @@ def sizes_of_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     in seven of the time, are left to the slow tests.
     """
     import triton
-    from triton.backends.nvidia.compiler import CUDABackend
 
     from tests.support import offline
 
@@ -141,16 +161,9 @@ def sizes_of_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
     compile_all = triton.compile
 
-    class Reached(Exception):
-        """Triton's own passes are behind us."""
-
-    def stop(*given: Any) -> None:
-        raise Reached
-
     def compile_first(*given: Any, **options: Any) -> None:
-        with pytest.raises(Reached):
+        with pytest.raises(offline.Reached):
             compile_all(*given, **options)
 
-    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
-    monkeypatch.setattr(CUDABackend, "make_llir", stop)
+    offline.stop_behind_triton(monkeypatch)
     monkeypatch.setattr(triton, "compile", compile_first)
