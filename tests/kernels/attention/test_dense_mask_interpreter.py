@@ -29,7 +29,7 @@ def check(mask: Tensor, queries: int, keys: int, plan: tiles.Plan = UNEQUAL, **t
     batch = mask.shape[0]
     q, grad = (torch.randn(batch, 2, queries, 16, generator=generator) for _ in range(2))
     k, v = (torch.randn(batch, 1, keys, 16, generator=generator) for _ in range(2))
-    q[:, :, 1], k[:, :, 2] = 30.0 * q[:, :, 1], 30.0 * k[:, :, 2]
+    q[:, :, -1], k[:, :, -1] = 30.0 * q[:, :, -1], 30.0 * k[:, :, -1]
     settings = {"scale": 0.25, "softcap": 0.0, "mean": False, **told}
     given = Conditions(None, None, None, None, None, **settings, mask=mask, mask_tiles=codes)  # type: ignore[arg-type]
     found = [
