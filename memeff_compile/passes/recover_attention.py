@@ -180,10 +180,7 @@ def _as_call(
 
 def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
     """Return the plan of a call of memeff::attention, or why there is none."""
-    if not form.is_sayable:
-        reason = why_not_read(info, site)
-        return _kept(site, form, reason) if reason else _as_read(info, site)
-    reason = why_not_here(info, site)
+    reason = why_not_here(info, site) if form.is_sayable else ""
     if reason:
         return _kept(site, form, reason)
     said = said_for(info, site, form, mask)

@@ -73,6 +73,8 @@ def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said
 
     That is a sentence where the mask is to blame, and a decline where its empty rows are.
     """
+    if not form.is_sayable:
+        return "neither PyTorch's call nor memeff::attention can say it"
     ahead = form.causal
     behind = None if form.window is None else form.window - 1
     if not all(info.says(size) for size in (ahead, behind) if size is not None):
