@@ -211,3 +211,14 @@ def test_a_failure_that_is_none_alone_is_counted_as_what_it_is_then(
     assert (tally.programs, +tally.kinds) == (3, Counter(inner=1, invalid=1, difference=1))
     assert [failure.seed for failure in tally.failures] == ["0/2/0"]
     assert "only behind the programs before it" in tally.failures[0].sentence
+
+
+def test_pytorch_fails_at_stale_views_of_what_was_detached_in_place() -> None:
+    # Why no program is drawn that detaches what has views: wrapper tensors track them as below.
+    with torch.autograd._force_original_view_tracking(True):
+        base = torch.ones(2, 3, requires_grad=True) * 1
+        view = base.unsqueeze(-1)
+        base.detach_()
+        base.mul_(2)
+        with pytest.raises(RuntimeError, match="new_fn INTERNAL ASSERT FAILED"):
+            print(view.grad_fn)
