@@ -180,13 +180,13 @@ def test_a_program_says_what_became_of_it() -> None:
 
 
 def test_a_program_that_hangs_on_the_last_bits_or_on_a_write_unseen_is_no_difference() -> None:
-    setup = ("f = lambda x: x + 0", "x = torch.ones(9).double(); x[8] = 2")
+    setup = ("x = torch.ones(9).double(); x[8] = 2",)
     for seen, kind in {
-        "f(x)[:2].argmax() ^ ours": "invalid",
-        "f(x).argmax() ^ ours": "difference",
-        "f(x)[0] + 1e-8 * ours": "difference",
+        "a[:2].argmax() ^ ours": "invalid",
+        "a.argmax() ^ ours": "difference",
+        "a[0] + 1e-8 * ours": "difference",
     }.items():
-        assert judge(Program(setup, (f"seen.append({seen})",))).kind == kind, seen
+        assert judge(Program(setup, ("a = x + 0", f"seen.append({seen})"))).kind == kind, seen
     unseen = ("x = torch.ones(3).double().requires_grad_()", "y = x.exp()", "if ours: y = y + 0")
     unseen += ("y.data.mul_(2)", "seen.append(torch.autograd.grad(y.sum(), x))")
     assert judge(Program((), unseen)).kind == "invalid"
