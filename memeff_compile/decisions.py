@@ -35,34 +35,21 @@ MEASURED_BY_US = ("NVIDIA H200",)
 
 @dataclass(frozen=True)
 class Decision:
-    """A choice between settings that compute the same, up to rounding order.
+    """A choice between settings that compute the same, up to rounding order."""
 
-    Args:
-        name: Name in the table: the op, then what is chosen.
-        meaning: One line for the reader of the table.
-        choices: The names it may be.
-    """
-
-    name: str
-    meaning: str
-    choices: tuple[str, ...]
+    meaning: str  # one line for the reader of the table
+    choices: tuple[str, ...]  # the names it may be
 
 
 DECISIONS = {
-    decision.name: decision
-    for decision in (
-        Decision(
-            "linear_cross_entropy.engine",
-            "which engine computes head and loss in 16 bits, where both run",
-            ("fused", "hybrid"),
-        ),
-        Decision(
-            "linear_cross_entropy.gradients",
-            "in which pass the gradients of a loss that is one number are made",
-            ("backward", "forward"),
-        ),
-    )
+    "linear_cross_entropy.engine": Decision(
+        "which engine computes head and loss in 16 bits, where both run", ("fused", "hybrid")
+    ),
+    "linear_cross_entropy.gradients": Decision(
+        "in which pass the gradients of a loss that is one number are made", ("backward", "forward")
+    ),
 }
+"""By the name in the table: the op, then what is chosen."""
 
 
 @dataclass(frozen=True)
@@ -311,18 +298,12 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Question:
-    """One decision to be made by measuring.
+    """One decision to be made by measuring."""
 
-    Args:
-        name: A key of `DECISIONS`.
-        default: What decides without a measurement.
-        options: The settings to compare, the default among them.
-        fault: Runs with a setting and returns what is wrong with its numbers, or "".
-        workloads: Makes what is timed; called once, and its results are dropped afterwards.
-    """
-
-    name: str
-    default: str
-    options: Sequence[str]
+    name: str  # a key of `DECISIONS`
+    default: str  # what decides without a measurement
+    options: Sequence[str]  # the settings to compare, the default among them
+    # runs with a setting and returns what is wrong with its numbers, or ""
     fault: Callable[[str], str]
+    # makes what is timed; called once, and its results are dropped afterwards
     workloads: Callable[[], Sequence[Workload]]

@@ -57,8 +57,6 @@ from .losses.tails import (
 
 
 class FuseLinearCrossEntropy(GraphPass):
-    """The pass."""
-
     name = "fuse_linear_cross_entropy"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
@@ -123,7 +121,6 @@ class FuseLinearCrossEntropy(GraphPass):
         return site
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
-        """Return why the site must be left alone, or None."""
         for judge in (check_operands, check_tails, check_regions, check_writes):
             refusal = judge(info, match)
             if refusal is not None:
@@ -156,7 +153,7 @@ class FuseLinearCrossEntropy(GraphPass):
         }
         if _are_totals(info, groups_of(info, match.tails)):
             return Gain(before, *self._held_by_totals(info, match, n, sizes))
-        held = op_folder.piece_sizes(max(sizes["N"], 1), sizes["V"], **call)
+        held = op_folder.piece_sizes(max(sizes["N"], 1), sizes["D"], sizes["V"], **call)
         sizes |= {"B": int(held.bytes), "W": int(held.columns)}
         pieces = op_folder.Pieces(*sympy.symbols("B W", integer=True, positive=True))
         after = op_folder.bytes_after(n, d, v, **call, pieces=pieces)
@@ -213,7 +210,6 @@ class FuseLinearCrossEntropy(GraphPass):
         return Done(match.tails[0].node, sentence, notes, deferred)
 
     def dead(self, match: Site) -> Sequence[Node]:
-        """Return the nodes the rewrite leaves without users."""
         return match.covered
 
 
@@ -227,7 +223,7 @@ def _engine_name(hidden: torch.Tensor, match: Site) -> str:
         hidden.device,
         match.head.compute_dtype,
         depth if isinstance(depth, int) else 8,
-        with_metrics=any(tail.kind in METRICS for tail in match.tails),
+        with_top=any(tail.kind == "top" for tail in match.tails),
     )
 
 

@@ -39,22 +39,18 @@ class Graphs:
 
 @dataclass
 class Capture:
-    """A model without and with the passes.
+    """A model without and with the passes."""
 
-    Args:
-        before, after: one entry per graph that Dynamo captured, in the order in which they run.
-            Where only blocks are of interest, and the passes left them alone, `before` is `after`.
-        parameters: per graph, the path of the parameter behind each placeholder, else "".
-        reports: what the passes did to each graph.
-        classes: the number of classes of every loss, rewritten or not.
-        names: Dynamo's symbols -> batch and length.
-    """
-
+    # one entry per graph that Dynamo captured, in the order in which they run. Where only blocks
+    # are of interest, and the passes left them alone, `before` is `after`
     before: list[Graphs] = field(default_factory=list)
-    after: list[Graphs] = field(default_factory=list)
+    after: list[Graphs] = field(default_factory=list)  # likewise
+    # per graph, the path of the parameter behind each placeholder, else ""
     parameters: list[list[str]] = field(default_factory=list)
-    reports: list[GraphReport] = field(default_factory=list)
+    reports: list[GraphReport] = field(default_factory=list)  # what the passes did to each graph
+    # the number of classes of every loss, rewritten or not
     classes: set[int] = field(default_factory=set)
+    # dynamo's symbols -> batch and length
     names: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
 
     @property

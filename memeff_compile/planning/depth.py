@@ -18,17 +18,11 @@ INDEX_NAMES = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx", "i
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of blocks that repeats.
+    """A list of blocks that repeats."""
 
-    Args:
-        path: as in `named_modules()`.
-        depth: number of blocks.
-        period: after how many blocks the list repeats; 2 where two kinds of attention alternate.
-    """
-
-    path: str
-    depth: int
-    period: int
+    path: str  # as in `named_modules()`
+    depth: int  # number of blocks
+    period: int  # after how many blocks the list repeats; 2 where two kinds of attention alternate
 
     @property
     def small(self) -> int:

@@ -39,14 +39,10 @@ class Size:
 
 @dataclass
 class Scale:
-    """The points at which sizes are compared, and the names that the formulas use.
+    """The points at which sizes are compared, and the names that the formulas use."""
 
-    Args:
-        names: Dynamo's symbol -> ours (B, L).
-        points: where to look for the largest moment; the first one is the user's own sizes.
-    """
-
-    names: Mapping[sympy.Symbol, sympy.Symbol]
+    names: Mapping[sympy.Symbol, sympy.Symbol]  # dynamo's symbol -> ours (B, L)
+    # where to look for the largest moment; the first one is the user's own sizes
     points: Sequence[Point]
     _known: dict[sympy.Expr, Size] = field(default_factory=dict)
 

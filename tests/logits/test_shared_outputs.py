@@ -55,6 +55,14 @@ SHARED: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 # What the head's reader does not take for a view of rows is left in the graph.
 NOT_DEFERRED = ("view of its own size", "expanded", "classes in the middle")
 
+# Of each kind of memory one; the others go beside a loss in the slow tests, and alone here.
+BESIDE_A_LOSS = {
+    *("twice", "last position", "overlapping", "three", "reshape", "transpose", "alias"),
+    *("view of its own size", "detached part", "views of a copy", "views of a softcap"),
+    *("views of a cast", "transposed in memory", "transpose alone", "classes in the middle"),
+    "part of what is transposed in memory",
+}
+
 
 def leaves(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
@@ -88,11 +96,19 @@ def programs(name: str, inner: str, *, with_loss: bool) -> tuple[Program, Progra
 
 
 @pytest.mark.parametrize(
-    ("kind", "inner", "with_loss"),
-    [("static", "eager", False), ("dynamic", "aot_eager", True)],
-    ids=["alone", "beside a fused loss"],
+    ("name", "kind", "inner", "with_loss"),
+    [
+        *(pytest.param(name, "static", "eager", False, id=f"{name}-alone") for name in SHARED),
+        *(
+            pytest.param(
+                *(name, "dynamic", "aot_eager", True),
+                id=f"{name}-beside a fused loss",
+                marks=() if name in BESIDE_A_LOSS else pytest.mark.slow,
+            )
+            for name in SHARED
+        ),
+    ],
 )
-@pytest.mark.parametrize("name", SHARED)
 def test_a_write_to_one_output_is_seen_in_the_others(
     name: str, kind: str, inner: str, *, with_loss: bool
 ) -> None:

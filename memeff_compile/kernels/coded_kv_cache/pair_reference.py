@@ -31,23 +31,14 @@ _AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class Merging:
-    """How rows of two layers become one.
+    """How rows of two layers become one."""
 
-    Attributes:
-        rule: one of `merging.RULES`.
-        t: where on the arc, 0 at the lower layer's row and 1 at the upper's.
-        gamma: share of the range of distances whose rows are kept as they came.
-        reading: one of `merging.READINGS`.
-        scale: one of `merging.SCALES`.
-        keep_first: so many of a sequence's first tokens are kept as they came, always.
-    """
-
-    rule: str = "slerp"
-    t: float = 0.5
-    gamma: float = 0.05
-    reading: str = "distinct"
-    scale: str = "norm"
-    keep_first: int = 4
+    rule: str = "slerp"  # one of `merging.RULES`
+    t: float = 0.5  # where on the arc, 0 at the lower layer's row and 1 at the upper's
+    gamma: float = 0.05  # share of the range of distances whose rows are kept as they came
+    reading: str = "distinct"  # one of `merging.READINGS`
+    scale: str = "norm"  # one of `merging.SCALES`
+    keep_first: int = 4  # so many of a sequence's first tokens are kept as they came, always
 
 
 def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:

@@ -248,20 +248,14 @@ def view(
 
 
 def attend(
-    q: Tensor,
-    pool: Sequence[Tensor],
-    norms: Sequence[Tensor | None],
-    mask: Tensor | None,
-    scale: float,
-    bits: int,
+    q: Tensor,  # (B, Hq, 1, D)
+    pool: Sequence[Tensor],  # as for `view`
+    norms: Sequence[Tensor | None],  # likewise
+    mask: Tensor | None,  # bool (B or 1, 1, 1, N), or None
+    scale: float,  # factor of the scores
+    bits: int,  # likewise
 ) -> Tensor:
     """Attend with one query per sequence to everything in the cache that `mask` shows.
-
-    Args:
-        q: (B, Hq, 1, D).
-        pool, norms, bits: as for `view`.
-        mask: bool (B or 1, 1, 1, N), or None.
-        scale: factor of the scores.
 
     Returns:
         (B, Hq, 1, D). A query that sees nothing gets zeros.

@@ -26,19 +26,12 @@ from memeff_compile.kernels.device import on_device, processors
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launch is made of.
+    """What a launch is made of."""
 
-    Attributes:
-        tile: tokens per turn.
-        warps: warps per program.
-        stages: turns in flight.
-        programs: programs per multiprocessor that are aimed at.
-    """
-
-    tile: int
-    warps: int
-    stages: int
-    programs: int
+    tile: int  # tokens per turn
+    warps: int  # warps per program
+    stages: int  # turns in flight
+    programs: int  # programs per multiprocessor that are aimed at
 
 
 def plan_for(repeat: int) -> Plan:

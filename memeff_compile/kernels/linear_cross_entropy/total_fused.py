@@ -16,6 +16,7 @@ product. Floors at 790e12 and predictions: N, D, V = 8192, 4096, 128256: 32.7 an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -181,30 +182,37 @@ def run(given: Loss) -> Totals:
     Args:
         given: of bf16, the weight contiguous.
     """
-    bias = given.bias
     with on_device(given.hidden):
-        walk = _Walk(given)
+        walk = _Total(given)
         for index, (first, stop) in enumerate(spans(0, walk.rows, walk.height)):
             walk.piece(index, first, stop - first)
-        grad_bias = None if walk.bias_sums is None or bias is None else walk.bias_sums.to(bias)
         total = total_of(walk.nll, given.row_weight, given.norm)
-        return Totals(total, walk.grad_hidden, walk.grad_weight, grad_bias)
+        return Totals(total, *walk.gradients())
 
 
-class _Walk:
-    """The buffers of one walk, and the launches over a piece."""
+class Walk:
+    """A walk over pieces of R rows: X of a piece, and the products that make gradients of it.
 
-    def __init__(self, given: Loss) -> None:
-        hidden, weight, bias = fused.aligned(given.hidden), given.weight, given.bias
-        modifiers = given.ignore_index, given.scale, given.softcap
-        knobs = Knobs(*modifiers, False, False, "exact", given.workspace)
-        self.factor = given.row_gradients(torch.float32)
-        self.hidden, self.weight = hidden, weight
+    X, R by the vocabulary in whole tiles, is what the gradients of the piece's logits are but for a
+    factor per row. `height` is R, `columns` the width of a tile of X and `tiles` their number.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        knobs: Knobs,
+        output_mask: Sequence[bool],
+    ) -> None:
+        hidden = fused.aligned(hidden)
+        self.hidden, self.weight, self.knobs = hidden, weight, knobs
         self.bias = None if bias is None else bias.contiguous()
         (self.rows, self.depth), self.vocab = hidden.shape, weight.shape[0]
         self.shapes: Shapes = shapes_for(hidden.device)
-        needs_hidden, needs_weight, needs_bias = given.output_mask
-        self.selection = select_rows(given.target, knobs)
+        needs_hidden, needs_weight, needs_bias = output_mask
+        self.selection = select_rows(target, knobs)
         self.is_compact = self.selection.kept is not None
         self.cap = (knobs.scale, knobs.softcap)
         self.flags = {
@@ -213,30 +221,20 @@ class _Walk:
             "HAS_SOFTCAP": knobs.softcap > 0,
         }
         tile = self.shapes.rows
-        is_plain = bias is None and not knobs.softcap
-        self.columns = self.shapes.gradient_columns(is_plain=is_plain)
+        self.columns = self.shapes.gradient_columns(is_plain=fused.is_plain(bias, knobs))
         self.height = piece_rows(self.rows, self.vocab, knobs.workspace, tile, self.shapes.columns)
         self.tiles = -(-self.vocab // self.columns)
         self.width = self.tiles * self.columns
 
-        def floats(*sizes: int) -> Tensor:
-            return hidden.new_empty(sizes, dtype=torch.float32)
-
-        # Ignored rows, which no kernel writes, have a loss and a gradient of zero.
+        # Ignored rows, which no kernel writes, have a gradient of zero.
         new = torch.zeros_like if self.is_compact else torch.empty_like
-        self.nll = new(hidden[:, 0], dtype=torch.float32)
         self.grad_hidden = new(hidden) if needs_hidden else None
         self.grad_weight = torch.empty_like(weight) if needs_weight else None
         self.bias_sums = None
         if needs_bias:
             self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
         self.x = hidden.new_empty((self.height, self.width))
-        self.stats = floats(2, self.tiles, self.height)
-        self.base, self.row_scale = floats(self.height), floats(self.height)
-        self.target_logit = floats(self.height)
-        self.scaled: Tensor | None = None
-        if needs_weight or self.is_compact:
-            self.scaled = hidden.new_empty((self.height, self.depth))
+        self.row_scale = self.floats(self.height)
         pieces = -(-self.rows // self.height)
         tiles = -(-self.height // tile) * -(-self.depth // self.shapes.columns)
         self.has_gluon = not self.shapes.is_interpreted and triton_compat.has_gluon()
@@ -246,12 +244,106 @@ class _Walk:
                 self.height, self.depth, self.vocab, self.shapes, needs_weight=needs_weight
             )
         if self.splits > 1:
-            self.parts = floats(self.splits - 1, self.height, self.depth)
+            self.parts = self.floats(self.splits - 1, self.height, self.depth)
         # multiples of 16 bytes, so that every piece's launches are compiled alike
-        self.again, self.counters = (
-            given.target.new_zeros((pieces, size), dtype=torch.int32)
-            for size in (4, 4 + tiles // 4 * 4)
+        self.counters = self.marks(pieces, 4 + tiles // 4 * 4)
+
+    def floats(self, *sizes: int) -> Tensor:
+        """Return memory for numbers in fp32."""
+        return self.hidden.new_empty(sizes, dtype=torch.float32)
+
+    def marks(self, *sizes: int) -> Tensor:
+        """Return zeros that kernels write to."""
+        return self.hidden.new_zeros(sizes, dtype=torch.int32)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return what was asked for, behind the last piece."""
+        sums = self.bias_sums
+        return self.grad_hidden, self.grad_weight, None if sums is None else sums.to(self.bias)
+
+    def add_products(self, index: int, first: int, here: int, factor: Tensor | None) -> None:
+        """Sum what X gives to the gradients, by the kernels that this Triton has.
+
+        Args:
+            index, first, here: which piece, its first compact row and how many there may be.
+            factor: (R, D) what X is multiplied with for dC, zero behind the last row.
+        """
+        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
+
+        if self.grad_weight is not None or self.grad_hidden is not None:
+            self._multiply(index, first, here, factor)
+        if self.bias_sums is not None:
+            start(
+                kernels._linear_cross_entropy_total_bias_kernel,
+                (-(-self.vocab // 128),),
+                *(self.x, self.row_scale, self.bias_sums, self.selection.kept),
+                *(first, here, self.width, self.vocab),
+                BLOCK=128,
+                ROWS=64,
+                **self.flags,
+            )
+
+    def _multiply(self, index: int, first: int, here: int, factor: Tensor | None) -> None:
+        shapes, selection = self.shapes, self.selection
+        rows, columns, step = shapes.rows, shapes.columns, shapes.step
+        kernel: Any
+        tiles_of: Any = fused.tiles_of
+        parts, splits = [], []
+        if self.has_gluon:
+            from memeff_compile.kernels._triton.gluon import tiles_of
+            from memeff_compile.kernels.linear_cross_entropy import total_products_kernels
+
+            kernel = total_products_kernels._linear_cross_entropy_total_specialized_products_kernel
+            parts, splits = [self.parts], [self.splits]
+        else:
+            from memeff_compile.kernels.linear_cross_entropy import total_kernels
+
+            kernel = total_kernels._linear_cross_entropy_total_products_kernel
+        # What is not asked for is not read; something has to stand there.
+        scaled = self.weight if factor is None else factor
+        start(
+            kernel,
+            (shapes.programs,),
+            tiles_of(self.x, step, rows),
+            tiles_of(self.x, rows, step),
+            tiles_of(scaled, step, columns),
+            tiles_of(self.weight, step, columns),
+            tiles_of(self.x if self.grad_weight is None else self.grad_weight, rows, columns // 4),
+            *(self.grad_hidden, *parts, selection.order, selection.kept, self.row_scale),
+            *(self.counters[index], first, here, self.width, self.vocab, self.depth, *splits),
+            ADD=index > 0,
+            HAS_PARTS=self.parts is not None,
+            NEEDS_WEIGHT=self.grad_weight is not None,
+            NEEDS_HIDDEN=self.grad_hidden is not None,
+            BM=rows,
+            BN=columns,
+            BK=step,
+            STAGES=shapes.stages,
+            WARPS=shapes.warps,
+            UPCAST=shapes.is_interpreted,
+            num_warps=shapes.warps,
+            **({} if self.has_gluon else {"num_stages": shapes.stages}),
+            **self.flags,
         )
+
+
+class _Total(Walk):
+    """The walk of engine T: logits once, and their gradients from them."""
+
+    def __init__(self, given: Loss) -> None:
+        modifiers = given.ignore_index, given.scale, given.softcap
+        knobs = Knobs(*modifiers, False, False, "exact", given.workspace)
+        super().__init__(*given[:4], knobs, given.output_mask)
+        self.factor = given.row_gradients(torch.float32)
+        # Ignored rows, which no kernel writes, have a loss of zero.
+        new = torch.zeros_like if self.is_compact else torch.empty_like
+        self.nll = new(self.hidden[:, 0], dtype=torch.float32)
+        self.stats = self.floats(2, self.tiles, self.height)
+        self.base, self.target_logit = self.floats(self.height), self.floats(self.height)
+        self.scaled: Tensor | None = None
+        if self.grad_weight is not None or self.is_compact:
+            self.scaled = self.hidden.new_empty((self.height, self.depth))
+        self.again = self.marks(len(self.counters), 4)
 
     def piece(self, index: int, first: int, here: int) -> None:
         """Compute the losses of these rows, their dE and what they give to dC."""
@@ -302,18 +394,7 @@ class _Walk:
                 BLOCK=block,
                 **self.flags,
             )
-        if self.grad_weight is not None or self.grad_hidden is not None:
-            self._products(index, first, here)
-        if self.bias_sums is not None:
-            start(
-                kernels._linear_cross_entropy_total_bias_kernel,
-                (-(-self.vocab // 128),),
-                *(self.x, self.row_scale, self.bias_sums, selection.kept),
-                *(first, here, self.width, self.vocab),
-                BLOCK=128,
-                ROWS=64,
-                **self.flags,
-            )
+        self.add_products(index, first, here, self.scaled)
 
     def _padded(self, rows: int) -> int:
         return min(-(-rows // self.shapes.rows) * self.shapes.rows, self.height)
@@ -357,49 +438,5 @@ class _Walk:
             ROWS=ROWS,
             TILES=TILES,
             num_warps=4,
-            **self.flags,
-        )
-
-    def _products(self, index: int, first: int, here: int) -> None:
-        """Sum what X gives to dE and dC, by the kernel that this Triton has."""
-        shapes, selection = self.shapes, self.selection
-        rows, columns, step = shapes.rows, shapes.columns, shapes.step
-        kernel: Any
-        tiles_of: Any = fused.tiles_of
-        parts, splits = [], []
-        if self.has_gluon:
-            from memeff_compile.kernels._triton.gluon import tiles_of
-            from memeff_compile.kernels.linear_cross_entropy import total_products_kernels
-
-            kernel = total_products_kernels._linear_cross_entropy_total_specialized_products_kernel
-            parts, splits = [self.parts], [self.splits]
-        else:
-            from memeff_compile.kernels.linear_cross_entropy import total_kernels
-
-            kernel = total_kernels._linear_cross_entropy_total_products_kernel
-        # What is not asked for is not read; something has to stand there.
-        scaled = self.weight if self.scaled is None else self.scaled
-        start(
-            kernel,
-            (shapes.programs,),
-            tiles_of(self.x, step, rows),
-            tiles_of(self.x, rows, step),
-            tiles_of(scaled, step, columns),
-            tiles_of(self.weight, step, columns),
-            tiles_of(self.x if self.grad_weight is None else self.grad_weight, rows, columns // 4),
-            *(self.grad_hidden, *parts, selection.order, selection.kept, self.row_scale),
-            *(self.counters[index], first, here, self.width, self.vocab, self.depth, *splits),
-            ADD=index > 0,
-            HAS_PARTS=self.parts is not None,
-            NEEDS_WEIGHT=self.grad_weight is not None,
-            NEEDS_HIDDEN=self.grad_hidden is not None,
-            BM=rows,
-            BN=columns,
-            BK=step,
-            STAGES=shapes.stages,
-            WARPS=shapes.warps,
-            UPCAST=shapes.is_interpreted,
-            num_warps=shapes.warps,
-            **({} if self.has_gluon else {"num_stages": shapes.stages}),
             **self.flags,
         )

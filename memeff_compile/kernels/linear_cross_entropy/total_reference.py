@@ -15,7 +15,6 @@ import sympy
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy.memory import Size
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     REFERENCE_AUTO_BYTES,
     REFERENCE_AUTO_BYTES_ELSEWHERE,
@@ -27,7 +26,7 @@ MIN_ROWS = 64
 
 
 def rows_per_piece(
-    rows: Size, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
+    rows: sympy.Expr | int, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
 ) -> sympy.Expr:
     """Return how many rows of logits are alive at once: at most half of them.
 

@@ -62,37 +62,25 @@ MOST_ROWS = 1 << 31
 
 @dataclass(frozen=True)
 class Packed:
-    """Codes as the attention kernel reads them; D is padded, N is a multiple of `BLOCK`.
+    """Codes as the attention kernel reads them; D is padded, N is a multiple of `BLOCK`."""
 
-    Attributes:
-        q: (B * H * M, D) int8; without `q_scale` room for them: the attention kernel codes queries
-            as it loads them.
-        k: (B * G * N, D) int8.
-        v: (B * G * D, N) E4M3, its keys in the order of `tiles_kernels._reordered`, or fp16.
-        q_scale: (B * H, M) fp32, or None.
-        k_scale: (B * G, N / BLOCK) fp32, or (B * G, N) with `is_scaled_per_key`.
-        v_scale: (B * G, 2, D) fp32: scale and mean of each channel.
-        correction: (B * H, query blocks, N) fp32, or None.
-        shift: (B * H, M) fp32, or None.
-        rest: (B * G, N / BLOCK + 1, D) fp32: what rounding took from the values of all blocks up to
-            each, weighed, in steps of their scale; or None.
-        counts: (B * G, N / BLOCK + 1) fp32: what these weigh, with `rest`.
-        k_mean: (B * G, 4, D) fp32, without `q_scale`: the last are by what queries are divided.
-        is_scaled_per_key: whether each key has a scale.
-    """
-
+    # (B * H * M, D) int8; without `q_scale` room for them: the attention kernel codes queries as it
+    # loads them
     q: Tensor
-    k: Tensor
-    v: Tensor
-    q_scale: Tensor | None
-    k_scale: Tensor
-    v_scale: Tensor
-    correction: Tensor | None
-    shift: Tensor | None
+    k: Tensor  # (B * G * N, D) int8
+    v: Tensor  # (B * G * D, N) E4M3, its keys in the order of `tiles_kernels._reordered`, or fp16
+    q_scale: Tensor | None  # (B * H, M) fp32, or None
+    k_scale: Tensor  # (B * G, N / BLOCK) fp32, or (B * G, N) with `is_scaled_per_key`
+    v_scale: Tensor  # (B * G, 2, D) fp32: scale and mean of each channel
+    correction: Tensor | None  # (B * H, query blocks, N) fp32, or None
+    shift: Tensor | None  # (B * H, M) fp32, or None
+    # (B * G, N / BLOCK + 1, D) fp32: what rounding took from the values of all blocks up to each,
+    # weighed, in steps of their scale; or None
     rest: Tensor | None
-    counts: Tensor | None
+    counts: Tensor | None  # (B * G, N / BLOCK + 1) fp32: what these weigh, with `rest`
+    # (B * G, 4, D) fp32, without `q_scale`: the last are by what queries are divided
     k_mean: Tensor | None
-    is_scaled_per_key: bool
+    is_scaled_per_key: bool  # whether each key has a scale
 
 
 def starts_early(tensor: Tensor) -> bool:
@@ -160,21 +148,8 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         start(
             kernels._look_kernel,
             (looks + batch * heads * looked,),
-            *operands,
-            sums,
-            found.q,
-            sums if found.q_scale is None else found.q_scale,
-            means,
-            scale,
-            heads,
-            groups,
-            queries,
-            keys,
-            looked,
-            stride,
-            chunk,
-            chunks,
-            looks,
+            *(*operands, sums, found.q, sums if found.q_scale is None else found.q_scale, means),
+            *(scale, heads, groups, queries, keys, looked, stride, chunk, chunks, looks),
             KEYS=LOOK_KEYS,
             SAMPLE=reference.SAMPLE,
             SMOOTH_Q=is_smooth,
@@ -184,13 +159,8 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         start(
             kernels._settle_kernel,
             (batch * groups, 3 if settings.aligns else 2),
-            sums,
-            means,
-            k_mean,
-            found.v_scale,
-            chunks,
-            samples * (heads // groups),
-            sampled * (heads // groups),
+            *(sums, means, k_mean, found.v_scale),
+            *(chunks, samples * (heads // groups), sampled * (heads // groups)),
             DEPTH_BLOCK=wide,
             CHUNKS=max(2, 1 << (chunks - 1).bit_length()),
             SMOOTH_K="k" in settings.smooth,
@@ -202,24 +172,11 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
         start(
             kernels._write_kernel,
             (2 * programs + shifts,),
-            *operands,
-            k_mean,
-            found.v_scale,
-            found.k,
-            found.v,
-            found.k_scale,
+            *(*operands, k_mean, found.v_scale, found.k, found.v, found.k_scale),
             k_mean if found.shift is None else found.shift,
             k_mean if found.rest is None else found.rest,
-            counts,
-            weights,
-            scale,
-            heads,
-            groups,
-            queries,
-            keys,
-            query_blocks,
-            key_blocks,
-            programs,
+            *(counts, weights, scale, heads, groups, queries, keys),
+            *(query_blocks, key_blocks, programs),
             BLOCK=BLOCK,
             SMOOTH_K="k" in settings.smooth,
             ALIGN=settings.aligns,
@@ -234,13 +191,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             start(
                 kernels._total_kernel,
                 (batch * groups, wide // TOTAL_COLUMNS),
-                found.v,
-                found.v_scale,
-                found.rest,
-                counts,
-                found.counts,
-                weights,
-                key_blocks,
+                *(found.v, found.v_scale, found.rest, counts, found.counts, weights, key_blocks),
                 DEPTH_BLOCK=wide,
                 BLOCK=BLOCK,
                 COLUMNS=TOTAL_COLUMNS,
@@ -340,23 +291,15 @@ def packed(made: reference.Codes, settings: Settings) -> Packed:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    given: Conditions,
-    settings: Settings,
+    q: Tensor,  # (B, H, M, D) bf16, fp16 or fp32
+    k: Tensor,  # (B, G, N, D)
+    v: Tensor,  # likewise
+    given: Conditions,  # the conditions
+    settings: Settings,  # the arithmetic
     *,
-    shape: Shape | None = None,
+    shape: Shape | None = None,  # the tile, by default what `shape_for` gives
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count; as `reference.attend`.
-
-    Args:
-        q: (B, H, M, D) bf16, fp16 or fp32.
-        k, v: (B, G, N, D).
-        given: the conditions.
-        settings: the arithmetic.
-        shape: the tile, by default what `shape_for` gives.
-    """
+    """Attend to the keys that count; as `reference.attend`."""
     made = pack(q, k, v, given, settings)
     if shape is None:
         has_tables = given.has_tables() or made.is_scaled_per_key or made.correction is not None
@@ -398,31 +341,23 @@ def attend_packed(
     lse = made.k_scale.new_empty((batch, heads, queries if settings.with_lse else 0))
     given = within(given, queries, keys)
     is_described = gpu(q.device).has_descriptors
+    # What is not there is not read; something has to stand in its place.
+    asked = made.q_scale, made.k_scale, made.v_scale, made.correction
+    asked_too = made.shift, made.rest, made.counts
     with on_device(q):
         bounds = find_bounds(q, given, (heads, queries, keys), (shape.rows, shape.keys))
         start(
             kernels._quantized_attention_kernel,
             (batch * heads * tiles,),
             *_operands(made, q, given, shape, is_described),
-            made.k_scale if made.q_scale is None else made.q_scale,
-            made.k_scale,
-            made.v_scale,
-            made.k_scale if made.correction is None else made.correction,
-            made.k_scale if made.shift is None else made.shift,
-            made.k_scale if made.rest is None else made.rest,
-            made.k_scale if made.counts is None else made.counts,
+            *(made.k_scale if each is None else each for each in (*asked, *asked_too)),
             tables_of(given, q),
             bounds,
             out,
             lse if settings.with_lse else made.k_scale,
             *positions_of(given),
             together or math.gcd(batch * heads, HEADS_TOGETHER),
-            heads,
-            heads // groups,
-            queries,
-            keys,
-            key_blocks,
-            tiles,
+            *(heads, heads // groups, queries, keys, key_blocks, tiles),
             DEPTH=depth,
             DEPTH_BLOCK=wide,
             ROWS=shape.rows,

@@ -304,8 +304,7 @@ class CodedLayer(InPlace):
         self.require_like(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.layout is not None
-        bits, recent = self.layout.bits, self.layout.recent
+        bits, recent = self.settings["bits"], self.settings["recent"]
         pool = self.pool()
         coded_kv_cache_append(*pool, key_states, value_states, bits, recent, self.max_cache_len)
         was_empty, self.is_empty = self.is_empty, False
@@ -431,11 +430,7 @@ class Starts:
             self.places, self._shape = changed, tuple(changed.shape)
 
 
-def layers_of(
-    config: Any,  # noqa: ANN401
-    max_cache_len: int,
-    full: Callable[[], Any],
-) -> Iterator[Any]:
+def layers_of(config: Any, max_cache_len: int, full: Callable[[], Any]) -> Iterator[Any]:  # noqa: ANN401
     """Yield a layer of its kind for each of the model's."""
     types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     if isinstance(settings, dict):  # transformers before 5.20 has one for all
