@@ -115,11 +115,7 @@ class Table:
 
     @classmethod
     def from_json(cls, text: str) -> Table:
-        """Read a stored table.
-
-        Raises:
-            TuneError: the text is no table of this format, or holds a value that no kernel takes.
-        """
+        """Read a stored table; TuneError for another format, or a value that no kernel takes."""
         try:
             found = json.loads(text)
             if found["format"] != FORMAT:
@@ -154,11 +150,7 @@ def stored_at() -> Path:
 
 
 def load(path: Path) -> Table:
-    """Read a table; one that is not there is empty.
-
-    Raises:
-        TuneError: the file cannot be read or is no table.
-    """
+    """Read a table; one that is not there is empty. TuneError where it is unread or no table."""
     try:
         return Table.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -173,8 +165,7 @@ def load(path: Path) -> Table:
 def save(table: Table, path: Path) -> None:
     """Write a table in one step: a reader finds the old file or the new one, never a part.
 
-    Raises:
-        TuneError: the file cannot be written.
+    TuneError where the file cannot be written.
     """
     temporary = None
     try:
@@ -237,12 +228,8 @@ def _look_up(machine: Machine) -> Entry | None:
 
 
 def value(machine: Machine | None, name: str, default: str) -> str:
-    """Return the setting for a decision: measured where there is a measurement, else the default.
-
-    Args:
-        machine: Where it runs, or None where no GPU of this process is meant.
-        name: A key of `DECISIONS`.
-        default: What decides without a measurement.
+    """Return the setting for a key of `DECISIONS`: measured where there is a measurement, else the
+    default. `machine` is None where no GPU of this process is meant.
     """
     entry = None if machine is None else measured(machine)
     found = None if entry is None else entry.found.get(name)

@@ -324,9 +324,7 @@ class FusedRows:
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden, weight, bias and vectors of the deferred logits.
 
-        Args:
-            base: the recipe of the deferred logits: a part, from the front, of this head's.
-            needed: one claim per gradient.
+        `base` is the recipe of the deferred logits: a part, from the front, of this head's.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head

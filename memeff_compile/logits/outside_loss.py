@@ -287,7 +287,8 @@ def _served(
     source.require_unchanged()
     result = _rows(view, target, ignore_index, column_weight, with_lse, with_sum, of_ignored)
     if source.use is not None:
-        source.use.count_fused(spelling)
+        rows = view.rows.shape[:-1].numel()
+        source.use.count_fused(spelling, rows * view.head.vocabulary * view.dtype.itemsize)
     return result
 
 

@@ -100,8 +100,7 @@ class LogitsSource:
     def compute(self, recipe: LogitsRecipe, rows: Tensor) -> Tensor:
         """Return the logits of some rows of the hidden states, without autograd.
 
-        Raises:
-            StaleLogitsError: the product would not be the one of the forward pass.
+        StaleLogitsError where the product would not be the one of the forward pass.
         """
         self._refuse(self.change())
         self.materialisations += 1

@@ -99,12 +99,10 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a tensor in memory of its own, which `recipe` computes.
+        """Return a tensor in memory of its own, which `recipe` computes from these hidden states.
 
-        Args:
-            recipe: from the hidden states of these rows.
-            function: from values of these rows, which are taken while there are some.
-            is_whole: these are all rows of their memory in its order.
+        Values of these rows, while there are some, go through `function`. `is_whole`: these are
+        all rows of their memory in its order.
         """
         memory = self.memory
         rows, shape = (memory.rows, memory.shape) if is_whole else (self.rows, self.dims)

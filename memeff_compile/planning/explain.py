@@ -188,7 +188,7 @@ class Explanation:
             for stack in self.stacks
         ]
         predicted = f"Predicted memory of a step. B = batch per GPU, L = length.\n{plan}"
-        return f"{self.name}: {'; '.join(parts)}\n\n{self.report}\n\n{predicted}"
+        return f"{self.name}: {'; '.join(parts)}\n\n{self.report.details()}\n\n{predicted}"
 
     def to_json(self, plan: Plan | None = None, *, indent: int | None = None) -> str:
         """Return report and plan as JSON."""

@@ -167,9 +167,8 @@ class Comparison:
     def make(self, args: Sequence[Any]) -> Verdict:
         """Compare, and leave everything of the caller's as it was.
 
-        Raises:
-            NotRunError: It cannot be done for this graph, or there is no memory for it.
-            PostponedError: The original graph itself raises on these arguments.
+        NotRunError where it cannot be done for this graph, or there is no memory for it;
+        PostponedError where the original graph itself raises on these arguments.
         """
         reason = self._obstacle(args)
         if reason:

@@ -96,3 +96,14 @@ def test_an_adapted_head_is_declined_with_a_reason() -> None:
     assert "adds to the logits" in memeff_compile.last_report().records[0].sentence
     assert torch.equal(out.loss, expected.loss)
     assert_same_gradients(gradients(model), gradients(reference))
+
+
+def test_skip_and_report_know_the_head_by_its_name() -> None:
+    model = adapted("q_proj")
+    (head,) = (name for name, _ in model.named_modules() if name.endswith("lm_head"))
+    model.compile(backend="memeff", options={**OPTIONS, "memeff.skip": head})
+    step(model)
+    assert codes() == {"skipped"}
+    assert {record.module for record in memeff_compile.last_report().records} == {
+        "base_model.model"
+    }

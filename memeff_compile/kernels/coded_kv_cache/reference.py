@@ -48,24 +48,17 @@ def _stored(step: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def encode(
-    x: Tensor,
-    bits: int,
-    scheme: str,
+    x: Tensor,  # (B, H, n, G, D), n groups of G tokens
+    bits: int,  # of a code
+    scheme: str,  # one of `SCHEMES`
     *,
-    is_value: bool,
+    is_value: bool,  # values rather than keys
+    # bool (B or 1, H or 1, n, G), tokens that have no say in the scales of keys, or None; their
+    # codes mean nothing
     left_out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,  # of the scales, by default that of x
 ) -> tuple[Tensor, Tensor]:
     """Code groups of keys or of values.
-
-    Args:
-        x: (B, H, n, G, D), n groups of G tokens.
-        bits: of a code.
-        scheme: one of `SCHEMES`.
-        is_value: values rather than keys.
-        left_out: bool (B or 1, H or 1, n, G), tokens that have no say in the scales of keys, or
-            None; their codes mean nothing.
-        dtype: of the scales, by default that of x.
 
     Returns:
         codes: (B, H, n, G * D * bits / 8) uint8, or (B, H, n, G * D) numbers where bits is PLAIN.

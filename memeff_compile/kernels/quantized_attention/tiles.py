@@ -310,27 +310,18 @@ def attend(
 
 
 def attend_packed(
-    made: Packed,
-    q: Tensor,
-    groups: int,
-    keys: int,
-    given: Conditions,
-    settings: Settings,
-    shape: Shape,
+    made: Packed,  # the codes
+    q: Tensor,  # what they were made of, for its sizes and dtype
+    groups: int,  # of k and v
+    keys: int,  # likewise
+    given: Conditions,  # the conditions
+    settings: Settings,  # the arithmetic
+    shape: Shape,  # the tile
+    # heads whose tiles are computed at the same time; divides B * H. By default up to
+    # `HEADS_TOGETHER`
     together: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with codes that were made before.
-
-    Args:
-        made: the codes.
-        q: what they were made of, for its sizes and dtype.
-        groups, keys: of k and v.
-        given: the conditions.
-        settings: the arithmetic.
-        shape: the tile.
-        together: heads whose tiles are computed at the same time; divides B * H. By default up to
-            `HEADS_TOGETHER`.
-    """
+    """Attend with codes that were made before."""
     from memeff_compile.kernels.quantized_attention import tiles_kernels as kernels
 
     batch, heads, queries, depth = q.shape

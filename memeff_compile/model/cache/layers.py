@@ -224,12 +224,7 @@ class ExactLayer(InPlace, StaticLayer):
 
 
 class CodedLayer(InPlace):
-    """A layer whose older tokens are codes.
-
-    Attributes:
-        settings: of `Layout`, without the depth, which the first keys tell.
-        layout: what it is made of, once it is known.
-    """
+    """A layer whose older tokens are codes."""
 
     buffers = "k_window", "v_window"
     is_croppable = False  # only tokens that are not yet in codes can be removed
@@ -241,10 +236,10 @@ class CodedLayer(InPlace):
     def __init__(self, max_cache_len: int, settings: dict[str, Any], starts: Starts) -> None:
         CacheLayerMixin.__init__(self)
         self.max_cache_len = max_cache_len
-        self.settings = settings
+        self.settings = settings  # of `Layout`, without the depth, which the first keys tell
         self.starts = starts
         self.is_empty = True
-        self.layout: Layout | None = None
+        self.layout: Layout | None = None  # what it is made of, once it is known
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors with an entry per sequence, once they are there."""
@@ -373,9 +368,7 @@ class Starts:
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
         """Start over with other sequences, in the tensors that are there; refused, or all of it.
 
-        Args:
-            attention_mask: of the sequences.
-            held: how many sequences the layers have tensors for.
+        `held` is how many sequences the layers have tensors for.
         """
         first = self._first(attention_mask)
         for sequences in held:

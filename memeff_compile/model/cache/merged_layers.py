@@ -19,18 +19,13 @@ from memeff_compile.model.cache.minicache import MiniCache
 
 
 class Pair:
-    """What the two layers of a pair share, and the tokens of the lower one that wait.
-
-    Attributes:
-        numbers: of the layers.
-        merge: how they are merged.
-        keep_first: tokens at the beginning of a sequence that stay as they come.
-        parked: keys and values that the lower layer got and the upper layer will write.
-    """
+    """What the two layers of a pair share, and the tokens of the lower one that wait."""
 
     def __init__(self, numbers: tuple[int, int], merge: MiniCache, keep_first: int) -> None:
+        # numbers of the layers; first tokens of a sequence that stay as they come
         self.numbers, self.merge, self.keep_first = numbers, merge, keep_first
         self.shape: tuple[int, ...] | None = None
+        # keys and values that the lower layer got and the upper layer will write
         self.parked: tuple[Tensor, Tensor] | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -60,12 +55,7 @@ class Pair:
 
 
 class MergedLayer(CodedLayer):
-    """One of two neighbouring layers whose older tokens have one direction and two lengths.
-
-    Attributes:
-        pair: what it shares with the other.
-        lower: the earlier of the two, where this is the later.
-    """
+    """One of two neighbouring layers whose older tokens have one direction and two lengths."""
 
     norms: Tensor
 
@@ -74,8 +64,8 @@ class MergedLayer(CodedLayer):
         max_cache_len: int,
         settings: dict[str, Any],
         starts: Starts,
-        pair: Pair,
-        lower: MergedLayer | None = None,
+        pair: Pair,  # what it shares with the other
+        lower: MergedLayer | None = None,  # the earlier of the two, where this is the later
     ) -> None:
         super().__init__(max_cache_len, settings, starts)
         self.pair, self.lower = pair, lower

@@ -203,8 +203,7 @@ def compression_report(model: nn.Module) -> CompressionReport | None:
 def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None:
     """Compress a model that is about to be compiled; a warning says where nothing was.
 
-    Raises:
-        OptionError: It is no model, but a function, whose weights are not known.
+    OptionError where it is no model, but a function, whose weights are not known.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
@@ -447,8 +446,7 @@ def put_coded(
 ) -> None:
     """Make a coded weight the parameter of a linear, whatever was there.
 
-    Raises:
-        CodedWeightError: The module is no plain `nn.Linear`, or its weight has another shape.
+    CodedWeightError where the module is no plain `nn.Linear`, or its weight has another shape.
     """
     if not _is_linear(module, attribute):
         raise CodedWeightError(

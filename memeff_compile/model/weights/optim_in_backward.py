@@ -72,12 +72,10 @@ class _Queue:
 
     One that does not fit is copied, by the GPU, to a ring of host memory, and encoded anew from
     there. The host is ahead of the GPU by as many weights as that ring has room for.
-
-    Attributes:
-        lock: held from `place_for` to `add`; autograd has a thread for each device.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
+        # held from `place_for` to `add`; autograd has a thread for each device
         self.lock = threading.RLock()
         self._waiting: list[tuple[Unsettled, int]] = []
         self._head = 0

@@ -6,11 +6,10 @@ back, and so is the match in which a pass of ours fails: the report says so, the
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -18,11 +17,12 @@ from torch.fx import Graph, GraphModule, Node
 from ... import compat
 from ...errors import StrictError
 from ...logits.recipe import DeferredOutput
-from ...options import MAY_FIND_NOTHING, Options
+from ...options import MAY_FIND_NOTHING, PASS_NAMES, Options
 from ...report import CHANGES, GraphReport, LogitsUse, Record, Report
 from .base import NOTED, Decline, Done, Gain, GraphPass
 from .editor import Editor, EditRefused
-from .graph_info import GraphInfo, ambient_region, clean_module_path, module_stack
+from .graph_info import GraphInfo, ambient_region
+from .module_names import module_stack
 from .render import render
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,9 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
         for graph_pass in passes:
             for level in _levels(info):
                 state.apply(graph_pass, level)
-        state.note_unused_skips(gm)
+        if options.passes:
+            gm.graph.lint()  # an edit of theirs beside the editor is undone by nothing else
+        state.note_unused_skips(info)
     except Exception as error:  # no match is to blame: an undo failed
         state.give_up(error)
     if state.changed:
@@ -103,13 +105,14 @@ class _Run:
         self.records = [r for r in self.records if r.action in ("declined", "internal_error")]
         self._append(_internal_error("backend", error, "the graph"), is_counted=False)
 
-    def note_unused_skips(self, gm: GraphModule) -> None:
-        """Say so when a path in ``memeff.skip`` names no module of this graph: it may be a typo."""
+    def note_unused_skips(self, info: GraphInfo) -> None:
+        """Say so when a path in ``memeff.skip`` names no module of the model: it may be a typo."""
         patterns = {p for paths in self.options.skip.values() for p in paths}
         if not patterns:
             return
-        paths = {clean_module_path(path) for node in gm.graph.nodes for path in module_stack(node)}
-        paths.add("")
+        stacks = {each for node in info.gm.graph.nodes for each in module_stack(node)}
+        paths = {"", *(name for each in stacks for name in info.names.of(*each))}
+        paths |= info.names.everything()
         hint = "Compare it with the names in model.named_modules()."
         for pattern in sorted(patterns):
             if not any(Options(skip={"*": (pattern,)}).skips("*", path) for path in paths):
@@ -179,6 +182,9 @@ class _Run:
         try:
             done = graph_pass.rewrite(info, found, editor)
             record, notes = _records(graph_pass, done, where, gain)
+            if done.sites > 1:
+                paths = dict.fromkeys(filter(None, map(info.module_path, places)))
+                record = replace(record, also=tuple(p for p in paths if p != record.module))
             editor.commit(graph_pass.dead(found))
         except EditRefused as refused:
             editor.rollback()
@@ -219,8 +225,7 @@ class _Run:
         """Add a record, or count its sites into one that says the same (of another layer)."""
         for place, earlier in enumerate(self.records if is_counted else ()):
             if record.says_the_same_as(earlier):
-                total = earlier.sites + record.sites
-                self.records[place] = dataclasses.replace(earlier, sites=total)
+                self.records[place] = earlier.joined(record)
                 return
         self.records.append(record)
 
@@ -256,16 +261,19 @@ def _records(
 def _internal_error(
     name: str, error: Exception, what: str, where: tuple[str, str] = ("", "")
 ) -> Record:
-    """Log an error of our own and return its record."""
+    """Log an error of a pass and return its record."""
     log.warning(
         "memeff_compile: internal error in %s, left as it was: %s", name, what, exc_info=True
     )
+    hint = "please report it with the graph from memeff_compile.graphs()[-1].before"
+    if name not in (*PASS_NAMES, "backend"):
+        hint = "mend the pass, which is none of ours; the log of memeff_compile has the traceback"
     return Record(
         name,
         "internal_error",
         "internal_error",
         _sentence(f"an internal error left {what} as it was: {type(error).__name__}: {error}"),
-        "please report it with the graph from memeff_compile.graphs()[-1].before",
+        hint,
         *where,
     )
 
@@ -297,7 +305,8 @@ def _sentence(text: str) -> str:
     """Write ``text`` as a sentence: a capital at the front, a full stop at the end."""
     if not text:
         return text
-    is_word = text.split(" ")[0].rstrip(",:;").isalpha() and not text.startswith(_NAMES)
+    first = text.split(" ")[0].rstrip(",:;")
+    is_word = first.isalpha() and (len(first) > 1 or first == "a") and not text.startswith(_NAMES)
     head = text[0].upper() if is_word else text[0]
     return head + text[1:] + ("" if text[-1] in ".!?" else ".")
 
@@ -330,10 +339,8 @@ def _log(report: GraphReport) -> None:
 
 
 def enforce_strict(options: Options, report: GraphReport) -> None:
-    """Raise when a pass the user insists on left a place, or found none in a training graph.
-
-    Raises:
-        StrictError: A pass named in ``memeff.strict`` did not fire on this graph.
+    """Raise a StrictError when a pass that ``memeff.strict`` names left a place of this graph, or
+    found none where it trains.
     """
     for name in options.strict:
         mine = [r for r in report.records if r.pass_name in (name, "backend")]
