@@ -74,7 +74,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("make", "asked"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("make", "asked"),
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if "tied" in name else ())
+        for name, case in CASES.items()
+    ],
+)
 def test_only_the_gradients_that_someone_trains_are_computed(make: Any, asked: list[bool]) -> None:
     reference, model = make(), make()
     expected, _ = step(reference)

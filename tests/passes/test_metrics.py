@@ -426,13 +426,21 @@ def test_entropy_cut_off_from_the_gradient_in_part_is_declined(part: str) -> Non
     assert outcome.codes == ["detached"]
 
 
-def test_metrics_alone_are_left_alone() -> None:
+def test_an_argmax_alone_is_left_alone() -> None:
+    def function(h: Tensor, w: Tensor, y: Tensor) -> Any:
+        return F.linear(h, w).argmax(-1)
+
+    outcome = compare_with_eager(function, *inputs())
+    assert outcome.fired == 0
+
+
+def test_an_entropy_alone_is_fused() -> None:
     def function(h: Tensor, w: Tensor, y: Tensor) -> Any:
         z = F.linear(h, w)
         return z.argmax(-1), with_categorical(z)
 
     outcome = compare_with_eager(function, *inputs())
-    assert outcome.fired == 0
+    assert outcome.fired == 1
 
 
 def test_rounded_ties_go_to_the_larger_unrounded_logit() -> None:
