@@ -88,7 +88,8 @@ class _Rows(torch.autograd.Function):
             ctx.settings, ctx.use = head.settings, head.use
             ctx.ignore_index, ctx.of_ignored, ctx.is_log = ignore_index, of_ignored, is_log
         shown = None if is_log or not with_lse else lse.clone()
-        return None if target is None else _no_view(nll, nll.shape), shown, total
+        of_labels = None if target is None or nll is None else _no_view(nll, nll.shape)
+        return of_labels, shown, total
 
     @staticmethod
     @untraced
