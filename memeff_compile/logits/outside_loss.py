@@ -222,7 +222,7 @@ class _PLogP(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
         if ctx.probs is not None:  # hooks there see a gradient of their own
-            ctx.is_watched = bool(ctx.probs._backward_hooks) or ctx.probs.retains_grad
+            ctx.is_watched = compat.tensor_hooks(ctx.probs) or ctx.probs.retains_grad
         logs: _Kept = ctx.logs
         ctx.probs, ctx.logs = None, logs.after_a_backward()
         if isinstance(grad, RowGradient) and grad.is_fused and not ctx.is_watched:
