@@ -26,8 +26,16 @@ class Reference:
 
 
 @torch.no_grad()
-def reference(data: Inputs, step: int = 8192) -> Reference:
-    """Compute loss and both gradients in fp32, piece by piece over the vocabulary."""
+def reference(
+    data: Inputs, step: int = 8192, shares: tuple[Tensor, Tensor] | None = None
+) -> Reference:
+    """Compute loss and both gradients in fp32, piece by piece over the vocabulary.
+
+    Args:
+        data: of the mean loss of the targets that count.
+        step: columns of a piece.
+        shares: what the loss and the entropy of each row are times, for a sum of these instead.
+    """
     hidden, weight, target = data.hidden, data.weight, data.target
     wide, v = hidden.float(), weight.shape[0]
     counts = (target != IGNORED).float()
@@ -38,18 +46,31 @@ def reference(data: Inputs, step: int = 8192) -> Reference:
         lse = torch.logaddexp(lse, z.logsumexp(-1))
         here = (target >= first) & (target < first + z.shape[1])
         picked[here] = z[here, target[here] - first]
-    share = counts / counts.sum()
+    share, of_entropy = shares or (counts / counts.sum(), None)
+    entropy = torch.zeros_like(lse)
+    if of_entropy is not None:
+        for first in range(0, v, step):
+            log_p = wide @ weight[first : first + step].float().t() - lse[:, None]
+            entropy -= (log_p.exp() * log_p).sum(-1)
     grad_hidden = torch.zeros_like(wide)
     grad_weight = torch.empty(weight.shape, device=weight.device)
     for first in range(0, v, step):
         piece = weight[first : first + step].float()
-        g = (wide @ piece.t() - lse[:, None]).exp_()
+        log_p = wide @ piece.t() - lse[:, None]
+        g = log_p.exp()
+        slant = 0.0
+        if of_entropy is not None:
+            slant = of_entropy[:, None] * g * log_p.add_(entropy[:, None])
         here = (target >= first) & (target < first + g.shape[1])
         g[here, target[here] - first] -= 1
         g *= share[:, None]
+        g -= slant
         grad_hidden += g @ piece
         grad_weight[first : first + step] = g.t() @ wide
-    return Reference(float(((lse - picked) * share).sum()), grad_hidden, grad_weight)
+    total = ((lse - picked) * share).sum()
+    if of_entropy is not None:
+        total += (entropy * of_entropy).sum()
+    return Reference(float(total), grad_hidden, grad_weight)
 
 
 def relative_error(got: Tensor | None, wanted: Tensor) -> float:

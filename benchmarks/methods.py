@@ -244,6 +244,108 @@ def liger_cute() -> Loss:
     return loss
 
 
+# ------------------------------------------------------------------ log-probabilities and entropies
+
+
+Tokens = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(hidden (N, D), weight (V, D), target (N,)) -> log-probability and entropy of every row."""
+
+
+def memeff_tokens(workspace: int = 0) -> Tokens:
+    """Return the op, asked for both."""
+    from memeff_compile.kernels import linear_cross_entropy as folder
+
+    def tokens(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        found = folder.linear_cross_entropy(
+            hidden,
+            weight,
+            None,
+            target,
+            None,
+            ignore_index=None,
+            scale=1.0,
+            softcap=0.0,
+            with_lse=False,
+            with_logit_sum=False,
+            gradient_filter="exact",
+            workspace=workspace,
+            with_entropy=True,
+        )
+        return -found[0], found[3]
+
+    return tokens
+
+
+def dense_tokens(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The usual four lines."""
+    every = F.linear(hidden, weight).float().log_softmax(-1)
+    log_prob = every.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return log_prob, -(every.exp() * every).sum(-1)
+
+
+def chunked_tokens(
+    hidden: Tensor, weight: Tensor, target: Tensor, sequences: int = 4, chunk: int = 128
+) -> tuple[Tensor, Tensor]:
+    """As TRL's loops have it: 16-bit logits, sequence by sequence, entropies by chunks of rows."""
+    logits = F.linear(hidden, weight)
+    rows = zip(logits.chunk(sequences), target.chunk(sequences), strict=True)
+    log_probs = [z.log_softmax(-1).gather(-1, t.unsqueeze(-1)).squeeze(-1) for z, t in rows]
+    entropies = []
+    for part in logits.split(chunk):
+        every = part.log_softmax(-1)
+        entropies.append(-(every.exp() * every).sum(-1))
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def trl_kernel() -> Tokens:
+    """Return TRL's kernel over logits that are kept."""
+    _import("trl")
+    from trl.kernels import selective_log_softmax_and_entropy as theirs
+
+    def tokens(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        log_prob, entropy = theirs(F.linear(hidden, weight)[None], target[None])
+        return log_prob[0], entropy[0]
+
+    return tokens
+
+
+def trl_head() -> Tokens:
+    """Return TRL's fused head, `model(..., fused_lm_head=True)`, in its own pieces."""
+    _import("trl")
+    from trl.kernels import ChunkedLogProbFunction as Theirs
+
+    def tokens(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        found = Theirs.apply(hidden, weight, None, target, 1.0, 32768, None, 1.0, ("entropy",))
+        return found[0], found[1]
+
+    return tokens
+
+
+TOKEN_METHODS: dict[str, Callable[[], Tokens]] = {
+    "memeff": memeff_tokens,
+    "memeff workspace=112MiB": partial(memeff_tokens, 112 * 2**20),
+    "inductor": lambda: torch.compile(dense_tokens, dynamic=False),
+    "trl head": trl_head,
+    "trl kernel": trl_kernel,
+    "trl loops": lambda: chunked_tokens,
+}
+
+
+def token_loss(name: str, shares: tuple[Tensor, Tensor]) -> Loss:
+    """Return a sum of the losses and the entropies of all rows, each times its share.
+
+    Raises:
+        Unavailable: If the method cannot run here.
+    """
+    tokens = TOKEN_METHODS[name]()
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        log_prob, entropy = tokens(hidden, weight, target)
+        return (entropy * shares[1]).sum() - (log_prob * shares[0]).sum()
+
+    return loss
+
+
 # ------------------------------------------------------------------ by name
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import memeff_compile
 from memeff_compile.errors import MemeffError
 
-from .program import Fault, Program, World, run, start
+from .program import Fault, Program, World, leaves, run, start
 
 __all__ = [
     "FAILURES",
@@ -36,6 +36,9 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """Largest difference over the largest entry (or over a tenth, where all entries are smaller)."""
 
 _LEAST = 0.1
+
+_SHAKES = 8
+"""Enough for each of two ties to come first once."""
 
 _REFUSALS = (
     "aot_autograd does not currently support double backward",
@@ -90,6 +93,8 @@ def judge_again() -> Callable[[Program], Verdict]:
 def verdict(program: Program, eager: World, ours: World) -> Verdict:
     """Run a body in two worlds that have run the setup."""
     found = _verdict(program, eager, ours)
+    if found.kind == "difference" and (reason := _why_no_measure(program, eager)):
+        return Verdict("invalid", reason)
     if found.kind in ("difference", "exception"):
         alone = program.without_us()
         if alone != program:
@@ -124,6 +129,21 @@ def _verdict(program: Program, eager: World, ours: World) -> Verdict:
     return Verdict("same")
 
 
+def _why_no_measure(program: Program, eager: World) -> str:
+    """Say why what eager PyTorch returned is not what it should be, or return nothing."""
+    fault = run(program.with_writes_counted().body, eager.enter())
+    if fault is not None and "modified by an inplace operation" in str(fault):
+        return "a write through .data changed what eager itself had saved for its backward pass"
+    seen = []
+    for seed in (None, *range(_SHAKES)):
+        names = eager.enter(shaken_by=seed)
+        fault = run(program.body, names)
+        seen.append(names["seen"])
+        if fault is not None or compare(seen[-1], seen[0], program.precision):
+            return "the last bits of what is compiled decide about the result, as between ties"
+    return ""
+
+
 def internal_errors() -> str:
     """Return what our passes lost since the last reset, or an empty string."""
     for graph in memeff_compile.graphs():
@@ -142,8 +162,8 @@ def _is_rounding(program: Program, found: Sequence[Any], expected: Sequence[Any]
     names = world.enter()
     if (world.fault or run(wide.body, names)) is not None:
         return False
-    truth = [_wide(value) for value in _flat(names["seen"])]
-    ours, theirs = ([_wide(value) for value in _flat(seen)] for seen in (found, expected))
+    truth = [_wide(value) for value in leaves(names["seen"])]
+    ours, theirs = ([_wide(value) for value in leaves(seen)] for seen in (found, expected))
     if not len(truth) == len(ours) == len(theirs):
         return False
     least = torch.finfo(program.precision).eps
@@ -210,9 +230,3 @@ def _error(found: Tensor, expected: Tensor) -> float:
 def _size(expected: Tensor) -> float:
     finite = expected[expected.isfinite()] if expected.numel() else expected
     return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return [leaf for part in value for leaf in _flat(part)]
-    return [value]

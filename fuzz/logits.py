@@ -174,6 +174,8 @@ def body(random: Random, sketch: Sketch) -> None:
         columns = sketch.names["V"]
     sketch.add(f"torch.manual_seed({random.randrange(1000)})")
     sketch.add(f"x, y = torch.randint(V, (2, {rows}, {columns}))")
+    if rows * columns <= sketch.names["V"] and random.random() < 0.5:  # nothing ties
+        sketch.add(f"x = torch.randperm(V)[: {rows * columns}].view({rows}, {columns})")
     _call(random, sketch)
     if not sketch.tensors:
         return

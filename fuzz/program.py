@@ -9,18 +9,18 @@ import math
 import pickle
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memeff_compile
 from memeff_compile.backend import memeff
 
-__all__ = ["Fault", "Program", "World", "run", "start"]
+__all__ = ["Fault", "Program", "World", "leaves", "run", "start"]
 
 Names = dict[str, Any]
 
@@ -79,6 +79,11 @@ class Program:
         setup, body = (tuple(map(wide, lines)) for lines in (self.setup, self.body))
         return Program(setup, body, self.imports)
 
+    def with_writes_counted(self) -> Program:
+        """The same program, where autograd notices the writes that `.data` hides from it."""
+        body = tuple(re.sub(r"\.data\b", ".detach()", line) for line in self.body)
+        return Program(self.setup, body, self.imports)
+
     def without_us(self) -> Program:
         """The same program under the inner compiler alone, if nothing else in it is ours."""
         text = "\n".join(self.lines)
@@ -128,8 +133,12 @@ class World:
         self._saved = [(p, p.detach().clone(), p.requires_grad) for p in parameters]
         self._generator = torch.get_rng_state()
 
-    def enter(self) -> Names:
-        """Return names for one body, with the model as the setup left it."""
+    def enter(self, *, shaken_by: int | None = None) -> Names:
+        """Return names for one body, with the model as the setup left it.
+
+        Args:
+            shaken_by: a seed for the last bits of what `f` returns.
+        """
         for parameter, values, requires_grad in self._saved:
             parameter.requires_grad_(requires_grad).grad = None
             with torch.no_grad():
@@ -137,7 +146,32 @@ class World:
             if parameter._backward_hooks:
                 parameter._backward_hooks.clear()
         torch.set_rng_state(self._generator)
-        return {**self.names, "seen": []}
+        names = {**self.names, "seen": []}
+        if shaken_by is not None and "f" in names:
+            names["f"] = _shaken(names["f"], shaken_by)
+        return names
+
+
+def _shaken(function: Callable[..., Any], seed: int) -> Callable[..., Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def shaken(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        for leaf in leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                noise = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype, device="cpu")
+                noise *= 4 * torch.finfo(leaf.dtype).eps
+                leaf.data.mul_(1 + noise.to(leaf.device))
+        return result
+
+    return shaken
+
+
+def leaves(value: Any) -> list[Any]:
+    """Flatten lists and tuples."""
+    if isinstance(value, list | tuple):
+        return [leaf for part in value for leaf in leaves(part)]
+    return [value]
 
 
 def start(program: Program, *, ours: bool) -> World:

@@ -144,7 +144,7 @@ def _work(
                 tally.declines[found.sentence] += 1
             if found.is_failure:
                 _report(tally, own, program, found, is_late)
-                if stops:
+                if stops and tally.has_failed:
                     return
             tally.cpu_seconds = spent + _cpu_seconds() - started
             if found.is_failure or time.monotonic() - saved > _SAVED:
@@ -159,27 +159,36 @@ def _work(
 def _report(
     tally: Tally, own: str, program: Program, found: Verdict, is_late: threading.Event
 ) -> None:
-    """Keep a failure, and make it small, unless others like it were: one of a setup stands for all.
+    """Judge a failure again, alone; keep it and make it small, unless others like it were.
 
-    It is kept as it is before it is made small, which may take too long.
+    One of a setup stands for all. It is kept as it is before that, which may take too long.
     """
     numbered = re.compile(r"[0-9.e+-]+")
     alike = f"{found.kind}: {numbered.sub('', found.sentence)}"
     here = f"{own.rsplit('/', 1)[0]}: {alike}"
-    tally.alike[here] += 1
-    if tally.alike[here] > 1 or len(tally.failures) >= _SHRUNK:
-        return
-    tally.alike[alike] += 1
-    if tally.alike[alike] > _SHRUNK_ALIKE:
-        return
 
     def failure(program: Program, sentence: str) -> Failure:
         heading = f"part {tally.part}, seed {own}: {found.kind}: {sentence}".replace("\n", " ")
         return Failure(tally.part, own, found.kind, sentence, program.text(heading[:300]))
 
-    tally.failures.append(failure(program, found.sentence))
+    is_shown = not tally.alike[here] and len(tally.failures) < _SHRUNK
+    is_shown = is_shown and tally.alike[alike] < _SHRUNK_ALIKE
+    tally.alike[here] += 1
+    if is_shown:
+        tally.alike[alike] += 1
+        tally.failures.append(failure(program, found.sentence))
     again = judge(program)
     if is_late.is_set():
+        return
+    if again.kind in ("inner", "invalid") and found.kind != "internal_error":
+        tally.kinds[found.kind] -= 1
+        tally.kinds[again.kind] += 1
+        tally.alike[here] -= 1
+        if is_shown:
+            tally.alike[alike] -= 1
+            tally.failures.pop()
+        return
+    if not is_shown:
         return
     if not found.resembles(again):
         note = " (only behind the programs before it: run the part with this seed)"

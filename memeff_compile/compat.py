@@ -577,8 +577,16 @@ def guard_by_attribute(node: Node, name: str) -> None:
         return
     guards = context.guards_context.dynamo_guards
     guard = AttrSource(source, name).make_guard(GuardBuilder.EQUALS_MATCH)
-    guards.remove_guards_with_source(source)
+    guards.remove_guards_with_source(source)  # before torch 2.13 it finds nothing in a module
+    guards.inner = type(guards.inner)(g for g in guards.inner if not _is_part(g, source))
     guards.add(guard)
+
+
+def _is_part(guard: Any, whole: Any) -> bool:
+    source = guard.originating_source
+    while source != whole and hasattr(source, "base"):
+        source = source.base
+    return bool(source == whole)
 
 
 def mark_static_input(node: Node) -> None:

@@ -359,6 +359,7 @@ class CudaEngine:
         self.lock = threading.RLock()
         self._device = device
         self._pools: dict[int, _Pool] = {}
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def is_free(self) -> bool:
         """Return whether nobody else records, or watches what is called."""
@@ -382,6 +383,11 @@ class CudaEngine:
             try:
                 with torch.cuda.stream(pool.aside):
                     found = _captured(graph, handle, step, inputs)
+            except BaseException:
+                # Allocators still ask a graph that failed whether memory is for it.
+                self._failed.append(graph)
+                del self._pools[self.stream()]
+                raise
             finally:
                 compat.forget_workspaces()
         return graph.replay, found

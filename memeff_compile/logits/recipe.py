@@ -236,6 +236,8 @@ class DeferredOutput:
         vectors: indices of the tensors that the recipe's bias steps add, in order.
         recipe: how the logits come from the hidden states.
         detached: the model detaches these logits before it returns them.
+        is_view: eager PyTorch returns a view of a tensor that nobody else has. A write to a part of
+            a view leaves behind the autograd node that it had, and the hooks there.
         loss: how a loss outside the graph is fused, or None where it is not.
         views: where several outputs share the memory of these logits, or one has not all of it in
             its order, all of them, and each is a view of it; `output` is the first of their places.
@@ -247,6 +249,7 @@ class DeferredOutput:
     vectors: tuple[int, ...]
     recipe: LogitsRecipe
     detached: bool = False
+    is_view: bool = False
     loss: LossSettings | None = None
     views: tuple[LogitsView, ...] = ()
 
@@ -258,6 +261,7 @@ class DeferredOutput:
     def put(self, logits: Tensor, results: list[Any]) -> None:
         """Put these logits, or their views, in their places among the results of the graph."""
         logits = logits.detach() if self.detached else logits
+        logits = torch.ops.aten.alias.default(logits) if self.is_view else logits
         views = {view.output: view.of(logits, results) for view in self.views}
         for place in self.places:
             results[place] = views.get(place, logits)

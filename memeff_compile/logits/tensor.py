@@ -625,8 +625,9 @@ def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:
     """Rows stay deferred; what is a part of them may become the memory of another tensor."""
-    data: Tensor = func(view if view.window is None else view.as_plain())
-    return data
+    data: DeferredLogits = func(view)
+    # Without a node first: that of a view which a write made stale would raise.
+    return data if data.window is None else data.as_plain()
 
 
 def _set_data(func: Any, view: Tensor, data: Tensor) -> None:

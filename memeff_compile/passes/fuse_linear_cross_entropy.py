@@ -156,7 +156,7 @@ class FuseLinearCrossEntropy(GraphPass):
         }
         if _are_totals(info, groups_of(info, match.tails)):
             return Gain(before, *self._held_by_totals(info, match, n, sizes))
-        held = op_folder.piece_sizes(max(sizes["N"], 1), sizes["V"], **call)
+        held = op_folder.piece_sizes(max(sizes["N"], 1), sizes["D"], sizes["V"], **call)
         sizes |= {"B": int(held.bytes), "W": int(held.columns)}
         pieces = op_folder.Pieces(*sympy.symbols("B W", integer=True, positive=True))
         after = op_folder.bytes_after(n, d, v, **call, pieces=pieces)
@@ -227,7 +227,7 @@ def _engine_name(hidden: torch.Tensor, match: Site) -> str:
         hidden.device,
         match.head.compute_dtype,
         depth if isinstance(depth, int) else 8,
-        with_metrics=any(tail.kind in METRICS for tail in match.tails),
+        with_top=any(tail.kind == "top" for tail in match.tails),
     )
 
 

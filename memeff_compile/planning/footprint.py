@@ -537,14 +537,13 @@ def _loss_transient(scale: Scale, device: str, name: str, given: Mapping[str, An
             has_softcap=has_softcap,
         )
         return held + op_folder.TOTAL_BYTES_PER_ROW * rows
-    with_metrics = with_entropy or bool(given.get("with_top"))
     kind = (hidden.device, hidden.dtype, depth)
     return op_folder.bytes_after(
         rows,
         depth,
         vocab,
         dtype=hidden.dtype,
-        engine=op_folder.engine_for(*kind, with_metrics=with_metrics),
+        engine=op_folder.engine_for(*kind, with_top=bool(given.get("with_top"))),
         device_type=device,
         workspace=workspace,
         has_softcap=has_softcap,

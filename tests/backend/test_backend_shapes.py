@@ -51,8 +51,18 @@ def _tuple(value: Any) -> tuple[torch.Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-@pytest.mark.parametrize("how", ["automatic", "marked", "dynamic=True", "dynamic=False"])
-@pytest.mark.parametrize("returns_logits", [False, True], ids=["loss", "loss and logits"])
+@pytest.mark.parametrize(
+    ("how", "returns_logits"),
+    [
+        pytest.param(
+            *(how, returns),
+            id=f"{'loss and logits' if returns else 'loss'}-{how}",
+            marks=() if returns or how == "automatic" else pytest.mark.slow,
+        )
+        for returns in (False, True)
+        for how in ("automatic", "marked", "dynamic=True", "dynamic=False")
+    ],
+)
 def test_no_compilation_is_added(how: str, returns_logits: bool) -> None:
     surface = SURFACES["old_shifted_logits"]
     model = (WithLogits if returns_logits else SurfaceModel)(surface)

@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import fuzz.__main__ as watching
+import fuzz.worker as working
 import memeff_compile
 from fuzz.__main__ import main
-from fuzz.judge import compare, judge
+from fuzz.judge import Verdict, compare, judge
 from fuzz.program import Program
 from fuzz.report import Tally
 from fuzz.worker import PARTS, work
@@ -174,3 +177,37 @@ def test_a_program_says_what_became_of_it() -> None:
     assert kind("raise ValueError") == "invalid"
     assert kind("if ours: raise ValueError") == "exception"
     assert kind("if ours: raise memeff_compile.OptionError('say so')") == "decline"
+
+
+def test_a_program_that_hangs_on_the_last_bits_or_on_a_write_unseen_is_no_difference() -> None:
+    setup = ("f = lambda x: x + 0", "x = torch.ones(9).double(); x[8] = 2")
+    for seen, kind in {
+        "f(x)[:2].argmax() ^ ours": "invalid",
+        "f(x).argmax() ^ ours": "difference",
+        "f(x)[0] + 1e-8 * ours": "difference",
+    }.items():
+        assert judge(Program(setup, (f"seen.append({seen})",))).kind == kind, seen
+    unseen = ("x = torch.ones(3).double().requires_grad_()", "y = x.exp()", "if ours: y = y + 0")
+    unseen += ("y.data.mul_(2)", "seen.append(torch.autograd.grad(y.sum(), x))")
+    assert judge(Program((), unseen)).kind == "invalid"
+    shown = (*unseen[:3], "y = y * 2 + ours", *unseen[4:], "seen.append(y.detach())")
+    assert judge(Program((), shown)).kind == "difference"
+
+
+def test_a_failure_that_is_none_alone_is_counted_as_what_it_is_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = [Verdict("difference", "seen: 1"), Verdict("exception", "E: 2"), Verdict("difference")]
+    alone = [Verdict("inner"), Verdict("invalid"), Verdict("same")]
+    part = SimpleNamespace(
+        REUSE=1, IMPORTS="", setup=lambda random: [], is_exact=lambda names: True,
+        body=lambda random, sketch: None,
+    )  # fmt: skip
+    monkeypatch.setattr(working, "load", lambda name: part)
+    monkeypatch.setattr(working, "verdict", lambda *given: said.pop(0))
+    monkeypatch.setattr(working, "judge", lambda program: alone.pop(0))
+    tally = Tally("a")
+    work(tally, "0", 60, stops=True)
+    assert (tally.programs, +tally.kinds) == (3, Counter(inner=1, invalid=1, difference=1))
+    assert [failure.seed for failure in tally.failures] == ["0/2/0"]
+    assert "only behind the programs before it" in tally.failures[0].sentence

@@ -48,7 +48,7 @@ LOSSES: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-SLOW = ("the model's loss", "two parts of the logits")
+SLOW = ("the model's loss", "and the logits", "two parts of the logits")
 
 
 def expected_gradients(loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:

@@ -111,7 +111,9 @@ def test_loops_have_eagers_curves_and_compute_no_logits() -> None:
     assert use.calls >= 2 * STEPS * len(LOOPS)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "cohere"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", pytest.param("gpt2", marks=pytest.mark.slow), "cohere"]
+)
 def test_heads_of_other_families_train_without_logits(family: str) -> None:
     """A softcap, a tied head, and logits that are scaled."""
     found = next(each for each in FAMILIES if each.name == family)

@@ -115,7 +115,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-@pytest.mark.parametrize(("settings", "tolerance"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        pytest.param(*given, marks=SLOW if name == "accumulation" else (), id=name)
+        for name, given in SETTINGS.items()
+    ],
+)
 def test_training_has_the_same_curve_and_computes_no_logits(
     settings: dict[str, Any], tolerance: float, tmp_path: Path
 ) -> None:

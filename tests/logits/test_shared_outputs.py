@@ -55,6 +55,14 @@ SHARED: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 # What the head's reader does not take for a view of rows is left in the graph.
 NOT_DEFERRED = ("view of its own size", "expanded", "classes in the middle")
 
+# Of each kind of memory one; the others go beside a loss in the slow tests, and alone here.
+BESIDE_A_LOSS = {
+    *("twice", "last position", "overlapping", "three", "reshape", "transpose", "alias"),
+    *("view of its own size", "detached part", "views of a copy", "views of a softcap"),
+    *("views of a cast", "transposed in memory", "transpose alone", "classes in the middle"),
+    "part of what is transposed in memory",
+}
+
 
 def leaves(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
@@ -88,11 +96,19 @@ def programs(name: str, inner: str, *, with_loss: bool) -> tuple[Program, Progra
 
 
 @pytest.mark.parametrize(
-    ("kind", "inner", "with_loss"),
-    [("static", "eager", False), ("dynamic", "aot_eager", True)],
-    ids=["alone", "beside a fused loss"],
+    ("name", "kind", "inner", "with_loss"),
+    [
+        *(pytest.param(name, "static", "eager", False, id=f"{name}-alone") for name in SHARED),
+        *(
+            pytest.param(
+                *(name, "dynamic", "aot_eager", True),
+                id=f"{name}-beside a fused loss",
+                marks=() if name in BESIDE_A_LOSS else pytest.mark.slow,
+            )
+            for name in SHARED
+        ),
+    ],
 )
-@pytest.mark.parametrize("name", SHARED)
 def test_a_write_to_one_output_is_seen_in_the_others(
     name: str, kind: str, inner: str, *, with_loss: bool
 ) -> None:
@@ -141,3 +157,51 @@ def test_a_hook_of_the_head_is_not_called_where_no_gradient_reaches_it(is_turned
     logits.square().sum().backward()
     assert len(seen) == 1
     assert embedding.weight.grad is not None
+
+
+RETURNED: dict[str, Callable[[nn.Linear, Tensor], Any]] = {
+    "product": lambda head, h: h @ head.weight.t(),
+    "product and bias": lambda head, h: head(h),
+    "product and bias of one dimension": lambda head, h: head(h[0, 0]),
+    "transposed input": lambda head, h: head(h.transpose(0, 1)),
+    "reshape": lambda head, h: F.linear(h, head.weight).reshape(-1, V),
+    "unsqueeze": lambda head, h: F.linear(h, head.weight).unsqueeze(0),
+    "contiguous": lambda head, h: head(h).contiguous(),
+    "softcap": lambda head, h: 3 * (head(h) / 3).tanh(),
+    "reshape of a cast": lambda head, h: head(h).float().view(-1, V),
+    "twice": lambda head, h: (a := head(h), a),
+    "last position beside": lambda head, h: (a := head(h), a[:, -1]),
+    "last position": lambda head, h: head(h)[:, -1],
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_write_leaves_the_hooks_of_a_view_behind_as_in_eager(name: str, *, dynamic: bool) -> None:
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(V, D), nn.Linear(D, V)
+    ids = torch.randint(V, (2, 3))
+
+    def forward(x: Tensor) -> Any:
+        return RETURNED[name](head, embedding(x).sin())
+
+    options = {"memeff.inner": "eager"}
+    compiled: Any = torch.compile(forward, backend="memeff", options=options, dynamic=dynamic)
+    seen: list[Any] = []
+    for program in (forward, compiled):
+        hooked: list[Tensor] = []
+        result = program(ids)
+        logits = result[0] if isinstance(result, tuple) else result
+        seen.append([logits._is_view(), hooked])
+        if isinstance(result, tuple):
+            seen[-1].append(result[1] is logits)
+        logits.register_hook(hooked.append)
+        logits[:1].mul_(2)
+        seen[-1] += torch.autograd.grad(logits.sin().sum(), head.weight)
+        fresh = program(ids)
+        fresh = fresh[0] if isinstance(fresh, tuple) else fresh
+        loss = F.cross_entropy(fresh.view(-1, V), torch.zeros(fresh.numel() // V).long())
+        fresh.detach()[:1].mul_(3)
+        seen[-1] += torch.autograd.grad(loss, fresh, create_graph=True, allow_unused=True)
+    assert isinstance(logits, DeferredLogits)
+    torch.testing.assert_close(seen[1], seen[0], allow_subclasses=True)

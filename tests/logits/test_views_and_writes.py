@@ -114,6 +114,16 @@ def test_a_write_through_any_alias_is_seen_by_every_reader(
         torch.testing.assert_close(*results)
 
 
+def test_data_of_a_view_that_a_write_made_stale_can_be_written_to(
+    both: tuple[Tensor, Tensor],
+) -> None:
+    for logits in both:
+        part = logits.split(1, -2)[-1][..., ::2]  # of several views, which autograd cannot rebase
+        logits.mul_(3)
+        part.data.mul_(-1.25)
+    torch.testing.assert_close(*(logits.detach() + 0 for logits in both))
+
+
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_before_the_backward_pass_has_the_gradients_of_eager(
     models: tuple[nn.Module, Model, Tensor], write: str

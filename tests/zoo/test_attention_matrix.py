@@ -96,6 +96,9 @@ UNLIKE = (
 )
 """Families that spell attention, its masks or its positions differently from each other."""
 
+ELSEWHERE = ("mistral", "bart", "whisper")
+"""Those that other quick tests compare with eager: masks that are packed, and losses."""
+
 
 def diagonal() -> list[Cell]:
     """Return one cell for each of a few families, so that neighbours differ in everything."""
@@ -226,7 +229,14 @@ def can_decode_statically(cell: Cell) -> bool:
 # --- the tests ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cell", diagonal(), ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, marks=pytest.mark.slow if cell.family.name in ELSEWHERE else ())
+        for cell in diagonal()
+    ],
+    ids=str,
+)
 def test_a_diagonal_through_families_attends_as_before(cell: Cell) -> None:
     if not assert_same(cell):
         other = next(a for a in ATTENTIONS if a != cell.attention)

@@ -156,7 +156,7 @@ def test_fused_loss_of_other_kinds_equals_eager_through_aot_autograd(name: str) 
     assert_equals_eager(build(BY_NAME[name]), inputs(BY_NAME[name]))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "bert"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gemma2", "bert"])
 def test_bf16_is_no_worse_than_eager(name: str) -> None:
     family = BY_NAME[name]
     model = build(family, torch.bfloat16)
@@ -180,8 +180,7 @@ def test_bf16_is_no_worse_than_eager(name: str) -> None:
     "name",
     [
         "llama",
-        "gpt2",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "gemma2", "falcon")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "qwen3", "gemma2", "falcon")),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
@@ -253,7 +252,7 @@ def test_mixture_of_experts_with_router_loss_equals_eager() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma2", "cohere", pytest.param("granite", marks=pytest.mark.slow)]
+    "name", ["gemma2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cohere", "granite"))]
 )
 def test_everything_dynamic_equals_eager(name: str) -> None:
     """With dynamic=True Dynamo makes symbols of a config's numbers, too: softcaps and scales."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -164,7 +164,7 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
     Args:
         weight: bf16 tensor of any shape, not empty.
         form: a lossless format.
-        room: spare room, so that `encode_into` can be used on the parts.
+        room: spare room, so that `encode_soon` can be used on the parts.
     """
     patterns = as_patterns(weight)
     if form.codec == "win4":
@@ -177,18 +177,13 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
     return _encode_tier(patterns, header, room)
 
 
-def encode_into(parts: Sequence[Tensor], weight: Tensor, form: Format) -> bool:
+def encode_soon(parts: Sequence[Tensor], weight: Tensor, form: Format) -> Outcome | bool:
     """Encode a weight of the same shape into existing parts, with the windows they have.
 
     Returns:
-        Whether it fitted. Where it did not, the parts hold no weight any more.
+        Whether it fitted, or what will know, where the codec need not wait for the GPU. Where it
+        did not, the parts hold no weight any more.
     """
-    outcome = encode_soon(parts, weight, form)
-    return outcome if isinstance(outcome, bool) else outcome.fits()
-
-
-def encode_soon(parts: Sequence[Tensor], weight: Tensor, form: Format) -> Outcome | bool:
-    """Encode as `encode_into` does, without waiting for the GPU where the codec allows it."""
     patterns = as_patterns(weight)
     if form.codec == "rans":
         made = _encode_rans(patterns, histogram(patterns).tolist(), EXACT_FIT)
@@ -233,14 +228,9 @@ def _write_win4(
     chunks = patterns.numel() // CHUNK
     counts, marks = _empty(patterns, chunks), _empty(patterns, chunks)
     with on_device(patterns):
+        words, warps = patterns.view(torch.int32), shapes.WIN4_ENCODE_WARPS
         win4_kernels.win4_encode_kernel[(chunks,)](
-            patterns.view(torch.int32),
-            header,
-            codes,
-            signs,
-            counts,
-            marks,
-            num_warps=shapes.WIN4_ENCODE_WARPS,
+            words, header, codes, signs, counts, marks, num_warps=warps
         )
         win4_kernels.win4_starts_kernel[(1,)](
             counts, starts, chunks, BLOCK=shapes.STARTS_BLOCK, num_warps=8
@@ -258,15 +248,9 @@ def _write_win4_patches(
     if not places.numel():
         return
     with on_device(patterns):
+        room, warps = places.numel(), shapes.PATCHES_WARPS
         win4_kernels.win4_patches_kernel[(marks.numel(),)](
-            patterns,
-            header,
-            marks,
-            starts,
-            places,
-            values,
-            places.numel(),
-            num_warps=shapes.PATCHES_WARPS,
+            patterns, header, marks, starts, places, values, room, num_warps=warps
         )
 
 
@@ -317,17 +301,10 @@ def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
     from memeff_compile.kernels.coded_weight import tier_kernels
 
     header, first, second, third, stream_starts, *_, signs = parts
+    streams = (first, second, third, stream_starts)
     with on_device(patterns):
         tier_kernels.tier_encode_kernel[(patterns.numel() // CHUNK,)](
-            patterns.view(torch.int32),
-            header,
-            first,
-            second,
-            third,
-            stream_starts,
-            signs,
-            second.numel(),
-            third.numel(),
+            *(patterns.view(torch.int32), header, *streams, signs, second.numel(), third.numel()),
             num_warps=shapes.TIER_ENCODE_WARPS,
         )
 
@@ -381,13 +358,7 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
     def launch(words: Tensor, starts: Tensor, *, count: bool) -> None:
         with on_device(patterns):
             rans_kernels.rans_encode_kernel[grid](
-                patterns,
-                table,
-                words,
-                starts,
-                states,
-                counts,
-                chunks,
+                *(patterns, table, words, starts, states, counts, chunks),
                 COUNT=count,
                 WARPS=warps,
                 num_warps=warps,
@@ -463,59 +434,27 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     coded, signs = parts[:exponents], parts[exponents]
     norms = signs if form.is_lossless else parts[-1]
     words = out.view(torch.int32)
-    fields = {
+    fields: dict[str, Any] = {
         "FIELD": form.mantissa + 1,
         "BLOCK": form.block,
         "STEP": by is not None,
         "HAS_DECAY": by is not None and by.decay != 0,
     }
     moves = (0.0, 0.0) if by is None else (-float(by.rate), float(by.decay))
+    operands: tuple[Any, ...] = (*coded, signs, norms, out, words, *moves)
+    if form.codec == "win4":
+        kernel, size = win4_kernels.win4_decode_kernel, 8 * shapes.WIN4_DECODE_WORDS
+        fields |= {"PATCHES": shapes.PATCHES, "WORDS": shapes.WIN4_DECODE_WORDS}
+        warps = shapes.WIN4_DECODE_WARPS
+    elif form.codec == "tier":
+        kernel, size, warps = tier_kernels.tier_decode_kernel, CHUNK, shapes.TIER_DECODE_WARPS
+        fields["PATCHES"] = shapes.PATCHES
+    else:
+        kernel, warps = rans_kernels.rans_decode_kernel, shapes.RANS_WARPS
+        size, fields["WARPS"] = RANS_CHUNK * warps, warps
+        operands = (*coded, signs, norms, words, *moves, out.numel() // RANS_CHUNK)
     with on_device(out):
-        if form.codec == "win4":
-            width = shapes.WIN4_DECODE_WORDS
-            start(
-                win4_kernels.win4_decode_kernel,
-                (out.numel() // (8 * width),),
-                *coded,
-                signs,
-                norms,
-                out,
-                words,
-                *moves,
-                WORDS=width,
-                **fields,
-                PATCHES=shapes.PATCHES,
-                num_warps=shapes.WIN4_DECODE_WARPS,
-            )
-        elif form.codec == "tier":
-            start(
-                tier_kernels.tier_decode_kernel,
-                (out.numel() // CHUNK,),
-                *coded,
-                signs,
-                norms,
-                out,
-                words,
-                *moves,
-                **fields,
-                PATCHES=shapes.PATCHES,
-                num_warps=shapes.TIER_DECODE_WARPS,
-            )
-        else:
-            chunks, warps = out.numel() // RANS_CHUNK, shapes.RANS_WARPS
-            start(
-                rans_kernels.rans_decode_kernel,
-                (-(-chunks // warps),),
-                *coded,
-                signs,
-                norms,
-                words,
-                *moves,
-                chunks,
-                **fields,
-                WARPS=warps,
-                num_warps=warps,
-            )
+        start(kernel, (-(-out.numel() // size),), *operands, **fields, num_warps=warps)
 
 
 def fuses(
@@ -548,6 +487,15 @@ def _is_wide(tokens: int, device: torch.device) -> bool:
     return gpu(device).is_hopper and has_gluon()
 
 
+class _Product(NamedTuple):
+    """What is multiplied: tokens, the parts of a weight, a bias, and (N, K) of the weight."""
+
+    x: Tensor
+    parts: Sequence[Tensor]
+    bias: Tensor | None
+    shape: Sequence[int]
+
+
 def product(
     x: Tensor,
     parts: Sequence[Tensor],
@@ -568,17 +516,14 @@ def product(
     Returns:
         (M, N) bf16; sums are taken in fp32.
     """
-    tokens = x.shape[0]
-    x = _aligned(x)
     bias = None if bias is None else bias.expand(shape[0]).contiguous()
-    setting = setting or _setting(tokens, shape, x.device)
+    given = _Product(_aligned(x), parts, bias, shape)
+    setting = setting or _setting(x.shape[0], shape, x.device)
     if isinstance(setting, shapes.RowTile):
-        return _one_row(x, parts, bias, shape, setting)
-    if isinstance(setting, shapes.MatrixTile):
-        return _matrix(x, parts, bias, shape, setting)
+        return _one_row(given, setting)
     if isinstance(setting, shapes.WideTile):
-        return _wide(x, parts, bias, shape, setting)
-    return _tiles(x, parts, bias, shape, setting)
+        return _wide(given, setting)
+    return _tiles(given, setting)
 
 
 Setting: TypeAlias = shapes.RowTile | shapes.Tile | shapes.MatrixTile | shapes.WideTile
@@ -595,35 +540,34 @@ def _setting(tokens: int, shape: Sequence[int], device: torch.device) -> Setting
     return shapes.tile(tokens, shape[0], shape[1], processors(device))
 
 
-def _one_row(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    bias: Tensor | None,
-    shape: Sequence[int],
-    setting: shapes.RowTile,
-) -> Tensor:
+def _one_row(given: _Product, setting: shapes.RowTile) -> Tensor:
     from memeff_compile.kernels.coded_weight import win4_kernels
 
-    rows, columns = shape
-    out = x.new_empty((1, rows))
+    x, out = given.x, given.x.new_empty((1, given.shape[0]))
+    operand, constants = _multiplied(given, out, setting)
     with on_device(x):
         start(
             win4_kernels.win4_row_kernel,
-            (-(-rows // setting.rows),),
+            (-(-given.shape[0] // setting.rows),),
             x.view(torch.int32),
-            Multiplied._make((*parts, out if bias is None else bias, out, rows)),
-            columns // 8,
-            HAS_BIAS=bias is not None,
-            IS_EVEN=_is_even(setting, rows, columns),
-            ROWS=setting.rows,
-            WORDS=setting.words,
-            STAGES=setting.stages,
-            CHUNKS=shapes.chunks_touched(setting.rows, columns),
+            operand,
+            given.shape[1] // 8,
+            TILE=constants,
             PATCHES=shapes.PATCHES,
             PACKED=setting.packed and x.is_cuda,
             num_warps=setting.warps,
         )
     return out
+
+
+def _multiplied(
+    given: _Product, out: Tensor, tile: shapes.RowTile
+) -> tuple[Multiplied, tuple[int, ...]]:
+    """Return a weight as kernels of one token take it, with its tile's constants."""
+    (rows, columns), bias = given.shape, given.bias
+    is_even = rows % tile.rows == 0 and columns % (8 * tile.words) == 0
+    operand = Multiplied._make((*given.parts, out if bias is None else bias, out, rows))
+    return operand, tile.constants(columns, has_bias=bias is not None, is_even=is_even)
 
 
 MAX_TOGETHER = 3
@@ -658,31 +602,20 @@ def products(
 
     x = _aligned(x)
     outs = [x.new_empty((1, shape[0])) for shape in sizes]
-    operands: list[Multiplied] = []
-    settings: dict[str, int | bool] = {}
-    for place in range(MAX_TOGETHER):
-        at = min(place, count - 1)  # what stands for a third that is not there is not read
-        rows, tile, bias = sizes[at][0], tiles[at], biases[at]
-        bias = None if bias is None else bias.expand(rows).contiguous()
-        here = outs[at] if bias is None else bias
-        operands.append(Multiplied._make((*parts[at], here, outs[at], rows)))
-        settings |= {
-            f"HAS_BIAS_{place}": bias is not None,
-            f"IS_EVEN_{place}": _is_even(tile, rows, columns),
-            f"ROWS_{place}": tile.rows,
-            f"WORDS_{place}": tile.words,
-            f"STAGES_{place}": tile.stages,
-            f"CHUNKS_{place}": shapes.chunks_touched(tile.rows, columns),
-        }
+    several = []
+    for own, bias, size, out, tile in zip(parts, biases, sizes, outs, tiles, strict=True):
+        bias = None if bias is None else bias.expand(size[0]).contiguous()
+        several.append(_multiplied(_Product(x, own, bias, size), out, tile))
+    several += several[-1:] * (MAX_TOGETHER - count)  # a third that is not there is not read
     programs = sum(-(-o.numel() // tile.rows) for o, tile in zip(outs, tiles, strict=True))
     with on_device(x):
         start(
             win4_kernels.win4_rows_kernel,
             (programs,),
             x.view(torch.int32),
-            *operands,
+            *(operand for operand, _ in several),
             columns // 8,
-            **settings,
+            **{f"TILE_{place}": constants for place, (_, constants) in enumerate(several)},
             COUNT=count,
             PATCHES=shapes.PATCHES,
             PACKED=tiles[0].packed and x.is_cuda,
@@ -698,46 +631,44 @@ def _aligned(x: Tensor) -> Tensor:
     return flat.view(x.shape)
 
 
-def _is_even(tile: shapes.RowTile, rows: int, columns: int) -> bool:
-    return rows % tile.rows == 0 and columns % (8 * tile.words) == 0
-
-
-def _tiles(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    bias: Tensor | None,
-    shape: Sequence[int],
-    setting: shapes.Tile,
-) -> Tensor:
+def _tiles(given: _Product, setting: shapes.Tile | shapes.MatrixTile) -> Tensor:
+    """Multiply several tokens tile by tile, by shares of the columns that are added at the end."""
     from memeff_compile.kernels.coded_weight import win4_kernels
 
-    (rows, columns), tokens, splits = shape, x.shape[0], setting.splits
-    if splits == 1:
-        out = x.new_empty((tokens, rows))
-    else:
+    x, parts, bias, (rows, columns) = given
+    tokens, splits = x.shape[0], setting.splits
+    out = x.new_empty((tokens, rows))
+    if splits > 1:
         out = x.new_empty((splits, tokens, rows), dtype=torch.float32)
+    constants: dict[str, Any] = {
+        "HAS_BIAS": bias is not None,
+        "ROWS": setting.rows,
+        "TOKENS": setting.tokens,
+        "CHUNKS": shapes.chunks_touched(setting.rows, columns),
+        "SPLITS": splits,
+        "num_warps": setting.warps,
+    }
+    kernel: Any = win4_kernels.win4_tile_kernel
+    operands: tuple[Any, ...] = (x.view(torch.int32), tuple(parts))
+    width = columns // 8
+    if isinstance(setting, shapes.MatrixTile):
+        from memeff_compile.kernels.coded_weight import matrix_kernels
+
+        kernel, operands, width = matrix_kernels.win4_matrix_kernel, (x, *parts), columns // GROUP
+        is_even = not (rows % setting.rows or tokens % setting.tokens) and width % splits == 0
+        constants |= {"IS_EVEN": is_even, "AHEAD": setting.is_ahead, "WARPS": setting.warps}
+        constants["PATCHES"] = setting.patches
+    else:
+        constants |= {"WORDS": setting.words, "STAGES": setting.stages, "UPCAST": not x.is_cuda}
+        constants["PATCHES"] = shapes.PATCHES
     grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
     with on_device(x):
         start(
-            win4_kernels.win4_tile_kernel,
+            kernel,
             grid,
-            x.view(torch.int32),
-            tuple(parts),
-            x if bias is None else bias,
-            out,
-            tokens,
-            rows,
-            columns // 8,
-            HAS_BIAS=bias is not None,
-            ROWS=setting.rows,
-            TOKENS=setting.tokens,
-            WORDS=setting.words,
-            CHUNKS=shapes.chunks_touched(setting.rows, columns),
-            PATCHES=shapes.PATCHES,
-            SPLITS=splits,
-            UPCAST=not x.is_cuda,
-            STAGES=setting.stages,
-            num_warps=setting.warps,
+            *operands,
+            *(x if bias is None else bias, out, tokens, rows, width),
+            **constants,
         )
     return out if splits == 1 else _summed(out, x)
 
@@ -754,67 +685,17 @@ def _summed(parts: Tensor, like: Tensor) -> Tensor:
     return total
 
 
-def _matrix(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    bias: Tensor | None,
-    shape: Sequence[int],
-    setting: shapes.MatrixTile,
-) -> Tensor:
+def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
+    from memeff_compile.kernels._triton.gluon import tiles_of
     from memeff_compile.kernels.coded_weight import matrix_kernels
 
-    (rows, columns), tokens, splits = shape, x.shape[0], setting.splits
-    out = (
-        x.new_empty((tokens, rows))
-        if splits == 1
-        else x.new_empty((splits, tokens, rows), dtype=torch.float32)
-    )
-    grid = (-(-rows // setting.rows), -(-tokens // setting.tokens), splits)
-    with on_device(x):
-        start(
-            matrix_kernels.win4_matrix_kernel,
-            grid,
-            x,
-            *parts,
-            x if bias is None else bias,
-            out,
-            tokens,
-            rows,
-            columns // GROUP,
-            HAS_BIAS=bias is not None,
-            IS_EVEN=not (rows % setting.rows or tokens % setting.tokens)
-            and columns // GROUP % splits == 0,
-            ROWS=setting.rows,
-            TOKENS=setting.tokens,
-            CHUNKS=shapes.chunks_touched(setting.rows, columns),
-            PATCHES=setting.patches,
-            SPLITS=splits,
-            AHEAD=setting.is_ahead,
-            WARPS=setting.warps,
-            num_warps=setting.warps,
-        )
-    return out if splits == 1 else _summed(out, x)
-
-
-def _wide(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    bias: Tensor | None,
-    shape: Sequence[int],
-    setting: shapes.WideTile,
-) -> Tensor:
-    from memeff_compile.kernels._triton.gluon import NVMMASharedLayout, TensorDescriptor
-    from memeff_compile.kernels.coded_weight import matrix_kernels
-
-    (rows, columns), tokens = shape, x.shape[0]
-    header, codes, starts, places, values, signs = parts
+    x, parts, bias, (rows, columns) = given
+    tokens = x.shape[0]
+    header, codes, *lists, signs = parts
     ordered, turned = _ordered(x)
     out = x.new_empty((tokens, rows))
-    of_x, of_words = NVMMASharedLayout(128, 16, 2), NVMMASharedLayout(64, 32, 2)
     by_row = [
-        TensorDescriptor.from_tensor(
-            words[: rows * width].view(rows, width), [setting.rows, 16], of_words
-        )
+        tiles_of(words[: rows * width].view(rows, width), setting.rows, 16, bits=32, swizzle=64)
         for words, width in ((codes, columns // 8), (signs, columns // 4))
     ]
     grid = (-(-rows // setting.rows), -(-tokens // setting.tokens))
@@ -822,19 +703,10 @@ def _wide(
         start(
             matrix_kernels.win4_wide_kernel,
             grid,
-            TensorDescriptor.from_tensor(ordered, [setting.tokens, 64], of_x),
+            tiles_of(ordered, setting.tokens, 64),
             *by_row,
-            turned,
-            header,
-            starts,
-            places,
-            values,
-            x if bias is None else bias,
-            out,
-            tokens,
-            rows,
-            columns // GROUP,
-            turned.shape[1],
+            *(turned, header, *lists, x if bias is None else bias, out),
+            *(tokens, rows, columns // GROUP, turned.shape[1]),
             HAS_BIAS=bias is not None,
             ROWS=setting.rows,
             TOKENS=setting.tokens,

@@ -62,12 +62,23 @@ def _operand(pair, scale, layout: gl.constexpr):
 
 
 @gluon.jit
+def _chunks_of(starts_ptr, first_row, rows_count, row_length, C: gl.constexpr):
+    """Return where rows begin: chunk, chunks, place inside; and their patches, first and end."""
+    first = gl.cast(first_row, gl.int64) * row_length
+    last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
+    chunk = first // CHUNK
+    chunks = ((last + CHUNK - 1) // CHUNK - chunk).to(gl.int32)
+    inside = (first % CHUNK).to(gl.int32)
+    patch = gl.load(starts_ptr + chunk)
+    end = gl.load(starts_ptr + chunk + chunks)
+    return chunk, chunks, inside, patch, end
+
+
+@gluon.jit
 def _patched(
     acc,
     x_ptr,
-    starts_ptr,
-    places_ptr,
-    values_ptr,
+    patches,  # starts, places, values
     token,  # for the operand of x
     tokens_count,
     first_row,
@@ -76,18 +87,13 @@ def _patched(
     C: gl.constexpr,
 ):
     """Add the products of the patches of some rows with x."""
+    starts_ptr, places_ptr, values_ptr = patches
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     lanes: gl.constexpr = 32 if C.CHUNKS <= 16 else 4
     plain: gl.constexpr = gl.BlockedLayout([1, 1], [lanes, 32 // lanes], [C.WARPS, 1], [1, 0])
-    first = gl.cast(first_row, gl.int64) * row_length
-    last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
-    chunk = first // CHUNK
-    chunks = ((last + CHUNK - 1) // CHUNK - chunk).to(gl.int32)
-    inside = (first % CHUNK).to(gl.int32)
-    patch = gl.load(starts_ptr + chunk)
-    end = gl.load(starts_ptr + chunk + chunks)
+    chunk, chunks, inside, patch, end = _chunks_of(starts_ptr, first_row, rows_count, row_length, C)
     number = gl.arange(0, C.CHUNKS, layout=gl.SliceLayout(0, plain))
     ends = gl.load(starts_ptr + chunk + 1 + number, mask=number < chunks, other=0x7FFFFFFF)
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, left))
@@ -203,18 +209,10 @@ def win4_matrix_kernel(
     out_token = first_token + gl.arange(0, C.TOKENS, layout=gl.SliceLayout(0, mma))
     if split == 0:
         short: gl.constexpr = gl.SliceLayout(0, gl.DotOperandLayout(1, mma, 2))
+        patches = (starts_ptr, places_ptr, values_ptr)
+        its_token = first_token + gl.arange(0, C.TOKENS, layout=short)
         acc = _patched(
-            acc,
-            x_ptr,
-            starts_ptr,
-            places_ptr,
-            values_ptr,
-            first_token + gl.arange(0, C.TOKENS, layout=short),
-            tokens_count,
-            first_row,
-            rows_count,
-            groups * 256,
-            C,
+            acc, x_ptr, patches, its_token, tokens_count, first_row, rows_count, groups * 256, C
         )
         if C.HAS_BIAS:
             bias = gl.load(bias_ptr + out_row, mask=out_row < rows_count, other=0.0)
@@ -239,13 +237,30 @@ def _half_operand(pair, other, scale, layout: gl.constexpr):
 
 
 @gluon.jit
+def _first_half(codes, signs, scale, layout: gl.constexpr):
+    """Return the operand of the first two pairs of half a group."""
+    even = _even_bytes(signs) | ((codes << 7) & 0x07800780)
+    return _half_operand(even, _odd_bytes(signs) | ((codes << 3) & 0x07800780), scale, layout)
+
+
+@gluon.jit
+def _second_half(codes, more, scale, layout: gl.constexpr):
+    """Return the operand of the other two."""
+    even = _even_bytes(more) | ((codes >> 1) & 0x07800780)
+    return _half_operand(even, _odd_bytes(more) | ((codes >> 5) & 0x07800780), scale, layout)
+
+
+@gluon.jit
 def _expect(bars, slot, size: gl.constexpr, wanted):
     mbarrier.expect(bars.index(slot), size, pred=wanted)
 
 
 @gluon.jit
-def _fetch_codes(codes_desc, signs_desc, bar, codes, signs, more, half, row, wanted):
-    """Have the codes of half a group brought to shared memory."""
+def _fetch_codes(descs, code_bars, slots, place, half, row, wanted):
+    """Have the codes of half a group brought to a place in shared memory."""
+    codes_desc, signs_desc = descs
+    bar, codes = code_bars.index(place), slots[0].index(place)
+    signs, more = slots[1].index(place), slots[2].index(place)
     group = half // 2
     lane = 16 * (half % 2)
     tma.async_copy_global_to_shared(codes_desc, [row, group * 32 + lane], bar, codes, pred=wanted)
@@ -257,22 +272,18 @@ def _fetch_codes(codes_desc, signs_desc, bar, codes, signs, more, half, row, wan
 
 @gluon.jit
 def _note_patches(
-    rows_note,  # (NOTED,) in shared memory: the row, counted from the first, or -1
-    columns_note,
-    values_note,
+    notes,  # (NOTED,) each in shared memory: rows, counted from the first, or -1; columns; values
     begin,
-    end,
-    starts_ptr,
-    places_ptr,
-    values_ptr,
-    chunk,
-    chunks,
-    inside,
+    patches,  # starts, places, values
+    found,  # as `_chunks_of` returns it
     row_length,
     C: gl.constexpr,
     # SEARCH: steps of a search among the chunks
 ):
     """Write down rows, columns and values of patches from `begin` on."""
+    rows_note, columns_note, values_note = notes
+    starts_ptr, places_ptr, values_ptr = patches
+    chunk, chunks, inside, _, end = found
     each_thread: gl.constexpr = C.NOTED // (32 * C.WARPS)
     layout: gl.constexpr = gl.BlockedLayout([each_thread], [32], [C.WARPS], [0])
     each = begin + gl.arange(0, C.NOTED, layout=layout)
@@ -350,6 +361,8 @@ def win4_wide_kernel(
     codes = gl.allocate_shared_memory(gl.int32, [C.STAGES, C.ROWS, 16], codes_desc.layout)
     signs = gl.allocate_shared_memory(gl.int32, [C.STAGES, C.ROWS, 16], signs_desc.layout)
     more = gl.allocate_shared_memory(gl.int32, [C.STAGES, C.ROWS, 16], signs_desc.layout)
+    descs = (codes_desc, signs_desc)
+    slots = (codes, signs, more)
     notes: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rows_note = gl.allocate_shared_memory(gl.int32, [C.NOTED], notes)
     columns_note = gl.allocate_shared_memory(gl.int32, [C.NOTED], notes)
@@ -365,44 +378,17 @@ def win4_wide_kernel(
         _expect(bars, stage, bytes_of_x, stage < steps)
     barrier()
     for stage in gl.static_range(C.STAGES):
-        _fetch_codes(
-            codes_desc,
-            signs_desc,
-            code_bars.index(stage),
-            codes.index(stage),
-            signs.index(stage),
-            more.index(stage),
-            stage,
-            first_row,
-            stage < halves,
-        )
+        _fetch_codes(descs, code_bars, slots, stage, stage, first_row, stage < halves)
     for stage in gl.static_range(C.X_STAGES):
         tma.async_copy_global_to_shared(
             x_desc, [first_token, stage * 64], bars.index(stage), x.index(stage), pred=stage < steps
         )
     row_length = groups * 256
-    first = gl.cast(first_row, gl.int64) * row_length
-    last = gl.cast(gl.minimum(first_row + C.ROWS, rows_count), gl.int64) * row_length
-    chunk = first // CHUNK
-    chunks = ((last + CHUNK - 1) // CHUNK - chunk).to(gl.int32)
-    inside = (first % CHUNK).to(gl.int32)
-    patch = gl.load(starts_ptr + chunk)
-    end = gl.load(starts_ptr + chunk + chunks)
-    _note_patches(
-        rows_note,
-        columns_note,
-        values_note,
-        patch,
-        end,
-        starts_ptr,
-        places_ptr,
-        values_ptr,
-        chunk,
-        chunks,
-        inside,
-        row_length,
-        C,
-    )
+    found = _chunks_of(starts_ptr, first_row, rows_count, row_length, C)
+    patch, end = found[3], found[4]
+    patches = (starts_ptr, places_ptr, values_ptr)
+    all_notes = (rows_note, columns_note, values_note)
+    _note_patches(all_notes, patch, patches, found, row_length, C)
     power = ((gl.load(header_ptr) + 127) << 7) * 0x00010001
     scale = gl.full([C.ROWS, 16], 0, gl.int32, words) + power
     acc = gl.full([C.ROWS, C.TOKENS], 0.0, gl.float32, mma)
@@ -410,24 +396,14 @@ def win4_wide_kernel(
     code = codes.index(0).load(words)
     sign = signs.index(0).load(words)
     later = more.index(0).load(words)
-    operand = _half_operand(
-        _even_bytes(sign) | ((code << 7) & 0x07800780),
-        _odd_bytes(sign) | ((code << 3) & 0x07800780),
-        scale,
-        left,
-    )
+    operand = _first_half(code, sign, scale, left)
     second = operand
     for half in range(0, halves):
         step = 2 * half
         slot = step % C.X_STAGES
         mbarrier.wait(bars.index(slot), (step // C.X_STAGES) & 1)
         acc = warpgroup_mma(operand, x.index(slot).permute((1, 0)), acc, is_async=True)
-        following_second = _half_operand(
-            _even_bytes(later) | ((code >> 1) & 0x07800780),
-            _odd_bytes(later) | ((code >> 5) & 0x07800780),
-            scale,
-            left,
-        )
+        following_second = _second_half(code, later, scale, left)
         # All but the product just begun are done: their slot is free.
         acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
         second = following_second
@@ -449,12 +425,7 @@ def win4_wide_kernel(
         code = codes.index(place).load(words)
         sign = signs.index(place).load(words)
         later = more.index(place).load(words)
-        following_operand = _half_operand(
-            _even_bytes(sign) | ((code << 7) & 0x07800780),
-            _odd_bytes(sign) | ((code << 3) & 0x07800780),
-            scale,
-            left,
-        )
+        following_operand = _first_half(code, sign, scale, left)
         acc, operand, second = warpgroup_mma_wait(1, deps=[acc, operand, second])
         operand = following_operand
         before = step - 1 + C.X_STAGES
@@ -468,17 +439,7 @@ def win4_wide_kernel(
         tma.async_copy_global_to_shared(
             x_desc, [first_token, before * 64], bars.index(slot), x.index(slot), pred=wanted
         )
-        _fetch_codes(
-            codes_desc,
-            signs_desc,
-            code_bars.index(place),
-            codes.index(place),
-            signs.index(place),
-            more.index(place),
-            far,
-            first_row,
-            far < halves,
-        )
+        _fetch_codes(descs, code_bars, slots, place, far, first_row, far < halves)
     acc, second = warpgroup_mma_wait(0, deps=[acc, second])
     barrier()
     for stage in gl.static_range(C.X_STAGES):
@@ -495,35 +456,14 @@ def win4_wide_kernel(
     for start in range(patch, end, C.NOTED):
         if start > patch:
             barrier()
-            _note_patches(
-                rows_note,
-                columns_note,
-                values_note,
-                start,
-                end,
-                starts_ptr,
-                places_ptr,
-                values_ptr,
-                chunk,
-                chunks,
-                inside,
-                row_length,
-                C,
-            )
+            _note_patches(all_notes, start, patches, found, row_length, C)
             barrier()
         batches = (gl.minimum(end - start, C.NOTED) + 63) // 64
         for several in range(0, batches, C.X_STAGES):
             for stage in gl.static_range(C.X_STAGES):
                 if several + stage < batches:
-                    _gather(
-                        columns_note,
-                        several + stage,
-                        x.index(stage)._reinterpret(gl.bfloat16, [64, C.TOKENS], turned),
-                        xt_ptr,
-                        token,
-                        xt_stride,
-                        copied,
-                    )
+                    room = x.index(stage)._reinterpret(gl.bfloat16, [64, C.TOKENS], turned)
+                    _gather(columns_note, several + stage, room, xt_ptr, token, xt_stride, copied)
             async_copy.wait_group(0)
             fence_async_shared()
             barrier()

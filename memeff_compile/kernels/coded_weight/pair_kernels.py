@@ -80,22 +80,12 @@ def stepped_pair(pair, gradients, rate, decay, HAS_DECAY: tl.constexpr):
 
 
 @triton.jit
-def step_patches(
-    begin,
-    end,
-    places_ptr,
-    values_ptr,
-    gradient_ptr,
-    first,
-    rate,
-    decay,
-    WEIGHTS: tl.constexpr,
-    C: tl.constexpr,
-):
+def step_patches(patches, gradient_ptr, first, rate, decay, WEIGHTS: tl.constexpr, C: tl.constexpr):
     """Move the patches of a program along their gradients, in the list.
 
     Afterwards the gradients may be written over: all threads have read them.
     """
+    begin, end, places_ptr, values_ptr = patches
     inside = (first % CHUNK).to(tl.int32)
     if end > begin:
         for start in range(begin, end, C.PATCHES):
@@ -120,30 +110,24 @@ def scaled(pair, norms_ptr, place, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def first_patches(begin, end, places_ptr, values_ptr, PATCHES: tl.constexpr):
+def first_patches(patches, PATCHES: tl.constexpr):
     """Load the first patches from `begin` on, place -1 behind the last: long before their store."""
+    begin, end, places_ptr, values_ptr = patches
     each = begin + tl.arange(0, PATCHES)
     place = tl.load(places_ptr + each, mask=each < end, other=-1).to(tl.int32)
     return place, tl.load(values_ptr + each, mask=each < end, other=0)
 
 
 @triton.jit
-def store_patches(
-    begin,
-    end,
-    place,
-    value,
-    places_ptr,
-    values_ptr,
-    out_ptr,
-    first,
-    WEIGHTS: tl.constexpr,
-    PATCHES: tl.constexpr,
-):
-    """Write patches begin to end over what the program has stored: `WEIGHTS` from `first` on.
+def store_patches(patches, loaded, out_ptr, first, WEIGHTS: tl.constexpr, PATCHES: tl.constexpr):
+    """Write patches over what the program has stored: `WEIGHTS` from `first` on.
 
-    The first of them are `place` and `value`, as `first_patches` loads them.
+    Args:
+        patches: where the list begins and ends for the program, places and values.
+        loaded: the first of them, as `first_patches` returns them.
     """
+    begin, end, places_ptr, values_ptr = patches
+    place, value = loaded
     inside = (first % CHUNK).to(tl.int32)
     if end > begin:
         tl.debug_barrier()

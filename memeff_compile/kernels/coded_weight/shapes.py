@@ -20,6 +20,11 @@ class RowTile:
     stages: int = 3
     packed: bool = False
 
+    def constants(self, columns: int, *, has_bias: bool, is_even: bool) -> tuple[int, ...]:
+        """Return HAS_BIAS, IS_EVEN, ROWS, WORDS, STAGES, CHUNKS, as `_some_rows` takes them."""
+        chunks = chunks_touched(self.rows, columns)
+        return has_bias, is_even, self.rows, self.words, self.stages, chunks
+
 
 @dataclass(frozen=True)
 class Tile:

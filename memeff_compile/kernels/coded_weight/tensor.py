@@ -421,7 +421,7 @@ class CodedWeight(Tensor):
         kwargs = dict(kwargs or {})
         serve = _SERVED.get(func)
         if serve is not None and _is_on_weight(func, args):
-            found = serve(func, *args, **kwargs)
+            found = serve(*args, **kwargs)
             if found is not NotImplemented:
                 return found
         _refuse_writes(func, args, kwargs)
@@ -608,17 +608,17 @@ _ABOVE: dict[Any, Callable[..., Any]] = {
 """Functions that torch calls no op for, and what serves them."""
 
 
-def _share(func: object, weight: CodedWeight, *args: object, **kwargs: object) -> CodedWeight:
-    del func, args, kwargs
+def _share(weight: CodedWeight, *args: object, **kwargs: object) -> CodedWeight:
+    del args, kwargs
     found = weight.like(weight.parts)
     found.shares_with = weight
     return found
 
 
-def _view(func: object, weight: CodedWeight, size: Sequence[int]) -> object:
+def _view(weight: CodedWeight, size: Sequence[int]) -> object:
     """Serve a view of the same shape and one as a row of elements; FSDP2 makes both of a shard."""
     if tuple(size) == tuple(weight.shape):
-        return _share(func, weight)
+        return _share(weight)
     if len(size) != 1 or size[0] not in (-1, weight.numel()):
         return NotImplemented
     found = CodedWeight(weight.parts, weight.codec, (weight.numel(),), room=weight.room)
@@ -626,36 +626,33 @@ def _view(func: object, weight: CodedWeight, size: Sequence[int]) -> object:
     return found
 
 
-def _clone(func: object, weight: CodedWeight, **kwargs: object) -> CodedWeight:
-    del func, kwargs
+def _clone(weight: CodedWeight, **kwargs: object) -> CodedWeight:
+    del kwargs
     return weight.like([part.clone() for part in weight.parts])
 
 
-def _to_copy(func: object, weight: CodedWeight, **kwargs: Any) -> object:  # noqa: ANN401
-    del func
+def _to_copy(weight: CodedWeight, **kwargs: Any) -> object:  # noqa: ANN401
     if kwargs.get("dtype") not in (None, weight.dtype):
         return NotImplemented
     place = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
     return weight.like([part.to(copy=True, **place) for part in weight.parts])
 
 
-def _is_set_to(func: object, weight: CodedWeight, other: Tensor) -> bool:
-    del func
+def _is_set_to(weight: CodedWeight, other: Tensor) -> bool:
     both = isinstance(other, CodedWeight) and weight.shape == other.shape
     return both and weight.parts[0] is cast("CodedWeight", other).parts[0]
 
 
-def _copy_(func: object, weight: CodedWeight, value: Tensor, *args: object) -> CodedWeight:
-    del func, args
+def _copy_(weight: CodedWeight, value: Tensor, *args: object) -> CodedWeight:
+    del args
     weight.store(value)
     return weight
 
 
-def _lerp(func: object, selves: Any, others: Any, weights: Any) -> object:  # noqa: ANN401
+def _lerp(selves: Any, others: Any, weights: Any) -> object:  # noqa: ANN401
     """Average weights, as `torch.optim.swa_utils` does: whole new values are encoded."""
-    del func
     if isinstance(selves, Tensor):
-        _lerp(None, [selves], [others], weights)
+        _lerp([selves], [others], weights)
         return selves
     each = weights if isinstance(weights, (list, tuple)) else [weights] * len(selves)
     for own, other, weight in zip(selves, others, each, strict=True):
@@ -667,28 +664,22 @@ def _lerp(func: object, selves: Any, others: Any, weights: Any) -> object:  # no
 
 
 def _product(
-    func: object,
     x: Tensor,
     weight: CodedWeight,
     bias: Tensor | None = None,
     trains: bool = False,
 ) -> Tensor:
-    del func
     size = list(weight.shape)
     parts, codec = weight.parts, weight.codec
     return cast("Tensor", op.coded_weight_product(x, parts, bias, codec, size, trains))
 
 
-def _product_backward(func: object, grad: Tensor, weight: CodedWeight) -> Tensor:
-    del func
+def _product_backward(grad: Tensor, weight: CodedWeight) -> Tensor:
     size = list(weight.shape)
     return cast("Tensor", op.coded_weight_product_backward(grad, weight.parts, weight.codec, size))
 
 
-def _products(
-    func: object, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> object:
-    del func
+def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> object:
     coded = [weight for weight in weights if isinstance(weight, CodedWeight)]
     codecs = {weight.codec for weight in coded}
     if len(coded) != len(weights) or len(codecs) != 1:

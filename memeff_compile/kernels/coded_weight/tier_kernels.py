@@ -64,8 +64,15 @@ def _long_window(stream_ptr, at, is_read):
 
 
 @triton.jit
-def _take(first_codes, FIELD: tl.constexpr, second, third, narrow, middle, wide):
+def _windows(header_ptr):
+    """Return where the windows of 3, 6 and 21 exponents start."""
+    return tl.load(header_ptr), tl.load(header_ptr + 1), tl.load(header_ptr + 2)
+
+
+@triton.jit
+def _take(first_codes, FIELD: tl.constexpr, second, third, windows):
     """Return the exponent of one field, and what is left of the two streams."""
+    narrow, middle, wide = windows
     code = (first_codes >> (2 * FIELD)) & 3
     in_second = code == 3
     code_2 = second & 3
@@ -83,9 +90,9 @@ def _take(first_codes, FIELD: tl.constexpr, second, third, narrow, middle, wide)
 
 
 @triton.jit
-def _take_pair(first_codes, PAIR: tl.constexpr, second, third, narrow, middle, wide):
-    low, second, third = _take(first_codes, 2 * PAIR, second, third, narrow, middle, wide)
-    high, second, third = _take(first_codes, 2 * PAIR + 1, second, third, narrow, middle, wide)
+def _take_pair(first_codes, PAIR: tl.constexpr, second, third, windows):
+    low, second, third = _take(first_codes, 2 * PAIR, second, third, windows)
+    high, second, third = _take(first_codes, 2 * PAIR + 1, second, third, windows)
     return (low << 7) | (high << 23), second, third
 
 
@@ -113,8 +120,8 @@ def tier_decode_kernel(
     word = tl.arange(0, WORDS)
     begin = tl.load(starts_ptr + chunk)  # long before they are needed
     end = tl.load(starts_ptr + chunk + 1)
-    narrow, middle = tl.load(header_ptr), tl.load(header_ptr + 1)
-    wide = tl.load(header_ptr + 2)
+    patches = (begin, end, places_ptr, values_ptr)
+    windows = _windows(header_ptr)
     first = tl.load(first_ptr + chunk * WORDS + word)
     threes = _threes(first)
     count = _count_bits(threes)
@@ -136,12 +143,10 @@ def tier_decode_kernel(
     else:
         sign_at = signs_ptr + chunk * (CHUNK // 8) + unit * 64 + lane
     if C.STEP:
-        step_patches(
-            begin, end, places_ptr, values_ptr, out_ptr, chunk * CHUNK, rate, decay, CHUNK, C
-        )
+        step_patches(patches, out_ptr, chunk * CHUNK, rate, decay, CHUNK, C)
     for half in tl.static_range(4):
-        even, second, third = _take_pair(first, 2 * half, second, third, narrow, middle, wide)
-        odd, second, third = _take_pair(first, 2 * half + 1, second, third, narrow, middle, wide)
+        even, second, third = _take_pair(first, 2 * half, second, third, windows)
+        odd, second, third = _take_pair(first, 2 * half + 1, second, third, windows)
         if C.FIELD == 8:
             signs = tl.load(sign_at + 32 * half)
             even |= even_bytes(signs)
@@ -158,24 +163,14 @@ def tier_decode_kernel(
         tl.store(out + 64 * half, even)
         tl.store(out + 64 * half + 32, odd)
     if end > begin:  # seldom
-        listed, value = first_patches(begin, end, places_ptr, values_ptr, C.PATCHES)
-        store_patches(
-            begin,
-            end,
-            listed,
-            value,
-            places_ptr,
-            values_ptr,
-            out_ptr,
-            chunk * CHUNK,
-            CHUNK,
-            C.PATCHES,
-        )
+        loaded = first_patches(patches, C.PATCHES)
+        store_patches(patches, loaded, out_ptr, chunk * CHUNK, CHUNK, C.PATCHES)
 
 
 @triton.jit
-def _codes(pattern, narrow, middle, wide):
+def _codes(pattern, windows):
     """Return the codes of the three tiers of a 16-bit pattern, and its sign byte."""
+    narrow, middle, wide = windows
     exponent = (pattern >> 7) & 0xFF
     first = exponent - narrow
     first = tl.where((first >= 0) & (first < 3), first, 3)
@@ -195,14 +190,13 @@ def _codes(pattern, narrow, middle, wide):
 def tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
     """Count, for one chunk, codes in the second stream, in the third, and patches."""
     chunk = tl.program_id(0).to(tl.int64)
-    narrow, middle = tl.load(header_ptr), tl.load(header_ptr + 1)
-    wide = tl.load(header_ptr + 2)
+    windows = _windows(header_ptr)
     in_second = tl.zeros((BLOCK,), tl.int32)
     in_third = tl.zeros((BLOCK,), tl.int32)
     patches = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, CHUNK, BLOCK):
         pattern = tl.load(weight_ptr + chunk * CHUNK + start + tl.arange(0, BLOCK)).to(tl.int32)
-        first, second, _, _ = _codes(pattern, narrow, middle, wide)
+        first, second, _, _ = _codes(pattern, windows)
         in_second += (first == 3).to(tl.int32)
         in_third += ((first == 3) & (second == 3)).to(tl.int32)
         patches += is_tier_patch(pattern, header_ptr).to(tl.int32)
@@ -212,11 +206,10 @@ def tier_count_kernel(weight_ptr, header_ptr, counts_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _put(
-    pattern, FIELD: tl.constexpr, first, second, third, count_2, count_3, narrow, middle, wide
-):
-    """Append the codes of one pattern; return what was given, and its sign byte."""
-    code, code_2, code_3, byte = _codes(pattern, narrow, middle, wide)
+def _put(pattern, FIELD: tl.constexpr, made, windows):
+    """Append the codes of one pattern to what is made so far; return it, and the sign byte."""
+    first, second, third, count_2, count_3 = made
+    code, code_2, code_3, byte = _codes(pattern, windows)
     first |= code << (2 * FIELD)
     in_second = code == 3
     second |= tl.where(in_second, code_2.to(tl.int64) << (2 * count_2).to(tl.int64), 0)
@@ -224,7 +217,7 @@ def _put(
     in_third = in_second & (code_2 == 3)
     third |= tl.where(in_third, code_3.to(tl.int64) << (4 * count_3).to(tl.int64), 0)
     count_3 += in_third.to(tl.int32)
-    return first, second, third, count_2, count_3, byte
+    return (first, second, third, count_2, count_3), byte
 
 
 @triton.jit
@@ -258,38 +251,23 @@ def tier_encode_kernel(
     """Write the codes and signs of one chunk."""
     chunk = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, WORDS)
-    narrow, middle = tl.load(header_ptr), tl.load(header_ptr + 1)
-    wide = tl.load(header_ptr + 2)
+    windows = _windows(header_ptr)
     unit = word // 32
     lane = word % 32
     pairs = words_ptr + chunk * (CHUNK // 2) + unit * 256 + lane
     sign_at = signs_ptr + chunk * (CHUNK // 4) + unit * 128 + lane
-    first = tl.zeros((WORDS,), tl.int32)
-    second = tl.zeros((WORDS,), tl.int64)
-    third = tl.zeros((WORDS,), tl.int64)
-    count_2 = tl.zeros((WORDS,), tl.int32)
-    count_3 = tl.zeros((WORDS,), tl.int32)
+    none = tl.zeros((WORDS,), tl.int32)
+    empty = tl.zeros((WORDS,), tl.int64)
+    made = (none, empty, empty, none, none)  # the three words, and how many are in the last two
     for pair in tl.static_range(8):
         weights = tl.load(pairs + 32 * pair)
-        first, second, third, count_2, count_3, low = _put(
-            weights & 0xFFFF, 2 * pair, first, second, third, count_2, count_3, narrow, middle, wide
-        )
-        first, second, third, count_2, count_3, high = _put(
-            (weights >> 16) & 0xFFFF,
-            2 * pair + 1,
-            first,
-            second,
-            third,
-            count_2,
-            count_3,
-            narrow,
-            middle,
-            wide,
-        )
+        made, low = _put(weights & 0xFFFF, 2 * pair, made, windows)
+        made, high = _put((weights >> 16) & 0xFFFF, 2 * pair + 1, made, windows)
         if pair % 2 == 0:
             signs = low | (high << 16)
         else:
             tl.store(sign_at + 32 * (pair // 2), signs | ((low | (high << 16)) << 8))
+    first, second, third, count_2, count_3 = made
     tl.store(first_ptr + chunk * WORDS + word, first)
     start = tl.load(stream_starts_ptr + 2 * chunk)
     before = tl.cumsum(count_2, 0) - count_2

@@ -66,9 +66,10 @@ def win4_decode_kernel(
     chunk = first * 8 // CHUNK
     begin = tl.load(starts_ptr + chunk)  # long before they are needed
     end = tl.load(starts_ptr + chunk + 1)
+    patches = (begin, end, places_ptr, values_ptr)
     base = tl.load(header_ptr) << 7
     if not C.STEP:
-        place, value = first_patches(begin, end, places_ptr, values_ptr, C.PATCHES)
+        loaded = first_patches(patches, C.PATCHES)
     codes = tl.load(codes_ptr + first + word)
     if C.FIELD == 8:
         sign_at = signs_ptr + group * 64 + lane
@@ -95,17 +96,13 @@ def win4_decode_kernel(
         pair_1 = stepped_pair(pair_1, tl.load(out + 32), rate, decay, C.HAS_DECAY)
         pair_2 = stepped_pair(pair_2, tl.load(out + 64), rate, decay, C.HAS_DECAY)
         pair_3 = stepped_pair(pair_3, tl.load(out + 96), rate, decay, C.HAS_DECAY)
-        step_patches(
-            begin, end, places_ptr, values_ptr, out_ptr, first * 8, rate, decay, C.WORDS * 8, C
-        )
-        place, value = first_patches(begin, end, places_ptr, values_ptr, C.PATCHES)
+        step_patches(patches, out_ptr, first * 8, rate, decay, C.WORDS * 8, C)
+        loaded = first_patches(patches, C.PATCHES)
     tl.store(out, pair_0)
     tl.store(out + 32, pair_1)
     tl.store(out + 64, pair_2)
     tl.store(out + 96, pair_3)
-    store_patches(
-        begin, end, place, value, places_ptr, values_ptr, out_ptr, first * 8, C.WORDS * 8, C.PATCHES
-    )
+    store_patches(patches, loaded, out_ptr, first * 8, C.WORDS * 8, C.PATCHES)
 
 
 @triton.jit
@@ -301,7 +298,7 @@ def _some_rows(
     x_ptr,  # (K / 2,) pair words
     weight,  # `layout.Multiplied`
     row_words,  # K / 8
-    TILE,  # HAS_BIAS, IS_EVEN, ROWS, WORDS, STAGES, CHUNKS
+    TILE: tl.constexpr,  # HAS_BIAS, IS_EVEN, ROWS, WORDS, STAGES, CHUNKS
     # IS_EVEN: ROWS divides N, WORDS a row
     # CHUNKS: a power of two, not less than the chunks that ROWS rows touch
     C: tl.constexpr,
@@ -371,49 +368,21 @@ def _some_rows(
 @triton.jit
 def win4_row_kernel(x_ptr, weight, row_words, C: tl.constexpr):
     """One token and one weight."""
-    _some_rows(
-        tl.program_id(0),
-        x_ptr,
-        weight,
-        row_words,
-        (C.HAS_BIAS, C.IS_EVEN, C.ROWS, C.WORDS, C.STAGES, C.CHUNKS),
-        C,
-    )
+    _some_rows(tl.program_id(0), x_ptr, weight, row_words, C.TILE, C)
 
 
 @triton.jit
 def win4_rows_kernel(x_ptr, weight_0, weight_1, weight_2, row_words, C: tl.constexpr):
     """One token and 2 or 3 weights of one width, each in its own tiles: the sums are the same."""
     program = tl.program_id(0)
-    first = tl.cdiv(weight_0.rows, C.ROWS_0)
-    second = first + tl.cdiv(weight_1.rows, C.ROWS_1)
+    first = tl.cdiv(weight_0.rows, C.TILE_0[2])
+    second = first + tl.cdiv(weight_1.rows, C.TILE_1[2])
     if program < first:
-        _some_rows(
-            program,
-            x_ptr,
-            weight_0,
-            row_words,
-            (C.HAS_BIAS_0, C.IS_EVEN_0, C.ROWS_0, C.WORDS_0, C.STAGES_0, C.CHUNKS_0),
-            C,
-        )
+        _some_rows(program, x_ptr, weight_0, row_words, C.TILE_0, C)
     elif program < second:
-        _some_rows(
-            program - first,
-            x_ptr,
-            weight_1,
-            row_words,
-            (C.HAS_BIAS_1, C.IS_EVEN_1, C.ROWS_1, C.WORDS_1, C.STAGES_1, C.CHUNKS_1),
-            C,
-        )
+        _some_rows(program - first, x_ptr, weight_1, row_words, C.TILE_1, C)
     elif C.COUNT == 3:
-        _some_rows(
-            program - second,
-            x_ptr,
-            weight_2,
-            row_words,
-            (C.HAS_BIAS_2, C.IS_EVEN_2, C.ROWS_2, C.WORDS_2, C.STAGES_2, C.CHUNKS_2),
-            C,
-        )
+        _some_rows(program - second, x_ptr, weight_2, row_words, C.TILE_2, C)
 
 
 @triton.jit

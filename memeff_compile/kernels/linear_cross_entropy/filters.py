@@ -14,11 +14,12 @@ op knows by `with_lse`: whoever filters and differentiates lse has to set it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.linear_cross_entropy.shapes import TILE
 
 if TYPE_CHECKING:
@@ -119,31 +120,14 @@ class Chooser:
             "TILE": self.tile,
             "CHUNK": CHUNK,
         }
+        kernel: Any = kernels._linear_cross_entropy_block_score_kernel
+        made: tuple[Any, ...] = (self.score, self.part, (first, rows))
         if self.by_mass:
-            kernels._linear_cross_entropy_mass_code_kernel[grid](
-                given,
-                self.selection.kept,
-                self.code,
-                self.light,
-                (first, rows),
-                self.rows,
-                (stats.shape[1], self.tiles),
-                self.threshold,
-                **flags,
-                num_warps=8,
-            )
-        else:
-            kernels._linear_cross_entropy_block_score_kernel[grid](
-                given,
-                self.selection.kept,
-                self.score,
-                self.part,
-                (first, rows),
-                (stats.shape[1], self.tiles),
-                self.threshold,
-                **flags,
-                num_warps=8,
-            )
+            kernel = kernels._linear_cross_entropy_mass_code_kernel
+            made = (self.code, self.light, (first, rows), self.rows)
+        counts = (stats.shape[1], self.tiles)
+        operands = (given, self.selection.kept, *made, counts, self.threshold)
+        start(kernel, grid, *operands, **flags, num_warps=8)
 
     def decide(self) -> LeftOut:
         """Decide, once every group was seen."""
@@ -155,14 +139,10 @@ class Chooser:
                 kept = torch.full((1,), self.rows, dtype=torch.int32, device=self.score.device)
             rank = self._rank(kept)
             order = rank if order is None else order[rank.long()]
-            kernels._linear_cross_entropy_mass_score_kernel[(self.blocks, self.chunks)](
-                self.code,
-                rank,
-                kept,
-                self.score,
-                self.part,
-                self.tiles,
-                self.threshold,
+            start(
+                kernels._linear_cross_entropy_mass_score_kernel,
+                (self.blocks, self.chunks),
+                *(self.code, rank, kept, self.score, self.part, self.tiles, self.threshold),
                 LEVELS=self.levels,
                 TILE=self.tile,
                 CHUNK=CHUNK,
@@ -171,22 +151,15 @@ class Chooser:
         found = LeftOut(
             dropped=self.score.new_zeros(self.rows),
             active=self.score.new_empty((self.blocks, self.tiles), dtype=torch.uint8),
-            row_order=self.score.new_empty(0, dtype=torch.int32)
-            if order is None or not self.by_mass
-            else order,
+            row_order=order
+            if order is not None and self.by_mass
+            else self.score.new_empty(0, dtype=torch.int32),
         )
-        kernels._linear_cross_entropy_select_kernel[(self.blocks,)](
-            self.score,
-            self.part,
-            order,
-            kept,
-            found.active,
-            found.dropped,
-            self.rows,
-            self.tiles,
-            self.chunks,
-            self.threshold,
-            self.limit,
+        start(
+            kernels._linear_cross_entropy_select_kernel,
+            (self.blocks,),
+            *(self.score, self.part, order, kept, found.active, found.dropped),
+            *(self.rows, self.tiles, self.chunks, self.threshold, self.limit),
             HAS_KEPT=kept is not None,
             LEVELS=self.levels,
             TILE=self.tile,

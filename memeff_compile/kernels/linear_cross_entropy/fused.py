@@ -29,11 +29,17 @@ from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.device import on_device
 from memeff_compile.kernels.linear_cross_entropy import filters, tile_lists
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows, spans
-from memeff_compile.kernels.linear_cross_entropy.rows import gather, row_block, select_rows
+from memeff_compile.kernels.linear_cross_entropy.rows import (
+    Selection,
+    gather,
+    row_block,
+    select_rows,
+)
 from memeff_compile.kernels.linear_cross_entropy.shapes import (
     FILTER_FORWARD_BYTES,
     FORWARD_BYTES,
     Room,
+    Shapes,
     fused_budget,
     is_minimal,
     piece_width,
@@ -75,21 +81,21 @@ def forward(
         bias: (V,) or None.
         target: (N,) int32 or int64.
         column_weight: (V,) or None.
-        knobs: the call's settings; neither entropy nor top.
+        knobs: the call's settings, without top.
     """
     from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
 
     rows, depth = hidden.shape
     vocab = weight.shape[0]
     shapes = shapes_for(hidden.device)
-    bias, column_weight = _vector(bias, None), _vector(column_weight, torch.float32)
+    bias, column_weight = vector(bias, None), vector(column_weight, torch.float32)
     with on_device(hidden):
         hidden = aligned(hidden)
         selection = select_rows(target, knobs)
         is_filtered = knobs.gradient_filter != "exact"
         parts = shapes.columns // shapes.rows if is_filtered else 1
         tiles = -(-vocab // shapes.columns) * parts
-        planes = 3 if knobs.with_logit_sum else 2
+        planes = 2 + knobs.with_logit_sum + knobs.with_entropy
         is_compact = selection.kept is not None
         bytes_per_row = 4 * planes * tiles + (2 * depth if is_compact else 0)
         held = FILTER_FORWARD_BYTES if is_filtered else FORWARD_BYTES
@@ -130,6 +136,7 @@ def forward(
                 HAS_KEPT=is_compact,
                 HAS_SOFTCAP=knobs.softcap > 0,
                 WITH_LOGIT_SUM=knobs.with_logit_sum,
+                WITH_ENTROPY=knobs.with_entropy,
                 PARTS=parts,
                 BM=shapes.rows,
                 BN=shapes.columns,
@@ -150,6 +157,7 @@ def forward(
                 found.nll,
                 found.lse,
                 found.logit_sum if knobs.with_logit_sum else None,
+                found.entropy if knobs.with_entropy else None,
                 None if chooser is None else chooser.compact_lse,
                 first,
                 here,
@@ -158,6 +166,7 @@ def forward(
                 PARTS=parts,
                 WITH_COMPACT_LSE=chooser is not None,
                 WITH_LOGIT_SUM=knobs.with_logit_sum,
+                WITH_ENTROPY=knobs.with_entropy,
                 ROWS=ROWS,
                 TILES=TILES,
                 num_warps=4,
@@ -182,7 +191,7 @@ def _results(hidden: Tensor, rows: int, knobs: Knobs, *, is_compact: bool) -> Ro
         nll=new((rows,), dtype=torch.float32),
         lse=new((rows,), dtype=torch.float32),
         logit_sum=new((rows,) if knobs.with_logit_sum else nothing, dtype=torch.float32),
-        entropy=hidden.new_empty(nothing, dtype=torch.float32),
+        entropy=new((rows,) if knobs.with_entropy else nothing, dtype=torch.float32),
         top=hidden.new_empty(nothing, dtype=torch.int64),
     )
 
@@ -195,6 +204,7 @@ def backward(
     target: Tensor,
     column_weight: Tensor | None,
     lse: Tensor,
+    entropy: Tensor,
     left_out: filters.LeftOut,
     knobs: Knobs,
     output_mask: tuple[bool, bool, bool],
@@ -204,13 +214,14 @@ def backward(
     Args:
         grads: cotangents of forward's results.
         lse: (N,) fp32 from forward.
+        entropy: (N,) fp32 from forward, or (0,) where it was not asked for.
         left_out: what forward decided to leave out.
         output_mask: which of hidden, weight, bias need a gradient.
     """
     with on_device(hidden):
         return _Backward(
-            grads, aligned(hidden), weight, bias, target, column_weight, lse, left_out, knobs,
-            output_mask,
+            grads, aligned(hidden), weight, bias, target, column_weight, lse, entropy, left_out,
+            knobs, output_mask,
         ).run()  # fmt: skip
 
 
@@ -226,6 +237,7 @@ class _Backward:
         target: Tensor,
         column_weight: Tensor | None,
         lse: Tensor,
+        entropy: Tensor,
         left_out: filters.LeftOut,
         knobs: Knobs,
         output_mask: tuple[bool, bool, bool],
@@ -234,8 +246,8 @@ class _Backward:
         self.knobs, self.weight = knobs, weight
         self.rows, self.depth = hidden.shape
         self.vocab = weight.shape[0]
-        self.bias, self.column_weight = _vector(bias, None), _vector(column_weight, torch.float32)
-        self.is_plain = self.bias is None and not (knobs.softcap or knobs.with_logit_sum)
+        self.bias, self.column_weight = vector(bias, None), vector(column_weight, torch.float32)
+        self.is_plain = is_plain(bias, knobs)
         needs_hidden, needs_weight, needs_bias = output_mask
         self.selection = select_rows(target, knobs, left_out.row_order)
         self.grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -245,7 +257,10 @@ class _Backward:
         if self.selection.kept is not None:
             self.hidden = hidden.new_empty(hidden.shape)
             gather(hidden, self.hidden, self.selection, 0, self.shapes)
-        self.row_values = self._row_values(grads, lse.contiguous())
+        self.row_values = row_values(grads, lse, entropy, self.selection, knobs)
+
+        self.given = (self.bias, self.column_weight, self.selection.target, self.row_values)
+        self.epilogue = epilogue(bias, column_weight, knobs, self.shapes)
 
         tile = self.shapes.rows
         self.width = piece_width(self.rows, self.depth, self.vocab, knobs.workspace, self.shapes)
@@ -284,27 +299,6 @@ class _Backward:
             if needs_hidden:
                 self.sums = hidden.new_empty(hidden.shape, dtype=torch.float32)
             self.piece = hidden.new_empty(elements)
-
-    def _row_values(self, grads: RowGradients, lse: Tensor) -> Tensor:
-        from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
-
-        values = lse.new_empty((4, self.rows))
-        block = 512
-        kernels._linear_cross_entropy_cotangents_kernel[(-(-self.rows // block),)](
-            self.selection.order,
-            self.selection.kept,
-            self.selection.target,
-            lse,
-            grads.nll.contiguous(),
-            grads.lse.contiguous(),
-            grads.logit_sum.contiguous() if self.knobs.with_logit_sum else None,
-            values,
-            self.rows,
-            HAS_KEPT=self.selection.kept is not None,
-            WITH_LOGIT_SUM=self.knobs.with_logit_sum,
-            BLOCK=block,
-        )
-        return values
 
     def run(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self.inside is not None:
@@ -396,9 +390,11 @@ class _Backward:
             *where,
             tiles_of(self.weight, g_columns, step),
             tiles_of(g, tile, g_columns // 4),
-            self._given(),
+            self.given,
             self.selection.kept,
             is_sparse,
+            0,
+            self.rows,
             first,
             width,
             self.rows,
@@ -411,7 +407,7 @@ class _Backward:
             BN=g_columns,
             BK=step,
             FLATTEN=shapes.flatten and not gathers,
-            **self._epilogue(),
+            **self.epilogue,
             **flags,
             num_warps=shapes.warps,
             num_stages=shapes.stages,
@@ -473,7 +469,7 @@ class _Backward:
             tiles_of(self.hidden, tile, step),
             tiles_of(self.weight, tile, step),
             tiles_of(g, tile, tile // 4),
-            self._given(),
+            self.given,
             self.selection.kept,
             lists.tile_row,
             lists.tile_column,
@@ -487,7 +483,7 @@ class _Backward:
             TILE=tile,
             BK=step,
             FLATTEN=shapes.flatten,
-            **self._epilogue(),
+            **self.epilogue,
             num_warps=shapes.gradient_square_warps(is_plain=self.is_plain),
             num_stages=shapes.square_stages,
         )
@@ -538,18 +534,60 @@ class _Backward:
                 TILE=tile,
             )
 
-    def _given(self) -> tuple[Tensor | None, ...]:
-        """Return what the gradient of a tile is made of, beside its logits."""
-        return self.bias, self.column_weight, self.selection.target, self.row_values
 
-    def _epilogue(self) -> dict[str, Any]:
-        return {
-            "HAS_BIAS": self.bias is not None,
-            "HAS_COLUMN_WEIGHT": self.column_weight is not None,
-            "HAS_SOFTCAP": self.knobs.softcap > 0,
-            "WITH_LOGIT_SUM": self.knobs.with_logit_sum,
-            "UPCAST": self.shapes.is_interpreted,
-        }
+def is_plain(bias: Tensor | None, knobs: Knobs) -> bool:
+    """Say whether a tile of G needs no registers beyond those of the plain loss."""
+    return bias is None and not (knobs.softcap or knobs.with_logit_sum)
+
+
+def row_values(
+    grads: RowGradients, lse: Tensor, entropy: Tensor, selection: Selection, knobs: Knobs
+) -> Tensor:
+    """Gather what a row of G needs, (5, N) fp32 in compact order.
+
+    Args:
+        grads: cotangents of forward's results.
+        lse: (N,) fp32 from forward.
+        entropy: (N,) fp32 from forward, or (0,).
+        selection: the rows that count.
+    """
+    from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+
+    rows = lse.numel()
+    values = lse.new_empty((5, rows))
+    block = 512
+    kernels._linear_cross_entropy_cotangents_kernel[(-(-rows // block),)](
+        selection.order,
+        selection.kept,
+        selection.target,
+        lse.contiguous(),
+        grads.nll.contiguous(),
+        grads.lse.contiguous(),
+        grads.logit_sum.contiguous() if knobs.with_logit_sum else None,
+        grads.entropy.contiguous() if knobs.with_entropy else None,
+        entropy.contiguous() if knobs.with_entropy else None,
+        values,
+        rows,
+        HAS_KEPT=selection.kept is not None,
+        WITH_LOGIT_SUM=knobs.with_logit_sum,
+        WITH_ENTROPY=knobs.with_entropy,
+        BLOCK=block,
+    )
+    return values
+
+
+def epilogue(
+    bias: Tensor | None, column_weight: Tensor | None, knobs: Knobs, shapes: Shapes
+) -> dict[str, Any]:
+    """Return the constants of the device function that makes a tile of G."""
+    return {
+        "HAS_BIAS": bias is not None,
+        "HAS_COLUMN_WEIGHT": column_weight is not None,
+        "HAS_SOFTCAP": knobs.softcap > 0,
+        "WITH_LOGIT_SUM": knobs.with_logit_sum,
+        "WITH_ENTROPY": knobs.with_entropy,
+        "UPCAST": shapes.is_interpreted,
+    }
 
 
 def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:  # noqa: ANN401
@@ -563,5 +601,6 @@ def aligned(hidden: Tensor) -> Tensor:
     return hidden if hidden.data_ptr() % 16 == 0 else hidden.clone()
 
 
-def _vector(vector: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    return None if vector is None else vector.to(dtype or vector.dtype).contiguous()
+def vector(values: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """Return a vector over the vocabulary as the kernels read it."""
+    return None if values is None else values.to(dtype or values.dtype).contiguous()

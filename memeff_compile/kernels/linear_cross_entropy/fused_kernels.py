@@ -23,6 +23,9 @@ from memeff_compile.kernels._triton.products_kernels import dot
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# Logarithms of probabilities are not followed further down than this: exp2 of it is 0, and 0 times
+# it is 0, which minus infinity would not give.
+LOWEST = tl.constexpr(-256.0)
 
 
 @triton.jit
@@ -144,10 +147,14 @@ def _linear_cross_entropy_cotangents_kernel(
     grad_nll_ptr,
     grad_lse_ptr,
     grad_logit_sum_ptr,  # or None
-    row_values_ptr,  # (4, N) fp32 out, compact: lse in base 2, what p, 1(j = t), weights are times
+    grad_entropy_ptr,  # or None
+    entropy_ptr,  # (N,) fp32, original rows, or None
+    # (5, N) fp32 out, compact: lse in base 2, and what is times p, 1(j = t), the weights, p log2 p
+    row_values_ptr,
     rows,
     HAS_KEPT: tl.constexpr,
     WITH_LOGIT_SUM: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Gather what a row of G needs; rows past the last get zeros."""
@@ -162,9 +169,13 @@ def _linear_cross_entropy_cotangents_kernel(
     has_target = is_row & (target >= 0)
     lse = tl.load(lse_ptr + source, mask=is_row, other=0.0)
     grad_nll = tl.load(grad_nll_ptr + source, mask=has_target, other=0.0)
-    grad_lse = tl.load(grad_lse_ptr + source, mask=is_row, other=0.0)
+    of_p = grad_nll + tl.load(grad_lse_ptr + source, mask=is_row, other=0.0)
+    if WITH_ENTROPY:
+        grad_entropy = tl.load(grad_entropy_ptr + source, mask=is_row, other=0.0)
+        of_p -= grad_entropy * tl.load(entropy_ptr + source, mask=is_row, other=0.0)
+        tl.store(row_values_ptr + 4 * rows + offs, grad_entropy * LN2, mask=in_range)
     tl.store(row_values_ptr + offs, lse * LOG2E, mask=in_range)
-    tl.store(row_values_ptr + rows + offs, grad_nll + grad_lse, mask=in_range)
+    tl.store(row_values_ptr + rows + offs, of_p, mask=in_range)
     tl.store(row_values_ptr + 2 * rows + offs, grad_nll, mask=in_range)
     if WITH_LOGIT_SUM:
         grad_sum = tl.load(grad_logit_sum_ptr + source, mask=has_target, other=0.0)
@@ -179,7 +190,9 @@ def _linear_cross_entropy_forward_kernel(
     column_weight_ptr,  # (V,) fp32 or None
     target_ptr,  # (N,) int32, compact, -1 for a row without a target
     kept_ptr,  # (1,) int32 or None
-    stats_ptr,  # (2 or 3, T, R) fp32 out: maximum, sum of exp2, weighted sum of logits
+    # (2 to 4, T, R) fp32 out: maximum, sum of exp2, weighted sum of logits, sum of exp2(d) d with
+    # d the distance to the maximum, which is never positive, so that nothing cancels in the entropy
+    stats_ptr,
     target_logit_ptr,  # (N,) fp32 out, base 2
     first_row,  # compact row where the group of R rows starts
     hidden_row,  # where it starts in hidden_desc
@@ -235,7 +248,18 @@ def _linear_cross_entropy_forward_kernel(
         if C.PARTS == 1:
             peak = tl.max(z2, axis=1)
             base = tl.where(peak == float("-inf"), 0.0, peak)
-            mass = tl.sum(tl.exp2(z2 - base[:, None]), axis=1)
+            if C.WITH_ENTROPY:
+                mass = tl.zeros((C.BM,), tl.float32)
+                moment = tl.zeros((C.BM,), tl.float32)
+                for quarter in tl.static_range(4):
+                    away = _quarter(z2, quarter, C.BM, C.BN) - base[:, None]
+                    power = tl.exp2(away)
+                    mass += tl.sum(power, axis=1)
+                    moment += tl.sum(power * tl.maximum(away, LOWEST), axis=1)
+                last = (2 + C.WITH_LOGIT_SUM) * plane
+                tl.store(stats_ptr + last + place, moment, mask=is_row)
+            else:
+                mass = tl.sum(tl.exp2(z2 - base[:, None]), axis=1)
             tl.store(stats_ptr + place, peak, mask=is_row)
             tl.store(stats_ptr + plane + place, mass, mask=is_row)
         else:
@@ -250,7 +274,7 @@ def _linear_cross_entropy_forward_kernel(
 
 @triton.jit
 def _linear_cross_entropy_rows_kernel(
-    stats_ptr,  # (2 or 3, T, R) fp32
+    stats_ptr,  # (2 to 4, T, R) fp32
     target_logit_ptr,  # (N,) fp32, base 2, compact
     target_ptr,  # (N,) int32, compact
     order_ptr,  # or None
@@ -258,6 +282,7 @@ def _linear_cross_entropy_rows_kernel(
     nll_ptr,  # (N,) fp32 out
     lse_ptr,  # (N,) fp32 out
     logit_sum_ptr,  # (N,) fp32 out, or None
+    entropy_ptr,  # (N,) fp32 out, or None
     compact_lse_ptr,  # (N,) fp32 out, base 2, compact, or None
     first_row,
     group_rows,
@@ -273,6 +298,7 @@ def _linear_cross_entropy_rows_kernel(
     peaks = tl.full((C.ROWS,), float("-inf"), tl.float32)
     masses = tl.zeros((C.ROWS,), tl.float32)
     weighted = tl.zeros((C.ROWS,), tl.float32)
+    moments = tl.zeros((C.ROWS,), tl.float32)
     for start in range(0, tiles, C.TILES):
         offs = start + tl.arange(0, C.TILES)
         mask = (offs < tiles)[:, None] & is_row[None, :]
@@ -281,6 +307,13 @@ def _linear_cross_entropy_rows_kernel(
         mass = tl.load(stats_ptr + plane + place, mask=mask, other=0.0)
         higher = tl.maximum(peaks, tl.max(peak, axis=0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
+        if C.WITH_ENTROPY:
+            last = (2 + C.WITH_LOGIT_SUM) * plane
+            moment = tl.load(stats_ptr + last + place, mask=mask, other=0.0)
+            shift = tl.where(peak == float("-inf"), 0.0, peak - base[None, :])
+            before = tl.where(peaks == float("-inf"), 0.0, peaks - base)
+            moments = tl.exp2(peaks - base) * (moments + before * masses)
+            moments += tl.sum(tl.exp2(peak - base[None, :]) * (moment + shift * mass), axis=0)
         masses = masses * tl.exp2(peaks - base)
         masses += tl.sum(mass * tl.exp2(peak - base[None, :]), axis=0)
         peaks = higher
@@ -299,6 +332,8 @@ def _linear_cross_entropy_rows_kernel(
     nll = tl.where(target >= 0, (peaks - z2_target + log_mass) * LN2, 0.0)
     tl.store(nll_ptr + out, nll, mask=is_row)
     tl.store(lse_ptr + out, (peaks + log_mass) * LN2, mask=is_row)
+    if C.WITH_ENTROPY:
+        tl.store(entropy_ptr + out, (log_mass - moments / masses) * LN2, mask=is_row)
     if C.WITH_COMPACT_LSE:
         tl.store(compact_lse_ptr + first_row + rows, peaks + log_mass, mask=is_row)
     if C.WITH_LOGIT_SUM:
@@ -324,10 +359,16 @@ def _gradient_tile(
     of_p = tl.load(row_values_ptr + all_rows + rows, mask=is_row, other=0.0)
     of_target = tl.load(row_values_ptr + 2 * all_rows + rows, mask=is_row, other=0.0)
     target = tl.load(target_ptr + rows, mask=is_row, other=-1)
-    p = tl.exp2(z2 - lse2[:, None])
+    log_p = z2 - lse2[:, None]
+    p = tl.exp2(log_p)
     # p - 1 before the factor where both factors agree, as for a plain loss: no cancellation.
     is_target = columns[None, :] == target[:, None]
-    g = of_p[:, None] * p - tl.where(is_target, of_target[:, None], 0.0)
+    if C.WITH_ENTROPY:
+        of_log_p = tl.load(row_values_ptr + 4 * all_rows + rows, mask=is_row, other=0.0)
+        g = (of_p[:, None] - of_log_p[:, None] * tl.maximum(log_p, LOWEST)) * p
+    else:
+        g = of_p[:, None] * p
+    g -= tl.where(is_target, of_target[:, None], 0.0)
     if C.WITH_LOGIT_SUM:
         of_sum = tl.load(row_values_ptr + 3 * all_rows + rows, mask=is_row, other=0.0)
         if C.HAS_COLUMN_WEIGHT:
@@ -341,15 +382,17 @@ def _gradient_tile(
 
 @triton.jit
 def _linear_cross_entropy_dense_gradient_kernel(
-    hidden_desc,  # (N, D), block BM x BK, or None
+    hidden_desc,  # (R, D), block BM x BK, or None
     hidden_ptr,  # (N, D), original rows, or None
     order_ptr,  # (N,) int32 or None
     stride_hidden_row,
     weight_desc,  # (V, D), block BN x BK
-    g_desc,  # (N, W) out, block BM x BN / 4
-    given,  # (V,), (V,), (N,) int32, compact, and (4, N) fp32
+    g_desc,  # (R, W) out, block BM x BN / 4
+    given,  # (V,), (V,), (N,) int32, compact, and (5, N) fp32
     kept_ptr,
     is_sparse_ptr,  # (1,) int32 or None: the sparse kernels do this call's work
+    first_row,  # compact row where these rows start
+    group_rows,  # R
     first_column,
     width,
     rows,
@@ -359,9 +402,11 @@ def _linear_cross_entropy_dense_gradient_kernel(
     C: tl.constexpr,  # GATHER: read the hidden states where they lie, row by row
 ):
     """Recompute the logits of `width` columns and write their gradient G in the input dtype."""
-    rows_here = rows
+    rows_here = group_rows
     if C.HAS_KEPT:
         rows_here = tl.load(kept_ptr)
+        if not C.GATHER:  # a walk that gathers has all rows at a time
+            rows_here = tl.minimum(group_rows, tl.maximum(rows_here - first_row, 0))
     row_blocks = tl.cdiv(rows_here, C.BM)
     tiles = row_blocks * tl.cdiv(width, C.BN)
     if C.HAS_SPARSE:
@@ -392,7 +437,11 @@ def _linear_cross_entropy_dense_gradient_kernel(
             local = column_block * C.BN + quarter * (C.BN // 4)
             g = _gradient_tile(
                 _quarter(acc, quarter, C.BM, C.BN),
-                (offs_n, offs_n < rows_here, first_column + local + tl.arange(0, C.BN // 4)),
+                (
+                    offs_n if C.GATHER else first_row + offs_n,
+                    offs_n < rows_here,
+                    first_column + local + tl.arange(0, C.BN // 4),
+                ),
                 given,
                 (rows, vocab),
                 cap,

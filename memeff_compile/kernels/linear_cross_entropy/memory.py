@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 import sympy
 import torch
 
+from memeff_compile.kernels.linear_cross_entropy import total_fused
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     HYBRID_AUTO_BYTES,
     HYBRID_AUTO_BYTES_PER_ROW,
@@ -112,6 +113,7 @@ def bytes_after(
     if pieces is None:
         pieces = piece_sizes(
             rows,
+            depth,
             vocab,
             dtype=dtype,
             engine=engine,
@@ -141,6 +143,7 @@ class Pieces(NamedTuple):
 
 def piece_sizes(
     rows: Size,
+    depth: Size,
     vocab: Size,
     *,
     dtype: torch.dtype,
@@ -167,6 +170,10 @@ def piece_sizes(
             half = sympy.Max(half, FUSED_MIN_WIDTH)
         budget = workspace or sympy.Max(automatic, per_row * n)
         held = sympy.Min(sympy.Max(budget, narrowest * per_logit * n), per_logit * n * half)
+        if engine == "fused" and training and not workspace and dtype in total_fused.DTYPES:
+            # a backward by pieces of rows
+            by_rows = total_fused.bytes_held(n, int(depth), int(vocab), 0, is_plain=False)
+            held = sympy.Max(held, by_rows)
         return Pieces(held, held / (per_logit * n))
     per_logit = reference_bytes_per_logit(itemsize, has_softcap, training, with_entropy)
     automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)

@@ -25,7 +25,14 @@ from memeff_compile.kernels.checks import (
     unplain,
 )
 from memeff_compile.kernels.device import gpu, kernels_serve, tuned, where_it_runs, without_autocast
-from memeff_compile.kernels.linear_cross_entropy import filters, fused, hybrid, reference, sorting
+from memeff_compile.kernels.linear_cross_entropy import (
+    filters,
+    fused,
+    hybrid,
+    reference,
+    row_pieces,
+    sorting,
+)
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
 from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal
 
@@ -293,7 +300,7 @@ def _knobs(settings: dict[str, Any]) -> Knobs:
 
 
 def engine_for(
-    device: torch.device, dtype: torch.dtype, depth: int = 8, *, with_metrics: bool = False
+    device: torch.device, dtype: torch.dtype, depth: int = 8, *, with_top: bool = False
 ) -> str:
     """Name the engine that serves tensors of this device, dtype and depth: a key of `ENGINES`.
 
@@ -302,18 +309,17 @@ def engine_for(
 
     Args:
         device, dtype, depth: of the hidden states.
-        with_metrics: whether entropy or top is asked for.
+        with_top: whether the likeliest class of each row is asked for.
     """
     if not kernels_serve(device, dtype):
         return "reference"
     device = where_it_runs(device)
-    fits = dtype in fused.DTYPES and depth % 8 == 0 and not with_metrics
+    fits = dtype in fused.DTYPES and depth % 8 == 0 and not with_top
     return tuned(device, ENGINE, "fused") if fits and gpu(device).is_hopper else "hybrid"
 
 
 def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> str:
-    metrics = knobs.with_entropy or knobs.with_top
-    name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1], with_metrics=metrics)
+    name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1], with_top=knobs.with_top)
     return "hybrid" if name == "fused" and not fused.serves(weight) else name
 
 
@@ -416,20 +422,17 @@ def _backward(
             )
             flat_hidden = hidden.reshape(rows, hidden.shape[-1])
             operands = (flat_hidden, weight, bias, target.reshape(rows), column_weight)
-            name, flat_lse = _engine(flat_hidden, weight, knobs), lse.reshape(rows)
+            of_rows = lse.reshape(rows), entropy.reshape(rows if knobs.with_entropy else 0)
+            name = _engine(flat_hidden, weight, knobs)
             if name == "fused":
                 left_out = filters.LeftOut(lse.new_empty(0), active, row_order)
-                engine = sorting if _sorts(knobs) else fused
-                gradients = engine.backward(grads, *operands, flat_lse, left_out, knobs, mask)
+                engine: Any = sorting if _sorts(knobs) else fused
+                if row_pieces.serves(flat_hidden, knobs):
+                    engine = row_pieces
+                gradients = engine.backward(grads, *operands, *of_rows, left_out, knobs, mask)
             else:
-                gradients = (hybrid if name == "hybrid" else reference).backward(
-                    grads,
-                    *operands,
-                    flat_lse,
-                    entropy.reshape(rows if knobs.with_entropy else 0),
-                    knobs,
-                    mask,
-                )
+                engine = hybrid if name == "hybrid" else reference
+                gradients = engine.backward(grads, *operands, *of_rows, knobs, mask)
     grad_hidden, grad_weight, grad_bias = (
         hidden.new_empty(0) if gradient is None else gradient for gradient in gradients
     )

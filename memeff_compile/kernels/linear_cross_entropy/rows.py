@@ -59,13 +59,7 @@ def _ordered(target: Tensor, order: Tensor, knobs: Knobs, *, drops: bool) -> Sel
     compact = torch.full_like(place, -1)
     block = 512
     kernels._linear_cross_entropy_place_kernel[(-(-rows // block),)](
-        target,
-        order,
-        kept,
-        place,
-        compact,
-        rows,
-        knobs.ignore_index or 0,
+        *(target, order, kept, place, compact, rows, knobs.ignore_index or 0),
         HAS_IGNORE=knobs.ignore_index is not None,
         BLOCK=block,
     )
@@ -78,13 +72,7 @@ def gather(hidden: Tensor, out: Tensor, selection: Selection, first: int, shapes
 
     rows, depth = out.shape
     kernels._linear_cross_entropy_gather_kernel[(rows,)](
-        hidden,
-        hidden.stride(0),
-        out,
-        selection.order,
-        selection.kept,
-        first,
-        depth,
+        *(hidden, hidden.stride(0), out, selection.order, selection.kept, first, depth),
         PAD=max(shapes.rows, shapes.step),
         BLOCK=row_block(depth, shapes),
     )

@@ -37,6 +37,7 @@ def backward(
     target: Tensor,
     column_weight: Tensor | None,
     lse: Tensor,
+    entropy: Tensor,
     left_out: LeftOut,
     knobs: Knobs,
     output_mask: tuple[bool, bool, bool],
@@ -47,8 +48,9 @@ def backward(
         order, weight, bias, target, column_weight, knobs
     )
     grad_hidden, grad_weight, grad_bias = fused.backward(
-        grads, hidden, sorted_weight, bias, target, column_weight, lse, left_out, knobs, output_mask
-    )
+        grads, hidden, sorted_weight, bias, target, column_weight, lse, entropy, left_out, knobs,
+        output_mask,
+    )  # fmt: skip
     if grad_weight is not None:
         grad_weight = torch.empty_like(weight).index_copy_(0, order, grad_weight)
     if grad_bias is not None:

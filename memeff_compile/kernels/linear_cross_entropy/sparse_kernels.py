@@ -202,8 +202,7 @@ def _dropped(
     group,
     counts,
     offs,
-    TILE: tl.constexpr,
-    KEEP_TARGETS: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Return, per tile and row: what leaving it out drops in sum, and at most in one column."""
     stats_ptr, compact_lse_ptr, target_logit_ptr, target_ptr = given
@@ -223,12 +222,12 @@ def _dropped(
     p_target = tl.exp2(target_logit - lse)
     # 1 - p_t is the largest |p_j - 1(j = t)| of its tile, whatever else the tile holds.
     miss = tl.maximum(1.0 - p_target, 0.0)
-    holds_target = (target // TILE)[None, :] == offs[:, None]
+    holds_target = (target // C.TILE)[None, :] == offs[:, None]
     holds_target = holds_target & (target >= 0)[None, :]
     others = tl.maximum(total - p_target[None, :], 0.0)
     total = tl.where(holds_target, miss[None, :] + others, total)
     highest = tl.where(holds_target, miss[None, :], highest)
-    if KEEP_TARGETS:
+    if C.KEEP_TARGETS:
         # The gradient of lse is p itself: a confident target's tile counts as much as can be.
         total = tl.where(holds_target, float("inf"), total)
         highest = tl.where(holds_target, float("inf"), highest)
@@ -250,28 +249,25 @@ def _linear_cross_entropy_block_score_kernel(
     group,
     counts,  # T of the statistics, which come for whole output tiles, and T
     threshold,
-    HAS_KEPT: tl.constexpr,
-    KEEP_TARGETS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Score tiles by their largest |p_j - 1(j = t)|; sum per row what falls under the threshold."""
     first_row, group_rows = group
     _, tiles = counts
     block = tl.program_id(0)
     chunk = tl.program_id(1)
-    rows = block * TILE + tl.arange(0, TILE)
+    rows = block * C.TILE + tl.arange(0, C.TILE)
     is_row = rows < group_rows
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         is_row = is_row & (first_row + rows < tl.load(kept_ptr))
-    offs = chunk * CHUNK + tl.arange(0, CHUNK)
-    total, highest = _dropped(given, (rows, is_row), group, counts, offs, TILE, KEEP_TARGETS)
+    offs = chunk * C.CHUNK + tl.arange(0, C.CHUNK)
+    total, highest = _dropped(given, (rows, is_row), group, counts, offs, C)
     score = tl.max(highest, axis=1)
-    block += first_row // TILE
+    block += first_row // C.TILE
     tl.store(score_ptr + block * tiles + offs, score, mask=offs < tiles)
     sums = tl.sum(tl.where((score < threshold)[:, None], total, 0.0), axis=0)
-    out = (block * tl.num_programs(1) + chunk) * TILE
-    tl.store(part_ptr + out + tl.arange(0, TILE), sums)
+    out = (block * tl.num_programs(1) + chunk) * C.TILE
+    tl.store(part_ptr + out + tl.arange(0, C.TILE), sums)
 
 
 @triton.jit
@@ -284,21 +280,18 @@ def _linear_cross_entropy_mass_code_kernel(
     all_rows,
     counts,  # T of the statistics, which come for whole output tiles, and T
     threshold,
-    HAS_KEPT: tl.constexpr,
-    KEEP_TARGETS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Keep one byte of what each tile would drop, and each row's sum over its light tiles."""
     first_row, group_rows = group
     _, tiles = counts
-    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    rows = tl.program_id(0) * C.TILE + tl.arange(0, C.TILE)
     chunk = tl.program_id(1)
     is_row = rows < group_rows
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         is_row = is_row & (first_row + rows < tl.load(kept_ptr))
-    offs = chunk * CHUNK + tl.arange(0, CHUNK)
-    total, _highest = _dropped(given, (rows, is_row), group, counts, offs, TILE, KEEP_TARGETS)
+    offs = chunk * C.CHUNK + tl.arange(0, C.CHUNK)
+    total, _highest = _dropped(given, (rows, is_row), group, counts, offs, C)
     code = tl.floor(tl.log2(tl.maximum(total, 1e-30)) * -CODE_STEPS)
     # 255 is exactly nothing.
     code = tl.where(total > 0.0, tl.minimum(tl.maximum(code, 0.0), 254.0), 255.0)
@@ -319,27 +312,25 @@ def _linear_cross_entropy_mass_score_kernel(
     part_ptr,  # (row blocks, chunks, LEVELS, TILE) fp32 out
     tiles,
     threshold,  # of the first level; each next one is half of it
-    LEVELS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Score tiles by the most they drop from a row; sum per row what each level would drop."""
     block = tl.program_id(0)
     chunk = tl.program_id(1)
-    rows = block * TILE + tl.arange(0, TILE)
+    rows = block * C.TILE + tl.arange(0, C.TILE)
     is_row = rows < tl.load(kept_ptr)
     source = tl.load(rank_ptr + rows, mask=is_row, other=0).to(tl.int64)
-    offs = chunk * CHUNK + tl.arange(0, CHUNK)
+    offs = chunk * C.CHUNK + tl.arange(0, C.CHUNK)
     mask = is_row[:, None] & (offs < tiles)[None, :]
     code = tl.load(code_ptr + source[:, None] * tiles + offs[None, :], mask=mask, other=255)
     upper = tl.where(mask, _decoded(code.to(tl.float32)), 0.0)
     score = tl.max(upper, axis=0)
     tl.store(score_ptr + block * tiles + offs, score, mask=offs < tiles)
-    for index in tl.static_range(LEVELS):
+    for index in tl.static_range(C.LEVELS):
         level = threshold * tl.exp2(-1.0 * index)
         sums = tl.sum(tl.where((score < level)[None, :], upper, 0.0), axis=1)
-        out = ((block * tl.num_programs(1) + chunk) * LEVELS + index) * TILE
-        tl.store(part_ptr + out + tl.arange(0, TILE), sums)
+        out = ((block * tl.num_programs(1) + chunk) * C.LEVELS + index) * C.TILE
+        tl.store(part_ptr + out + tl.arange(0, C.TILE), sums)
 
 
 @triton.jit
@@ -355,36 +346,33 @@ def _linear_cross_entropy_select_kernel(
     chunks,
     threshold,
     limit,  # what a row may lose
-    HAS_KEPT: tl.constexpr,
-    LEVELS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Leave out the tiles under the highest level at which no row of the block loses too much."""
     block = tl.program_id(0)
-    offs_n = block * TILE + tl.arange(0, TILE)
+    offs_n = block * C.TILE + tl.arange(0, C.TILE)
     rows_here = rows
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         rows_here = tl.load(kept_ptr)
     is_row = offs_n < rows_here
-    index = tl.arange(0, LEVELS)
-    place = index[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    sums = tl.zeros((LEVELS, TILE), tl.float32)
+    index = tl.arange(0, C.LEVELS)
+    place = index[:, None] * C.TILE + tl.arange(0, C.TILE)[None, :]
+    sums = tl.zeros((C.LEVELS, C.TILE), tl.float32)
     for chunk in range(chunks):
-        sums += tl.load(part_ptr + (block * chunks + chunk) * LEVELS * TILE + place)
+        sums += tl.load(part_ptr + (block * chunks + chunk) * C.LEVELS * C.TILE + place)
     levels = threshold * tl.exp2(-index.to(tl.float32))
     fits = tl.max(sums, axis=1) <= limit
     # -1 where no level fits: every tile is active.
     chosen = tl.max(tl.where(fits, levels, -1.0), axis=0)
     lost = tl.sum(tl.where((levels == chosen)[:, None], sums, 0.0), axis=0)
     out = offs_n
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         out = tl.load(order_ptr + offs_n, mask=is_row, other=0)
     tl.store(dropped_ptr + out, lost, mask=is_row)
-    for start in range(0, tiles, CHUNK):
-        offs = start + tl.arange(0, CHUNK)
+    for start in range(0, tiles, C.CHUNK):
+        offs = start + tl.arange(0, C.CHUNK)
         score = tl.load(score_ptr + block * tiles + offs, mask=offs < tiles, other=0.0)
-        active = tl.where(block * TILE < rows_here, (score >= chosen).to(tl.uint8), 0)
+        active = tl.where(block * C.TILE < rows_here, (score >= chosen).to(tl.uint8), 0)
         tl.store(active_ptr + block * tiles + offs, active.to(tl.uint8), mask=offs < tiles)
 
 

@@ -21,39 +21,28 @@ from torch import Tensor
 
 from memeff_compile import compat
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.kernels import library
 from memeff_compile.kernels.device import kernels_serve, tuned, where_it_runs, without_autocast
 from memeff_compile.kernels.linear_cross_entropy import op as rows_op
 from memeff_compile.kernels.linear_cross_entropy import total_fused, total_reference
 from memeff_compile.kernels.linear_cross_entropy.memory import Size
 from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal
-from memeff_compile.kernels.linear_cross_entropy.total_reference import row_gradients, total_of
+from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss, Totals, total_of
 
 GRADIENTS = "linear_cross_entropy.gradients"
 """The decision in which pass the gradients of a loss that is one number are made."""
 
-_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_LIBRARY.define(
-    "linear_cross_entropy_total(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-    "Tensor? row_weight, Tensor? norm, *, int? ignore_index, float scale, float softcap, "
-    "int workspace, bool[3] output_mask) -> "
-    "(Tensor total, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "linear_cross_entropy_total_backward(Tensor grad_total, Tensor grad_hidden, "
-    "Tensor grad_weight, Tensor grad_bias, Tensor hidden, Tensor weight, Tensor? bias) -> "
-    "(Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
+class _Gradients(NamedTuple):
+    """What `linear_cross_entropy_total_backward` is called with."""
 
-class Totals(NamedTuple):
-    """What an engine returns: the number, and the gradients that were asked for."""
-
-    total: Tensor
-    grad_hidden: Tensor | None
-    grad_weight: Tensor | None
-    grad_bias: Tensor | None
+    grad_total: Tensor
+    grad_hidden: Tensor
+    grad_weight: Tensor
+    grad_bias: Tensor
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
 
 
 def makes_gradients_in_forward(
@@ -123,17 +112,11 @@ def total_bytes(
     return held
 
 
-def _require_support(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_weight: Tensor | None,
-    norm: Tensor | None,
-    softcap: float,
-    workspace: int,
-) -> None:
-    sentence = rows_op.supports(hidden, weight, bias, target, softcap=softcap, workspace=workspace)
+def _require_support(given: Loss) -> None:
+    hidden, weight, bias, target, row_weight, norm, *_ = given
+    sentence = rows_op.supports(
+        hidden, weight, bias, target, softcap=given.softcap, workspace=given.workspace
+    )
     if sentence is None and row_weight is not None and row_weight.dim() != target.dim():
         sentence = (
             f"row_weight has {row_weight.dim()} dimensions and target {target.dim()}; one number "
@@ -148,141 +131,78 @@ def _require_support(
         raise UnsupportedInputError(f"linear_cross_entropy_total: {sentence}")
 
 
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_weight: Tensor | None,
-    norm: Tensor | None,
-    *,
-    ignore_index: int | None,
-    scale: float,
-    softcap: float,
-    workspace: int,
-    output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _require_support(hidden, weight, bias, target, row_weight, norm, softcap, workspace)
-    rows = target.numel()
-    needs_hidden, needs_weight, needs_bias = output_mask
-    mask = (needs_hidden, needs_weight, needs_bias and bias is not None)
-    flat = (
-        hidden.reshape(rows, hidden.shape[-1]),
-        weight,
-        bias,
-        target.reshape(rows),
-        None if row_weight is None else row_weight.reshape(rows),
-        norm,
+def _forward(given: Loss) -> tuple[Tensor, ...]:
+    _require_support(given)
+    hidden, weight, bias, target, row_weight, *_ = given
+    rows, (needs_hidden, needs_weight, needs_bias) = target.numel(), given.output_mask
+    flat = given._replace(
+        hidden=hidden.reshape(rows, hidden.shape[-1]),
+        target=target.reshape(rows),
+        row_weight=None if row_weight is None else row_weight.reshape(rows),
+        output_mask=(needs_hidden, needs_weight, needs_bias and bias is not None),
     )
-    modifiers = (ignore_index, scale, softcap, workspace)
     with without_autocast(hidden.device.type):
         if rows == 0:
-            found = _of_nothing(*flat, mask)
+            found = _of_nothing(flat)
         elif _fused_serves(hidden.device, hidden.dtype, hidden.shape[-1]) and total_fused.serves(
             weight
         ):
-            rows_op.check_range(flat[3], weight.shape[0], ignore_index)
-            found = Totals(*total_fused.run(*flat, *modifiers, mask))
+            rows_op.check_range(flat.target, weight.shape[0], given.ignore_index)
+            found = total_fused.run(flat)
         elif kernels_serve(hidden.device, hidden.dtype):
-            found = _by_recomputing(*flat, *modifiers, mask)
+            found = _by_recomputing(flat)
         else:
-            rows_op.check_range(flat[3], weight.shape[0], ignore_index)
-            found = Totals(*total_reference.run(*flat, *modifiers, mask))
+            rows_op.check_range(flat.target, weight.shape[0], given.ignore_index)
+            found = total_reference.run(flat)
     gradients = [hidden.new_empty(0) if part is None else part for part in found[1:]]
     if needs_hidden:
         gradients[0] = gradients[0].reshape(hidden.shape)
-    return found.total, gradients[0], gradients[1], gradients[2]
+    return (found.total, *gradients)
 
 
-def _of_nothing(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_weight: Tensor | None,
-    norm: Tensor | None,
-    mask: tuple[bool, bool, bool],
-) -> Totals:
+def _of_nothing(given: Loss) -> Totals:
     """Return the total of no rows, which is 0, or nan where a mean of them is asked for."""
-    del target
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    total = total_of(hidden.new_zeros(0, dtype=wide), row_weight, norm)
+    nothing = given.hidden.new_zeros(0, dtype=given.wide)
     zeros = [
         torch.zeros_like(tensor) if wanted and tensor is not None else None
-        for tensor, wanted in zip((hidden, weight, bias), mask, strict=True)
+        for tensor, wanted in zip(given[:3], given.output_mask, strict=True)
     ]
-    return Totals(total, *zeros)
+    return Totals(total_of(nothing, given.row_weight, given.norm), *zeros)
 
 
-def _by_recomputing(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_weight: Tensor | None,
-    norm: Tensor | None,
-    ignore_index: int | None,
-    scale: float,
-    softcap: float,
-    workspace: int,
-    mask: tuple[bool, bool, bool],
-) -> Totals:
+def _by_recomputing(given: Loss) -> Totals:
     """Run an engine's forward and its backward behind it, where none makes both at once."""
+    operands = (*given[:4], None)
     settings: dict[str, Any] = {
-        "ignore_index": ignore_index,
-        "scale": scale,
-        "softcap": softcap,
+        "ignore_index": given.ignore_index,
+        "scale": given.scale,
+        "softcap": given.softcap,
         "with_lse": False,
         "with_logit_sum": False,
         "gradient_filter": "exact",
-        "workspace": workspace,
+        "workspace": given.workspace,
     }
     nll, lse, nothing, entropy, _, _, active, row_order = rows_op.linear_cross_entropy(
-        hidden, weight, bias, target, None, **settings
+        *operands, **settings
     )
+    of_rows = (given.row_gradients(nll.dtype), torch.zeros_like(lse), nothing, entropy)
+    kept = (lse, entropy, active, row_order)
+    mask = list(given.output_mask)
     gradients = rows_op.linear_cross_entropy_backward(
-        row_gradients(target, row_weight, norm, ignore_index, nll.dtype),
-        torch.zeros_like(lse),
-        nothing,
-        entropy,
-        hidden,
-        weight,
-        bias,
-        target,
-        None,
-        lse,
-        entropy,
-        active,
-        row_order,
-        **settings,
-        output_mask=list(mask),
+        *of_rows, *operands, *kept, **settings, output_mask=mask
     )
     wanted = [part if asked else None for part, asked in zip(gradients, mask, strict=True)]
-    return Totals(total_of(nll, row_weight, norm), *wanted)
+    return Totals(total_of(nll, given.row_weight, given.norm), *wanted)
 
 
-def _fake_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_weight: Tensor | None,
-    norm: Tensor | None,
-    *,
-    ignore_index: int | None,
-    scale: float,
-    softcap: float,
-    workspace: int,
-    output_mask: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    del ignore_index, scale
-    _require_support(hidden, weight, bias, target, row_weight, norm, softcap, workspace)
-    rows_op.check_sizes(hidden, weight, bias, target, None)
-    needs_hidden, needs_weight, needs_bias = output_mask
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+def _fake_forward(given: Loss) -> tuple[Tensor, ...]:
+    _require_support(given)
+    rows_op.check_sizes(*given[:4], None)
+    hidden, weight, bias, *_ = given
+    needs_hidden, needs_weight, needs_bias = given.output_mask
     nothing = [hidden.new_empty(0) for _ in range(3)]
     return (
-        hidden.new_empty((), dtype=wide),
+        hidden.new_empty((), dtype=given.wide),
         hidden.new_empty(hidden.shape) if needs_hidden else nothing[0],
         torch.empty_like(weight) if needs_weight else nothing[1],
         torch.empty_like(bias) if needs_bias and bias is not None else nothing[2],
@@ -315,35 +235,16 @@ def _scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
         target.copy_(source.to(by.dtype) * by)
 
 
-def _backward(
-    grad_total: Tensor,
-    grad_hidden: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    del hidden, weight, bias
-    scaled = [torch.empty_like(part) for part in (grad_hidden, grad_weight, grad_bias)]
-    for part, out in zip((grad_hidden, grad_weight, grad_bias), scaled, strict=True):
-        _scale_into(part, grad_total, out)
-    return scaled[0], scaled[1], scaled[2]
+def _backward(given: _Gradients) -> tuple[Tensor, ...]:
+    scaled = _fake_backward(given)
+    for part, out in zip(given[1:4], scaled, strict=True):
+        _scale_into(part, given.grad_total, out)
+    return scaled
 
 
-def _fake_backward(
-    grad_total: Tensor,
-    grad_hidden: Tensor,
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    del grad_total, hidden, weight, bias
-    parts = grad_hidden, grad_weight, grad_bias
-    scaled = [torch.empty_like(part) for part in parts]
-    return scaled[0], scaled[1], scaled[2]
+def _fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
+    parts = given.grad_hidden, given.grad_weight, given.grad_bias
+    return tuple(torch.empty_like(part) for part in parts)
 
 
 def _setup_context(
@@ -373,9 +274,7 @@ def _link(
     *gradients, hidden, weight, bias = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     if torch.is_grad_enabled():
-        found = torch.ops.memeff.linear_cross_entropy_total_backward.default(
-            grad_total, *gradients, hidden, weight, bias
-        )
+        found = linear_cross_entropy_total_backward(grad_total, *gradients, hidden, weight, bias)
     elif compat.is_traced(grad_total, *gradients):
         # Plain operations in a graph: the compiler fuses them and knows what it may overwrite.
         found = [_scaled(part, grad_total) for part in gradients]
@@ -396,17 +295,19 @@ def _refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:  # noqa: ANN4
     )
 
 
-_LIBRARY.impl("linear_cross_entropy_total", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("linear_cross_entropy_total_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("memeff::linear_cross_entropy_total", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake(
-    "memeff::linear_cross_entropy_total_backward", _fake_backward, lib=_LIBRARY
+linear_cross_entropy_total = library.op(
+    "linear_cross_entropy_total(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
+    "Tensor? row_weight, Tensor? norm, *, int? ignore_index, float scale, float softcap, "
+    "int workspace, bool[3] output_mask) -> "
+    "(Tensor total, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
+    *library.taking(Loss, _forward, _fake_forward),
+    backward=_link,
+    setup_context=_setup_context,
 )
-torch.library.register_autograd(
-    "memeff::linear_cross_entropy_total", _link, setup_context=_setup_context, lib=_LIBRARY
+linear_cross_entropy_total_backward = library.op(
+    "linear_cross_entropy_total_backward(Tensor grad_total, Tensor grad_hidden, "
+    "Tensor grad_weight, Tensor grad_bias, Tensor hidden, Tensor weight, Tensor? bias) -> "
+    "(Tensor, Tensor, Tensor)",
+    *library.taking(_Gradients, _backward, _fake_backward),
+    backward=_refuse_double_backward,
 )
-torch.library.register_autograd(
-    "memeff::linear_cross_entropy_total_backward", _refuse_double_backward, lib=_LIBRARY
-)
-
-linear_cross_entropy_total = torch.ops.memeff.linear_cross_entropy_total.default

@@ -16,6 +16,7 @@ product. Floors at 790e12 and predictions: N, D, V = 8192, 4096, 128256: 32.7 an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels._triton import compat as triton_compat
+from memeff_compile.kernels._triton.launch import start
 from memeff_compile.kernels.device import DEFAULT_PROCESSORS, on_device, processors
 from memeff_compile.kernels.linear_cross_entropy import fused
 from memeff_compile.kernels.linear_cross_entropy.pieces import MIB, Knobs, spans
@@ -33,7 +35,7 @@ from memeff_compile.kernels.linear_cross_entropy.shapes import (
     shapes_for,
     shapes_for_programs,
 )
-from memeff_compile.kernels.linear_cross_entropy.total_reference import row_gradients, total_of
+from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss, Totals, total_of
 
 DTYPES = (torch.bfloat16,)
 serves = fused.serves
@@ -174,44 +176,26 @@ def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
     torch.autograd.graph.increment_version(out)
 
 
-def run(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_weight: Tensor | None,
-    norm: Tensor | None,
-    ignore_index: int | None,
-    scale: float,
-    softcap: float,
-    workspace: int,
-    output_mask: tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the total and the gradients that `output_mask` asks for.
+def run(given: Loss) -> Totals:
+    """Compute the total and the gradients that are asked for.
 
     Args:
-        hidden: (N, D) bf16.
-        weight: (V, D) contiguous.
-        bias: (V,) or None.
-        target: (N,) int32 or int64.
-        row_weight: (N,) or None.
-        norm: a number or None.
+        given: of bf16, the weight contiguous.
     """
-    knobs = Knobs(ignore_index, scale, softcap, False, False, "exact", workspace)
-    with on_device(hidden):
-        walk = _Walk(fused.aligned(hidden), weight, bias, target, knobs, output_mask)
-        walk.factor = row_gradients(target, row_weight, norm, ignore_index, torch.float32)
+    with on_device(given.hidden):
+        walk = _Total(given)
         for index, (first, stop) in enumerate(spans(0, walk.rows, walk.height)):
             walk.piece(index, first, stop - first)
-        grad_bias = None if walk.bias_sums is None or bias is None else walk.bias_sums.to(bias)
-        total = total_of(walk.nll, row_weight, norm)
-        return total, walk.grad_hidden, walk.grad_weight, grad_bias
+        total = total_of(walk.nll, given.row_weight, given.norm)
+        return Totals(total, *walk.gradients())
 
 
-class _Walk:
-    """The buffers of one walk, and the launches over a piece."""
+class Walk:
+    """A walk over pieces of R rows: X of a piece, and the products that make gradients of it.
 
-    factor: Tensor
+    X, R by the vocabulary in whole tiles, is what the gradients of the piece's logits are but for a
+    factor per row. `height` is R, `columns` the width of a tile of X and `tiles` their number.
+    """
 
     def __init__(
         self,
@@ -220,8 +204,9 @@ class _Walk:
         bias: Tensor | None,
         target: Tensor,
         knobs: Knobs,
-        output_mask: tuple[bool, bool, bool],
+        output_mask: Sequence[bool],
     ) -> None:
+        hidden = fused.aligned(hidden)
         self.hidden, self.weight, self.knobs = hidden, weight, knobs
         self.bias = None if bias is None else bias.contiguous()
         (self.rows, self.depth), self.vocab = hidden.shape, weight.shape[0]
@@ -229,31 +214,27 @@ class _Walk:
         needs_hidden, needs_weight, needs_bias = output_mask
         self.selection = select_rows(target, knobs)
         self.is_compact = self.selection.kept is not None
+        self.cap = (knobs.scale, knobs.softcap)
+        self.flags = {
+            "HAS_BIAS": bias is not None,
+            "HAS_KEPT": self.is_compact,
+            "HAS_SOFTCAP": knobs.softcap > 0,
+        }
         tile = self.shapes.rows
-        is_plain = bias is None and not knobs.softcap
-        self.columns = self.shapes.gradient_columns(is_plain=is_plain)
+        self.columns = self.shapes.gradient_columns(is_plain=fused.is_plain(bias, knobs))
         self.height = piece_rows(self.rows, self.vocab, knobs.workspace, tile, self.shapes.columns)
         self.tiles = -(-self.vocab // self.columns)
         self.width = self.tiles * self.columns
 
-        def floats(*sizes: int) -> Tensor:
-            return hidden.new_empty(sizes, dtype=torch.float32)
-
-        # Ignored rows, which no kernel writes, have a loss and a gradient of zero.
+        # Ignored rows, which no kernel writes, have a gradient of zero.
         new = torch.zeros_like if self.is_compact else torch.empty_like
-        self.nll = new(hidden[:, 0], dtype=torch.float32)
         self.grad_hidden = new(hidden) if needs_hidden else None
         self.grad_weight = torch.empty_like(weight) if needs_weight else None
         self.bias_sums = None
         if needs_bias:
             self.bias_sums = hidden.new_zeros(self.vocab, dtype=torch.float32)
         self.x = hidden.new_empty((self.height, self.width))
-        self.stats = floats(2, self.tiles, self.height)
-        self.base, self.row_scale = floats(self.height), floats(self.height)
-        self.target_logit = floats(self.height)
-        self.scaled: Tensor | None = None
-        if needs_weight or self.is_compact:
-            self.scaled = hidden.new_empty((self.height, self.depth))
+        self.row_scale = self.floats(self.height)
         pieces = -(-self.rows // self.height)
         tiles = -(-self.height // tile) * -(-self.depth // self.shapes.columns)
         self.has_gluon = not self.shapes.is_interpreted and triton_compat.has_gluon()
@@ -263,25 +244,120 @@ class _Walk:
                 self.height, self.depth, self.vocab, self.shapes, needs_weight=needs_weight
             )
         if self.splits > 1:
-            self.parts = floats(self.splits - 1, self.height, self.depth)
+            self.parts = self.floats(self.splits - 1, self.height, self.depth)
         # multiples of 16 bytes, so that every piece's launches are compiled alike
-        self.again, self.counters = (
-            target.new_zeros((pieces, size), dtype=torch.int32) for size in (4, 4 + tiles // 4 * 4)
+        self.counters = self.marks(pieces, 4 + tiles // 4 * 4)
+
+    def floats(self, *sizes: int) -> Tensor:
+        """Return memory for numbers in fp32."""
+        return self.hidden.new_empty(sizes, dtype=torch.float32)
+
+    def marks(self, *sizes: int) -> Tensor:
+        """Return zeros that kernels write to."""
+        return self.hidden.new_zeros(sizes, dtype=torch.int32)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return what was asked for, behind the last piece."""
+        sums = self.bias_sums
+        return self.grad_hidden, self.grad_weight, None if sums is None else sums.to(self.bias)
+
+    def add_products(self, index: int, first: int, here: int, factor: Tensor | None) -> None:
+        """Sum what X gives to the gradients, by the kernels that this Triton has.
+
+        Args:
+            index, first, here: which piece, its first compact row and how many there may be.
+            factor: (R, D) what X is multiplied with for dC, zero behind the last row.
+        """
+        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
+
+        if self.grad_weight is not None or self.grad_hidden is not None:
+            self._multiply(index, first, here, factor)
+        if self.bias_sums is not None:
+            start(
+                kernels._linear_cross_entropy_total_bias_kernel,
+                (-(-self.vocab // 128),),
+                *(self.x, self.row_scale, self.bias_sums, self.selection.kept),
+                *(first, here, self.width, self.vocab),
+                BLOCK=128,
+                ROWS=64,
+                **self.flags,
+            )
+
+    def _multiply(self, index: int, first: int, here: int, factor: Tensor | None) -> None:
+        shapes, selection = self.shapes, self.selection
+        rows, columns, step = shapes.rows, shapes.columns, shapes.step
+        kernel: Any
+        tiles_of: Any = fused.tiles_of
+        parts, splits = [], []
+        if self.has_gluon:
+            from memeff_compile.kernels._triton.gluon import tiles_of
+            from memeff_compile.kernels.linear_cross_entropy import total_products_kernels
+
+            kernel = total_products_kernels._linear_cross_entropy_total_specialized_products_kernel
+            parts, splits = [self.parts], [self.splits]
+        else:
+            from memeff_compile.kernels.linear_cross_entropy import total_kernels
+
+            kernel = total_kernels._linear_cross_entropy_total_products_kernel
+        # What is not asked for is not read; something has to stand there.
+        scaled = self.weight if factor is None else factor
+        start(
+            kernel,
+            (shapes.programs,),
+            tiles_of(self.x, step, rows),
+            tiles_of(self.x, rows, step),
+            tiles_of(scaled, step, columns),
+            tiles_of(self.weight, step, columns),
+            tiles_of(self.x if self.grad_weight is None else self.grad_weight, rows, columns // 4),
+            *(self.grad_hidden, *parts, selection.order, selection.kept, self.row_scale),
+            *(self.counters[index], first, here, self.width, self.vocab, self.depth, *splits),
+            ADD=index > 0,
+            HAS_PARTS=self.parts is not None,
+            NEEDS_WEIGHT=self.grad_weight is not None,
+            NEEDS_HIDDEN=self.grad_hidden is not None,
+            BM=rows,
+            BN=columns,
+            BK=step,
+            STAGES=shapes.stages,
+            WARPS=shapes.warps,
+            UPCAST=shapes.is_interpreted,
+            num_warps=shapes.warps,
+            **({} if self.has_gluon else {"num_stages": shapes.stages}),
+            **self.flags,
         )
+
+
+class _Total(Walk):
+    """The walk of engine T: logits once, and their gradients from them."""
+
+    def __init__(self, given: Loss) -> None:
+        modifiers = given.ignore_index, given.scale, given.softcap
+        knobs = Knobs(*modifiers, False, False, "exact", given.workspace)
+        super().__init__(*given[:4], knobs, given.output_mask)
+        self.factor = given.row_gradients(torch.float32)
+        # Ignored rows, which no kernel writes, have a loss of zero.
+        new = torch.zeros_like if self.is_compact else torch.empty_like
+        self.nll = new(self.hidden[:, 0], dtype=torch.float32)
+        self.stats = self.floats(2, self.tiles, self.height)
+        self.base, self.target_logit = self.floats(self.height), self.floats(self.height)
+        self.scaled: Tensor | None = None
+        if self.grad_weight is not None or self.is_compact:
+            self.scaled = self.hidden.new_empty((self.height, self.depth))
+        self.again = self.marks(len(self.counters), 4)
 
     def piece(self, index: int, first: int, here: int) -> None:
         """Compute the losses of these rows, their dE and what they give to dC."""
         from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
 
-        selection, knobs, again = self.selection, self.knobs, self.again[index]
-        has_kept = {"HAS_KEPT": self.is_compact}
-        has_softcap = {"HAS_SOFTCAP": knobs.softcap > 0}
+        selection, again = self.selection, self.again[index]
         hidden, block = self.hidden[first : first + here], row_block(self.depth, self.shapes)
         if self.is_compact:
             assert self.scaled is not None
             hidden = self.scaled[:here]
             gather(self.hidden, hidden, selection, first, self.shapes)
-        kernels._linear_cross_entropy_total_base_kernel[(here,)](
+        start(
+            kernels._linear_cross_entropy_total_base_kernel,
+            (here,),
             hidden,
             hidden.stride(0),
             self.weight,
@@ -293,12 +369,9 @@ class _Walk:
             here,
             self.vocab,
             self.depth,
-            knobs.scale,
-            knobs.softcap,
-            HAS_BIAS=self.bias is not None,
+            *self.cap,
             BLOCK=block,
-            **has_kept,
-            **has_softcap,
+            **self.flags,
         )
         self._logits(first, here, None)
         self._rows(first, here, again, is_final=False)
@@ -306,7 +379,9 @@ class _Walk:
         self._rows(first, here, again, is_final=True)
         if self.grad_weight is not None:
             assert self.scaled is not None
-            kernels._linear_cross_entropy_total_scale_rows_kernel[(self._padded(here),)](
+            start(
+                kernels._linear_cross_entropy_total_scale_rows_kernel,
+                (self._padded(here),),
                 hidden,
                 hidden.stride(0),
                 self.row_scale,
@@ -317,24 +392,9 @@ class _Walk:
                 self.depth,
                 PAD=self.shapes.rows,
                 BLOCK=block,
-                **has_kept,
+                **self.flags,
             )
-        if self.grad_weight is not None or self.grad_hidden is not None:
-            self._products(index, first, here)
-        if self.bias_sums is not None:
-            kernels._linear_cross_entropy_total_bias_kernel[(-(-self.vocab // 128),)](
-                self.x,
-                self.row_scale,
-                self.bias_sums,
-                selection.kept,
-                first,
-                here,
-                self.width,
-                self.vocab,
-                BLOCK=128,
-                ROWS=64,
-                **has_kept,
-            )
+        self.add_products(index, first, here, self.scaled)
 
     def _padded(self, rows: int) -> int:
         return min(-(-rows // self.shapes.rows) * self.shapes.rows, self.height)
@@ -342,30 +402,18 @@ class _Walk:
     def _logits(self, first: int, here: int, again: Tensor | None) -> None:
         from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
 
-        shapes, knobs, selection = self.shapes, self.knobs, self.selection
+        shapes, selection = self.shapes, self.selection
         gathered = self.scaled if self.is_compact else self.hidden
-        kernels._linear_cross_entropy_total_logits_kernel[(shapes.programs,)](
+        start(
+            kernels._linear_cross_entropy_total_logits_kernel,
+            (shapes.programs,),
             fused.tiles_of(gathered, shapes.rows, shapes.step),
             fused.tiles_of(self.weight, self.columns, shapes.step),
             fused.tiles_of(self.x, shapes.rows, self.columns // 4),
-            self.bias,
-            selection.target,
-            selection.kept,
-            again,
-            self.base,
-            self.stats,
-            self.target_logit,
-            first,
-            0 if self.is_compact else first,
-            here,
-            self.vocab,
-            self.depth,
-            knobs.scale,
-            knobs.softcap,
+            *(self.bias, selection.target, selection.kept, again),
+            *(self.base, self.stats, self.target_logit),
+            *(first, 0 if self.is_compact else first, here, self.vocab, self.depth, *self.cap),
             HAS_AGAIN=again is not None,
-            HAS_BIAS=self.bias is not None,
-            HAS_KEPT=self.is_compact,
-            HAS_SOFTCAP=knobs.softcap > 0,
             BM=shapes.rows,
             BN=self.columns,
             BK=shapes.step,
@@ -373,112 +421,22 @@ class _Walk:
             UPCAST=shapes.is_interpreted,
             num_warps=shapes.warps,
             num_stages=shapes.stages,
+            **self.flags,
         )
 
     def _rows(self, first: int, here: int, again: Tensor, *, is_final: bool) -> None:
         from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
 
-        selection, knobs = self.selection, self.knobs
-        kernels._linear_cross_entropy_total_rows_kernel[(-(-here // ROWS),)](
-            self.stats,
-            self.target_logit,
-            selection.target,
-            selection.order,
-            selection.kept,
-            self.factor,
-            self.base,
-            again,
-            self.row_scale,
-            self.x,
-            self.nll,
-            first,
-            here,
-            self.tiles,
-            self.width,
-            self.vocab,
-            knobs.scale,
-            knobs.softcap,
+        selection = self.selection
+        start(
+            kernels._linear_cross_entropy_total_rows_kernel,
+            (-(-here // ROWS),),
+            *(self.stats, self.target_logit, selection.target, selection.order, selection.kept),
+            *(self.factor, self.base, again, self.row_scale, self.x, self.nll),
+            *(first, here, self.tiles, self.width, self.vocab, *self.cap),
             FINAL=is_final,
-            HAS_KEPT=self.is_compact,
-            HAS_SOFTCAP=knobs.softcap > 0,
             ROWS=ROWS,
             TILES=TILES,
             num_warps=4,
-        )
-
-    def _products(self, index: int, first: int, here: int) -> None:
-        """Sum what X gives to dE and dC, by the kernel that this Triton has."""
-        launch = self._products_in_gluon if self.has_gluon else self._products_in_triton
-        launch(
-            first,
-            here,
-            self.counters[index],
-            ADD=index > 0,
-            HAS_KEPT=self.is_compact,
-            NEEDS_WEIGHT=self.grad_weight is not None,
-            NEEDS_HIDDEN=self.grad_hidden is not None,
-            BM=self.shapes.rows,
-            BN=self.shapes.columns,
-            BK=self.shapes.step,
-            num_warps=self.shapes.warps,
-        )
-
-    def _products_in_gluon(self, first: int, here: int, counter: Tensor, **constants: int) -> None:
-        from memeff_compile.kernels._triton.gluon import NVMMASharedLayout, TensorDescriptor
-        from memeff_compile.kernels.linear_cross_entropy import total_products_kernels as kernels
-
-        def tiles(matrix: Tensor, rows: int, columns: int) -> Any:  # noqa: ANN401
-            layout = NVMMASharedLayout(128, 16, 2)
-            return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
-
-        tile, columns, step = self.shapes.rows, self.shapes.columns, self.shapes.step
-        weight, selection = tiles(self.weight, step, columns), self.selection
-        kernels._linear_cross_entropy_total_specialized_products_kernel[(self.shapes.programs,)](
-            tiles(self.x, step, tile),
-            tiles(self.x, tile, step),
-            weight if self.scaled is None else tiles(self.scaled, step, columns),
-            weight,
-            tiles(self.x if self.grad_weight is None else self.grad_weight, tile, columns // 4),
-            self.grad_hidden,
-            self.parts,
-            selection.order,
-            selection.kept,
-            self.row_scale,
-            counter,
-            first,
-            here,
-            self.width,
-            self.vocab,
-            self.depth,
-            self.splits,
-            HAS_PARTS=self.parts is not None,
-            STAGES=self.shapes.stages,
-            WARPS=self.shapes.warps,
-            **constants,
-        )
-
-    def _products_in_triton(self, first: int, here: int, counter: Tensor, **constants: int) -> None:
-        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
-
-        shapes, selection = self.shapes, self.selection
-        tile, columns, step = shapes.rows, shapes.columns, shapes.step
-        kernels._linear_cross_entropy_total_products_kernel[(shapes.programs,)](
-            fused.tiles_of(self.x, step, tile),
-            fused.tiles_of(self.x, tile, step),
-            fused.tiles_of(self.scaled, step, columns),
-            fused.tiles_of(self.weight, step, columns),
-            fused.tiles_of(self.grad_weight, tile, columns // 4),
-            self.grad_hidden,
-            selection.order,
-            selection.kept,
-            self.row_scale,
-            counter,
-            first,
-            here,
-            self.width,
-            self.vocab,
-            self.depth,
-            UPCAST=shapes.is_interpreted,
-            num_stages=shapes.stages,
-            **constants,
+            **self.flags,
         )

@@ -29,9 +29,9 @@ FAR = tl.constexpr(64.0)
 
 
 @triton.jit
-def _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT: tl.constexpr):
+def _rows_here(kept_ptr, first_row, piece_rows, C: tl.constexpr):
     """Return how many rows of this piece exist."""
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         return tl.minimum(piece_rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
     return piece_rows
 
@@ -51,26 +51,25 @@ def _linear_cross_entropy_total_base_kernel(
     depth,
     scale,
     softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Take the logit of a row's target as its base: a trained model's rows lie close above it."""
     row = tl.program_id(0)
-    is_row = row < _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT)
+    is_row = row < _rows_here(kept_ptr, first_row, piece_rows, C)
     target = tl.load(target_ptr + first_row + row, mask=is_row, other=-1)
     is_class = (target >= 0) & (target < vocab)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, depth, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
+    sums = tl.zeros((C.BLOCK,), tl.float32)
+    for start in range(0, depth, C.BLOCK):
+        offs = start + tl.arange(0, C.BLOCK)
         mask = (offs < depth) & is_class
         e = tl.load(hidden_ptr + row.to(tl.int64) * stride_hidden_row + offs, mask=mask, other=0.0)
         c = tl.load(weight_ptr + target.to(tl.int64) * depth + offs, mask=mask, other=0.0)
         sums += e.to(tl.float32) * c.to(tl.float32)
     s = tl.zeros((1,), tl.float32) + tl.sum(sums, axis=0)
     column = tl.zeros((1,), tl.int32) + tl.where(is_class, target, vocab)
-    z2, _slope = _logits(s[:, None], column, bias_ptr, vocab, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    z2, _slope = _logits(
+        s[:, None], column, bias_ptr, vocab, scale, softcap, C.HAS_BIAS, C.HAS_SOFTCAP
+    )
     tl.store(base_ptr + row, tl.sum(tl.sum(z2, axis=1), axis=0))
 
 
@@ -93,66 +92,52 @@ def _linear_cross_entropy_total_logits_kernel(
     depth,
     scale,
     softcap,
-    HAS_AGAIN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Write X and its row statistics, tile by tile; rows and columns that do not exist are zero."""
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT)
-    row_blocks = tl.cdiv(rows_here, BM)
-    column_blocks = tl.cdiv(vocab, BN)
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    row_blocks = tl.cdiv(rows_here, C.BM)
+    column_blocks = tl.cdiv(vocab, C.BN)
     tiles = row_blocks * column_blocks
-    if HAS_AGAIN:
+    if C.HAS_AGAIN:
         tiles = tl.where(tl.load(again_ptr) > 0, tiles, 0)
     plane = tl.cast(column_blocks, tl.int64) * piece_rows
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=C.FLATTEN):
         row_block = tile % row_blocks
         column_block = tile // row_blocks
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for k in range(0, depth, BK):
-            e = hidden_desc.load([hidden_row + row_block * BM, k])
-            c = weight_desc.load([column_block * BN, k])
-            acc = dot(e, c.T, acc, UPCAST)
+        acc = tl.zeros((C.BM, C.BN), dtype=tl.float32)
+        for k in range(0, depth, C.BK):
+            e = hidden_desc.load([hidden_row + row_block * C.BM, k])
+            c = weight_desc.load([column_block * C.BN, k])
+            acc = dot(e, c.T, acc, C.UPCAST)
 
-        rows = row_block * BM + tl.arange(0, BM)
+        rows = row_block * C.BM + tl.arange(0, C.BM)
         is_row = rows < rows_here
         base = tl.load(base_ptr + rows, mask=is_row, other=0.0)
         target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
-        peak = tl.full((BM,), float("-inf"), tl.float32)
-        mass = tl.zeros((BM,), tl.float32)
+        peak = tl.full((C.BM,), float("-inf"), tl.float32)
+        mass = tl.zeros((C.BM,), tl.float32)
         for quarter in tl.static_range(4):
-            first = column_block * BN + quarter * (BN // 4)
-            offs = tl.arange(0, BN // 4)
+            first = column_block * C.BN + quarter * (C.BN // 4)
+            offs = tl.arange(0, C.BN // 4)
             columns = first + offs
+            part = _quarter(acc, quarter, C.BM, C.BN)
             z2, slope = _logits(
-                _quarter(acc, quarter, BM, BN),
-                columns,
-                bias_ptr,
-                vocab,
-                scale,
-                softcap,
-                HAS_BIAS,
-                HAS_SOFTCAP,
+                part, columns, bias_ptr, vocab, scale, softcap, C.HAS_BIAS, C.HAS_SOFTCAP
             )
             local = target - first
-            is_here = (local >= 0) & (local < BN // 4)
+            is_here = (local >= 0) & (local < C.BN // 4)
             if tl.max(is_here.to(tl.int32), axis=0) > 0:
                 z2_target = tl.sum(tl.where(offs[None, :] == local[:, None], z2, 0.0), axis=1)
                 tl.store(target_logit_ptr + rows, z2_target, mask=is_row & is_here)
-            if first + BN // 4 > vocab:
+            if first + C.BN // 4 > vocab:
                 z2 = tl.where(columns[None, :] < vocab, z2, float("-inf"))
             # tl.max passes over NaN; the sum keeps it.
             peak = tl.maximum(peak, tl.max(z2, axis=1))
             x = tl.exp2(z2 - base[:, None])
             mass += tl.sum(x, axis=1)
             x = tl.where(is_row[:, None], x * slope, 0.0)
-            x_desc.store([row_block * BM, first], x.to(x_desc.dtype))
+            x_desc.store([row_block * C.BM, first], x.to(x_desc.dtype))
         place = column_block.to(tl.int64) * piece_rows + rows
         tl.store(stats_ptr + place, peak, mask=is_row)
         tl.store(stats_ptr + plane + place, mass, mask=is_row)
@@ -178,22 +163,18 @@ def _linear_cross_entropy_total_rows_kernel(
     vocab,
     scale,
     softcap,
-    FINAL: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Merge a row's statistics in a fixed order: first whether its base will do, then the rest."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT)
+    rows = tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
     is_row = rows < rows_here
     plane = tl.cast(tiles, tl.int64) * piece_rows
     base = tl.load(base_ptr + rows, mask=is_row, other=0.0)
-    if not FINAL:
-        peaks = tl.full((ROWS,), float("-inf"), tl.float32)
-        for start in range(0, tiles, TILES):
-            offs = start + tl.arange(0, TILES)
+    if not C.FINAL:
+        peaks = tl.full((C.ROWS,), float("-inf"), tl.float32)
+        for start in range(0, tiles, C.TILES):
+            offs = start + tl.arange(0, C.TILES)
             mask = (offs < tiles)[:, None] & is_row[None, :]
             place = offs.to(tl.int64)[:, None] * piece_rows + rows[None, :]
             peak = tl.load(stats_ptr + place, mask=mask, other=float("-inf"))
@@ -205,9 +186,9 @@ def _linear_cross_entropy_total_rows_kernel(
         if tl.max(is_far.to(tl.int32), axis=0) > 0:
             tl.store(again_ptr, 1)
     else:
-        masses = tl.zeros((ROWS,), tl.float32)
-        for start in range(0, tiles, TILES):
-            offs = start + tl.arange(0, TILES)
+        masses = tl.zeros((C.ROWS,), tl.float32)
+        for start in range(0, tiles, C.TILES):
+            offs = start + tl.arange(0, C.TILES)
             mask = (offs < tiles)[:, None] & is_row[None, :]
             place = offs.to(tl.int64)[:, None] * piece_rows + rows[None, :]
             mass = tl.load(stats_ptr + plane + place, mask=mask, other=0.0)
@@ -215,7 +196,7 @@ def _linear_cross_entropy_total_rows_kernel(
         target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1)
         z2_target = tl.load(target_logit_ptr + rows, mask=is_row, other=0.0)
         source = first_row + rows
-        if HAS_KEPT:
+        if C.HAS_KEPT:
             source = tl.load(order_ptr + source, mask=is_row, other=0)
         # (base - z_t) + log(mass) rather than lse - z_t: no cancellation for a confident target.
         nll2 = (base - z2_target) + tl.log2(tl.where(is_row, masses, 1.0))
@@ -225,8 +206,8 @@ def _linear_cross_entropy_total_rows_kernel(
         tl.store(nll_ptr + source, nll, mask=is_row)
         factor = tl.load(factor_ptr + source, mask=is_row, other=0.0)
         tl.store(row_scale_ptr + rows, factor / masses, mask=is_row)
-        slope = tl.zeros((ROWS,), tl.float32) + scale
-        if HAS_SOFTCAP:
+        slope = tl.zeros((C.ROWS,), tl.float32) + scale
+        if C.HAS_SOFTCAP:
             ratio = z2_target * LN2 / softcap
             slope *= 1.0 - ratio * ratio
         # X at the target: (p - 1) / (1 / mass), with p - 1 = 2^-nll2 - 1.
@@ -245,18 +226,16 @@ def _linear_cross_entropy_total_scale_rows_kernel(
     first_row,
     piece_rows,
     depth,
-    HAS_KEPT: tl.constexpr,
-    PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Multiply rows by their scale; rows past the last up to a multiple of PAD become zero."""
     row = tl.program_id(0)
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT)
-    if row < tl.cdiv(rows_here, PAD) * PAD:
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    if row < tl.cdiv(rows_here, C.PAD) * C.PAD:
         is_row = row < rows_here
         scale = tl.load(row_scale_ptr + row, mask=is_row, other=0.0)
-        for start in range(0, depth, BLOCK):
-            offs = start + tl.arange(0, BLOCK)
+        for start in range(0, depth, C.BLOCK):
+            offs = start + tl.arange(0, C.BLOCK)
             inside = offs < depth
             place = row.to(tl.int64) * stride_hidden_row + offs
             values = tl.load(hidden_ptr + place, mask=inside & is_row, other=0.0)
@@ -281,14 +260,7 @@ def _linear_cross_entropy_total_products_kernel(
     width,
     vocab,
     depth,
-    ADD: tl.constexpr,  # add to grad_weight instead of overwriting it
-    HAS_KEPT: tl.constexpr,
-    NEEDS_WEIGHT: tl.constexpr,
-    NEEDS_HIDDEN: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    UPCAST: tl.constexpr,
+    C: tl.constexpr,  # ADD: to grad_weight instead of overwriting it
 ):
     """Write dE of this piece's rows and add what they give to dC, in one launch.
 
@@ -296,66 +268,59 @@ def _linear_cross_entropy_total_products_kernel(
     rows and fill the multiprocessors beside and behind them. Programs take the next tile when they
     are done with one. Each tile is one program's, so the order changes no bit.
     """
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT)
-    depth_blocks = tl.cdiv(depth, BN)
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    depth_blocks = tl.cdiv(depth, C.BN)
     hidden_tiles = 0
-    if NEEDS_HIDDEN:
-        hidden_tiles = tl.cdiv(rows_here, BM) * depth_blocks
+    if C.NEEDS_HIDDEN:
+        hidden_tiles = tl.cdiv(rows_here, C.BM) * depth_blocks
     tiles = hidden_tiles
-    if NEEDS_WEIGHT:
-        weight_tiles = tl.cdiv(vocab, BM) * depth_blocks
-        if ADD:
+    if C.NEEDS_WEIGHT:
+        weight_tiles = tl.cdiv(vocab, C.BM) * depth_blocks
+        if C.ADD:
             weight_tiles = tl.where(rows_here > 0, weight_tiles, 0)
         tiles += weight_tiles
     tile = tl.atomic_add(counter_ptr, 1)
     while tile < tiles:
         if tile < hidden_tiles:
-            if NEEDS_HIDDEN:
+            if C.NEEDS_HIDDEN:
                 row_block = tile // depth_blocks
                 depth_block = tile % depth_blocks
-                acc = tl.zeros((BM, BN), dtype=tl.float32)
-                for k in range(0, width, BK):
-                    x = x_by_row_desc.load([row_block * BM, k])
-                    c = weight_desc.load([k, depth_block * BN])
-                    acc = dot(x, c, acc, UPCAST)
-                rows = row_block * BM + tl.arange(0, BM)
+                acc = tl.zeros((C.BM, C.BN), dtype=tl.float32)
+                for k in range(0, width, C.BK):
+                    x = x_by_row_desc.load([row_block * C.BM, k])
+                    c = weight_desc.load([k, depth_block * C.BN])
+                    acc = dot(x, c, acc, C.UPCAST)
+                rows = row_block * C.BM + tl.arange(0, C.BM)
                 is_row = rows < rows_here
                 scale = tl.load(row_scale_ptr + rows, mask=is_row, other=0.0)
                 out = first_row + rows
-                if HAS_KEPT:
+                if C.HAS_KEPT:
                     out = tl.load(order_ptr + out, mask=is_row, other=0)
                 for quarter in tl.static_range(4):
-                    columns = depth_block * BN + quarter * (BN // 4) + tl.arange(0, BN // 4)
-                    part = _quarter(acc, quarter, BM, BN) * scale[:, None]
+                    columns = depth_block * C.BN + quarter * (C.BN // 4) + tl.arange(0, C.BN // 4)
+                    part = _quarter(acc, quarter, C.BM, C.BN) * scale[:, None]
                     place = out.to(tl.int64)[:, None] * depth + columns[None, :]
                     mask = is_row[:, None] & (columns < depth)[None, :]
-                    tl.store(
-                        grad_hidden_ptr + place,
-                        part.to(grad_hidden_ptr.dtype.element_ty),
-                        mask=mask,
-                    )
+                    out_ptrs = grad_hidden_ptr + place
+                    tl.store(out_ptrs, part.to(out_ptrs.dtype.element_ty), mask=mask)
         else:
-            if NEEDS_WEIGHT:
-                column_block = (tile - hidden_tiles) // depth_blocks
+            if C.NEEDS_WEIGHT:
+                top = (tile - hidden_tiles) // depth_blocks * C.BM
                 depth_block = (tile - hidden_tiles) % depth_blocks
-                acc = tl.zeros((BM, BN), dtype=tl.float32)
-                for k in range(0, rows_here, BK):
-                    x = x_by_column_desc.load([k, column_block * BM])
-                    e = scaled_desc.load([k, depth_block * BN])
-                    acc = dot(x.T, e, acc, UPCAST)
-                parts = _halves(acc, BM, BN)
+                acc = tl.zeros((C.BM, C.BN), dtype=tl.float32)
+                for k in range(0, rows_here, C.BK):
+                    x = x_by_column_desc.load([k, top])
+                    e = scaled_desc.load([k, depth_block * C.BN])
+                    acc = dot(x.T, e, acc, C.UPCAST)
+                parts = _halves(acc, C.BM, C.BN)
                 for half in tl.static_range(2):
-                    quarters = _halves(parts[half], BM, BN // 2)
+                    quarters = _halves(parts[half], C.BM, C.BN // 2)
                     for quarter in tl.static_range(2):
-                        column = depth_block * BN + half * (BN // 2) + quarter * (BN // 4)
+                        column = depth_block * C.BN + half * (C.BN // 2) + quarter * (C.BN // 4)
                         part = quarters[quarter]
-                        if ADD:
-                            part += grad_weight_desc.load([column_block * BM, column]).to(
-                                tl.float32
-                            )
-                        grad_weight_desc.store(
-                            [column_block * BM, column], part.to(grad_weight_desc.dtype)
-                        )
+                        if C.ADD:
+                            part += grad_weight_desc.load([top, column]).to(tl.float32)
+                        grad_weight_desc.store([top, column], part.to(grad_weight_desc.dtype))
         tile = tl.atomic_add(counter_ptr, 1)
 
 
@@ -369,17 +334,15 @@ def _linear_cross_entropy_total_bias_kernel(
     piece_rows,
     width,
     vocab,
-    HAS_KEPT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    C: tl.constexpr,
 ):
     """Add the column sums of X, each row times its scale: the gradient of the bias."""
-    rows_here = _rows_here(kept_ptr, first_row, piece_rows, HAS_KEPT)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows_here = _rows_here(kept_ptr, first_row, piece_rows, C)
+    columns = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
     inside = columns < vocab
     sums = tl.load(sums_ptr + columns, mask=inside, other=0.0)
-    for start in range(0, rows_here, ROWS):
-        offs = start + tl.arange(0, ROWS)
+    for start in range(0, rows_here, C.ROWS):
+        offs = start + tl.arange(0, C.ROWS)
         mask = (offs < rows_here)[:, None] & inside[None, :]
         x = tl.load(
             x_ptr + offs.to(tl.int64)[:, None] * width + columns[None, :], mask=mask, other=0.0

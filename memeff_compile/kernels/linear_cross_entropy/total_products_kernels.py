@@ -35,28 +35,14 @@ def _halves(tile):
 
 
 @gluon.jit
-def _load(
-    x_by_column_desc,
-    x_by_row_desc,
-    scaled_desc,
-    weight_desc,
-    grad_weight_desc,
-    counter_ptr,
-    bars,
-    buffers,
-    sizes,
-    ADD: gl.constexpr,
-    STAGES: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-):
+def _load(descs, counter_ptr, bars, buffers, sizes, C: gl.constexpr):
     """Take tiles until none is left, say which, and load what their sums need."""
+    x_by_column_desc, x_by_row_desc, scaled_desc, weight_desc, grad_weight_desc = descs
     full, empty, held_full, held_empty, slot_full, slot_empty = bars
     left, right, held, slots = buffers
     hidden_tiles, tiles, depth_blocks, rows_here, row_blocks, hidden_steps, split_steps = sizes
     number: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    BYTES: gl.constexpr = 2 * BK * (BM + BN)
+    BYTES: gl.constexpr = 2 * C.BK * (C.BM + C.BN)
     step = 0
     taken = 0
     kept = 0
@@ -72,51 +58,46 @@ def _load(
         if tile < tiles:
             is_hidden = tile < hidden_tiles
             place = gl.where(is_hidden, tile, tile - hidden_tiles)
-            column = place % depth_blocks * BN
+            column = place % depth_blocks * C.BN
             block = place // depth_blocks
             first = 0
-            steps = gl.cdiv(rows_here, BK)
+            steps = gl.cdiv(rows_here, C.BK)
             if is_hidden:
                 first = block // row_blocks * split_steps
                 block = block % row_blocks
                 steps = gl.minimum(split_steps, hidden_steps - first)
-            block *= BM
+            block *= C.BM
             for k in range(steps):
-                stage = step % STAGES
-                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                stage = step % C.STAGES
+                mbarrier.wait(empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(stage), BYTES)
                 if is_hidden:
+                    at = (first + k) * C.BK
                     tma.async_copy_global_to_shared(
-                        x_by_row_desc,
-                        [block, (first + k) * BK],
-                        full.index(stage),
-                        left.index(stage),
+                        x_by_row_desc, [block, at], full.index(stage), left.index(stage)
                     )
                     tma.async_copy_global_to_shared(
-                        weight_desc,
-                        [(first + k) * BK, column],
-                        full.index(stage),
-                        right.index(stage),
+                        weight_desc, [at, column], full.index(stage), right.index(stage)
                     )
                 else:
                     turned = left.index(stage)._reinterpret(
-                        gl.bfloat16, [BK, BM], x_by_column_desc.layout
+                        gl.bfloat16, [C.BK, C.BM], x_by_column_desc.layout
                     )
                     tma.async_copy_global_to_shared(
-                        x_by_column_desc, [k * BK, block], full.index(stage), turned
+                        x_by_column_desc, [k * C.BK, block], full.index(stage), turned
                     )
                     tma.async_copy_global_to_shared(
-                        scaled_desc, [k * BK, column], full.index(stage), right.index(stage)
+                        scaled_desc, [k * C.BK, column], full.index(stage), right.index(stage)
                     )
                 step += 1
-                if ADD:  # noqa: SIM102  (one is known to the compiler, one is not)
-                    if k == gl.minimum(STAGES + RELEASED, steps - 1) and not is_hidden:
+                if C.ADD:  # noqa: SIM102  (one is known to the compiler, one is not)
+                    if k == gl.minimum(C.STAGES + RELEASED, steps - 1) and not is_hidden:
                         mbarrier.wait(held_empty, (kept & 1) ^ 1)
-                        mbarrier.expect(held_full, 2 * BM * BN)
+                        mbarrier.expect(held_full, 2 * C.BM * C.BN)
                         for quarter in gl.static_range(4):
                             tma.async_copy_global_to_shared(
                                 grad_weight_desc,
-                                [block, column + quarter * (BN // 4)],
+                                [block, column + quarter * (C.BN // 4)],
                                 held_full,
                                 held.index(quarter),
                             )
@@ -125,70 +106,52 @@ def _load(
 
 @gluon.jit
 def _sum(
-    x_by_column_desc,
+    operands,
     bars,
-    left,
-    right,
     step,
     steps,
     is_releasing,
     IS_HIDDEN: gl.constexpr,
-    ADD: gl.constexpr,
-    STAGES: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
     MMA: gl.constexpr,
+    C: gl.constexpr,
 ):
     """Return a tile's sum; on the way, give back the memory that the tile before left through."""
-    full, empty, held_empty = bars
-    acc = gl.zeros([BM, BN], gl.float32, MMA)
+    x_by_column_desc, left, right = operands
+    full, empty, _, held_empty, _, _ = bars
+    acc = gl.zeros([C.BM, C.BN], gl.float32, MMA)
     for k in range(steps):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        stage = step % C.STAGES
+        mbarrier.wait(full.index(stage), (step // C.STAGES) & 1)
         if IS_HIDDEN:
             x = left.index(stage)
         else:
-            x = left.index(stage)._reinterpret(gl.bfloat16, [BK, BM], x_by_column_desc.layout)
+            x = left.index(stage)._reinterpret(gl.bfloat16, [C.BK, C.BM], x_by_column_desc.layout)
             x = x.permute((1, 0))
         acc = warpgroup_mma(x, right.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         barrier()
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        mbarrier.arrive(empty.index((step + C.STAGES - 1) % C.STAGES), count=1, pred=k > 0)
         step += 1
         if is_releasing and k == gl.minimum(RELEASED, steps - 1):
             tma.store_wait(0)
             barrier()
-            if ADD:
+            if C.ADD:
                 mbarrier.arrive(held_empty, count=1)
     if is_releasing and steps <= 0:
         tma.store_wait(0)
         barrier()
     acc = warpgroup_mma_wait(0, deps=[acc])
     barrier()
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+    mbarrier.arrive(empty.index((step + C.STAGES - 1) % C.STAGES), count=1, pred=steps > 0)
     return acc, step
 
 
 @gluon.jit
-def _write_rows(
-    part,
-    grad_hidden_ptr,
-    parts_ptr,
-    order_ptr,
-    row_scale_ptr,
-    block,
-    first,
-    first_row,
-    rows_here,
-    piece_rows,
-    depth,
-    split,
-    is_last,
-    HAS_KEPT: gl.constexpr,
-    HAS_PARTS: gl.constexpr,
-):
+def _write_rows(part, outs, at, rows_here, limits, split, is_last, C: gl.constexpr):
     """Keep some columns of a tile of dE, or add what was kept and write them, times their scale."""
+    grad_hidden_ptr, parts_ptr, order_ptr, row_scale_ptr = outs
+    block, first = at
+    _, first_row, piece_rows, depth = limits
     layout: gl.constexpr = part.type.layout
     rows = block + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, layout))
     columns = first + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, layout))
@@ -196,7 +159,7 @@ def _write_rows(
     mask = is_row[:, None] & (columns < depth)[None, :]
     here = rows.to(gl.int64)[:, None] * depth + columns[None, :]
     plane = gl.to_tensor(piece_rows).to(gl.int64) * depth
-    if HAS_PARTS:
+    if C.HAS_PARTS:
         if is_last:
             for other in range(split):
                 part += gl.load(parts_ptr + other * plane + here, mask=mask, other=0.0)
@@ -204,7 +167,7 @@ def _write_rows(
             gl.store(parts_ptr + split * plane + here, part, mask=mask)
     scale = gl.load(row_scale_ptr + rows, mask=is_row, other=0.0)
     out = first_row + rows
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         out = gl.load(order_ptr + out, mask=is_row, other=0)
     place = out.to(gl.int64)[:, None] * depth + columns[None, :]
     values = (part * scale[:, None]).to(grad_hidden_ptr.dtype.element_ty)
@@ -212,46 +175,24 @@ def _write_rows(
 
 
 @gluon.jit
-def _add_to(part, held, ADD: gl.constexpr):
+def _add_to(part, held, C: gl.constexpr):
     """Put a part of dC where it leaves from, with the old one that lies there."""
-    if ADD:
+    if C.ADD:
         part += held.load(part.type.layout).to(gl.float32)
     held.store(part.to(gl.bfloat16))
 
 
 @gluon.jit
-def _multiply(
-    x_by_column_desc,
-    grad_weight_desc,
-    grad_hidden_ptr,
-    parts_ptr,
-    order_ptr,
-    row_scale_ptr,
-    counter_ptr,
-    bars,
-    buffers,
-    sizes,
-    splits,
-    first_row,
-    piece_rows,
-    depth,
-    ADD: gl.constexpr,
-    HAS_KEPT: gl.constexpr,
-    HAS_PARTS: gl.constexpr,
-    NEEDS_WEIGHT: gl.constexpr,
-    NEEDS_HIDDEN: gl.constexpr,
-    STAGES: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    WARPS: gl.constexpr,
-):
+def _multiply(descs, outs, counter_ptr, bars, buffers, sizes, limits, C: gl.constexpr):
     """Sum what was loaded, and write it."""
-    full, empty, held_full, held_empty, slot_full, slot_empty = bars
+    x_by_column_desc, grad_weight_desc = descs
+    splits, _, _, _ = limits
+    _, _, held_full, _, slot_full, slot_empty = bars
     left, right, held, slots = buffers
+    operands = (x_by_column_desc, left, right)
     hidden_tiles, tiles, depth_blocks, rows_here, row_blocks, hidden_steps, split_steps = sizes
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
-    number: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [C.WARPS, 1], [16, C.BN, 16])
+    number: gl.constexpr = gl.BlockedLayout([1], [32], [C.WARPS], [0])
     step = 0
     taken = 0
     kept = 0
@@ -265,83 +206,43 @@ def _multiply(
         mbarrier.arrive(slot_empty.index(slot), count=1)
         taken += 1
         if tile < hidden_tiles:
-            if NEEDS_HIDDEN:
+            if C.NEEDS_HIDDEN:
                 block = tile // depth_blocks
                 split = block // row_blocks
-                acc, step = _sum(
-                    x_by_column_desc,
-                    (full, empty, held_empty),
-                    left,
-                    right,
-                    step,
-                    gl.minimum(split_steps, hidden_steps - split * split_steps),
-                    is_releasing,
-                    True,
-                    ADD,
-                    STAGES,
-                    BM,
-                    BN,
-                    BK,
-                    mma,
-                )
+                todo = gl.minimum(split_steps, hidden_steps - split * split_steps)
+                acc, step = _sum(operands, bars, step, todo, is_releasing, True, mma, C)
                 is_releasing = False
                 is_last = split == splits - 1
                 flag_ptr = counter_ptr + 1 + tile % (row_blocks * depth_blocks)
-                if HAS_PARTS and is_last:
+                if C.HAS_PARTS and is_last:
                     while gl.atomic_add(flag_ptr, 0, sem="acquire") < split:
                         pass
                 for half in gl.static_range(2):
                     for quarter in gl.static_range(2):
-                        _write_rows(
-                            _halves(_halves(acc)[half])[quarter],
-                            grad_hidden_ptr,
-                            parts_ptr,
-                            order_ptr,
-                            row_scale_ptr,
-                            block % row_blocks * BM,
-                            tile % depth_blocks * BN + (2 * half + quarter) * (BN // 4),
-                            first_row,
-                            rows_here,
-                            piece_rows,
-                            depth,
-                            split,
-                            is_last,
-                            HAS_KEPT,
-                            HAS_PARTS,
-                        )
-                if HAS_PARTS and not is_last:
+                        part = _halves(_halves(acc)[half])[quarter]
+                        top = block % row_blocks * C.BM
+                        first = tile % depth_blocks * C.BN + (2 * half + quarter) * (C.BN // 4)
+                        at = (top, first)
+                        _write_rows(part, outs, at, rows_here, limits, split, is_last, C)
+                if C.HAS_PARTS and not is_last:
                     barrier()
                     gl.atomic_add(flag_ptr, 1, sem="release")
         elif tile < tiles:  # noqa: SIM102
-            if NEEDS_WEIGHT:
-                acc, step = _sum(
-                    x_by_column_desc,
-                    (full, empty, held_empty),
-                    left,
-                    right,
-                    step,
-                    gl.cdiv(rows_here, BK),
-                    is_releasing,
-                    False,
-                    ADD,
-                    STAGES,
-                    BM,
-                    BN,
-                    BK,
-                    mma,
-                )
-                block = (tile - hidden_tiles) // depth_blocks * BM
-                column = (tile - hidden_tiles) % depth_blocks * BN
-                if ADD:
+            if C.NEEDS_WEIGHT:
+                steps = gl.cdiv(rows_here, C.BK)
+                acc, step = _sum(operands, bars, step, steps, is_releasing, False, mma, C)
+                block = (tile - hidden_tiles) // depth_blocks * C.BM
+                column = (tile - hidden_tiles) % depth_blocks * C.BN
+                if C.ADD:
                     mbarrier.wait(held_full, kept & 1)
                     kept += 1
                 for half in gl.static_range(2):
                     for quarter in gl.static_range(2):
                         here = held.index(2 * half + quarter)
-                        _add_to(_halves(_halves(acc)[half])[quarter], here, ADD)
+                        _add_to(_halves(_halves(acc)[half])[quarter], here, C)
                         fence_async_shared()
                         barrier()
-                        place = column + (2 * half + quarter) * (BN // 4)
+                        place = column + (2 * half + quarter) * (C.BN // 4)
                         tma.async_copy_shared_to_global(grad_weight_desc, [block, place], here)
                 is_releasing = True
     tma.store_wait(0)
@@ -366,16 +267,7 @@ def _linear_cross_entropy_total_specialized_products_kernel(
     vocab,
     depth,
     splits,  # S, programs that share the sum of a tile of dE
-    ADD: gl.constexpr,  # add to grad_weight instead of overwriting it
-    HAS_KEPT: gl.constexpr,
-    HAS_PARTS: gl.constexpr,
-    NEEDS_WEIGHT: gl.constexpr,
-    NEEDS_HIDDEN: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
+    C: gl.constexpr,  # ADD: to grad_weight instead of overwriting it
 ):
     """Write dE of this piece's rows and add what they give to dC, in one launch.
 
@@ -384,35 +276,35 @@ def _linear_cross_entropy_total_specialized_products_kernel(
     are done with one. Each tile is one program's, so the order changes no bit.
     """
     rows_here = piece_rows
-    if HAS_KEPT:
+    if C.HAS_KEPT:
         rows_here = gl.minimum(piece_rows, gl.maximum(gl.load(kept_ptr) - first_row, 0))
-    depth_blocks = gl.cdiv(depth, BN)
-    row_blocks = gl.cdiv(rows_here, BM)
-    hidden_steps = gl.cdiv(width, BK)
+    depth_blocks = gl.cdiv(depth, C.BN)
+    row_blocks = gl.cdiv(rows_here, C.BM)
+    hidden_steps = gl.cdiv(width, C.BK)
     split_steps = gl.cdiv(hidden_steps, splits)
     hidden_tiles = 0
-    if NEEDS_HIDDEN:
+    if C.NEEDS_HIDDEN:
         hidden_tiles = splits * row_blocks * depth_blocks
     tiles = hidden_tiles
-    if NEEDS_WEIGHT:
-        weight_tiles = gl.cdiv(vocab, BM) * depth_blocks
-        if ADD:
+    if C.NEEDS_WEIGHT:
+        weight_tiles = gl.cdiv(vocab, C.BM) * depth_blocks
+        if C.ADD:
             weight_tiles = gl.where(rows_here > 0, weight_tiles, 0)
         tiles += weight_tiles
     sizes = (hidden_tiles, tiles, depth_blocks, rows_here, row_blocks, hidden_steps, split_steps)
 
-    left = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], x_by_row_desc.layout)
-    right = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BK, BN], weight_desc.layout)
-    held = gl.allocate_shared_memory(gl.bfloat16, [4, BM, BN // 4], grad_weight_desc.layout)
+    left = gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, C.BM, C.BK], x_by_row_desc.layout)
+    right = gl.allocate_shared_memory(gl.bfloat16, [C.STAGES, C.BK, C.BN], weight_desc.layout)
+    held = gl.allocate_shared_memory(gl.bfloat16, [4, C.BM, C.BN // 4], grad_weight_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slots = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], plain)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
     held_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     held_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     slot_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     slot_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
+    for stage in gl.static_range(C.STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     for slot in gl.static_range(SLOTS):
@@ -423,56 +315,14 @@ def _linear_cross_entropy_total_specialized_products_kernel(
     fence_async_shared()
     bars = (full, empty, held_full, held_empty, slot_full, slot_empty)
     buffers = (left, right, held, slots)
+    descs = (x_by_column_desc, x_by_row_desc, scaled_desc, weight_desc, grad_weight_desc)
+    outs = (grad_hidden_ptr, parts_ptr, order_ptr, row_scale_ptr)
+    limits = (splits, first_row, piece_rows, depth)
+    tiles_of = (x_by_column_desc, grad_weight_desc)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    x_by_column_desc,
-                    grad_weight_desc,
-                    grad_hidden_ptr,
-                    parts_ptr,
-                    order_ptr,
-                    row_scale_ptr,
-                    counter_ptr,
-                    bars,
-                    buffers,
-                    sizes,
-                    splits,
-                    first_row,
-                    piece_rows,
-                    depth,
-                    ADD,
-                    HAS_KEPT,
-                    HAS_PARTS,
-                    NEEDS_WEIGHT,
-                    NEEDS_HIDDEN,
-                    STAGES,
-                    BM,
-                    BN,
-                    BK,
-                    WARPS,
-                ),
-            ),
-            (
-                _load,
-                (
-                    x_by_column_desc,
-                    x_by_row_desc,
-                    scaled_desc,
-                    weight_desc,
-                    grad_weight_desc,
-                    counter_ptr,
-                    bars,
-                    buffers,
-                    sizes,
-                    ADD,
-                    STAGES,
-                    BM,
-                    BN,
-                    BK,
-                ),
-            ),
+            (_multiply, (tiles_of, outs, counter_ptr, bars, buffers, sizes, limits, C)),
+            (_load, (descs, counter_ptr, bars, buffers, sizes, C)),
         ],
         [1],
         [40],

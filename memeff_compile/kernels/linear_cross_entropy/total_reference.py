@@ -8,11 +8,13 @@ where looking at targets costs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import sympy
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy.memory import Size
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
     REFERENCE_AUTO_BYTES,
     REFERENCE_AUTO_BYTES_ELSEWHERE,
@@ -24,7 +26,7 @@ MIN_ROWS = 64
 
 
 def rows_per_piece(
-    rows: Size, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
+    rows: sympy.Expr | int, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
 ) -> sympy.Expr:
     """Return how many rows of logits are alive at once: at most half of them.
 
@@ -40,21 +42,57 @@ def rows_per_piece(
     return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))
 
 
-def row_gradients(
-    target: Tensor,
-    row_weight: Tensor | None,
-    norm: Tensor | None,
-    ignore_index: int | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return what the gradient of each row's loss is times: its weight over the norm, or 0.
+class Loss(NamedTuple):
+    """What the op is called with, as engines get it: its rows flat, and at least one.
 
-    An ignored row has 0 whatever the norm, which is 0 where all of them are.
+    Attributes:
+        hidden: (N, D) of any floating dtype.
+        weight: (V, D), any strides.
+        bias: (V,) or None.
+        target: (N,) int32 or int64.
+        row_weight: (N,) or None.
+        norm: a number or None.
+        ignore_index, scale, softcap, workspace: as in the schema.
+        output_mask: which gradients are asked for: of hidden, weight and bias.
     """
-    factors = torch.ones_like(target, dtype=dtype) if row_weight is None else row_weight.to(dtype)
-    if norm is not None:
-        factors = factors / norm
-    return factors if ignore_index is None else factors.masked_fill(target == ignore_index, 0)
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    row_weight: Tensor | None
+    norm: Tensor | None
+    ignore_index: int | None
+    scale: float
+    softcap: float
+    workspace: int
+    output_mask: Sequence[bool]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of the total."""
+        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+
+    def row_gradients(self, dtype: torch.dtype) -> Tensor:
+        """Return what the gradient of each row's loss is times: its weight over the norm, or 0.
+
+        An ignored row has 0 whatever the norm, which is 0 where all of them are.
+        """
+        target, weight = self.target, self.row_weight
+        factors = torch.ones_like(target, dtype=dtype) if weight is None else weight.to(dtype)
+        if self.norm is not None:
+            factors = factors / self.norm
+        ignored = None if self.ignore_index is None else target.eq(self.ignore_index)
+        return factors if ignored is None else factors.masked_fill(ignored, 0)
+
+
+class Totals(NamedTuple):
+    """What an engine returns: the number, and the gradients that were asked for."""
+
+    total: Tensor
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
 
 
 def total_of(nll: Tensor, row_weight: Tensor | None, norm: Tensor | None) -> Tensor:
@@ -63,33 +101,12 @@ def total_of(nll: Tensor, row_weight: Tensor | None, norm: Tensor | None) -> Ten
     return total if norm is None else total / norm
 
 
-def run(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    row_weight: Tensor | None,
-    norm: Tensor | None,
-    ignore_index: int | None,
-    scale: float,
-    softcap: float,
-    workspace: int,
-    output_mask: tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the total and the gradients that `output_mask` asks for.
-
-    Args:
-        hidden: (N, D) of any floating dtype, N at least 1.
-        weight: (V, D), any strides.
-        bias: (V,) or None.
-        target: (N,) int32 or int64.
-        row_weight: (N,) or None.
-        norm: a number or None.
-    """
-    needs_hidden, needs_weight, needs_bias = output_mask
-    rows, vocab = hidden.shape[0], weight.shape[0]
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    factors = row_gradients(target, row_weight, norm, ignore_index, wide)
+def run(given: Loss) -> Totals:
+    """Compute the total and the gradients that are asked for."""
+    hidden, weight, bias, target, row_weight, norm, ignore_index, scale, softcap, *_ = given
+    needs_hidden, needs_weight, needs_bias = given.output_mask
+    rows, vocab, wide = hidden.shape[0], weight.shape[0], given.wide
+    factors = given.row_gradients(wide)
     nll = hidden.new_zeros(rows, dtype=wide)
     grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
     sums = torch.zeros_like(weight, dtype=wide) if needs_weight else None
@@ -98,7 +115,7 @@ def run(
         bias_sums = torch.zeros_like(bias, dtype=wide)
     kept = _kept(target, ignore_index)
     per_logit = wide.itemsize * (1 + (softcap > 0))
-    height = int(rows_per_piece(rows, vocab, per_logit, workspace, weight.device.type))
+    height = int(rows_per_piece(rows, vocab, per_logit, given.workspace, weight.device.type))
     buffer = hidden.new_empty(height, vocab, dtype=wide)
     for first, stop in spans(0, rows if kept is None else kept.numel(), height):
         here = slice(first, stop) if kept is None else kept[first:stop]
@@ -141,7 +158,7 @@ def run(
             for start, end in _columns(weight, wide, height):
                 part.addmm_(g[:, start:end], weight[start:end].to(wide))
             grad_hidden[here] = part.to(hidden.dtype)
-    return (
+    return Totals(
         total_of(nll, row_weight, norm),
         grad_hidden,
         None if sums is None else sums.to(weight.dtype),

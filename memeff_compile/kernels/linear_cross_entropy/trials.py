@@ -104,7 +104,7 @@ class Loss:
         grads = RowGradients(self.grad_nll, torch.zeros_like(self.grad_nll), nothing, nothing)
         if engine == "fused":
             rows, left_out = fused.forward(*operands, self.knobs)
-            found = fused.backward(grads, *operands, rows.lse, left_out, self.knobs, mask)
+            found = fused.backward(grads, *operands, rows.lse, nothing, left_out, self.knobs, mask)
         else:
             other = hybrid if engine == "hybrid" else reference
             rows = other.forward(*operands, self.knobs)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -70,25 +71,30 @@ def _next(levels: Sequence[str], counter: Tensor, device: torch.device) -> str:
     return levels[count % len(levels)]
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None = None,
-    query_ids: Tensor | None = None,
-    key_ids: Tensor | None = None,
-    *,
-    levels: Sequence[str],
-    counter: Tensor,
-    ahead: int | None = None,
-    behind: int | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    _require_levels(levels)
+class _Call(NamedTuple):
+    """What the op is called with; all behind the tables by name."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None = None
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
+    levels: Sequence[str] = ()
+    counter: Tensor | None = None
+    ahead: int | None = None
+    behind: int | None = None
+    scale: float | None = None
+
+
+def _attend(given: _Call) -> Tensor:
+    _require_levels(given.levels)
+    (q, k, v), tables = given[:3], given[3:6]
     _require_no_gradient(q, k, v)
-    tables = (key_mask, query_ids, key_ids)
+    counter, ahead, behind, scale = given[7:]
+    assert counter is not None
     is_wide = q.dtype == torch.float64
-    level = "exact" if is_wide else _next(levels, counter, q.device)
+    level = "exact" if is_wide else _next(given.levels, counter, q.device)
     bounds = {"ahead": ahead, "behind": behind, "scale": scale}
     if level != "exact":
         found: Tensor = quantized_attention(
@@ -110,24 +116,10 @@ def _laid_out(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _fake_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None = None,
-    query_ids: Tensor | None = None,
-    key_ids: Tensor | None = None,
-    *,
-    levels: Sequence[str],
-    counter: Tensor,
-    ahead: int | None = None,
-    behind: int | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    del k, v, key_mask, query_ids, key_ids, counter, ahead, behind, scale
-    _require_levels(levels)
-    batch, heads, queries, depth = q.shape
-    return q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+def _fake_attend(given: _Call) -> Tensor:
+    _require_levels(given.levels)
+    batch, heads, queries, depth = given.q.shape
+    return given.q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
 
 
 def _require_levels(levels: Sequence[str]) -> None:
@@ -151,7 +143,6 @@ quantized_attention_by_call = library.op(
     "quantized_attention_by_call(Tensor q, Tensor k, Tensor v, Tensor? key_mask=None, "
     "Tensor? query_ids=None, Tensor? key_ids=None, *, str[] levels, Tensor(a!) counter, "
     "SymInt? ahead=None, SymInt? behind=None, float? scale=None) -> Tensor",
-    _attend,
-    _fake_attend,
+    *library.taking(_Call, _attend, _fake_attend),
     tags=(torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else (),
 )

@@ -6,6 +6,8 @@ needed and has no backward; asking for one raises instead of leaving a hole in t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -95,69 +97,52 @@ def _settings(
     return settings_for(level, granularity, smooth, with_lse=with_lse, has_fp8=fp8)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None = None,
-    query_ids: Tensor | None = None,
-    key_ids: Tensor | None = None,
-    *,
-    ahead: int | None = None,
-    behind: int | None = None,
-    scale: float | None = None,
-    level: str = "8b",
-    granularity: str = "row",
-    smooth: str | None = None,
-    with_lse: bool = True,
-) -> tuple[Tensor, Tensor]:
-    tables = (key_mask, query_ids, key_ids)
-    _require_support((q, k, v), tables, level, granularity, smooth)
+class _Call(NamedTuple):
+    """What the op is called with."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None = None
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
+    ahead: int | None = None
+    behind: int | None = None
+    scale: float | None = None
+    level: str = "8b"
+    granularity: str = "row"
+    smooth: str | None = None
+    with_lse: bool = True
+
+
+def _attend(given: _Call) -> tuple[Tensor, Tensor]:
+    _require_support(given)
+    (q, k, v), tables = given[:3], given[3:6]
+    ahead, behind, scale, with_lse = given.ahead, given.behind, given.scale, given.with_lse
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    given = Conditions(*tables, ahead, behind, factor, 0.0, False)
+    conditions = Conditions(*tables, ahead, behind, factor, 0.0, False)
     if q.dtype == torch.float64:  # asks what the formula is, not what codes make of it
         out, lse = attention(q, k, v, *tables, ahead=ahead, behind=behind, scale=scale)
         return out, (lse if with_lse else lse[:, :, :0]).float()
-    settings = _settings(q, level, granularity, smooth, with_lse)
+    settings = _settings(q, given.level, given.granularity, given.smooth, with_lse)
     attend = reference.attend
     if q.is_cuda and q.numel() and k.numel() and engine_for(q.device, q.dtype) == "tiles":
         from memeff_compile.kernels.quantized_attention.tiles import attend
     with without_autocast(q.device.type):
-        return attend(q, k, v, given, settings)
+        return attend(q, k, v, conditions, settings)
 
 
-def _fake_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None = None,
-    query_ids: Tensor | None = None,
-    key_ids: Tensor | None = None,
-    *,
-    ahead: int | None = None,
-    behind: int | None = None,
-    scale: float | None = None,
-    level: str = "8b",
-    granularity: str = "row",
-    smooth: str | None = None,
-    with_lse: bool = True,
-) -> tuple[Tensor, Tensor]:
-    del ahead, behind, scale
-    _require_support((q, k, v), (key_mask, query_ids, key_ids), level, granularity, smooth)
-    batch, heads, queries, depth = q.shape
-    out = q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
-    sums = queries if with_lse else 0
-    return out, q.new_empty((batch, heads, sums), dtype=torch.float32)
+def _fake_attend(given: _Call) -> tuple[Tensor, Tensor]:
+    _require_support(given)
+    batch, heads, queries, depth = given.q.shape
+    out = given.q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+    sums = queries if given.with_lse else 0
+    return out, given.q.new_empty((batch, heads, sums), dtype=torch.float32)
 
 
-def _require_support(
-    operands: tuple[Tensor, Tensor, Tensor],
-    tables: tuple[Tensor | None, Tensor | None, Tensor | None],
-    level: str,
-    granularity: str,
-    smooth: str | None,
-) -> None:
-    sentence = supports(*operands, *tables, level=level, granularity=granularity, smooth=smooth)
+def _require_support(given: _Call) -> None:
+    level, granularity, smooth = given.level, given.granularity, given.smooth
+    sentence = supports(*given[:6], level=level, granularity=granularity, smooth=smooth)
     if sentence is not None:
         raise UnsupportedInputError(f"quantized_attention: {sentence}")
 
@@ -174,7 +159,6 @@ quantized_attention = library.op(
     "Tensor? query_ids=None, Tensor? key_ids=None, *, SymInt? ahead=None, SymInt? behind=None, "
     'float? scale=None, str level="8b", str granularity="row", str? smooth=None, '
     "bool with_lse=True) -> (Tensor out, Tensor lse)",
-    _attend,
-    _fake_attend,
+    *library.taking(_Call, _attend, _fake_attend),
     backward=_no_backward,
 )

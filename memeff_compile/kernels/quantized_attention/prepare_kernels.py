@@ -154,16 +154,12 @@ def _look_kernel(
         row = (program // chunks).to(tl.int64)
         part = program % chunks
         batch, group = row // groups, row % groups
-        _look(
-            (of_head(k, batch, group), k.row),
-            (of_head(v, batch, group), v.row),
-            key_mask_ptr + batch * stride_mask_batch,
-            sums_ptr + (row * chunks + part) * 5 * C.DEPTH_BLOCK,
-            part * chunk,
-            tl.minimum(part * chunk + chunk, keys),
-            keys,
-            C,
-        )
+        k_rows = (of_head(k, batch, group), k.row)
+        v_rows = (of_head(v, batch, group), v.row)
+        mask_ptr = key_mask_ptr + batch * stride_mask_batch
+        sums_ptr += (row * chunks + part) * 5 * C.DEPTH_BLOCK
+        stop = tl.minimum(part * chunk + chunk, keys)
+        _look(k_rows, v_rows, mask_ptr, sums_ptr, part * chunk, stop, keys, C)
     else:
         row = ((program - looks) // query_blocks).to(tl.int64)
         batch, head = row // heads, row % heads
@@ -173,14 +169,8 @@ def _look_kernel(
             made = (q_codes_ptr, q_scale_ptr, q_mean_ptr)
             _write_queries(q_rows, made, scale, (row, block, query_blocks), queries, C)
         else:
-            _sample_queries(
-                q_rows,
-                q_mean_ptr + (row * query_blocks + block) * 2 * C.DEPTH_BLOCK,
-                scale,
-                block * stride_sampled,
-                queries,
-                C,
-            )
+            sample_ptr = q_mean_ptr + (row * query_blocks + block) * 2 * C.DEPTH_BLOCK
+            _sample_queries(q_rows, sample_ptr, scale, block * stride_sampled, queries, C)
 
 
 @triton.jit
@@ -291,13 +281,9 @@ def _settle_kernel(
         v_scale_ptr += row * 2 * C.DEPTH_BLOCK
         _settle_values(sums_ptr, v_scale_ptr, chunks, C)
     else:
-        _settle_direction(
-            samples_ptr + row * samples * 2 * C.DEPTH_BLOCK,
-            k_mean_ptr + C.DEPTH_BLOCK,
-            samples,
-            sampled_queries,
-            C.DEPTH_BLOCK,
-        )
+        samples_ptr += row * samples * 2 * C.DEPTH_BLOCK
+        found_ptr = k_mean_ptr + C.DEPTH_BLOCK
+        _settle_direction(samples_ptr, found_ptr, samples, sampled_queries, C.DEPTH_BLOCK)
 
 
 @triton.jit
@@ -318,7 +304,8 @@ def _aligned(x, direction, at_first, at_second, first, second, LIMIT: tl.constex
 
 
 @triton.jit
-def _write_keys(k, mask_ptr, mean_ptr, codes_ptr, scale_ptr, at, keys, C: tl.constexpr):
+def _write_keys(k, mask_ptr, mean_ptr, made, at, keys, C: tl.constexpr):
+    codes_ptr, scale_ptr = made
     row, block, blocks = at
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.BLOCK + tl.arange(0, C.BLOCK)
@@ -372,13 +359,12 @@ def _weights_of(k, mean_ptr, depth, DEPTH_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _write_values(
-    v, k, mask_ptr, k_mean_ptr, codes_ptr, scale_ptr, rests, at, keys, C: tl.constexpr
-):
+def _write_values(v, k, mask_ptr, k_mean_ptr, made, rests, at, keys, C: tl.constexpr):
     """Write codes of a block of values and the sum of these, each weighed.
 
     A weight is 1, or where the queries share a large part, what their mean gives the key.
     """
+    codes_ptr, scale_ptr = made
     rest_ptr, counts_ptr, weights_ptr = rests
     row, block, blocks = at
     is_8_bit: tl.constexpr = codes_ptr.dtype.element_ty == tl.float8e4nv
@@ -415,8 +401,9 @@ def _write_values(
 
 
 @triton.jit
-def _write_shift(q, mean_ptr, shift_ptr, scale, row, group, block, queries, C: tl.constexpr):
+def _write_shift(q, mean_ptr, shift_ptr, scale, at, queries, C: tl.constexpr):
     """Write what the keys' mean adds to every score of a query."""
+    row, group, block = at
     depth = tl.arange(0, C.DEPTH_BLOCK)
     place = block * C.ROWS + tl.arange(0, C.ROWS)
     is_row = place < queries
@@ -460,46 +447,27 @@ def _write_kernel(
     if program < programs:
         row = (program // key_blocks).to(tl.int64)
         batch, head = row // groups, row % groups
-        _write_keys(
-            (of_head(k, batch, head), k.row),
-            key_mask_ptr + batch * stride_mask_batch,
-            k_mean_ptr,
-            k_codes_ptr,
-            k_scale_ptr,
-            (row, program % key_blocks, key_blocks),
-            keys,
-            C,
-        )
+        k_rows = (of_head(k, batch, head), k.row)
+        mask_ptr = key_mask_ptr + batch * stride_mask_batch
+        at = (row, program % key_blocks, key_blocks)
+        _write_keys(k_rows, mask_ptr, k_mean_ptr, (k_codes_ptr, k_scale_ptr), at, keys, C)
     elif program < 2 * programs:
         row = ((program - programs) // key_blocks).to(tl.int64)
         batch, head = row // groups, row % groups
-        _write_values(
-            (of_head(v, batch, head), v.row),
-            (of_head(k, batch, head), k.row),
-            key_mask_ptr + batch * stride_mask_batch,
-            k_mean_ptr,
-            v_codes_ptr,
-            v_scale_ptr,
-            (rest_ptr, counts_ptr, weights_ptr),
-            (row, (program - programs) % key_blocks, key_blocks),
-            keys,
-            C,
-        )
+        v_rows = (of_head(v, batch, head), v.row)
+        k_rows = (of_head(k, batch, head), k.row)
+        mask_ptr = key_mask_ptr + batch * stride_mask_batch
+        rests = (rest_ptr, counts_ptr, weights_ptr)
+        at = (row, (program - programs) % key_blocks, key_blocks)
+        made = (v_codes_ptr, v_scale_ptr)
+        _write_values(v_rows, k_rows, mask_ptr, k_mean_ptr, made, rests, at, keys, C)
     elif C.WITH_LSE:
         ours = program - 2 * programs
         row = (ours // query_blocks).to(tl.int64)
         batch, head = row // heads, row % heads
-        _write_shift(
-            (of_head(q, batch, head), q.row),
-            k_mean_ptr,
-            shift_ptr,
-            scale,
-            row,
-            batch * groups + head // (heads // groups),
-            ours % query_blocks,
-            queries,
-            C,
-        )
+        q_rows = (of_head(q, batch, head), q.row)
+        place = (row, batch * groups + head // (heads // groups), ours % query_blocks)
+        _write_shift(q_rows, k_mean_ptr, shift_ptr, scale, place, queries, C)
 
 
 @triton.jit

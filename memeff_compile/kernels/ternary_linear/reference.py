@@ -160,37 +160,6 @@ def accumulate(codes: Tensor, packed: Tensor) -> Tensor:
     return torch.cat(pieces, dim=1)
 
 
-def product_of_codes(
-    codes: Tensor,
-    scale: Tensor,
-    packed: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    is_step: bool,
-    weight_is_step: bool,
-) -> Tensor:
-    """Return (M, N): the integer products, scaled in float32, plus the bias.
-
-    Args:
-        codes: (M, K) int8.
-        scale: (M,) float32.
-        packed: (N, ceil(K / 16)) int32.
-        weight_scale: one floating element.
-        bias: (N,) or None.
-        dtype: of the result.
-        is_step, weight_is_step: whether a scale is the size of a step.
-    """
-    by_token = scale if is_step else 1.0 / scale
-    by_weight = weight_scale.reshape(()).float()
-    by_weight = by_weight if weight_is_step else 1.0 / by_weight
-    found = accumulate(codes, packed).float() * (by_weight * by_token)[:, None]
-    if bias is not None:
-        found += bias.float()
-    return found.to(dtype)
-
-
 def tokens_of_codes(codes: Tensor, scale: Tensor, *, is_step: bool, dtype: torch.dtype) -> Tensor:
     """Return the (M, K) activations that the model's own arithmetic multiplies."""
     scale = scale[:, None]
@@ -243,22 +212,30 @@ def product(
     is_chained: bool = False,
     leading: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return (M, N) or (*leading, N) from codes in planes; the sums are not needed.
+    """Return (M, N) or (*leading, N): the integer products, scaled in float32, plus the bias.
 
     It is no view: an op in place may follow.
+
+    Args:
+        codes: in planes; the sums of codes are not needed.
+        scale: (M,) float32.
+        packed: (N, ceil(K / 16)) int32.
+        weight_scale: one floating element.
+        bias: (N,) or None.
+        dtype: of the result.
+        is_step, weight_is_step: whether a scale is the size of a step.
+        added: of the result's shape and dtype, or None.
+        leading: dimensions in the place of M.
     """
     del sums, is_chained
-    found = product_of_codes(
-        from_planes(codes, 16 * packed.shape[1]),
-        scale,
-        packed,
-        weight_scale,
-        bias,
-        dtype=dtype,
-        is_step=is_step,
-        weight_is_step=weight_is_step,
-    )
-    found = found if added is None else added + found
+    by_token = scale if is_step else 1.0 / scale
+    by_weight = weight_scale.reshape(()).float()
+    by_weight = by_weight if weight_is_step else 1.0 / by_weight
+    found = accumulate(from_planes(codes, 16 * packed.shape[1]), packed).float()
+    found *= (by_weight * by_token)[:, None]
+    if bias is not None:
+        found += bias.float()
+    found = found.to(dtype) if added is None else added + found.to(dtype)
     shape = (*(found.shape[:1] if leading is None else leading), found.shape[1])
     shaped: Tensor = torch.ops.aten._unsafe_view.default(found, shape)
     return shaped

@@ -160,19 +160,12 @@ def quantize(
     sums = x.new_empty((tokens,), dtype=torch.int32)
     asked = (is_chained, is_early, entry.up is not None, entry.norm is not None)
     plan = _quantize_plan(quantizer, x.dtype, tokens, columns, x.is_cuda, *asked)
+    numbers = (entry.norm_eps, *plan.numbers)
     with on_device(x):
         launch(
             kernels._ternary_quantize_kernel,
             (tokens,),
-            (
-                _entering(x, entry),
-                codes.view(torch.int32),
-                scale,
-                sums,
-                columns,
-                words,
-                (entry.norm_eps, *plan.numbers),
-            ),
+            (_entering(x, entry), codes.view(torch.int32), scale, sums, columns, words, numbers),
             plan.constants,
             (plan,),
         )
@@ -251,23 +244,12 @@ def vectors(
     """
     kinds = {t.dtype for t in weight_scale}, {t.dtype for t in bias if t is not None}
     if any(len(kind) > 1 for kind in kinds):  # a launch knows one dtype of each
+        alike: dict[str, Any] = {"dtype": dtype, "weight_is_step": weight_is_step}
+        alike |= {"coded": coded, "leading": leading, "shapes": shapes}
         found: list[Tensor] = []
-        for place in range(len(packed)):
-            one = slice(place, place + 1)
-            found += vectors(
-                x,
-                packed[one],
-                weight_scale[one],
-                bias[one],
-                quantizer,
-                entry,
-                dtype=dtype,
-                weight_is_step=weight_is_step,
-                is_early=is_early and not place,
-                coded=coded,
-                leading=leading,
-                shapes=shapes,
-            )
+        for place, (w, by, b) in enumerate(zip(packed, weight_scale, bias, strict=True)):
+            early = is_early and not place
+            found += vectors(x, [w], [by], [b], quantizer, entry, is_early=early, **alike)
         return found
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
 
@@ -299,14 +281,8 @@ def vectors(
             _entering(x, entry),
             outs[0] if added is None else added.contiguous(),
             coded_or_not,
-            three(packed),
-            three(weight_scale),
-            three(biases),
-            three(outs),
-            three(count),
-            three(tiles)[:2],
-            columns,
-            words,
+            *map(three, (packed, weight_scale, biases, outs, count)),
+            *(three(tiles)[:2], columns, words),
             **{**settings, "numbers": (entry.norm_eps, *settings["numbers"])},
             HAS_UP=entry.up is not None,
             HAS_NORM=entry.norm is not None,
@@ -354,33 +330,20 @@ def product(
 
     codes, packed = codes.contiguous(), packed.contiguous()
     tokens, rows, width = codes.shape[0], packed.shape[0], 4 * packed.shape[1]
-    around = (bias is not None, added is not None, is_step, weight_is_step)
-    plan = _plan(codes.device, (tokens, rows, width), around, is_chained, shapes)
+    flags = (bias is not None, added is not None, is_step, weight_is_step)
+    plan = _plan(codes.device, (tokens, rows, width), flags, is_chained, shapes)
     out = codes.new_empty((tokens, rows) if leading is None else (*leading, rows), dtype=dtype)
     part = sums
     if plan.splits > 1:
         part = codes.new_empty((plan.splits, tokens, rows), dtype=torch.int32)
     plain = weight_scale if bias is None else bias.contiguous()
     held = out if added is None else added.contiguous()
+    around = (scale, sums, weight_scale, plain, held, out)
     with on_device(codes):
         launch(
             kernels._ternary_tiles_kernel,
             plan.grid,
-            (
-                codes,
-                packed.view(torch.uint8),
-                scale,
-                sums,
-                weight_scale,
-                plain,
-                held,
-                out,
-                part,
-                tokens,
-                rows,
-                width,
-                plan.share,
-            ),
+            (codes, packed.view(torch.uint8), *around, part, tokens, rows, width, plan.share),
             plan.constants,
             (plan,),
         )
@@ -388,7 +351,7 @@ def product(
             launch(
                 kernels._ternary_parts_kernel,
                 plan.sum_grid,
-                (part, scale, sums, weight_scale, plain, held, out, tokens, rows),
+                (part, *around, tokens, rows),
                 plan.sum_constants,
                 (plan,),
             )
@@ -462,6 +425,21 @@ _WORDS = 128
 """Words of 16 columns, at the most, of one program that dequantises."""
 
 
+def _dequantize(
+    kernel: Any,  # noqa: ANN401
+    held: Tensor,
+    scale: Tensor,
+    out: Tensor,
+    words: int,
+    is_step: bool,
+) -> None:
+    block, (rows, columns) = min(_power_of_two(words), _WORDS), out.shape
+    constants = {"WORDS": block, "IS_STEP": is_step, **_ROUNDED}
+    operands = (held, scale, out, columns, words)
+    with on_device(out):
+        launch(kernel, (rows, -(-words // block)), operands, constants, (block, is_step))
+
+
 def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -469,17 +447,8 @@ def dequantized_weights(
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
 
     packed = packed.contiguous()
-    rows, words = packed.shape
-    out = packed.new_empty((rows, columns), dtype=dtype)
-    block = min(_power_of_two(words), _WORDS)
-    with on_device(packed):
-        launch(
-            kernels._ternary_weights_kernel,
-            (rows, -(-words // block)),
-            (packed, scale, out, columns, words),
-            {"WORDS": block, "IS_STEP": is_step, **_ROUNDED},
-            (block, is_step),
-        )
+    out = packed.new_empty((packed.shape[0], columns), dtype=dtype)
+    _dequantize(kernels._ternary_weights_kernel, packed, scale, out, packed.shape[1], is_step)
     return out
 
 
@@ -490,15 +459,7 @@ def dequantized_tokens(
     from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
 
     codes = codes.contiguous()
-    tokens, words = codes.shape[0], codes.shape[2] // 4
-    out = codes.new_empty((tokens, columns), dtype=dtype)
-    block = min(_power_of_two(words), _WORDS)
-    with on_device(codes):
-        launch(
-            kernels._ternary_tokens_kernel,
-            (tokens, -(-words // block)),
-            (codes.view(torch.int32), scale, out, columns, words),
-            {"WORDS": block, "IS_STEP": is_step, **_ROUNDED},
-            (block, is_step),
-        )
+    out = codes.new_empty((codes.shape[0], columns), dtype=dtype)
+    held, words = codes.view(torch.int32), codes.shape[2] // 4
+    _dequantize(kernels._ternary_tokens_kernel, held, scale, out, words, is_step)
     return out

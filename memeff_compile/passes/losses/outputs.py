@@ -407,6 +407,8 @@ def _planned(
     steps: list[tuple[str, object]] = []
     vectors: list[int] = []
     dtype = head.compute_dtype
+    made = info.tensor(output.node)
+    assert made is not None
     for step in output.chain.point_steps:
         value = info.tensor(step.node)
         assert value is not None
@@ -423,6 +425,7 @@ def _planned(
         vectors=tuple(vectors),
         recipe=LogitsRecipe(head.compute_dtype, head.transposed, tuple(steps)),
         detached=output.detached,
+        is_view=made._is_view() and not output.detached,
         loss=_loss_settings(info),
         views=views,
     )

@@ -56,7 +56,9 @@ def test_a_weight_is_encoded_into_parts_with_room(codec: str) -> None:
     assert not refuge.any()
     assert torch.equal(bits(codecs.decode(parts, form, value.shape)), bits(value))
     tight = codecs.encode(torch.zeros(64, 256, dtype=torch.bfloat16), form)
-    assert not codecs.encode_into(tight, value, form)
+    short = codecs.encode_soon(tight, value, form)
+    assert isinstance(short, codecs.Outcome)
+    assert not short.fits()
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,20 @@ gradient of the products; most cases therefore run in fp16.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy import filters, fused, sorting
+from memeff_compile.kernels.linear_cross_entropy import (
+    filters,
+    fused,
+    row_pieces,
+    sorting,
+    total_fused,
+)
 from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients
 from memeff_compile.kernels.linear_cross_entropy.shapes import room_inside, shapes_for
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
@@ -29,7 +36,14 @@ BUSY = Case(
     ignored_share=0.3,
     with_logit_sum=True,
 )
-SERVED = [PLAIN, BUSY, Case("lse of ignored rows", with_lse=True, ignored_share=0.4)]
+BUSY_ENTROPY = replace(BUSY, name="busy, entropy", with_entropy=True, with_lse=True)
+SERVED = [
+    PLAIN,
+    BUSY,
+    Case("lse of ignored rows", with_lse=True, ignored_share=0.4),
+    Case("entropy", with_entropy=True, ignored_share=0.4),
+    BUSY_ENTROPY,
+]
 SIZES: dict[str, Any] = {"shape": (2, 19), "depth": 24, "vocab": 201}
 SMALL_PIECES = 38 * 2 * 64
 
@@ -37,13 +51,15 @@ SMALL_PIECES = 38 * 2 * 64
 class _EngineF(torch.autograd.Function):
     """The engine without its op, which would send CPU tensors to the reference."""
 
+    backwards: Any = fused
+
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         hidden, weight, bias, target, column_weight, knobs = args
         flat = hidden.reshape(target.numel(), -1), weight, bias, target.reshape(-1), column_weight
         engine = sorting if knobs.sort_vocabulary else fused
         rows, left_out = engine.forward(*flat, knobs)
-        ctx.save_for_backward(*flat, rows.lse)
+        ctx.save_for_backward(*flat, rows.lse, rows.entropy)
         ctx.knobs, ctx.shape, ctx.left_out = knobs, hidden.shape, left_out
         wanted = zip(rows, knobs.wanted, strict=True)
         shaped = (part.view(target.shape) if asked else part for part, asked in wanted)
@@ -52,12 +68,13 @@ class _EngineF(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *flat, lse = ctx.saved_tensors
-        engine = sorting if ctx.knobs.sort_vocabulary else fused
+        *operands, entropy = ctx.saved_tensors
+        flat = operands[:-1]
+        engine = sorting if ctx.knobs.sort_vocabulary else _EngineF.backwards
         cotangents = RowGradients(*(grad.reshape(-1) for grad in grads[:4]))
         mask = (True, True, flat[2] is not None)
         grad_hidden, grad_weight, grad_bias = engine.backward(
-            cotangents, *flat, lse, ctx.left_out, ctx.knobs, mask
+            cotangents, *operands, entropy, ctx.left_out, ctx.knobs, mask
         )
         assert grad_hidden is not None
         return grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None
@@ -78,6 +95,74 @@ def _check(inputs: Inputs, case: Case, slack: float = 2, **changes: Any) -> None
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
 def test_values_and_gradients_match_the_oracle(case: Case) -> None:
     _check(make_inputs(case, **SIZES, dtype=torch.float16, kind="peaked"), case)
+
+
+@pytest.fixture
+def pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the rows in pieces of 32, of which the last one is ragged."""
+    monkeypatch.setattr(_EngineF, "backwards", row_pieces)
+    monkeypatch.setattr(total_fused, "piece_rows", lambda *sizes: 32)
+
+
+@pytest.mark.usefixtures("nan_filled_empty", "pieces_of_rows")
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+def test_pieces_of_rows_match_the_oracle(case: Case) -> None:
+    inputs = make_inputs(case, **SIZES | {"shape": (3, 25)}, dtype=torch.float16, kind="peaked")
+    _check(inputs, case)
+
+
+@pytest.mark.usefixtures("nan_filled_empty", "pieces_of_rows")
+@pytest.mark.parametrize("needed", [(True, False), (False, True)], ids=["frozen head", "trunk"])
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_pieces_of_rows_skip_gradients_that_nobody_needs(
+    needed: tuple[bool, bool], share: float
+) -> None:
+    case = replace(PLAIN, ignored_share=share)
+    inputs = make_inputs(case, shape=(75,), depth=24, vocab=201, dtype=torch.float16)
+    knobs = Knobs(-100, 1.0, 0.0, False, False, "exact", 0)
+    operands = inputs.tensors()
+    rows, left_out = fused.forward(*operands, knobs)
+    nothing = torch.empty(0)
+    grads = RowGradients(inputs.grad_nll, torch.zeros(75), nothing, nothing)
+    given = grads, *operands, rows.lse, rows.entropy, left_out, knobs
+    both = row_pieces.backward(*given, (True, True, False))
+    one = row_pieces.backward(*given, (*needed, False))
+    for found, expected, is_needed in zip(one, both, (*needed, False), strict=True):
+        assert (found is not None) == is_needed
+        if found is not None and expected is not None:
+            torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+@pytest.mark.usefixtures("pieces_of_rows")
+def test_a_row_of_nan_stays_alone_in_a_ragged_piece() -> None:
+    inputs = make_inputs(PLAIN, shape=(40,), depth=16, vocab=100, dtype=torch.float16)
+    inputs.hidden.view(-1, 16)[35] = float("nan")
+    hidden = inputs.hidden.requires_grad_()
+    knobs = {**PLAIN.arguments(0), "with_entropy": True}
+    nll, _, _, entropy, *_ = engine_f(hidden, *inputs.tensors()[1:4], None, **knobs)
+    (nll + entropy).sum().backward()
+    is_bad = [row == 35 for row in range(40)]
+    assert nll.isnan().tolist() == entropy.isnan().tolist() == is_bad
+    assert hidden.grad is not None
+    assert hidden.grad.isnan().any(1).tolist() == is_bad
+
+
+def test_entropy_beside_classes_that_a_bias_forbids() -> None:
+    case = replace(PLAIN, with_entropy=True, has_bias=True)
+    inputs = make_inputs(case, shape=(20,), depth=16, vocab=100, dtype=torch.float16)
+    assert inputs.bias is not None
+    inputs.bias[40:] = float("-inf")
+    inputs.target.clamp_(max=39)
+    operands = inputs.tensors()
+    grads = []
+    for width in (100, 40):
+        hidden = inputs.hidden.clone().requires_grad_()
+        bias = inputs.bias[:width]
+        results = engine_f(hidden, operands[1][:width], bias, operands[3], None, **case.arguments())
+        torch.autograd.backward((results[0], results[3]), (inputs.grad_nll, inputs.grad_entropy))
+        grads.append((results[0], results[3], hidden.grad))
+    for masked, cut in zip(*grads, strict=True):
+        torch.testing.assert_close(masked, cut, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
@@ -200,9 +285,9 @@ def test_groups_of_tiles_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch
     rows, left_out = fused.forward(*flat, knobs)
     grads = RowGradients(inputs.grad_nll, torch.zeros(70), torch.zeros(0), torch.zeros(0))
     mask = (True, True, False)
-    whole = fused.backward(grads, *flat, rows.lse, left_out, knobs, mask)
+    whole = fused.backward(grads, *flat, rows.lse, rows.entropy, left_out, knobs, mask)
     monkeypatch.setattr(fused, "fused_budget", lambda *sizes: 0)
-    cut = fused.backward(grads, *flat, rows.lse, left_out, knobs, mask)
+    cut = fused.backward(grads, *flat, rows.lse, rows.entropy, left_out, knobs, mask)
     for one, other in zip(whole[:2], cut[:2], strict=True):
         assert one is not None
         assert other is not None
@@ -236,7 +321,7 @@ def test_the_share_of_tiles_that_count_says_which_kernels_run(
     expected, whole = gradients(active), gradients(torch.ones_like(active))
     found = fused.backward(
         RowGradients(grad_nll, torch.zeros(rows), none, none),
-        hidden, weight, None, target, None, logits.logsumexp(-1),
+        hidden, weight, None, target, None, logits.logsumexp(-1), none,
         filters.LeftOut(none, active, torch.empty(0, dtype=torch.int32)),
         Knobs(None, 1.0, 0.0, False, False, "block", 0), (True, True, False),
     )  # fmt: skip

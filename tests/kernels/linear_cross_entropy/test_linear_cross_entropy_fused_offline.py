@@ -12,7 +12,7 @@ pytestmark = pytest.mark.offline
 
 CAPABILITIES = gpus(90)
 TENSOR_CORES = {90: "wgmma.mma_async"}
-EPILOGUE = ("HAS_BIAS", "HAS_COLUMN_WEIGHT", "HAS_SOFTCAP", "WITH_LOGIT_SUM")
+EPILOGUE = ("HAS_BIAS", "HAS_COLUMN_WEIGHT", "HAS_SOFTCAP", "WITH_LOGIT_SUM", "WITH_ENTROPY")
 INT_POINTERS = (
     "order_ptr",
     "place_ptr",
@@ -39,6 +39,8 @@ OPTIONAL = {
     "column_weight_ptr": "HAS_COLUMN_WEIGHT",
     "logit_sum_ptr": "WITH_LOGIT_SUM",
     "grad_logit_sum_ptr": "WITH_LOGIT_SUM",
+    "grad_entropy_ptr": "WITH_ENTROPY",
+    "entropy_ptr": "WITH_ENTROPY",
     "hidden_ptr": "GATHER",
 }
 
@@ -138,18 +140,34 @@ PRODUCTS = [
 ]
 
 
+def _is_confirmed(name: str, flags: dict[str, Any], epilogue: str) -> bool:
+    """Return whether a larger form of the same tiles is compiled, too."""
+    if "forward" in name:  # one part of the vocabulary, or one of two
+        return epilogue == ("everything" if flags["PARTS"] == 1 else "plain")
+    if "dense_gradient" in name:
+        return epilogue == "plain" and flags["GATHER"]
+    return "dense_products" in name and not flags["GATHER"]
+
+
 # The last products have no epilogue of their own.
 EPILOGUES = [
-    pytest.param(name, flags, epilogue, marks=pytest.mark.slow if epilogue == "softcap" else ())
+    pytest.param(
+        *(name, flags, epilogue),
+        marks=pytest.mark.slow
+        if epilogue == "softcap" or _is_confirmed(name, flags, epilogue)
+        else (),
+    )
     for name, flags in PRODUCTS
-    for epilogue in (["plain"] if "products" in name else ["plain", "softcap", "everything"])
+    for epilogue in (
+        ["plain"] if "products" in name else ["plain", "entropy", "softcap", "everything"]
+    )
 ]
 
 
 def _product(name: str, flags: dict[str, Any], capability: int, epilogue: str) -> Any:
     shapes = _shapes(capability)
     is_square = name.endswith("sparse_gradient_kernel")
-    is_plain = epilogue == "plain"
+    is_plain = epilogue in ("plain", "entropy")
     columns, warps = shapes.columns, shapes.warps
     if name.endswith("dense_gradient_kernel"):
         columns = shapes.gradient_columns(is_plain=is_plain and not flags["GATHER"])
@@ -157,7 +175,8 @@ def _product(name: str, flags: dict[str, Any], capability: int, epilogue: str) -
         warps = shapes.gradient_square_warps(is_plain=is_plain)
     constants = {
         **dict.fromkeys(EPILOGUE, epilogue == "everything"),
-        "HAS_SOFTCAP": epilogue != "plain",
+        "HAS_SOFTCAP": epilogue in ("softcap", "everything"),
+        "WITH_ENTROPY": epilogue in ("entropy", "everything"),
         "HAS_KEPT": True,
         "HAS_SPARSE": True,
         "NEEDS_WEIGHT": True,
@@ -224,6 +243,7 @@ def _helper(
         "HAS_SPARSE": True,
         "HAS_IGNORE": True,
         "WITH_LOGIT_SUM": True,
+        "WITH_ENTROPY": True,
         "WITH_COMPACT_LSE": True,
         "KEEP_TARGETS": True,
     }

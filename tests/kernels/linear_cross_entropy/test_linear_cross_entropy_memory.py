@@ -17,6 +17,8 @@ from memeff_compile.kernels.linear_cross_entropy.pieces import (
     reference_width,
     spans,
 )
+from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
+from memeff_compile.kernels.linear_cross_entropy.total_fused import piece_rows, splits_of
 from tests.support.live_bytes import LiveBytes
 from tests.support.oracles import Case, Inputs, make_inputs
 
@@ -126,6 +128,19 @@ def test_hybrid_takes_a_fifteenth_of_compiled_logits_at_gemma_2_2b() -> None:
     before = bytes_before(8192, 2304, 256_000, **sizes)
     assert after < 201 * MIB
     assert after < before / 15
+
+
+def test_a_backward_by_pieces_of_rows_stays_within_the_formula() -> None:
+    shapes = shapes_for_programs(132)
+    for rows, depth, vocab in itertools.product(
+        (1, 300, 8192, 100_000), (64, 4096), (65, 50257, 151936)
+    ):
+        height = piece_rows(rows, vocab, 0, shapes.rows, shapes.columns)
+        splits = splits_of(height, depth, vocab, shapes, needs_weight=True)
+        width = -(-vocab // shapes.columns) * shapes.columns
+        used = 2 * height * (width + depth) + 4 * (splits - 1) * height * depth + 24 * rows
+        sizes = {"dtype": torch.bfloat16, "engine": "fused", "device_type": "cuda"}
+        assert used <= bytes_after(rows, depth, vocab, **sizes)
 
 
 @pytest.mark.parametrize("workspace", [0, 1, 10**6, 2**26, 10**10])

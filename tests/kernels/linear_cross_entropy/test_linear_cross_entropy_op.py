@@ -281,7 +281,7 @@ def test_engine_of_a_planned_hopper_depends_on_what_is_asked() -> None:
         assert engine_for(device, half, 64) == "fused"
         assert engine_for(device, half, 60) == "hybrid"
         assert engine_for(device, torch.float32, 64) == "hybrid"
-        assert engine_for(device, half, 64, with_metrics=True) == "hybrid"
+        assert engine_for(device, half, 64, with_top=True) == "hybrid"
         assert engine_for(device, torch.float64, 64) == "reference"
 
 

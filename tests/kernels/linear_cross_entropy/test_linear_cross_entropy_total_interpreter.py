@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memeff_compile.kernels.linear_cross_entropy import total_fused, total_reference
 from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
+from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss
 
 pytestmark = pytest.mark.interpreter
 
@@ -37,9 +38,9 @@ def _both(
     assert hidden is not None
     assert target is not None
     norm = (target != IGNORED).sum()
-    found = total_fused.run(hidden, weight, bias, target, row_weight, norm, *settings)
+    found = total_fused.run(Loss(hidden, weight, bias, target, row_weight, norm, *settings))
     wide = [None if part is None else part.double() for part in (hidden, weight, bias)]
-    expected = total_reference.run(*wide, target, row_weight, norm, *settings)
+    expected = total_reference.run(Loss(*wide, target, row_weight, norm, *settings))
     return found, expected
 
 
@@ -105,9 +106,8 @@ def test_logits_far_above_the_target_are_computed_again() -> None:
 def test_a_row_of_nan_stays_in_its_row_and_spoils_the_weight() -> None:
     hidden, weight, bias, target = _inputs()
     hidden[3] = torch.nan
-    total, grad_hidden, grad_weight, _ = total_fused.run(
-        hidden, weight, bias, target, None, None, IGNORED, 1.0, 0.0, 1, ALL
-    )
+    given = Loss(hidden, weight, bias, target, None, None, IGNORED, 1.0, 0.0, 1, ALL)
+    total, grad_hidden, grad_weight, _ = total_fused.run(given)
     assert total.isnan()
     assert grad_hidden is not None
     assert grad_weight is not None
@@ -120,7 +120,7 @@ def test_a_row_of_nan_stays_in_its_row_and_spoils_the_weight() -> None:
 def test_runs_agree_bit_for_bit() -> None:
     inputs = _inputs(ignored=0.3)
     first, second = (
-        total_fused.run(*inputs, None, None, IGNORED, 1.0, 0.0, 1, ALL) for _ in range(2)
+        total_fused.run(Loss(*inputs, None, None, IGNORED, 1.0, 0.0, 1, ALL)) for _ in range(2)
     )
     for one, other in zip(first, second, strict=True):
         assert one is not None

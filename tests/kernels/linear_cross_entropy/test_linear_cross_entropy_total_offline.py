@@ -51,14 +51,25 @@ def _compile(name: str, constants: dict[str, Any], *, warps: int, stages: int) -
     return compile_for(HOPPER, kernel, constants, type_of, num_warps=warps, num_stages=stages)
 
 
+FAST = (("plain", False), ("bias and softcap", True))
+"""The least and the most; tiles are narrower where there is an epilogue."""
+
+
 def _tiles(columns: int) -> dict[str, Any]:
     return {"BM": 128, "BN": columns, "BK": 64, "FLATTEN": True, "UPCAST": False}
 
 
-@pytest.mark.parametrize("is_busy", [False, True], ids=["all rows", "kept rows, again"])
 @pytest.mark.parametrize(
-    "epilogue",
-    [pytest.param(each, marks=SLOW if each == "softcap" else ()) for each in EPILOGUES],
+    ("epilogue", "is_busy"),
+    [
+        pytest.param(
+            *(epilogue, is_busy),
+            id=f"{epilogue}-{'kept rows, again' if is_busy else 'all rows'}",
+            marks=() if (epilogue, is_busy) in FAST else SLOW,
+        )
+        for epilogue in EPILOGUES
+        for is_busy in (False, True)
+    ],
 )
 def test_logits_compile_within_the_limits(epilogue: str, is_busy: bool) -> None:
     from memeff_compile.kernels.linear_cross_entropy.shapes import shapes_for_programs
@@ -77,7 +88,13 @@ def test_logits_compile_within_the_limits(epilogue: str, is_busy: bool) -> None:
     assert "cp.async.bulk.tensor" in ptx
 
 
-@pytest.mark.parametrize("is_busy", [False, True], ids=["all rows, first", "kept rows, adds"])
+@pytest.mark.parametrize(
+    "is_busy",
+    [
+        pytest.param(False, id="all rows, first", marks=SLOW),
+        pytest.param(True, id="kept rows, adds"),
+    ],
+)
 def test_products_compile_within_the_limits(is_busy: bool) -> None:
     constants = {
         **_tiles(256),

@@ -46,7 +46,7 @@ def test_a_measured_engine_serves_what_both_could_and_nothing_else(
     with planned_for(GPU):
         assert engine_for(GPU, HALF, 64) == "fused"
         assert engine_for(GPU, HALF, 60) == "hybrid"
-        assert engine_for(GPU, HALF, 64, with_metrics=True) == "hybrid"
+        assert engine_for(GPU, HALF, 64, with_top=True) == "hybrid"
     assert engine_for(torch.device("cpu"), HALF, 64) == "reference"
 
 

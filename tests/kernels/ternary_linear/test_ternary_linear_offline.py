@@ -156,7 +156,7 @@ def _tiles(
         pytest.param(1024, 4096, 1, 1, "int8", marks=pytest.mark.slow),
         (512, 28672, 1, 1, "fp4"),
         (256, 6144, 1, 3, "int4"),
-        (2048, 8192, 1, 1, "int8"),
+        pytest.param(2048, 8192, 1, 1, "int8", marks=pytest.mark.slow),
         (128, 2560, 2, 2, "topk8"),
     ],
     ids=str,
@@ -210,7 +210,13 @@ def test_weights_come_before_tokens_that_were_quantised_already(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows"), [(16, 14336), (16, 4096), (48, 14336), (256, 14336), (4096, 14336)]
+    ("tokens", "rows"),
+    [
+        (16, 4096),
+        (48, 14336),
+        (4096, 14336),
+        *(pytest.param(tokens, 14336, marks=pytest.mark.slow) for tokens in (16, 256)),
+    ],
 )
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_kernel_for_many_tokens_compiles_within_the_limits(

@@ -130,7 +130,7 @@ def test_tokens_in_pieces_are_kept_as_tokens_one_by_one(model: Any, bits: int) -
         torch.testing.assert_close(found, other, rtol=1e-2, atol=1e-2 if bits == 4 else 1e-5)
 
 
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("bits", [pytest.param(16, marks=pytest.mark.slow), 4])
 def test_compiled_decoding_reads_the_shared_store_and_equals_eager(model: Any, bits: int) -> None:
     """One graph for two caches and the steps at which groups are merged; no dense view."""
     compiled = torch.compile(

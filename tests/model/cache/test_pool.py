@@ -171,7 +171,10 @@ def test_sizes_of_heads_come_from_the_model_where_transformers_does_not_say(
 # --- the door -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_cache", ["static", 4, {"bits": 3, "recent": 32}])
+@pytest.mark.parametrize(
+    "kv_cache",
+    ["static", pytest.param(4, marks=pytest.mark.slow), {"bits": 3, "recent": 32}],
+)
 def test_one_line_compiles_generation(kv_cache: Any) -> None:
     model, plain = make(), make()
     settings = {"bits": 16} if kv_cache == "static" else kv_cache

@@ -195,7 +195,13 @@ def runs_in_eager(program: Callable[..., Any], given: tuple[Tensor, ...]) -> boo
     return True
 
 
-@pytest.mark.parametrize(("seed", "how"), SEEDS.items())
+@pytest.mark.parametrize(
+    ("seed", "how"),
+    [
+        pytest.param(*each, marks=pytest.mark.slow if each[0] in (1, 2, 3) else ())
+        for each in SEEDS.items()
+    ],
+)
 def test_random_programs_equal_eager(seed: int, how: str) -> None:
     random_ = random.Random(seed)
     given = operands(seed)

@@ -1,0 +1,112 @@
+"""Engine F's backward by pieces of rows: G of R rows meets the whole vocabulary.
+
+It computes what `fused.backward` does, with the buffers and the products of engine T: a piece of G
+is written by engine F's kernel and multiplied by the kernel that loads with a warp of its own. dE
+of a piece is complete, so no fp32 sums of it are kept; dC is added up over the pieces in the input
+dtype, as in engine T. That is faster and takes more memory, so it serves the automatic workspace.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memeff_compile.kernels._triton import compat as triton_compat
+from memeff_compile.kernels._triton.launch import start
+from memeff_compile.kernels.device import on_device
+from memeff_compile.kernels.linear_cross_entropy import fused, total_fused
+from memeff_compile.kernels.linear_cross_entropy.filters import LeftOut
+from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, spans
+from memeff_compile.kernels.linear_cross_entropy.rows import gather
+
+
+def serves(hidden: Tensor, knobs: Knobs) -> bool:
+    """Say whether the rows of a backward that engine F serves are best taken in pieces."""
+    is_asked = knobs.workspace == 0 and knobs.gradient_filter == "exact"
+    return is_asked and hidden.dtype in total_fused.DTYPES and triton_compat.has_gluon()
+
+
+def backward(
+    grads: RowGradients,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    column_weight: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor,
+    left_out: LeftOut,
+    knobs: Knobs,
+    output_mask: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Compute the gradients of hidden, weight and bias that `output_mask` asks for.
+
+    Args: as for `fused.backward`; `left_out` is nothing.
+    """
+    del left_out
+    with on_device(hidden):
+        walk = _Backward(hidden, weight, bias, target, knobs, output_mask)
+        walk.read(grads, column_weight, lse, entropy)
+        for index, (first, stop) in enumerate(spans(0, walk.rows, walk.height)):
+            walk.piece(index, first, stop - first)
+        return walk.gradients()
+
+
+class _Backward(total_fused.Walk):
+    """The walk whose X is G itself, with a factor of 1 per row."""
+
+    def read(
+        self, grads: RowGradients, column_weight: Tensor | None, lse: Tensor, entropy: Tensor
+    ) -> None:
+        """Gather what the gradients of the logits are made of."""
+        values = fused.row_values(grads, lse, entropy, self.selection, self.knobs)
+        column_weight = fused.vector(column_weight, torch.float32)
+        self.given = (self.bias, column_weight, self.selection.target, values)
+        self.epilogue = fused.epilogue(self.bias, column_weight, self.knobs, self.shapes)
+        self.row_scale.fill_(1.0)
+        self.gathered: Tensor | None = None
+        if self.is_compact:
+            self.gathered = self.hidden.new_empty((self.height, self.depth))
+
+    def piece(self, index: int, first: int, here: int) -> None:
+        """Compute G of these rows, their dE and what they give to dC."""
+        from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+
+        shapes, hidden = self.shapes, self.hidden[first : first + here]
+        if self.gathered is not None:
+            hidden = self.gathered[:here]
+            gather(self.hidden, hidden, self.selection, first, shapes)
+        start(
+            kernels._linear_cross_entropy_dense_gradient_kernel,
+            (shapes.programs,),
+            fused.tiles_of(hidden, shapes.rows, shapes.step),
+            None,
+            None,
+            0,
+            fused.tiles_of(self.weight, self.columns, shapes.step),
+            fused.tiles_of(self.x, shapes.rows, self.columns // 4),
+            self.given,
+            self.selection.kept,
+            None,
+            first,
+            here,
+            0,
+            self.width,
+            self.rows,
+            self.vocab,
+            self.depth,
+            (self.knobs.scale, self.knobs.softcap),
+            GATHER=False,
+            HAS_KEPT=self.is_compact,
+            HAS_SPARSE=False,
+            GROUP=fused.GROUP,
+            BM=shapes.rows,
+            BN=self.columns,
+            BK=shapes.step,
+            FLATTEN=shapes.flatten,
+            **self.epilogue,
+            num_warps=shapes.warps,
+            num_stages=shapes.stages,
+        )
+        # Rows behind the last are zero in G, and behind the end of what is multiplied with it.
+        self.add_products(index, first, here, hidden)
