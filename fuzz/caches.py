@@ -43,7 +43,7 @@ def setup(random: Random) -> list[str]:
     cache += random.choice(("", "", ", keep_first=0"))
     merges = bits < 16 and scheme == "kivi" and "sliding" not in more and random.random() < 0.15
     if merges:
-        cache += ", merge=memeff_compile.MiniCache(start_layer=0)"
+        cache += ", merge=memeff_compile.MiniCache(start_layer=0, force=True)"
         keeps_all = False
     # What codes lose is the same for both where both have them: then the twin differs in the step.
     dense = "DynamicCache(config=m.config)" if keeps_all else f"{cache}, **more)"

@@ -173,28 +173,15 @@ def compile(
         >>> memeff_compile.compile(model, kv_cache=4).generate(ids)  # doctest: +SKIP
     """
     checked = _parse(mode, options, settings)
+    given: dict[str, Any] = {"dynamic": dynamic, "fullgraph": fullgraph, "disable": disable}
     if checked.weights in CODECS:
         if model is None:  # a decorator: what it decorates decides
-            return partial(
-                compile,
-                mode=mode,
-                options=options,
-                dynamic=dynamic,
-                fullgraph=fullgraph,
-                disable=disable,
-                kv_cache=kv_cache,
-                **settings,
-            )
+            given |= settings
+            return partial(compile, mode=mode, options=options, kv_cache=kv_cache, **given)
         skip = (*checked.skip.get("*", ()), *checked.skip.get("encode_weights", ()))
         compress_for_compile(model, checked.weights, skip)
         checked = replace(checked, weights="exact")
-    given: dict[str, Any] = {
-        "backend": "memeff",
-        "options": checked.to_dict() or None,
-        "dynamic": dynamic,
-        "fullgraph": fullgraph,
-        "disable": disable,
-    }
+    given |= {"backend": "memeff", "options": checked.to_dict() or None}
     if kv_cache is not None:
         _compile_for_generation(model, kv_cache, given)
         return cast("Compilable", model)

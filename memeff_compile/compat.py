@@ -15,12 +15,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._ops import HigherOrderOperator as HigherOrderOperator
-from torch._ops import OpOverload as OpOverload
-from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -40,10 +39,8 @@ TAKES_ANOTHERS_INSIDES: Any = torch._has_compatible_shallow_copy_type
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a subclass that has none."""
 
-
-def schema(op: Any) -> Any:
-    """Return the schema of an op: its name, arguments and returns."""
-    return op._schema
+schema: Callable[[Any], Any] = attrgetter("_schema")
+"""Returns the schema of an op: its name, arguments and returns."""
 
 
 def reduction_of(size_average: bool | None, reduce: bool | None) -> str:
@@ -59,14 +56,11 @@ def wrapper_subclass(kind: type[_Tensor], *args: Any, **kwargs: Any) -> _Tensor:
     return cast("_Tensor", made)
 
 
-def without_torch_function() -> contextlib.AbstractContextManager[None]:
-    """Call functions of torch on subclasses as on plain tensors."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""A context that calls functions of torch on subclasses as on plain tensors."""
 
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return a number that every in-place write to a tensor's memory raises."""
-    return tensor._version
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Returns a number that every in-place write to a tensor's memory raises."""
 
 
 def untraced(function: _Function) -> _Function:
@@ -79,9 +73,8 @@ def forget_compiled() -> None:
     torch._dynamo.reset()
 
 
-def forward_of(model: torch.nn.Module) -> Callable[..., Any]:
-    """Return the call of a module as it is, also of one that was compiled in place."""
-    return model._call_impl
+forward_of: Callable[[torch.nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
+"""Returns the call of a module as it is, also of one that was compiled in place."""
 
 
 def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> bool:
@@ -109,12 +102,8 @@ def python_dispatcher() -> contextlib.AbstractContextManager[None]:
 
 
 def output_node(graph: Graph) -> Node:
-    """Return the output node; ``reversed(graph.nodes)`` is no iterator before torch 2.12."""
-    for node in reversed(graph.nodes):
-        if node.op == "output":
-            found: Node = node
-            return found
-    raise AssertionError("a graph without an output")
+    """Return the output node."""
+    return graph.output_node()
 
 
 def example_value(node: Node) -> Any:
@@ -135,12 +124,8 @@ def example_input(node: Node) -> Any:
 
 def source_name(node: Node) -> str:
     """Return Dynamo's name for a placeholder, such as ``L['self'].lm_head.weight``."""
-    graph_arg = node.meta.get("grapharg")
-    source = getattr(graph_arg, "source", None)
-    if source is None:
-        return ""
-    name = source.name  # a property today, a method before torch 2.11
-    return str(name() if callable(name) else name)
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    return "" if source is None else str(source.name)
 
 
 def readable_source(node: Node) -> str:
@@ -236,9 +221,8 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     )
 
 
-def is_exporting() -> bool:
-    """Return whether torch.export drives the capture."""
-    return bool(torch.compiler.is_exporting())
+is_exporting: Callable[[], bool] = torch.compiler.is_exporting
+"""Returns whether torch.export drives the capture."""
 
 
 def statically_true(condition: Any) -> bool:
@@ -611,16 +595,14 @@ def is_unsafe_to_record(node: Node) -> bool:
     target = node.target
     if isinstance(target, HigherOrderOperator):
         return not target.name().startswith(("triton_kernel_wrapper", "flex_attention"))
-    overloads: list[Any] = [target]
+    ops: list[Any] = [target]
     if isinstance(target, OpOverloadPacket):
-        overloads = [getattr(target, name) for name in target.overloads()]
-    return any(_is_unsafe(each) for each in overloads if isinstance(each, OpOverload))
-
-
-def _is_unsafe(op: OpOverload) -> bool:
+        ops = [getattr(target, name) for name in target.overloads()]
+    ops = [op for op in ops if isinstance(op, OpOverload)]
     names = ("cudagraph_unsafe", "data_dependent_output", "dynamic_output_shape")
     unsafe = {getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name)}
-    return bool(unsafe & set(op.tags)) or op.namespace not in ("aten", "prims", "memeff")
+    is_known = all(op.namespace in ("aten", "prims", "memeff") for op in ops)
+    return not is_known or any(unsafe & set(op.tags) for op in ops)
 
 
 @contextlib.contextmanager
@@ -659,14 +641,11 @@ def feeds_resumed_code(gm: GraphModule) -> bool:
     return bool(why.graph_break)
 
 
-def assert_on_device(condition: torch.Tensor, message: str) -> None:
-    """Let the device stop with ``message`` when it finds ``condition`` false; the host goes on."""
-    torch._assert_async(condition, message)
+assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
+"""Lets the device stop with a message when it finds a condition false; the host goes on."""
 
-
-def is_functorch_active() -> bool:
-    """Return whether ``torch.func`` or ``torch.vmap`` is transforming what runs now."""
-    return bool(torch._C._are_functorch_transforms_active())
+is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Returns whether ``torch.func`` or ``torch.vmap`` is transforming what runs now."""
 
 
 def is_forward_mode_active() -> bool:
@@ -678,10 +657,8 @@ def is_forward_mode_active() -> bool:
 
 def is_traced(*tensors: torch.Tensor) -> bool:
     """Return whether tensors stand for others, or a mode watches what is done to them."""
-    return (
-        any(type(tensor) is not torch.Tensor for tensor in tensors)
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
+    stands_for_others = any(type(tensor) is not torch.Tensor for tensor in tensors)
+    return stands_for_others or torch._C._len_torch_dispatch_stack() > 0
 
 
 def frees_saved_tensors() -> bool:
@@ -717,10 +694,8 @@ def put_fsdp_shard(module: torch.nn.Module, name: str, local: torch.Tensor) -> b
     """Make ``local`` what this rank holds of a parameter that FSDP2 shards.
 
     ``local`` may be of a subclass with FSDP2's hooks around its all-gather. Gradients are switched
-    off for the parameter.
-
-    Returns:
-        Whether FSDP2 shards it, keeps shards on their device, and has it in shards now.
+    off for the parameter. False unless FSDP2 shards it, keeps shards on their device, and has it in
+    shards now.
     """
     old: Any = module._parameters[name]
     param = _find_fsdp2_shard(old)
@@ -867,10 +842,11 @@ def size_formula(size: Any) -> Any:
 
 def forget_failures(functions: Iterable[Any]) -> None:
     """Let Dynamo compile functions again: it skips those whose capture ended in an exception."""
-    from torch._dynamo.eval_frame import reset_code
+    from torch._C._dynamo.eval_frame import reset_code
 
-    for code in {getattr(function, "__code__", None) for function in functions} - {None}:
-        reset_code(code)
+    for function in functions:
+        if hasattr(function, "__code__"):
+            reset_code(function.__code__)
 
 
 def multiplies_bf16() -> bool:
@@ -950,14 +926,9 @@ def drop_empty_hooks(tensor: torch.Tensor) -> None:
 
 
 def references(held: list[torch.Tensor]) -> tuple[int, int, int, int]:
-    """Count who refers to the one tensor in a list, and to its memory.
+    """Count who holds the one tensor in a list: its memory, the tensor, the Python object of each.
 
-    Args:
-        held: a list of one tensor. No variable of the caller may hold the tensor beside it.
-
-    Returns:
-        How many hold the memory, the tensor, the tensor's Python object and the memory's Python
-        object. See `SOLE_OWNER`.
+    No variable of the caller may hold the tensor beside the list. See `SOLE_OWNER`.
     """
     return (
         torch._C._storage_Use_Count(held[0].untyped_storage()._cdata),
@@ -990,11 +961,9 @@ def revive_hooks(tensor: torch.Tensor) -> None:
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, *, but: Callable[..., Any]) -> bool:
-    """Return whether hooks run around the steps of an optimizer: after every step, or `but`, aside.
+    """Return whether hooks run around the steps of an optimizer, those after every step aside.
 
-    Args:
-        optimizer: any.
-        but: a hook before every step that does not count.
+    ``but`` is a hook before every step that does not count.
     """
     from torch.optim import optimizer as module
 
@@ -1014,11 +983,7 @@ def run_hooks_after_every_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def after_backward(function: Callable[[], None]) -> bool:
-    """Have a function called when the backward that is running has come to its end.
-
-    Returns:
-        False where no backward is running; the function is not called then.
-    """
+    """Call a function at the end of the backward that runs; return False where none does."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(function)
     except RuntimeError:

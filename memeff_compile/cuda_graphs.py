@@ -41,19 +41,12 @@ _STATIC = (
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of one graph.
+    """What becomes of one graph."""
 
-    Attributes:
-        record: the line of the report; None where nothing is to be said.
-        roles: of the arguments, where the graph is recorded.
-        device: that it runs on.
-        patches: for Inductor's config.
-    """
-
-    record: Record | None = None
-    roles: Roles | None = None
-    device: torch.device | None = None
-    patches: Mapping[str, Any] = field(default_factory=dict)
+    record: Record | None = None  # the line of the report; None where nothing is to be said
+    roles: Roles | None = None  # of the arguments, where the graph is recorded
+    device: torch.device | None = None  # that it runs on
+    patches: Mapping[str, Any] = field(default_factory=dict)  # for Inductor's config
 
 
 def decide(info: GraphInfo, options: Options) -> Choice:

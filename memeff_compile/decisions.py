@@ -35,34 +35,21 @@ MEASURED_BY_US = ("NVIDIA H200",)
 
 @dataclass(frozen=True)
 class Decision:
-    """A choice between settings that compute the same, up to rounding order.
+    """A choice between settings that compute the same, up to rounding order."""
 
-    Args:
-        name: Name in the table: the op, then what is chosen.
-        meaning: One line for the reader of the table.
-        choices: The names it may be.
-    """
-
-    name: str
-    meaning: str
-    choices: tuple[str, ...]
+    meaning: str  # one line for the reader of the table
+    choices: tuple[str, ...]  # the names it may be
 
 
 DECISIONS = {
-    decision.name: decision
-    for decision in (
-        Decision(
-            "linear_cross_entropy.engine",
-            "which engine computes head and loss in 16 bits, where both run",
-            ("fused", "hybrid"),
-        ),
-        Decision(
-            "linear_cross_entropy.gradients",
-            "in which pass the gradients of a loss that is one number are made",
-            ("backward", "forward"),
-        ),
-    )
+    "linear_cross_entropy.engine": Decision(
+        "which engine computes head and loss in 16 bits, where both run", ("fused", "hybrid")
+    ),
+    "linear_cross_entropy.gradients": Decision(
+        "in which pass the gradients of a loss that is one number are made", ("backward", "forward")
+    ),
 }
+"""By the name in the table: the op, then what is chosen."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +115,7 @@ class Table:
 
     @classmethod
     def from_json(cls, text: str) -> Table:
-        """Read a stored table.
-
-        Raises:
-            TuneError: the text is no table of this format, or holds a value that no kernel takes.
-        """
+        """Read a stored table; TuneError for another format, or a value that no kernel takes."""
         try:
             found = json.loads(text)
             if found["format"] != FORMAT:
@@ -167,11 +150,7 @@ def stored_at() -> Path:
 
 
 def load(path: Path) -> Table:
-    """Read a table; one that is not there is empty.
-
-    Raises:
-        TuneError: the file cannot be read or is no table.
-    """
+    """Read a table; one that is not there is empty. TuneError where it is unread or no table."""
     try:
         return Table.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -186,8 +165,7 @@ def load(path: Path) -> Table:
 def save(table: Table, path: Path) -> None:
     """Write a table in one step: a reader finds the old file or the new one, never a part.
 
-    Raises:
-        TuneError: the file cannot be written.
+    TuneError where the file cannot be written.
     """
     temporary = None
     try:
@@ -250,12 +228,8 @@ def _look_up(machine: Machine) -> Entry | None:
 
 
 def value(machine: Machine | None, name: str, default: str) -> str:
-    """Return the setting for a decision: measured where there is a measurement, else the default.
-
-    Args:
-        machine: Where it runs, or None where no GPU of this process is meant.
-        name: A key of `DECISIONS`.
-        default: What decides without a measurement.
+    """Return the setting for a key of `DECISIONS`: measured where there is a measurement, else the
+    default. `machine` is None where no GPU of this process is meant.
     """
     entry = None if machine is None else measured(machine)
     found = None if entry is None else entry.found.get(name)
@@ -311,18 +285,12 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Question:
-    """One decision to be made by measuring.
+    """One decision to be made by measuring."""
 
-    Args:
-        name: A key of `DECISIONS`.
-        default: What decides without a measurement.
-        options: The settings to compare, the default among them.
-        fault: Runs with a setting and returns what is wrong with its numbers, or "".
-        workloads: Makes what is timed; called once, and its results are dropped afterwards.
-    """
-
-    name: str
-    default: str
-    options: Sequence[str]
+    name: str  # a key of `DECISIONS`
+    default: str  # what decides without a measurement
+    options: Sequence[str]  # the settings to compare, the default among them
+    # runs with a setting and returns what is wrong with its numbers, or ""
     fault: Callable[[str], str]
+    # makes what is timed; called once, and its results are dropped afterwards
     workloads: Callable[[], Sequence[Workload]]

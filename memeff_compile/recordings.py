@@ -49,21 +49,14 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 @dataclass(frozen=True)
 class Roles:
-    """What the arguments of a step are, by their places.
+    """What the arguments of a step are, by their places."""
 
-    Attributes:
-        held: tensors that count by their address: weights, caches, and what is written to.
-        copied: tensors that come anew with each call.
-        numbers: sizes and other numbers.
-        varying: tensors whose sizes are not the same in every call.
-        written: tensors that the step writes to.
-    """
-
+    # tensors that count by their address: weights, caches, and what is written to
     held: tuple[int, ...]
-    copied: tuple[int, ...] = ()
-    numbers: tuple[int, ...] = ()
-    varying: tuple[int, ...] = ()
-    written: tuple[int, ...] = ()
+    copied: tuple[int, ...] = ()  # tensors that come anew with each call
+    numbers: tuple[int, ...] = ()  # sizes and other numbers
+    varying: tuple[int, ...] = ()  # tensors whose sizes are not the same in every call
+    written: tuple[int, ...] = ()  # tensors that the step writes to
 
 
 class Engine(Protocol):

@@ -30,30 +30,21 @@ Compiled: TypeAlias = Callable[..., Any]
 
 @dataclass
 class Trip:
-    """One graph on its way through the backend.
+    """One graph on its way through the backend."""
 
-    Attributes:
-        gm: the graph, which the passes edit in place.
-        example_inputs: the tensors and sizes it was captured with.
-        options: of this compilation.
-        pieces: inputs that another compiled piece of the model hands over.
-        original: the graph as it came, where it will be compared with what becomes of it.
-        outcome: what the passes did.
-        choice: whether it is recorded as a CUDA graph.
-        rewritten: the graph as the passes made it, where it will be compared.
-        present: which outputs there are, where the passes left some as None.
-        unread: the inputs that nothing which is left of the graph comes from.
-    """
-
-    gm: GraphModule
-    example_inputs: Sequence[Any]
-    options: Options
+    gm: GraphModule  # the graph, which the passes edit in place
+    example_inputs: Sequence[Any]  # the tensors and sizes it was captured with
+    options: Options  # of this compilation
+    # inputs that another compiled piece of the model hands over
     pieces: list[int] = field(init=False)
+    # the graph as it came, where it will be compared with what becomes of it
     original: KeptGraph | None = None
-    outcome: Outcome = field(init=False)
+    outcome: Outcome = field(init=False)  # what the passes did
+    # whether it is recorded as a CUDA graph
     choice: cuda_graphs.Choice = field(default_factory=cuda_graphs.Choice)
-    rewritten: KeptGraph | None = None
-    present: list[bool] | None = None
+    rewritten: KeptGraph | None = None  # the graph as the passes made it, where it will be compared
+    present: list[bool] | None = None  # which outputs there are, where the passes left some as None
+    # the inputs that nothing which is left of the graph comes from
     unread: list[int] = field(default_factory=list)
 
     def rewrite(self, passes: Sequence[GraphPass]) -> None:

@@ -1,5 +1,7 @@
 """What every test gets: a seed, few threads, a clean Dynamo, and a backend found by name.
 
+Torch is imported where it is used: the process that hands out tests to others needs none.
+
 The suite is run twice (see the Makefile), because Triton reads TRITON_INTERPRET when it is
 imported. A test whose marker does not fit its process fails with the command to use.
 """
@@ -20,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.fresh_python import fresh_python as fresh_python
 from tests.support.quick_dynamo import measure_nothing
@@ -95,6 +96,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _fits_this_process(request: pytest.FixtureRequest) -> None:
+    import torch
+
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.fail("this test needs a CUDA device; `make gpu` runs it on a machine that has one")
@@ -106,6 +109,8 @@ def _fits_this_process(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
+    import torch
+
     torch.manual_seed(0)
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
     yield
@@ -118,6 +123,8 @@ def _same_start() -> Iterator[None]:
 @pytest.fixture
 def nan_filled_empty() -> Iterator[None]:
     """Fill whatever torch.empty returns with NaN, so that an unwritten output cannot pass."""
+    import torch
+
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -311,7 +311,7 @@ class Setting:
         merge = None
         if self.start_layer is not None:
             merge = MiniCache(
-                start_layer=self.start_layer, retained=self.retained, gamma=self.gamma
+                self.start_layer, retained=self.retained, gamma=self.gamma, force=True
             )
         return memeff_compile.KVCache(
             model.config, plan.lengths[-1] + plan.group, self.bits, scheme=self.scheme,

@@ -28,21 +28,13 @@ TESTED_TORCH = ((2, 11), (2, 13))
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the diagnosis.
+    """One line of the diagnosis."""
 
-    Args:
-        section: Heading under which it is printed.
-        label: What was looked at.
-        text: What was seen.
-        remedy: What to do, or "" where nothing needs doing.
-        blocks: Whether the backend is unusable because of it.
-    """
-
-    section: str
-    label: str
-    text: str
-    remedy: str = ""
-    blocks: bool = False
+    section: str  # heading under which it is printed
+    label: str  # what was looked at
+    text: str  # what was seen
+    remedy: str = ""  # what to do, or "" where nothing needs doing
+    blocks: bool = False  # whether the backend is unusable because of it
 
 
 def is_usable(findings: list[Finding]) -> bool:

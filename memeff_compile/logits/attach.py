@@ -20,12 +20,7 @@ from memeff_compile import compat
 from memeff_compile.logits.fused_rows import FusedRows
 from memeff_compile.logits.lazy_tensor import untraced
 from memeff_compile.logits.memory import Memory
-from memeff_compile.logits.recipe import (
-    DeferredOutput,
-    LogitsRecipe,
-    LossSettings,
-    given_sizes,
-)
+from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe, LossSettings, given_sizes
 from memeff_compile.logits.row_gradient import RowGradient
 from memeff_compile.logits.source import LogitsSource
 from memeff_compile.logits.tensor import DeferredLogits
@@ -40,27 +35,18 @@ REMEDY = (
 
 
 def defer(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    vectors: Sequence[Tensor],
-    recipe: LogitsRecipe,
+    hidden: Tensor,  # (..., hidden), what enters the head
+    weight: Tensor,  # the head's weight, oriented as `recipe` says
+    bias: Tensor | None,  # (vocabulary,) or None
+    vectors: Sequence[Tensor],  # the tensors that the recipe's bias steps add
+    recipe: LogitsRecipe,  # how the logits come from the hidden states
     *,
-    remedy: str = REMEDY,
+    remedy: str = REMEDY,  # what to do about stale logits, the end of the error's sentence
+    # how losses of these logits are fused; None leaves them to PyTorch, on computed values
     loss: LossSettings | None = None,
-    use: LogitsUse | None = None,
+    use: LogitsUse | None = None,  # where to count what becomes of the logits
 ) -> Tensor:
     """Return the logits of `hidden` as a tensor that is computed on first use.
-
-    Args:
-        hidden: (..., hidden), what enters the head.
-        weight: the head's weight, oriented as `recipe` says.
-        bias: (vocabulary,) or None.
-        vectors: the tensors that the recipe's bias steps add.
-        recipe: how the logits come from the hidden states.
-        remedy: what to do about stale logits, the end of the error's sentence.
-        loss: how losses of these logits are fused; None leaves them to PyTorch, on computed values.
-        use: where to count what becomes of the logits.
 
     Returns:
         A `DeferredLogits` of shape (..., vocabulary), joined to autograd as the logits would be.
@@ -129,17 +115,12 @@ def attach(
 def accept(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
     """Wrap a compiled callable so that deferred logits among its arguments arrive as plain ones.
 
-    Args:
-        compiled: takes plain tensors only.
-        places: the arguments that come out of another compiled callable.
-
-    Returns:
-        A callable of the same arguments. Gradients reach the deferred logits.
+    Gradients reach the deferred logits. ``places`` are the arguments that come out of another
+    compiled callable.
     """
-    entries = tuple(places)
 
     def run(*args: Any) -> Any:
-        if any(isinstance(args[place], DeferredLogits) for place in entries):
+        if any(isinstance(args[place], DeferredLogits) for place in places):
             args = tuple(arg.as_plain() if isinstance(arg, DeferredLogits) else arg for arg in args)
         return compiled(*args)
 

@@ -27,7 +27,6 @@ from memeff_compile.report import LogitsUse
 
 __all__ = ["Folded", "FusedRows", "Head", "fold_recipe"]
 
-
 _BACKWARD_TENSORS = [
     argument.name
     for argument in compat.schema(op_folder.linear_cross_entropy_backward).arguments
@@ -36,21 +35,15 @@ _BACKWARD_TENSORS = [
 
 
 class Folded(NamedTuple):
-    """A recipe as the op takes it: ``z = softcap * tanh(scale * (s + bias) / softcap)``.
+    """A recipe as the op takes it: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
 
-    Args:
-        scale, softcap: as above, softcap 0 for none.
-        divisors: what to divide each vector of the recipe by, to add it inside the scale.
-        factor: None for logits; for log-probabilities what they are multiplied by (-1 for the
-            negative ones).
-        logits: the recipe up to the log-softmax.
-    """
-
-    scale: float
-    softcap: float
+    scale: float  # as above, softcap 0 for none
+    softcap: float  # likewise
+    # what to divide each vector of the recipe by, to add it inside the scale
     divisors: tuple[float, ...]
+    # None for logits; for log-probabilities what they are multiplied by (-1 for the negative ones)
     factor: float | None
-    logits: LogitsRecipe
+    logits: LogitsRecipe  # the recipe up to the log-softmax
 
 
 @lru_cache(maxsize=256)
@@ -95,24 +88,16 @@ def _product(steps: Sequence[tuple[str, object]]) -> float | None:
 
 @dataclass(frozen=True)
 class Head:
-    """Some rows of logits, as what they come from; all tensors without autograd.
+    """Some rows of logits, as what they come from; all tensors without autograd."""
 
-    Args:
-        hidden: (..., hidden), one per row.
-        weight, bias, vectors: as a `LogitsRecipe` takes them.
-        recipe: from the hidden states to the values of the tensor in question, log-probabilities
-            included.
-        settings: what the options say.
-        use: where to count.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    vectors: tuple[Tensor, ...]
+    hidden: Tensor  # (..., hidden), one per row
+    weight: Tensor  # as a `LogitsRecipe` takes them
+    bias: Tensor | None  # likewise
+    vectors: tuple[Tensor, ...]  # likewise
+    # from the hidden states to the values of the tensor in question, log-probabilities included
     recipe: LogitsRecipe
-    settings: LossSettings
-    use: LogitsUse | None = None
+    settings: LossSettings  # what the options say
+    use: LogitsUse | None = None  # where to count
 
     @property
     def folded(self) -> Folded:
@@ -143,60 +128,13 @@ class Head:
         self,
         target: Tensor,
         column_weight: Tensor | None,
-        *,
         ignore_index: int | None,
-        with_lse: bool,
-        with_logit_sum: bool,
+        **wanted: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return nll, lse and the weighted sum of the logits of every row."""
-        nll, lse, logit_sum, *_ = op_folder.linear_cross_entropy(
-            *self._operands(),
-            target,
-            column_weight,
-            **self._knobs(ignore_index, with_lse=with_lse, with_logit_sum=with_logit_sum),
-        )
+        given, knobs = (*self._operands(), target, column_weight), self._knobs(ignore_index)
+        nll, lse, logit_sum, *_ = op_folder.linear_cross_entropy(*given, **knobs, **wanted)
         return nll, lse, logit_sum
-
-    def derivative(
-        self,
-        grad_nll: Tensor,
-        grad_lse: Tensor,
-        grad_logit_sum: Tensor | None,
-        target: Tensor,
-        column_weight: Tensor | None,
-        lse: Tensor,
-        *,
-        ignore_index: int | None,
-        with_lse: bool,
-        needed: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of hidden states, weight and the sum of all biases."""
-        hidden, weight, bias = self._operands()
-        nothing = grad_nll.new_empty(0)
-        given = {
-            "grad_nll": grad_nll,
-            "grad_lse": grad_lse,
-            "grad_logit_sum": nothing if grad_logit_sum is None else grad_logit_sum,
-            "hidden": hidden,
-            "weight": weight,
-            "bias": bias,
-            "target": target,
-            "column_weight": column_weight,
-            "lse": lse,
-        }
-        # What the op can do besides was not asked of its forward, and is empty here.
-        gradients = op_folder.linear_cross_entropy_backward(
-            *(given.get(name, nothing) for name in _BACKWARD_TENSORS),
-            **self._knobs(
-                ignore_index, with_lse=with_lse, with_logit_sum=grad_logit_sum is not None
-            ),
-            output_mask=list(needed),
-        )
-        found = [g if is_needed else None for g, is_needed in zip(gradients, needed, strict=True)]
-        grad_weight = found[1]
-        if grad_weight is not None and self.recipe.transposed:
-            found[1] = grad_weight.t()
-        return found[0], found[1], found[2]
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = self.recipe.compute_dtype
@@ -208,16 +146,11 @@ class Head:
             total = flat if total is None else total + flat
         return self.hidden.to(dtype), weight.t() if self.recipe.transposed else weight, total
 
-    def _knobs(
-        self, ignore_index: int | None, *, with_lse: bool, with_logit_sum: bool
-    ) -> dict[str, Any]:
-        folded = self.folded
+    def _knobs(self, ignore_index: int | None) -> dict[str, Any]:
         return {
             "ignore_index": ignore_index,
-            "scale": folded.scale,
-            "softcap": folded.softcap,
-            "with_lse": with_lse,
-            "with_logit_sum": with_logit_sum,
+            "scale": self.folded.scale,
+            "softcap": self.folded.softcap,
             "gradient_filter": "exact",
             "workspace": self.settings.workspace,
         }
@@ -231,30 +164,19 @@ class FusedRows:
 
         logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j)
         log-probabilities:  outer * (                  - nll * [j = target] + total * w_j)
-
-    Args:
-        head: the rows.
-        nll, lse, total: one number per row, or None for zeros.
-        target: one column per row, or None where nll is.
-        ignore_index: rows with this target have neither nll nor total.
-        column_weight: (vocabulary,), the w above; None for ones.
-        row_lse: log-sum-exp of the rows.
-        lse_of_ignored: `row_lse` holds in ignored rows too.
-        outer: what the gradient has been multiplied by on its way.
-        is_log: the rows are log-probabilities.
     """
 
-    head: Head
-    nll: Tensor | None
-    lse: Tensor | None
-    total: Tensor | None
-    target: Tensor | None
-    ignore_index: int | None
-    column_weight: Tensor | None
-    row_lse: Tensor
-    lse_of_ignored: bool = True
-    outer: float = 1.0
-    is_log: bool = False
+    head: Head  # the rows
+    nll: Tensor | None  # one number per row, or None for zeros
+    lse: Tensor | None  # likewise
+    total: Tensor | None  # likewise
+    target: Tensor | None  # one column per row, or None where nll is
+    ignore_index: int | None  # rows with this target have neither nll nor total
+    column_weight: Tensor | None  # (vocabulary,), the w above; None for ones
+    row_lse: Tensor  # log-sum-exp of the rows
+    lse_of_ignored: bool = True  # `row_lse` holds in ignored rows too
+    outer: float = 1.0  # what the gradient has been multiplied by on its way
+    is_log: bool = False  # the rows are log-probabilities
     versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -289,9 +211,7 @@ class FusedRows:
     ) -> FusedRows | None:
         """Return the gradient of all rows of `parts`, or None if they are of different kinds.
 
-        Args:
-            parts: the gradients.
-            join: concatenates or stacks tensors along one of the rows' dimensions.
+        `join` concatenates or stacks tensors along one of the rows' dimensions.
         """
         first = parts[0]
         if not all(first._is_like(part) and part.outer == first.outer for part in parts):
@@ -337,12 +257,8 @@ class FusedRows:
 
     def _plus(self, other: FusedRows, lse_from: FusedRows) -> FusedRows:
         def total(name: str) -> Any:  # noqa: ANN401
-            parts = [
-                part if piece.outer == 1 else part * piece.outer
-                for piece in (self, other)
-                for part in [getattr(piece, name)]
-                if part is not None
-            ]
+            given = ((getattr(piece, name), piece.outer) for piece in (self, other))
+            parts = [p if outer == 1 else p * outer for p, outer in given if p is not None]
             return sum(parts[1:], parts[0]) if parts else None
 
         return replace(
@@ -408,9 +324,7 @@ class FusedRows:
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden, weight, bias and vectors of the deferred logits.
 
-        Args:
-            base: the recipe of the deferred logits: a part, from the front, of this head's.
-            needed: one claim per gradient.
+        `base` is the recipe of the deferred logits: a part, from the front, of this head's.
         """
         assert not self.is_log, "log_softmax has a backward of its own"
         head = self.head
@@ -425,31 +339,38 @@ class FusedRows:
         target = self.target
         if target is None:
             target = torch.zeros(zeros.shape, dtype=torch.int64, device=zeros.device)
-        bias_needed = any(needed[2:])
-        found = head.derivative(
-            zeros if nll is None else nll,
-            zeros if lse is None else lse,
-            total,
-            target,
-            self.column_weight,
-            self.row_lse,
-            ignore_index=self.ignore_index,
+        hidden, weight, bias = head._operands()
+        nothing = zeros.new_empty(0)
+        given = {
+            "grad_nll": zeros if nll is None else nll,
+            "grad_lse": zeros if lse is None else lse,
+            "grad_logit_sum": nothing if total is None else total,
+            "hidden": hidden,
+            "weight": weight,
+            "bias": bias,
+            "target": target,
+            "column_weight": self.column_weight,
+            "lse": self.row_lse,
+        }
+        # What the op can do besides was not asked of its forward, and is empty here.
+        grad_hidden, grad_weight, grad_bias = op_folder.linear_cross_entropy_backward(
+            *(given.get(name, nothing) for name in _BACKWARD_TENSORS),
+            **head._knobs(self.ignore_index),
             with_lse=self.lse_of_ignored,
-            needed=(needed[0], needed[1], bias_needed),
+            with_logit_sum=total is not None,
+            output_mask=[needed[0], needed[1], any(needed[2:])],
         )
-        parts: list[Tensor | None] = [
-            None if part is None else part.to(like.dtype)
-            for part, like in zip(found[:2], (head.hidden, head.weight), strict=True)
-        ]
-        grad_bias, bias = found[2], head.bias
-        is_wanted = needed[2] and grad_bias is not None and bias is not None
-        parts.append(grad_bias.to(bias.dtype) if is_wanted else None)  # type: ignore[union-attr]
-        for place, (vector, divisor) in enumerate(
-            zip(head.vectors, head.folded.divisors, strict=True), 3
-        ):
-            part = None
-            if needed[place] and grad_bias is not None:
+        parts: list[Tensor | None] = [None] * len(needed)
+        if needed[0]:
+            parts[0] = grad_hidden.to(head.hidden.dtype)
+        if needed[1]:
+            grad_weight = grad_weight.t() if head.recipe.transposed else grad_weight
+            parts[1] = grad_weight.to(head.weight.dtype)
+        if needed[2] and head.bias is not None:
+            parts[2] = grad_bias.to(head.bias.dtype)
+        vectors = zip(head.vectors, head.folded.divisors, strict=True)
+        for place, (vector, divisor) in enumerate(vectors, 3):
+            if needed[place]:
                 part = (grad_bias / divisor).sum_to_size(vector.numel()).reshape(vector.shape)
-                part = part.to(vector.dtype)
-            parts.append(part)
+                parts[place] = part.to(vector.dtype)
         return tuple(parts)

@@ -11,8 +11,8 @@ be sent there is refused (`compat.make_without_memory`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import numpy
 
 __all__ = ["MEMORY_METHODS", "LazyTensor", "untraced"]
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 MEMORY_METHODS = (
     "__deepcopy__",
@@ -49,15 +47,12 @@ MEMORY_METHODS = (
 )
 """Methods of `torch.Tensor` that do not pass through the dispatcher; `LazyTensor` has its own."""
 
-
-def untraced(function: _Function) -> _Function:
-    """Keep Dynamo out of a function that works on the real tensors."""
-    return compat.untraced(function)
+untraced = compat.untraced
+"""Keeps Dynamo out of a function that works on the real tensors."""
 
 
 # Tensors have a metaclass of their own, so abc cannot refuse a subclass that leaves one out.
 _ABSTRACT = "a subclass of LazyTensor has to say where its values come from"
-
 
 _NO_DATA = (
     "a {} was assigned to the .data of another tensor, or another one to its .data; it is computed "
@@ -86,6 +81,21 @@ class LazyTensor(torch.Tensor):
         assert isinstance(made, cls)
         made._device = device
         return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # annotated as a function of torch's own
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _dispatch(cls, func, args, kwargs or {})
+
+    @classmethod
+    def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one ATen operation that some of these tensors are given to."""
+        raise NotImplementedError(_ABSTRACT)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -198,3 +208,12 @@ class LazyTensor(torch.Tensor):
         tensor = self._stand_in() if self.is_cuda else torch.empty(0, device=self.device)
         interface: dict[str, Any] = tensor.__cuda_array_interface__
         return interface
+
+
+@untraced
+def _dispatch(
+    cls: type[LazyTensor], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    if func in compat.ABOUT_MEMORY:
+        return compat.ABOUT_MEMORY[func](*args)
+    return cls._run(func, args, kwargs)

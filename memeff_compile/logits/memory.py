@@ -111,10 +111,6 @@ class Memory:
         place = (view.dims, view.strides, view.offset)
         self._statistics = Statistics(*place, lse, logit_sum)
 
-    def untouched_value(self) -> Tensor | None:
-        """Return the values of all rows if they are there and nobody can have written to them."""
-        return None if self.is_open else self.value
-
     def snapshot(
         self, view: DeferredLogits, function: Callable[[Tensor], Tensor]
     ) -> Callable[[], Tensor | None]:

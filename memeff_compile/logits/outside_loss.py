@@ -17,7 +17,7 @@ tensors in their own right: gathered, summed or handed to `nll_loss` they are ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from memeff_compile.logits.tensor import DeferredLogits
 
 __all__ = ["SERVED", "Declined"]
+
+DType: TypeAlias = "torch.dtype | None"
 
 
 class _Rows(torch.autograd.Function):
@@ -66,11 +68,7 @@ class _Rows(torch.autograd.Function):
             if rows is None:
                 rows = torch.zeros(head.hidden.shape[:-1], dtype=torch.int64, device=view.device)
             nll, lse, logit_sum = head.statistics(
-                rows,
-                column_weight,
-                ignore_index=ignore_index,
-                with_lse=of_ignored,
-                with_logit_sum=with_sum,
+                rows, column_weight, ignore_index, with_lse=of_ignored, with_logit_sum=with_sum
             )
             if ignore_index is None or of_ignored:
                 is_of_all = with_sum and column_weight is None and ignore_index is None
@@ -88,11 +86,8 @@ class _Rows(torch.autograd.Function):
             ctx.written_by = _written_by(view)
             ctx.settings, ctx.use = head.settings, head.use
             ctx.ignore_index, ctx.of_ignored, ctx.is_log = ignore_index, of_ignored, is_log
-        return (
-            None if target is None else nll,
-            None if is_log or not with_lse else lse.clone(),
-            total,
-        )
+        shown = None if is_log or not with_lse else lse.clone()
+        return None if target is None else nll, shown, total
 
     @staticmethod
     @untraced
@@ -177,7 +172,8 @@ class _LogSoftmax(torch.autograd.Function):
             plain = _plain_for_second_derivative(ctx, ctx.saved_tensors)
             values = plain.to(ctx.recipe.dtype).log_softmax(-1)
             return torch.autograd.grad(values, plain, grad, create_graph=True)[0], None
-        value = None if ctx.memory is None else ctx.memory.untouched_value()
+        is_lost = ctx.memory is None or ctx.memory.is_open  # somebody can have written to them
+        value = None if is_lost else ctx.memory.value
         ctx.view = ctx.memory = None
         if isinstance(grad, RowGradient) and grad.is_fused:
             pieces = tuple(
@@ -227,9 +223,8 @@ def _plain_for_second_derivative(ctx: Any, made_of: Sequence[Tensor | None]) -> 
         )
     with torch.no_grad():
         hidden, weight, bias, *vectors = made_of
-        change: Tensor = (
-            ctx.recipe.logits(hidden, weight, bias, vectors).reshape(plain.shape) - plain
-        )
+        then: Tensor = ctx.recipe.logits(hidden, weight, bias, vectors)
+        change = then.reshape(plain.shape) - plain
     return plain + change
 
 
@@ -499,12 +494,7 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) 
 
 
 def _sum(
-    input: Any,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    out: Any = None,
+    input: Any, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, out: Any = None
 ) -> Any:
     if not _is_deferred(input):
         return NotImplemented
@@ -521,17 +511,11 @@ def _sum(
 
 
 def _mean(
-    input: Any,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    out: Any = None,
+    input: Any, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, out: Any = None
 ) -> Any:
     total = _sum(input, dim, keepdim, dtype=dtype or torch.float32, out=out)
-    if total is NotImplemented:
-        return NotImplemented
-    return (total / input.dims[-1]).to(dtype or input.dtype)
+    is_served = total is not NotImplemented
+    return (total / input.dims[-1]).to(dtype or input.dtype) if is_served else NotImplemented
 
 
 def _serving(handler: Any) -> Callable[..., Any]:

@@ -102,19 +102,15 @@ class LogitsRecipe:
 
     def gradients(
         self,
-        grad: Tensor,
-        hidden: Tensor,
+        grad: Tensor,  # (..., vocabulary) of `self.dtype`
+        hidden: Tensor,  # as in `logits`, and so are weight, bias and vectors
         weight: Tensor,
         bias: Tensor | None,
         vectors: Sequence[Tensor] = (),
+        # one claim per gradient, in the order of the result; None asks for all
         needed: Sequence[bool] | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Compute the gradients of `logits` from the gradient of its result.
-
-        Args:
-            grad: (..., vocabulary) of `self.dtype`.
-            hidden: as in `logits`, and so are weight, bias and vectors.
-            needed: one claim per gradient, in the order of the result; None asks for all.
 
         Returns:
             The gradients of hidden, weight, bias and of every vector; None where not needed.
@@ -216,41 +212,28 @@ class LogitsRecipe:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What the options say about the fused loss, for losses outside the graph.
+    """What the options say about the fused loss, for losses outside the graph."""
 
-    Args:
-        workspace: memeff.linear_cross_entropy.workspace, in bytes; 0 for automatic.
-    """
-
-    workspace: int = 0
+    workspace: int = 0  # memeff.linear_cross_entropy.workspace, in bytes; 0 for automatic
 
 
 @dataclass(frozen=True)
 class DeferredOutput:
-    """One output of a compiled graph that carries hidden states in the place of logits.
+    """One output of a compiled graph that carries hidden states in the place of logits."""
 
-    Args:
-        output: index of the output.
-        weight: index of the head's weight among the graph's arguments.
-        bias: index of the bias inside the product, or None.
-        vectors: indices of the tensors that the recipe's bias steps add, in order.
-        recipe: how the logits come from the hidden states.
-        detached: the model detaches these logits before it returns them.
-        is_view: eager PyTorch returns a view of a tensor that nobody else has. A write to a part of
-            a view leaves behind the autograd node that it had, and the hooks there.
-        loss: how a loss outside the graph is fused, or None where it is not.
-        views: where several outputs share the memory of these logits, or one has not all of it in
-            its order, all of them, and each is a view of it; `output` is the first of their places.
-    """
-
-    output: int
-    weight: int
-    bias: int | None
-    vectors: tuple[int, ...]
-    recipe: LogitsRecipe
-    detached: bool = False
+    output: int  # index of the output
+    weight: int  # index of the head's weight among the graph's arguments
+    bias: int | None  # index of the bias inside the product, or None
+    vectors: tuple[int, ...]  # indices of the tensors that the recipe's bias steps add, in order
+    recipe: LogitsRecipe  # how the logits come from the hidden states
+    detached: bool = False  # the model detaches these logits before it returns them
+    # eager PyTorch returns a view of a tensor that nobody else has; a write to a part of a view
+    # leaves behind the autograd node that it had, and the hooks there
     is_view: bool = False
+    # how a loss outside the graph is fused, or None where it is not
     loss: LossSettings | None = None
+    # where several outputs share the memory of these logits, or one has not all of it in its order,
+    # all of them, and each is a view of it; `output` is the first of their places
     views: tuple[LogitsView, ...] = ()
 
     @property
@@ -276,14 +259,10 @@ class GivenSize:
 
 @dataclass(frozen=True)
 class LogitsView:
-    """An output that is a view of the logits.
+    """An output that is a view of the logits."""
 
-    Args:
-        output: index of the output.
-        calls: the ATen views that lead to it, each by its name and the arguments behind `self`.
-    """
-
-    output: int
+    output: int  # index of the output
+    # the ATen views that lead to it, each by its name and the arguments behind `self`
     calls: tuple[tuple[str, tuple[Any, ...]], ...]
 
     def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:

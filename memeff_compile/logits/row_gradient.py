@@ -14,6 +14,7 @@ The gradient that a fused loss outside the graph sends is one of these too: its 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
@@ -158,30 +159,17 @@ class RowGradient(LazyTensor):
         return RowGradient(shape, pieces, self)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # annotated as a function of torch's own
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+    def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Note one ATen operation where a rule says how, else run it on the dense gradient."""
+        rule = _RULES.get(func)
+        result = None if rule is None else _apply_rule(rule, args, kwargs)
+        if result is not None:
+            return result
+        args, kwargs = pytree.tree_map_only(RowGradient, RowGradient.dense, (tuple(args), kwargs))
+        return func(*args, **kwargs)
 
     # Gradients meet no function that has to act above autograd.
     __torch_function__ = compat.NO_TORCH_FUNCTION
-
-
-@untraced
-def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if func in compat.ABOUT_MEMORY:
-        return compat.ABOUT_MEMORY[func](*args)
-    rule = _RULES.get(func)
-    if rule is not None:
-        result = _apply_rule(rule, args, kwargs)
-        if result is not None:
-            return result
-    args, kwargs = pytree.tree_map_only(RowGradient, RowGradient.dense, (tuple(args), kwargs))
-    return func(*args, **kwargs)
 
 
 def _apply_rule(
@@ -192,7 +180,7 @@ def _apply_rule(
     if moved is not None and rule in _POINTWISE:
         inner = rule(moved[0], *args[1:], **kwargs)
         return inner.permuted(moved[1]) if isinstance(inner, RowGradient) else None
-    if rule is not _permute and rule is not _transpose:
+    if rule is not RowGradient.permuted and rule is not _transpose:
         leaves = pytree.tree_leaves(list(args))
         if any(isinstance(leaf, RowGradient) and leaf._moved is not None for leaf in leaves):
             return None
@@ -219,20 +207,13 @@ def _is_leading(dim: int, shape: Sequence[int]) -> bool:
     return dim % len(shape) != len(shape) - 1
 
 
-def _select_backward(
-    grad: Tensor, shape: Sequence[int], dim: int, index: int
-) -> RowGradient | None:
-    if not isinstance(grad, RowGradient) or not _is_leading(dim, shape):
-        return None
-    return grad.then(shape, _selected(shape, dim % len(shape), index))
+def _part_backward(step: Callable[..., RowStep]) -> Callable[..., RowGradient | None]:
+    def rule(grad: Tensor, shape: Sequence[int], dim: int, *which: int) -> RowGradient | None:
+        if not isinstance(grad, RowGradient) or not _is_leading(dim, shape):
+            return None
+        return grad.then(shape, step(shape, dim % len(shape), *which))
 
-
-def _slice_backward(
-    grad: Tensor, shape: Sequence[int], dim: int, start: int, end: int, step: int
-) -> RowGradient | None:
-    if not isinstance(grad, RowGradient) or not _is_leading(dim, shape):
-        return None
-    return grad.then(shape, _sliced(shape, dim % len(shape), start, end, step))
+    return rule
 
 
 def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGradient | None:
@@ -254,12 +235,11 @@ def _reshape(grad: RowGradient, shape: Sequence[int], *unused: object) -> RowGra
     return RowGradient(after, tuple(pieces), grad)
 
 
-def _squeeze(grad: RowGradient, *dim: Any) -> RowGradient | None:
-    return _reshape(grad, torch.empty(grad.shape, device="meta").squeeze(*dim).shape)
+def _shaped(func: Any) -> Callable[..., RowGradient | None]:
+    def rule(grad: RowGradient, *dim: Any) -> RowGradient | None:
+        return _reshape(grad, func(torch.empty(grad.shape, device="meta"), *dim).shape)
 
-
-def _unsqueeze(grad: RowGradient, dim: int) -> RowGradient | None:
-    return _reshape(grad, torch.empty(grad.shape, device="meta").unsqueeze(dim).shape)
+    return rule
 
 
 def _same(grad: RowGradient, **kwargs: object) -> RowGradient:
@@ -365,18 +345,6 @@ def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | 
     return RowGradient(grad.shape, pieces, grad)
 
 
-def _divide(grad: Tensor, divisor: Any) -> RowGradient | None:
-    return _scale(grad, divisor, invert=True)
-
-
-def _negate(grad: Tensor) -> RowGradient | None:
-    return _scale(grad, -1.0)
-
-
-def _permute(grad: RowGradient, dims: Sequence[int]) -> RowGradient:
-    return grad.permuted(dims)
-
-
 def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
     order = list(range(grad.dim()))
     order[one], order[other] = order[other], order[one]
@@ -457,13 +425,17 @@ def _new_zeros(
     return RowGradient(shape, (), torch.empty(0, dtype=dtype or grad.dtype, device=grad.device))
 
 
+_divide, _negate = partial(_scale, invert=True), partial(_scale, factor=-1.0)
+
 _RULES: dict[Any, Callable[..., Tensor | None]] = {
-    aten.select_backward.default: _select_backward,
-    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _part_backward(_selected),
+    aten.slice_backward.default: _part_backward(_sliced),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _reshape),
     **dict.fromkeys((aten._reshape_alias.default, aten.reshape.default), _reshape),
-    **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _squeeze),
-    aten.unsqueeze.default: _unsqueeze,
+    **dict.fromkeys(
+        (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _shaped(aten.squeeze)
+    ),
+    aten.unsqueeze.default: _shaped(aten.unsqueeze),
     **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default), _same),
     aten._to_copy.default: _cast,
     aten.index_put.default: _index_put,
@@ -472,7 +444,7 @@ _RULES: dict[Any, Callable[..., Tensor | None]] = {
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _scale),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _divide),
     aten.neg.default: _negate,
-    aten.permute.default: _permute,
+    aten.permute.default: RowGradient.permuted,
     aten.transpose.int: _transpose,
     aten.cat.default: _cat,
     aten.stack.default: _stack,

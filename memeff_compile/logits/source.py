@@ -29,7 +29,6 @@ _REMEDY_GATHERED = (
     'compile with options={"memeff.logits": "eager"}.'
 )
 
-
 _EDITED = "the head's weight changed since then, through .data or outside PyTorch"
 
 _reading: list[str] = []
@@ -53,26 +52,18 @@ class LogitsSource:
 
     Holds detached aliases: the autograd graph of the hidden states belongs to the logits tensor
     alone, and a detached copy of the logits must not keep it alive.
-
-    Args:
-        hidden: (..., hidden), what enters the head.
-        weight: the head's weight.
-        bias: the bias inside the product, or None.
-        vectors: the tensors that the recipe's bias steps add.
-        remedy: the end of the error's sentence.
-        loss: how a loss outside the graph is fused, or None where it is not.
-        use: where to count what becomes of the logits.
     """
 
     def __init__(
         self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        vectors: Sequence[Tensor],
-        remedy: str,
+        hidden: Tensor,  # (..., hidden), what enters the head
+        weight: Tensor,  # the head's weight
+        bias: Tensor | None,  # the bias inside the product, or None
+        vectors: Sequence[Tensor],  # the tensors that the recipe's bias steps add
+        remedy: str,  # the end of the error's sentence
+        # how a loss outside the graph is fused, or None where it is not
         loss: LossSettings | None = None,
-        use: LogitsUse | None = None,
+        use: LogitsUse | None = None,  # where to count what becomes of the logits
     ) -> None:
         self.loss, self.use = loss, use
         self.hidden, self.weight = hidden.detach(), weight.detach()
@@ -109,8 +100,7 @@ class LogitsSource:
     def compute(self, recipe: LogitsRecipe, rows: Tensor) -> Tensor:
         """Return the logits of some rows of the hidden states, without autograd.
 
-        Raises:
-            StaleLogitsError: the product would not be the one of the forward pass.
+        StaleLogitsError where the product would not be the one of the forward pass.
         """
         self._refuse(self.change())
         self.materialisations += 1
@@ -145,13 +135,11 @@ class LogitsSource:
     def change(self) -> str | None:
         """Say what has changed since this source was made; None if nothing has."""
         change = self._visible_change()
-        if change is None and self._sample is not None and self._is_edited():
-            return _EDITED
-        return change
-
-    def _is_edited(self) -> bool:
-        assert self._sample is not None
-        return _differ(self._sample, _sample(self.weight))
+        if change is not None or self._sample is None:
+            return change
+        with torch.no_grad(), compat.outside_dispatch_modes():
+            is_edited = bool(_differences(self._sample, _sample(self.weight)).any())
+        return _EDITED if is_edited else None
 
     def _visible_change(self) -> str | None:
         """Say what has changed, without a look at the values."""
@@ -197,11 +185,6 @@ def _sample(weight: Tensor) -> Tensor:
     return weight.as_strided(
         (min(rows, 8), min(columns, 8)), (max(rows // 8, 1) * down, max(columns // 8, 1) * right)
     )
-
-
-def _differ(left: Tensor, right: Tensor) -> bool:
-    with torch.no_grad(), compat.outside_dispatch_modes():
-        return bool(_differences(left, right).any())
 
 
 def _differences(left: Tensor, right: Tensor) -> Tensor:

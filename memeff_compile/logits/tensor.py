@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from math import isfinite, prod
 from multiprocessing.reduction import ForkingPickler
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -98,12 +99,10 @@ class DeferredLogits(LazyTensor):
     def copied(
         self, recipe: LogitsRecipe, function: Callable[[Tensor], Tensor], *, is_whole: bool = False
     ) -> DeferredLogits:
-        """Return a tensor in memory of its own, which `recipe` computes.
+        """Return a tensor in memory of its own, which `recipe` computes from these hidden states.
 
-        Args:
-            recipe: from the hidden states of these rows.
-            function: from values of these rows, which are taken while there are some.
-            is_whole: these are all rows of their memory in its order.
+        Values of these rows, while there are some, go through `function`. `is_whole`: these are
+        all rows of their memory in its order.
         """
         memory = self.memory
         rows, shape = (memory.rows, memory.shape) if is_whole else (self.rows, self.dims)
@@ -138,15 +137,8 @@ class DeferredLogits(LazyTensor):
         """These rows as a loss outside the graph takes them."""
         source = self.memory.source
         assert source.loss is not None
-        return Head(
-            self.rows,
-            source.weight,
-            source.bias,
-            source.vectors,
-            self.recipe,
-            source.loss,
-            source.use,
-        )
+        made_of = (self.rows, source.weight, source.bias, source.vectors)
+        return Head(*made_of, self.recipe, source.loss, source.use)
 
     @property
     def recipe(self) -> LogitsRecipe:
@@ -202,36 +194,23 @@ class DeferredLogits(LazyTensor):
         return _function(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # annotated as a function of torch's own
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+    def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one ATen operation: lazily where a rule says how, else on the computed values."""
+        rule = _LAZY.get(func)
+        if rule is not None and isinstance(args[0], DeferredLogits) and _takes(rule, func, args[0]):
+            result = rule(func, args[0], args[1:], kwargs)
+            if result is not None:
+                return None if result is _NOTHING else result
+        elif torch.is_inference_mode_enabled():
+            # Without autograd, composite operations arrive whole; their parts may have rules.
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        with reading_for(compat.schema(func).name.split("::")[-1]):
+            return _compute(func, args, kwargs)
 
 
 # Below autograd ----------------------------------------------------------------------------------
-
-
-@untraced
-def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run one ATen operation: lazily where a rule says how, else on the computed values."""
-    if func in compat.ABOUT_MEMORY:
-        return compat.ABOUT_MEMORY[func](*args)
-    rule = _LAZY.get(func)
-    if rule is not None and isinstance(args[0], DeferredLogits) and _takes(rule, func, args[0]):
-        result = rule(func, args[0], args[1:], kwargs)
-        if result is not None:
-            return None if result is _NOTHING else result
-    elif torch.is_inference_mode_enabled():
-        # Without autograd, composite operations arrive whole; their parts may have rules.
-        result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-    with reading_for(compat.schema(func).name.split("::")[-1]):
-        return _compute(func, args, kwargs)
 
 
 def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
@@ -499,45 +478,21 @@ def _recorded(
 _NOTHING = object()
 """The result of a rule for an operation that returns nothing; None says that a rule has none."""
 
-_LAZY: dict[Any, _Rule] = {
-    aten.alias.default: _same_rows,
-    aten.detach.default: _same_rows,
-    aten.view.default: _same_rows,
-    aten._unsafe_view.default: _same_rows,
-    aten._reshape_alias.default: _same_rows,
-    aten.squeeze.default: _same_rows,
-    aten.squeeze.dim: _same_rows,
-    aten.squeeze.dims: _same_rows,
-    aten.unsqueeze.default: _same_rows,
-    aten.slice.Tensor: _some_rows,
-    aten.select.int: _some_rows,
-    aten.unbind.int: _some_rows,
-    aten.split.Tensor: _some_rows,
-    aten.split_with_sizes.default: _some_rows,
-    aten.transpose.int: _permuted,
-    aten.permute.default: _permuted,
-    aten.clone.default: _copied,
-    aten._to_copy.default: _copied,
-    aten.mul.Tensor: _scaled,
-    aten.mul.Scalar: _scaled,
-    aten.div.Tensor: _scaled,
-    aten.div.Scalar: _scaled,
-    aten.neg.default: _scaled,
-    aten.index.Tensor: _indexed,
-    aten.index_select.default: _indexed,
-    aten.empty_like.default: _shaped_like,
-    aten.zeros_like.default: _shaped_like,
-    aten.ones_like.default: _shaped_like,
-    aten.full_like.default: _shaped_like,
-    aten.rand_like.default: _shaped_like,
-    aten.randn_like.default: _shaped_like,
-    aten.new_empty.default: _shaped_like,
-    aten.new_zeros.default: _shaped_like,
-    aten.new_ones.default: _shaped_like,
-    aten.new_full.default: _shaped_like,
-    aten.detach_.default: _itself,
-    aten.record_stream.default: _recorded,
+_RULES: dict[_Rule, str] = {
+    _same_rows: "alias.default detach.default view.default _unsafe_view.default "
+    "_reshape_alias.default squeeze.default squeeze.dim squeeze.dims unsqueeze.default",
+    _some_rows: "slice.Tensor select.int unbind.int split.Tensor split_with_sizes.default",
+    _permuted: "transpose.int permute.default",
+    _copied: "clone.default _to_copy.default",
+    _scaled: "mul.Tensor mul.Scalar div.Tensor div.Scalar neg.default",
+    _indexed: "index.Tensor index_select.default",
+    _shaped_like: "empty_like.default zeros_like.default ones_like.default full_like.default "
+    "rand_like.default randn_like.default new_empty.default new_zeros.default new_ones.default "
+    "new_full.default",
+    _itself: "detach_.default",
+    _recorded: "record_stream.default",
 }
+_LAZY = {attrgetter(name)(aten): rule for rule, names in _RULES.items() for name in names.split()}
 
 _ANY_ORDER = (_permuted, _copied, _scaled, _shaped_like, _itself, _recorded)
 _ALIASES = (aten.alias.default, aten.detach.default)

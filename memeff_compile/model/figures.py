@@ -28,24 +28,15 @@ def matplotlib_for(error: type[MemeffError]) -> Any:  # noqa: ANN401 - matplotli
 
 
 def draw_spreads(
-    path: str | Path,
-    names: Sequence[str],
-    series: Mapping[str, Sequence[Spread]],
-    title: str,
-    error: type[MemeffError],
+    path: str | Path,  # its ending says the format; without one it is SVG, whose text stays text
+    names: Sequence[str],  # of the lines
+    series: Mapping[str, Sequence[Spread]],  # for each of them as many spreads as there are names
+    title: str,  # what the points are
+    error: type[MemeffError],  # raised if matplotlib is not installed
     *,
-    least: float | None = None,
+    least: float | None = None,  # where a line across all names is drawn
 ) -> None:
-    """Draw a point and its spread for each name, from the top down, and for each series.
-
-    Args:
-        path: its ending says the format; without one it is SVG, whose text stays text.
-        names: of the lines.
-        series: for each of them as many spreads as there are names.
-        title: what the points are.
-        error: raised if matplotlib is not installed.
-        least: where a line across all names is drawn.
-    """
+    """Draw a point and its spread for each name, from the top down, and for each series."""
     matplotlib = matplotlib_for(error)
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(7.0, 1.2 + LINE * len(names)), layout="constrained"

@@ -53,8 +53,6 @@ class Site(CachedSite):
 
 
 class CompressKVCache(CachedPass):
-    """The pass."""
-
     name = "compress_kv_cache"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
@@ -74,14 +72,11 @@ class CompressKVCache(CachedPass):
                 yield _unread(view)
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
-        """Return why the attention must be left alone, or None."""
         match.call = read_one(match.node) or match.call
         return (
             unserved_setting(info, match, "give a mask")
-            or _unserved_operands(info, match)
-            or _unserved_mask(info, match)
-            or _used_otherwise(match)
-            or _changed_meanwhile(info, match)
+            or _unserved(info, match)
+            or _disturbed(info, match)
         )
 
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
@@ -168,7 +163,7 @@ def _unread(view: Node) -> Decline:
     )
 
 
-def _unserved_operands(info: GraphInfo, match: Site) -> Decline | None:
+def _unserved(info: GraphInfo, match: Site) -> Decline | None:
     args = match.call.args
     parts = []
     for name in ("key", "value"):
@@ -186,11 +181,7 @@ def _unserved_operands(info: GraphInfo, match: Site) -> Decline | None:
             f"there are {query.shape[2]} queries per sequence; the op serves one, which is "
             "decoding. More, as in a prompt in pieces or in assisted decoding, read the dense view",
         )
-    return None
-
-
-def _unserved_mask(info: GraphInfo, match: Site) -> Decline | None:
-    mask = match.call.args["attn_mask"]
+    mask = args["attn_mask"]
     if mask is None:
         return Decline(
             "no_mask",
@@ -212,19 +203,19 @@ def _unserved_mask(info: GraphInfo, match: Site) -> Decline | None:
             "added to scores is not served",
             "give a boolean mask of (batch or 1, 1, 1, cache length)",
         )
-    query, pool = info.value(match.call.args["query"]), match.tensors(info)
-    if any(tensor is None for tensor in pool):
+    held: Any = match.tensors(info)
+    if any(tensor is None for tensor in held):
         return Decline("unsupported", "a tensor of the cache is no plain tensor")
     bits = _bits(match.view)
     if bits is None:
         return Decline("unsupported", "the bits of the cache vary within one compilation")
-    held: Any = pool
     sentence = op_folder.supports(query, held, bits, seen)
     sentence = sentence or op_folder.unproven(query, held, bits)
     return None if sentence is None else Decline("unsupported", sentence)
 
 
-def _used_otherwise(match: Site) -> Decline | None:
+def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
+    """Return who else needs the dense view, or writes to what attention would read later."""
     for user in _readers(match.view):
         if not _leads_to(user, match.node):
             return Decline(
@@ -232,7 +223,15 @@ def _used_otherwise(match: Site) -> Decline | None:
                 f"the dense view is also used by `{node_name(user)}`, so it has to be there",
                 "do not ask for attention weights, nor read the cache inside the model",
             )
-    return None
+    pool = [node for node in match.view.args[:_POOL] if isinstance(node, Node)]
+    found = info.written_between([*pool, *match.view.users], match.view, match.node)
+    if found is None:
+        return None
+    return Decline(
+        "mutated",
+        f"`{node_name(found)}` writes to the cache or to its dense view before attention reads it",
+        "write before reading",
+    )
 
 
 def _leads_to(node: Node, end: Node) -> bool:
@@ -244,19 +243,6 @@ def _leads_to(node: Node, end: Node) -> bool:
             return False
         (node,) = node.users
     return False
-
-
-def _changed_meanwhile(info: GraphInfo, match: Site) -> Decline | None:
-    parts = list(match.view.users)
-    pool = [node for node in match.view.args[:_POOL] if isinstance(node, Node)]
-    found = info.written_between([*pool, *parts], match.view, match.node)
-    if found is None:
-        return None
-    return Decline(
-        "mutated",
-        f"`{node_name(found)}` writes to the cache or to its dense view before attention reads it",
-        "write before reading",
-    )
 
 
 _ON_MERGING = (

@@ -55,7 +55,6 @@ class DeferLogits(GraphPass):
         return [match for match in returned_logits(info) if is_unused(info, match)]
 
     def check(self, info: GraphInfo, match: Returned) -> Decline | None:
-        """Return why these logits must be left alone, or None."""
         return check_returned(info, match)
 
     def places(self, match: Returned) -> Sequence[Node]:
@@ -71,6 +70,5 @@ class DeferLogits(GraphPass):
         return Done(match.head, sentence, [], plan, "deferred", "logits_deferred")
 
     def dead(self, match: Returned) -> Sequence[Node]:
-        """Return the nodes the rewrite leaves without users."""
         steps = (step.node for output in match.outputs for step in output.chain.steps)
         return [match.head, *dict.fromkeys(steps)]

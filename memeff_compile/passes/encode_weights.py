@@ -105,7 +105,6 @@ class EncodeWeights(GraphPass):
         return ""
 
     def check(self, info: GraphInfo, match: Several) -> Decline | None:
-        """Return why the place must be left alone, or None."""
         for site in match.sites:
             found = self._check_site(info, site)
             if found is not None:
@@ -113,7 +112,25 @@ class EncodeWeights(GraphPass):
         return None
 
     def _check_site(self, info: GraphInfo, site: Coded) -> Decline | None:
-        return _other_reader(site) or _subclass(site) or _cast(info, site)
+        if site.x is None:
+            return Decline(
+                "not_a_linear",
+                f"`{node_name(site.node)}` reads a compressed weight and is not a linear, so that "
+                "the weight is decoded there, and kept decoded if the backward needs it",
+                "leave this weight out of compress_ with its skip argument",
+            )
+        kind = kind_among((site.x, site.bias))
+        if kind:
+            said = f"an operand of the linear is a {kind}, which this op does not take"
+            return Decline(f"subclass_operand({kind})", said, "hand the linear a plain tensor")
+        dtype = info.value(site.node).dtype
+        if dtype == torch.bfloat16:
+            return None
+        return Decline(
+            f"other_dtype({short(dtype)})",
+            "autocast runs this linear in another dtype than the weight was compressed from",
+            "use autocast with torch.bfloat16",
+        )
 
     def places(self, match: Several) -> Sequence[Node]:
         """Return the linears."""
@@ -160,36 +177,6 @@ def _read(node: Node) -> Coded | None:
     if _coded(weight) is None or any(_coded(n) is not None for n in (x, bias) if n is not None):
         return None
     return Coded(node, weight, x, bias)
-
-
-def _other_reader(match: Coded) -> Decline | None:
-    if match.x is not None:
-        return None
-    return Decline(
-        "not_a_linear",
-        f"`{node_name(match.node)}` reads a compressed weight and is not a linear, so that the "
-        "weight is decoded there, and kept decoded if the backward needs it",
-        "leave this weight out of compress_ with its skip argument",
-    )
-
-
-def _subclass(match: Coded) -> Decline | None:
-    kind = kind_among((match.x, match.bias))
-    if not kind:
-        return None
-    said = f"an operand of the linear is a {kind}, which this op does not take"
-    return Decline(f"subclass_operand({kind})", said, "hand the linear a plain tensor")
-
-
-def _cast(info: GraphInfo, match: Coded) -> Decline | None:
-    dtype = info.value(match.node).dtype
-    if dtype == torch.bfloat16:
-        return None
-    return Decline(
-        f"other_dtype({short(dtype)})",
-        "autocast runs this linear in another dtype than the weight was compressed from",
-        "use autocast with torch.bfloat16",
-    )
 
 
 def _sentence(info: GraphInfo, match: Several) -> str:

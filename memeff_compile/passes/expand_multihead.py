@@ -40,16 +40,11 @@ from .graph.graph_info import GraphInfo, kind_among, node_name, same_shape
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask of the module.
+    """A mask of the module."""
 
-    Args:
-        node: The mask as the function is given it.
-        taken: Where it is true, a key is taken away; None for a mask of other numbers.
-        made_by: What turned ``taken`` into ``node``, as nn.MultiheadAttention does first.
-    """
-
-    node: Node
-    taken: Node | None
+    node: Node  # the mask as the function is given it
+    taken: Node | None  # where it is true, a key is taken away; None for a mask of other numbers
+    # what turned ``taken`` into ``node``, as nn.MultiheadAttention does first
     made_by: tuple[Node, ...] = ()
 
 
@@ -87,15 +82,10 @@ class ExpandMultihead(GraphPass):
                 yield match
 
     def check(self, info: GraphInfo, match: Multihead) -> Decline | None:
-        """Return why the call must be left alone, or None."""
         found = (
-            _subclass(match)
-            or _unusual(match)
-            or _weights_used(match)
-            or _dropout(match)
+            _unserved(match)
             or kernels_chosen(info)
-            or _mutated(info, match)
-            or _biased(info, match)
+            or _changed_mask(info, match)
             or _no_fused_kernel(info, match)
         )
         return None if found is None else found.counted(match.node)
@@ -230,27 +220,20 @@ def _may_be_empty(info: GraphInfo, match: Multihead) -> bool:
     return form is None or not form.is_plain or form.window is not None
 
 
-def _subclass(match: Multihead) -> Decline | None:
-    kind = kind_among(match.node.all_input_nodes)
-    return subclass(kind) if kind else None
-
-
-def _unusual(match: Multihead) -> Decline | None:
-    given = match.given
+def _unserved(match: Multihead) -> Decline | None:
+    """Return what the parts would not do as the whole does, or None."""
+    kind, given = kind_among(match.node.all_input_nodes), match.given
+    if kind:
+        return subclass(kind)
     held = [given[name] for name in ("bias_k", "bias_v", "static_k", "static_v")]
-    if not given["add_zero_attn"] and all(node is None for node in held):
-        return None
-    return Decline(
-        "keys_of_its_own",
-        "the module has keys or values of its own (add_bias_kv, add_zero_attn, static_k, static_v)",
-        "leave them out",
-    )
-
-
-def _weights_used(match: Multihead) -> Decline | None:
-    if not match.builds_weights:
-        return None
-    for user in match.node.users:
+    if given["add_zero_attn"] or any(node is not None for node in held):
+        return Decline(
+            "keys_of_its_own",
+            "the module has keys or values of its own (add_bias_kv, add_zero_attn, static_k, "
+            "static_v)",
+            "leave them out",
+        )
+    for user in match.node.users if match.builds_weights else ():
         if user is match.output:
             continue
         onward = list(user.users) if user.target is operator.getitem else [user]
@@ -261,11 +244,7 @@ def _weights_used(match: Multihead) -> Decline | None:
                 f"the attention weights are also used by `{name}`, so they have to be there",
                 "call the module with need_weights=False",
             )
-    return None
-
-
-def _dropout(match: Multihead) -> Decline | None:
-    if not match.given["training"] or compat.known_number(match.given["dropout_p"]) == 0:
+    if not given["training"] or compat.known_number(given["dropout_p"]) == 0:
         return None
     return Decline(
         "dropout_active",
@@ -274,18 +253,14 @@ def _dropout(match: Multihead) -> Decline | None:
     )
 
 
-def _mutated(info: GraphInfo, match: Multihead) -> Decline | None:
-    """Ask whether truth values behind a mask are still what the mask was made from."""
+def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
+    """Ask whether a mask is what it was made from still, and whether it needs a gradient."""
     for mask in match.masks:
         if mask.made_by and mask.taken is not None:
             held = [mask.node, mask.taken]
             write = info.written_between(held, mask.node, match.node)
             if write is not None:
                 return mutated(write, "a mask before attention reads it")
-    return None
-
-
-def _biased(info: GraphInfo, match: Multihead) -> Decline | None:
     for mask in match.masks:
         tensor = info.tensor(mask.node)
         if match.builds_weights and tensor is not None and tensor.requires_grad:

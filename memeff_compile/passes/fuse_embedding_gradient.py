@@ -57,8 +57,6 @@ class Table:
 
 
 class FuseEmbeddingGradient(GraphPass):
-    """The pass."""
-
     name = "fuse_embedding_gradient"
 
     def enabled(self, info: GraphInfo) -> bool:
@@ -102,7 +100,6 @@ class FuseEmbeddingGradient(GraphPass):
         return after <= before + SLACK_BYTES
 
     def check(self, info: GraphInfo, match: Table) -> Decline | None:
-        """Return why the table must be left alone, or None."""
         weight, kind = info.value(match.weight), kind_among((match.weight,))
         anchor = match.lookups[0]
         if kind:

@@ -60,14 +60,7 @@ class FuseGatedLinear(GraphPass):
                 yield match
 
     def check(self, info: GraphInfo, match: Gated) -> Decline | None:
-        """Return why the place must be left alone, or None."""
-        found = (
-            _kept_by_policy(info)
-            or _reused(match)
-            or _subclass(match)
-            or _unsupported(info, match)
-            or _mutated(info, match)
-        )
+        found = _unserved(info, match)
         return None if found is None else found.counted(match.linear)
 
     def places(self, match: Gated) -> Sequence[Node]:
@@ -147,53 +140,39 @@ def _is_computed_here(node: Node) -> bool:
     return call is not None and call.op in _MADE_BY_PRODUCTS
 
 
-def _kept_by_policy(info: GraphInfo) -> Decline | None:
-    if not info.has_checkpoint_policy:
-        return None
-    return Decline(
-        "selective_checkpoint",
-        "the checkpoint has a policy (context_fn) that may keep gate or up for the backward, where "
-        "they would be copied before they are written over",
-        "leave context_fn out to have everything in the block computed again",
-    )
-
-
-def _reused(match: Gated) -> Decline | None:
+def _unserved(info: GraphInfo, match: Gated) -> Decline | None:
+    if info.has_checkpoint_policy:
+        return Decline(
+            "selective_checkpoint",
+            "the checkpoint has a policy (context_fn) that may keep gate or up for the backward, "
+            "where they would be copied before they are written over",
+            "leave context_fn out to have everything in the block computed again",
+        )
     parts = (match.gate, match.up, match.activated, match.product)
     onward = (match.activated, match.product, match.product, match.linear)
     users = ((user, only) for node, only in zip(parts, onward, strict=True) for user in node.users)
     other = next((user for user, only in users if user is not only), None)
-    if other is None:
-        return None
-    return Decline(
-        f"gate_reused({node_name(other)})",
-        f"gate, up or their product is also used by `{node_name(other)}`, so that it has to be "
-        "kept as it is",
-        "compute that from the linear's result, or outside the checkpoint",
-    )
-
-
-def _subclass(match: Gated) -> Decline | None:
+    if other is not None:
+        return Decline(
+            f"gate_reused({node_name(other)})",
+            f"gate, up or their product is also used by `{node_name(other)}`, so that it has to be "
+            "kept as it is",
+            "compute that from the linear's result, or outside the checkpoint",
+        )
     kind = kind_among((match.weight, match.bias, match.gate, match.up))
-    if not kind:
-        return None
-    return Decline(
-        f"subclass_weight({kind})",
-        f"an operand of the linear is a {kind}, which this op does not take",
-        "gather or dequantise the weight",
-    )
-
-
-def _unsupported(info: GraphInfo, match: Gated) -> Decline | None:
+    if kind:
+        return Decline(
+            f"subclass_weight({kind})",
+            f"an operand of the linear is a {kind}, which this op does not take",
+            "gather or dequantise the weight",
+        )
     gate, up, weight = map(info.value, (match.gate, match.up, match.weight))
     bias = info.tensor(match.bias)
     # Under autocast the linear casts its weight; so does the rewrite.
     weight, bias = weight.to(gate.dtype), None if bias is None else bias.to(gate.dtype)
     sentence = op_folder.supports(gate, up, weight, bias, match.activation)
-    return Decline("unsupported", sentence) if sentence else None
-
-
-def _mutated(info: GraphInfo, match: Gated) -> Decline | None:
+    if sentence:
+        return Decline("unsupported", sentence)
     nodes = [match.gate, match.up, match.activated, match.product, match.weight]
     nodes += [match.bias] if match.bias is not None else []
     first = min((match.gate, match.up), key=lambda n: info.positions[n])

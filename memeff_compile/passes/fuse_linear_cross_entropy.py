@@ -57,8 +57,6 @@ from .losses.tails import (
 
 
 class FuseLinearCrossEntropy(GraphPass):
-    """The pass."""
-
     name = "fuse_linear_cross_entropy"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
@@ -123,7 +121,6 @@ class FuseLinearCrossEntropy(GraphPass):
         return site
 
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
-        """Return why the site must be left alone, or None."""
         for judge in (check_operands, check_tails, check_regions, check_writes):
             refusal = judge(info, match)
             if refusal is not None:
@@ -213,7 +210,6 @@ class FuseLinearCrossEntropy(GraphPass):
         return Done(match.tails[0].node, sentence, notes, deferred)
 
     def dead(self, match: Site) -> Sequence[Node]:
-        """Return the nodes the rewrite leaves without users."""
         return match.covered
 
 

@@ -34,14 +34,11 @@ FEWEST_NUMBERS = 1 << 16
 _WAVES = named("cos.default sin.default")
 _MAX_STEPS = 6
 
-
 Tables: TypeAlias = "tuple[Node, ...]"
 """The tables of a graph."""
 
 
 class KeepRotaryTables(GraphPass):
-    """The pass."""
-
     name = "keep_rotary_tables"
 
     def enabled(self, info: GraphInfo) -> bool:

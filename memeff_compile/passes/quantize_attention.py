@@ -59,22 +59,16 @@ WIDEST = 128
 
 @dataclass(frozen=True)
 class Asked:
-    """What a place asks of attention.
+    """What a place asks of attention."""
 
-    Attributes:
-        operands: q, k and v.
-        tables: key_mask, query_ids and key_ids, each None or a node.
-        ahead, behind: how far a key may stand ahead of a query and behind it; None for any.
-        scale: of the scores; None for that of the head dimension.
-        kind: "whole" without a condition, "causal" where PyTorch's kernels know the mask, "told"
-            where memeff::attention serves it.
-    """
-
-    operands: tuple[Node, Node, Node]
+    operands: tuple[Node, Node, Node]  # q, k and v
+    # key_mask, query_ids and key_ids, each None or a node
     tables: tuple[Any, Any, Any] = (None, None, None)
-    ahead: Any = None
-    behind: Any = None
-    scale: Any = None
+    ahead: Any = None  # how far a key may stand ahead of a query; None for any
+    behind: Any = None  # how far behind it; None for any
+    scale: Any = None  # of the scores; None for that of the head dimension
+    # "whole" without a condition, "causal" where PyTorch's kernels know the mask, "told" where
+    # memeff::attention serves it
     kind: str = "whole"
 
 
@@ -101,21 +95,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a graph calls attention.
+    """Where a graph calls attention."""
 
-    Attributes:
-        node: the node that has the result.
-        asked: what it asks, or why it is none for us.
-        name: the path of the module, with `#1` for the second attention of one call of it.
-        call: how often this graph has called it before.
-        counter: what tells the module from others in this process.
-    """
-
-    node: Node
-    asked: Asked | Decline
-    name: str
-    call: int
-    counter: str
+    node: Node  # the node that has the result
+    asked: Asked | Decline  # what it asks, or why it is none for us
+    name: str  # the path of the module, with `#1` for the second attention of one call of it
+    call: int  # how often this graph has called it before
+    counter: str  # what tells the module from others in this process
 
 
 @dataclass
@@ -212,9 +198,8 @@ def _asked_of_call(info: GraphInfo, node: Node, given: Any) -> Asked | Decline |
         return Decline("dropout", "attention drops weights", "call model.eval()", node)
     if given["attn_mask"] is not None:
         said = "attention has a mask that stays as it is, and the op takes none"
-        return Decline(
-            "dense_mask", said, "what recover_attention says of the mask tells why", node
-        )
+        hint = "what recover_attention says of the mask tells why"
+        return Decline("dense_mask", said, hint, node)
     operands = (given["query"], given["key"], given["value"])
     if any(info.tensor(each) is None for each in operands):
         return None
@@ -267,18 +252,14 @@ def _site_for(info: GraphInfo, place: Place, calls: int) -> Site | Decline:
     if set(levels) == {"exact"}:
         why = "; ".join(f"{level} {NEVER_FASTER[level]}" for level in left_out)
         return _not_faster(node, why)
-    call = node.args[0] if found.kind == "told" else node
-    assert isinstance(call, Node)
+    call: Any = node.args[0] if found.kind == "told" else node
     if len(levels) == 1:
         return Site(node, call, found, levels)
-    counter = op_folder.counter_for(place.counter, levels, _parameter(info))
-    return Site(node, call, found, levels, counter, left_out)
-
-
-def _parameter(info: GraphInfo) -> torch.nn.Parameter | None:
-    """Return a parameter of the graph, which lives as long as the model that is compiled."""
+    # A parameter of the graph lives as long as the model that is compiled.
     real = map(compat.example_input, info.placeholders)
-    return next((each for each in real if isinstance(each, torch.nn.Parameter)), None)
+    owner = next((each for each in real if isinstance(each, torch.nn.Parameter)), None)
+    counter = op_folder.counter_for(place.counter, levels, owner)
+    return Site(node, call, found, levels, counter, left_out)
 
 
 def _reason_against(info: GraphInfo, node: Node, asked: Asked) -> Decline | None:

@@ -39,21 +39,14 @@ from .graph.graph_info import GraphInfo, kind_among, node_name, written_by
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do with one site.
+    """What to do with one site."""
 
-    Args:
-        causal: The new call's is_causal.
-        limit: Keys from this one on are never attended to and cut off; None keeps all.
-        bases: Keys and values before they were repeated, or None where they stay as they are.
-        sentence: What is done, for the report.
-        said: What memeff::attention is told, where PyTorch's call cannot say it.
-    """
-
-    causal: bool
-    limit: Any
+    causal: bool  # the new call's is_causal
+    limit: Any  # keys from this one on are never attended to and cut off; None keeps all
+    # keys and values before they were repeated, or None where they stay as they are
     bases: tuple[Node, Node] | None
-    sentence: str
-    said: Said | None = None
+    sentence: str  # what is done, for the report
+    said: Said | None = None  # what memeff::attention is told, where PyTorch's call cannot say it
 
 
 @dataclass

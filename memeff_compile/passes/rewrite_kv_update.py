@@ -40,7 +40,7 @@ from .attention.cached import (
 )
 from .attention.repeated_heads import without_repeat
 from .graph.base import Decline, Done, Gain
-from .graph.canonical import Call, aten, named, read, read_one
+from .graph.canonical import aten, named, read, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, same_shape
 
@@ -63,15 +63,6 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The two in-place writes, of keys and of values at the same positions."""
-
-    first: Node
-    second: Node
-    operands: tuple[Node, Node, Node, Node, Node]  # k_cache, v_cache, k, v, positions
-
-
-@dataclass(frozen=True)
 class Visible:
     """What the queries see: up to ``bound`` (less ``minus``), or what a mask shows."""
 
@@ -84,19 +75,13 @@ class Visible:
 
 @dataclass
 class Site(CachedSite):
-    """One attention over caches that this graph has written to."""
+    """One attention over caches that this graph has written to: keys and values, where both were
+    read, and what the queries see, where that was.
+    """
 
     storages: frozenset[int]
-    key: Cache | None = None
-    value: Cache | None = None
+    caches: tuple[Cache, ...] = ()
     visible: Visible | None = None
-
-    @property
-    def caches(self) -> tuple[Cache, Cache]:
-        """Keys and values, where both were read."""
-        assert self.key is not None
-        assert self.value is not None
-        return self.key, self.value
 
     @property
     def shown(self) -> Visible:
@@ -106,8 +91,6 @@ class Site(CachedSite):
 
 
 class RewriteKVUpdate(CachedPass):
-    """The pass."""
-
     name = "rewrite_kv_update"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
@@ -129,15 +112,12 @@ class RewriteKVUpdate(CachedPass):
         the next.
         """
         match.call = read_one(match.node) or match.call
-        match.key, match.value = (
-            _cache(info, match.call.args[name], match.storages) for name in ("key", "value")
-        )
+        read = (_cache(info, match.call.args[name], match.storages) for name in ("key", "value"))
+        match.caches = tuple(cache for cache in read if cache is not None)
         match.visible = _visible(info, match)
         return (
             unserved_setting(info, match, _NO_CAUSAL)
-            or _unserved_cache(info, match)
-            or _unserved_mask(match)
-            or _unserved_shape(info, match)
+            or _unserved(info, match)
             or _changed_meanwhile(info, match)
             or _without_gain(info, match)
         )
@@ -145,9 +125,9 @@ class RewriteKVUpdate(CachedPass):
     def gain(self, info: GraphInfo, match: Site) -> Gain | None:
         """Return the formula for the copies per query head, where there are any."""
         query = info.tensor(match.call.args["query"])
-        if query is None or match.key is None or not _copies(info, match):
+        if query is None or not _copies(info, match):
             return None
-        cache = info.value(match.key.node)
+        cache = info.value(match.caches[0].node)
         b, h, m, n, d, s = sympy.symbols("B H M N D S", integer=True, positive=True)
         hints = [compat.size_hint(size) for size in (*query.shape[:3], *cache.shape[2:])]
         sizes = dict(zip("BHMND", hints, strict=True))
@@ -167,14 +147,15 @@ class RewriteKVUpdate(CachedPass):
         match.owned = [match.node, *chain]
         pair = _pair(info, match)
         if pair is not None:
-            with editor.at(pair.second):
-                editor.call(op_folder.kv_cache_append, *pair.operands)
-            match.owned += [pair.first, pair.second]
+            first, second, operands = pair
+            with editor.at(second):
+                editor.call(op_folder.kv_cache_append, *operands)
+            match.owned += [first, second]
         with editor.at(match.node):
             mask = visible.mask
             last = _bound(editor, visible) if mask is None else _last(info, editor, match)
-            operands = (match.call.args["query"], key.node, value.node, last, mask)
-            out = editor.call(op_folder.kv_cache_attention, *operands, held_scale(match.call))
+            taken = (match.call.args["query"], key.node, value.node, last, mask)
+            out = editor.call(op_folder.kv_cache_attention, *taken, held_scale(match.call))
             if _is_laid_out_by_head(info, match.node):
                 out = editor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
         editor.replace(match.node, out)
@@ -236,24 +217,24 @@ def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | Non
 
 def _copies(info: GraphInfo, match: Site) -> bool:
     """Return whether keys and values are copied for the heads that share them."""
-    for cache in (match.key, match.value):
-        if cache is None or not cache.chain:
-            return False
-        taken, held = info.tensor(cache.chain[0]), info.tensor(cache.node)
-        if taken is None or held is None:
-            return False
-        if compat.storage_key(taken) == compat.storage_key(held):
-            return False
-    return True
+    if len(match.caches) < 2 or not all(cache.chain for cache in match.caches):
+        return False
+    pairs = [(info.tensor(c.chain[0]), info.tensor(c.node)) for c in match.caches]
+    return all(
+        taken is not None
+        and held is not None
+        and compat.storage_key(taken) != compat.storage_key(held)
+        for taken, held in pairs
+    )
 
 
 def _visible(info: GraphInfo, match: Site) -> Visible | None:
     """Read the mask; None where there is none or it is no boolean mask for all heads alike."""
     mask = match.call.args["attn_mask"]
     value = info.tensor(mask)
-    if value is None or match.key is None or not compat.is_fake(value):
+    if value is None or not match.caches or not compat.is_fake(value):
         return None
-    cache = info.value(match.key.node)
+    cache = info.value(match.caches[0].node)
     by_position = _by_position(info, mask, cache.shape[2])
     if by_position is not None:
         return by_position
@@ -305,20 +286,17 @@ def _counts_keys(info: GraphInfo, node: Node, keys: Any) -> bool:
         if calls[0].op in _ARANGE:
             given = calls[0].args
             return bool(given.get("start", 0) == 0 and given.get("step", 1) == 1)
-        if calls[0].op not in _KEEPS_COUNT and not _adds_nothing(calls[0]):
+        adds_nothing = calls[0].op in _ADDS and calls[0].args["other"] == 0
+        if calls[0].op not in _KEEPS_COUNT and not adds_nothing:
             return False
         node = calls[0].args["self"]
     return False
 
 
 _INDICES = (torch.int32, torch.int64)
+_ADDS = named("add.Tensor add.Scalar")
 _ARANGE = named("arange.default arange.start arange.start_step")
 _KEEPS_COUNT = named("unsqueeze.default view.default reshape.default alias.default to.dtype")
-
-
-def _adds_nothing(call: Call) -> bool:
-    is_sum = call.op in (aten.add.Tensor, aten.add.Scalar)
-    return is_sum and isinstance(call.args["other"], int) and call.args["other"] == 0
 
 
 def _is_per_query(info: GraphInfo, node: Node) -> bool:
@@ -354,47 +332,39 @@ def _last(info: GraphInfo, editor: Editor, match: Site) -> Node:
     return editor.call(op_folder.kv_cache_last, mask)
 
 
-def _unserved_cache(info: GraphInfo, match: Site) -> Decline | None:
-    key, value = match.key, match.value
-    if key is None or value is None:
+def _unserved(info: GraphInfo, match: Site) -> Decline | None:
+    """Return what the op does not take of caches, mask and shapes, or None."""
+    args = match.call.args
+    if len(match.caches) < 2:
         return Decline(
             "cache_form",
             "between the cache and attention stands more than a repetition of its heads, such as "
             "a cast, a slice or a dequantisation",
             "keep the cache in the dtype of the queries and hand it over whole",
         )
-    heads = info.tensor(match.call.args["query"])
-    taken = info.tensor(match.call.args["key"])
-    if heads is None or taken is None or heads.dim() != 4 or key.repeat != value.repeat:
+    key, value = match.caches
+    query, taken = info.tensor(args["query"]), info.tensor(args["key"])
+    if query is None or taken is None or query.dim() != 4 or key.repeat != value.repeat:
         return Decline("cache_form", "keys and values are not repeated alike, or not (B, H, N, D)")
-    if not same_shape(heads.shape[:1], taken.shape[:1]):
+    if not same_shape(query.shape[:1], taken.shape[:1]):
         return Decline("cache_form", "queries and keys differ in their batch")
-    if not same_shape(heads.shape[1:2], taken.shape[1:2]) and not match.call.args["enable_gqa"]:
+    if not same_shape(query.shape[1:2], taken.shape[1:2]) and not args["enable_gqa"]:
         return Decline("cache_form", "queries and keys differ in their heads")
-    return None
-
-
-def _unserved_mask(match: Site) -> Decline | None:
-    if match.visible is not None:
-        return None
-    if match.call.args["attn_mask"] is None:
+    if match.visible is None and args["attn_mask"] is None:
         return Decline(
             "no_mask",
             "attention over the cache has no mask, so it sees the whole buffer, filled or not",
             "give a boolean mask, or slice the cache to what is filled",
         )
-    return Decline(
-        "mask_form",
-        "the mask is neither a comparison of places with positions nor boolean and alike for all "
-        "heads: what a float mask hides is not known when compiling",
-        "give a boolean mask of (batch or 1, 1, queries or 1, cache length)",
-    )
-
-
-def _unserved_shape(info: GraphInfo, match: Site) -> Decline | None:
-    operands = [match.call.args["query"], *(cache.node for cache in match.caches)]
-    query, keys, values = (info.tensor(n) for n in operands)
-    if query is None or keys is None or values is None or not compat.is_fake(query):
+    if match.visible is None:
+        return Decline(
+            "mask_form",
+            "the mask is neither a comparison of places with positions nor boolean and alike for "
+            "all heads: what a float mask hides is not known when compiling",
+            "give a boolean mask of (batch or 1, 1, queries or 1, cache length)",
+        )
+    keys, values = info.tensor(key.node), info.tensor(value.node)
+    if keys is None or values is None or not compat.is_fake(query):
         return Decline("unsupported", "an operand of attention is no plain tensor")
     sentence = op_folder.supports(query, keys, values, None, None)
     if sentence is not None:
@@ -443,8 +413,10 @@ def _without_gain(info: GraphInfo, match: Site) -> Decline | None:
     )
 
 
-def _pair(info: GraphInfo, match: Site) -> Pair | None:
-    """Return the two writes when one op may do both at the later place, else None."""
+def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] | None:
+    """Return the writes of keys and of values when one op may do both at the later place, else
+    None; with them caches, new tokens and positions.
+    """
     key, value = match.caches
     keys, values = _write(info, match, key), _write(info, match, value)
     if keys is None or values is None:
@@ -461,12 +433,9 @@ def _pair(info: GraphInfo, match: Site) -> Pair | None:
     if compat.storage_key(tensors[0]) == compat.storage_key(tensors[1]):  # type: ignore[arg-type]
         return None
     first, second = sorted((k_write, v_write), key=lambda n: info.positions[n])
-    if not _nothing_between(info, first, second, tensors[:2]):
-        return None
-    for write in (first, second):
-        if write.users and not _is_seen_only_by(write, match.owned):
-            return None
-    return Pair(first, second, operands)
+    is_alone = all(not w.users or _is_seen_only_by(w, match.owned) for w in (first, second))
+    is_alone = is_alone and _nothing_between(info, first, second, tensors[:2])
+    return (first, second, operands) if is_alone else None
 
 
 def _is_seen_only_by(write: Node, owned: Sequence[Node]) -> bool:

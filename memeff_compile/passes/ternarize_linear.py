@@ -64,26 +64,17 @@ class Group:
 
 @dataclass
 class Calls:
-    """Calls of `memeff::ternary_linear` with one input, as packed modules make them.
+    """Calls of `memeff::ternary_linear` with one input, as packed modules make them."""
 
-    Attributes:
-        nodes: The calls.
-        entering: What stands before them and can be part of one call.
-        added: The sum behind the only result, and what is added; or None.
-        is_early: A kernel of this graph runs before, and nobody writes to the weights.
-        owned: What is erased in the end.
-    """
-
-    nodes: list[Node]
-    entering: Entering
+    nodes: list[Node]  # the calls
+    entering: Entering  # what stands before them and can be part of one call
+    # the sum behind the only result, and what is added; or None
     added: tuple[Node, Node] | None = None
-    is_early: bool = False
-    owned: list[Node] = field(default_factory=list)
+    is_early: bool = False  # a kernel of this graph runs before, and nobody writes to the weights
+    owned: list[Node] = field(default_factory=list)  # what is erased in the end
 
 
 class TernarizeLinear(GraphPass):
-    """The pass."""
-
     name = "ternarize_linear"
 
     def find(self, info: GraphInfo) -> Iterable[Group | Calls]:
@@ -149,7 +140,6 @@ class TernarizeLinear(GraphPass):
                     yield calls
 
     def check(self, info: GraphInfo, match: Group | Calls) -> Decline | None:
-        """Return why the linears must be left alone, or None."""
         if isinstance(match, Calls):
             return None
         for site in match.sites:
@@ -159,15 +149,7 @@ class TernarizeLinear(GraphPass):
         return None
 
     def _check_site(self, info: GraphInfo, site: Site) -> Decline | None:
-        return (
-            _unread(site)
-            or _without_estimator(info, site)
-            or _subclass(site)
-            or _reused(site)
-            or _unsupported(info, site)
-            or _mutated(info, site)
-            or _without_gain(info, site)
-        )
+        return _unread(site) or _without_estimator(info, site) or _unserved(info, site)
 
     def gain(self, info: GraphInfo, match: Group | Calls) -> Gain | None:
         """Return what is kept for the backward, before and after; None where nothing is."""
@@ -318,40 +300,31 @@ def _without_estimator(info: GraphInfo, site: Site) -> Decline | None:
     return None
 
 
-def _subclass(site: Site) -> Decline | None:
+def _unserved(info: GraphInfo, site: Site) -> Decline | None:
+    """Return what the op does not take, what it would get wrong, or that it gains nothing."""
     kind = kind_among((*(found.source for found in site.both), site.bias))
-    if not kind:
-        return None
-    return Decline(
-        f"subclass_weight({kind})",
-        f"an operand of the linear is a {kind}: the scale would be that of a part of it",
-        "gather the weight before the linear",
-    )
-
-
-def _reused(site: Site) -> Decline | None:
+    if kind:
+        return Decline(
+            f"subclass_weight({kind})",
+            f"an operand of the linear is a {kind}: the scale would be that of a part of it",
+            "gather the weight before the linear",
+        )
     users = (other_user(found.chain, found.chain[0]) for found in site.both if found.chain)
     user = next(filter(None, users), None)
-    if user is None:
-        return None
-    return Decline(
-        f"chain_reused({node_name(user)})",
-        f"`{node_name(user)}` also uses a value on the way to the codes, so that it has to be "
-        "computed all the same",
-        "compute that from the input of the linear",
-    )
-
-
-def _unsupported(info: GraphInfo, site: Site) -> Decline | None:
+    if user is not None:
+        return Decline(
+            f"chain_reused({node_name(user)})",
+            f"`{node_name(user)}` also uses a value on the way to the codes, so that it has to be "
+            "computed all the same",
+            "compute that from the input of the linear",
+        )
     weight, tokens = site.both
     bias, out = info.tensor(site.bias), info.value(site.linear)
     sentence = op_folder.supports(info.value(tokens.source), info.tensor(weight.source), bias)
     if sentence is None and out.dtype not in _FLOATING:
         sentence = f"the result is {out.dtype}; bfloat16, float16 or float32 is needed"
-    return Decline("unsupported", sentence) if sentence else None
-
-
-def _mutated(info: GraphInfo, site: Site) -> Decline | None:
+    if sentence:
+        return Decline("unsupported", sentence)
     for found in site.both:
         first = min((info.positions[node] for node in found.chain), default=0)
         for write in info.writes if found.chain else ():
@@ -360,12 +333,7 @@ def _mutated(info: GraphInfo, site: Site) -> Decline | None:
             read = (found.source, found.chain[0])
             if is_between and write.node not in found.chain and info.may_write(write, read):
                 return mutated(write.node, "an operand between its quantisation and the linear")
-    return None
-
-
-def _without_gain(info: GraphInfo, site: Site) -> Decline | None:
-    value = info.value(site.linear)
-    if _is_trained(info, site) or op_folder.engine_for(value.device, value.dtype) != "reference":
+    if _is_trained(info, site) or op_folder.engine_for(out.device, out.dtype) != "reference":
         return None
     return Decline(
         "no_gain",

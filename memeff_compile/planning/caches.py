@@ -23,48 +23,32 @@ STEP_ROOM = 1 << 30
 
 @dataclass(frozen=True)
 class CacheMode:
-    """What a cache of so many bits takes, and what fits.
+    """What a cache of so many bits takes, and what fits."""
 
-    Attributes:
-        bits: of a code; 16 keeps keys and values as they come.
-        formula: bytes of the cache of all layers in B (sequences) and N (tokens); groups of codes
-            are taken as filled.
-        bytes_per_token: of one more token of one sequence, all layers together.
-        total: bytes at the batch and length that were asked for.
-        longest: tokens per sequence that fit at that batch, 0 where none does; None where any
-            number does, because the cache does not grow with the context.
-        largest_batch: sequences that fit at that length, 0 where none does.
-    """
-
-    bits: int
+    bits: int  # of a code; 16 keeps keys and values as they come
+    # bytes of the cache of all layers in B (sequences) and N (tokens); groups of codes are taken as
+    # filled
     formula: sympy.Expr
-    bytes_per_token: float
-    total: int
+    bytes_per_token: float  # of one more token of one sequence, all layers together
+    total: int  # bytes at the batch and length that were asked for
+    # tokens per sequence that fit at that batch, 0 where none does; None where any number does,
+    # because the cache does not grow with the context
     longest: int | None
-    largest_batch: int
+    largest_batch: int  # sequences that fit at that length, 0 where none does
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The modes of a cache beside one model's weights.
+    """The modes of a cache beside one model's weights."""
 
-    Attributes:
-        name: of the model.
-        weights: bytes of its parameters.
-        memory: bytes of the device.
-        batch, length: what was asked for.
-        modes: one per number of bits, 16 first; 16 alone where `KVCache` has no codes for the
-            model.
-        notes: sentences on what the numbers leave out.
-    """
-
-    name: str
-    weights: int
-    memory: int
-    batch: int
-    length: int
+    name: str  # of the model
+    weights: int  # bytes of its parameters
+    memory: int  # bytes of the device
+    batch: int  # what was asked for
+    length: int  # likewise
+    # one per number of bits, 16 first; 16 alone where `KVCache` has no codes for the model
     modes: tuple[CacheMode, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences on what the numbers leave out
 
     def __str__(self) -> str:
         lines = [

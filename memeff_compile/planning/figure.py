@@ -18,19 +18,13 @@ COLUMNS = ("without", "memeff")
 
 @dataclass(frozen=True)
 class Bars:
-    """What is drawn.
+    """What is drawn."""
 
-    Args:
-        title: above both panels.
-        groups: bytes of each group, without the passes and with them, from the bottom up.
-        tokens: the largest batches in tokens, if a memory was given.
-        increase: how many times larger the second one is.
-    """
-
-    title: str
+    title: str  # above both panels
+    # bytes of each group, without the passes and with them, from the bottom up
     groups: Mapping[str, tuple[int, int]]
-    tokens: Sequence[int] | None = None
-    increase: float | None = None
+    tokens: Sequence[int] | None = None  # the largest batches in tokens, if a memory was given
+    increase: float | None = None  # how many times larger the second one is
 
 
 def draw(bars: Bars, path: Path) -> None:

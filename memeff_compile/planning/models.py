@@ -25,22 +25,15 @@ class Call(NamedTuple):
 
 
 def build(
-    source: str,
+    source: str,  # a config.json, a folder with one, or "module:function"
     *,
-    batch: int,
-    length: int,
-    dtype: str,
-    checkpointing: bool,
-    attention: str | None = None,
+    batch: int,  # of the inputs
+    length: int,  # likewise
+    dtype: str,  # of the parameters of a model built from a config, such as "bfloat16"
+    checkpointing: bool,  # whether to switch gradient checkpointing on
+    attention: str | None = None,  # transformers' attn_implementation, or its default
 ) -> Call:
     """Build a model on device "meta", and inputs for it.
-
-    Args:
-        source: a config.json, a folder with one, or "module:function".
-        batch, length: of the inputs.
-        dtype: of the parameters of a model built from a config, such as "bfloat16".
-        checkpointing: whether to switch gradient checkpointing on.
-        attention: transformers' attn_implementation, or its default.
 
     Raises:
         ExplainError: there is no such config, or it cannot be built.

@@ -18,39 +18,24 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two columns of a plan: without the passes, or with them.
+    """One of the two columns of a plan: without the passes, or with them."""
 
-    Args:
-        peak: bytes on one GPU at the largest moment.
-        groups: the same, as weights + optimizer, activations and logits.
-        moment: which moment it is, with its parts as formulas.
-        largest_batch: the largest batch per GPU that fits, or None without a memory.
-    """
-
-    peak: int
-    groups: Mapping[str, int]
-    moment: Moment
-    largest_batch: int | None
+    peak: int  # bytes on one GPU at the largest moment
+    groups: Mapping[str, int]  # the same, as weights + optimizer, activations and logits
+    moment: Moment  # which moment it is, with its parts as formulas
+    largest_batch: int | None  # the largest batch per GPU that fits, or None without a memory
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory of a step under one setting, without and with the passes.
+    """The memory of a step under one setting, without and with the passes."""
 
-    Args:
-        name: of the model.
-        sizes: batch per GPU and length.
-        setting: how it is trained.
-        memory: bytes of one GPU, or None.
-        before, after: the two columns.
-    """
-
-    name: str
-    sizes: Sizes
-    setting: Setting
-    memory: int | None
-    before: Side
-    after: Side
+    name: str  # of the model
+    sizes: Sizes  # batch per GPU and length
+    setting: Setting  # how it is trained
+    memory: int | None  # bytes of one GPU, or None
+    before: Side  # the two columns
+    after: Side  # likewise
 
     @property
     def increase(self) -> float | None:

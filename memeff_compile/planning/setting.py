@@ -34,26 +34,16 @@ _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 @dataclass(frozen=True)
 class Facts:
-    """Bytes of a model that do not depend on batch and length.
+    """Bytes of a model that do not depend on batch and length."""
 
-    Args:
-        weights: all parameters, tied ones once.
-        block_weights: those in repeated blocks, which FSDP gathers block by block.
-        largest_block: of one block.
-        buffers: all buffers.
-        parameters: number of values in the parameters.
-        trained, trained_bytes: number and bytes of those that get a gradient.
-        library: what the matrix library keeps once it has run.
-    """
-
-    weights: int
-    block_weights: int
-    largest_block: int
-    buffers: int
-    parameters: int
-    trained: int
-    trained_bytes: int
-    library: int = 0
+    weights: int  # all parameters, tied ones once
+    block_weights: int  # those in repeated blocks, which FSDP gathers block by block
+    largest_block: int  # of one block
+    buffers: int  # all buffers
+    parameters: int  # number of values in the parameters
+    trained: int  # number and bytes of those that get a gradient
+    trained_bytes: int  # likewise
+    library: int = 0  # what the matrix library keeps once it has run
 
 
 @dataclass(frozen=True)
@@ -71,38 +61,27 @@ class Moment:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a step, with or without the passes.
+    """The memory of a step, with or without the passes."""
 
-    Args:
-        facts: bytes of weights.
-        moments: every moment that is the peak for some batch and length.
-        kept: what the forward keeps for the backward and the caller.
-    """
-
-    facts: Facts
-    moments: tuple[Moment, ...]
-    kept: Parts
+    facts: Facts  # bytes of weights
+    moments: tuple[Moment, ...]  # every moment that is the peak for some batch and length
+    kept: Parts  # what the forward keeps for the backward and the caller
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained.
+    """How a model is trained."""
 
-    Args:
-        optimizer: "adamw" (two values per parameter), "sgd" (none), or "none": no optimizer.
-        master_weights: fp32 copies of 16-bit weights, with optimizer state in fp32.
-        gpus: number of GPUs.
-        sharding: "fsdp" shards weights, gradients and optimizer state over the GPUs; "none" gives
-            every GPU all of them, as DDP does.
-        accounting: "peak" counts every buffer at the worst moment; "paper" counts what figure 1 of
-            arXiv 2411.09009 counts: weights, gradients and optimizer state, what the layers keep,
-            and log-probabilities in fp32, which ours leaves out.
-    """
-
+    # "adamw" (two values per parameter), "sgd" (none), or "none": no optimizer
     optimizer: str = "adamw"
-    master_weights: bool = False
-    gpus: int = 1
+    master_weights: bool = False  # fp32 copies of 16-bit weights, with optimizer state in fp32
+    gpus: int = 1  # number of GPUs
+    # "fsdp" shards weights, gradients and optimizer state over the GPUs; "none" gives every GPU all
+    # of them, as DDP does
     sharding: str = "none"
+    # "peak" counts every buffer at the worst moment; "paper" counts what figure 1 of arXiv
+    # 2411.09009 counts: weights, gradients and optimizer state, what the layers keep, and
+    # log-probabilities in fp32, which ours leaves out
     accounting: Accounting = "peak"
 
     def __post_init__(self) -> None:

@@ -102,19 +102,12 @@ class Kernel:
 
 @dataclass
 class Step:
-    """The moment while a kernel runs.
+    """The moment while a kernel runs."""
 
-    Args:
-        kernel: what runs.
-        live: the buffers that exist, its results included.
-        total: their bytes and its transient bytes, at each point of the scale.
-        transient: bytes that exist only inside the kernel.
-    """
-
-    kernel: Kernel
-    live: Mapping[Node, Size]
-    total: Values
-    transient: sympy.Expr
+    kernel: Kernel  # what runs
+    live: Mapping[Node, Size]  # the buffers that exist, its results included
+    total: Values  # their bytes and its transient bytes, at each point of the scale
+    transient: sympy.Expr  # bytes that exist only inside the kernel
 
 
 class Timeline:

@@ -22,13 +22,7 @@ from memeff_compile.logits.attach import attach
 from memeff_compile.logits.recipe import DeferredOutput
 from memeff_compile.logits.tensor import DeferredLogits
 from memeff_compile.options import Options
-from memeff_compile.verify.op_by_op import (
-    WIDER,
-    KeptGraph,
-    levels_of,
-    run_op_by_op,
-    wide_outputs,
-)
+from memeff_compile.verify.op_by_op import WIDER, KeptGraph, levels_of, run_op_by_op, wide_outputs
 from memeff_compile.verify.tolerance import (
     EXACT,
     Gap,
@@ -173,9 +167,8 @@ class Comparison:
     def make(self, args: Sequence[Any]) -> Verdict:
         """Compare, and leave everything of the caller's as it was.
 
-        Raises:
-            NotRunError: It cannot be done for this graph, or there is no memory for it.
-            PostponedError: The original graph itself raises on these arguments.
+        NotRunError where it cannot be done for this graph, or there is no memory for it;
+        PostponedError where the original graph itself raises on these arguments.
         """
         reason = self._obstacle(args)
         if reason:
@@ -234,8 +227,9 @@ class Comparison:
                 raise NotRunError("the original graph ran out of memory") from None
             raise PostponedError(f"the original graph raised {in_one_line(error)}") from None
         truth = exact = None
-        if not verdict.why_not_exact:
-            verdict.why_not_exact = self._why_not_wide()
+        odd = self.original.dtypes - WIDER.keys() - set(WIDER.values())
+        if not verdict.why_not_exact and odd:
+            verdict.why_not_exact = f"the graph computes in {next(iter(odd))}"
         if not verdict.why_not_exact:
             try:
                 truth = run(partial(_run, self.original, wide=True), wide=True)
@@ -254,6 +248,9 @@ class Comparison:
         coarse = on_gpu and torch.get_float32_matmul_precision() != "highest"
         slack = slack_of(self.original.dtypes, coarse_products=coarse)
 
+        nodes = (n for level in levels_of(self.rewritten.module) for n in level.graph.nodes)
+        is_coded = any(str(n.target).startswith("memeff.quantized_attention") for n in nodes)
+
         def measured(ours: _Trial | Gap) -> list[Gap]:
             if isinstance(ours, Gap):
                 return [ours]
@@ -261,11 +258,14 @@ class Comparison:
             if self.options.linear_cross_entropy in LOSSY:
                 verdict.lossy = self.options.linear_cross_entropy
                 gaps = [gap for gap in gaps if not gap.what.startswith("gradient")]
-            if self._has_codes():
+            if is_coded:
                 verdict.is_coded, gaps = True, []
             return [*(self._kinds(ours, plain) if group == _GROUPS[0] else []), *gaps]
 
-        ours = self._as_run(run, plain, truth, verdict)
+        # A compiler draws other random numbers, rounds elsewhere, or keeps pointers.
+        changes_more = plain.drew or truth is None or self.reuses_memory
+        verdict.ran = "op by op" if changes_more else "compiled"
+        ours = self._tried(run, self._op_by_op(self.plan) if changes_more else self.compiled)
         gaps = measured(ours)
         verdict.as_run += gaps
         limit = self.options.verify_tolerance
@@ -280,15 +280,6 @@ class Comparison:
         """Return the rewritten graph as something to call that no compiler has seen."""
         return attach(partial(_run, self.rewritten, wide=wide), plan, clone_hidden=False)
 
-    def _as_run(
-        self, run: Callable[..., _Trial], plain: _Trial, truth: _Trial | None, verdict: Verdict
-    ) -> _Trial | Gap:
-        """Run the rewritten graph as compiled, or op by op where compiling changes more."""
-        # A compiler draws other random numbers, rounds elsewhere, or keeps pointers.
-        changes_more = plain.drew or truth is None or self.reuses_memory
-        verdict.ran = "op by op" if changes_more else "compiled"
-        return self._tried(run, self._op_by_op(self.plan) if changes_more else self.compiled)
-
     @staticmethod
     def _tried(run: Callable[..., _Trial], call: Compiled) -> _Trial | Gap:
         try:
@@ -297,15 +288,6 @@ class Comparison:
             if _is_out_of_memory(error):
                 raise NotRunError("the rewritten graph ran out of memory beside it") from None
             return Gap("the rewritten graph", 0.0, 0.0, words=f"raised {in_one_line(error)}")
-
-    def _has_codes(self) -> bool:
-        """Return whether the rewritten graph computes attention in low bits."""
-        nodes = (n for level in levels_of(self.rewritten.module) for n in level.graph.nodes)
-        return any(str(n.target).startswith("memeff.quantized_attention") for n in nodes)
-
-    def _why_not_wide(self) -> str:
-        odd = self.original.dtypes - WIDER.keys() - set(WIDER.values())
-        return f"the graph computes in {next(iter(odd))}" if odd else ""
 
     # --- one run ----------------------------------------------------------------------------------
 
@@ -438,10 +420,8 @@ def _seen(output: Any) -> Any:  # noqa: ANN401
 def _rows(output: Tensor, most: int) -> Tensor | None:
     """Return the positions of evenly spaced rows, or None where all of them are few enough."""
     count = output.numel() // max(output.shape[-1], 1) if output.dim() > 1 else output.numel()
-    if output.dim() <= 1 and output.numel() <= _MOST_ENTRIES:
-        return None
     most = max(most, 1)
-    if count <= most:
+    if count <= most or (output.dim() <= 1 and count <= _MOST_ENTRIES):
         return None
     return torch.arange(most, device=output.device) * count // most
 
@@ -481,9 +461,8 @@ def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy a tensor with its strides, which compiled code relies on."""
     if tensor.numel() == 0:
         return tensor.to(dtype, copy=True)
-    extent = 1 + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in sides)
     memory = tensor.as_strided((extent,), (1,), tensor.storage_offset())
     return memory.to(dtype, copy=True).as_strided(tensor.shape, tensor.stride(), 0)
 
@@ -499,14 +478,11 @@ def _same_random_numbers(args: Sequence[Any]) -> Iterator[Callable[[], bool]]:
             stack.enter_context(torch.random.fork_rng(indices, device_type=kind))
 
         def states() -> list[Tensor]:
-            return [torch.get_rng_state()] + [
-                torch.get_device_module(device).get_rng_state(device) for device in places
-            ]
+            modules = [(torch.get_device_module(device), device) for device in places]
+            return [torch.get_rng_state(), *(m.get_rng_state(device) for m, device in modules)]
 
         before = states()
-        yield lambda: any(
-            not torch.equal(old, new) for old, new in zip(before, states(), strict=True)
-        )
+        yield lambda: not all(map(torch.equal, before, states()))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -45,28 +45,17 @@ _COMPILERS = {"inductor": ("Inductor", "aot_eager"), "aot_eager": ("AOTAutograd"
 
 
 def verified(
-    compiled: Compiled,
+    compiled: Compiled,  # the rewritten graph, compiled, with deferred outputs attached
     *,
-    original: KeptGraph,
-    rewritten: KeptGraph,
-    plan: Sequence[DeferredOutput],
-    pieces: Sequence[int],
-    options: Options,
-    graph_report: GraphReport,
-    reuses_memory: bool,
+    original: KeptGraph,  # the graph as it came
+    rewritten: KeptGraph,  # the graph as our passes made it
+    plan: Sequence[DeferredOutput],  # the outputs of `rewritten` that carry hidden states
+    pieces: Sequence[int],  # inputs that come out of another compiled callable
+    options: Options,  # tolerance, where reproducers go, and whether a mismatch raises
+    graph_report: GraphReport,  # what was reported of this graph; the verdict is added to it
+    reuses_memory: bool,  # `compiled` keeps pointers to its inputs, as CUDA graphs do
 ) -> Compiled:
-    """Return a callable that compares at its first call and then is one of two.
-
-    Args:
-        compiled: the rewritten graph, compiled, with deferred outputs attached.
-        original: the graph as it came.
-        rewritten: the graph as our passes made it.
-        plan: the outputs of `rewritten` that carry hidden states.
-        pieces: inputs that come out of another compiled callable.
-        options: tolerance, where reproducers go, and whether a mismatch raises.
-        graph_report: what was reported of this graph; the verdict is added to it.
-        reuses_memory: `compiled` keeps pointers to its inputs, as CUDA graphs do.
-    """
+    """Return a callable that compares at its first call and then is one of two."""
     compared = Comparison(compiled, original, rewritten, tuple(plan), options, reuses_memory)
     plain: Compiled = partial(run_plainly, original)
     plain = accept(plain, pieces) if pieces else plain
@@ -101,10 +90,10 @@ class _Verifier:
         return self.chosen or self.compiled
 
     def _settle(self, args: Sequence[Any]) -> None:
-        assert self.comparison is not None
+        comparison = cast("Comparison", self.comparison)
         try:
             with _uncounted(self.graph_report.logits):
-                verdict = self.comparison.make(args)
+                verdict = comparison.make(args)
         except PostponedError as error:
             self.attempts += 1
             if self.attempts == _ATTEMPTS:
@@ -112,7 +101,7 @@ class _Verifier:
         except NotRunError as error:
             self._leave(str(error))
         else:
-            self._judge(verdict, args)
+            self._judge(comparison, verdict, args)
 
     def _leave(self, reason: str) -> None:
         """Go on with the rewritten graph, and say that nobody compared it."""
@@ -122,19 +111,21 @@ class _Verifier:
         log.warning("memeff.verify: %s was not compared: %s", self.graph_report.name, reason)
         self._settled(self.compiled)
 
-    def _judge(self, verdict: Verdict, args: Sequence[Any]) -> None:
+    def _judge(self, comparison: Comparison, verdict: Verdict, args: Sequence[Any]) -> None:
         if not verdict.mismatches:
             sentence = verdict.agreement()
             self._record(Record("backend", "verified", "verify_passed", sentence))
             log.info("memeff.verify: %s: %s", self.graph_report.name, sentence)
             self._settled(self.compiled)
             return
-        assert self.comparison is not None
-        rewrites = ", ".join(self._rewrites()) or "none"
-        where = write(self.comparison, verdict.mismatches, self.graph_report.name, args)
+        changes = [r for r in self.graph_report.records if r.action in report.CHANGES]
+        done = [f"{r.pass_name}{f' in {r.module}' if r.module else ''}" for r in changes]
+        rewrites, names = ", ".join(done) or "none", {r.pass_name for r in changes}
+        switches = dict(SWITCHES[name] for name in PASS_NAMES if name in names)
+        where = write(comparison, verdict.mismatches, self.graph_report.name, args)
         code, who = "verify_failed", "The rewritten graph does not compute what the original does"
         hint = (
-            f"Please report it with the reproducer. Until then options={self._switches()} has the "
+            f"Please report it with the reproducer. Until then options={switches} has the "
             f"original graph compiled. {where}"
         )
         if verdict.is_of_the_compiler and self.options.inner in _COMPILERS:
@@ -158,14 +149,6 @@ class _Verifier:
         if self.options.verify == "raise":
             raise VerifyError(text)
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-
-    def _rewrites(self) -> list[str]:
-        changes = (r for r in self.graph_report.records if r.action in report.CHANGES)
-        return [f"{r.pass_name}{f' in {r.module}' if r.module else ''}" for r in changes]
-
-    def _switches(self) -> dict[str, str]:
-        names = {r.pass_name for r in self.graph_report.records if r.action in report.CHANGES}
-        return dict(SWITCHES[name] for name in PASS_NAMES if name in names)
 
     def _record(self, record: Record, *, undo: bool = False) -> None:
         amended = self.graph_report.with_verdict(record, undo=undo)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memeff_compile import compat
 from memeff_compile.compat import HigherOrderOperator, pytree
-from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe
+from memeff_compile.logits.recipe import DeferredOutput
 from memeff_compile.options import Options
 from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
 
@@ -46,23 +46,14 @@ class CannotWidenError(Exception):
 
 @dataclass(frozen=True)
 class KeptGraph:
-    """A copy of a captured graph that outlives its compilation.
+    """A copy of a captured graph that outlives its compilation."""
 
-    Args:
-        module: the copy, with its own copies of the graphs inside it.
-        names: what a reader calls each input ("lm_head.weight", "input_ids").
-        is_parameter: which inputs are parameters.
-        is_written: which inputs the graph may write to.
-        dtypes: floating dtypes of the values in the graph.
-        obstacle: why the graph cannot be run beside the compiled one, or "".
-    """
-
-    module: GraphModule
-    names: tuple[str, ...]
-    is_parameter: tuple[bool, ...]
-    is_written: tuple[bool, ...]
-    dtypes: frozenset[torch.dtype]
-    obstacle: str
+    module: GraphModule  # the copy, with its own copies of the graphs inside it
+    names: tuple[str, ...]  # what a reader calls each input ("lm_head.weight", "input_ids")
+    is_parameter: tuple[bool, ...]  # which inputs are parameters
+    is_written: tuple[bool, ...]  # which inputs the graph may write to
+    dtypes: frozenset[torch.dtype]  # floating dtypes of the values in the graph
+    obstacle: str  # why the graph cannot be run beside the compiled one, or ""
 
 
 def keep(gm: GraphModule, options: Options) -> KeptGraph:
@@ -149,13 +140,9 @@ def _wider(value: Any) -> Any:  # noqa: ANN401
 def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -> tuple[Any, ...]:
     """Run a kept graph with PyTorch's own operations.
 
-    Args:
-        graph: what to run.
-        args: the graph's arguments; for a wide run their floating tensors are float64.
-        wide: compute everything in float64, whatever casts and autocast regions say.
-
-    Raises:
-        CannotWidenError: An operation gives a narrower result than its operands.
+    ``wide`` computes everything in float64, whatever casts and autocast regions say, from arguments
+    whose floating tensors are float64; CannotWidenError where an operation gives a narrower result
+    than its operands.
     """
     module = _copied(graph.module, wide=True) if wide else graph.module
     return tuple(_OpByOp(module, wide=wide).run(*args))
@@ -163,12 +150,13 @@ def run_op_by_op(graph: KeptGraph, args: Sequence[Any], *, wide: bool = False) -
 
 def wide_outputs(plan: Sequence[DeferredOutput]) -> list[DeferredOutput]:
     """Return the plan of a graph's deferred outputs for its run in float64."""
-    return [replace(entry, recipe=_wide_recipe(entry.recipe), loss=None) for entry in plan]
-
-
-def _wide_recipe(recipe: LogitsRecipe) -> LogitsRecipe:
-    steps = tuple((name, _wider(value)) for name, value in recipe.steps)
-    return replace(recipe, compute_dtype=_wider(recipe.compute_dtype), steps=steps)
+    found = []
+    for entry in plan:
+        steps = tuple((name, _wider(value)) for name, value in entry.recipe.steps)
+        dtype = _wider(entry.recipe.compute_dtype)
+        recipe = replace(entry.recipe, compute_dtype=dtype, steps=steps)
+        found.append(replace(entry, recipe=recipe, loss=None))
+    return found
 
 
 class _OpByOp(Interpreter):

@@ -36,14 +36,13 @@ def write(
 ) -> str:
     """Write ``repro.py`` and ``inputs.pt``; return a sentence that says where and how large.
 
-    Args:
-        compared: the graphs, and the options that say where to write.
-        mismatches: what differed.
-        graph_name: the name of the graph in the report.
-        args: the arguments that showed it.
+    ``args`` are the arguments that showed the mismatches, the name is the graph's in the report.
     """
     try:
-        folder = _new_folder(compared.options.verify_folder, graph_name)
+        parent, name = compared.options.verify_folder, re.sub(r"\W+", "_", graph_name)
+        if parent is not None:
+            Path(parent).mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"memeff_verify_{name}_", dir=parent))
         inputs = _Inputs.choose(compared, args)
         torch.save({"tensors": inputs.saved, "constants": inputs.constants}, folder / "inputs.pt")
         program = _program(compared, mismatches, graph_name, inputs)
@@ -53,13 +52,6 @@ def write(
         return f"No reproducer was written: {type(error).__name__}: {error}."
     drawn = f"; {len(inputs.drawn)} of its inputs are drawn anew" if inputs.drawn else ""
     return f"Reproducer: {folder / 'repro.py'} ({format_bytes(size)}{drawn})."
-
-
-def _new_folder(parent: str | None, graph_name: str) -> Path:
-    name = re.sub(r"\W+", "_", graph_name)
-    if parent is not None:
-        Path(parent).mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f"memeff_verify_{name}_", dir=parent))
 
 
 @dataclass
@@ -117,30 +109,27 @@ def _program(
     original = _source("Original", compared.original.module, imports)
     rewritten = _source("Rewritten", compared.rewritten.module, imports)
     found = "\n".join(f"  - {gap}" for gap in mismatches[:20])
-    devices = {t.device.type for t in inputs.saved.values()}
+    drawn = "\n".join(f"  - {compared.original.names[place]}" for place in sorted(inputs.drawn))
+    kinds = {t.device.type for t in inputs.saved.values()}
+    kinds |= {"cuda"} if torch.cuda.is_available() else set()
+    is_on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     return _PROGRAM.format(
         graph=graph_name,
         torch=torch.__version__,
         found=found.replace("\\", "\\\\").replace('"""', "'''"),
-        drawn="\n".join(f"  - {compared.original.names[place]}" for place in sorted(inputs.drawn))
-        or "  - none",
+        drawn=drawn or "  - none",
         imports="\n".join(imports.values()),
         original=original,
         rewritten=rewritten,
         names=list(compared.original.names),
         count=len(inputs.asks_gradient),
         asks=inputs.asks_gradient,
-        described={**inputs.drawn},
+        described=inputs.drawn,
         plain=inputs.plain,
         plan=_adjustable(repr(list(compared.plan))),
-        autocast=_autocast(devices),
+        autocast=[(kind, dtype(kind)) for kind in sorted(kinds) if is_on(kind)],
         limit=slack_of(compared.original.dtypes, coarse_products=False).relative,
     )
-
-
-def _autocast(devices: set[str]) -> list[tuple[str, torch.dtype]]:
-    kinds = devices | ({"cuda"} if torch.cuda.is_available() else set())
-    return [(k, torch.get_autocast_dtype(k)) for k in sorted(kinds) if torch.is_autocast_enabled(k)]
 
 
 def _source(name: str, module: GraphModule, imports: dict[str, str]) -> str:
@@ -151,7 +140,10 @@ def _source(name: str, module: GraphModule, imports: dict[str, str]) -> str:
             kind = f"{name}_{child}"
             parts.append(_source(kind, body, imports))
             # Higher-order operations other than checkpoints ask for a graph.
-            made_as = f"{kind}()" if _is_checkpointed(module, child) else f"traced({kind}())"
+            held = [n for n in module.graph.nodes if n.op == "get_attr" and n.target == child]
+            users = [str(user.target) for node in held for user in node.users]
+            is_checkpointed = all("tag_activation_checkpoint" in user for user in users)
+            made_as = f"{kind}()" if is_checkpointed else f"traced({kind}())"
             made.append(f"self.{child} = {made_as}")
     made += [f"self.{held} = constant({held!r})" for held, _ in _constants(module)]
     code = module.graph.python_code("self")
@@ -163,11 +155,6 @@ def _source(name: str, module: GraphModule, imports: dict[str, str]) -> str:
     init = init.replace("def __init__", "    def __init__", 1)
     parts.append(f"class {name}(torch.nn.Module):\n{init}\n\n{forward}\n")
     return "\n\n".join(parts)
-
-
-def _is_checkpointed(module: GraphModule, child: str) -> bool:
-    held = [n for n in module.graph.nodes if n.op == "get_attr" and n.target == child]
-    return all("tag_activation_checkpoint" in str(u.target) for node in held for u in node.users)
 
 
 _ADJUSTMENTS = (
@@ -276,7 +263,6 @@ def _exit_autocast(region):
 
 
 {original}
-
 
 {rewritten}
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,15 +24,10 @@ __all__ = ["EXACT", "OWN", "SLACK", "Gap", "Tolerance", "gradient_gaps", "slack_
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What may differ.
+    """What may differ."""
 
-    Args:
-        relative: share of a tensor's norm.
-        absolute: per entry, as a root mean square; of values only.
-    """
-
-    relative: float
-    absolute: float
+    relative: float  # share of a tensor's norm
+    absolute: float  # per entry, as a root mean square; of values only
 
     def times(self, factor: float) -> Tolerance:
         """Return a tolerance that is `factor` times as wide."""
@@ -55,21 +51,13 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Gap:
-    """The distance between two tensors.
+    """The distance between two tensors."""
 
-    Args:
-        what: "output 0", "gradient of lm_head.weight".
-        error: relative to the size of the truth.
-        allowed: the same, for the error.
-        own: error of the original graph, where it is the yardstick.
-        words: what differs where it is no distance ("has shape ...").
-    """
-
-    what: str
-    error: float
-    allowed: float
-    own: float | None = None
-    words: str = ""
+    what: str  # "output 0", "gradient of lm_head.weight"
+    error: float  # relative to the size of the truth
+    allowed: float  # the same, for the error
+    own: float | None = None  # error of the original graph, where it is the yardstick
+    words: str = ""  # what differs where it is no distance ("has shape ...")
 
     @property
     def share(self) -> float:
@@ -86,11 +74,9 @@ class Gap:
 
 
 def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Tolerance:
-    """Return the slack of the coarsest dtype of a graph.
+    """Return the slack of the coarsest of a graph's floating dtypes.
 
-    Args:
-        dtypes: floating dtypes of its values.
-        coarse_products: fp32 products are rounded to TF32 or bf16 on this machine.
+    ``coarse_products``: fp32 products are rounded to TF32 or bf16 on this machine.
     """
     known = [SLACK[dtype] for dtype in dtypes if dtype in SLACK]
     if coarse_products:
@@ -101,14 +87,9 @@ def slack_of(dtypes: Iterable[torch.dtype], *, coarse_products: bool) -> Toleran
 def value_gap(
     what: str, found: Tensor, truth: Tensor, tolerance: Tolerance, own: Tensor | None = None
 ) -> Gap:
-    """Compare one value: an output, or what the graph left in one of its inputs.
+    """Compare one value, an output or what the graph left in an input, with the original's.
 
-    Args:
-        what: its name for a reader.
-        found: from the rewritten graph.
-        truth: from the original graph.
-        tolerance: what may differ.
-        own: from the original graph in the arithmetic of `found`, if `truth` is wider.
+    ``own`` is the original's in the arithmetic of ``found``, if ``truth`` is wider.
     """
     words = _different_kind(found, truth)
     if words:
@@ -141,9 +122,7 @@ def gradient_gaps(
     for name, ours, theirs, mine in zip(names, found, truth, yardsticks, strict=True):
         if ours is None and theirs is None:
             continue
-        shape = theirs if theirs is not None else ours
-        assert shape is not None
-        zero = torch.zeros_like(shape)
+        zero = torch.zeros_like(cast("Tensor", ours if theirs is None else theirs))
         ours, theirs = zero if ours is None else ours, zero if theirs is None else theirs
         mine = None if own is None else torch.zeros_like(ours) if mine is None else mine
         words = _different_kind(ours, theirs)
@@ -184,12 +163,12 @@ class _Norms:
     def of(cls, found: Tensor, truth: Tensor, own: Tensor | None) -> _Norms:
         norms = cls(own=None if own is None else 0.0)
         sums = torch.zeros(3, dtype=torch.float64)
-        flat = [None if t is None else t.detach().reshape(-1) for t in (found, truth, own)]
+        flat: list[Any] = [
+            None if t is None else t.detach().reshape(-1) for t in (found, truth, own)
+        ]
         for start in range(0, truth.numel(), _CHUNK):
-            ours, theirs, mine = (None if t is None else t[start : start + _CHUNK] for t in flat)
-            assert ours is not None
-            assert theirs is not None
-            sums += torch.stack(norms._add(ours, theirs, mine)).cpu()
+            chunk: list[Any] = [t if t is None else t[start : start + _CHUNK] for t in flat]
+            sums += torch.stack(norms._add(*chunk)).cpu()
         norms.error, norms.size = float(sums[0].sqrt()), float(sums[1].sqrt())
         norms.own = None if own is None else float(sums[2].sqrt())
         return norms

@@ -398,8 +398,18 @@ BLOCKS: dict[str, tuple[type[DiTBlock], set[str], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [
+        pytest.param(
+            *(name, padded),
+            id=f"{name}-{'padded' if padded else 'whole'}",
+            marks=pytest.mark.slow if padded and name == "spelled out" else (),
+        )
+        for name in BLOCKS
+        for padded in (False, True)
+    ],
+)
 def test_a_diffusion_transformer_attends_as_before(name: str, padded: bool) -> None:
     make, without, with_padding = BLOCKS[name]
     torch.manual_seed(0)

@@ -287,7 +287,11 @@ def test_autocast_is_no_worse_than_eager(name: str) -> None:
     assert records() == FUSED_AND_DEFERRED
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "context",
+    [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.slow)],
+    ids=lambda c: c.__name__,
+)
 def test_evaluation_equals_eager(context: Any) -> None:
     family = BY_NAME["gemma2"]
     model = build(family, num_hidden_layers=1).eval()

@@ -14,21 +14,15 @@ AMD = "amd"
 
 
 class Gpu(NamedTuple):
-    """What a kind of GPU has.
+    """What a kind of GPU has."""
 
-    Attributes:
-        vendor: `NVIDIA` or `AMD`.
-        capability: compute capability.
-        kind: which row of an op's table of shapes it takes: "hopper" and "blackwell" by their
-            products, "roomy" and "narrow" by their shared memory.
-        shared: bytes of shared memory that a program may take.
-        measured: ops whose speed was measured here; "grouped_heads" are PyTorch's own kernels.
-    """
-
-    vendor: str
-    capability: tuple[int, int]
+    vendor: str  # `NVIDIA` or `AMD`
+    capability: tuple[int, int]  # compute capability
+    # which row of an op's table of shapes it takes: "hopper" and "blackwell" by their products,
+    # "roomy" and "narrow" by their shared memory
     kind: str = "narrow"
-    shared: int = 99 << 10
+    shared: int = 99 << 10  # bytes of shared memory that a program may take
+    # ops whose speed was measured here; "grouped_heads" are PyTorch's own kernels
     measured: frozenset[str] = frozenset()
 
     @property

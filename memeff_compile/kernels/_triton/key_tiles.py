@@ -128,27 +128,18 @@ def positions_of(given: Conditions) -> tuple[int, int]:
 
 
 def find_bounds(
-    like: Tensor,
-    given: Conditions,
-    sizes: tuple[int, int, int],
-    shape: tuple[int, int],
+    like: Tensor,  # of the batch's size, on the device
+    given: Conditions,  # the conditions, `within` the sizes
+    sizes: tuple[int, int, int],  # heads, queries and keys
+    shape: tuple[int, int],  # queries and keys per tile
     *,
-    ours_are_queries: bool = True,
-    mean: bool = False,
-    lse: Tensor | None = None,
+    ours_are_queries: bool = True,  # tiles of queries visit tiles of keys, not the other way around
+    mean: bool = False,  # a query may have no key and get the mean of all
+    lse: Tensor | None = None,  # (B, H, M) fp32: minus infinity tells such queries
 ) -> Tensor:
     """Return which tiles each tile of ours visits, (B, tiles, 4) int32.
 
     Where positions alone tell, `like` stands for the table, which is not read.
-
-    Args:
-        like: of the batch's size, on the device.
-        given: the conditions, `within` the sizes.
-        sizes: heads, queries and keys.
-        shape: queries and keys per tile.
-        ours_are_queries: tiles of queries visit tiles of keys, not the other way around.
-        mean: a query may have no key and get the mean of all.
-        lse: (B, H, M) fp32: minus infinity tells such queries.
     """
     if not (given.has_tables() or mean):
         return like

@@ -21,18 +21,12 @@ BLOCK_SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class _Operands:
-    """q, k and v in the dtype of the sums, query heads grouped by the key head they share.
+    """q, k and v in the dtype of the sums, query heads grouped by the key head they share."""
 
-    Attributes:
-        q: (B, G, R, M, D) with R query heads to a key head.
-        k, v: (B, G, N, D).
-        given: the conditions.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    given: Conditions
+    q: Tensor  # (B, G, R, M, D) with R query heads to a key head
+    k: Tensor  # (B, G, N, D)
+    v: Tensor  # likewise
+    given: Conditions  # the conditions
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Return the blocks of queries, first and stop."""

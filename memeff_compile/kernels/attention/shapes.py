@@ -15,21 +15,14 @@ KERNELS = ("forward", "query_gradient", "key_gradient")
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for.
+    """What a kernel is compiled for."""
 
-    Attributes:
-        rows: queries per tile.
-        keys: keys per tile.
-        warps: warps per program.
-        stages: tiles in flight.
-        is_split: the gradients of keys and of values come from a launch each, which computes the
-            scores once more; both sums do not fit in the registers of wide heads.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
+    rows: int  # queries per tile
+    keys: int  # keys per tile
+    warps: int  # warps per program
+    stages: int  # tiles in flight
+    # the gradients of keys and of values come from a launch each, which computes the scores once
+    # more; both sums do not fit in the registers of wide heads
     is_split: bool = False
 
 

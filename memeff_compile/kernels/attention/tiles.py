@@ -52,21 +52,15 @@ def plan_for(depth: int, device: torch.device, *, has_tables: bool = False) -> P
 
 @dataclass(frozen=True)
 class _Call:
-    """What every launch of one call shares.
+    """What every launch of one call shares."""
 
-    Attributes:
-        q, k, v: with the depth at unit stride.
-        given: the conditions; bounds that hide nothing are dropped, others kept within the sizes.
-        mean: whether a query may have no key and get the mean.
-        sizes: B, H, G, M, N, D.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # with the depth at unit stride
+    k: Tensor  # likewise
+    v: Tensor  # likewise
+    # the conditions; bounds that hide nothing are dropped, others kept within the sizes
     given: Conditions
-    mean: bool
-    sizes: tuple[int, int, int, int, int, int]
+    mean: bool  # whether a query may have no key and get the mean
+    sizes: tuple[int, int, int, int, int, int]  # B, H, G, M, N, D
 
     def has_bounds(self) -> bool:
         """Say whether positions alone do not tell which tiles count."""

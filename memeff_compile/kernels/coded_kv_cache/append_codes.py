@@ -29,28 +29,20 @@ def cut(bits: int, depth: int) -> tuple[int, int]:
 
 
 def append(
-    pool: Sequence[Tensor],
-    k: Tensor,
-    v: Tensor,
-    bits: int,
-    recent: int,
-    limit: int,
+    pool: Sequence[Tensor],  # the tensors of a cache
+    k: Tensor,  # (B, H, T, D), any strides
+    v: Tensor,  # likewise
+    bits: int,  # of a code
+    recent: int,  # tokens at the end that are never in codes
+    limit: int,  # tokens that the cache holds
     *,
-    warps: int | None = None,
+    warps: int | None = None,  # per program, by default what `cut` says
+    # programs that share a group where one token comes, by default what `cut` says
     pieces: int | None = None,
 ) -> None:
     """Write tokens and code what is due; the shapes are as the op has checked them.
 
     Beyond `limit` nothing is written, and attention returns not-a-number until a reset.
-
-    Args:
-        pool: the tensors of a cache.
-        k, v: (B, H, T, D), any strides.
-        bits: of a code.
-        recent: tokens at the end that are never in codes.
-        limit: tokens that the cache holds.
-        warps: per program, by default what `cut` says.
-        pieces: programs that share a group where one token comes, by default what `cut` says.
     """
     from memeff_compile.kernels.coded_kv_cache import append_codes_kernels as kernels
 

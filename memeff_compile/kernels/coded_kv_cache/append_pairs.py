@@ -46,29 +46,21 @@ def append_lower(
 
 
 def append_pair(
-    shared: Sequence[Tensor],
-    lower: Sequence[Tensor],
-    upper: Sequence[Tensor],
+    shared: Sequence[Tensor],  # the tensors of a pair
+    lower: Sequence[Tensor],  # likewise
+    upper: Sequence[Tensor],  # likewise
+    # keys and values of the lower layer, or None where they are in its window
     lower_new: tuple[Tensor, Tensor] | None,
-    upper_new: tuple[Tensor, Tensor],
-    bits: int,
-    recent: int,
-    limit: int,
-    settings: Merging,
+    upper_new: tuple[Tensor, Tensor],  # (B, H, T, D) each, any strides
+    bits: int,  # of a code, or PLAIN
+    recent: int,  # tokens at the end that are never merged
+    limit: int,  # tokens that the cache holds
+    settings: Merging,  # how rows are merged
 ) -> None:
     """Write tokens of both layers, or of the upper, and merge what is due.
 
     Beyond `limit`, or where the two layers have not come as far, nothing is written, and attention
     returns not-a-number until a reset.
-
-    Args:
-        shared, lower, upper: the tensors of a pair.
-        lower_new: keys and values of the lower layer, or None where they are in its window.
-        upper_new: (B, H, T, D) each, any strides.
-        bits: of a code, or PLAIN.
-        recent: tokens at the end that are never merged.
-        limit: tokens that the cache holds.
-        settings: how rows are merged.
     """
     from memeff_compile.kernels.coded_kv_cache import append_pairs_kernels as kernels
 
@@ -108,25 +100,17 @@ def append_pair(
 
 
 def merge_prompt(
-    shared: Sequence[Tensor],
-    lower: Sequence[Tensor],
-    upper: Sequence[Tensor],
+    shared: Sequence[Tensor],  # the tensors of a pair
+    lower: Sequence[Tensor],  # likewise
+    upper: Sequence[Tensor],  # likewise
+    # keys and values of the lower layer, then of the upper, each (B, H, n * group, D)
     rows: Sequence[Tensor],
-    coded: int,
-    group: int,
-    bits: int,
-    settings: Merging,
+    coded: int,  # tokens merged so far, 0
+    group: int,  # tokens per group
+    bits: int,  # of a code, or PLAIN
+    settings: Merging,  # how rows are merged
 ) -> None:
-    """Merge the first tokens of an empty cache; as `pair_reference.merge`, with a kernel a pass.
-
-    Args:
-        shared, lower, upper: the tensors of a pair.
-        rows: keys and values of the lower layer, then of the upper, each (B, H, n * group, D).
-        coded: tokens merged so far, 0.
-        group: tokens per group.
-        bits: of a code, or PLAIN.
-        settings: how rows are merged.
-    """
+    """Merge the first tokens of an empty cache; as `pair_reference.merge`, with a kernel a pass."""
     count = rows[0].shape[2]
     keys, values = _alike(rows[0], rows[2]), _alike(rows[1], rows[3])
     apart = measure_prompt(keys, values, group)
@@ -167,27 +151,18 @@ def measure_prompt(
 
 
 def code_prompt(
-    shared: Sequence[Tensor],
-    lower: Sequence[Tensor],
-    upper: Sequence[Tensor],
+    shared: Sequence[Tensor],  # the tensors of a pair of layers
+    lower: Sequence[Tensor],  # likewise
+    upper: Sequence[Tensor],  # likewise
+    # keys, or values, of the lower layer and of the upper, of the same strides
     pair: tuple[Tensor, Tensor],
-    is_kept: Tensor,
-    group: int,
-    bits: int,
-    settings: Merging,
-    place: int,
+    is_kept: Tensor,  # bool (B, H, n)
+    group: int,  # tokens per group
+    bits: int,  # of a code, or PLAIN
+    settings: Merging,  # how rows are merged
+    place: int,  # 0 for keys, 1 for values
 ) -> None:
-    """Store the shared directions of a prompt's keys or values, and both layers' lengths.
-
-    Args:
-        shared, lower, upper: the tensors of a pair of layers.
-        pair: keys, or values, of the lower layer and of the upper, of the same strides.
-        is_kept: bool (B, H, n).
-        group: tokens per group.
-        bits: of a code, or PLAIN.
-        settings: how rows are merged.
-        place: 0 for keys, 1 for values.
-    """
+    """Store the shared directions of a prompt's keys or values, and both layers' lengths."""
     from memeff_compile.kernels.coded_kv_cache import append_pairs_kernels as kernels
 
     batch, heads, count, depth = pair[0].shape

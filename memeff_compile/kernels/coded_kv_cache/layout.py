@@ -91,23 +91,14 @@ class Own(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a coded cache is made of.
+    """What a coded cache is made of."""
 
-    Attributes:
-        depth: channels per head.
-        bits: of a code.
-        scheme: one of `SCHEMES`.
-        group: tokens that are coded together.
-        recent: tokens at the end that are never in codes.
-        kept: tokens at the beginning that stay as they came.
-    """
-
-    depth: int
-    bits: int
-    scheme: str = "kivi"
-    group: int = 64
-    recent: int = 128
-    kept: int = 4
+    depth: int  # channels per head
+    bits: int  # of a code
+    scheme: str = "kivi"  # one of `SCHEMES`
+    group: int = 64  # tokens that are coded together
+    recent: int = 128  # tokens at the end that are never in codes
+    kept: int = 4  # tokens at the beginning that stay as they came
 
     @property
     def window(self) -> int:

@@ -31,23 +31,14 @@ _AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class Merging:
-    """How rows of two layers become one.
+    """How rows of two layers become one."""
 
-    Attributes:
-        rule: one of `merging.RULES`.
-        t: where on the arc, 0 at the lower layer's row and 1 at the upper's.
-        gamma: share of the range of distances whose rows are kept as they came.
-        reading: one of `merging.READINGS`.
-        scale: one of `merging.SCALES`.
-        keep_first: so many of a sequence's first tokens are kept as they came, always.
-    """
-
-    rule: str = "slerp"
-    t: float = 0.5
-    gamma: float = 0.05
-    reading: str = "distinct"
-    scale: str = "norm"
-    keep_first: int = 4
+    rule: str = "slerp"  # one of `merging.RULES`
+    t: float = 0.5  # where on the arc, 0 at the lower layer's row and 1 at the upper's
+    gamma: float = 0.05  # share of the range of distances whose rows are kept as they came
+    reading: str = "distinct"  # one of `merging.READINGS`
+    scale: str = "norm"  # one of `merging.SCALES`
+    keep_first: int = 4  # so many of a sequence's first tokens are kept as they came, always
 
 
 def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:
@@ -75,33 +66,21 @@ def _require_room(length: int, new: int, limit: int) -> None:
 
 
 def append(
-    shared: Sequence[Tensor],
-    lower: Sequence[Tensor],
-    upper: Sequence[Tensor],
+    shared: Sequence[Tensor],  # the tensors of a pair, as `pair.SHARED` and `pair.OWN` name them
+    lower: Sequence[Tensor],  # likewise
+    upper: Sequence[Tensor],  # likewise
+    # keys and values (B, H, T, D) of the lower layer, or None where `append_lower` has written them
     lower_new: tuple[Tensor, Tensor] | None,
-    upper_new: tuple[Tensor, Tensor],
-    bits: int,
-    recent: int,
-    limit: int,
-    settings: Merging,
+    upper_new: tuple[Tensor, Tensor],  # those of the upper layer
+    bits: int,  # of a code, or PLAIN
+    recent: int,  # tokens at the end that are never merged
+    limit: int,  # tokens that the cache holds
+    settings: Merging,  # how rows are merged
     *,
-    is_first: bool = False,
-    merging: Callable[..., None] | None = None,
+    is_first: bool = False,  # the cache is empty; then nothing is read on the host
+    merging: Callable[..., None] | None = None,  # what merges rows, by default `merge`
 ) -> None:
-    """Write the upper layer's tokens, the lower's if they are given, and merge what is due.
-
-    Args:
-        shared, lower, upper: the tensors of a pair, as `pair.SHARED` and `pair.OWN` name them.
-        lower_new: keys and values (B, H, T, D) of the lower layer, or None where `append_lower`
-            has written them.
-        upper_new: those of the upper layer.
-        bits: of a code, or PLAIN.
-        recent: tokens at the end that are never merged.
-        limit: tokens that the cache holds.
-        settings: how rows are merged.
-        is_first: the cache is empty; then nothing is read on the host.
-        merging: what merges rows, by default `merge`.
-    """
+    """Write the upper layer's tokens, the lower's if they are given, and merge what is due."""
     window, new = upper[0].shape[2], upper_new[0].shape[2]
     group = window - recent
     length, coded, ahead = 0, 0, 0 if lower_new is not None else new
@@ -142,25 +121,17 @@ def _joined(old: Tensor, new: Tensor) -> Tensor:
 
 
 def merge(
-    shared: Sequence[Tensor],
-    lower: Sequence[Tensor],
-    upper: Sequence[Tensor],
+    shared: Sequence[Tensor],  # the tensors of a pair
+    lower: Sequence[Tensor],  # likewise
+    upper: Sequence[Tensor],  # likewise
+    # keys and values of the lower layer, then of the upper, each (B, H, n * group, D)
     rows: Sequence[Tensor],
-    coded: int,
-    group: int,
-    bits: int,
-    settings: Merging,
+    coded: int,  # tokens merged so far
+    group: int,  # tokens per group
+    bits: int,  # of a code, or PLAIN
+    settings: Merging,  # how rows are merged
 ) -> None:
-    """Merge the tokens from position `coded` on; nothing is read on the host.
-
-    Args:
-        shared, lower, upper: the tensors of a pair.
-        rows: keys and values of the lower layer, then of the upper, each (B, H, n * group, D).
-        coded: tokens merged so far.
-        group: tokens per group.
-        bits: of a code, or PLAIN.
-        settings: how rows are merged.
-    """
+    """Merge the tokens from position `coded` on; nothing is read on the host."""
     places, starts = shared[4], shared[5]
     batch, heads, count, depth = rows[0].shape
     at_once = max(1, _AT_ONCE // max(1, batch * heads * group * depth)) * group
@@ -195,19 +166,14 @@ def _apart(rows: Sequence[Tensor]) -> Tensor:
 
 
 def keep_rows(
-    shared: Sequence[Tensor],
-    lower: Sequence[Tensor],
-    upper: Sequence[Tensor],
+    shared: Sequence[Tensor],  # the tensors of a pair
+    lower: Sequence[Tensor],  # likewise
+    upper: Sequence[Tensor],  # likewise
+    # keys and values of the lower layer, then of the upper, each (B, H, n, D)
     rows: Sequence[Tensor],
-    coded: int,
+    coded: int,  # tokens merged before
 ) -> None:
-    """Copy the rows that `keep` has noted among tokens from position `coded` on.
-
-    Args:
-        shared, lower, upper: the tensors of a pair.
-        rows: keys and values of the lower layer, then of the upper, each (B, H, n, D).
-        coded: tokens merged before.
-    """
+    """Copy the rows that `keep` has noted among tokens from position `coded` on."""
     places = shared[4]
     count, depth = rows[0].shape[2:]
     is_here = (places >= coded) & (places < coded + count)

@@ -48,24 +48,17 @@ def _stored(step: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def encode(
-    x: Tensor,
-    bits: int,
-    scheme: str,
+    x: Tensor,  # (B, H, n, G, D), n groups of G tokens
+    bits: int,  # of a code
+    scheme: str,  # one of `SCHEMES`
     *,
-    is_value: bool,
+    is_value: bool,  # values rather than keys
+    # bool (B or 1, H or 1, n, G), tokens that have no say in the scales of keys, or None; their
+    # codes mean nothing
     left_out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,  # of the scales, by default that of x
 ) -> tuple[Tensor, Tensor]:
     """Code groups of keys or of values.
-
-    Args:
-        x: (B, H, n, G, D), n groups of G tokens.
-        bits: of a code.
-        scheme: one of `SCHEMES`.
-        is_value: values rather than keys.
-        left_out: bool (B or 1, H or 1, n, G), tokens that have no say in the scales of keys, or
-            None; their codes mean nothing.
-        dtype: of the scales, by default that of x.
 
     Returns:
         codes: (B, H, n, G * D * bits / 8) uint8, or (B, H, n, G * D) numbers where bits is PLAIN.
@@ -248,20 +241,14 @@ def view(
 
 
 def attend(
-    q: Tensor,
-    pool: Sequence[Tensor],
-    norms: Sequence[Tensor | None],
-    mask: Tensor | None,
-    scale: float,
-    bits: int,
+    q: Tensor,  # (B, Hq, 1, D)
+    pool: Sequence[Tensor],  # as for `view`
+    norms: Sequence[Tensor | None],  # likewise
+    mask: Tensor | None,  # bool (B or 1, 1, 1, N), or None
+    scale: float,  # factor of the scores
+    bits: int,  # likewise
 ) -> Tensor:
     """Attend with one query per sequence to everything in the cache that `mask` shows.
-
-    Args:
-        q: (B, Hq, 1, D).
-        pool, norms, bits: as for `view`.
-        mask: bool (B or 1, 1, 1, N), or None.
-        scale: factor of the scores.
 
     Returns:
         (B, Hq, 1, D). A query that sees nothing gets zeros.

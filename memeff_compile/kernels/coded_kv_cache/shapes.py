@@ -18,19 +18,12 @@ MIN_ROWS = 8
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a launch of the attention kernel is compiled for.
+    """What a launch of the attention kernel is compiled for."""
 
-    Attributes:
-        warps: warps per program.
-        stages: turns in flight.
-        at_once: groups of codes per turn, times `halves_for`.
-        programs: programs per multiprocessor that are aimed at.
-    """
-
-    warps: int
-    stages: int
-    at_once: int
-    programs: int
+    warps: int  # warps per program
+    stages: int  # turns in flight
+    at_once: int  # groups of codes per turn, times `halves_for`
+    programs: int  # programs per multiprocessor that are aimed at
 
 
 def shapes_for(depth: int, bits: int, repeat: int = 1, gpu: Gpu = H200) -> Shapes:

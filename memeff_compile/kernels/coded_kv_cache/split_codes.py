@@ -115,25 +115,16 @@ def combine(out: Tensor, share: Tensor, stat: Tensor, shares: int) -> None:
 
 
 def attend(
-    q: Tensor,
-    pool: Sequence[Tensor],
-    norms: Sequence[Tensor | None],
-    mask: Tensor | None,
-    scale: float,
-    bits: int,
+    q: Tensor,  # (B, Hq, 1, D), any strides
+    pool: Sequence[Tensor],  # the tensors of a cache
+    norms: Sequence[Tensor | None],  # of keys and of values, (B, H, N), or two None
+    mask: Tensor | None,  # bool (B or 1, 1, 1, N), or None
+    scale: float,  # factor of the scores
+    bits: int,  # of a code
     *,
-    plan: Plan | None = None,
+    plan: Plan | None = None,  # the launch, by default what `plan_for` gives
 ) -> Tensor:
     """Attend with one query per sequence; the shapes are as the op has checked them.
-
-    Args:
-        q: (B, Hq, 1, D), any strides.
-        pool: the tensors of a cache.
-        norms: of keys and of values, (B, H, N), or two None.
-        mask: bool (B or 1, 1, 1, N), or None.
-        scale: factor of the scores.
-        bits: of a code.
-        plan: the launch, by default what `plan_for` gives.
 
     Returns:
         (B, Hq, 1, D) in the dtype of q.

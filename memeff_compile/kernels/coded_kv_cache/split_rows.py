@@ -26,19 +26,12 @@ from memeff_compile.kernels.device import on_device, processors
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launch is made of.
+    """What a launch is made of."""
 
-    Attributes:
-        tile: tokens per turn.
-        warps: warps per program.
-        stages: turns in flight.
-        programs: programs per multiprocessor that are aimed at.
-    """
-
-    tile: int
-    warps: int
-    stages: int
-    programs: int
+    tile: int  # tokens per turn
+    warps: int  # warps per program
+    stages: int  # turns in flight
+    programs: int  # programs per multiprocessor that are aimed at
 
 
 def plan_for(repeat: int) -> Plan:
@@ -53,27 +46,18 @@ def plan_for(repeat: int) -> Plan:
 
 
 def attend(
-    q: Tensor,
-    pool: Sequence[Tensor],
-    norms: Sequence[Tensor | None],
-    mask: Tensor | None,
-    scale: float,
-    bits: int,
+    q: Tensor,  # (B, Hq, 1, D), any strides
+    pool: Sequence[Tensor],  # the tensors of a cache without codes
+    norms: Sequence[Tensor | None],  # of keys and of values, (B, H, N)
+    mask: Tensor | None,  # bool (B or 1, 1, 1, N), or None
+    scale: float,  # factor of the scores
+    bits: int,  # PLAIN
     *,
+    # programs per sequence and key-value head, by default from static sizes
     splits: int | None = None,
-    plan: Plan | None = None,
+    plan: Plan | None = None,  # the launch, by default what `plan_for` gives
 ) -> Tensor:
     """Attend with one query per sequence; the shapes are as the op has checked them.
-
-    Args:
-        q: (B, Hq, 1, D), any strides.
-        pool: the tensors of a cache without codes.
-        norms: of keys and of values, (B, H, N).
-        mask: bool (B or 1, 1, 1, N), or None.
-        scale: factor of the scores.
-        bits: PLAIN.
-        splits: programs per sequence and key-value head, by default from static sizes.
-        plan: the launch, by default what `plan_for` gives.
 
     Returns:
         (B, Hq, 1, D) in the dtype of q.

@@ -41,15 +41,10 @@ _STREAM_TAIL = 3
 
 @dataclass(frozen=True)
 class Room:
-    """Spare room in the parts whose length depends on the weight's values, for encoding again.
+    """Spare room in the parts whose length depends on the weight's values, for encoding again."""
 
-    Attributes:
-        share: more than is needed now, as a share of it.
-        least: more than is needed now, in elements.
-    """
-
-    share: float = 0.0
-    least: int = 0
+    share: float = 0.0  # more than is needed now, as a share of it
+    least: int = 0  # more than is needed now, in elements
 
     def length(self, needed: int) -> int:
         """Return the elements to allocate for `needed` ones."""
@@ -61,15 +56,10 @@ EXACT_FIT = Room()
 
 @dataclass(frozen=True)
 class Step:
-    """One step of `torch.optim.SGD` without momentum.
+    """One step of `torch.optim.SGD` without momentum."""
 
-    Attributes:
-        rate: learning rate.
-        decay: weight decay.
-    """
-
-    rate: float
-    decay: float = 0.0
+    rate: float  # learning rate
+    decay: float = 0.0  # weight decay
 
 
 class Outcome:
@@ -458,22 +448,14 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
 
 
 def fuses(
-    form: Format,
-    tokens: int,
-    shape: Sequence[int],
-    device: torch.device | None = None,
+    form: Format,  # of the weight
+    tokens: int,  # m
+    shape: Sequence[int],  # (N, K) of the weight
+    device: torch.device | None = None,  # where it is; some kernels are for Hopper
     *,
-    trains: bool = False,
+    trains: bool = False,  # a gradient is wanted: sums are taken as in the dense layer, bit for bit
 ) -> bool:
-    """Say whether a product with this many tokens decodes on the way.
-
-    Args:
-        form: of the weight.
-        tokens: M.
-        shape: (N, K) of the weight.
-        device: where it is; some kernels are for Hopper.
-        trains: a gradient is wanted: sums are taken as in the dense layer, bit for bit.
-    """
+    """Say whether a product with this many tokens decodes on the way."""
     if trains or form != Format("win4") or len(shape) != 2 or shape[1] % GROUP:
         return False
     return 0 < tokens <= shapes.MAX_FUSED_TOKENS or (
@@ -497,21 +479,14 @@ class _Product(NamedTuple):
 
 
 def product(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    bias: Tensor | None,
-    shape: Sequence[int],
+    x: Tensor,  # (M, K) bf16
+    parts: Sequence[Tensor],  # parts of the weight, lossless win4
+    bias: Tensor | None,  # (N,) bf16 or None
+    shape: Sequence[int],  # (N, K), K a multiple of 256
     *,
-    setting: Setting | None = None,
+    setting: Setting | None = None,  # tile, by default what `shapes` says
 ) -> Tensor:
     """Multiply (M, K) bf16 with the transpose of a win4 weight of (N, K), decoding on the way.
-
-    Args:
-        x: (M, K) bf16.
-        parts: parts of the weight, lossless win4.
-        bias: (N,) bf16 or None.
-        shape: (N, K), K a multiple of 256.
-        setting: tile, by default what `shapes` says.
 
     Returns:
         (M, N) bf16; sums are taken in fp32.
@@ -575,20 +550,14 @@ MAX_TOGETHER = 3
 
 
 def products(
-    x: Tensor,
-    parts: Sequence[Sequence[Tensor]],
-    biases: Sequence[Tensor | None],
-    sizes: Sequence[Sequence[int]],
+    x: Tensor,  # (1, K) bf16
+    parts: Sequence[Sequence[Tensor]],  # parts of each weight, lossless win4; two or three of them
+    biases: Sequence[Tensor | None],  # (N,) bf16 or None, of each
+    sizes: Sequence[Sequence[int]],  # (N, K) of each, one K
 ) -> list[Tensor]:
     """Multiply one token, (1, K) bf16, with several win4 weights in one launch.
 
     Each weight has the tiles that it has alone, and so gets the bits of `product`.
-
-    Args:
-        x: (1, K) bf16.
-        parts: parts of each weight, lossless win4; two or three of them.
-        biases: (N,) bf16 or None, of each.
-        sizes: (N, K) of each, one K.
 
     Returns:
         (1, N) bf16 for each.

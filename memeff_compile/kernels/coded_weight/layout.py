@@ -79,17 +79,11 @@ class Multiplied(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """What a codec's name says.
+    """What a codec's name says."""
 
-    Attributes:
-        codec: how exponents are coded, one of `CODECS`.
-        mantissa: mantissa bits kept; 7 is lossless.
-        block: weights per normaliser; 0 where it is lossless.
-    """
-
-    codec: str
-    mantissa: int = MANTISSA_BITS
-    block: int = 0
+    codec: str  # how exponents are coded, one of `CODECS`
+    mantissa: int = MANTISSA_BITS  # mantissa bits kept; 7 is lossless
+    block: int = 0  # weights per normaliser; 0 where it is lossless
 
     @property
     def is_lossless(self) -> bool:

@@ -40,37 +40,24 @@ class Tile:
 
 @dataclass(frozen=True)
 class MatrixTile:
-    """A few tokens, codes decoded in registers: rows, tokens and warps per program.
-
-    Attributes:
-        splits: programs that share the columns of a row.
-        is_ahead: codes are loaded one group ahead.
-        patches: patches that are multiplied at once.
-    """
+    """A few tokens, codes decoded in registers: rows, tokens and warps per program."""
 
     rows: int
     tokens: int
     warps: int
-    splits: int = 1
-    is_ahead: bool = True
-    patches: int = 32
+    splits: int = 1  # programs that share the columns of a row
+    is_ahead: bool = True  # codes are loaded one group ahead
+    patches: int = 32  # patches that are multiplied at once
 
 
 @dataclass(frozen=True)
 class WideTile:
-    """More tokens, each weight decoded once for all of a program; for Hopper.
+    """More tokens, each weight decoded once for all of a program; for Hopper."""
 
-    Attributes:
-        rows: 64 or 128, of the weight.
-        tokens: of x; a power of two.
-        x_stages: pieces of 64 columns of x in shared memory.
-        stages: pieces of 128 columns of codes there.
-    """
-
-    rows: int
-    tokens: int
-    x_stages: int = 4
-    stages: int = 3
+    rows: int  # 64 or 128, of the weight
+    tokens: int  # of x; a power of two
+    x_stages: int = 4  # pieces of 64 columns of x in shared memory
+    stages: int = 3  # pieces of 128 columns of codes there
 
     @property
     def warps(self) -> int:

@@ -128,21 +128,14 @@ class CodedWeight(Tensor):
 
     def __init__(
         self,
-        parts: Sequence[Tensor],
-        codec: str = "",
-        shape: Sequence[int] = (),
-        requires_grad: bool = False,
+        parts: Sequence[Tensor],  # in the order of `parse(codec).parts`
+        codec: str = "",  # the codec's name
+        shape: Sequence[int] = (),  # of the weight
+        requires_grad: bool = False,  # as of any tensor
+        # spare room that lists get when they have to be made anew
         room: codecs.Room = codecs.EXACT_FIT,
     ) -> None:
-        """Wrap parts as `op.encode` makes them.
-
-        Args:
-            parts: in the order of `parse(codec).parts`.
-            codec: the codec's name.
-            shape: of the weight.
-            requires_grad: as of any tensor.
-            room: spare room that lists get when they have to be made anew.
-        """
+        """Wrap parts as `op.encode` makes them."""
         del shape, requires_grad
         if isinstance(parts, CodedWeight):
             return  # torch.Tensor(weight), which has made an alias of it

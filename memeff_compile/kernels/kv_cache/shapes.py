@@ -32,17 +32,11 @@ _LEAST = 0.9
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a launch of the attention kernel is compiled for.
+    """What a launch of the attention kernel is compiled for."""
 
-    Attributes:
-        keys: keys per tile.
-        warps: warps per program.
-        stages: tiles of keys and values in flight.
-    """
-
-    keys: int
-    warps: int
-    stages: int
+    keys: int  # keys per tile
+    warps: int  # warps per program
+    stages: int  # tiles of keys and values in flight
 
 
 def shapes_for(depth: int, itemsize: int, rows: int, gpu: Gpu) -> Shapes:

@@ -32,19 +32,12 @@ _splits = lru_cache(maxsize=1024)(splits_for)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launch is made of.
+    """What a launch is made of."""
 
-    Attributes:
-        shapes: tile, warps and stages of the attention kernel.
-        rows: query rows per tile.
-        row_tiles: tiles of query rows per key-value head.
-        splits: programs per tile of rows.
-    """
-
-    shapes: Shapes
-    rows: int
-    row_tiles: int
-    splits: int
+    shapes: Shapes  # tile, warps and stages of the attention kernel
+    rows: int  # query rows per tile
+    row_tiles: int  # tiles of query rows per key-value head
+    splits: int  # programs per tile of rows
 
 
 def plan_for(sizes: tuple[int, ...], kv_heads: int, itemsize: int, device: torch.device) -> Plan:
@@ -86,24 +79,16 @@ def _in_units(cache: Tensor, align: int) -> Cells:
 
 
 def attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    last: Tensor,
-    mask: Tensor | None,
-    scale: float,
+    q: Tensor,  # (B, H, M, D)
+    k_cache: Tensor,  # (B, Hkv, N, D), any strides
+    v_cache: Tensor,  # likewise
+    last: Tensor,  # (B or 1, M or 1) int32 or int64
+    mask: Tensor | None,  # bool (B or 1, 1, M or 1, N), or None
+    scale: float,  # factor of the scores
     *,
-    plan: Plan | None = None,
+    plan: Plan | None = None,  # the launch, by default what `plan_for` gives
 ) -> Tensor:
     """Attend to the keys up to `last`; the shapes are as the op has checked them.
-
-    Args:
-        q: (B, H, M, D).
-        k_cache, v_cache: (B, Hkv, N, D), any strides.
-        last: (B or 1, M or 1) int32 or int64.
-        mask: bool (B or 1, 1, M or 1, N), or None.
-        scale: factor of the scores.
-        plan: the launch, by default what `plan_for` gives.
 
     Returns:
         (B, H, M, D) in the dtype of q, laid out as (B, M, H, D).

@@ -66,23 +66,14 @@ def serves(weight: Tensor) -> bool:
 
 
 def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    knobs: Knobs,
+    hidden: Tensor,  # (N, D) bf16 or fp16
+    weight: Tensor,  # (V, D) contiguous
+    bias: Tensor | None,  # (V,) or None
+    target: Tensor,  # (N,) int32 or int64
+    column_weight: Tensor | None,  # (V,) or None
+    knobs: Knobs,  # the call's settings, without top
 ) -> tuple[Rows, filters.LeftOut]:
-    """Compute what is asked for of every row, and what a filter may leave out of backward.
-
-    Args:
-        hidden: (N, D) bf16 or fp16.
-        weight: (V, D) contiguous.
-        bias: (V,) or None.
-        target: (N,) int32 or int64.
-        column_weight: (V,) or None.
-        knobs: the call's settings, without top.
-    """
+    """Compute what is asked for of every row, and what a filter may leave out of backward."""
     from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
 
     rows, depth = hidden.shape
@@ -197,27 +188,19 @@ def _results(hidden: Tensor, rows: int, knobs: Knobs, *, is_compact: bool) -> Ro
 
 
 def backward(
-    grads: RowGradients,
+    grads: RowGradients,  # cotangents of forward's results
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     column_weight: Tensor | None,
-    lse: Tensor,
-    entropy: Tensor,
-    left_out: filters.LeftOut,
+    lse: Tensor,  # (N,) fp32 from forward
+    entropy: Tensor,  # (N,) fp32 from forward, or (0,) where it was not asked for
+    left_out: filters.LeftOut,  # what forward decided to leave out
     knobs: Knobs,
-    output_mask: tuple[bool, bool, bool],
+    output_mask: tuple[bool, bool, bool],  # which of hidden, weight, bias need a gradient
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of hidden, weight and bias that `output_mask` asks for.
-
-    Args:
-        grads: cotangents of forward's results.
-        lse: (N,) fp32 from forward.
-        entropy: (N,) fp32 from forward, or (0,) where it was not asked for.
-        left_out: what forward decided to leave out.
-        output_mask: which of hidden, weight, bias need a gradient.
-    """
+    """Compute the gradients of hidden, weight and bias that `output_mask` asks for."""
     with on_device(hidden):
         return _Backward(
             grads, aligned(hidden), weight, bias, target, column_weight, lse, entropy, left_out,

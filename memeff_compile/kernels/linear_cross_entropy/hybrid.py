@@ -40,22 +40,14 @@ STATE = 5
 
 
 def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    knobs: Knobs,
+    hidden: Tensor,  # (N, D) bf16, fp16 or fp32
+    weight: Tensor,  # (V, D), any strides
+    bias: Tensor | None,  # (V,) or None
+    target: Tensor,  # (N,) int32 or int64
+    column_weight: Tensor | None,  # (V,) or None
+    knobs: Knobs,  # the call's settings
 ) -> Rows:
     """Compute what is asked for of every row.
-
-    Args:
-        hidden: (N, D) bf16, fp16 or fp32.
-        weight: (V, D), any strides.
-        bias: (V,) or None.
-        target: (N,) int32 or int64.
-        column_weight: (V,) or None.
-        knobs: the call's settings.
 
     Returns:
         (N,) or (0,) each, as `Rows` says.
@@ -91,24 +83,18 @@ def _unwritten(hidden: Tensor, rows: int, knobs: Knobs) -> Rows:
 
 
 def backward(
-    grads: RowGradients,
+    grads: RowGradients,  # cotangents of forward's results
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     column_weight: Tensor | None,
-    lse: Tensor,
-    entropy: Tensor,
+    lse: Tensor,  # (N,) fp32 from forward
+    entropy: Tensor,  # (N,) fp32 from forward, or (0,) where it was not asked for
     knobs: Knobs,
-    output_mask: tuple[bool, bool, bool],
+    output_mask: tuple[bool, bool, bool],  # which of hidden, weight, bias need a gradient
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradients of hidden, weight and bias that `output_mask` asks for.
-
-    Args:
-        grads: cotangents of forward's results.
-        lse: (N,) fp32 from forward.
-        entropy: (N,) fp32 from forward, or (0,) where it was not asked for.
-        output_mask: which of hidden, weight, bias need a gradient.
 
     Returns:
         (N, D), a tensor laid out like weight, (V,); None where not asked for.
@@ -174,23 +160,17 @@ def product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = Fals
 
 
 def launch_statistics(
-    s: Tensor,
+    s: Tensor,  # (N, W) fp32 products of columns first .. first + W
     bias: Tensor | None,
     target: Tensor,
     column_weight: Tensor | None,
-    state: Tensor,
-    found: Rows,
+    state: Tensor,  # (N, STATE) fp32, kept between the strips of one call
+    found: Rows,  # the results, to be written
     first: int,
     vocab: int,
     knobs: Knobs,
 ) -> None:
-    """Fold one strip of products into the running state; the last strip also writes the results.
-
-    Args:
-        s: (N, W) fp32 products of columns first .. first + W.
-        state: (N, STATE) fp32, kept between the strips of one call.
-        found: the results, to be written.
-    """
+    """Fold one strip of products into the running state; the last strip also writes the results."""
     from memeff_compile.kernels.linear_cross_entropy import hybrid_kernels
 
     rows, width = s.shape
@@ -223,26 +203,18 @@ def launch_statistics(
 
 
 def launch_gradient(
-    s: Tensor,
-    g: Tensor,
+    s: Tensor,  # (N, W) fp32 products of columns first .. first + W
+    g: Tensor,  # (N, W) in the input dtype, unit stride along columns; may be `s` itself
     bias: Tensor | None,
     target: Tensor,
     column_weight: Tensor | None,
-    lse: Tensor,
-    entropy: Tensor,
-    grads: RowGradients,
+    lse: Tensor,  # (N,) fp32
+    entropy: Tensor,  # (N,) fp32, or (0,) where it was not asked for
+    grads: RowGradients,  # fp32 cotangents, contiguous
     first: int,
     knobs: Knobs,
 ) -> None:
-    """Turn one strip of products into gradients with respect to the products.
-
-    Args:
-        s: (N, W) fp32 products of columns first .. first + W.
-        g: (N, W) in the input dtype, unit stride along columns; may be `s` itself.
-        lse: (N,) fp32.
-        entropy: (N,) fp32, or (0,) where it was not asked for.
-        grads: fp32 cotangents, contiguous.
-    """
+    """Turn one strip of products into gradients with respect to the products."""
     from memeff_compile.kernels.linear_cross_entropy import hybrid_kernels
 
     rows, width = s.shape

@@ -77,17 +77,19 @@ def bytes_before(
 
 
 def bytes_after(
-    rows: Size,
-    depth: Size,
-    vocab: Size,
+    rows: Size,  # N, D, V as symbols or numbers
+    depth: Size,  # likewise
+    vocab: Size,  # likewise
     *,
-    dtype: torch.dtype,
-    engine: str,
-    device_type: str,
-    workspace: int = 0,
-    has_softcap: bool = False,
-    with_entropy: bool = False,
-    training: bool = True,
+    dtype: torch.dtype,  # dtype of hidden and weight
+    engine: str,  # "fused", "hybrid" or "reference", as `engine_for` says
+    device_type: str,  # where the tensors are, such as "cuda"
+    workspace: int = 0,  # the op's workspace in bytes, 0 = automatic
+    has_softcap: bool = False,  # whether logits are capped
+    with_entropy: bool = False,  # whether the entropy of each row is computed
+    training: bool = True,  # whether a backward pass follows
+    # bytes and columns of the pieces, as symbols for a short formula; by default what `piece_sizes`
+    # gives
     pieces: Pieces | None = None,
 ) -> sympy.Expr:
     """Return an upper bound of the bytes our op holds beside inputs and returned gradients.
@@ -96,18 +98,6 @@ def bytes_after(
     vocabulary, once that exceeds 64 columns), the vectors of N elements, and for 16-bit inputs the
     fp32 sum of the hidden gradient (4ND). `reference` adds the fp32 copies of 16-bit hidden states
     and of pieces of the weight, and on a CPU the copies of the rows that are not ignored.
-
-    Args:
-        rows, depth, vocab: N, D, V as symbols or numbers.
-        dtype: dtype of hidden and weight.
-        engine: "fused", "hybrid" or "reference", as `engine_for` says.
-        device_type: where the tensors are, such as "cuda".
-        workspace: the op's workspace in bytes, 0 = automatic.
-        has_softcap: whether logits are capped.
-        with_entropy: whether the entropy of each row is computed.
-        training: whether a backward pass follows.
-        pieces: bytes and columns of the pieces, as symbols for a short formula; by default what
-            `piece_sizes` gives.
     """
     n, d = sympy.sympify(rows), sympy.sympify(depth)
     if pieces is None:

@@ -26,22 +26,14 @@ LOG_ZERO = -1000.0
 
 
 def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    knobs: Knobs,
+    hidden: Tensor,  # (N, D) of any floating dtype
+    weight: Tensor,  # (V, D), any strides
+    bias: Tensor | None,  # (V,) or None
+    target: Tensor,  # (N,) int32 or int64
+    column_weight: Tensor | None,  # (V,) or None
+    knobs: Knobs,  # the call's settings
 ) -> Rows:
     """Compute what is asked for of every row.
-
-    Args:
-        hidden: (N, D) of any floating dtype.
-        weight: (V, D), any strides.
-        bias: (V,) or None.
-        target: (N,) int32 or int64.
-        column_weight: (V,) or None.
-        knobs: the call's settings.
 
     Returns:
         (N,) or (0,) each, as `Rows` says.
@@ -67,24 +59,18 @@ def forward(
 
 
 def backward(
-    grads: RowGradients,
+    grads: RowGradients,  # cotangents of forward's results
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     column_weight: Tensor | None,
-    lse: Tensor,
-    entropy: Tensor,
+    lse: Tensor,  # (N,) from forward
+    entropy: Tensor,  # (N,) from forward, or (0,) where it was not asked for
     knobs: Knobs,
-    output_mask: tuple[bool, bool, bool],
+    output_mask: tuple[bool, bool, bool],  # which of hidden, weight, bias need a gradient
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradients of hidden, weight and bias that `output_mask` asks for.
-
-    Args:
-        grads: cotangents of forward's results.
-        lse: (N,) from forward.
-        entropy: (N,) from forward, or (0,) where it was not asked for.
-        output_mask: which of hidden, weight, bias need a gradient.
 
     Returns:
         (N, D), a tensor laid out like weight, (V,); None where not asked for.

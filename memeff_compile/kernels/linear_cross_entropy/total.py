@@ -46,21 +46,17 @@ class _Gradients(NamedTuple):
 
 
 def makes_gradients_in_forward(
-    device: torch.device,
-    dtype: torch.dtype,
-    depth: int,
+    device: torch.device,  # of the hidden states
+    dtype: torch.dtype,  # likewise
+    depth: int,  # likewise
     *,
-    gradient_filter: str = "exact",
-    workspace: int = 0,
+    gradient_filter: str = "exact",  # as for `linear_cross_entropy`
+    workspace: int = 0,  # likewise
 ) -> bool:
     """Say whether a loss that is one number is best served with its gradients in the forward.
 
     A filter and the minimal workspace belong to engines that recompute the logits. fp16 has not
     the range for gradients that are scaled afterwards.
-
-    Args:
-        device, dtype, depth: of the hidden states.
-        gradient_filter, workspace: as for `linear_cross_entropy`.
     """
     if gradient_filter != "exact" or is_minimal(workspace) or dtype == torch.float16:
         return False
@@ -80,25 +76,20 @@ TOTAL_BYTES_PER_ROW = 64
 
 
 def total_bytes(
-    rows: Size,
-    depth: int,
-    vocab: int,
+    rows: Size,  # n as a symbol or number, D, V
+    depth: int,  # likewise
+    vocab: int,  # likewise
     *,
-    dtype: torch.dtype,
-    device: torch.device,
-    workspace: int = 0,
-    has_softcap: bool = False,
+    dtype: torch.dtype,  # of hidden states and weight
+    device: torch.device,  # likewise
+    workspace: int = 0,  # as for the op
+    has_softcap: bool = False,  # likewise
 ) -> sympy.Expr:
     """Return a bound of what a call holds beside inputs, gradients and 64 bytes per row.
 
     On a GPU: X, the statistics of its tiles and the rows times their scale. In plain PyTorch: a
     piece of logits, two more with a softcap, the rows that count and, for 16-bit inputs, the fp32
     sums of the weight's gradient and a piece of the weight.
-
-    Args:
-        rows, depth, vocab: N as a symbol or number, D, V.
-        dtype, device: of hidden states and weight.
-        workspace, has_softcap: as for the op.
     """
     n, wide = sympy.sympify(rows), max(dtype.itemsize, 4)
     if kernels_serve(device, dtype):

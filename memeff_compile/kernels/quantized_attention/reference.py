@@ -54,30 +54,22 @@ BLOCK_SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class Codes:
-    """q, k and v as codes, in fp32: a number is its code times its scale, plus what is shared.
+    """q, k and v as codes, in fp32: a number is its code times its scale, plus what is shared."""
 
-    Attributes:
-        q, q_scale: (B, H, M, D) whole numbers, and (B, H, M) with the scale of attention, base 2.
-        k, k_scale: (B, G, N, D) whole numbers, and (B, G, N).
-        v, v_scale, v_mean: (B, G, N, D) numbers of the format of values, and (B, G, D) twice.
-        correction: (B, H, blocks, N) scores of the queries' means with the keys, or None.
-        shift: (B, H, M) what the keys' mean adds to every score of a query.
-        rest: (B, G, blocks + 1, D) what rounding took from the values of all blocks up to each, in
-            steps of their scale, or None.
-        counts: (B, G, blocks + 1) what these keys weigh, of which `rest` is a sum.
-    """
-
-    q: Tensor
-    q_scale: Tensor
-    k: Tensor
-    k_scale: Tensor
-    v: Tensor
-    v_scale: Tensor
-    v_mean: Tensor
+    q: Tensor  # (B, H, M, D) whole numbers, and (B, H, M) with the scale of attention, base 2
+    q_scale: Tensor  # likewise
+    k: Tensor  # (B, G, N, D) whole numbers, and (B, G, N)
+    k_scale: Tensor  # likewise
+    v: Tensor  # (B, G, N, D) numbers of the format of values, and (B, G, D) twice
+    v_scale: Tensor  # likewise
+    v_mean: Tensor  # likewise
+    # (B, H, blocks, N) scores of the queries' means with the keys, or None
     correction: Tensor | None
-    shift: Tensor
+    shift: Tensor  # (B, H, M) what the keys' mean adds to every score of a query
+    # (B, G, blocks + 1, D) what rounding took from the values of all blocks up to each, in steps of
+    # their scale, or None
     rest: Tensor | None
-    counts: Tensor
+    counts: Tensor  # (B, G, blocks + 1) what these keys weigh, of which `rest` is a sum
 
 
 def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Codes:

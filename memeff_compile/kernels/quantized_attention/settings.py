@@ -35,21 +35,13 @@ SMOOTHABLE = "qkv"
 
 @dataclass(frozen=True)
 class Settings:
-    """The arithmetic of one call.
+    """The arithmetic of one call."""
 
-    Attributes:
-        limit: the largest code of queries and keys, 127 or 7.
-        values: what weights and values are rounded to, a key of `VALUES`.
-        granularity: one of `GRANULARITIES`.
-        smooth: those of q, k and v that are coded without their means.
-        with_lse: whether the logarithms of the sums are wanted.
-    """
-
-    limit: int = 127
-    values: str = "e4m3"
-    granularity: str = "row"
-    smooth: str = "kv"
-    with_lse: bool = True
+    limit: int = 127  # the largest code of queries and keys, 127 or 7
+    values: str = "e4m3"  # what weights and values are rounded to, a key of `VALUES`
+    granularity: str = "row"  # one of `GRANULARITIES`
+    smooth: str = "kv"  # those of q, k and v that are coded without their means
+    with_lse: bool = True  # whether the logarithms of the sums are wanted
 
     @property
     def aligns(self) -> bool:
@@ -64,15 +56,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Values:
-    """A number format of weights and values.
+    """A number format of weights and values."""
 
-    Attributes:
-        dtype: the format; None for fp32, which rounds nothing.
-        top: what the largest weight of a tile and of a channel of v is scaled to.
-    """
-
-    dtype: torch.dtype | None
-    top: float
+    dtype: torch.dtype | None  # the format; None for fp32, which rounds nothing
+    top: float  # what the largest weight of a tile and of a channel of v is scaled to
 
     @property
     def offset(self) -> float:

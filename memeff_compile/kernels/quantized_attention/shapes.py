@@ -13,23 +13,15 @@ from memeff_compile.kernels._triton.key_tiles import depth_block
 
 @dataclass(frozen=True)
 class Shape:
-    """What the attention kernel is compiled for.
+    """What the attention kernel is compiled for."""
 
-    Attributes:
-        rows: queries per tile.
-        keys: keys per tile; divides `settings.BLOCK`.
-        warps: warps per program.
-        stages: tiles in flight.
-        magic: whether int32 becomes fp32 by the start of the sum rather than by conversion.
-        registers: the most a thread may use, or None for no limit.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
+    rows: int  # queries per tile
+    keys: int  # keys per tile; divides `settings.BLOCK`
+    warps: int  # warps per program
+    stages: int  # tiles in flight
+    # whether int32 becomes fp32 by the start of the sum rather than by conversion
     magic: bool = False
-    registers: int | None = None
+    registers: int | None = None  # the most a thread may use, or None for no limit
 
 
 NARROWEST = 64

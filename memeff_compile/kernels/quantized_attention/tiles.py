@@ -62,37 +62,25 @@ MOST_ROWS = 1 << 31
 
 @dataclass(frozen=True)
 class Packed:
-    """Codes as the attention kernel reads them; D is padded, N is a multiple of `BLOCK`.
+    """Codes as the attention kernel reads them; D is padded, N is a multiple of `BLOCK`."""
 
-    Attributes:
-        q: (B * H * M, D) int8; without `q_scale` room for them: the attention kernel codes queries
-            as it loads them.
-        k: (B * G * N, D) int8.
-        v: (B * G * D, N) E4M3, its keys in the order of `tiles_kernels._reordered`, or fp16.
-        q_scale: (B * H, M) fp32, or None.
-        k_scale: (B * G, N / BLOCK) fp32, or (B * G, N) with `is_scaled_per_key`.
-        v_scale: (B * G, 2, D) fp32: scale and mean of each channel.
-        correction: (B * H, query blocks, N) fp32, or None.
-        shift: (B * H, M) fp32, or None.
-        rest: (B * G, N / BLOCK + 1, D) fp32: what rounding took from the values of all blocks up to
-            each, weighed, in steps of their scale; or None.
-        counts: (B * G, N / BLOCK + 1) fp32: what these weigh, with `rest`.
-        k_mean: (B * G, 4, D) fp32, without `q_scale`: the last are by what queries are divided.
-        is_scaled_per_key: whether each key has a scale.
-    """
-
+    # (B * H * M, D) int8; without `q_scale` room for them: the attention kernel codes queries as it
+    # loads them
     q: Tensor
-    k: Tensor
-    v: Tensor
-    q_scale: Tensor | None
-    k_scale: Tensor
-    v_scale: Tensor
-    correction: Tensor | None
-    shift: Tensor | None
+    k: Tensor  # (B * G * N, D) int8
+    v: Tensor  # (B * G * D, N) E4M3, its keys in the order of `tiles_kernels._reordered`, or fp16
+    q_scale: Tensor | None  # (B * H, M) fp32, or None
+    k_scale: Tensor  # (B * G, N / BLOCK) fp32, or (B * G, N) with `is_scaled_per_key`
+    v_scale: Tensor  # (B * G, 2, D) fp32: scale and mean of each channel
+    correction: Tensor | None  # (B * H, query blocks, N) fp32, or None
+    shift: Tensor | None  # (B * H, M) fp32, or None
+    # (B * G, N / BLOCK + 1, D) fp32: what rounding took from the values of all blocks up to each,
+    # weighed, in steps of their scale; or None
     rest: Tensor | None
-    counts: Tensor | None
+    counts: Tensor | None  # (B * G, N / BLOCK + 1) fp32: what these weigh, with `rest`
+    # (B * G, 4, D) fp32, without `q_scale`: the last are by what queries are divided
     k_mean: Tensor | None
-    is_scaled_per_key: bool
+    is_scaled_per_key: bool  # whether each key has a scale
 
 
 def starts_early(tensor: Tensor) -> bool:
@@ -303,23 +291,15 @@ def packed(made: reference.Codes, settings: Settings) -> Packed:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    given: Conditions,
-    settings: Settings,
+    q: Tensor,  # (B, H, M, D) bf16, fp16 or fp32
+    k: Tensor,  # (B, G, N, D)
+    v: Tensor,  # likewise
+    given: Conditions,  # the conditions
+    settings: Settings,  # the arithmetic
     *,
-    shape: Shape | None = None,
+    shape: Shape | None = None,  # the tile, by default what `shape_for` gives
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count; as `reference.attend`.
-
-    Args:
-        q: (B, H, M, D) bf16, fp16 or fp32.
-        k, v: (B, G, N, D).
-        given: the conditions.
-        settings: the arithmetic.
-        shape: the tile, by default what `shape_for` gives.
-    """
+    """Attend to the keys that count; as `reference.attend`."""
     made = pack(q, k, v, given, settings)
     if shape is None:
         has_tables = given.has_tables() or made.is_scaled_per_key or made.correction is not None
@@ -330,27 +310,18 @@ def attend(
 
 
 def attend_packed(
-    made: Packed,
-    q: Tensor,
-    groups: int,
-    keys: int,
-    given: Conditions,
-    settings: Settings,
-    shape: Shape,
+    made: Packed,  # the codes
+    q: Tensor,  # what they were made of, for its sizes and dtype
+    groups: int,  # of k and v
+    keys: int,  # likewise
+    given: Conditions,  # the conditions
+    settings: Settings,  # the arithmetic
+    shape: Shape,  # the tile
+    # heads whose tiles are computed at the same time; divides B * H. By default up to
+    # `HEADS_TOGETHER`
     together: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with codes that were made before.
-
-    Args:
-        made: the codes.
-        q: what they were made of, for its sizes and dtype.
-        groups, keys: of k and v.
-        given: the conditions.
-        settings: the arithmetic.
-        shape: the tile.
-        together: heads whose tiles are computed at the same time; divides B * H. By default up to
-            `HEADS_TOGETHER`.
-    """
+    """Attend with codes that were made before."""
     from memeff_compile.kernels.quantized_attention import tiles_kernels as kernels
 
     batch, heads, queries, depth = q.shape

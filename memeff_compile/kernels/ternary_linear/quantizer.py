@@ -18,24 +18,15 @@ PER_WORD = 16
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to quantise a token.
+    """One way to quantise a token."""
 
-    Attributes:
-        levels: What the statistic is mapped to, in codes.
-        low, high: The range of the codes.
-        is_mean: The statistic is the mean of the absolute values, else their maximum.
-        is_float: Codes are twice the eight magnitudes of E2M1, not every integer.
-        keeps_half: The smaller half of a token, by absolute value, becomes zero first.
-        text: What reports and error messages call it.
-    """
-
-    levels: float
-    low: int
-    high: int
-    is_mean: bool = False
-    is_float: bool = False
-    keeps_half: bool = False
-    text: str = ""
+    levels: float  # what the statistic is mapped to, in codes
+    low: int  # the range of the codes
+    high: int  # likewise
+    is_mean: bool = False  # the statistic is the mean of the absolute values, else their maximum
+    is_float: bool = False  # codes are twice the eight magnitudes of E2M1, not every integer
+    keeps_half: bool = False  # the smaller half of a token, by absolute value, becomes zero first
+    text: str = ""  # what reports and error messages call it
 
 
 KINDS = {
@@ -52,22 +43,15 @@ FP4_CODES = (0, 1, 2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A kind and the details in which spellings of it differ.
+    """A kind and the details in which spellings of it differ."""
 
-    Attributes:
-        kind: A key of `KINDS`.
-        eps: What keeps the statistic off zero.
-        adds_eps: eps is added to the statistic; otherwise it bounds it from below.
-        is_step: The scale is the size of a step, statistic / levels, and x is divided by it;
-            otherwise it is levels / statistic, and x is multiplied by it.
-        is_native: Computed in the dtype of x, each step rounded; otherwise in float32.
-    """
-
-    kind: str = "int8"
-    eps: float = 1e-5
-    adds_eps: bool = False
+    kind: str = "int8"  # a key of `KINDS`
+    eps: float = 1e-5  # what keeps the statistic off zero
+    adds_eps: bool = False  # eps is added to the statistic; otherwise it bounds it from below
+    # the scale is the size of a step, statistic / levels, and x is divided by it; otherwise it is
+    # levels / statistic, and x is multiplied by it
     is_step: bool = False
-    is_native: bool = False
+    is_native: bool = False  # computed in the dtype of x, each step rounded; otherwise in float32
 
     def arguments(self) -> tuple[str, float, bool, bool, bool]:
         """Return the arguments of the ops, in their order."""
@@ -76,17 +60,13 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a token goes through before it is quantised.
+    """What a token goes through before it is quantised."""
 
-    Attributes:
-        up: If given, x becomes relu(x) ** 2 * up, the gate of a squared-ReLU GLU.
-        norm: If given, the weight of an RMS norm that follows, computed in float32.
-        norm_eps: of that norm.
-    """
-
+    # if given, x becomes relu(x) ** 2 * up, the gate of a squared-ReLU GLU
     up: torch.Tensor | None = None
+    # if given, the weight of an RMS norm that follows, computed in float32
     norm: torch.Tensor | None = None
-    norm_eps: float = 0.0
+    norm_eps: float = 0.0  # of that norm
 
 
 NO_ENTRY = Entry()

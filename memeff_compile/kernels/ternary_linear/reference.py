@@ -198,34 +198,23 @@ def quantize(
 
 
 def product(
-    codes: Tensor,
-    scale: Tensor,
+    codes: Tensor,  # in planes; the sums of codes are not needed
+    scale: Tensor,  # (M,) float32
     sums: Tensor,
-    packed: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
+    packed: Tensor,  # (N, ceil(K / 16)) int32
+    weight_scale: Tensor,  # one floating element
+    bias: Tensor | None,  # (N,) or None
     *,
-    dtype: torch.dtype,
-    is_step: bool,
-    weight_is_step: bool,
-    added: Tensor | None = None,
+    dtype: torch.dtype,  # of the result
+    is_step: bool,  # whether a scale is the size of a step
+    weight_is_step: bool,  # likewise
+    added: Tensor | None = None,  # of the result's shape and dtype, or None
     is_chained: bool = False,
-    leading: Sequence[int] | None = None,
+    leading: Sequence[int] | None = None,  # dimensions in the place of M
 ) -> Tensor:
     """Return (M, N) or (*leading, N): the integer products, scaled in float32, plus the bias.
 
     It is no view: an op in place may follow.
-
-    Args:
-        codes: in planes; the sums of codes are not needed.
-        scale: (M,) float32.
-        packed: (N, ceil(K / 16)) int32.
-        weight_scale: one floating element.
-        bias: (N,) or None.
-        dtype: of the result.
-        is_step, weight_is_step: whether a scale is the size of a step.
-        added: of the result's shape and dtype, or None.
-        leading: dimensions in the place of M.
     """
     del sums, is_chained
     by_token = scale if is_step else 1.0 / scale

@@ -360,21 +360,14 @@ def product(
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What the launches of a product are made of: all of it follows from sizes.
+    """What the launches of a product are made of: all of it follows from sizes."""
 
-    Attributes:
-        grid, constants: of the kernel that multiplies.
-        share: bytes per row of weights, of each split.
-        splits: programs that share a tile; more than one have a kernel add up their sums.
-        sum_grid, sum_constants: of that kernel.
-    """
-
-    grid: tuple[int, int]
-    constants: dict[str, Any]
-    share: int
-    splits: int
-    sum_grid: tuple[int, int]
-    sum_constants: dict[str, Any]
+    grid: tuple[int, int]  # of the kernel that multiplies
+    constants: dict[str, Any]  # likewise
+    share: int  # bytes per row of weights, of each split
+    splits: int  # programs that share a tile; more than one have a kernel add up their sums
+    sum_grid: tuple[int, int]  # of that kernel
+    sum_constants: dict[str, Any]  # likewise
 
 
 @lru_cache(maxsize=1024)

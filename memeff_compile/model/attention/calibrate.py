@@ -28,7 +28,6 @@ FORMAT = 1
 EXACT = "exact"
 DEFAULT_LEVELS = ("8b", "8b+f16")
 
-
 _Scores: TypeAlias = "Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]"
 
 

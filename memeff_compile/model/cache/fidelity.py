@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -147,21 +147,22 @@ def fidelity_report(
         )
     gathered = _Gathered()
     cache: Any = None
+    asked = MiniCache() if merge == "minicache" else merge
+    if isinstance(asked, MiniCache):
+        merge, asked = asked, replace(asked, force=True)
     with _evaluating(model):
         for given in [inputs] if isinstance(inputs, (Tensor, Mapping)) else inputs:
             ids, mask = _tokens(given, steps)
             exact = _exact(model, ids, mask, steps)
             gathered.alike(exact.cache, mask)
             is_padded = mask is not None and bool((mask[:, 0] == 0).any())
-            how = {**settings, "merge": merge, "attention_mask": mask if is_padded else None}
+            how = {**settings, "merge": asked, "attention_mask": mask if is_padded else None}
             cache = KVCache(model.config, ids.shape[1], bits, **how)
             found = _answers(model, cache, ids, mask, steps)
             gathered.answers(exact, found, ids[:, -steps:])
             gathered.bytes += cache.nbytes
     if cache is None:
         raise CalibrationError("no inputs were given to compare on; give at least one.")
-    if isinstance(merge, str):
-        merge = cache.merge
     shown = {"bits": bits, "merge": merge, **settings}
     return gathered.report(shown, cache.merged())
 
@@ -311,7 +312,10 @@ class _Gathered:
             for layers, (keys, values) in self.cosines.items()
         ]
         merge = settings["merge"]
-        named = {**settings, "merge": asdict(merge) if isinstance(merge, MiniCache) else merge}
+        if isinstance(merge, MiniCache):
+            words = [each.name for each in fields(merge) if each.repr]
+            merge = {name: getattr(merge, name) for name in words}
+        named = {**settings, "merge": merge}
         return FidelityReport(named, pairs, attention, logits, memory, merged)
 
 

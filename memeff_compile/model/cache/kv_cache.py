@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,9 +31,13 @@ from memeff_compile.model.cache.layers import (
     refuse,
     remaining,
 )
+from memeff_compile.model.cache.low_bit_heads import Undo
 from memeff_compile.model.cache.merged_layers import MergedLayer, Pair
-from memeff_compile.model.cache.minicache import MiniCache, pairs_of
+from memeff_compile.model.cache.minicache import MiniCache, pairs_of, require_alike
 from memeff_compile.model.cache.pool import Pool, allocate, bucket
+
+Untyped: TypeAlias = Any
+"""What has no type here: a config, a model or a layer of transformers, a setting of a cache."""
 
 _POOLED = ("greedy_search", "sample", "beam_search", "beam_sample")
 """Ways of generating that leave a cache as they got it, but for what is in it."""
@@ -56,8 +60,8 @@ class KVCache(Cache):
         attention_mask: (batch, tokens) with 0 for padding, where prompts are padded on the left, so
             that `keep_first` counts from the first token and padding has no say in scales.
         merge: None, ``"minicache"``, or a `MiniCache` that says how: neighbouring layers share the
-            directions of their older tokens. Lossy beyond the codes; measure with
-            `fidelity_report` what it does to your model.
+            directions of their older tokens. Lossy far beyond the codes where layers are not alike;
+            warns unless it is given what `fidelity_report` says of your model.
 
     Raises:
         UnsupportedInputError: A setting or a model that cannot be served; the sentence says why.
@@ -69,7 +73,7 @@ class KVCache(Cache):
 
     def __init__(
         self,
-        config: Any,  # noqa: ANN401 - transformers' config
+        config: Untyped,
         max_cache_len: int,
         bits: int = 4,
         *,
@@ -86,7 +90,7 @@ class KVCache(Cache):
         settings = {"bits": bits, "scheme": scheme, "group": group}
         settings |= {"recent": recent, "kept": keep_first}
 
-        def full() -> Any:  # noqa: ANN401
+        def full() -> Untyped:
             if bits == 16:
                 return ExactLayer(max_cache_len)
             return CodedLayer(max_cache_len, settings, self._starts)
@@ -146,7 +150,7 @@ class KVCache(Cache):
         remove = remaining(tokens_to_remove)
         if remove == 0:
             return
-        layer: Any
+        layer: Untyped
         for number, layer in enumerate(self.layers):
             why = _keeps(layer, remove)
             if why is not None:
@@ -217,7 +221,7 @@ class KVCache(Cache):
         )
 
 
-def _keeps(layer: Any, remove: int) -> str | None:  # noqa: ANN401
+def _keeps(layer: Untyped, remove: int) -> str | None:
     """Return why a layer of any kind cannot remove its last tokens, or None."""
     if isinstance(layer, InPlace):
         return layer.keeps(remove)
@@ -246,7 +250,7 @@ def _merging(merge: MiniCache | str | None, scheme: str) -> MiniCache | None:
 def _pair(
     layers: list[Any],
     merge: MiniCache,
-    config: Any,  # noqa: ANN401
+    config: Untyped,
     max_cache_len: int,
     settings: dict[str, Any],
     starts: Starts,
@@ -269,6 +273,7 @@ def _pair(
             f"({len(layers)} layers). Set MiniCache(start_layer=, end_layer=) around more layers, "
             "or leave merge out."
         )
+    require_alike(merge, pairs)
     room = settings["kept"] + merge.capacity(max_cache_len)
     given = {**settings, "kept": room}
     for numbers in pairs:
@@ -315,14 +320,14 @@ class _Hook:
 
     def __call__(
         self,
-        generation_config: Any,  # noqa: ANN401
+        generation_config: Untyped,
         model_kwargs: dict[str, Any],
-        generation_mode: Any,  # noqa: ANN401
+        generation_mode: Untyped,
         batch_size: int,
         max_cache_length: int,
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        *args: object,
+        **kwargs: object,
+    ) -> Untyped:
         """Put a KVCache into the arguments of the model, unless another cache is asked for."""
         model = self.model
         given = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
@@ -343,9 +348,8 @@ class _Hook:
         mask = model_kwargs.get("attention_mask")
         is_padded = mask is not None and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
         mask = mask if is_padded else None
-        model_kwargs["past_key_values"] = self._cache(
-            generation_config, generation_mode, batch_size, tokens, mask
-        )
+        how = (generation_config, generation_mode, batch_size, tokens, mask)
+        model_kwargs["past_key_values"] = self._cache(*how)
         if generation_config.compile_config is not None:
             return None
         if getattr(model, "_compiled_call_impl", None) is not None:
@@ -357,13 +361,22 @@ class _Hook:
             generation_config.compile_config = CompileConfig(backend="memeff", mode="default")
         return None
 
+    def undo(self) -> None:
+        """Let the model make the caches it made before, as far as that is not undone as well."""
+        self.is_undone = True
+        held = self.model.__dict__
+        current = held.get(_HOOK)
+        if current is not self:
+            return
+        while current is not None and current.is_undone:
+            current = current.before
+        if current is None:
+            del held[_HOOK]
+        else:
+            held[_HOOK] = current
+
     def _cache(
-        self,
-        config: Any,  # noqa: ANN401
-        mode: Any,  # noqa: ANN401
-        batch_size: int,
-        tokens: int,
-        mask: Tensor | None,
+        self, config: Untyped, mode: Untyped, batch_size: int, tokens: int, mask: Tensor | None
     ) -> KVCache:
         """Return an empty cache; one that was used before, where nobody can hold its tensors."""
         model = self.model
@@ -386,34 +399,7 @@ class _Hook:
         return found
 
 
-@dataclasses.dataclass
-class _Use:
-    """What `use_kv_cache_` returns: call it, or leave its ``with`` block, to undo."""
-
-    hook: _Hook
-
-    def __call__(self) -> None:
-        """Let the model make the caches it made before, as far as that is not undone as well."""
-        self.hook.is_undone = True
-        held = self.hook.model.__dict__
-        current = held.get(_HOOK)
-        if current is not self.hook:
-            return
-        while current is not None and current.is_undone:
-            current = current.before
-        if current is None:
-            del held[_HOOK]
-        else:
-            held[_HOOK] = current
-
-    def __enter__(self) -> _Use:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self()
-
-
-def _generating(model: Any) -> Any:  # noqa: ANN401
+def _generating(model: Untyped) -> Untyped:
     """Return the model of transformers whose generate() runs: inside adapters and compiled ones."""
     model = compat.without_compile(model)
     if not hasattr(type(model), _HOOK) and hasattr(model, "get_base_model"):  # PEFT's
@@ -422,11 +408,7 @@ def _generating(model: Any) -> Any:  # noqa: ANN401
 
 
 def use_kv_cache_(
-    model: Any,  # noqa: ANN401 - a model of transformers
-    bits: int = 4,
-    *,
-    max_cache_len: int | None = None,
-    **settings: Any,  # noqa: ANN401 - of KVCache
+    model: Untyped, bits: int = 4, *, max_cache_len: int | None = None, **settings: Untyped
 ) -> Callable[[], None]:
     """Let every later ``model.generate(...)`` use a `KVCache`, pipelines included.
 
@@ -461,4 +443,4 @@ def use_kv_cache_(
     KVCache(inner.config, max_cache_len or 1, bits, **settings)  # refuses now what it would later
     hook = _Hook(inner, bits, max_cache_len, settings, inner.__dict__.get(_HOOK))
     inner.__dict__[_HOOK] = hook
-    return _Use(hook)
+    return Undo(hook.undo)

@@ -224,12 +224,7 @@ class ExactLayer(InPlace, StaticLayer):
 
 
 class CodedLayer(InPlace):
-    """A layer whose older tokens are codes.
-
-    Attributes:
-        settings: of `Layout`, without the depth, which the first keys tell.
-        layout: what it is made of, once it is known.
-    """
+    """A layer whose older tokens are codes."""
 
     buffers = "k_window", "v_window"
     is_croppable = False  # only tokens that are not yet in codes can be removed
@@ -241,10 +236,10 @@ class CodedLayer(InPlace):
     def __init__(self, max_cache_len: int, settings: dict[str, Any], starts: Starts) -> None:
         CacheLayerMixin.__init__(self)
         self.max_cache_len = max_cache_len
-        self.settings = settings
+        self.settings = settings  # of `Layout`, without the depth, which the first keys tell
         self.starts = starts
         self.is_empty = True
-        self.layout: Layout | None = None
+        self.layout: Layout | None = None  # what it is made of, once it is known
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors with an entry per sequence, once they are there."""
@@ -304,8 +299,7 @@ class CodedLayer(InPlace):
         self.require_like(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.layout is not None
-        bits, recent = self.layout.bits, self.layout.recent
+        bits, recent = self.settings["bits"], self.settings["recent"]
         pool = self.pool()
         coded_kv_cache_append(*pool, key_states, value_states, bits, recent, self.max_cache_len)
         was_empty, self.is_empty = self.is_empty, False
@@ -374,9 +368,7 @@ class Starts:
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
         """Start over with other sequences, in the tensors that are there; refused, or all of it.
 
-        Args:
-            attention_mask: of the sequences.
-            held: how many sequences the layers have tensors for.
+        `held` is how many sequences the layers have tensors for.
         """
         first = self._first(attention_mask)
         for sequences in held:
@@ -431,11 +423,7 @@ class Starts:
             self.places, self._shape = changed, tuple(changed.shape)
 
 
-def layers_of(
-    config: Any,  # noqa: ANN401
-    max_cache_len: int,
-    full: Callable[[], Any],
-) -> Iterator[Any]:
+def layers_of(config: Any, max_cache_len: int, full: Callable[[], Any]) -> Iterator[Any]:  # noqa: ANN401
     """Yield a layer of its kind for each of the model's."""
     types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     if isinstance(settings, dict):  # transformers before 5.20 has one for all

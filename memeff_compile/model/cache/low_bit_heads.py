@@ -6,7 +6,9 @@ BitNet a4.8, table 3. Needs transformers, which is imported when the verb is cal
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,19 +21,13 @@ _FULL = 16
 
 @dataclass(frozen=True)
 class _Heads:
-    """An attention function of transformers over quantised heads.
+    """An attention function of transformers over quantised heads."""
 
-    Attributes:
-        inner: the function that attends.
-        query, key_value: bits; 16: as they are.
-        first, first_bits: so many keys and values from position 0, and their bits.
-    """
-
-    inner: Any
-    query: int
-    key_value: int
-    first: int
-    first_bits: int
+    inner: Any  # the function that attends
+    query: int  # bits; 16: as they are
+    key_value: int  # likewise
+    first: int  # so many keys and values from position 0, and their bits
+    first_bits: int  # likewise
 
     def __call__(
         self,
@@ -52,21 +48,21 @@ class _Heads:
         return self.inner(module, query, key, value, *args, **kwargs)
 
 
-class _Use:
-    """What `use_low_bit_heads_` returns: call it, or leave its ``with`` block, to undo."""
+class Undo:
+    """What a verb returns that changes a model: call it, or leave its ``with`` block, to undo."""
 
-    def __init__(self, model: Any, before: str) -> None:  # noqa: ANN401 - a transformers model
-        self.model, self.before = model, before
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self.undo = undo
 
     def __call__(self) -> None:
-        """Give the model its former attention back."""
-        self.model.set_attn_implementation(self.before)
+        """Take the change back."""
+        self.undo()
 
-    def __enter__(self) -> _Use:
+    def __enter__(self) -> Undo:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self()
+        self.undo()
 
 
 def use_low_bit_heads_(
@@ -76,7 +72,7 @@ def use_low_bit_heads_(
     key_value: int = 4,
     first: int = 0,
     first_bits: int = 4,
-) -> _Use:
+) -> Undo:
     """Let a model's attention see its heads in few bits; gradients pass straight through.
 
     Queries, keys and values are rounded after their rotary embedding, one scale per token and head.
@@ -123,4 +119,4 @@ def use_low_bit_heads_(
     AttentionInterface.register(name, heads)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
     model.set_attn_implementation(name)
-    return _Use(model, before)
+    return Undo(partial(model.set_attn_implementation, before))

@@ -8,46 +8,30 @@ both; of several tokens, the lower layer's wait for the upper's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.coded_kv_cache import (
-    LENGTH,
-    OWN,
-    PLAIN,
-    SHARED,
-    coded_kv_cache_append_lower,
-    coded_kv_cache_append_pair,
-    coded_kv_cache_view,
-    dtype_of,
-    pool_of,
-    shapes_of_pair,
-)
+from memeff_compile.kernels import coded_kv_cache as op_folder
 from memeff_compile.model.cache.layers import CodedLayer, Starts, refuse, refuse_training
 from memeff_compile.model.cache.minicache import MiniCache
 
 
 class Pair:
-    """What the two layers of a pair share, and the tokens of the lower one that wait.
-
-    Attributes:
-        numbers: of the layers.
-        merge: how they are merged.
-        keep_first: tokens at the beginning of a sequence that stay as they come.
-        parked: keys and values that the lower layer got and the upper layer will write.
-    """
+    """What the two layers of a pair share, and the tokens of the lower one that wait."""
 
     def __init__(self, numbers: tuple[int, int], merge: MiniCache, keep_first: int) -> None:
+        # numbers of the layers; first tokens of a sequence that stay as they come
         self.numbers, self.merge, self.keep_first = numbers, merge, keep_first
         self.shape: tuple[int, ...] | None = None
+        # keys and values that the lower layer got and the upper layer will write
         self.parked: tuple[Tensor, Tensor] | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what is shared, once it is there."""
         if self.shape is not None:
-            for name in SHARED:
+            for name in op_folder.SHARED:
                 yield name, getattr(self, name)
 
     def torn(self) -> str:
@@ -71,12 +55,7 @@ class Pair:
 
 
 class MergedLayer(CodedLayer):
-    """One of two neighbouring layers whose older tokens have one direction and two lengths.
-
-    Attributes:
-        pair: what it shares with the other.
-        lower: the earlier of the two, where this is the later.
-    """
+    """One of two neighbouring layers whose older tokens have one direction and two lengths."""
 
     norms: Tensor
 
@@ -85,39 +64,39 @@ class MergedLayer(CodedLayer):
         max_cache_len: int,
         settings: dict[str, Any],
         starts: Starts,
-        pair: Pair,
-        lower: MergedLayer | None = None,
+        pair: Pair,  # what it shares with the other
+        lower: MergedLayer | None = None,  # the earlier of the two, where this is the later
     ) -> None:
         super().__init__(max_cache_len, settings, starts)
         self.pair, self.lower = pair, lower
         self.is_upper = lower is not None
-        self.settled = "merged" if settings["bits"] == PLAIN else "in codes"
+        self.settled = "merged" if settings["bits"] == op_folder.PLAIN else "in codes"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors with an entry per sequence; what is shared comes with the lower."""
         if self.is_initialized:
             if not self.is_upper:
                 yield from self.pair.tensors()
-            for name in OWN:
+            for name in op_folder.OWN:
                 if name != "counts":
                     yield name, getattr(self, name)
 
     def holder(self, name: str) -> object:
         """Return the pair, for what its two layers share."""
-        return self.pair if name in SHARED else self
+        return self.pair if name in op_folder.SHARED else self
 
     def own(self) -> list[Tensor]:
         """Return the tensors of this layer alone, in the order in which the ops take them."""
-        return [getattr(self, name) for name in OWN]
+        return [getattr(self, name) for name in op_folder.OWN]
 
     def pool(self) -> list[Tensor]:
         """Return the tensors that the view and attention take."""
-        return pool_of([tensor for _, tensor in self.pair.tensors()], self.own())
+        return op_folder.pool_of([tensor for _, tensor in self.pair.tensors()], self.own())
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for keys and values like these, and what is shared with the first of the two."""
         layout, batch, heads = self._laid_out(key_states, value_states)
-        shared, own = shapes_of_pair(layout, batch, heads, self.max_cache_len)
+        shared, own = op_folder.shapes_of_pair(layout, batch, heads, self.max_cache_len)
         shape = (batch, heads, layout.depth)
         if self.pair.shape is None:
             self._allocate(self.pair, shared)
@@ -134,8 +113,7 @@ class MergedLayer(CodedLayer):
         self.is_initialized = True
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        assert self.layout is not None
-        return dtype_of(name, self.dtype, self.layout.bits)
+        return op_folder.dtype_of(name, self.dtype, self.settings["bits"])
 
     def _first_tokens(self, batch: int, heads: int) -> Tensor:
         first = self.starts.first_tokens(batch, self.device)
@@ -158,7 +136,7 @@ class MergedLayer(CodedLayer):
             self._append_pair(*new, is_first=was_empty)
         elif key_states.shape[2] == 1:
             held = self.k_window, self.v_window, self.counts
-            coded_kv_cache_append_lower(*held, *new, self.max_cache_len)
+            op_folder.coded_kv_cache_append_lower(*held, *new, self.max_cache_len)
         else:
             self.pair.parked = new
             return new if was_empty else self._overlaid(*new)
@@ -166,42 +144,24 @@ class MergedLayer(CodedLayer):
 
     def _append_pair(self, k: Tensor, v: Tensor, *, is_first: bool) -> None:
         """Write this layer's tokens, and the lower's that wait; merge what is due."""
-        assert self.layout is not None
-        assert self.lower is not None
+        lower, recent = cast("MergedLayer", self.lower), self.settings["recent"]
         parked, self.pair.parked = self.pair.parked, None
         lower_k, lower_v = (None, None) if parked is None else parked
-        merge = self.pair.merge
-        coded_kv_cache_append_pair(
-            *(tensor for _, tensor in self.pair.tensors()),
-            *self.lower.own(),
-            *self.own(),
-            lower_k,
-            lower_v,
-            k,
-            v,
-            self.layout.bits,
-            self.layout.recent,
-            self.max_cache_len,
-            self.pair.keep_first,
-            merge.rule,
-            merge.t,
-            merge.gamma,
-            merge.reading,
-            merge.scale,
-            is_first,
-        )
+        merge, shared = self.pair.merge, (tensor for _, tensor in self.pair.tensors())
+        new = (lower_k, lower_v, k, v)
+        how = (self.settings["bits"], recent, self.max_cache_len, self.pair.keep_first)
+        rule = (merge.rule, merge.t, merge.gamma, merge.reading, merge.scale, is_first)
+        op_folder.coded_kv_cache_append_pair(*shared, *lower.own(), *self.own(), *new, *how, *rule)
 
     def _view(self) -> tuple[Tensor, Tensor]:
-        assert self.layout is not None
         norms = self.norms[..., 0], self.norms[..., 1]
-        keys, values = coded_kv_cache_view(
-            *self.pool(), *norms, self.layout.bits, self.max_cache_len
-        )
+        how = (self.settings["bits"], self.max_cache_len)
+        keys, values = op_folder.coded_kv_cache_view(*self.pool(), *norms, *how)
         return keys, values
 
     def _overlaid(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return a dense view with tokens that are not yet written; no number where none fit."""
-        length, new = self.counts[LENGTH], k.shape[2]
+        length, new = self.counts[op_folder.LENGTH], k.shape[2]
         places = (length + torch.arange(new, device=k.device)).clamp(max=self.max_cache_len - 1)
         is_too_many = length + new > self.max_cache_len
         keys, values = (

@@ -6,11 +6,24 @@ Paper: MiniCache, arXiv 2405.14366.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels.coded_kv_cache import READINGS, RULES, SCALES
+
+ALIKE = 0.5
+"""Mean cosine between the rows of two layers, below which they are not merged unasked."""
+
+
+class Measured(Protocol):
+    """What says how alike layers are: a `FidelityReport`."""
+
+    @property
+    def pairs(self) -> list[dict[str, Any]]:
+        """For each pair its `layers`, and the `mean` cosine of `keys` and of `values`."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +36,7 @@ class MiniCache:
         end_layer: layers from it on stay apart; by default none. The last layer alone may be what
             costs most: `fidelity_report` says.
         rule: what direction stands for two: ``slerp``, on the arc between them; ``average``, their
-            weighted mean; ``max_norm``, the longer row's, which loses least by far where layers are
-            not alike.
+            weighted mean; ``max_norm``, the longer row's.
         t: where on the arc, or what weight: 0 is the lower layer's, 1 the upper's.
         gamma: rows are kept as they came whose distance is within this share of the largest; a
             larger one keeps more, 1 all that there is room for.
@@ -33,6 +45,9 @@ class MiniCache:
         reading: ``distinct`` keeps the rows that differ most; ``similar``, another reading of the
             paper's inequality, those that differ least.
         scale: ``norm`` restores each row's length; ``projection`` makes its error smallest.
+        fidelity: what `fidelity_report` found for the model. A cache whose layers are merged warns
+            without it, and refuses layers whose rows have a mean cosine below `ALIKE`.
+        force: merge whatever is known of the layers, without a word.
 
     Raises:
         UnsupportedInputError: A setting that cannot be served; the sentence says why.
@@ -49,10 +64,14 @@ class MiniCache:
     retained: float = 0.01
     reading: str = "distinct"
     scale: str = "norm"
+    fidelity: Measured | None = field(default=None, repr=False, compare=False)
+    force: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         words = {"rule": RULES, "reading": READINGS, "scale": SCALES}
         for name, given in vars(self).items():
+            if name in ("fidelity", "force"):
+                continue
             if name in words:
                 is_right, needed = given in words[name], ", ".join(map(repr, words[name]))
             elif name in ("t", "gamma", "retained"):
@@ -71,6 +90,46 @@ class MiniCache:
         Example: MiniCache(retained=0.01).capacity(32768) == 328.
         """
         return math.ceil(self.retained * tokens)
+
+
+def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
+    """Warn where nobody has measured the layers that are merged; refuse those that are not alike.
+
+    Raises:
+        UnsupportedInputError: The report has no figures of a pair, or its layers are not alike.
+    """
+    if merge.force:
+        return
+    if merge.fidelity is None:
+        warnings.warn(
+            "KVCache merges layers of a model that was not measured: in the real models that were, "
+            "no neighbouring layers are alike, and answers get much worse. See what it does with "
+            "report = memeff_compile.fidelity_report(model, ids, merge=...), then give "
+            "MiniCache(fidelity=report); MiniCache(force=True) merges without this warning.",
+            UserWarning,
+            stacklevel=5,
+        )
+        return
+    measured = {tuple(pair["layers"]): pair for pair in merge.fidelity.pairs}
+    missing = [pair for pair in pairs if pair not in measured]
+    if missing:
+        raise UnsupportedInputError(
+            f"MiniCache: fidelity has no figures of layers {_named(missing)}, which are merged; a "
+            "report of this model is needed. Call fidelity_report(model, ids) again."
+        )
+    for kind in ("keys", "values"):
+        mean = sum(measured[pair][kind]["mean"] for pair in pairs) / len(pairs)
+        if not mean >= ALIKE:
+            raise UnsupportedInputError(
+                f"MiniCache: the {kind} of layers {_named(pairs)}, which are merged, have a mean "
+                f"cosine of {mean:.2f}, and {ALIKE} at least is needed: rows would come back wrong "
+                "by half and more. Leave merge out, merge other layers (start_layer, end_layer), "
+                "or give MiniCache(force=True)."
+            )
+
+
+def _named(pairs: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{lower}-{upper}" for lower, upper in pairs)
 
 
 def pairs_of(kinds: Sequence[object], start: int, end: int | None = None) -> list[tuple[int, int]]:

@@ -62,19 +62,12 @@ class Pool:
 
     def take(
         self,
-        kind: Hashable,
-        tokens: range,
-        mask: Tensor | None,
-        make: Callable[[], Any],
+        kind: Hashable,  # what caches have in common that can stand for each other
+        tokens: range,  # the lengths that serve
+        mask: Tensor | None,  # of padding, for the cache
+        make: Callable[[], Any],  # makes one, with the mask, for the first of these lengths
     ) -> Any:  # noqa: ANN401 - a KVCache
-        """Return an empty cache of a kind, one that was used before if there is one.
-
-        Args:
-            kind: what caches have in common that can stand for each other.
-            tokens: the lengths that serve.
-            mask: of padding, for the cache.
-            make: makes one, with the mask, for the first of these lengths.
-        """
+        """Return an empty cache of a kind, one that was used before if there is one."""
         with self._lock:
             alike = [k for k in self._kept if k.kind == kind and k.tokens in tokens]
             for kept in alike:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,21 +92,20 @@ def ternarize_(
         >>> memeff_compile.ternarize_(model, "a4.8")  # doctest: +SKIP
     """
     _require_recipe(recipe)
-    chosen = {}
-    dense = _kept_dense(model)
-    for path, module in model.named_modules():
-        is_linear = type(module) is nn.Linear or isinstance(module, TernaryLinear)
-        if not is_linear or module in dense or _fits(path, skip):
+    dense, modules = _kept_dense(model), dict(model.named_modules())
+    chosen: dict[str, tuple[nn.Linear, str]] = {}
+    for path, module in modules.items():
+        if not isinstance(module, nn.Linear) or module in dense or _fits(path, skip):
             continue
-        chosen[path] = _kind_of(path, recipe, kinds or {})
+        if type(module) is nn.Linear or isinstance(module, TernaryLinear):
+            chosen[path] = module, _kind_of(path, recipe, kinds or {})
     if not chosen:
         raise OptionError(
             "ternarize_ found no linear to change: the model has no nn.Linear but its head, or "
             "skip names them all."
         )
-    modules = dict(model.named_modules())
-    for path in chosen:
-        _require_replaceable(path, modules[path])
+    for path, (linear, _) in chosen.items():
+        _require_replaceable(path, linear)
         if isinstance(modules[path.rpartition(".")[0]], nn.TransformerEncoderLayer):
             raise OptionError(
                 f"{path} is part of an nn.TransformerEncoderLayer, which in eval mode reads its "
@@ -119,14 +118,14 @@ def ternarize_(
             "module, as in nn.Sequential(linear)."
         )
     made: dict[nn.Module, TernaryLinear] = {}
-    for path, kind in chosen.items():
-        module = modules[path]
-        if isinstance(module, TernaryLinear):
-            module.kind = kind
-            continue
-        assert isinstance(module, nn.Linear)
-        if module not in made:
-            made[module] = _ternary_of(module, kind)
+    for linear, kind in chosen.values():
+        if isinstance(linear, TernaryLinear):
+            linear.kind = kind
+        elif linear not in made:  # one that holds the very parameters of the dense one
+            sizes = linear.in_features, linear.out_features
+            new = TernaryLinear(*sizes, bias=False, device="meta", kind=kind)
+            new.weight, new.bias = linear.weight, linear.bias
+            made[linear] = new.train(linear.training)
     _replace(model, made)
     return model
 
@@ -197,15 +196,6 @@ def _require_replaceable(path: str, module: nn.Module) -> None:
             f"{path} {what}, which would be lost with the module. Leave it out"
             " (skip in ternarize_), or take it out of the linear."
         )
-
-
-def _ternary_of(linear: nn.Linear, kind: str) -> TernaryLinear:
-    """Return a ternary linear that holds the very parameters of a dense one."""
-    new = TernaryLinear(
-        linear.in_features, linear.out_features, bias=False, device="meta", kind=kind
-    )
-    new.weight, new.bias = linear.weight, linear.bias
-    return new.train(linear.training)
 
 
 def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
@@ -332,7 +322,7 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
     return model
 
 
-_Packer = Callable[[str, nn.Module], nn.Module]
+_Packer = Callable[[str, Any], nn.Module]
 
 
 def _packer_of(module: nn.Module, layers: Mapping[type, str]) -> _Packer | None:
@@ -358,18 +348,16 @@ def _packed(
     return PackedTernaryLinear(packed, scale, bias, in_features=held.shape[1], kind=kind, norm=norm)
 
 
-def _pack_trained(path: str, module: nn.Module, kind: str = "") -> nn.Module:
+def _pack_trained(path: str, module: nn.Linear, kind: str = "") -> nn.Module:
     """Pack a linear with a full-precision weight."""
-    assert isinstance(module, nn.Linear)
     weight = module.weight.detach()
     scale = codes_per_unit(weight)
     kind = kind or getattr(module, "kind", "int8")
     return _packed(module, ternary_linear_pack(weight, scale), scale, module.bias, kind=kind)
 
 
-def _pack_offline(path: str, module: nn.Module) -> nn.Module:
+def _pack_offline(path: str, module: nn.Linear) -> nn.Module:
     """Pack a linear whose weight holds -1, 0 and 1 already; its scale is a factor."""
-    assert isinstance(module, nn.Linear)
     weight = module.weight.detach()
     is_ternary = (weight == 0) | (weight.abs() == 1)
     if weight.device.type != "meta" and not bool(is_ternary.all()):
@@ -387,13 +375,10 @@ def _pack_offline(path: str, module: nn.Module) -> nn.Module:
 
 def _pack_stored(path: str, module: nn.Module) -> nn.Module:
     """Take over the packed weight of transformers; its scale is a divisor."""
-    held, bias = module.weight, module.bias
-    assert isinstance(held, Tensor)
+    held, bias = cast("Tensor", module.weight), module.bias
     given = bias if isinstance(bias, Tensor) else None
     return _packed(module, ternary_linear_repack(held), _scale_of(module), given)
 
 
 def _scale_of(module: nn.Module) -> Tensor:
-    scale = module.weight_scale
-    assert isinstance(scale, Tensor)
-    return scale.detach().float().reshape(())
+    return cast("Tensor", module.weight_scale).detach().float().reshape(())

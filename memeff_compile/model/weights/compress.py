@@ -41,7 +41,6 @@ LARGEST_SHARE = 0.9
 SKIPPED = ("lm_head", "embed_out", "output_projection")
 """Modules left dense unless asked for: heads, whose losses the backend fuses on dense weights."""
 
-
 MIN_SIZE = 1 << 20
 """Elements of the smallest weight that is compressed unless asked for."""
 
@@ -174,7 +173,10 @@ def compress_(
     name = _codec_name(codec, mantissa, block)
     skip = (skip,) if isinstance(skip, str) else skip
     places = list(_places(model))
-    memory = _memory_owners(model)
+    memory: dict[int, set[int]] = {}  # which tensors share each piece of it
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta":
+            memory.setdefault(compat.storage_key(tensor), set()).add(id(tensor))
     found = []
     for place in _with_progress(places, progress):
         reason = _reason(place, name, skip, min_size, memory)
@@ -201,8 +203,7 @@ def compression_report(model: nn.Module) -> CompressionReport | None:
 def compress_for_compile(model: object, codec: str, skip: Sequence[str]) -> None:
     """Compress a model that is about to be compiled; a warning says where nothing was.
 
-    Raises:
-        OptionError: It is no model, but a function, whose weights are not known.
+    OptionError where it is no model, but a function, whose weights are not known.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(
@@ -274,15 +275,6 @@ def _places(model: nn.Module) -> Iterator[_Place]:
         path, _, attribute = owners[key][0]
         name = f"{path}.{attribute}" if path else attribute
         yield _Place(name, parameter, tuple(owners[key]))
-
-
-def _memory_owners(model: nn.Module) -> dict[int, set[int]]:
-    """Return which tensors share each piece of memory."""
-    found: dict[int, set[int]] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta":
-            found.setdefault(compat.storage_key(tensor), set()).add(id(tensor))
-    return found
 
 
 def _reason(
@@ -361,27 +353,21 @@ def _dense(place: _Place, reason: str) -> CompressedWeight:
 
 
 def _compress_one(place: _Place, codec: str) -> CompressedWeight:
+    """Encode a weight, unless its code is hardly smaller."""
     weight = compat.local_part(place.parameter)
-    coded = _coded_or_reason(weight, codec)
-    if isinstance(coded, str):
-        return _dense(place, coded)
-    after = coded.coded_bytes
-    trains = weight.requires_grad and parse(codec).is_lossless
+    parts = encode(weight, codec)
+    after = sum(part.nbytes for part in parts)
+    if after > LARGEST_SHARE * weight.nbytes:
+        bits = bits_per_weight(after, weight.numel())
+        return _dense(place, f"its code would take {bits:.1f} bits a weight")
+    coded = CodedWeight(parts, codec, weight.shape)
+    after, trains = coded.coded_bytes, weight.requires_grad and parse(codec).is_lossless
     found = CompressedWeight(place.name, tuple(weight.shape), codec, weight.nbytes, after)
     if weight is place.parameter:
         _put(place, nn.Parameter(coded, requires_grad=trains))
     elif not _put_shard(place, coded):
         return _dense(place, "FSDP has gathered it; call reshard() on the model first")
     return found
-
-
-def _coded_or_reason(weight: Tensor, codec: str) -> CodedWeight | str:
-    """Encode a weight; return why it is not worth it where its code is hardly smaller."""
-    parts = encode(weight, codec)
-    after = sum(part.nbytes for part in parts)
-    if after > LARGEST_SHARE * weight.nbytes:
-        return f"its code would take {bits_per_weight(after, weight.numel()):.1f} bits a weight"
-    return CodedWeight(parts, codec, weight.shape)
 
 
 def _put(place: _Place, value: nn.Parameter) -> None:
@@ -407,13 +393,11 @@ def _put(place: _Place, value: nn.Parameter) -> None:
 def _put_shard(place: _Place, local: Tensor) -> bool:
     """Make a tensor this rank's shard of a weight that FSDP2 holds; say whether it was possible."""
     for _, module, attribute in place.owners:
-        old = module._parameters[attribute]
-        assert old is not None
+        parameters: dict[str, Any] = module._parameters
+        old = parameters[attribute]
         if not compat.put_fsdp_shard(module, attribute, local):
             return False
-        new = module._parameters[attribute]
-        assert new is not None
-        _keep_attributes(old, new)
+        _keep_attributes(old, parameters[attribute])
         watch_state_dict(module)
     return True
 
@@ -462,8 +446,7 @@ def put_coded(
 ) -> None:
     """Make a coded weight the parameter of a linear, whatever was there.
 
-    Raises:
-        CodedWeightError: The module is no plain `nn.Linear`, or its weight has another shape.
+    CodedWeightError where the module is no plain `nn.Linear`, or its weight has another shape.
     """
     if not _is_linear(module, attribute):
         raise CodedWeightError(

@@ -69,12 +69,11 @@ def save_compressed(model: nn.Module, path: str | PathLike[str]) -> None:
             if first != name:
                 aliases[name] = first
             continue
-        key = id(tensor)
-        if key in seen:
-            aliases[name] = seen[key]
-            continue
-        seen[key] = name
-        tensors[name] = tensor.detach().cpu().contiguous().clone()
+        first = seen.setdefault(id(tensor), name)
+        if first != name:
+            aliases[name] = first
+        else:
+            tensors[name] = tensor.detach().cpu().contiguous().clone()
     note = {"version": VERSION, "tensors": table, "aliases": aliases}
     _safetensors().save_file(tensors, str(path), metadata={METADATA: json.dumps(note)})
 

@@ -72,12 +72,10 @@ class _Queue:
 
     One that does not fit is copied, by the GPU, to a ring of host memory, and encoded anew from
     there. The host is ahead of the GPU by as many weights as that ring has room for.
-
-    Attributes:
-        lock: held from `place_for` to `add`; autograd has a thread for each device.
     """
 
     def __init__(self, weights: Sequence[CodedWeight]) -> None:
+        # held from `place_for` to `add`; autograd has a thread for each device
         self.lock = threading.RLock()
         self._waiting: list[tuple[Unsettled, int]] = []
         self._head = 0
@@ -252,11 +250,7 @@ class BackwardOptimizer(Optimizer):
     """
 
     def __init__(
-        self,
-        updates: Iterable[_Update],
-        accumulate: int,
-        max_norm: float | None,
-        queue: _Queue,
+        self, updates: Iterable[_Update], accumulate: int, max_norm: float | None, queue: _Queue
     ) -> None:
         """Hook the updates; `optim_in_backward` makes them."""
         self._updates = list(updates)
@@ -275,7 +269,14 @@ class BackwardOptimizer(Optimizer):
     def _hooked(self, update: _Update) -> RemovableHandle:
         # A weight that is moved gets other attributes, and its hooks do not run any more.
         update.parameter.updated_in_backward = _Mark(update.parameter)  # type: ignore[attr-defined]
-        hook = update.parameter.register_post_accumulate_grad_hook(self._hook(update))
+
+        def after_gradient(parameter: Tensor) -> None:
+            del parameter
+            update.seen += 1
+            if update.seen >= self.accumulate:
+                update.run(self.max_norm)
+
+        hook = update.parameter.register_post_accumulate_grad_hook(after_gradient)
         return cast("RemovableHandle", hook)
 
     def train(self) -> None:
@@ -286,15 +287,6 @@ class BackwardOptimizer(Optimizer):
                 compat.drop_empty_hooks(update.parameter)
                 compat.revive_hooks(update.parameter)
                 self._hooks[update.name] = self._hooked(update)
-
-    def _hook(self, update: _Update) -> Callable[[Tensor], None]:
-        def after_gradient(parameter: Tensor) -> None:
-            del parameter
-            update.seen += 1
-            if update.seen >= self.accumulate:
-                update.run(self.max_norm)
-
-        return after_gradient
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
@@ -380,11 +372,7 @@ class BackwardOptimizer(Optimizer):
 
 
 def optim_in_backward(
-    model: nn.Module,
-    factory: Factory,
-    *,
-    accumulate: int = 1,
-    max_norm: float | None = None,
+    model: nn.Module, factory: Factory, *, accumulate: int = 1, max_norm: float | None = None
 ) -> BackwardOptimizer:
     """Update every trainable weight during the backward, as soon as its gradient is there.
 
@@ -424,17 +412,13 @@ def optim_in_backward(
             f"optim_in_backward: max_norm is {max_norm!r}; a positive number or None is needed."
         )
     _refuse_several_processes()
-    updates = []
-    trained = [p for p in model.parameters() if isinstance(p, CodedWeight) and p.requires_grad]
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            _refuse_what_cannot_be_updated(name, parameter)
-    _make_room(trained)
-    queue = _Queue(trained)
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        updates.append(_Update(name, parameter, factory, queue))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, parameter in trained:
+        _refuse_what_cannot_be_updated(name, parameter)
+    coded = [parameter for _, parameter in trained if isinstance(parameter, CodedWeight)]
+    _make_room(coded)
+    queue = _Queue(coded)
+    updates = [_Update(name, parameter, factory, queue) for name, parameter in trained]
     if not updates:
         raise OptionError(
             "optim_in_backward: no parameter of the model requires gradients; set requires_grad "

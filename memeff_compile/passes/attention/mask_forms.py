@@ -44,30 +44,21 @@ class Ids:
 
 @dataclass(frozen=True)
 class Form:
-    """What a mask says, condition by condition; a key counts where all of them hold.
+    """What a mask says, condition by condition; a key counts where all of them hold."""
 
-    Args:
-        causal: o where ``key <= query + o`` is asked for, None where it is not.
-        window: w where ``key > query - w`` is asked for, None where it is not.
-        keys: n where ``key < n`` is asked for, None where it is not.
-        tables: What is asked of the key alone, and of the row of the batch (padding).
-        ids: Equalities of a sum of the query's and a sum of the key's (packed sequences, chunks).
-        queries: What is asked of the query alone, and of the row of the batch.
-        length: Whether a tensor says how many keys there are (a static cache).
-        positions: Whether sums read from tensors are compared that no index says.
-        rest: Everything else that is asked for.
-        empty: Whether some query attends to nothing, or may: nobody has proved the contrary.
-    """
-
-    causal: Size | None = None
-    window: Size | None = None
-    keys: Size | None = None
+    causal: Size | None = None  # o where ``key <= query + o`` is asked for, None where it is not
+    window: Size | None = None  # w where ``key > query - w`` is asked for, None where it is not
+    keys: Size | None = None  # n where ``key < n`` is asked for, None where it is not
+    # what is asked of the key alone, and of the row of the batch (padding)
     tables: tuple[Formula, ...] = ()
+    # equalities of a sum of the query's and a sum of the key's (packed sequences, chunks)
     ids: tuple[Ids, ...] = ()
+    # what is asked of the query alone, and of the row of the batch
     queries: tuple[Formula, ...] = ()
-    length: bool = False
-    positions: bool = False
-    rest: tuple[Formula, ...] = ()
+    length: bool = False  # whether a tensor says how many keys there are (a static cache)
+    positions: bool = False  # whether sums read from tensors are compared that no index says
+    rest: tuple[Formula, ...] = ()  # everything else that is asked for
+    # whether some query attends to nothing, or may: nobody has proved the contrary
     empty: bool = False
 
     @property

@@ -53,15 +53,10 @@ class Value:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a mask lets through, and what it adds to the scores of the others.
+    """Which keys a mask lets through, and what it adds to the scores of the others."""
 
-    Args:
-        formula: Which keys count.
-        added: The numbers; empty for a mask of truth values.
-    """
-
-    formula: Formula
-    added: frozenset[float] = frozenset()
+    formula: Formula  # which keys count
+    added: frozenset[float] = frozenset()  # the numbers; empty for a mask of truth values
 
 
 class MaskReader:

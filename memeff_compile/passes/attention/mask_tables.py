@@ -37,25 +37,15 @@ from .mask_algebra import (
 
 @dataclass(frozen=True)
 class Table:
-    """A table to write: a truth value, or a sum, over the row of the batch and one more axis.
+    """A table to write: a truth value, or a sum, over the row of the batch and one more axis."""
 
-    Args:
-        content: A formula for truth values, a sum for integers.
-        along: The axis of the scores it runs along: that of the queries or of the keys.
-        sizes: The sizes of the batch and of that axis.
-        device: Where.
-        anchor: The node behind which it is written; None for the beginning of the graph.
-        level: The graph it is written in.
-        dtype: The dtype of its numbers.
-    """
-
-    content: Formula | Linear
-    along: int
-    sizes: tuple[Size, Size]
-    device: torch.device
-    anchor: Node | None
-    level: GraphInfo
-    dtype: torch.dtype = torch.bool
+    content: Formula | Linear  # a formula for truth values, a sum for integers
+    along: int  # the axis of the scores it runs along: that of the queries or of the keys
+    sizes: tuple[Size, Size]  # the sizes of the batch and of that axis
+    device: torch.device  # where
+    anchor: Node | None  # the node behind which it is written; None for the beginning of the graph
+    level: GraphInfo  # the graph it is written in
+    dtype: torch.dtype = torch.bool  # the dtype of its numbers
 
     def written(self, editor: Editor) -> Node:
         """Return the table's node at the editor's level; it is written once for all who ask."""

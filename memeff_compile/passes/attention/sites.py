@@ -28,32 +28,26 @@ MAX_STEPS = 10
 
 @dataclass
 class Site:
-    """One attention: what goes in, how it is masked and scaled, and the nodes that spell it.
+    """One attention: what goes in, how it is masked and scaled, and the nodes that spell it."""
 
-    Args:
-        node: The node that has the result.
-        takes_away: Whether the mask is true where a key is taken away, as in ``masked_fill``.
-        fill: What takes the place of masked scores; None where the mask is added or a call's own.
-        masked_in: The dtype in which a chain adds its mask or fills it in.
-        softcap: What caps the scores; 0 for nothing.
-        between: What stands between the operands and the result; empty for a single call.
-        numbers: Nodes of symbols that were taken for the numbers they stand for: under
-            ``dynamic=True`` the scale, the softcap and the dropout of a config are symbols.
-    """
-
-    node: Node
+    node: Node  # the node that has the result
     query: Node
     key: Node
     value: Node
     mask: Node | None = None
+    # whether the mask is true where a key is taken away, as in ``masked_fill``
     takes_away: bool = False
+    # what takes the place of masked scores; None where the mask is added or a call's own
     fill: float | None = None
-    masked_in: torch.dtype | None = None
-    softcap: float = 0.0
+    masked_in: torch.dtype | None = None  # the dtype in which a chain adds its mask or fills it in
+    softcap: float = 0.0  # what caps the scores; 0 for nothing
     causal: bool = False
     scale: Any = None
     grouped: bool = False
+    # what stands between the operands and the result; empty for a single call
     between: list[Node] = field(default_factory=list)
+    # nodes of symbols that were taken for the numbers they stand for: under ``dynamic=True`` the
+    # scale, the softcap and the dropout of a config are symbols
     numbers: list[Node] = field(default_factory=list)
 
     @property

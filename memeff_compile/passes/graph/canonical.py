@@ -630,8 +630,12 @@ def _reading_of_trace(graph: torch.fx.Graph, operands: Sequence[Node]) -> Readin
             stands_for[last] = PREVIOUS
         if any(n not in stands_for for n in traced.all_input_nodes):
             return None
-        call = bind_traced(traced.target, traced, stands_for)
-        calls.append(call)
+        arguments = compat.schema(traced.target).arguments
+        positional = [a.name for a in arguments if not a.kwarg_only]
+        given = dict(zip(positional, traced.args, strict=False)) | dict(traced.kwargs)
+        ordered = {each.name: given.get(each.name, each.default_value) for each in arguments}
+        replaced: Any = torch.fx.node.map_arg(ordered, stands_for.__getitem__)
+        calls.append(Call(traced.target, replaced))
         if last is not None:
             del stands_for[last]
         last = traced
@@ -639,13 +643,3 @@ def _reading_of_trace(graph: torch.fx.Graph, operands: Sequence[Node]) -> Readin
     if last is None and output in stands_for:
         return (Call(aten.alias.default, {"self": stands_for[output]}),)
     return tuple(calls) if last is not None and output is last else None
-
-
-def bind_traced(op: OpOverload, traced: Node, stands_for: Mapping[Node, Any]) -> Call:
-    """Bind a traced node, its operands replaced by the nodes they stand for."""
-    schema_args = compat.schema(op).arguments
-    positional = [a.name for a in schema_args if not a.kwarg_only]
-    given = dict(zip(positional, traced.args, strict=False)) | dict(traced.kwargs)
-    ordered = {each.name: given.get(each.name, each.default_value) for each in schema_args}
-    replaced: Any = torch.fx.node.map_arg(ordered, lambda node: stands_for[node])
-    return Call(op, replaced)

@@ -7,10 +7,10 @@ filled: AOTAutograd's cache refuses graphs with holes in the first, and reports 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import sympy
@@ -31,12 +31,7 @@ class Editor:
 
     def __init__(self, info: GraphInfo) -> None:
         self.info = info
-        self._inserted: list[Node] = []
-        self._replaced: list[tuple[Node, Node, list[Node]]] = []
-        self._outputs: list[tuple[Node, Any]] = []
-        self._shared: list[Hashable] = []
-        self._arguments: list[tuple[Node, Any]] = []
-        self._held: list[str] = []
+        self._undo: list[Callable[[], object]] = []  # what takes back each edit, in order
         self._outer: Editor | None = None
         self._at: tuple[Node, Node, Region] | None = None
 
@@ -82,10 +77,9 @@ class Editor:
         if not target:
             target = next(n for n in map(f"{name}_{{}}".format, itertools.count()) if n not in held)
             compat.add_buffer(gm, target, tensor)
-            self._held.append(target)
+            self._undo.append(partial(compat.remove_buffer, gm, target))
         with self.graph.inserting_before(first):
-            node = self.graph.get_attr(target)
-        self._inserted.append(node)
+            node = self._inserted(self.graph.get_attr(target))
         self.info.regions[node] = self.info.regions[first]
         node.meta["example_value"] = self._fake_mode().from_tensor(tensor)
         return node
@@ -113,8 +107,7 @@ class Editor:
     def size(self, value: int | torch.SymInt) -> int | Node:
         """Return a size as an argument of a call: a number, or what computes it from the inputs.
 
-        Raises:
-            EditRefused: The graph's inputs do not say it.
+        EditRefused where the inputs do not say it.
         """
         return value if isinstance(value, int) else self._size_of(compat.size_formula(value))
 
@@ -129,15 +122,13 @@ class Editor:
         join = operator.add if formula.is_Add else operator.mul if formula.is_Mul else None
         if join is None:
             raise EditRefused(f"the size {formula} is not known from the graph's inputs")
-        return functools.reduce(
-            functools.partial(self.arithmetic, join), map(self._size_of, formula.args)
-        )
+        return reduce(partial(self.arithmetic, join), map(self._size_of, formula.args))
 
     def shared(self, key: Hashable, build: Callable[[], Node]) -> Node:
         """Return what this match or an earlier one has built under this key, or build it."""
         if key not in self.info.shared:
             self.info.shared[key] = build()
-            self._shared.append(key)
+            self._undo.append(partial(self.info.shared.pop, key))
         found: Node = self.info.shared[key]
         return found
 
@@ -152,8 +143,7 @@ class Editor:
         """Return a node of a graph around this body as an input of the body, added if need be."""
         if node.graph is self.graph:
             return node
-        called_by = self.info.called_by
-        assert called_by is not None
+        called_by: Any = self.info.called_by
         if not self.info.is_called_once:
             raise EditRefused("the body of the checkpoint is called more than once")
         given = self.around().bring_in(node)
@@ -161,10 +151,9 @@ class Editor:
             if argument is given:
                 return placeholder
         with self.graph.inserting_before(_first_call(self.graph)):
-            placeholder = self.graph.placeholder(f"{given.name}_given")
+            placeholder = self._inserted(self.graph.placeholder(f"{given.name}_given"))
         placeholder.meta["example_value"] = compat.example_value(given)
-        self._inserted.append(placeholder)
-        self._arguments.append((called_by, called_by.args))
+        self._undo.append(partial(setattr, called_by, "args", called_by.args))
         called_by.args = (*called_by.args, given)
         self.info.refresh()
         return placeholder
@@ -173,11 +162,15 @@ class Editor:
         assert self._at is not None, "an edit outside at()"
         return self.graph.inserting_before(self._at[0])
 
+    def _inserted(self, node: Node) -> Node:
+        self._undo.append(partial(self.graph.erase_node, node))
+        return node
+
     def _adopted(self, node: Node) -> Node:
         """Record a new node; give it the source line, module path and region of its place."""
         assert self._at is not None
         _, like, region = self._at
-        self._inserted.append(node)
+        self._inserted(node)
         for key in ("stack_trace", "nn_module_stack"):
             if key in like.meta:
                 node.meta.setdefault(key, like.meta[key])
@@ -186,23 +179,21 @@ class Editor:
 
     def replace(self, old: Node, new: Node) -> None:
         """Let every user of ``old`` use ``new``; refuse when they differ in what a user can see."""
-        _require_alike(old, new)
-        users = [u for u in old.users if u is not new]
-        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-        self._replaced.append((old, new, users))
+        self.reroute([user for user in old.users if user is not new], old, new)
         self.info.replaced[old] = new
+        self._undo.append(partial(self.info.replaced.pop, old, None))
 
     def reroute(self, users: Sequence[Node], old: Node, new: Node) -> None:
         """Let ``users`` alone read ``new`` in the place of ``old``; refuse when they differ."""
         _require_alike(old, new)
         for user in users:
             user.replace_input_with(old, new)
-        self._replaced.append((old, new, list(users)))
+            self._undo.append(partial(user.replace_input_with, new, old))
 
     def set_output(self, arguments: Any) -> None:
         """Replace the graph's outputs."""
         output = self.info.output
-        self._outputs.append((output, output.args))
+        self._undo.append(partial(setattr, output, "args", output.args))
         output.args = arguments
 
     def commit(self, dead: Sequence[Node]) -> None:
@@ -222,22 +213,8 @@ class Editor:
 
     def rollback(self) -> None:
         """Undo every edit of this match."""
-        for output, args in reversed(self._outputs):
-            output.args = args
-        for old, new, users in reversed(self._replaced):
-            self.info.replaced.pop(old, None)
-            for user in users:
-                user.replace_input_with(new, old)
-        for caller, arguments in reversed(self._arguments):
-            caller.args = arguments
-        for node in reversed(self._inserted):
-            self.graph.erase_node(node)
-        for key in self._shared:
-            del self.info.shared[key]
-        for name in self._held:
-            compat.remove_buffer(self.info.gm, name)
-        self._inserted, self._replaced, self._outputs = [], [], []
-        self._shared, self._arguments, self._held = [], [], []
+        while self._undo:
+            self._undo.pop()()
         self.info.refresh()
         if self._outer is not None:
             self._outer.rollback()
@@ -255,8 +232,8 @@ class Editor:
             torch.set_grad_enabled(region.grad),
             torch.autocast(device.type, enabled=False),
         ):
-            assert isinstance(node.target, OpOverload)
-            return node.target(*values[0], **values[1])
+            op: Any = node.target
+            return op(*values[0], **values[1])
 
     def _fake_mode(self, operands: Sequence[Any] = ()) -> Any:
         """Return the mode of the operands that are fake, or of any value of the graph."""

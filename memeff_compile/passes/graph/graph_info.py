@@ -11,7 +11,7 @@ import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -148,8 +148,7 @@ class GraphInfo:
         """Whether one call alone runs this body."""
         if self.parent is None or self.called_by is None:
             return False
-        body = self.called_by.args[0]
-        assert isinstance(body, Node)
+        body: Any = self.called_by.args[0]
         calls = [n for n in self.parent.gm.graph.nodes if n.op == "get_attr"]
         return [n.target for n in calls].count(body.target) == 1
 
@@ -313,17 +312,14 @@ class GraphInfo:
             held = self.tensor(placeholder)
             if held is None:
                 continue
-            real = compat.example_input(placeholder)
-            is_ours = isinstance(real, torch.nn.Parameter) or _is_module_state(placeholder)
+            real, name = compat.example_input(placeholder), compat.source_name(placeholder)
+            is_ours = isinstance(real, torch.nn.Parameter) or any(
+                part in name for part in ("._parameters[", "._buffers[", "_modules[")
+            )
             key = _storage(held)
             if key is not None:
                 found.setdefault(key, not is_ours)
         return found
-
-
-def _is_module_state(placeholder: Node) -> bool:
-    name = compat.source_name(placeholder)
-    return "._parameters[" in name or "._buffers[" in name or "_modules[" in name
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]+)\n\s+([^\n]*)')
@@ -454,11 +450,10 @@ _PURE_HIGHER_ORDER = {"flex_attention", "cond", "while_loop", "scan", "map_impl"
 
 def _written_by_higher_order(node: Node) -> tuple[Node, ...]:
     """Return what the body may write to: nothing for a body without writes, else every operand."""
-    assert isinstance(node.target, HigherOrderOperator)
-    root = node.graph.owning_module
+    name, root = cast("HigherOrderOperator", node.target).name(), node.graph.owning_module
     held = (getattr(root, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr")
     modules = [body for body in held if isinstance(body, GraphModule)]
-    known = node.target.name() in _PURE_HIGHER_ORDER or node.target.name() in _CHECKPOINT_NAMES
+    known = name in _PURE_HIGHER_ORDER or name in _CHECKPOINT_NAMES
     if (known or modules) and not any(written_by(n) for b in modules for n in b.graph.nodes):
         return ()
     return tuple(n for n in node.all_input_nodes if n.op != "get_attr")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from ...options import MAY_FIND_NOTHING, Options
 from ...report import CHANGES, GraphReport, LogitsUse, Record, Report
 from .base import NOTED, Decline, Done, Gain, GraphPass
 from .editor import Editor, EditRefused
-from .graph_info import GraphInfo, ambient_region, clean_module_path
+from .graph_info import GraphInfo, ambient_region, clean_module_path, module_stack
 from .render import render
 
 log = logging.getLogger(__name__)
@@ -111,20 +111,15 @@ class _Run:
         patterns = {p for paths in self.options.skip.values() for p in paths}
         if not patterns:
             return
-        paths = {clean_module_path(path) for node in gm.graph.nodes for path in _module_stack(node)}
+        paths = {clean_module_path(path) for node in gm.graph.nodes for path in module_stack(node)}
         paths.add("")
+        hint = "Compare it with the names in model.named_modules()."
         for pattern in sorted(patterns):
             if not any(Options(skip={"*": (pattern,)}).skips("*", path) for path in paths):
-                self.records.append(
-                    Record(
-                        "backend",
-                        "note",
-                        "skip_unmatched",
-                        f"memeff.skip names {pattern!r}, and no module of this graph has "
-                        f"such a path.",
-                        "Compare it with the names in model.named_modules().",
-                    )
+                said = (
+                    f"memeff.skip names {pattern!r}, and no module of this graph has such a path."
                 )
+                self.records.append(Record("backend", "note", "skip_unmatched", said, hint))
 
     def apply(self, graph_pass: GraphPass, info: GraphInfo) -> None:
         """Let one pass work on one level of the graph; an error of its costs it that one place."""
@@ -174,7 +169,8 @@ class _Run:
             self._decline(graph_pass, info, found, None)
             return
         anchor, places = graph_pass.anchor(found), list(graph_pass.places(found))
-        skipped = self._skipped(graph_pass, info, anchor, places)
+        path = next(filter(None, (graph_pass.skipped(info, node) for node in places)), "")
+        skipped = Decline("skipped", f"memeff.skip names {path}", node=anchor) if path else None
         refusal = skipped or graph_pass.check(info, found)
         if refusal is not None:
             gain = None if skipped else _gain_of_declined(graph_pass, info, found)
@@ -207,15 +203,6 @@ class _Run:
                 self.snapshot.append((level.gm, compat.copy_graph(level.gm)))
             level = level.parent
 
-    def _skipped(
-        self, graph_pass: GraphPass, info: GraphInfo, anchor: Node, places: Iterable[Node]
-    ) -> Decline | None:
-        for node in places:
-            path = graph_pass.skipped(info, node)
-            if path:
-                return Decline("skipped", f"memeff.skip names {path}", node=anchor)
-        return None
-
     def _decline(
         self,
         graph_pass: GraphPass,
@@ -226,23 +213,11 @@ class _Run:
         nearby: Iterable[Node] = (),
     ) -> None:
         node = decline.node or anchor
-        source, module = _where(info, node, nearby) if node is not None else ("", "")
-        self._append(
-            Record(
-                graph_pass.name,
-                "declined",
-                decline.code,
-                _sentence(decline.sentence),
-                _sentence(decline.hint),
-                source,
-                module,
-                gain.before if gain else None,
-                gain.after if gain else None,
-                gain.sizes if gain else {},
-                max(decline.sites, 1),
-            ),
-            is_counted=decline.sites > 0,
-        )
+        where = _where(info, node, nearby) if node is not None else ("", "")
+        said = decline.code, _sentence(decline.sentence), _sentence(decline.hint)
+        sites = max(decline.sites, 1)
+        record = Record(graph_pass.name, "declined", *said, *where, *_bytes(gain), sites)
+        self._append(record, is_counted=decline.sites > 0)
 
     def _append(self, record: Record, *, is_counted: bool, modules: Collection[str] = ()) -> None:
         """Add a record, or count its sites into one that says the same (of another layer)."""
@@ -269,28 +244,21 @@ def _gain_of_declined(graph_pass: GraphPass, info: GraphInfo, found: Any) -> Gai
         return None
 
 
+def _bytes(gain: Gain | None) -> tuple[Any, Any, Mapping[str, int]]:
+    """Return what a record says of a gain."""
+    return (gain.before, gain.after, gain.sizes) if gain else (None, None, {})
+
+
 def _records(
     graph_pass: GraphPass, done: Done, where: tuple[str, str], gain: Gain | None
 ) -> tuple[Record, list[Record]]:
     """Return what a rewrite has to say: of itself, and of what else it did."""
-    source, module = where
-    record = Record(
-        graph_pass.name,
-        done.action,
-        done.code,
-        _sentence(done.sentence),
-        source=source,
-        module=module,
-        bytes_before=gain.before if gain else None,
-        bytes_after=gain.after if gain else None,
-        sizes=gain.sizes if gain else {},
-        sites=max(done.sites, 1),
-    )
+    said, sites = (done.action, done.code, _sentence(done.sentence)), max(done.sites, 1)
     notes = [
-        Record(NOTED, action, code, _sentence(sentence), source=source, module=module)
+        Record(NOTED, action, code, _sentence(sentence), "", *where)
         for action, code, sentence in done.notes
     ]
-    return record, notes
+    return Record(graph_pass.name, *said, "", *where, *_bytes(gain), sites), notes
 
 
 def _internal_error(
@@ -345,11 +313,6 @@ def _sentence(text: str) -> str:
 _NAMES = ("memeff", "torch", "linear ", "matmul ", "mm ", "addmm ", "einsum ")
 
 
-def _module_stack(node: Node) -> list[str]:
-    stack = node.meta.get("nn_module_stack") or {}
-    return [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
-
-
 def _guarded_render(gm: GraphModule) -> str:
     try:
         return render(gm)
@@ -375,10 +338,8 @@ def _log(report: GraphReport) -> None:
 
 
 def enforce_strict(options: Options, report: GraphReport) -> None:
-    """Raise when a pass the user insists on left a place, or found none in a training graph.
-
-    Raises:
-        StrictError: A pass named in ``memeff.strict`` did not fire on this graph.
+    """Raise a StrictError when a pass that ``memeff.strict`` names left a place of this graph, or
+    found none where it trains.
     """
     for name in options.strict:
         mine = [r for r in report.records if r.pass_name in (name, "backend")]

@@ -59,7 +59,9 @@ class _Renderer:
             else:
                 self.names[node] = f"%{count}"
                 count += 1
-                body.append(f"{self.names[node]}: {self._type(node)} = {self._expression(node)}")
+                reading = read(node)
+                said = self._unread(node) if reading is None else reduce(self._call, reading, "")
+                body.append(f"{self.names[node]}: {self._type(node)} = {said}")
         text = [f"{self.indent}graph("]
         text += [f"{self.indent}    {line}," for line in inputs]
         text += [f"{self.indent}):"]
@@ -108,10 +110,6 @@ class _Renderer:
             return self.symbols.setdefault(match.group(0), f"s{len(self.symbols)}")
 
         return re.sub(r"\b[suz]+\d+\b", rename, text)
-
-    def _expression(self, node: Node) -> str:
-        reading = read(node)
-        return self._unread(node) if reading is None else reduce(self._call, reading, "")
 
     def _call(self, previous: str, call: Call) -> str:
         parts = []

@@ -39,20 +39,12 @@ def check_operands(info: GraphInfo, site: Site) -> Decline | None:
     if vocabulary < SMALLEST_VOCABULARY:
         said = f"{vocabulary} classes: the logits are too small to matter (the pass starts at "
         return Decline("vocab_too_small", f"{said}{SMALLEST_VOCABULARY})", node=where)
-    return _check_support(info, site, hidden, weight)
-
-
-def _check_support(
-    info: GraphInfo, site: Site, hidden: torch.Tensor, weight: torch.Tensor
-) -> Decline | None:
-    """Ask the op itself, tail by tail."""
-    head = site.head
     rows = hidden.select(-1, 0)
     columns = weight.t() if head.transposed else weight
     how: dict[str, Any] = {"dtype": head.compute_dtype}
     how["gradient_filter"] = info.options.linear_cross_entropy
     how["workspace"] = info.options.linear_cross_entropy_workspace
-    for tail in site.tails:
+    for tail in site.tails:  # the op itself is asked
         dtype = torch.int64 if tail.target is None else info.value(tail.target).dtype
         target = rows.new_empty(rows.shape, dtype=dtype)
         sentence = op_folder.supports(hidden, columns, info.tensor(head.bias), target, **how)
@@ -63,9 +55,9 @@ def _check_support(
 
 
 def check_tails(info: GraphInfo, site: Site) -> Decline | None:
-    refusal = _check_gradients(info, site)
-    if refusal is not None:
-        return refusal
+    cut = _check_gradients(info, site)
+    if cut is not None:
+        return cut
     for tail in site.tails:
         chain = tail.chain
         folded = fold(chain.steps)

@@ -99,11 +99,6 @@ class Chain:
         return any(s.kind == "detach" for s in self.steps)
 
     @property
-    def point_steps(self) -> tuple[Step, ...]:
-        """The pointwise steps, in order."""
-        return tuple(s for s in self.steps if s.kind in POINTWISE)
-
-    @property
     def operands(self) -> tuple[Node, ...]:
         """The tensors that the steps read beside the logits: row indices and vectors."""
         readings = (a for s in self.row_steps for c in s.reading for a in c.args.values())
@@ -122,7 +117,6 @@ def _frozen(value: Any) -> Any:
 
 
 POINTWISE = ("to", "mul", "div", "tanh", "bias")
-
 
 _MAX_STEPS = 24
 
@@ -158,15 +152,7 @@ class HeadReader:
                 return self._no_head(current)
             upwards.append(current)
             current = operand
-        steps: list[Step] = []
-        moved = False
-        for link in reversed(upwards):
-            step = self._step(link, head, moved)
-            if isinstance(step, Decline):
-                return step
-            moved = moved or step.kind == "move"
-            steps.append(step)
-        return Chain(head, tuple(steps), node)
+        return self.extend(Chain(head, (), node), upwards[::-1])
 
     def row_operand(self, node: Node) -> Node | None:
         """Return the operand whose rows ``node`` moves, casts or detaches; never traces."""
@@ -176,14 +162,16 @@ class HeadReader:
         operand = reading[0].args["self"]
         return operand if isinstance(operand, Node) else None
 
-    def extend(self, chain: Chain, links: Sequence[Node], kinds: Sequence[str]) -> Chain | Decline:
-        """Return ``chain`` with further nodes behind it, each a step of one of ``kinds``."""
+    def extend(
+        self, chain: Chain, links: Sequence[Node], kinds: Sequence[str] | None = None
+    ) -> Chain | Decline:
+        """Return ``chain`` with further nodes behind it, each a step (of one of ``kinds``)."""
         steps, moved = list(chain.steps), chain.moved
         for link in links:
             step = self._step(link, chain.head, moved)
             if isinstance(step, Decline):
                 return step
-            if step.kind not in kinds:
+            if kinds is not None and step.kind not in kinds:
                 return Decline("unknown_step", f"{_describe(link)} is not a row move", node=link)
             moved = moved or step.kind == "move"
             steps.append(step)

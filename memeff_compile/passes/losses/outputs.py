@@ -39,7 +39,6 @@ from .head import (
 
 NAME = NOTED
 
-
 STALE_SENTENCE = (
     "out.logits is computed when first read; reading it after the weights changed raises "
     "StaleLogitsError; options={'memeff.logits': 'eager'} restores eager logits"
@@ -49,13 +48,10 @@ STALE_SENTENCE = (
 # A head is told from a wide layer inside a model by its width against that of its input.
 _HEAD_WIDTH = 4
 
-
 GATHERED_SENTENCE = (
-    "out.logits is computed when first read; FSDP frees the gathered head in the "
-    "backward pass, and "
-    "a first read after loss.backward() raises StaleLogitsError; "
-    "options={'memeff.logits': 'eager'} "
-    "restores eager logits"
+    "out.logits is computed when first read; FSDP frees the gathered head in the backward pass, "
+    "and a first read after loss.backward() raises StaleLogitsError; "
+    "options={'memeff.logits': 'eager'} restores eager logits"
 )
 
 
@@ -140,9 +136,7 @@ def check_returned(info: GraphInfo, match: Returned) -> Decline | None:
 def _why_not_fused(info: GraphInfo, chains: Sequence[Chain]) -> str:
     """Say why the op could not serve a loss of these logits, or return nothing."""
     head = chains[0].head
-    hidden, weight = info.tensor(head.hidden), info.tensor(head.weight)
-    assert hidden is not None
-    assert weight is not None
+    hidden, weight = info.value(head.hidden), info.value(head.weight)
     vectors = [s.value for chain in chains for s in chain.steps if s.kind == "bias"]
     for node in (head.hidden, head.weight, head.bias, *vectors):
         value = None if node is None else compat.example_value(node)
@@ -218,14 +212,8 @@ def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str
         return "torch.export needs plain tensors as outputs"
     for output in outputs:
         head = output.chain.head
-        weights = [
-            head.weight,
-            head.bias,
-            *(s.value for s in output.chain.steps if s.kind == "bias"),
-        ]
-        for weight in weights:
-            if weight is None:
-                continue
+        vectors = (s.value for s in output.chain.steps if s.kind == "bias")
+        for weight in filter(None, (head.weight, head.bias, *vectors)):
             if weight.op != "placeholder":
                 return f"{weight.name} is computed inside the graph"
             if compat.fsdp_frees_after_forward(compat.example_input(weight)):
@@ -280,8 +268,7 @@ class _Layout:
 def _layout(info: GraphInfo, group: Sequence[LogitsOutput]) -> _Layout | str:
     """Return how deferred logits can be the memory of these outputs, or why they cannot."""
     base, *others = (_base(info, output) for output in group)
-    value = info.tensor(base.node)
-    assert value is not None
+    value = info.value(base.node)
     if any(other.node is not base.node for other in others):
         return "several outputs share one memory and come from different tensors"
     if any(step.kind in POINTWISE for output in group for step in _behind(output, base)):
@@ -342,10 +329,9 @@ def rewrite(
                 for (i, _), behind in zip(places, steps, strict=True)
             ]
         head, rows = laid.base.chain.head, laid.base.chain.row_steps
-        hidden_value = info.tensor(head.hidden)
-        assert hidden_value is not None
+        size = compat.size_hint(info.value(head.hidden).shape[-1])  # the check admits no symbol
         with editor.at(info.output, like=laid.base.node):
-            hidden = replay_rows(editor, head.hidden, rows, _static_size(hidden_value))
+            hidden = replay_rows(editor, head.hidden, rows, size)
             if not laid.is_plain:
                 hidden = editor.call(aten.permute.default, hidden, list(laid.order))
         slots[first] = hidden
@@ -386,19 +372,6 @@ def stale_sentence(output: LogitsOutput) -> str:
     return GATHERED_SENTENCE if is_gathered else STALE_SENTENCE
 
 
-def _loss_settings(info: GraphInfo) -> LossSettings | None:
-    options = info.options
-    if options.linear_cross_entropy == "off":
-        return None
-    return LossSettings(options.linear_cross_entropy_workspace)
-
-
-def _static_size(hidden: torch.Tensor) -> int:
-    size = compat.known_size(hidden.shape[-1])
-    assert size is not None, "the check admits only a static hidden size"
-    return size
-
-
 def _planned(
     info: GraphInfo, index: int, output: LogitsOutput, views: tuple[LogitsView, ...]
 ) -> DeferredOutput:
@@ -407,17 +380,17 @@ def _planned(
     steps: list[tuple[str, object]] = []
     vectors: list[int] = []
     dtype = head.compute_dtype
-    made = info.tensor(output.node)
-    assert made is not None
-    for step in output.chain.point_steps:
-        value = info.tensor(step.node)
-        assert value is not None
+    made = info.value(output.node)
+    for step in (s for s in output.chain.steps if s.kind in POINTWISE):
+        value = info.value(step.node)
         if step.kind == "bias":  # a wider vector widens the logits
             vectors.append(positions[step.value])
             steps.append(("bias", None if value.dtype == dtype else value.dtype))
         else:
             steps.append((step.kind, step.value))
         dtype = value.dtype
+    options = info.options
+    workspace = options.linear_cross_entropy_workspace
     return DeferredOutput(
         output=index,
         weight=positions[head.weight],
@@ -426,6 +399,6 @@ def _planned(
         recipe=LogitsRecipe(head.compute_dtype, head.transposed, tuple(steps)),
         detached=output.detached,
         is_view=made._is_view() and not output.detached,
-        loss=_loss_settings(info),
+        loss=None if options.linear_cross_entropy == "off" else LossSettings(workspace),
         views=views,
     )

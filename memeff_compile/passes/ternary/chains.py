@@ -30,29 +30,20 @@ from .masks import read_larger_half
 _STEPS = 16
 """Nodes looked back over when asking whether something rounds on the way."""
 
-
 Unread: TypeAlias = Decline
 """Why a chain cannot be served."""
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A value that is another one, quantised and scaled back.
+    """A value that is another one, quantised and scaled back."""
 
-    Attributes:
-        source: What is quantised.
-        quantizer: How a token is; for a weight, its eps and details alone count.
-        is_weight: The scale is one for the whole tensor and the codes are -1, 0, 1.
-        is_straight: The gradient passes through as if nothing had happened.
-        chain: Nodes between the source and the value, the value included.
-        numbers: Nodes of numbers that were read: the answer holds as long as they stay.
-    """
-
-    source: Node
-    quantizer: Quantizer
-    is_weight: bool
-    is_straight: bool
-    chain: tuple[Node, ...]
+    source: Node  # what is quantised
+    quantizer: Quantizer  # how a token is; for a weight, its eps and details alone count
+    is_weight: bool  # the scale is one for the whole tensor and the codes are -1, 0, 1
+    is_straight: bool  # the gradient passes through as if nothing had happened
+    chain: tuple[Node, ...]  # nodes between the source and the value, the value included
+    # nodes of numbers that were read: the answer holds as long as they stay
     numbers: tuple[Node, ...] = ()
 
 
@@ -125,7 +116,7 @@ def _read(node: Node) -> Quantized:
     value = _without_casts(chain, node)
     if _is_function(_behind_item(value)):
         return _through_function(chain, value)
-    for source, other in _both(_call_of(value, "add")):
+    for source, other in both(_call_of(value, "add")):
         found = _added_difference(chain, value, source, other)
         if found is not None:
             return found
@@ -177,7 +168,7 @@ def _sum_less_source(chain: _Chain, value: Node, call: Call) -> Quantized | None
     if not isinstance(taken, Node) or call.args.get("alpha", 1) != 1:
         return None
     cut = _without_detach(_Chain(), taken)
-    for source, quantized in _both(_call_of(total, "add")):
+    for source, quantized in both(_call_of(total, "add")):
         if _is_same(cut, source) and not _requires_grad(quantized) and not _requires_grad(taken):
             chain.take(value)
             chain.take(total)
@@ -294,7 +285,7 @@ def _without_mask(chain: _Chain, node: Node) -> tuple[Node | None, Node]:
     if call is not None and call.op is aten.where.ScalarOther and call.args["other"] == 0:
         pairs = [(call.args["condition"], call.args["self"])]
     else:
-        pairs = list(_both(_call_of(node, "mul")))
+        pairs = list(both(_call_of(node, "mul")))
     for mask, value in pairs:
         found = read_larger_half(mask)
         if found is not None:
@@ -526,7 +517,7 @@ def _tensors(call: Call) -> tuple[Node, Node]:
     return left, right
 
 
-def _both(call: Call | None) -> Iterator[tuple[Node, Node]]:
+def both(call: Call | None) -> Iterator[tuple[Node, Node]]:
     """Yield the operands of a product, or of a plain sum, in both orders."""
     given = {} if call is None or call.args.get("alpha", 1) != 1 else call.args
     left, right = given.get("self"), given.get("other")

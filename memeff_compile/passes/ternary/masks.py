@@ -48,8 +48,7 @@ def read_larger_half(node: Node) -> tuple[Node, list[Node]] | None:
 def _least(node: Node, chain: list[Node]) -> tuple[Node, bool] | None:
     """Read the last, or the smallest, of the values along the last axis, the axis kept.
 
-    Returns:
-        The values, and whether the least is known by its place: they have to be sorted.
+    With the values it says whether the least is known by its place: they have to be sorted.
     """
     call = read_one(node)
     if call is None:

@@ -17,26 +17,18 @@ from torch.fx import Node
 from ... import compat
 from ..graph.canonical import Call, aten, read_one
 from ..graph.graph_info import same_shape
-from .chains import other_user
+from .chains import both, other_user
 
 
 @dataclass(frozen=True)
 class Entering:
-    """What the tokens of a linear go through.
+    """What the tokens of a linear go through."""
 
-    Attributes:
-        source: What goes in: x, or the gate where `up` is given.
-        up: The other factor of a squared-ReLU gate, or None.
-        norm: The weight of an RMS norm, or None.
-        eps: of the norm, as the graph has it: a number, or a node for one.
-        chain: Nodes from the linear's input back, the input first.
-    """
-
-    source: Node
-    up: Node | None = None
-    norm: Node | None = None
-    eps: Any = 0.0
-    chain: tuple[Node, ...] = ()
+    source: Node  # what goes in: x, or the gate where `up` is given
+    up: Node | None = None  # the other factor of a squared-ReLU gate, or None
+    norm: Node | None = None  # the weight of an RMS norm, or None
+    eps: Any = 0.0  # of the norm, as the graph has it: a number, or a node for one
+    chain: tuple[Node, ...] = ()  # nodes from the linear's input back, the input first
 
 
 def read_entering(node: Node, users: Sequence[Node]) -> Entering:
@@ -133,12 +125,7 @@ def _squared(node: Node) -> Node | None:
 def _factors(node: Node) -> list[tuple[Node, Node]]:
     """Return both orders of the operands of a product of two tensors."""
     call = read_one(node)
-    if call is None or call.op is not aten.mul.Tensor:
-        return []
-    left, right = call.args["self"], call.args["other"]
-    if not isinstance(left, Node) or not isinstance(right, Node):
-        return []
-    return [(left, right), (right, left)]
+    return list(both(call)) if call is not None and call.op is aten.mul.Tensor else []
 
 
 def _are_alike(values: Sequence[torch.Tensor]) -> bool:

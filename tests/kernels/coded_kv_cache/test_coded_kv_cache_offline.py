@@ -171,7 +171,7 @@ CASES = [
     ("capability", "dtype", "depth", "bits", "scheme", "more"),
     [
         *[
-            pytest.param(90, *case, marks=SLOW if place in (1, 5, 7, 11) else ())
+            pytest.param(90, *case, marks=SLOW if place in (1, 5, 6, 7, 10, 11) else ())
             for place, case in enumerate(CASES)
         ],
         (80, *CASES[7]),

@@ -90,12 +90,16 @@ def _combine(capability: int, depth: int, splits: int) -> Any:
 
 
 CASES = [
-    *[("bf16", depth, MIN_ROWS, False, 4) for depth in (64, 96, 128, 256)],
+    *[("bf16", depth, MIN_ROWS, False, 4) for depth in (96, 256)],
+    *[
+        pytest.param("bf16", depth, MIN_ROWS, False, 4, marks=pytest.mark.slow)
+        for depth in (64, 128)
+    ],
     ("bf16", 128, MIN_ROWS, True, 4),
     ("bf16", 128, MIN_ROWS, False, 1),
-    ("fp16", 128, MAX_ROWS, False, 4),
+    pytest.param("fp16", 128, MAX_ROWS, False, 4, marks=pytest.mark.slow),
     ("bf16", 256, MAX_ROWS, False, 4),
-    ("fp32", 128, MIN_ROWS, False, 4),
+    pytest.param("fp32", 128, MIN_ROWS, False, 4, marks=pytest.mark.slow),
     ("fp32", 256, MIN_ROWS, False, 4),
 ]
 

@@ -70,7 +70,7 @@ def test_products_have_the_bits_of_the_reference(shapes: TileShapes) -> None:
         assert_same(found, reference.product(*tokens, weights, scale, bias, **settings))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_few_tokens_have_the_bits_of_many(count: int) -> None:
     x, quantizer = draw(2, 37), Quantizer()
     weights = [packed(rows, 37) for rows in (19, 8, 3)][:count]

@@ -174,7 +174,13 @@ def test_the_kernel_for_few_tokens_compiles_within_the_limits(
 
 
 @pytest.mark.parametrize(
-    ("words", "rows", "tokens"), [(1024, 3200, 1), (256, 3200, 1), (256, 8640, 2)], ids=str
+    ("words", "rows", "tokens"),
+    [
+        (1024, 3200, 1),
+        pytest.param(256, 3200, 1, marks=pytest.mark.slow),
+        (256, 8640, 2),
+    ],
+    ids=str,
 )
 def test_a_gate_a_norm_and_a_sum_fit_into_the_kernel_for_few_tokens(
     words: int, rows: int, tokens: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 import memeff_compile
 from memeff_compile import MiniCache, fidelity_report
 from memeff_compile.errors import CalibrationError
+from memeff_compile.model.cache.fidelity import FidelityReport
 
 LAYERS = 4
 SHORT: dict[str, Any] = {"group": 32, "recent": 16, "steps": 8}
@@ -128,3 +130,55 @@ def test_too_few_steps_are_refused(model: Any, steps: int) -> None:
     with pytest.raises(CalibrationError, match=f"steps is {steps}; 2 at least"):
         fidelity_report(model, ids(), **{**SHORT, "steps": steps})
     assert fidelity_report(model, ids(), **{**SHORT, "steps": 2}).logits["loss"] > 0
+
+
+def alike(keys: float, values: float, pairs: Any = ((0, 1), (2, 3))) -> Any:
+    """Return a report of layers so alike."""
+    found = [
+        {"layers": list(pair), "keys": {"mean": keys}, "values": {"mean": values}} for pair in pairs
+    ]
+    return FidelityReport({}, found, [], {}, {}, [])
+
+
+def merged(model: Any, **settings: Any) -> Any:
+    merge = MiniCache(start_layer=0, **settings)
+    return memeff_compile.KVCache(model.config, 70, 4, merge=merge, group=32, recent=16)
+
+
+def test_merging_without_a_report_warns_and_names_the_way(model: Any) -> None:
+    with pytest.warns(UserWarning, match=r"fidelity_report.*MiniCache\(fidelity=report\)"):
+        merged(model)
+    with pytest.warns(UserWarning, match="not measured"):
+        memeff_compile.KVCache(model.config, 70, 4, merge="minicache")
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        (alike(0.49, 0.9), r"keys of layers 0-1, 2-3.*0\.49.*0\.5 at least.*force=True"),
+        (alike(0.9, 0.1), r"values of layers 0-1, 2-3.*0\.10"),
+        (alike(float("nan"), 0.9), "keys of layers"),
+        (alike(0.9, 0.9, [(0, 1)]), "no figures of layers 2-3"),
+    ],
+)
+def test_layers_that_are_not_alike_are_refused(model: Any, report: Any, words: str) -> None:
+    with pytest.raises(memeff_compile.UnsupportedInputError, match=words):
+        merged(model, fidelity=report)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert merged(model, fidelity=report, force=True).merged()
+
+
+def test_layers_that_are_alike_are_merged_without_a_word(model: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert merged(model, fidelity=alike(0.5, 0.8)).merged()
+
+
+def test_a_report_measured_here_decides(model: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = fidelity_report(model, ids(), merge=MiniCache(start_layer=0), **SHORT)
+    assert "force" not in str(report)
+    with pytest.raises(memeff_compile.UnsupportedInputError, match="mean cosine"):
+        merged(model, fidelity=report)

@@ -99,7 +99,6 @@ def test_one_compiled_model_reads_codes_of_any_bits(model: Any) -> None:
     ids = prompt(tokens=70)
     for length, settings in (
         (LENGTH, {"bits": 4, **SHORT}),
-        (LENGTH, {"bits": 8, **SHORT}),
         (128, {"bits": 2, "group": 64, "recent": 32}),
         (LENGTH, {"bits": 3, "scheme": "per_head", **SHORT}),
     ):

@@ -33,8 +33,12 @@ def generated(model: Any, tokens: int = 20, batch: int = 2, **settings: Any) -> 
     return model.generate(prompt(batch, tokens), **given)
 
 
+def pool_of(undo: Any) -> pool.Pool:
+    return undo.undo.__self__.pool
+
+
 def kept(undo: Any) -> list[Any]:
-    return undo.hook.pool._kept
+    return pool_of(undo)._kept
 
 
 @pytest.mark.parametrize("settings", [{"bits": 4}, {"bits": 16}, {"bits": 4, "merge": "minicache"}])
@@ -99,7 +103,7 @@ def test_a_cache_in_use_is_not_handed_out() -> None:
 
 
 def test_threads_get_caches_of_their_own() -> None:
-    model, plain = make(), make()
+    model, plain = make(num_hidden_layers=1), make(num_hidden_layers=1)
     undo = use_kv_cache_(model)
     lengths = (20, 24, 28)
     with use_kv_cache_(plain):  # type: ignore[attr-defined]
@@ -136,8 +140,8 @@ def test_copies_of_a_model_have_no_caches_of_the_first() -> None:
     undo = use_kv_cache_(model)
     generated(model)
     assert kept(undo)
-    assert not copy.deepcopy(undo.hook.pool)._kept
-    assert not pickle.loads(pickle.dumps(undo.hook.pool))._kept
+    assert not copy.deepcopy(pool_of(undo))._kept
+    assert not pickle.loads(pickle.dumps(pool_of(undo)))._kept
     undo()
 
 
@@ -176,7 +180,7 @@ def test_sizes_of_heads_come_from_the_model_where_transformers_does_not_say(
     ["static", pytest.param(4, marks=pytest.mark.slow), {"bits": 3, "recent": 32}],
 )
 def test_one_line_compiles_generation(kv_cache: Any) -> None:
-    model, plain = make(), make()
+    model, plain = make(num_hidden_layers=1), make(num_hidden_layers=1)
     settings = {"bits": 16} if kv_cache == "static" else kv_cache
     settings = settings if isinstance(settings, dict) else {"bits": settings}
     with use_kv_cache_(plain, **settings):  # type: ignore[attr-defined]

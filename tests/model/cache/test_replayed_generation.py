@@ -16,6 +16,7 @@ from tests.support.cached_models import make, prompt
 from tests.support.recorded import Imitation, imitate
 
 NEW = 12
+ONE_LAYER = {"num_hidden_layers": 1}
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ class Kept(LogitsProcessor):
 
 
 def test_results_of_all_steps_stay(engine: Imitation) -> None:
-    plain, model = make(), compiled()
+    plain, model = make(**ONE_LAYER), compiled(**ONE_LAYER)
     ids = prompt(2, 20)
     asked = {
         "return_dict_in_generate": True,
@@ -137,7 +138,7 @@ def test_streaming_from_another_thread(engine: Imitation) -> None:
         def end(self) -> None:
             pass
 
-    model, plain, ids = compiled(), make(), prompt(1, 16)
+    model, plain, ids = compiled(**ONE_LAYER), make(**ONE_LAYER), prompt(1, 16)
     expected = generated(plain, 4, ids).flatten().tolist()
     for _ in range(2):
         streamer = Streamer()
@@ -169,7 +170,7 @@ def test_two_models_take_turns(engine: Imitation) -> None:
 
 
 def test_a_cache_that_is_used_again_is_not_recorded_again(engine: Imitation) -> None:
-    plain, model, ids = make(), compiled(), prompt(2, 20)
+    plain, model, ids = make(**ONE_LAYER), compiled(**ONE_LAYER), prompt(2, 20)
     cache = memeff_compile.KVCache(model.config, 64, bits=4)
     expected = generated(plain, 4, ids)
     for _ in range(3):
@@ -180,7 +181,7 @@ def test_a_cache_that_is_used_again_is_not_recorded_again(engine: Imitation) -> 
 
 
 def test_a_growing_cache_is_told_the_way_out(engine: Imitation) -> None:
-    model = compiled()
+    model = compiled(**ONE_LAYER)
     model.generate(prompt(), max_new_tokens=3, do_sample=False)
     found = [r for r in memeff_compile.last_report().records if r.code == "growing_cache"]
     assert found
