@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,12 +35,13 @@ TRACE_NAME = "memeff_report"
 
 @dataclass
 class Outcome:
-    """What the passes did to one graph."""
+    """What the passes did to one graph; `counted` are the records that its report counts as one."""
 
     report: GraphReport
     changed: bool = False
     deferred: list[DeferredOutput] = field(default_factory=list)
     inductor: dict[str, Any] = field(default_factory=dict)
+    counted: tuple[Record, ...] = ()
 
 
 def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outcome:
@@ -75,7 +76,8 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
     )
     _log(report)
     compat.trace_artifact(TRACE_NAME, lambda: Report((report,)).to_json(indent=2))
-    return Outcome(report, state.changed, state.deferred, state.inductor)
+    counted = tuple(state.counted)
+    return Outcome(report, state.changed, state.deferred, state.inductor, counted)
 
 
 def _levels(info: GraphInfo) -> Iterator[GraphInfo]:
@@ -92,6 +94,7 @@ class _Run:
         self.records: list[Record] = []
         self.deferred: list[DeferredOutput] = []
         self.inductor: dict[str, Any] = {}
+        self.counted: list[Record] = []
         self.changed = False
         self.snapshot: list[tuple[GraphModule, Graph]] = []
 
@@ -188,7 +191,8 @@ class _Run:
         self.changed = True
         self.deferred.extend(done.deferred)
         self.inductor |= done.inductor
-        self._append(record, is_counted=done.sites > 0)
+        modules = dict.fromkeys(info.module_path(node) for node in places)
+        self._append(record, is_counted=done.sites > 0, modules=modules)
         self.records.extend(notes)
 
     def _keep(self, info: GraphInfo) -> None:
@@ -215,8 +219,12 @@ class _Run:
         record = Record(graph_pass.name, "declined", *said, *where, *_bytes(gain), sites)
         self._append(record, is_counted=decline.sites > 0)
 
-    def _append(self, record: Record, *, is_counted: bool) -> None:
+    def _append(self, record: Record, *, is_counted: bool, modules: Collection[str] = ()) -> None:
         """Add a record, or count its sites into one that says the same (of another layer)."""
+        if len(modules) == record.sites > 1:
+            self.counted += [dataclasses.replace(record, module=m, sites=1) for m in modules]
+        elif is_counted:
+            self.counted.append(record)
         for place, earlier in enumerate(self.records if is_counted else ()):
             if record.says_the_same_as(earlier):
                 total = earlier.sites + record.sites
