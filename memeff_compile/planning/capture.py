@@ -39,46 +39,32 @@ class Graphs:
 
 
 class GraphCall(NamedTuple):
-    """A call of a captured graph.
+    """A call of a captured graph."""
 
-    Args:
-        graph: its number.
-        parameters: the path of the parameter behind each placeholder, else "".
-        root: the path of the module whose forward the graph is of, "" for the model itself.
-    """
-
-    graph: int
-    parameters: list[str]
-    root: str
+    graph: int  # its number
+    parameters: list[str]  # the path of the parameter behind each placeholder, else ""
+    root: str  # the path of the module whose forward the graph is of, "" for the model itself
 
 
 @dataclass
 class Capture:
-    """A model without and with the passes.
+    """A model without and with the passes."""
 
-    Args:
-        at: the batch and the length.
-        before, after: one entry per graph that Dynamo captured; none where only reports were asked
-            for.
-        calls: the calls of the graphs, in order; blocks may share one.
-        reports: what the passes did to each graph.
-        counted: the places of each graph whose records were counted into one.
-        classes: the number of classes of every loss, rewritten or not.
-        nodes: per graph, what each node calls and the sizes of its value.
-        inputs: the tensors of the call.
-        outside: bytes of the tensors that the model made outside of the graphs.
-    """
-
-    at: Told
+    at: Told  # the batch and the length
+    # one entry per graph that Dynamo captured; none where only reports were asked for
     before: list[Graphs] = field(default_factory=list)
-    after: list[Graphs] = field(default_factory=list)
+    after: list[Graphs] = field(default_factory=list)  # likewise
+    # the calls of the graphs, in order; blocks may share one
     calls: list[GraphCall] = field(default_factory=list)
-    reports: list[GraphReport] = field(default_factory=list)
+    reports: list[GraphReport] = field(default_factory=list)  # what the passes did to each graph
+    # the places of each graph whose records were counted into one
     counted: list[tuple[Record, ...]] = field(default_factory=list)
+    # the number of classes of every loss, rewritten or not
     classes: set[int] = field(default_factory=set)
+    # per graph, what each node calls and the sizes of its value
     nodes: list[list[tuple[str, list[int]]]] = field(default_factory=list)
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    outside: int = 0
+    inputs: list[torch.Tensor] = field(default_factory=list)  # the tensors of the call
+    outside: int = 0  # bytes of the tensors that the model made outside of the graphs
 
     def lengths_in(self, other: Capture, told: Told) -> Told:
         """Return `told` with what is a number of tokens longer than a sequence, here as there."""

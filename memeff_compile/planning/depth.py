@@ -20,17 +20,11 @@ INDEX_NAMES = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx", "i
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of blocks.
+    """A list of blocks."""
 
-    Args:
-        path: as in `named_modules()`.
-        kinds: of each block, numbered as they first appear.
-        kept: which blocks are captured, in order.
-    """
-
-    path: str
-    kinds: tuple[int, ...]
-    kept: tuple[int, ...]
+    path: str  # as in `named_modules()`
+    kinds: tuple[int, ...]  # of each block, numbered as they first appear
+    kept: tuple[int, ...]  # which blocks are captured, in order
 
     @property
     def depth(self) -> int:

@@ -40,15 +40,12 @@ class Told:
     """Batch and length that no other size of a model is a multiple of: sizes say how they grow.
 
     A graph captured with them has numbers for sizes, and 11 x 2039 can only be batch x length.
-
-    Args:
-        batch, length: the sizes, None where it is not told apart: sizes then do not grow with it.
-        near: how much longer than the length something of its kind can be.
     """
 
+    # the sizes, None where it is not told apart: sizes then do not grow with it
     batch: int | None = None
-    length: int | None = None
-    near: tuple[int, ...] = NEAR
+    length: int | None = None  # likewise
+    near: tuple[int, ...] = NEAR  # how much longer than the length something of its kind can be
 
     @staticmethod
     def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
@@ -114,14 +111,10 @@ class Size:
 
 @dataclass
 class Scale:
-    """The points at which sizes are compared, and how sizes are read.
+    """The points at which sizes are compared, and how sizes are read."""
 
-    Args:
-        told: the batch and the length in the graphs.
-        points: where to look for the largest moment; the first one is the user's own sizes.
-    """
-
-    told: Told
+    told: Told  # the batch and the length in the graphs
+    # where to look for the largest moment; the first one is the user's own sizes
     points: Sequence[Point]
     _known: dict[sympy.Expr, Size] = field(default_factory=dict)
     _read: dict[int, sympy.Expr] = field(default_factory=dict)
