@@ -136,6 +136,8 @@ class Case:
         softcap: 0 for none.
         padding: half of the sequences start with so large a share of padding.
         documents: sequences are packed from so many.
+        tensor: the mask is a tensor of which nothing is known beforehand, one of `TENSORS`; "" for
+            a mask that is said.
     """
 
     name: str
@@ -144,10 +146,20 @@ class Case:
     softcap: float = 0.0
     padding: float = 0.0
     documents: int = 0
+    tensor: str = ""
 
     def is_causal_alone(self) -> bool:
         """Say whether PyTorch can express the mask without a dense one."""
-        return not (self.window or self.softcap or self.padding or self.documents)
+        return not (self.window or self.softcap or self.padding or self.documents or self.tensor)
+
+
+BLOCK = 128
+TENSORS = {
+    "causal": "truth values",
+    "lowest": "causal too, 0 and the lowest number of bf16, which are added",
+    "numbers": "causal too, random numbers and minus infinity, which are added",
+    "blocks": f"truth values, blocks of {BLOCK} x {BLOCK} of which half are empty, by sequence",
+}
 
 
 ATTENTION_CASES = {
@@ -159,12 +171,21 @@ ATTENTION_CASES = {
         Case("window-d128-16k", (1, 32, 8, 16384, 128), window=4096),
         Case("padding-d128-2k", (8, 32, 8, 2048, 128), padding=0.5),
         Case("packed-d128-8k", (1, 32, 8, 8192, 128), documents=8),
+        Case("tensor-causal-d64-2k", (8, 32, 8, 2048, 64), tensor="causal"),
+        Case("tensor-causal-d128-2k", (8, 32, 8, 2048, 128), tensor="causal"),
+        Case("tensor-blocks-d64-2k", (8, 32, 8, 2048, 64), tensor="blocks"),
+        Case("tensor-blocks-d128-2k", (8, 32, 8, 2048, 128), tensor="blocks"),
+        Case("tensor-lowest-d128-2k", (8, 32, 8, 2048, 128), tensor="lowest"),
+        Case("tensor-numbers-d128-2k", (8, 32, 8, 2048, 128), tensor="numbers"),
     ],
     "tiny": [
         Case("causal", (1, 4, 2, 64, 16)),
         Case("gemma2", (1, 4, 2, 64, 16), softcap=50.0),
         Case("padding", (2, 4, 2, 64, 16), padding=0.5),
         Case("packed", (1, 4, 2, 64, 16), documents=4, window=9),
+        Case("tensor-blocks", (2, 4, 2, 256, 16), tensor="blocks"),
+        Case("tensor-lowest", (2, 4, 2, 64, 16), tensor="lowest"),
+        Case("tensor-numbers", (2, 4, 2, 64, 16), tensor="numbers"),
     ],
 }
 
@@ -182,6 +203,7 @@ class AttentionData:
     ids: Tensor | None
     dense: Tensor | None = None
     block_mask: Any = None
+    blocks: Tensor | None = None
 
     def seen(self, batch: int, first: int, stop: int) -> Tensor:
         """Return bool (stop - first, N): what some queries of a sequence see."""
@@ -189,6 +211,8 @@ class AttentionData:
         query = torch.arange(first, stop, device=self.q.device)[:, None]
         key = torch.arange(length, device=self.q.device)[None]
         found = key <= query
+        if self.blocks is not None:
+            found = self.blocks[batch][query // BLOCK, key // BLOCK]
         if self.case.window:
             found = found & (query - key < self.case.window)
         if self.key_mask is not None:
@@ -203,6 +227,25 @@ class AttentionData:
         steps = range(0, length, 2048)
         found = [self.seen(b, i, min(i + 2048, length)).sum() for b in range(batch) for i in steps]
         return int(torch.stack(found).sum())
+
+    def added(self, batch: int, first: int, stop: int) -> Tensor | None:
+        """Return what the mask adds to the scores of some queries where their keys count."""
+        if self.case.tensor != "numbers" or self.dense is None:
+            return None
+        return self.dense[batch, 0, first:stop]
+
+    def mask_as_tensor(self) -> Tensor:
+        """Return the mask over all queries, (B or 1, 1, M, N) bool, or what is added instead."""
+        batch, _, _, length, _ = self.case.sizes
+        if self.key_mask is None and not self.case.tensor:
+            batch = 1
+        shown = torch.stack([self.seen(b, 0, length) for b in range(batch)])[:, None]
+        if self.case.tensor == "lowest":
+            return torch.where(shown, 0.0, torch.finfo(self.q.dtype).min).to(self.q.dtype)
+        if self.case.tensor == "numbers":
+            numbers = torch.randn(shown.shape, device=shown.device)
+            return torch.where(shown, numbers, -math.inf).to(self.q.dtype)
+        return shown
 
     def settings(self) -> dict[str, Any]:
         """Return the keyword arguments of ours."""
@@ -229,7 +272,12 @@ def attention_inputs(case: Case, device: str) -> AttentionData:
         ids = (places // (length // case.documents))[None].int()
     for leaf in (q, k, v):
         leaf.requires_grad_()
-    return AttentionData(case, q, k, v, grad, key_mask, ids)
+    data = AttentionData(case, q, k, v, grad, key_mask, ids)
+    if case.tensor == "blocks":
+        tiles = -(-length // BLOCK)
+        data.blocks = torch.rand(batch, tiles, tiles, device=device) < 0.5
+        data.blocks |= torch.eye(tiles, dtype=torch.bool, device=device)
+    return data
 
 
 def attention_rows(

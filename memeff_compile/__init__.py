@@ -40,6 +40,12 @@ if TYPE_CHECKING:
     from .model.weights.compressed_file import save_compressed as save_compressed
     from .model.weights.optim_in_backward import optim_in_backward as optim_in_backward
     from .options import Options as Options
+    from .passes.graph.base import Decline as Decline
+    from .passes.graph.base import Done as Done
+    from .passes.graph.base import Gain as Gain
+    from .passes.graph.base import GraphPass as GraphPass
+    from .passes.graph.editor import Editor as Editor
+    from .passes.graph.graph_info import GraphInfo as GraphInfo
     from .planning.caches import explain_cache as explain_cache
     from .planning.explain import Explanation as Explanation
     from .planning.explain import explain as explain
@@ -65,6 +71,9 @@ _NAMES = {
     "model.weights.compressed_file": "load_compressed_ save_compressed",
     "model.weights.optim_in_backward": "optim_in_backward",
     "options": "Options",
+    "passes.graph.base": "Decline Done Gain GraphPass",
+    "passes.graph.editor": "Editor",
+    "passes.graph.graph_info": "GraphInfo",
     "planning.caches": "explain_cache",
     "planning.explain": "Explanation explain",
     "report": "graphs last_report",

@@ -25,7 +25,7 @@ from .kernels.device import decided_by_measurement
 from .model.cache.pool import forget_caches
 from .model.weights.compress import compress_for_compile
 from .options import Options, key_of
-from .passes import PASSES
+from .passes import PASSES, in_order
 from .wrappers import WRAPPERS, Trip
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def memeff(
     _refuse_codec(chosen)
     trip = Trip(gm, example_inputs, chosen)
     keep_transformers_losses_in_one_graph()
-    trip.rewrite(PASSES)
+    trip.rewrite(in_order(PASSES, chosen.passes))
     compiled = _inner(trip)
     for wrapper in WRAPPERS:
         compiled = wrapper(compiled, trip)
@@ -87,7 +87,7 @@ def _inner(trip: Trip) -> Callable[..., Any]:
         return forward
     if options.inner == "aot_eager":
         return compat.compile_with_aot_eager(gm, trip.example_inputs)
-    tag = decided_by_measurement()
+    tag = "".join((decided_by_measurement(), *(each.identity() for each in options.passes)))
     return compat.compile_with_inductor(gm, trip.example_inputs, trip.inductor_patches, tag)
 
 

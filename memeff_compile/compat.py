@@ -125,7 +125,48 @@ def example_input(node: Node) -> Any:
 def source_name(node: Node) -> str:
     """Return Dynamo's name for a placeholder, such as ``L['self'].lm_head.weight``."""
     source = getattr(node.meta.get("grapharg"), "source", None)
-    return "" if source is None else str(source.name)
+    return "" if source is None else plain_source(str(source.name))
+
+
+def plain_source(path: str) -> str:
+    """Return Dynamo's way to something without what a class with a ``__getattr__`` adds to it."""
+    return re.sub(r"\.__dict__\['(_modules|_parameters|_buffers)'\]", r".\1", path)
+
+
+def running_modules() -> list[torch.nn.Module]:
+    """Return the modules whose calls led here: those that ``torch.compile`` was called on, the
+    nearest first, then the others, the outermost first.
+
+    Data parallelism is taken off: its model is what the user knows.
+    """
+    from torch._dynamo import eval_frame
+
+    wrappers = (eval_frame.OptimizedModule, torch.nn.parallel.DistributedDataParallel)
+    files = {torch.nn.modules.module.__file__, eval_frame.__file__}
+    compiled: list[torch.nn.Module] = []
+    others: list[torch.nn.Module] = []
+    frame: Any = sys._getframe()
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_filename in files else None
+        if isinstance(module, torch.nn.Module):
+            is_compiled = module._compiled_call_impl is not None
+            while isinstance(module, wrappers):
+                is_compiled = is_compiled or isinstance(module, eval_frame.OptimizedModule)
+                module = next(module.children())
+            if is_compiled:
+                others.clear()  # parts of it, which it has names for
+            (compiled if is_compiled else others).append(module)
+        frame = frame.f_back
+    found = {id(module): module for module in (*compiled, *reversed(others))}
+    return list(found.values())
+
+
+def frame_variables() -> Mapping[str, Any]:
+    """Return local and global variables of the frame that Dynamo captures, as "L" and "G"."""
+    from torch._dynamo import symbolic_convert
+
+    captured = getattr(symbolic_convert.tls, "current_tx", None)
+    return {} if captured is None else {"L": captured.f_locals, "G": captured.f_globals}
 
 
 def readable_source(node: Node) -> str:

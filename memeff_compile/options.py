@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from importlib.metadata import entry_points
 from os import PathLike
 from typing import Any, TypeAlias, cast, get_origin
 
@@ -237,14 +238,54 @@ def _check_length(key: str, value: Any) -> object:  # noqa: ANN401
     return value
 
 
-def _check_pass_name(key: str, value: object, *, wildcard: bool = False) -> str:
-    if isinstance(value, str) and (value in PASS_NAMES or (wildcard and value == "*")):
-        return value
-    star = " and '*' for all of them" if wildcard else ""
-    raise OptionError(
-        f"{key} names the pass {value!r}, which does not exist; the passes are "
-        f"{', '.join(map(repr, PASS_NAMES))}{star}.{_suggest(str(value), PASS_NAMES)}"
+def _check_pass_name(key: str, name: object, names: Collection[str], star: str = "") -> None:
+    if name not in names:
+        raise OptionError(
+            f"{key} names the pass {name!r}, which does not exist; the passes are "
+            f"{', '.join(map(repr, names))}{star}.{_suggest(str(name), names)}"
+        )
+
+
+INSTALLED = "memeff_compile.passes"
+"""The entry point group in which packages offer passes of their own."""
+
+
+@cache
+def _installed_pass(name: str) -> object:
+    found = {each.name: each for each in entry_points(group=INSTALLED)}
+    if name not in found:
+        offered = ", ".join(map(repr, sorted(found))) or "nothing"
+        raise OptionError(
+            f"{PREFIX}passes names {name!r}, which no installed package offers as an entry point "
+            f"of the group {INSTALLED!r}; it has {offered}.{_suggest(name, found)}"
+        )
+    loaded = found[name].load()
+    return loaded() if isinstance(loaded, type) else loaded
+
+
+_PASS_PARTS = ("find", "check", "rewrite", "identity")
+
+
+def _check_passes(key: str, value: Any) -> object:  # noqa: ANN401
+    given = value if isinstance(value, (list, tuple)) else [value]
+    found: tuple[Any, ...] = tuple(
+        _installed_pass(each) if isinstance(each, str) else each for each in given
     )
+    for each in found:
+        is_made = not isinstance(each, type) and all(hasattr(each, p) for p in _PASS_PARTS)
+        name, when = getattr(each, "name", None), getattr(each, "when", None)
+        if not is_made or not isinstance(name, str) or when not in ("before", "after"):
+            takes = "it takes instances of subclasses of memeff_compile.GraphPass, each with a "
+            takes += "`name` and `when` as 'before' or 'after', or names of installed ones."
+            raise _wrong(key, each, takes)
+    names = [each.name for each in found]
+    for name in names:
+        if not name.isidentifier() or name in (*PASS_NAMES, "backend") or names.count(name) > 1:
+            raise OptionError(
+                f"{key} has a pass called {name!r}; the name of a pass is an identifier that no "
+                "other pass has, ours included."
+            )
+    return found
 
 
 def _several(key: str, value: object, takes: str) -> Collection[Any]:
@@ -255,9 +296,7 @@ def _several(key: str, value: object, takes: str) -> Collection[Any]:
 
 
 def _check_strict(key: str, value: object) -> object:
-    names = _several(key, value, "it takes a pass name or a list of pass names.")
-    wanted = {_check_pass_name(key, name) for name in names}
-    return tuple(name for name in PASS_NAMES if name in wanted)
+    return tuple(_several(key, value, "it takes a pass name or a list of pass names."))
 
 
 def _check_paths(key: str, value: object) -> tuple[str, ...]:
@@ -270,15 +309,22 @@ def _check_paths(key: str, value: object) -> tuple[str, ...]:
                 f"{key} contains {path!r} ({type(path).__name__}); every entry is a non-empty "
                 "module path such as 'model.layers.0' ('*' matches every module)."
             )
-    return tuple(sorted(set(paths)))
+    return tuple(sorted({plain_path(path) for path in paths}))
+
+
+def plain_path(path: str) -> str:
+    """Return a module path without what `torch.compile(module)` puts into it.
+
+    Example:
+        >>> plain_path("_orig_mod.lm_head")
+        'lm_head'
+    """
+    return re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", path).removeprefix(".")
 
 
 def _check_skip(key: str, value: object) -> object:
     if isinstance(value, Mapping):
-        rules = {
-            _check_pass_name(key, name, wildcard=True): _check_paths(key, paths)
-            for name, paths in value.items()
-        }
+        rules = {name: _check_paths(key, paths) for name, paths in value.items()}
     else:
         rules = {"*": _check_paths(key, value)}
     return _FrozenMapping({name: paths for name, paths in rules.items() if paths})
@@ -492,6 +538,12 @@ class Options:
         _check_strict,
         "Raise instead of compiling when a named pass did not fire.",
     )
+    passes: tuple[Any, ...] = _option(
+        (),
+        "a `GraphPass`, the name of an installed one, or a list of them",
+        _check_passes,
+        "Passes of your own, before or after ours (docs/use/own-passes.md).",
+    )
     verify: str = _option(
         "off",
         "`off`, `on`, `raise`",
@@ -548,6 +600,7 @@ class Options:
             self._store(each, info.check(info.key, getattr(self, each)))
         self._store("inductor", _check_inductor("inductor", self.inductor))
         self._check_filter_knobs()
+        self._check_pass_names()
         self._check_strict_is_possible()
 
     @property
@@ -583,6 +636,20 @@ class Options:
             if getattr(self, name) is _NOT_CHOSEN:
                 self._store(name, value)
 
+    @property
+    def pass_names(self) -> tuple[str, ...]:
+        """Every pass that `memeff.skip` and `memeff.strict` may name: ours, and the user's."""
+        return (*PASS_NAMES, *(each.name for each in self.passes))
+
+    def _check_pass_names(self) -> None:
+        names = self.pass_names
+        for name in self.strict:
+            _check_pass_name(f"{PREFIX}strict", name, names)
+        for name in self.skip:
+            if name != "*":
+                _check_pass_name(f"{PREFIX}skip", name, names, " and '*' for all of them")
+        self._store("strict", tuple(name for name in names if name in self.strict))
+
     def _check_filter_knobs(self) -> None:
         """Refuse a knob of a filter that is not on: it would do nothing."""
         owners = {
@@ -611,7 +678,9 @@ class Options:
             >>> Options(logits="eager").switched_off("defer_logits")
             "memeff.logits='eager'"
         """
-        facts = _FACTS[name]
+        facts = _FACTS.get(name)
+        if facts is None:
+            return ""  # a user's: who gives it wants it
         value = getattr(self, _field_of(PREFIX + facts.option))
         if value in facts.off:
             return f"{PREFIX}{facts.option}={value!r}"
@@ -661,7 +730,7 @@ class Options:
         """Say whether `memeff.skip` keeps a pass away from a module.
 
         Args:
-            pass_name: One of `PASS_NAMES`.
+            pass_name: One of `pass_names`.
             module_path: Path as in `named_modules()`; the root module is "".
 
         Example:

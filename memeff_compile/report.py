@@ -8,12 +8,14 @@ user's own model, so a reader can check the number and put in other sizes.
 from __future__ import annotations
 
 import ast
+import html
 import json
 import textwrap
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ Action: TypeAlias = Literal[
 CHANGES: frozenset[str] = frozenset({"rewrote", "deferred", "dropped"})
 """The actions that changed the graph."""
 
+_TROUBLE: frozenset[str] = frozenset({"internal_error", "mismatch", "unverified"})
+
 MAX_GRAPHS = 64
 
 DEFERRED_SENTENCE = (
@@ -85,6 +89,7 @@ class Record:
         bytes_after: Bytes that they take with it.
         sizes: Value (or size hint, where a dimension is dynamic) of each symbol in the formulas.
         sites: How many places it is about, where like ones are counted together.
+        also: Modules of the places that are counted with the first.
     """
 
     pass_name: str
@@ -98,6 +103,7 @@ class Record:
     bytes_after: sympy.Expr | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     sites: int = 1
+    also: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         return hash((self.pass_name, self.action, self.code, self.sentence, self.source))
@@ -105,7 +111,12 @@ class Record:
     def says_the_same_as(self, other: Record) -> bool:
         """Return whether the two differ in nothing but their places and how many those are."""
         placed = replace(other, source=self.source, module=self.module, sites=self.sites)
-        return self == placed
+        return self == replace(placed, also=self.also)
+
+    def joined(self, other: Record) -> Record:
+        """Return this record with the places of one that says the same."""
+        modules = filter(None, (*self.also, other.module, *other.also))
+        return replace(self, sites=self.sites + other.sites, also=tuple(modules))
 
     @property
     def formula(self) -> sympy.Expr | None:
@@ -127,31 +138,46 @@ class Record:
         return int(value) if value.is_number else None
 
     def __str__(self) -> str:
+        return self._text(1, set())
+
+    def _text(self, times: int, quoted: set[str]) -> str:
+        """Return the text for several records that say the same, as one.
+
+        Args:
+            times: How many.
+            quoted: Lines of the user's that were quoted before, of which the place is enough.
+        """
         label = "failed" if self.action == "internal_error" else self.action
         lines = [f"{label:<{_INDENT - 1}} {self._title()}"]
-        for text in (self.source, self.sentence, *self._consequences()):
+        source = self.source.split(": ")[0] if self.source in quoted else self.source
+        quoted.add(self.source)
+        for text in (source, self.sentence, *self._consequences(times)):
             if text:
                 lines += textwrap.wrap(text, _WIDTH - _INDENT, break_long_words=False)
         return f"\n{' ' * _INDENT}".join(lines)
 
+    @property
+    def place(self) -> str:
+        """Where it is, as in "lm_head" or "layers.0.mlp and 31 more", or ""."""
+        more = f" and {self.sites - 1} more" if self.sites > 1 else ""
+        return f"{self.module or 'here'}{more}" if self.module or more else ""
+
     def _title(self) -> str:
-        where = f" in {self.module}" if self.module else ""
-        if self.sites > 1:
-            where = f"{where or ' here'} and {self.sites - 1} more"
+        where = f" in {self.place}" if self.module else f" {self.place}" if self.place else ""
         why = f" ({self.code})" if self.action not in CHANGES else ""
         return f"{self.pass_name}{where}{why}"
 
-    def _consequences(self) -> list[str]:
+    def _consequences(self, times: int) -> list[str]:
         texts = []
         if self.formula is not None:
-            texts.append(self._saving(self.formula))
+            texts.append(self._saving(self.formula, times))
         if self.hint:
             texts.append(f"What to do: {self.hint}")
         if self.action == "deferred" and "memeff.logits" not in self.sentence:
             texts.append(DEFERRED_SENTENCE)
         return texts
 
-    def _saving(self, formula: sympy.Expr) -> str:
+    def _saving(self, formula: sympy.Expr, times: int) -> str:
         names = {s.name for e in (self.bytes_before, self.bytes_after) if e for s in e.free_symbols}
         known = sorted(names & set(self.sizes))
         sizes = ", ".join(f"{name} = {self.sizes[name]}" for name in known)
@@ -159,6 +185,8 @@ class Record:
         number, change, saved = "", "", self.bytes_saved
         if saved is not None:
             number = f" {format_bytes(saved)}" if saved > 0 else " nothing at these sizes"
+            if saved > 0 and times > 1:
+                number = f" {format_bytes(saved * times)}, {format_bytes(saved)} at each"
         before, after = self._value(self.bytes_before), self._value(self.bytes_after)
         if before is not None and after is not None:
             change = f" ({format_bytes(before)} before, {format_bytes(after)} after)"
@@ -186,7 +214,20 @@ class Record:
         given = {key: value for key, value in data.items() if key != "bytes_saved"}
         for key in ("bytes_before", "bytes_after"):
             given[key] = None if given[key] is None else _parse_formula(given[key])
-        return cls(**given)
+        return cls(**{**given, "also": tuple(given.get("also", ()))})
+
+
+def _folded(records: Iterable[Record]) -> list[tuple[Record, int]]:
+    """Return records that say the same, of several layers as a rule, as one and their number."""
+    found: list[tuple[Record, int]] = []
+    for record in records:
+        for place, (earlier, times) in enumerate(found):
+            if record.says_the_same_as(earlier):
+                found[place] = earlier.joined(record), times + 1
+                break
+        else:
+            found.append((record, 1))
+    return found
 
 
 @dataclass
@@ -196,13 +237,16 @@ class LogitsUse:
     Args:
         fused: Calls of losses outside the graph that used the fused op, by their spelling.
         computed: Products that built logits (or some of their rows), by what asked for them.
+        unbuilt: Bytes of the logits that the largest of those losses read and did not build.
     """
 
     fused: dict[str, int] = field(default_factory=dict)
     computed: dict[str, int] = field(default_factory=dict)
+    unbuilt: int = 0
 
-    def count_fused(self, spelling: str) -> None:
-        """Count a call that used the op."""
+    def count_fused(self, spelling: str, unbuilt: int = 0) -> None:
+        """Count a call that used the op, and the bytes of its logits."""
+        self.unbuilt = max(self.unbuilt, unbuilt)
         self.fused[spelling] = self.fused.get(spelling, 0) + 1
 
     def count_computed(self, reason: str) -> None:
@@ -221,12 +265,18 @@ class LogitsUse:
 
     def copy(self) -> LogitsUse:
         """Return the counts as they are now."""
-        return LogitsUse(dict(self.fused), dict(self.computed))
+        return LogitsUse(dict(self.fused), dict(self.computed), self.unbuilt)
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes of logits that were never built, in the largest loss; 0 if any were built."""
+        return 0 if self.computed else self.unbuilt
 
     def __str__(self) -> str:
         label = f"{'so far':<{_INDENT - 1}} out.logits, read outside the graph"
+        size = f"; the logits of one are {format_bytes(self.unbuilt)}" if self.unbuilt else ""
         texts = [
-            f"losses that used the fused op: {self.calls}{_listed(self.fused)}",
+            f"losses that used the fused op: {self.calls}{_listed(self.fused)}{size}",
             f"products that computed logits: {self.products}{_listed(self.computed)}",
         ]
         lines = [line for text in texts for line in textwrap.wrap(text, _WIDTH - _INDENT)]
@@ -289,21 +339,34 @@ class GraphReport:
     replays: Replays | None = None
 
     def __str__(self) -> str:
+        return self._text(set())
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether there is nothing to say of it."""
+        return not (self.records or self._uses())
+
+    def _uses(self) -> list[LogitsUse | Replays]:
+        found: list[LogitsUse | Replays] = []
+        if self.logits is not None and (self.logits.fused or self.logits.computed):
+            found.append(self.logits)
+        if self.replays is not None and self.replays != Replays():
+            found.append(self.replays)
+        return found
+
+    def _text(self, quoted: set[str]) -> str:
         kind = "training" if self.training else "inference"
         nodes = f"{self.nodes} node{'' if self.nodes == 1 else 's'}"
         took = f"{self.seconds:.1f} s" if self.seconds >= 1 else f"{self.seconds * 1000:.0f} ms"
         heading = f"{self.name} ({kind}, {nodes}, our passes {took})"
-        paragraphs = [str(record) for record in self.records]
+        paragraphs = [record._text(times, quoted) for record, times in _folded(self.records)]
         if not any(record.action in CHANGES for record in self.records):
             nothing = ": no pass found anything to do here"
             why = " for the reasons above" if self.records else nothing
             is_undone = any(record.action == "mismatch" for record in self.records)
             went = "The original graph runs" if is_undone else "The graph went on unchanged"
             paragraphs.append(f"{went}{why}.")
-        if self.logits is not None and (self.logits.fused or self.logits.computed):
-            paragraphs.append(str(self.logits))
-        if self.replays is not None and self.replays != Replays():
-            paragraphs.append(str(self.replays))
+        paragraphs += map(str, self._uses())
         return "\n\n".join([heading, *(textwrap.indent(text, "  ") for text in paragraphs)])
 
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
@@ -342,6 +405,9 @@ class GraphReport:
 class Report:
     """Every graph compiled since the last reset, oldest first.
 
+    As text it is what changed, the bytes, and what to do next; `details` says where and why, and
+    `to_json` everything.
+
     Example:
         >>> print(Report(()))  # doctest: +ELLIPSIS
         Nothing has been compiled with backend="memeff" yet...
@@ -356,9 +422,10 @@ class Report:
 
     @property
     def bytes_saved(self) -> int:
-        """Sum over all changes whose saving is known at the sizes compiled for."""
+        """Sum over all changes, and losses outside, whose saving is known at the sizes seen."""
         changes = (record for record in self.records if record.action in CHANGES)
-        return sum(record.bytes_saved or 0 for record in changes)
+        uses = (graph.logits for graph in self.graphs if graph.logits is not None)
+        return sum(r.bytes_saved or 0 for r in changes) + sum(use.bytes_saved for use in uses)
 
     def rewrites(self, pass_name: str | None = None) -> int:
         """Return how many changes a pass made (or all passes, for None)."""
@@ -372,7 +439,70 @@ class Report:
                 '\nCompile a model with torch.compile(model, backend="memeff"), call it once, '
                 "then ask again."
             )
-        return "\n\n".join([self._summary(), *map(str, self.graphs)])
+        texts = (f"changed: {self._changed()}", f"next: {self._next()}")
+        wrapped = (textwrap.wrap(text, _WIDTH, subsequent_indent="  ") for text in texts)
+        return "\n".join([self._summary(), *(line for lines in wrapped for line in lines)])
+
+    def details(self) -> str:
+        """Return what was done where, what was left alone and why, graph by graph.
+
+        Records of several layers that say the same are one, and so are the graphs that no pass
+        found anything in; `to_json` has them all.
+
+        Example:
+            >>> print(memeff_compile.last_report().details())  # doctest: +SKIP
+        """
+        if not self.graphs:
+            return str(self)
+        silent = [graph.name for graph in self.graphs if graph.is_silent]
+        if len(silent) == len(self.graphs) == 1:
+            return "\n\n".join([self._summary(), str(self.graphs[0])])
+        quoted: set[str] = set()
+        texts = [graph._text(quoted) for graph in self.graphs if not graph.is_silent]
+        if silent:
+            names = ", ".join(silent[:8]) + (f" and {len(silent) - 8} more" * (len(silent) > 8))
+            went = f"{names} went on unchanged: no pass found anything to do there."
+            texts.append(textwrap.fill(went, _WIDTH))
+        return "\n\n".join([self._summary(), *texts])
+
+    def _repr_html_(self) -> str:
+        """Return the short form for a notebook, with the details folded in."""
+        short, long = (html.escape(text) for text in (str(self), self.details()))
+        return f"<pre>{short}</pre><details><summary>details</summary><pre>{long}</pre></details>"
+
+    def _changed(self) -> str:
+        """Return what each pass changed, where, and the bytes."""
+        texts = []
+        changes = [record for record in self.records if record.action in CHANGES]
+        for name in dict.fromkeys(record.pass_name for record in changes):
+            first, *others = mine = [record for record in changes if record.pass_name == name]
+            joined = reduce(Record.joined, others, first)
+            saved = sum(record.bytes_saved or 0 for record in mine)
+            place = f" in {joined.place}" if joined.module else f" {joined.place}".rstrip()
+            texts.append(f"{name}{place}" + (f" ({format_bytes(saved)})" if saved > 0 else ""))
+        uses = [g.logits for g in self.graphs if g.logits is not None and g.logits.fused]
+        if uses:
+            saved = sum(use.bytes_saved for use in uses)
+            size = f", {format_bytes(saved)} of logits never built" if saved else ""
+            texts.append(f"losses outside of the model ({sum(u.calls for u in uses)} calls{size})")
+        return ", ".join(texts) or "nothing"
+
+    def _next(self) -> str:
+        """Return what to do: about what went wrong, then about what would save most."""
+        hinted = [r for r in self.records if r.hint and r.action not in CHANGES]
+        hinted.sort(key=lambda r: (r.action not in _TROUBLE, -(r.bytes_saved or 0)))
+        texts = []
+        for record in hinted[:1]:
+            saved, place = record.bytes_saved or 0, f" in {record.module}" if record.module else ""
+            worth = f", would save {format_bytes(saved)}" if saved > 0 else ""
+            why = f"{record.pass_name}{place}: {record.code}{worth}"
+            texts.append(f"{record.hint.rstrip('.')} ({why})")
+        if any(record.action == "deferred" for record in self.records):
+            texts.append("read out.logits before the weights change")
+        is_found = any(not graph.is_silent for graph in self.graphs)
+        nothing = "nothing to do" if is_found else "nothing here is what a pass rewrites"
+        more = "details() has the rest" if is_found else "details() has the graphs"
+        return f"{'; '.join(texts or [nothing])}; {more}."
 
     def _summary(self) -> str:
         count, changes = len(self.graphs), self.rewrites()

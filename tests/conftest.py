@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Let a test marked triton_alone end where Triton's own passes do, in its first kernel."""
+    if not pyfuncitem.get_closest_marker("triton_alone"):
+        return (yield)
+    from tests.support.offline import Reached, stop_behind_triton
+
+    with pytest.MonkeyPatch.context() as patch:
+        stop_behind_triton(patch)
+        with pytest.raises(Reached):
+            yield
+    return True
+
+
 @pytest.fixture(autouse=True)
 def _fits_this_process(request: pytest.FixtureRequest) -> None:
     import torch
@@ -138,7 +152,6 @@ def sizes_of_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     in seven of the time, are left to the slow tests.
     """
     import triton
-    from triton.backends.nvidia.compiler import CUDABackend
 
     from tests.support import offline
 
@@ -148,16 +161,9 @@ def sizes_of_one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
     compile_all = triton.compile
 
-    class Reached(Exception):
-        """Triton's own passes are behind us."""
-
-    def stop(*given: Any) -> None:
-        raise Reached
-
     def compile_first(*given: Any, **options: Any) -> None:
-        with pytest.raises(Reached):
+        with pytest.raises(offline.Reached):
             compile_all(*given, **options)
 
-    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
-    monkeypatch.setattr(CUDABackend, "make_llir", stop)
+    offline.stop_behind_triton(monkeypatch)
     monkeypatch.setattr(triton, "compile", compile_first)

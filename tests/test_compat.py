@@ -113,6 +113,25 @@ def test_other_nodes_have_neither() -> None:
     look(question)
 
 
+@probes("plain_source")
+def test_a_source_has_no_dictionaries_of_modules() -> None:
+    way = "L['self'].__dict__['_modules']['base'].__dict__['_parameters']['w'].__dict__['x']"
+    plain = "L['self']._modules['base']._parameters['w'].__dict__['x']"
+    assert compat.plain_source(way) == plain
+
+
+@probes("running_modules", "frame_variables")
+def test_what_runs_and_what_is_captured_is_known() -> None:
+    def question(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        return compat.running_modules(), compat.frame_variables()["L"]["self"]
+
+    (model,), captured = look(question)
+    assert captured is model
+    assert type(model) is Model
+    assert compat.running_modules() == []
+    assert compat.frame_variables() == {}
+
+
 @probes("inputs_from_other_graphs")
 def test_inputs_of_the_user_are_not_those_of_another_graph() -> None:
     def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -44,6 +44,7 @@ DOCUMENTED_KEYS = (
     "weights",
     "skip",
     "strict",
+    "passes",
     "verify",
     "verify.tolerance",
     "verify.folder",

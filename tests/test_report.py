@@ -11,7 +11,7 @@ import sympy
 from expecttest import assert_expected_inline
 
 from memeff_compile import report
-from memeff_compile.report import GraphReport, Record, Report, format_bytes
+from memeff_compile.report import GraphReport, LogitsUse, Record, Report, format_bytes
 
 N, V, D = (sympy.Symbol(name, integer=True, positive=True) for name in "NVD")
 SIZES = {"N": 8192, "V": 128256, "D": 2048}
@@ -56,9 +56,18 @@ def graph(*records: Record, name: str = "graph 0/0", training: bool = True) -> G
 
 
 def test_text_of_a_training_step() -> None:
-    text = str(Report((graph(REWROTE, DEFERRED), graph(DECLINED, name="graph 1/0"))))
+    report = Report((graph(REWROTE, DEFERRED), graph(DECLINED, name="graph 1/0")))
     assert_expected_inline(
-        text,
+        str(report),
+        """\
+memeff_compile: 2 graphs, 2 changes, 1 declined, 9.69 GiB never allocated
+changed: fuse_linear_cross_entropy in lm_head (7.77 GiB), defer_logits in lm_head (1.93 GiB)
+next: compute the softmax outside of the compiled function (fuse_linear_cross_entropy:
+  logits_reused, would save 3.91 GiB); read out.logits before the weights change; details() has
+  the rest.""",
+    )
+    assert_expected_inline(
+        report.details(),
         """\
 memeff_compile: 2 graphs, 2 changes, 1 declined, 9.69 GiB never allocated
 
@@ -92,9 +101,16 @@ graph 1/0 (training, 412 nodes, our passes 18 ms)
 
 
 def test_text_when_nothing_was_found() -> None:
-    text = str(Report((graph(training=False),)))
+    report = Report((graph(training=False),))
     assert_expected_inline(
-        text,
+        str(report),
+        """\
+memeff_compile: 1 graph, no changes
+changed: nothing
+next: nothing here is what a pass rewrites; details() has the graphs.""",
+    )
+    assert_expected_inline(
+        report.details(),
         """\
 memeff_compile: 1 graph, no changes
 
@@ -102,6 +118,104 @@ graph 0/0 (inference, 412 nodes, our passes 18 ms)
 
   The graph went on unchanged: no pass found anything to do here.""",
     )
+
+
+def test_text_of_what_went_wrong_comes_before_what_would_save() -> None:
+    failed = Record("backend", "mismatch", "verify_failed", "It differs.", "Please report it.")
+    report = Report((graph(DECLINED, failed),))
+    assert_expected_inline(
+        str(report),
+        """\
+memeff_compile: 1 graph, no changes, 1 declined
+changed: nothing
+next: Please report it (backend: verify_failed); details() has the rest.""",
+    )
+
+
+def test_graphs_without_a_record_are_one_line() -> None:
+    names = [f"graph {number}/0" for number in range(24)]
+    report = Report((*(graph(name=name) for name in names), graph(REWROTE, name="graph 45/0")))
+    text = report.details()
+    assert len(text.splitlines()) < 15
+    assert_expected_inline(
+        text[text.rindex("graph 0/0") :],
+        """\
+graph 0/0, graph 1/0, graph 2/0, graph 3/0, graph 4/0, graph 5/0, graph 6/0, graph 7/0 and 16
+more went on unchanged: no pass found anything to do there.""",
+    )
+
+
+def layers(count: int) -> list[Record]:
+    """Return what a pass says of the caches of many layers."""
+    said = replace(DEFERRED, pass_name="rewrite_kv_update", action="rewrote", code="rewrote")
+    return [replace(said, module=f"model.layers.{n}.self_attn") for n in range(count)]
+
+
+def test_layers_alike_are_one_in_the_text_and_all_in_the_json() -> None:
+    report = Report((graph(*layers(32)),))
+    assert_expected_inline(
+        str(report),
+        """\
+memeff_compile: 1 graph, 32 changes, 61.62 GiB never allocated
+changed: rewrite_kv_update in model.layers.0.self_attn and 31 more (61.62 GiB)
+next: nothing to do; details() has the rest.""",
+    )
+    assert_expected_inline(
+        report.details(),
+        """\
+memeff_compile: 1 graph, 32 changes, 61.62 GiB never allocated
+
+graph 0/0 (training, 412 nodes, our passes 18 ms)
+
+  rewrote    rewrite_kv_update in model.layers.0.self_attn and 31 more
+             model.py:7 in forward: logits = self.lm_head(h)
+             out.logits is computed from the hidden states on first use.
+             Saves 61.62 GiB, 1.93 GiB at each (1.96 GiB before, 32.0 MiB after): 2*N*V - 2*D*N
+             bytes with D = 2048, N = 8192, V = 128256.""",
+    )
+    data = json.loads(report.to_json())
+    modules = [record["module"] for record in data["graphs"][0]["records"]]
+    assert modules == [f"model.layers.{n}.self_attn" for n in range(32)]
+
+
+def test_a_record_of_several_places_names_them_all_in_the_json() -> None:
+    first, second, third = layers(3)
+    both = Report((graph(first.joined(second).joined(third)),))
+    record = json.loads(both.to_json())["graphs"][0]["records"][0]
+    assert record["also"] == ["model.layers.1.self_attn", "model.layers.2.self_attn"]
+    assert record["sites"] == 3
+    assert Report.from_json(both.to_json()) == both
+
+
+def test_a_line_of_the_users_is_quoted_once() -> None:
+    again = replace(DEFERRED, source=REWROTE.source)
+    text = " ".join(Report((graph(REWROTE, again), graph(again))).details().split())
+    assert text.count("loss = F.cross_entropy(self.lm_head(h), labels)") == 1
+    assert text.count("train.py:12 in forward") == 3
+
+
+def test_a_loss_outside_of_the_model_says_its_bytes() -> None:
+    use = LogitsUse({"cross_entropy": 3}, {}, 250 << 20)
+    report = Report((replace(graph(), logits=use),))
+    assert report.bytes_saved == 250 << 20
+    assert Report.from_json(report.to_json()) == report
+    assert_expected_inline(
+        str(report),
+        """\
+memeff_compile: 1 graph, no changes, 250.0 MiB never allocated
+changed: losses outside of the model (3 calls, 250.0 MiB of logits never built)
+next: nothing to do; details() has the rest.""",
+    )
+    assert "the logits of one are 250.0 MiB" in report.details()
+    use.count_computed("argmax")
+    assert report.bytes_saved == 0
+
+
+def test_a_notebook_shows_the_short_form_and_folds_in_the_rest() -> None:
+    shown = Report((graph(REWROTE),))._repr_html_()
+    assert shown.startswith("<pre>memeff_compile: 1 graph, 1 change")
+    assert "<details><summary>details</summary><pre>memeff_compile" in shown
+    assert "<b>" not in Report((graph(replace(REWROTE, sentence="<b>")),))._repr_html_()
 
 
 def test_text_before_anything_was_compiled_says_what_to_do() -> None:
@@ -157,7 +271,9 @@ def test_rewrites_counts_per_pass() -> None:
 
 
 def test_every_deferral_states_the_one_change_in_behaviour() -> None:
-    text = " ".join(str(Report((graph(DEFERRED),))).split())
+    found = Report((graph(DEFERRED),))
+    assert "read out.logits before the weights change" in " ".join(str(found).split())
+    text = " ".join(found.details().split())
     assert report.DEFERRED_SENTENCE in text
     assert "'memeff.logits': 'eager'" in text
 

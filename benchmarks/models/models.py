@@ -186,7 +186,7 @@ def measure(
         found.append(row | (run.result() if run in ready else run.row))
     if any(run.backend.startswith("memeff") for run in ready):
         report = memeff_compile.last_report()
-        print(report, file=sys.stderr)
+        print(report.details(), file=sys.stderr)
         for row in found:
             if row["backend"] == "memeff":
                 row["rewrites_of_all"] = report.rewrites("fuse_linear_cross_entropy")

@@ -316,7 +316,7 @@ def measure(options: argparse.Namespace) -> None:
         row["graphs"] = len(memeff_compile.graphs())
         rows.write(options.out, {**row, **result})
         if options.verbose:
-            print(memeff_compile.last_report())
+            print(memeff_compile.last_report().details())
         del model, ids, tokens
     clean()
 

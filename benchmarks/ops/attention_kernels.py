@@ -2,6 +2,7 @@
 
     python benchmarks/ops/attention_kernels.py
     python benchmarks/ops/attention_kernels.py --quick
+    python benchmarks/ops/attention_kernels.py --quick --tensors
     python benchmarks/ops/attention_kernels.py --sweep --shape causal-d128-4k
 
 Each case is one attention, bf16, with its mask as models have it. `sdpa` is PyTorch's
@@ -9,6 +10,10 @@ scaled_dot_product_attention: is_causal where the mask is causal and nothing els
 elsewhere (built beforehand, its making is not timed). `flex` is FlexAttention, compiled, with a
 block mask built beforehand. `chain` is what eager models compute under a softcap: matmul, softcap,
 mask, softmax, matmul. Ours gets what the mask says, and the time includes finding the tiles.
+
+Where the mask is a tensor (`tensor-...`, `--tensors` for these alone) ours gets that tensor and
+nothing else, and the time includes looking at it, once for forward and backward; `said` is the same
+op told that the mask is causal.
 
 Errors against float64, of the output and of the gradients, come first, on the first and last 256
 queries of one head; a method beyond the budget is not timed. Then the methods take turns: the
@@ -40,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import registry, rows, timing
 from benchmarks.registry import AttentionData, Case
 from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels.attention import attention, shapes, tiles
+from memeff_compile.kernels.attention import attention, attention_mask_tiles, shapes, tiles
 
 ERROR_BUDGET = 3e-2
 """Largest difference from float64 over the largest value of bf16's attention and gradients."""
@@ -54,8 +59,17 @@ LOOKED_AT = 256
 
 def ours(data: AttentionData) -> Tensor:
     """Attend with the op of the package."""
-    out, _ = attention(data.q, data.k, data.v, data.key_mask, data.ids, data.ids, **data.settings())
-    return out
+    if data.case.tensor:
+        codes = attention_mask_tiles(data.dense)
+        return attention(data.q, data.k, data.v, None, None, None, data.dense, codes)[0]
+    return said(data)
+
+
+def said(data: AttentionData) -> Tensor:
+    """Attend with the op of the package, told what the mask says."""
+    return attention(data.q, data.k, data.v, data.key_mask, data.ids, data.ids, **data.settings())[
+        0
+    ]
 
 
 def sdpa(data: AttentionData) -> Tensor:
@@ -85,6 +99,8 @@ def prepare_flex(data: AttentionData) -> Callable[[AttentionData], Tensor]:
     batch, _, _, length, _ = case.sizes
 
     def mask(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+        if data.blocks is not None:
+            return data.blocks[b, m // registry.BLOCK, n // registry.BLOCK]
         found = n <= m
         if case.window:
             found = found & (m - n < case.window)
@@ -97,7 +113,7 @@ def prepare_flex(data: AttentionData) -> Callable[[AttentionData], Tensor]:
     def capped(score: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         return case.softcap * torch.tanh(score / case.softcap)
 
-    rows_of_mask = batch if key_mask is not None else None
+    rows_of_mask = batch if key_mask is not None or data.blocks is not None else None
     device = data.q.device
     data.block_mask = create_block_mask(mask, rows_of_mask, None, length, length, device=device)
     torch._dynamo.reset()  # beyond a few shapes Dynamo gives up and runs it unfused
@@ -124,11 +140,11 @@ def methods(
     case = data.case
     found: dict[str, Callable[[AttentionData], Tensor]] = {"ours": ours}
     if not case.is_causal_alone():
-        batch = case.sizes[0] if data.key_mask is not None else 1
-        length = case.sizes[3]
-        data.dense = torch.stack([data.seen(b, 0, length) for b in range(batch)])[:, None]
+        data.dense = data.mask_as_tensor()
+    if case.tensor == "causal":
+        found["said"] = said
     found["chain" if case.softcap else "sdpa"] = chain if case.softcap else sdpa
-    if data.q.is_cuda and not options.no_flex:
+    if data.q.is_cuda and not options.no_flex and case.tensor not in ("lowest", "numbers"):
         found["flex"] = prepare_flex(data)
     return found
 
@@ -158,6 +174,9 @@ def errors(method: Callable[[AttentionData], Tensor], data: AttentionData) -> di
         score = exact[0][first:stop] @ exact[1].t() * data.q.shape[3] ** -0.5
         if data.case.softcap:
             score = data.case.softcap * torch.tanh(score / data.case.softcap)
+        added = data.added(batch, first, stop)
+        if added is not None:
+            score = score + added.double()
         weight = score.masked_fill(~seen & some, -math.inf).softmax(-1) * some
         wanted.append(weight @ exact[2])
         found.append(torch.where(some, out[batch, -1, first:stop].double(), 0.0))
@@ -259,7 +278,12 @@ def sweep_case(case: Case, options: argparse.Namespace) -> None:
     scale, softcap = q.shape[3] ** -0.5, settings["softcap"]
     bounds = (settings["ahead"], settings["behind"])
     given = Conditions(data.key_mask, data.ids, data.ids, *bounds, scale, softcap, mean=False)
-    plan = tiles.plan_for(q.shape[3], q.device, has_tables=given.has_tables())
+    if case.tensor:
+        mask = data.mask_as_tensor()
+        codes = attention_mask_tiles(mask)
+        given = Conditions(None, None, None, None, None, scale, 0.0, False, mask, codes)
+    has_tables = given.has_tables() or bool(case.tensor)
+    plan = tiles.plan_for(q.shape[3], q.device, has_tables=has_tables)
     out, lse = tiles.attend(q, k, v, given, plan=plan)
     whole = tiles.gradients(data.grad, q, k, v, out, lse, given, plan=plan)
     for kernel in options.kernels:
@@ -301,6 +325,7 @@ def main() -> None:
     )
     parser.add_argument("--size", choices=list(registry.ATTENTION_CASES), default="h200")
     parser.add_argument("--shape", action="append", help="a case by name; may be repeated")
+    parser.add_argument("--tensors", action="store_true", help="only masks that are tensors")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--sweep", action="store_true", help="try tiles; nothing is written")
     parser.add_argument("--kernels", nargs="+", choices=shapes.KERNELS, default=shapes.KERNELS)
@@ -317,6 +342,8 @@ def main() -> None:
         print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     for case in registry.ATTENTION_CASES[options.size]:
         if options.shape and case.name not in options.shape:
+            continue
+        if options.tensors and not case.tensor:
             continue
         (sweep_case if options.sweep else run_case)(case, options)
         gc.collect()

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import registry
 from benchmarks.timing import Repeated, waited
-from memeff_compile.kernels.coded_weight import codecs, reference, shapes
+from memeff_compile.kernels.coded_weight import codecs, encode_into, reference, shapes
 from memeff_compile.kernels.coded_weight.layout import CODECS, parse
 
 ONE_TOKEN = [(28672, 4096), (6144, 4096), (4096, 14336), (4096, 4096), (1024, 4096)]
@@ -54,7 +54,7 @@ def check() -> None:
             exact = torch.equal(bits(codecs.decode(parts, form, shape)), bits(weight))
             roomy = codecs.encode(weight, form, codecs.Room(0.1, 64))
             other = registry.hostile_weight(*shape, DEVICE)
-            fitted = codecs.encode_into(roomy, other, form)
+            fitted = encode_into(roomy, other, codec)
             again = torch.equal(bits(codecs.decode(roomy, form, shape)), bits(other))
             if not (all(same) and exact and fitted and again):
                 print("WRONG", shape, codec, same, exact, fitted, again)
@@ -234,7 +234,7 @@ def encode_times(weight: Tensor, codec: str) -> None:
         with using(setting):
             for name, call in (
                 ("encode", lambda: codecs.encode(weight, form)),
-                ("again", lambda: codecs.encode_into(parts, weight, form)),
+                ("again", lambda: encode_into(parts, weight, codec)),
             ):
                 middle = statistics.median(waited(call) for _ in range(5))
                 print(name, codec, f"{middle:.3f} ms", setting)

@@ -7,8 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from memeff_compile.errors import UnsupportedInputError
+
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
+
+
+def require(op: str, sentence: str | None) -> None:
+    """Raise if there is a sentence that says why an op cannot serve its inputs."""
+    if sentence is not None:
+        raise UnsupportedInputError(f"{op}: {sentence}")
 
 
 def short(dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from memeff_compile import compat
+from memeff_compile.errors import DoubleBackwardError
 
 Function: TypeAlias = Callable[..., Any]
 T = TypeVar("T")
@@ -54,6 +55,21 @@ def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[
         return lambda *args, **kwargs: function(arguments(*args, **kwargs))
 
     return [apart(function) for function in functions]
+
+
+def only_first(gradients: Function, refusal: str) -> Function:
+    """Return `gradients` for where a second derivative may be asked for: that is refused."""
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:  # noqa: ANN401
+            return gradients(*arguments)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ANN401
+            raise DoubleBackwardError(refusal)
+
+    return Once.apply
 
 
 def twin(of: Any, compute: Function, fake: Function) -> Any:  # noqa: ANN401 - two overloads

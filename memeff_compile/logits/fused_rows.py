@@ -136,6 +136,16 @@ class Head:
         nll, lse, logit_sum, *_ = op_folder.linear_cross_entropy(*given, **knobs, **wanted)
         return nll, lse, logit_sum
 
+    def entropies(self) -> tuple[Tensor, Tensor]:
+        """Return lse and entropy of every row."""
+        rows = torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
+        wanted = {"with_lse": True, "with_logit_sum": False, "with_entropy": True}
+        given = (*self._operands(), rows, None)
+        _, lse, _, entropy, *_ = op_folder.linear_cross_entropy(
+            *given, **self._knobs(None), **wanted
+        )
+        return lse, entropy
+
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = self.recipe.compute_dtype
         weight = self.weight.to(dtype)
@@ -156,14 +166,19 @@ class Head:
         }
 
 
+_OF_ROWS = ("nll", "lse", "total", "target", "row_lse", "plogp", "row_entropy")
+
+
 @dataclass(frozen=True)
 class FusedRows:
     """The gradient of some rows of logits z, or of log-probabilities, in factored form.
 
-    With p = softmax(z), per row and column j::
+    With p = softmax(z), H its entropy, per row and column j::
 
-        logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j)
-        log-probabilities:  outer * (                  - nll * [j = target] + total * w_j)
+        logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j
+                                     + plogp * p_j * (log p_j + H))
+        log-probabilities:  outer * (                  - nll * [j = target] + total * w_j
+                                     + plogp * p_j * (log p_j + 1))
     """
 
     head: Head  # the rows
@@ -177,6 +192,8 @@ class FusedRows:
     lse_of_ignored: bool = True  # `row_lse` holds in ignored rows too
     outer: float = 1.0  # what the gradient has been multiplied by on its way
     is_log: bool = False  # the rows are log-probabilities
+    plogp: Tensor | None = None  # one number per row, or None for zeros
+    row_entropy: Tensor | None = None  # entropy of the rows, where plogp is given
     versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -200,8 +217,7 @@ class FusedRows:
         return self._map(lambda x: x.reshape(tuple(rows)), head)
 
     def _map(self, function: Callable[[Tensor], Tensor], head: Head) -> FusedRows:
-        names = ("nll", "lse", "total", "target", "row_lse")
-        tensors = {name: getattr(self, name) for name in names}
+        tensors = {name: getattr(self, name) for name in _OF_ROWS}
         mapped: dict[str, Any] = {n: function(x) for n, x in tensors.items() if x is not None}
         return replace(self, head=head, **mapped)
 
@@ -219,7 +235,7 @@ class FusedRows:
         if any(part.ignore_index != first.ignore_index for part in parts):
             return None
         tensors: dict[str, Any] = {}
-        for name in ("nll", "lse", "total", "target", "row_lse"):
+        for name in _OF_ROWS:
             values = [getattr(part, name) for part in parts]
             present = [value for value in values if value is not None]
             if len(present) not in (0, len(parts)):
@@ -266,10 +282,16 @@ class FusedRows:
             nll=total("nll"),
             lse=total("lse"),
             total=total("total"),
+            plogp=total("plogp"),
+            row_entropy=other.row_entropy if self.row_entropy is None else self.row_entropy,
             row_lse=lse_from.row_lse,
             lse_of_ignored=lse_from.lse_of_ignored,
             outer=1.0,
         )
+
+    def of_p_log_p(self) -> FusedRows:
+        """Return the gradient of the log-probabilities l, where these rows are sums of l exp(l)."""
+        return replace(self, total=None, plogp=self.total)
 
     def before_log_softmax(self) -> FusedRows:
         """Return the gradient of the logits whose log-probabilities these rows are."""
@@ -299,11 +321,18 @@ class FusedRows:
             if not self.lse_of_ignored:
                 lse = lse.masked_fill(is_ignored, torch.inf)
         on_probability = [x for x in (nll, self.lse) if x is not None and not self.is_log]
-        if on_probability:
+        if on_probability or self.plogp is not None:
             if self.head.use is not None:
                 self.head.use.count_computed("gradient of the logits")
-            grad = self._logits().to(wide).sub_(lse.unsqueeze(-1)).exp_()
-            grad.mul_(sum(on_probability[1:], on_probability[0]).unsqueeze(-1))
+            logs = self._logits().to(wide).sub_(lse.unsqueeze(-1))
+            factor = sum(on_probability, torch.zeros_like(lse)).unsqueeze(-1)
+            if self.plogp is not None:
+                # A class of probability 0 adds 0.
+                further = torch.ones_like(lse) if self.is_log else self.row_entropy
+                assert further is not None
+                slant = logs.clamp(min=-1e4).add_(further.unsqueeze(-1))
+                factor = factor + slant.mul_(self.plogp.unsqueeze(-1))
+            grad = logs.exp_().mul_(factor)
         else:
             shape = (*lse.shape, self.head.vocabulary)
             grad = torch.zeros(shape, dtype=wide, device=lse.device)
@@ -332,9 +361,9 @@ class FusedRows:
         assert between, "steps outside the graph are casts and scales"
         scale = self.outer / between
         zeros = torch.zeros_like(self.row_lse)
-        nll, lse, total = (
+        nll, lse, total, plogp = (
             None if x is None else x if scale == 1 else x * scale
-            for x in (self.nll, self.lse, self.total)
+            for x in (self.nll, self.lse, self.total, self.plogp)
         )
         target = self.target
         if target is None:
@@ -352,10 +381,13 @@ class FusedRows:
             "column_weight": self.column_weight,
             "lse": self.row_lse,
         }
+        if plogp is not None and self.row_entropy is not None:
+            given |= {"grad_entropy": -plogp, "entropy": self.row_entropy}
         # What the op can do besides was not asked of its forward, and is empty here.
         grad_hidden, grad_weight, grad_bias = op_folder.linear_cross_entropy_backward(
             *(given.get(name, nothing) for name in _BACKWARD_TENSORS),
             **head._knobs(self.ignore_index),
+            with_entropy=plogp is not None,
             with_lse=self.lse_of_ignored,
             with_logit_sum=total is not None,
             output_mask=[needed[0], needed[1], any(needed[2:])],

@@ -17,7 +17,7 @@ tensors in their own right: gathered, summed or handed to `nll_loss` they are ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from memeff_compile.logits.source import reading_for
 
 if TYPE_CHECKING:
     from memeff_compile.logits.tensor import DeferredLogits
+    from memeff_compile.report import LogitsUse
 
 __all__ = ["SERVED", "Declined"]
 
@@ -191,8 +192,120 @@ class _LogSoftmax(torch.autograd.Function):
         return dense.to(ctx.dtype), None
 
 
+class _Exp(torch.autograd.Function):
+    """From deferred log-probabilities to deferred probabilities."""
+
+    @staticmethod
+    def forward(ctx: Any, logs: DeferredLogits) -> DeferredLogits:
+        ctx.set_materialize_grads(False)
+        ctx.logs = _Kept.of(ctx, logs)
+        return logs.copied(logs.recipe.then("exp"), torch.exp)
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        logs: _Kept = ctx.logs
+        ctx.logs = logs.after_a_backward()
+        return None if grad is None else _dense(grad) * logs.values(ctx.saved_tensors).exp()
+
+
+class _PLogP(torch.autograd.Function):
+    """From probabilities and their logarithms, both deferred, to deferred products of the two."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: DeferredLogits, logs: DeferredLogits) -> DeferredLogits:
+        ctx.logs, ctx.probs, ctx.is_watched = _Kept.of(ctx, logs), probs, False
+        return logs.copied(logs.recipe.then("times_exp"), lambda x: x.exp() * x)
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        if ctx.probs is not None:  # hooks there see a gradient of their own
+            ctx.is_watched = bool(ctx.probs._backward_hooks) or ctx.probs.retains_grad
+        logs: _Kept = ctx.logs
+        ctx.probs, ctx.logs = None, logs.after_a_backward()
+        if isinstance(grad, RowGradient) and grad.is_fused and not ctx.is_watched:
+            # What comes by the probabilities is in it, too.
+            pieces = tuple(
+                Piece(cast("FusedRows", piece.rows).of_p_log_p(), piece.steps)
+                for piece in grad.pieces
+            )
+            return None, RowGradient(grad.shape, pieces, grad)
+        values = logs.values(ctx.saved_tensors)
+        return _dense(grad) * values, _dense(grad) * values.exp()
+
+
+class _NegativeEntropy(torch.autograd.Function):
+    """From deferred p log p to their sum over the classes."""
+
+    @staticmethod
+    def forward(ctx: Any, terms: DeferredLogits, logs: DeferredLogits) -> Tensor:
+        head = logs.head
+        lse, entropy = head.entropies()
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(head.hidden, head.weight, head.bias, *head.vectors, lse, entropy)
+            ctx.recipe, ctx.settings, ctx.use = head.recipe, head.settings, head.use
+            ctx.shape, ctx.dtype = terms.dims, terms.dtype
+        return -entropy
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            return grad.to(ctx.dtype).unsqueeze(-1).expand(ctx.shape), None
+        hidden, weight, bias, *vectors, lse, entropy = ctx.saved_tensors
+        head = Head(hidden, weight, bias, tuple(vectors), ctx.recipe, ctx.settings, ctx.use)
+        rows = FusedRows(
+            head, None, None, grad, None, None, None, lse, is_log=True, row_entropy=entropy
+        )
+        like = hidden.new_empty(0, dtype=ctx.dtype)
+        return RowGradient(ctx.shape, (Piece(rows, ()),), like), None
+
+
+class _Kept(NamedTuple):
+    """Deferred log-probabilities of which a backward pass may need the values."""
+
+    view: DeferredLogits | None
+    recipe: LogitsRecipe
+    written_by: Any
+    use: LogitsUse | None
+
+    @classmethod
+    def of(cls, ctx: Any, logs: DeferredLogits) -> _Kept | None:
+        """Save what the values come from, and return the rest."""
+        if not any(ctx.needs_input_grad):
+            return None
+        head = logs.head
+        ctx.save_for_backward(head.hidden, head.weight, head.bias, *head.vectors)
+        return cls(logs, logs.recipe, _written_by(logs), head.use)
+
+    def after_a_backward(self) -> _Kept:
+        """Return what is kept of it: the hidden states are autograd's to free."""
+        return self if torch.is_grad_enabled() else self._replace(view=None)
+
+    def values(self, made_of: Sequence[Tensor | None]) -> Tensor:
+        """Return the values of then, with a graph of their own where one is asked for."""
+        if torch.is_grad_enabled():
+            return _plain_for_second_derivative(self, made_of)
+        memory = None if self.view is None else self.view.memory
+        value = None if memory is None or memory.is_open else memory.value
+        if value is not None:
+            return value
+        if self.use is not None:
+            self.use.count_computed("the backward pass of exp")
+        hidden, weight, bias, *vectors = cast("list[Tensor]", made_of)
+        return self.recipe.logits(hidden, weight, bias, vectors)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.dense() if isinstance(grad, RowGradient) else grad
+
+
 _rows = cast("Callable[..., tuple[Tensor, Tensor, Tensor]]", _Rows.apply)
 _log_soft = cast("Callable[..., DeferredLogits]", _LogSoftmax.apply)
+_exponential = cast("Callable[..., DeferredLogits]", _Exp.apply)
+_products = cast("Callable[..., DeferredLogits]", _PLogP.apply)
+_negative_entropy = cast("Callable[..., Tensor]", _NegativeEntropy.apply)
 
 
 def _written_by(view: Tensor) -> Any:
@@ -287,7 +400,8 @@ def _served(
     source.require_unchanged()
     result = _rows(view, target, ignore_index, column_weight, with_lse, with_sum, of_ignored)
     if source.use is not None:
-        source.use.count_fused(spelling)
+        rows = view.rows.shape[:-1].numel()
+        source.use.count_fused(spelling, rows * view.head.vocabulary * view.dtype.itemsize)
     return result
 
 
@@ -493,11 +607,57 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) 
     return (lse.unsqueeze(-1) if keepdim else lse).to(dtype)
 
 
+def _exp(input: Any, *, out: Any = None) -> Any:
+    """Probabilities, from what is a log_softmax and nothing behind it."""
+    if not _is_deferred(input) or input.recipe.steps[-1:] != (("log_softmax", None),):
+        return NotImplemented
+    is_last = input.order is None and out is None
+    if not is_last or _result_dtype("exp", input, torch.exp) != input.dtype:
+        return NotImplemented
+    _check(input, None)
+    result = _exponential(input)
+    result.log_probs = input
+    return result
+
+
+def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
+    """p log p, of the very log-probabilities that the probabilities came from."""
+    for probs, logs in ((input, other), (other, input)):
+        if not _is_deferred(probs) or probs.log_probs is not logs or out is not None:
+            continue
+        if probs.recipe.steps[-1:] != (("exp", None),) or probs.lost_factors() is not None:
+            continue
+        _check(logs, None)
+        result = _products(probs, logs)
+        result.log_probs = logs
+        return result
+    return NotImplemented
+
+
+def _entropy(
+    input: Any, logs: DeferredLogits, dim: Any, keepdim: bool, dtype: torch.dtype | None
+) -> Any:
+    """The sum of p log p over the classes."""
+    if input.recipe.steps[-1:] != (("times_exp", None),) or input.lost_factors() is not None:
+        return NotImplemented
+    _need(_last(input, dim), "an entropy over another dimension")
+    _need(dtype is None or dtype.is_floating_point, "sum in another dtype")
+    _check(logs, None)
+    logs.memory.source.require_unchanged()
+    result = dtype or _result_dtype("sum", input, lambda x: x.sum(-1))
+    total = _negative_entropy(input, logs)
+    if logs.memory.source.use is not None:
+        logs.memory.source.use.count_fused("entropy")
+    return (total.unsqueeze(-1) if keepdim else total).to(result)
+
+
 def _sum(
     input: Any, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, out: Any = None
 ) -> Any:
     if not _is_deferred(input):
         return NotImplemented
+    if input.log_probs is not None and out is None:
+        return _entropy(input, input.log_probs, dim, keepdim, dtype)
     folded = fold_recipe(input.recipe)
     if isinstance(folded, str) or folded.factor is None:
         return NotImplemented
@@ -541,6 +701,8 @@ SERVED: dict[Any, Callable[..., Any]] = {
         _take_along_dim: (torch.take_along_dim, torch.Tensor.take_along_dim),
         _get_item: (torch.Tensor.__getitem__,),
         _logsumexp: (torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp),
+        _exp: (torch.exp, torch.Tensor.exp),
+        _mul: (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.multiply),
         _sum: (torch.sum, torch.Tensor.sum),
         _mean: (torch.mean, torch.Tensor.mean),
     }.items()

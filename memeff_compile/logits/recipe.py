@@ -36,7 +36,7 @@ __all__ = [
     "given_sizes",
 ]
 
-_STEPS = ("to", "mul", "div", "tanh", "bias", "log_softmax")
+_STEPS = ("to", "mul", "div", "tanh", "bias", "log_softmax", "exp", "times_exp")
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,9 @@ class LogitsRecipe:
         steps: pointwise steps behind the product, in order: ("to", dtype), ("mul", number),
             ("div", number), ("tanh", None) and ("bias", None), which adds the next of `vectors`.
             A bias step that changes the dtype names the new one: ("bias", torch.float32).
-            ("log_softmax", None) is a step of what code outside the graph made of the logits; the
-            recipes of graphs, which are the ones that know gradients, have none.
+            ("log_softmax", None) is a step of what code outside the graph made of the logits, and
+            so are ("exp", None) and ("times_exp", None), x * exp(x), behind it; the recipes of
+            graphs, which are the ones that know gradients, have none.
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -180,6 +181,8 @@ class LogitsRecipe:
                     tanhs.append(value)
             elif name == "log_softmax":
                 value = value.log_softmax(-1)
+            elif name in ("exp", "times_exp"):
+                value = value.exp() if name == "exp" else value.exp() * value
             else:
                 value = value + next(remaining)
         assert value.dtype == self.dtype, f"recipe says {self.dtype}, product gave {value.dtype}"

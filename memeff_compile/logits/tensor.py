@@ -71,6 +71,7 @@ class DeferredLogits(LazyTensor):
     offset: int
     order: tuple[int, ...] | None  # of dimensions, where the vocabulary has left the last place
     window: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None  # of what is no rows: a view
+    log_probs: DeferredLogits | None  # of which these are the probabilities, or p log p
     _is_reordered: bool  # the rows are not in the order of the memory
     _row_hook: Any
 
@@ -87,6 +88,7 @@ class DeferredLogits(LazyTensor):
         self.memory, self.rows, self.own, self._row_hook = memory, rows, None, None
         self.dims, self.strides, self.offset = size, stride, offset
         self.order, self.window, self._is_reordered = None, None, False
+        self.log_probs = None
         return self
 
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .compress_kv_cache import CompressKVCache
 from .defer_logits import DeferLogits
 from .encode_weights import EncodeWeights
@@ -30,3 +32,9 @@ PASSES: tuple[GraphPass, ...] = (
     KeepRotaryTables(),  # for Inductor alone, which would compute them in each layer
     TernarizeLinear(),  # linears of models trained with ternary weights
 )
+
+
+def in_order(ours: Sequence[GraphPass], theirs: Sequence[GraphPass]) -> tuple[GraphPass, ...]:
+    """Return our passes with a user's before and behind them."""
+    before = [each for each in theirs if each.when == "before"]
+    return (*before, *ours, *(each for each in theirs if each not in before))

@@ -23,15 +23,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import coded_kv_cache as op_folder
-from .attention.cached import (
-    MAX_CHAIN,
-    CachedPass,
-    CachedSite,
-    advice,
-    attention_calls,
-    held_scale,
-    unserved_setting,
-)
+from .attention import cached
 from .attention.repeated_heads import without_repeat
 from .graph.base import Decline, Done, Gain
 from .graph.canonical import read_one
@@ -42,7 +34,7 @@ _POOL = len(op_folder.POOL)
 
 
 @dataclass
-class Site(CachedSite):
+class Site(cached.CachedSite):
     """One attention over a dense view: its call, the view, and what stands between."""
 
     view: Node
@@ -52,7 +44,7 @@ class Site(CachedSite):
         return [info.tensor(node) for node in self.view.args[:_POOL]]
 
 
-class CompressKVCache(CachedPass):
+class CompressKVCache(cached.CachedPass):
     name = "compress_kv_cache"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
@@ -61,7 +53,7 @@ class CompressKVCache(CachedPass):
         if not views:
             return
         served = set()
-        for node, call in attention_calls(info):
+        for node, call in cached.attention_calls(info):
             found = {_behind(info, call.args[name])[0] for name in ("key", "value")}
             for view in views:
                 if view in found:
@@ -74,7 +66,7 @@ class CompressKVCache(CachedPass):
     def check(self, info: GraphInfo, match: Site) -> Decline | None:
         match.call = read_one(match.node) or match.call
         return (
-            unserved_setting(info, match, "give a mask")
+            cached.unserved_setting(info, match, "give a mask")
             or _unserved(info, match)
             or _disturbed(info, match)
         )
@@ -109,7 +101,7 @@ class CompressKVCache(CachedPass):
         chains = [node for name in ("key", "value") for node in _behind(info, given[name])[1]]
         *pool, told, _ = match.view.args  # the norms last
         compat.hold_constant(told)
-        settings = (_bits(match.view), given["attn_mask"], held_scale(match.call))
+        settings = (_bits(match.view), given["attn_mask"], cached.held_scale(match.call))
         with editor.at(match.node):
             op = op_folder.coded_kv_cache_attention
             out = editor.call(op, given["query"], *pool, *settings)
@@ -117,7 +109,9 @@ class CompressKVCache(CachedPass):
         match.owned = [match.node, *chains, match.view]
         query = info.value(given["query"])
         is_one_row = query.is_cuda and compat.statically_true(query.shape[0] == 1)
-        return Done(match.node, _sentence(info, match), inductor=advice(is_one_row=is_one_row))
+        return Done(
+            match.node, _sentence(info, match), inductor=cached.advice(is_one_row=is_one_row)
+        )
 
 
 def _is_view(node: Node) -> bool:
@@ -133,7 +127,7 @@ def _bits(view: Node) -> int | None:
 def _behind(info: GraphInfo, node: Any) -> tuple[Node | None, list[Node]]:
     """Strip what repeats the heads; return the view behind, if it is one, and the nodes between."""
     chain: list[Node] = []
-    for _ in range(MAX_CHAIN):
+    for _ in range(cached.MAX_CHAIN):
         if not isinstance(node, Node):
             break
         if node.target is operator.getitem and _is_view(node.args[0]):  # type: ignore[arg-type]
@@ -236,7 +230,7 @@ def _disturbed(info: GraphInfo, match: Site) -> Decline | None:
 
 def _leads_to(node: Node, end: Node) -> bool:
     """Return whether all that uses `node` ends in `end`, a few steps away."""
-    for _ in range(MAX_CHAIN):
+    for _ in range(cached.MAX_CHAIN):
         if node is end:
             return True
         if len(node.users) != 1:

@@ -30,14 +30,7 @@ from .. import compat
 from .graph.base import Decline, Done, GraphPass
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo
-from .losses.outputs import (
-    Returned,
-    check_returned,
-    is_unused,
-    returned_logits,
-    rewrite,
-    stale_sentence,
-)
+from .losses import outputs
 
 OUTSIDE_SENTENCE = (
     "This graph has no loss: one that is computed from out.logits outside (cross_entropy, "
@@ -50,25 +43,25 @@ class DeferLogits(GraphPass):
 
     name = "defer_logits"
 
-    def find(self, info: GraphInfo) -> Iterable[Returned]:
+    def find(self, info: GraphInfo) -> Iterable[outputs.Returned]:
         """Yield one match per head whose logits are only returned."""
-        return [match for match in returned_logits(info) if is_unused(info, match)]
+        return [match for match in outputs.returned_logits(info) if outputs.is_unused(info, match)]
 
-    def check(self, info: GraphInfo, match: Returned) -> Decline | None:
-        return check_returned(info, match)
+    def check(self, info: GraphInfo, match: outputs.Returned) -> Decline | None:
+        return outputs.check_returned(info, match)
 
-    def places(self, match: Returned) -> Sequence[Node]:
+    def places(self, match: outputs.Returned) -> Sequence[Node]:
         """Return the head."""
         return [match.head]
 
-    def rewrite(self, info: GraphInfo, match: Returned, editor: Editor) -> Done:
+    def rewrite(self, info: GraphInfo, match: outputs.Returned, editor: Editor) -> Done:
         """Return hidden states in the place of the logits."""
         for step in (s for o in match.outputs for s in o.chain.steps):
             compat.hold_constant(step.symbol)
-        plan, _ = rewrite(info, match.outputs, editor)
-        sentence = f"{stale_sentence(match.outputs[0])}. {OUTSIDE_SENTENCE}"
+        plan, _ = outputs.rewrite(info, match.outputs, editor)
+        sentence = f"{outputs.stale_sentence(match.outputs[0])}. {OUTSIDE_SENTENCE}"
         return Done(match.head, sentence, [], plan, "deferred", "logits_deferred")
 
-    def dead(self, match: Returned) -> Sequence[Node]:
+    def dead(self, match: outputs.Returned) -> Sequence[Node]:
         steps = (step.node for output in match.outputs for step in output.chain.steps)
         return [match.head, *dict.fromkeys(steps)]

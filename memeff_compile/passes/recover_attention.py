@@ -9,7 +9,8 @@ The mask's part of the graph is read as a formula over batch, query and key inde
 mask_algebra, mask_forms), not matched node by node, and a call is changed only where the formula is
 proved to be what the call says instead, for all sizes the graph is compiled for. What PyTorch's
 call cannot say (padding, packed sequences, windows, softcaps) memeff::attention can, where it has a
-kernel (told_to_op). Everything else is named in the report and left alone.
+kernel (told_to_op); any other mask of a call it reads when it runs. Everything else is named in the
+report and left alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from .attention.mask_forms import Form, form_of
 from .attention.mask_reader import Mask, reader_of
 from .attention.repeated_heads import REPEATS, without_repeat
 from .attention.sites import Site, find_sites, subclass
-from .attention.told_to_op import Said, said_for, sentence, why_not_here, write
+from .attention.told_to_op import (
+    Said,
+    said_for,
+    sentence,
+    sentence_of_mask,
+    why_not_here,
+    why_not_read,
+    write,
+)
 from .attention.torch_kernels import kernels_chosen, laid_out_as, why_not_fused, why_not_grouped
 from .graph.base import Decline, Done, GraphPass
 from .graph.canonical import aten, named, read, read_one
@@ -131,7 +140,10 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
         return subclass(kind, site.node)
     asked = _asked(info, site)
     if isinstance(asked, Decline):
-        return asked
+        reason = why_not_read(info, site)
+        if not reason:
+            return _as_read(info, site)
+        return replace(asked, sentence=f"{asked.sentence}: kept, {reason}", node=site.node)
     form, mask = asked
     masking = None if site.softcap else _masking(info, site, form)
     if masking is None:
@@ -167,20 +179,33 @@ def _as_call(
 
 def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
     """Return the plan of a call of memeff::attention, or why there is none."""
-    reason = why_not_here(info, site) if form.is_sayable else ""
+    if not form.is_sayable:
+        reason = why_not_read(info, site)
+        return _kept(site, form, reason) if reason else _as_read(info, site)
+    reason = why_not_here(info, site)
     if reason:
         return _kept(site, form, reason)
     said = said_for(info, site, form, mask)
     if isinstance(said, str):
-        return _kept(site, form, said)
+        reason = why_not_read(info, site)
+        return _kept(site, form, f"{said}, and {reason}") if reason else _as_read(info, site)
     if isinstance(said, Decline):
         return replace(said, node=site.node)
+    return _told(info, site, said, sentence(info, site, said, form, _shown(info, site)))
+
+
+def _as_read(info: GraphInfo, site: Site) -> Plan | Decline:
+    """Return the plan of a call of memeff::attention that reads the mask when it runs."""
+    read = Said(reads_mask=True)
+    return _told(info, site, read, sentence_of_mask(info, site, _shown(info, site)))
+
+
+def _told(info: GraphInfo, site: Site, said: Said, what: str) -> Plan | Decline:
     chosen = kernels_chosen(info, site.node)
     if chosen is not None:
         return chosen
     bases, expansion = _bases(info, site)
-    shown = "" if site.mask is None else f"mask {_sizes(info.tensor(site.mask))}"
-    parts = [sentence(info, site, said, form, shown)]
+    parts = [what]
     if bases is not None:
         parts.append("keys and values are not expanded")
     elif expansion is not None:
@@ -200,7 +225,7 @@ def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[s
         if compat.statically_true(queries == 1) or not compat.statically_true(keys > queries):
             return site.causal, None, []
         return True, queries, ["no query reaches the keys beyond the last query: they are cut off"]
-    shown = f"mask {_sizes(info.tensor(site.mask))}"
+    shown = _shown(info, site)
     if not form.is_plain or form.window is not None:
         return None
     if form.causal is None and form.keys is None:
@@ -215,6 +240,10 @@ def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[s
         what = f"{shown} is causal and reaches {queries} of {keys} keys"
         return True, queries, [f"{what}: dropped, is_causal=True over these"]
     return None
+
+
+def _shown(info: GraphInfo, site: Site) -> str:
+    return "" if site.mask is None else f"mask {_sizes(info.tensor(site.mask))}"
 
 
 def _sizes(tensor: torch.Tensor | None) -> str:

@@ -29,15 +29,7 @@ from torch.fx import Node
 
 from .. import compat
 from ..kernels import kv_cache as op_folder
-from .attention.cached import (
-    MAX_CHAIN,
-    CachedPass,
-    CachedSite,
-    advice,
-    attention_calls,
-    held_scale,
-    unserved_setting,
-)
+from .attention import cached
 from .attention.repeated_heads import without_repeat
 from .graph.base import Decline, Done, Gain
 from .graph.canonical import aten, named, read, read_one
@@ -74,7 +66,7 @@ class Visible:
 
 
 @dataclass
-class Site(CachedSite):
+class Site(cached.CachedSite):
     """One attention over caches that this graph has written to: keys and values, where both were
     read, and what the queries see, where that was.
     """
@@ -90,7 +82,7 @@ class Site(CachedSite):
         return self.visible
 
 
-class RewriteKVUpdate(CachedPass):
+class RewriteKVUpdate(cached.CachedPass):
     name = "rewrite_kv_update"
 
     def find(self, info: GraphInfo) -> Iterable[Site | Decline]:
@@ -99,7 +91,7 @@ class RewriteKVUpdate(CachedPass):
         if not writes:
             return
         inputs = _storages(info, info.gm.graph.nodes)
-        for node, call in attention_calls(info):
+        for node, call in cached.attention_calls(info):
             before = (w for w in writes if w.position < info.positions[node])
             storages = inputs & _storages(info, (t for w in before for t in w.targets), any_op=True)
             if all(_reads_from(info, call.args[name], storages) for name in ("key", "value")):
@@ -116,7 +108,7 @@ class RewriteKVUpdate(CachedPass):
         match.caches = tuple(cache for cache in read if cache is not None)
         match.visible = _visible(info, match)
         return (
-            unserved_setting(info, match, _NO_CAUSAL)
+            cached.unserved_setting(info, match, _NO_CAUSAL)
             or _unserved(info, match)
             or _changed_meanwhile(info, match)
             or _without_gain(info, match)
@@ -155,7 +147,7 @@ class RewriteKVUpdate(CachedPass):
             mask = visible.mask
             last = _bound(editor, visible) if mask is None else _last(info, editor, match)
             taken = (match.call.args["query"], key.node, value.node, last, mask)
-            out = editor.call(op_folder.kv_cache_attention, *taken, held_scale(match.call))
+            out = editor.call(op_folder.kv_cache_attention, *taken, cached.held_scale(match.call))
             if _is_laid_out_by_head(info, match.node):
                 out = editor.call(aten.clone.default, out, memory_format=torch.contiguous_format)
         editor.replace(match.node, out)
@@ -185,7 +177,7 @@ def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -
 
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
     """Return whether ``node`` is in one of ``storages``, or a copy of what is, a few steps away."""
-    for _ in range(MAX_CHAIN):
+    for _ in range(cached.MAX_CHAIN):
         value = info.tensor(node)
         if value is None or not compat.is_fake(value):
             return False
@@ -203,7 +195,7 @@ def _cache(info: GraphInfo, node: Node, storages: frozenset[int]) -> Cache | Non
     """Strip what repeats the heads, and name the cache behind; None for any other form."""
     chain: list[Node] = []
     repeat: Any = 1
-    for _ in range(MAX_CHAIN):
+    for _ in range(cached.MAX_CHAIN):
         stripped = without_repeat(info, node)
         if stripped is None:
             value = info.tensor(node)
@@ -275,7 +267,7 @@ def _counts_keys(info: GraphInfo, node: Node, keys: Any) -> bool:
     value = info.tensor(node)
     if value is None or not same_shape(value.shape, (*[1] * (value.dim() - 1), keys)):
         return False
-    for _ in range(MAX_CHAIN):
+    for _ in range(cached.MAX_CHAIN):
         held = info.tensor(node)
         # Views keep the order; all the keys must be there at every step, in a type that holds them.
         if held is None or held.dtype not in _INDICES or not same_shape(held.shape[-1:], (keys,)):
@@ -517,7 +509,7 @@ def _advice(info: GraphInfo, match: Site) -> dict[str, Any]:
     query = info.value(match.call.args["query"])
     has_one_row = same_shape((query.shape[0], query.shape[2]), (1, 1))
     is_on_gpu = op_folder.engine_for(query.device, query.dtype) != "reference"
-    return advice(is_one_row=has_one_row and is_on_gpu)
+    return cached.advice(is_one_row=has_one_row and is_on_gpu)
 
 
 def _sentence(info: GraphInfo, match: Site) -> str:

@@ -20,10 +20,10 @@ from .. import backend, compat
 from ..errors import ExplainError, MemeffError, first_line
 from ..kernels.device import planned_for
 from ..options import Options
-from ..passes import PASSES
-from ..passes.graph.graph_info import clean_module_path
+from ..passes import PASSES, in_order
+from ..passes.graph.module_names import clean_module_path
 from ..passes.graph.pipeline import enforce_strict, run
-from ..report import GraphReport, Record
+from ..report import GraphReport
 from .depth import copied_with
 from .sizes import BATCH, LENGTH, Sizes, Told, tensors_in
 
@@ -57,8 +57,6 @@ class Capture:
     # the calls of the graphs, in order; blocks may share one
     calls: list[GraphCall] = field(default_factory=list)
     reports: list[GraphReport] = field(default_factory=list)  # what the passes did to each graph
-    # the places of each graph whose records were counted into one
-    counted: list[tuple[Record, ...]] = field(default_factory=list)
     # the number of classes of every loss, rewritten or not
     classes: set[int] = field(default_factory=set)
     # per graph, what each node calls and the sizes of its value
@@ -168,10 +166,9 @@ def capture(
             _attend_as_a_gpu_does(gm)
         unchanged = copy.deepcopy(gm)
         with planned_for(torch.device(device, 0)):
-            outcome = run(gm, PASSES, options)
+            outcome = run(gm, in_order(PASSES, options.passes), options)
             enforce_strict(options, outcome.report)
         found.reports.append(outcome.report)
-        found.counted.append(outcome.counted)
         if not reports_alone:
             original = copy.deepcopy(unchanged)
             found.before.append(_pair(compat.inductor_graphs(original, example_inputs)))

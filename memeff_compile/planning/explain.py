@@ -9,7 +9,7 @@ the buffers of the graphs that Inductor would compile are replayed with and with
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -115,7 +115,10 @@ class _Captured(NamedTuple):
 def _captures(model: Any, call: _Call, said: Progress) -> _Captured:  # noqa: ANN401
     """Capture a model with few of its blocks, or whole where it does not run with fewer."""
     stacks = stacks_of(model)
-    if isinstance(model, nn.Module) and any(stack.is_short for stack in stacks):
+    asked = [path for paths in call.options.skip.values() for path in paths]
+    asked += [] if isinstance(call.options.attention, str) else list(call.options.attention)
+    is_of_blocks = any(char.isdecimal() for path in asked for char in path)  # each has its number
+    if any(stack.is_short for stack in stacks) and not is_of_blocks:
         try:
             return _captured(shortened(model, stacks), stacks, call, said)
         except ExplainError:
@@ -172,24 +175,27 @@ def _constants(model: object) -> set[int]:
 def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
     """Return the report with the places of all blocks, of which those captured are some."""
 
-    def renamed(path: str) -> tuple[str, int]:
-        """Return a path in the whole model, and how many like it there are."""
+    def all_like(path: str) -> list[str]:
+        """Return the paths in the whole model that one in the captured model stands for."""
         for stack in stacks:
             head, _, rest = path.removeprefix(f"{stack.path}.").partition(".")
             if path.startswith(f"{stack.path}.") and head.isdecimal():
                 alike = stack.alike(int(head))
-                return f"{stack.path}.{alike[0]}.{rest}".rstrip("."), len(alike)
-        return path, 1
+                return [f"{stack.path}.{index}.{rest}".rstrip(".") for index in alike]
+        return [path]
 
-    def of_all(record: Record, counted: tuple[Record, ...]) -> Record:
-        places = [c for c in counted if record.says_the_same_as(c)] or [record]
-        sites = sum(place.sites * renamed(place.module)[1] for place in places)
-        return replace(record, module=renamed(record.module)[0], sites=sites)
+    def of_all(record: Record) -> Iterator[Record]:
+        first, *also = paths = [p for m in (record.module, *record.also) for p in all_like(m)]
+        if record.sites > 1:
+            sites = record.sites * len(paths) // (1 + len(record.also))
+            yield replace(record, module=first, also=tuple(also), sites=sites)
+        else:
+            yield from (replace(record, module=path) for path in paths)
 
     return Report(
         tuple(
-            replace(graph, records=tuple(of_all(record, counted) for record in graph.records))
-            for graph, counted in zip(captured.reports, captured.counted, strict=True)
+            replace(graph, records=tuple(each for r in graph.records for each in of_all(r)))
+            for graph in captured.reports
         )
     )
 
@@ -300,7 +306,7 @@ class Explanation:
             f"{stack.path}: {stack.depth} blocks, read off {len(stack.kept)}"
             for stack in self.stacks
         ]
-        texts = [f"{self.name}: {'; '.join(parts)}", str(self.report)]
+        texts = [f"{self.name}: {'; '.join(parts)}", self.report.details()]
         if plan is not None:
             texts.append(f"Predicted memory of a step. B = batch per GPU, L = length.\n{plan}")
             texts += [

@@ -18,7 +18,7 @@ from ..kernels import embedding as embedding_folder
 from ..kernels import gated_linear as gated_folder
 from ..kernels import linear_cross_entropy as op_folder
 from ..kernels.device import planned_for
-from ..passes.graph.graph_info import clean_module_path
+from ..passes.graph.module_names import clean_module_path
 from .capture import Capture, Graphs
 from .depth import Stack
 from .setting import Facts, Footprint, Moment

@@ -121,7 +121,9 @@ class _Verifier:
         changes = [r for r in self.graph_report.records if r.action in report.CHANGES]
         done = [f"{r.pass_name}{f' in {r.module}' if r.module else ''}" for r in changes]
         rewrites, names = ", ".join(done) or "none", {r.pass_name for r in changes}
-        switches = dict(SWITCHES[name] for name in PASS_NAMES if name in names)
+        switches: dict[str, object] = dict(SWITCHES[name] for name in PASS_NAMES if name in names)
+        if names - set(PASS_NAMES):
+            switches["memeff.passes"] = []
         where = write(comparison, verdict.mismatches, self.graph_report.name, args)
         code, who = "verify_failed", "The rewritten graph does not compute what the original does"
         hint = (

@@ -52,5 +52,5 @@ def test_a_measurement_finds_every_setting_right_and_decides(cache: Path) -> Non
     model = ToyModel().to(DEVICE, torch.bfloat16)
     options = {"memeff.inner": "aot_eager"}
     torch.compile(model, backend="memeff", options=options)(torch.arange(32, device=DEVICE))
-    report = " ".join(str(memeff_compile.last_report()).split())
+    report = " ".join(memeff_compile.last_report().details().split())
     assert "; measured on this GPU on 2026-11-21" in report

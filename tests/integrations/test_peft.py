@@ -74,7 +74,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("make", "asked"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("make", "asked"),
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if "tied" in name else ())
+        for name, case in CASES.items()
+    ],
+)
 def test_only_the_gradients_that_someone_trains_are_computed(make: Any, asked: list[bool]) -> None:
     reference, model = make(), make()
     expected, _ = step(reference)
@@ -96,3 +102,14 @@ def test_an_adapted_head_is_declined_with_a_reason() -> None:
     assert "adds to the logits" in memeff_compile.last_report().records[0].sentence
     assert torch.equal(out.loss, expected.loss)
     assert_same_gradients(gradients(model), gradients(reference))
+
+
+def test_skip_and_report_know_the_head_by_its_name() -> None:
+    model = adapted("q_proj")
+    (head,) = (name for name, _ in model.named_modules() if name.endswith("lm_head"))
+    model.compile(backend="memeff", options={**OPTIONS, "memeff.skip": head})
+    step(model)
+    assert codes() == {"skipped"}
+    assert {record.module for record in memeff_compile.last_report().records} == {
+        "base_model.model"
+    }

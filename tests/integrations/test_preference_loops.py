@@ -111,6 +111,30 @@ def sums_row_by_row(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - sums
 
 
+def with_entropy_by_chunks(logits: Tensor, tokens: Tensor) -> Tensor:
+    """As TRL's `selective_log_softmax` and `entropy_from_logits` have it, at a temperature."""
+    logits = logits / 0.7
+    entropies = []
+    for chunk in logits.reshape(-1, logits.shape[-1]).split(4):
+        every = F.log_softmax(chunk, dim=-1)
+        entropies.append(-(torch.exp(every) * every).sum(-1))
+    entropy = torch.cat(entropies).reshape(logits.shape[:-1])
+    return sums_row_by_row(logits, tokens) + 0.01 * entropy
+
+
+def with_a_masked_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        certain = with_entropy_by_chunks(logits, tokens) < -4
+    return sums_row_by_row(logits, tokens) * certain
+
+
+def entropy_of_some_rows(logits: Tensor, tokens: Tensor) -> Tensor:
+    every = logits[:, :3].log_softmax(-1)
+    first = -(every.exp() * every).sum(-1)
+    every = logits[:, 5:6].log_softmax(-1)
+    return first.sum(-1) - (every.exp() * every).sum(-1).sum(-1)
+
+
 def with_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
     every = logits.log_softmax(-1)
     entropy = -(every.exp() * every).sum(-1)
@@ -123,8 +147,11 @@ def with_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
         (row_by_row, {"rewrote"}),
         (at_once, {"rewrote"}),
         (with_temperature, {"rewrote"}),
-        (sums_row_by_row, set()),
+        (sums_row_by_row, {"rewrote"}),
         (with_entropy, {"rewrote"}),
+        (with_entropy_by_chunks, {"rewrote"}),
+        (with_a_masked_entropy, {"rewrote"}),
+        (entropy_of_some_rows, {"rewrote"}),
     ],
 )
 def test_which_spellings_of_the_log_probabilities_are_fused(

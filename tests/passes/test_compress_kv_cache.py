@@ -69,7 +69,9 @@ def run(
     for a, b in zip(*pools, strict=True):
         assert torch.equal(a, b)
     report = memeff_compile.last_report()
-    assert not [r for r in report.records if r.action in ("internal_error", "failed")], str(report)
+    assert not [r for r in report.records if r.action in ("internal_error", "failed")], (
+        report.details()
+    )
     return [(r.action, r.code) for r in report.records if r.pass_name == NAME]
 
 

@@ -336,10 +336,10 @@ REFUSALS = [
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda r: r.function.__name__)
 def test_refusal_is_explained_and_equals_eager(refusal: Refusal) -> None:
     outcome = compare_with_eager(refusal.function, *inputs(), rtol=1e-6, **refusal.settings)
-    assert outcome.fired == 0, str(outcome.report)
+    assert outcome.fired == 0, outcome.report.details()
     record = outcome.declined(refusal.code)
     assert_explains(record, refusal)
-    assert len(outcome.codes) == 1, str(outcome.report)
+    assert len(outcome.codes) == 1, outcome.report.details()
 
 
 def assert_explains(record: Record, refusal: Refusal) -> None:

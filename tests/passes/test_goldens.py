@@ -59,7 +59,7 @@ def report() -> str:
         replace(g, seconds=0.0, records=tuple(replace(r, source="") for r in g.records))
         for g in memeff_compile.last_report().graphs
     ]
-    return str(Report(tuple(graphs)))
+    return Report(tuple(graphs)).details()
 
 
 def plain(toy: Toy, hidden: Tensor, labels: Tensor) -> Tensor:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -113,7 +114,7 @@ def report() -> str:
         replace(g, seconds=0.0, records=tuple(replace(r, source="") for r in g.records))
         for g in memeff_compile.last_report().graphs
     ]
-    return str(replace(memeff_compile.last_report(), graphs=tuple(graphs)))
+    return replace(memeff_compile.last_report(), graphs=tuple(graphs)).details()
 
 
 def test_static_cache_layer() -> None:
@@ -213,3 +214,27 @@ graph(
     %15: f32[2, 1, 32] = aten.linear(%14, o.weight)
     return (%15)""",
     )
+
+
+class Stack(nn.Module):
+    """A decoding model: layers of one kind, each with buffers of its own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(BufferLayer() for _ in range(count))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, positions)
+        return x
+
+
+def test_many_layers_are_one_entry_and_the_json_has_each() -> None:
+    run(Stack(32), torch.tensor([3]))
+    found = memeff_compile.last_report()
+    assert found.rewrites("rewrite_kv_update") == 32
+    assert len(str(found).splitlines()) == 3
+    assert len(found.details().splitlines()) <= 20
+    assert "rewrite_kv_update in layers.0 and 31 more" in found.details()
+    records = json.loads(found.to_json())["graphs"][0]["records"]
+    assert [r["module"] for r in records] == [f"layers.{n}" for n in range(32)]

@@ -709,8 +709,8 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_near_miss_equals_eager(case: Case) -> None:
     outcome = compare_with_eager(case.function, *head_inputs())
-    assert outcome.fired == case.fires, str(outcome.report)
-    assert outcome.codes == ([case.code] if case.code else []), str(outcome.report)
+    assert outcome.fired == case.fires, outcome.report.details()
+    assert outcome.codes == ([case.code] if case.code else []), outcome.report.details()
 
 
 # --- logits that are returned ---------------------------------------------------------------------------
@@ -800,7 +800,7 @@ RETURNED: dict[Function, tuple[int, list[str]]] = {
 def test_returned_logits_equal_eager(function: Function) -> None:
     fires, codes = RETURNED[function]
     outcome = compare_with_eager(function, *head_inputs())
-    assert (outcome.fired, outcome.codes) == (fires, codes), str(outcome.report)
+    assert (outcome.fired, outcome.codes) == (fires, codes), outcome.report.details()
 
 
 @pytest.mark.parametrize("function", [returned, returned_in_part, returned_of_two_heads])
@@ -867,7 +867,7 @@ def test_symbolic_sizes_equal_eager(function: Function) -> None:
         return function(h, head[0], head[1], y)
 
     outcome = compare_with_eager(with_parameters, h, y, dynamic=True)
-    assert outcome.fired == 1, str(outcome.report)
+    assert outcome.fired == 1, outcome.report.details()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -911,7 +911,7 @@ def test_softcap_of_a_config_stays_a_number_when_everything_is_dynamic() -> None
 
     h, _, _, y = head_inputs()
     outcome = compare_with_eager(function, h, y, dynamic=True)
-    assert outcome.fired == 1, str(outcome.report)
+    assert outcome.fired == 1, outcome.report.details()
     compiled = torch.compile(
         function, backend="memeff", dynamic=True, options={"memeff.inner": "eager"}
     )

@@ -423,7 +423,7 @@ def test_a_table_names_levels_by_module_and_call() -> None:
 def test_verify_compares_the_formula_and_not_the_codes() -> None:
     _, records = run(attend, *qkv(), verify="raise")
     assert [r.action for r in records] == ["rewrote"]
-    text = " ".join(str(memeff_compile.last_report()).split())
+    text = " ".join(memeff_compile.last_report().details().split())
     assert "agree" in text
     assert "memeff.attention computes in low bits" in text
 

@@ -248,7 +248,8 @@ def test_the_report_counts_the_places_of_all_blocks() -> None:
     assert [stack.kept for stack in found.stacks] == [(0, 1, 8)]
     records = [r for r in found.report.records if r.pass_name == "recover_attention"]
     assert sum(record.sites for record in records) == 9
-    assert "and 8 more" in str(found.report)
+    assert "and 8 more" in found.report.details()
+    assert {p for r in records for p in (r.module, *r.also)} == {f"blocks.{i}" for i in range(9)}
 
 
 # --- progress -------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def compare_with_eager(
             torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, equal_nan=True)
     report = memeff_compile.last_report()
     assert report.graphs, "nothing was compiled"
-    assert not [r for r in report.records if r.action == "internal_error"], str(report)
+    assert not [r for r in report.records if r.action == "internal_error"], report.details()
     return Outcome(report)
 
 

@@ -139,3 +139,58 @@ def dense_with_gradients(case: Case, grad: Tensor) -> tuple[Tensor, ...]:
 def largest(tensor: Tensor) -> float:
     """Return the largest absolute value, 0 for no values."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+MASKS = (
+    "random",
+    "blocks of each head",
+    "causal",
+    "causal, lowest number",
+    "causal, minus infinity in bf16",
+    "blocks, lowest number, rows without keys",
+    "numbers",
+    "keys alone",
+    "queries alone",
+    "transposed",
+    "nothing shown",
+)
+
+
+def drawn_mask(kind: str, batch: int, heads: int, queries: int, keys: int, seed: int = 0) -> Tensor:
+    """Return a mask as a tensor, (batch or 1, heads or 1, queries or 1, keys or 1)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def share(below: float, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator) < below
+
+    lowest = torch.finfo(torch.float32).min
+    blocks = share(0.5, batch, heads, -(-queries // 64), -(-keys // 64))
+    blocks = blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :queries, :keys]
+    causal = torch.ones(1, 1, queries, keys, dtype=torch.bool).tril()
+    match kind:
+        case "random":
+            return share(0.3, batch, 1, queries, keys)
+        case "blocks of each head":
+            return blocks
+        case "causal":
+            return causal
+        case "causal, lowest number":
+            return torch.where(causal, 0.0, lowest)
+        case "causal, minus infinity in bf16":
+            return torch.where(causal, 0.0, -math.inf).bfloat16()
+        case "blocks, lowest number, rows without keys":
+            found = torch.where(blocks, 0.0, lowest)
+            found[0, 0, queries // 2] = lowest
+            found[-1, -1, -1] = -math.inf
+            return found
+        case "numbers":
+            return torch.randn(1, heads, queries, keys, generator=generator)
+        case "keys alone":
+            return share(0.4, batch, 1, 1, keys)
+        case "queries alone":
+            return share(0.4, batch, 1, queries, 1)
+        case "transposed":
+            return share(0.4, batch, 1, keys, queries).transpose(2, 3)
+        case "nothing shown":
+            return torch.zeros(1, 1, queries, keys, dtype=torch.bool)
+    raise AssertionError(kind)

@@ -32,6 +32,31 @@ def gpus(*capabilities: int) -> list[Any]:
     return [each if each == HOPPER else pytest.param(each, marks=slow) for each in capabilities]
 
 
+def twice(*case: Any) -> list[Any]:
+    """Return a test's parameters for Triton's own passes alone, and for all, which is slow."""
+    name = "-".join(map(str, case))
+    return [
+        pytest.param(*case, marks=pytest.mark.triton_alone, id=f"{name}-Triton alone"),
+        pytest.param(*case, marks=pytest.mark.slow, id=name),
+    ]
+
+
+class Reached(Exception):
+    """Triton's own passes are behind us."""
+
+
+def stop_behind_triton(patch: pytest.MonkeyPatch) -> None:
+    """Let compiling raise `Reached` where LLVM and ptxas would start: six parts in seven of it."""
+    import triton
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    def stop(*given: Any) -> None:
+        raise Reached
+
+    patch.setattr(triton.knobs.compilation, "always_compile", True)
+    patch.setattr(CUDABackend, "make_llir", stop)
+
+
 def shared_of(capability: int) -> int:
     """Return the bytes of shared memory that a block may use, as of 89 for 8.9."""
     return gpu_of(divmod(capability, 10)).shared

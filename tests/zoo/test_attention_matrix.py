@@ -444,10 +444,14 @@ def test_a_diffusion_transformer_attends_as_before(name: str, padded: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("attention", "trains"),
-    [("eager", True), pytest.param("sdpa", False, marks=pytest.mark.slow)],
+    ("name", "attention", "trains"),
+    [
+        ("ViT", "eager", True),
+        pytest.param("DeiT", "eager", True, marks=pytest.mark.slow),
+        *[pytest.param(name, "sdpa", False, marks=pytest.mark.slow) for name in ("ViT", "DeiT")],
+    ],
 )
-def test_image_encoders_attend_as_before(attention: str, trains: bool) -> None:
+def test_image_encoders_attend_as_before(name: str, attention: str, trains: bool) -> None:
     sizes = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -460,26 +464,23 @@ def test_image_encoders_attend_as_before(attention: str, trains: bool) -> None:
         "attn_implementation": attention,
     }
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    for name in ("ViT", "DeiT"):
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{name}Config")(**sizes)
-        model = getattr(transformers, f"{name}ForImageClassification")(config).train(trains)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = getattr(transformers, f"{name}ForImageClassification")(config).train(trains)
 
-        def step(forward: Any, model: nn.Module = model) -> Result:
-            model.zero_grad(set_to_none=True)
-            out = forward(pixel_values=pixels, labels=torch.tensor([0, 1]))
-            out.loss.backward()
-            gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-            return [(out.logits + 0).detach(), torch.cat(gradients)]
+    def step(forward: Any) -> Result:
+        model.zero_grad(set_to_none=True)
+        out = forward(pixel_values=pixels, labels=torch.tensor([0, 1]))
+        out.loss.backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        return [(out.logits + 0).detach(), torch.cat(gradients)]
 
-        for ours, theirs in zip(step(compiled(model)), step(model), strict=True):
-            assert largest(ours - theirs) <= ROUNDING * largest(theirs)
-        codes = {
-            r.code
-            for r in memeff_compile.last_report().records
-            if r.pass_name == "recover_attention"
-        }
-        assert codes == {"rewrote"} if attention == "eager" else codes <= {"rewrote"}
+    for ours, theirs in zip(step(compiled(model)), step(model), strict=True):
+        assert largest(ours - theirs) <= ROUNDING * largest(theirs)
+    codes = {
+        r.code for r in memeff_compile.last_report().records if r.pass_name == "recover_attention"
+    }
+    assert codes == {"rewrote"} if attention == "eager" else codes <= {"rewrote"}
 
 
 @pytest.mark.slow

@@ -80,9 +80,9 @@ def check(name: str, attention: str, side: str, mode: str, *, is_checkpointed: b
         for ours, theirs in zip(found[part], expected[part], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6 * largest)
     report = memeff_compile.last_report()
-    assert not [r for r in report.records if r.action == "internal_error"], str(report)
+    assert not [r for r in report.records if r.action == "internal_error"], report.details()
     declined = [r for r in report.records if r.pass_name == NAME and r.action == "declined"]
-    assert not declined, str(report)
+    assert not declined, report.details()
     return "\n".join(graph.after for graph in memeff_compile.graphs())
 
 

@@ -20,6 +20,9 @@ class Conditions:
         scale: factor of the scores.
         softcap: c > 0 makes a score c * tanh(score / c); 0 leaves it.
         mean: a query without any key that counts gets the mean of all values instead of zeros.
+        mask: bool or floating (B or 1, H or 1, M or 1, N or 1): true where a key counts, or what is
+            added to the score; then nothing above it decides. None for none.
+        mask_tiles: what `mask_tiles.classify` says of the mask, or None.
     """
 
     key_mask: Tensor | None
@@ -30,6 +33,13 @@ class Conditions:
     scale: float
     softcap: float
     mean: bool
+    mask: Tensor | None = None
+    mask_tiles: Tensor | None = None
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether the mask is added to the scores."""
+        return self.mask is not None and self.mask.dtype.is_floating_point
 
     def has_tables(self) -> bool:
         """Say whether anything but the positions decides."""

@@ -3,10 +3,12 @@
 A dense mask is B x M x N numbers that each layer reads again, and a chain of matmul, softcap, mask
 and softmax builds as many per head. Nearly all masks of models are one of a few conditions, or
 several of them at once: a key stands no further ahead than so much, no further behind than so much,
-is no padding, and belongs to the document of its query.
+is no padding, and belongs to the document of its query. Any other mask is read where it stands,
+tile by tile.
 
     attention            softmax attention over the keys for which all given conditions hold
     attention_backward   the gradients of q, k and v; the scores are computed again, tile by tile
+    attention_mask_tiles   which tiles of a mask are empty, which full, found on the GPU
 
 Query heads that share a key head read it where it is.
 """
@@ -17,12 +19,15 @@ from memeff_compile.kernels.attention.memory import backward_bytes as backward_b
 from memeff_compile.kernels.attention.memory import bounds_bytes as bounds_bytes
 from memeff_compile.kernels.attention.memory import bytes_after as bytes_after
 from memeff_compile.kernels.attention.memory import bytes_before as bytes_before
+from memeff_compile.kernels.attention.memory import lists_bytes as lists_bytes
 from memeff_compile.kernels.attention.memory import mask_bytes as mask_bytes
+from memeff_compile.kernels.attention.memory import mask_tiles_bytes as mask_tiles_bytes
 from memeff_compile.kernels.attention.op import EMPTY_ROWS as EMPTY_ROWS
 from memeff_compile.kernels.attention.op import ENGINES as ENGINES
 from memeff_compile.kernels.attention.op import MAX_DEPTH as MAX_DEPTH
 from memeff_compile.kernels.attention.op import attention as attention
 from memeff_compile.kernels.attention.op import attention_backward as attention_backward
+from memeff_compile.kernels.attention.op import attention_mask_tiles as attention_mask_tiles
 from memeff_compile.kernels.attention.op import engine_for as engine_for
 from memeff_compile.kernels.attention.op import served as served
 from memeff_compile.kernels.attention.op import supports as supports

@@ -11,6 +11,8 @@ from typing import TypeAlias
 import sympy
 import torch
 
+from memeff_compile.kernels.attention.mask_tiles import TILE
+
 Size: TypeAlias = sympy.Expr | int
 
 
@@ -65,3 +67,33 @@ def bounds_bytes(batch: Size, length: Size, *, tile: Size) -> sympy.Expr:
     Example: bounds_bytes(4, 2048, tile=128) == 16 * 4 * 16.
     """
     return 16 * sympy.sympify(batch) * sympy.ceiling(sympy.sympify(length) / tile)
+
+
+def mask_tiles_bytes(batch: Size, heads: Size, queries: Size, keys: Size) -> sympy.Expr:
+    """Return the bytes of the codes of a mask's tiles, kept for the backward.
+
+    Args:
+        batch, heads, queries, keys: sizes of the mask, 1 where it is broadcast.
+
+    Example: mask_tiles_bytes(4, 1, 2048, 2048) == 4 * 32 * 32.
+    """
+    tiles = [sympy.ceiling(sympy.sympify(size) / TILE) for size in (queries, keys)]
+    return sympy.sympify(batch) * heads * tiles[0] * tiles[1]
+
+
+def lists_bytes(
+    batch: Size, heads: Size, ours: Size, others: Size, *, tile: tuple[Size, Size]
+) -> sympy.Expr:
+    """Return the bytes of a kernel's lists of the tiles that it visits, under such a mask.
+
+    Args:
+        batch, heads: sizes of the mask, 1 where it is broadcast.
+        ours, others: M and N, or N and M in the kernel of the gradients of k and v.
+        tile: places per tile, of ours and of others.
+
+    Example: lists_bytes(4, 1, 2048, 2048, tile=(128, 64)) == 4 * 4 * 16 * 34.
+    """
+    counts = [
+        sympy.ceiling(sympy.sympify(n) / size) for n, size in zip((ours, others), tile, strict=True)
+    ]
+    return 4 * sympy.sympify(batch) * heads * counts[0] * (2 + counts[1])

@@ -14,6 +14,7 @@ from torch import Tensor
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
 from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.attention import reference
+from memeff_compile.kernels.attention.mask_tiles import classify, table_shape
 from memeff_compile.kernels.checks import INDICES, short, two_dtypes, unlike_heads
 from memeff_compile.kernels.device import (
     kernels_need,
@@ -38,18 +39,22 @@ ENGINES = {
 
 _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
 _COMPLIANT = (torch.Tag.pt2_compliant_tag,)
+_Tables = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? key_mask=None, Tensor? query_ids=None, "
-    "Tensor? key_ids=None, *, SymInt? ahead=None, SymInt? behind=None, float? scale=None, "
+    "Tensor? key_ids=None, Tensor? mask=None, Tensor? mask_tiles=None, *, SymInt? ahead=None, "
+    "SymInt? behind=None, float? scale=None, "
     'float softcap=0.0, str empty_rows="zeros") -> (Tensor out, Tensor lse)',
     tags=_COMPLIANT,
 )
 _LIBRARY.define(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor? key_mask, Tensor? query_ids, Tensor? key_ids, SymInt? ahead, SymInt? behind, "
-    "float? scale, float softcap, str empty_rows) -> (Tensor, Tensor, Tensor)",
+    "Tensor? key_mask, Tensor? query_ids, Tensor? key_ids, Tensor? mask, Tensor? mask_tiles, "
+    "SymInt? ahead, SymInt? behind, float? scale, float softcap, str empty_rows) "
+    "-> (Tensor, Tensor, Tensor)",
     tags=_COMPLIANT,
 )
+_LIBRARY.define("attention_mask_tiles(Tensor mask) -> Tensor", tags=_COMPLIANT)
 
 
 def supports(
@@ -59,7 +64,11 @@ def supports(
     key_mask: Tensor | None = None,
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_tiles: Tensor | None = None,
     *,
+    ahead: int | None = None,
+    behind: int | None = None,
     softcap: float = 0.0,
     empty_rows: str = "zeros",
 ) -> str | None:
@@ -70,6 +79,9 @@ def supports(
         k, v: (B, G, N, D), H a multiple of G.
         key_mask: bool (B or 1, N).
         query_ids, key_ids: int32 or int64 (B or 1, M) and (B or 1, N).
+        mask: bool or floating (B or 1, H or 1, M or 1, N or 1), alone.
+        mask_tiles: what `attention_mask_tiles` gives for it.
+        ahead, behind: the bounds.
         softcap: 0 for none.
         empty_rows: one of `EMPTY_ROWS`.
 
@@ -80,6 +92,8 @@ def supports(
         or unlike_heads({"q": q, "k": k, "v": v})
         or _unlike_shapes(q, k, v)
         or _unlike_tables(q, k, key_mask, query_ids, key_ids)
+        or _unlike_mask(q, k, mask, mask_tiles)
+        or _not_alone(mask, (key_mask, query_ids, ahead, behind), softcap, empty_rows)
     )
 
 
@@ -135,20 +149,58 @@ def _unlike_tables(
     return two_dtypes("query_ids", query_ids.dtype, "key_ids", key_ids.dtype)
 
 
+def _unlike_mask(q: Tensor, k: Tensor, mask: Tensor | None, codes: Tensor | None) -> str | None:
+    if mask is None:
+        return None if codes is None else "mask_tiles is given without mask; both are needed."
+    is_number = mask.dtype == torch.bool or mask.dtype.is_floating_point
+    if not is_number or mask.dim() != 4 or mask.device != q.device:
+        return (
+            f"mask is {short(mask.dtype)} with {mask.dim()} dimensions on {mask.device}; bool or a "
+            f"floating dtype of (batch, heads, queries, keys), each of them or 1, on {q.device} is "
+            "needed."
+        )
+    wanted = (*q.shape[:3], k.shape[2])
+    if any(size not in (1, full) for size, full in zip(mask.shape, wanted, strict=True)):
+        return f"mask is {_shape(mask)}; {wanted} is needed, or 1 in the place of any of them."
+    if codes is None or (codes.dtype == torch.uint8 and codes.shape == table_shape(mask)):
+        return None
+    return (
+        f"mask_tiles is {short(codes.dtype)} of {_shape(codes)}; what attention_mask_tiles(mask) "
+        f"gives is needed, uint8 of {table_shape(mask)}."
+    )
+
+
+def _not_alone(
+    mask: Tensor | None, others: tuple[Any, ...], softcap: float, empty_rows: str
+) -> str | None:
+    if mask is None:
+        return None
+    if empty_rows != "zeros" or any(each is not None for each in others):
+        return (
+            "mask is given with another condition or with empty_rows; it decides alone: put the "
+            "condition into the mask."
+        )
+    if softcap and mask.dtype.is_floating_point:
+        return f"mask is {short(mask.dtype)} and softcap {softcap}; under a softcap bool is needed."
+    return None
+
+
 def _shape(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape)
 
 
-def _require_support(
-    name: str,
-    operands: tuple[Tensor, Tensor, Tensor],
-    tables: tuple[Tensor | None, Tensor | None, Tensor | None],
-    softcap: float,
-    empty_rows: str,
-) -> None:
-    sentence = supports(*operands, *tables, softcap=softcap, empty_rows=empty_rows)
+def _given(
+    name: str, operands: tuple[Tensor, Tensor, Tensor], tables: _Tables, settings: tuple[Any, ...]
+) -> Conditions:
+    """Return the conditions of a call, or raise where it is not supported."""
+    ahead, behind, scale, softcap, empty_rows = settings
+    told = {"ahead": ahead, "behind": behind, "softcap": softcap, "empty_rows": empty_rows}
+    sentence = supports(*operands, *tables, **told)
     if sentence is not None:
         raise UnsupportedInputError(f"{name}: {sentence}")
+    factor = operands[0].shape[3] ** -0.5 if scale is None else scale
+    is_mean = empty_rows == "mean"
+    return Conditions(*tables[:3], ahead, behind, factor, softcap, is_mean, *tables[3:])
 
 
 def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
@@ -192,6 +244,8 @@ def _forward(
     key_mask: Tensor | None = None,
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_tiles: Tensor | None = None,
     *,
     ahead: int | None = None,
     behind: int | None = None,
@@ -199,9 +253,9 @@ def _forward(
     softcap: float = 0.0,
     empty_rows: str = "zeros",
 ) -> tuple[Tensor, Tensor]:
-    tables = (key_mask, query_ids, key_ids)
-    _require_support("attention", (q, k, v), tables, softcap, empty_rows)
-    given = _conditions(q, tables, ahead, behind, scale, softcap, empty_rows)
+    tables = (key_mask, query_ids, key_ids, mask, mask_tiles)
+    settings = (ahead, behind, scale, softcap, empty_rows)
+    given = _given("attention", (q, k, v), tables, settings)
     with without_autocast(q.device.type):
         found: tuple[Tensor, Tensor] = _engine(q, k).attend(q, k, v, given)
     return found
@@ -214,6 +268,8 @@ def _fake_forward(
     key_mask: Tensor | None = None,
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+    mask_tiles: Tensor | None = None,
     *,
     ahead: int | None = None,
     behind: int | None = None,
@@ -221,10 +277,12 @@ def _fake_forward(
     softcap: float = 0.0,
     empty_rows: str = "zeros",
 ) -> tuple[Tensor, Tensor]:
-    del ahead, behind, scale
-    tables = (key_mask, query_ids, key_ids)
-    _require_support("attention", (q, k, v), tables, softcap, empty_rows)
-    return _heads_inside(q, q.dtype), q.new_empty(q.shape[:3], dtype=_sum_dtype(q.dtype))
+    tables = (key_mask, query_ids, key_ids, mask, mask_tiles)
+    settings = (ahead, behind, scale, softcap, empty_rows)
+    given = _given("attention", (q, k, v), tables, settings)
+    planes = (2,) if given.is_bias else ()
+    lse = q.new_empty((*planes, *q.shape[:3]), dtype=_sum_dtype(q.dtype))
+    return _heads_inside(q, q.dtype), lse
 
 
 def _backward(
@@ -237,15 +295,17 @@ def _backward(
     key_mask: Tensor | None,
     query_ids: Tensor | None,
     key_ids: Tensor | None,
+    mask: Tensor | None,
+    mask_tiles: Tensor | None,
     ahead: int | None,
     behind: int | None,
     scale: float | None,
     softcap: float,
     empty_rows: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tables = (key_mask, query_ids, key_ids)
-    _require_support("attention_backward", (q, k, v), tables, softcap, empty_rows)
-    given = _conditions(q, tables, ahead, behind, scale, softcap, empty_rows)
+    tables = (key_mask, query_ids, key_ids, mask, mask_tiles)
+    settings = (ahead, behind, scale, softcap, empty_rows)
+    given = _given("attention_backward", (q, k, v), tables, settings)
     with without_autocast(q.device.type):
         found: tuple[Tensor, Tensor, Tensor] = _engine(q, k).gradients(
             grad_out, q, k, v, out, lse, given
@@ -263,29 +323,37 @@ def _fake_backward(
     key_mask: Tensor | None,
     query_ids: Tensor | None,
     key_ids: Tensor | None,
+    mask: Tensor | None,
+    mask_tiles: Tensor | None,
     ahead: int | None,
     behind: int | None,
     scale: float | None,
     softcap: float,
     empty_rows: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del grad_out, out, lse, ahead, behind, scale
-    tables = (key_mask, query_ids, key_ids)
-    _require_support("attention_backward", (q, k, v), tables, softcap, empty_rows)
+    tables = (key_mask, query_ids, key_ids, mask, mask_tiles)
+    settings = (ahead, behind, scale, softcap, empty_rows)
+    given = _given("attention_backward", (q, k, v), tables, settings)
+    del grad_out, out, lse, given
     return _heads_inside(q, q.dtype), _heads_inside(k, k.dtype), _heads_inside(v, v.dtype)
 
 
-def _conditions(
-    q: Tensor,
-    tables: tuple[Tensor | None, Tensor | None, Tensor | None],
-    ahead: int | None,
-    behind: int | None,
-    scale: float | None,
-    softcap: float,
-    empty_rows: str,
-) -> Conditions:
-    factor = q.shape[3] ** -0.5 if scale is None else scale
-    return Conditions(*tables, ahead, behind, factor, softcap, empty_rows == "mean")
+def _mask_tiles(mask: Tensor) -> Tensor:
+    _require_mask(mask)
+    return classify(mask)
+
+
+def _fake_mask_tiles(mask: Tensor) -> Tensor:
+    _require_mask(mask)
+    return mask.new_empty(table_shape(mask), dtype=torch.uint8)
+
+
+def _require_mask(mask: Tensor) -> None:
+    if mask.dim() != 4 or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+        raise UnsupportedInputError(
+            f"attention_mask_tiles: mask is {short(mask.dtype)} with {mask.dim()} dimensions; bool "
+            "or a floating dtype of (batch, heads, queries, keys) is needed."
+        )
 
 
 def _heads_inside(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -305,6 +373,11 @@ def _setup_context(
     output: tuple[Tensor, Tensor],
 ) -> None:
     q, k, v, *tables = inputs
+    if any(ctx.needs_input_grad[6:7]):  # what is not given has no place there
+        raise UnsupportedInputError(
+            "attention: mask needs a gradient, and the op has none for it. Detach the mask, or "
+            "compile with options={'memeff.attention': 'off'}."
+        )
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
@@ -316,14 +389,14 @@ def _setup_context(
 def _link(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     del grad_lse
     if grad is None:
-        return (None,) * 6
+        return (None,) * 8
     if torch.is_grad_enabled():  # create_graph=True
         found = _Once.apply(grad, *ctx.saved_tensors, *ctx.settings)  # type: ignore[no-untyped-call]
     else:
         found = torch.ops.memeff.attention_backward.default(grad, *ctx.saved_tensors, *ctx.settings)
     needed = ctx.needs_input_grad
     gradients = (each if need else None for each, need in zip(found, needed[:3], strict=True))
-    return (*gradients, None, None, None)
+    return (*gradients, *5 * [None])
 
 
 class _Once(torch.autograd.Function):
@@ -343,11 +416,14 @@ class _Once(torch.autograd.Function):
 
 _LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("attention_mask_tiles", _mask_tiles, "CompositeExplicitAutograd")
 torch.library.register_fake("memeff::attention", _fake_forward, lib=_LIBRARY)
 torch.library.register_fake("memeff::attention_backward", _fake_backward, lib=_LIBRARY)
+torch.library.register_fake("memeff::attention_mask_tiles", _fake_mask_tiles, lib=_LIBRARY)
 torch.library.register_autograd(
     "memeff::attention", _link, setup_context=_setup_context, lib=_LIBRARY
 )
 
 attention = torch.ops.memeff.attention.default
 attention_backward = torch.ops.memeff.attention_backward.default
+attention_mask_tiles = torch.ops.memeff.attention_mask_tiles.default

@@ -46,8 +46,24 @@ class _Operands:
         score = _product(rows, self.k[:, :, keys].transpose(2, 3)) * self.given.scale
         if self.given.softcap:
             score = self.given.softcap * torch.tanh(score / self.given.softcap)
+        if self.given.mask is not None:
+            mask = self._mask(first, stop)
+            if not self.given.is_bias:
+                return score, mask, keys
+            score = score + mask.to(score.dtype)
+            return score, score != -math.inf, keys
         counts = self.given.counts(first, stop, low, high, self.q.device)
         return score, counts[:, None, None], keys
+
+    def _mask(self, first: int, stop: int) -> Tensor:
+        """Return the rows of the mask that are a block's, (B or 1, G or 1, R or 1, rows, keys)."""
+        mask = self.given.mask
+        assert mask is not None
+        if mask.shape[2] > 1:
+            mask = mask[:, :, first:stop]
+        grouped = self.q.shape[1:3] if mask.shape[1] > 1 else (1, 1)
+        found: Tensor = mask.unflatten(1, grouped)
+        return found
 
 
 def block_of(heads: int, queries: int, keys: int) -> int:
@@ -97,24 +113,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
 
     Returns:
         (B, H, M, D) laid out as (B, M, H, D), and the logarithm of the sum of the weights,
-        (B, H, M) in fp32 or fp64: minus infinity for a query without keys.
+        (B, H, M) in fp32 or fp64: minus infinity for a query without keys. Under a mask that is
+        added, (2, B, H, M): the largest score, and that logarithm relative to it.
     """
     batch, heads, queries, depth = q.shape
     every = _operands(q, k, v, given)
     out = q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
-    lse = every.q.new_empty((batch, heads, queries))
+    planes = every.q.new_empty((1 + given.is_bias, batch, heads, queries))
+    lse = planes if given.is_bias else planes[0]
     for first, stop in every.blocks():
         score, counts, keys = every.scores(first, stop)
         score = score.masked_fill(~counts, -math.inf)
         if score.shape[4] == 0:
             out[:, :, first:stop] = 0.0
-            lse[:, :, first:stop] = -math.inf
+            planes[:, :, :, first:stop] = -math.inf
             continue
-        sums = score.logsumexp(-1, keepdim=True)
-        weight = torch.exp(score - sums).masked_fill(sums == -math.inf, _weight_of_none(every))
+        top = score.amax(-1, keepdim=True)
+        score = score - top.masked_fill(top == -math.inf, 0.0)
+        logs = score.logsumexp(-1, keepdim=True)
+        weight = torch.exp(score - logs).masked_fill(top == -math.inf, _weight_of_none(every))
         found = _product(weight, every.v[:, :, keys])
         out[:, :, first:stop] = found.reshape(batch, heads, stop - first, depth)
-        lse[:, :, first:stop] = sums.reshape(batch, heads, stop - first)
+        for plane, sums in zip(
+            planes, (top, logs) if given.is_bias else (top + logs,), strict=True
+        ):
+            plane[:, :, first:stop] = sums.reshape(batch, heads, stop - first)
     return out, lse
 
 
@@ -136,7 +159,7 @@ def gradients(
     every = _operands(q, k, v, given)
     grad = grad_out.to(every.q.dtype).reshape(every.q.shape)
     delta = (grad * out.to(every.q.dtype).reshape(every.q.shape)).sum(-1, keepdim=True)
-    sums = lse.reshape(*every.q.shape[:4], 1)
+    planes = lse.reshape(1 + given.is_bias, *every.q.shape[:4], 1)
     grad_q, grad_k, grad_v = (
         each.new_zeros(each.shape[0], each.shape[2], each.shape[1], each.shape[3]).transpose(1, 2)
         for each in (q, every.k, every.v)
@@ -144,8 +167,11 @@ def gradients(
     for first, stop in every.blocks():
         score, counts, keys = every.scores(first, stop)
         rows = (slice(None), slice(None), slice(None), slice(first, stop))
-        is_none = sums[rows] == -math.inf
-        weight = torch.exp(score - sums[rows]).masked_fill(~counts, 0.0)
+        is_none = planes[0][rows] == -math.inf
+        weight = score
+        for plane in planes:
+            weight = weight - plane[rows]
+        weight = torch.exp(weight).masked_fill(~counts, 0.0)
         weight = weight.masked_fill(is_none, _weight_of_none(every))
         slope = weight * (_product(grad[rows], every.v[:, :, keys].transpose(2, 3)) - delta[rows])
         slope = slope.masked_fill(weight == 0.0, 0.0)

@@ -28,6 +28,7 @@ from memeff_compile.kernels._triton.key_tiles import (
     within,
 )
 from memeff_compile.kernels._triton.launch import start
+from memeff_compile.kernels.attention.mask_tiles import Dense, dense_of, none_of
 from memeff_compile.kernels.attention.shapes import KERNELS, Shape, shape_for
 from memeff_compile.kernels.device import gpu, on_device
 
@@ -66,6 +67,10 @@ class _Call:
         """Say whether positions alone do not tell which tiles count."""
         return self.given.has_tables() or self.mean
 
+    def has_conditions(self) -> bool:
+        """Say whether anything but the positions decides, which takes registers."""
+        return self.has_bounds() or self.given.mask is not None
+
     def constants(self, shape: Shape) -> dict[str, Any]:
         """Return the constants of an attention kernel."""
         depth, scale = self.sizes[5], self.given.scale
@@ -81,12 +86,20 @@ class _Call:
             "UPCAST": not self.q.is_cuda,
             "num_warps": shape.warps,
             "MEAN": self.mean,
+            "HAS_MASK": self.given.mask is not None,
+            "IS_BIAS": self.given.is_bias,
+            "PER_HEAD": self.given.mask is not None and self.given.mask.shape[1] > 1,
             **flags_of(self.given),
         }
 
     def scales(self) -> tuple[float, float]:
-        """Return the scale of raw scores in base 2, above 0, and that inside the softcap."""
+        """Return the scale of raw scores in base 2, above 0, and that inside the softcap.
+
+        Where the mask is added, the second one makes scores of products, and the first is plain.
+        """
         size = abs(self.given.scale)
+        if self.given.is_bias:
+            return math.log2(math.e), self.given.scale
         if self.given.softcap:
             return self.given.softcap * math.log2(math.e), size / self.given.softcap
         return (size or 1.0) * math.log2(math.e), 1.0
@@ -108,6 +121,18 @@ class _Call:
             lse=lse,
         )
         return found, tiles_of(*ours)
+
+    def dense(self, shape: Shape, *, ours_are_queries: bool = True) -> Dense:
+        """Return the mask that is a tensor, with the tiles that each tile of ours visits."""
+        if self.given.mask is None:
+            return none_of(self.q)
+        return dense_of(
+            self.given.mask,
+            self.given.mask_tiles,
+            self.sizes[3:5],
+            (shape.rows, shape.keys),
+            ours_are_queries=ours_are_queries,
+        )
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
@@ -139,9 +164,10 @@ def attend(
 
     call = _call(q, k, v, given)
     batch, heads, groups, queries, keys, depth = call.sizes
-    shape = (plan or plan_for(depth, q.device, has_tables=call.has_bounds())).forward
+    shape = (plan or plan_for(depth, q.device, has_tables=call.has_conditions())).forward
     out = q.new_empty((batch, queries, heads, depth))
-    lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
+    planes = (2,) if call.given.is_bias else ()
+    lse = q.new_empty((*planes, batch, heads, queries), dtype=torch.float32)
     with on_device(q):
         bounds, tiles = call.bounds(shape, None)
         start(
@@ -151,6 +177,7 @@ def attend(
             rows_of(call.k),
             rows_of(call.v),
             tables_of(call.given, call.q),
+            call.dense(shape),
             bounds,
             out,
             lse,
@@ -182,12 +209,12 @@ def gradients(
     """
     call = _call(q, k, v, given)
     batch, heads, groups, queries, keys, depth = call.sizes
-    plan = plan or plan_for(depth, q.device, has_tables=call.has_bounds())
+    plan = plan or plan_for(depth, q.device, has_tables=call.has_conditions())
     grad, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
     grad_q = q.new_empty((batch, queries, heads, depth))
     grad_k = k.new_empty((batch, keys, groups, depth))
     grad_v = torch.empty_like(grad_k)
-    sums, delta = lse.new_empty((2, *lse.shape))
+    sums, delta = lse.new_empty((2, batch, heads, queries))
     with on_device(q):
         _query_gradient(call, plan.query_gradient, (grad, out, lse, sums, delta, grad_q))
         _key_gradient(call, plan.key_gradient, (grad, lse, sums, delta, grad_k, grad_v))
@@ -210,6 +237,7 @@ def _query_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> N
         rows_of(call.k),
         rows_of(call.v),
         tables_of(call.given, call.q),
+        call.dense(shape),
         bounds,
         lse,
         sums,
@@ -230,6 +258,7 @@ def _key_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> Non
     grad, lse, sums, delta, grad_k, grad_v = buffers
     batch, heads, groups, queries, keys, _ = call.sizes
     bounds, tiles = call.bounds(shape, lse, ours_are_queries=False)
+    dense = call.dense(shape, ours_are_queries=False)
     parts = ((False, True), (True, False)) if shape.is_split else ((True, True),)
     for with_k, with_v in parts:
         start(
@@ -240,7 +269,9 @@ def _key_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> Non
             rows_of(call.k),
             rows_of(call.v),
             tables_of(call.given, call.q),
+            dense,
             bounds,
+            lse,
             sums,
             delta,
             grad_k,

@@ -10,6 +10,11 @@ them by arithmetic, tables (masks and ids) by a small kernel in front.
 Softmax runs in base 2 on differences of raw numbers (products, or what tanh leaves of them), which
 are then scaled: an exponent above 0 cannot arise however large the numbers are.
 
+With HAS_MASK a tensor decides alone, tile by tile (`mask_tiles`): empty tiles are not visited, full
+ones not looked up. Where it is added to the scores (IS_BIAS), raw numbers are the scores, and the
+lse has two planes, the largest score and the logarithm of the weights relative to it: beside the
+lowest number of a dtype a logarithm would be lost.
+
 UPCAST widens operands to fp32: the interpreter, which cannot multiply bf16, sets it.
 
 Axis letters: rows are queries, keys are keys; "ours" is the tile of a program, "others" what it
@@ -29,6 +34,12 @@ from memeff_compile.kernels._triton.key_tiles_kernels import (
     which_count,
 )
 from memeff_compile.kernels._triton.products_kernels import dot, load_rows, of_head, store_rows
+from memeff_compile.kernels.attention.mask_tiles_kernels import (
+    corner_of,
+    list_of,
+    listed,
+    places_in,
+)
 
 LOW = tl.constexpr(-1.0e38)  # below every score; finite, so that differences are numbers
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -38,7 +49,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _raw(product, inner, C: tl.constexpr):
     """Return what softmax scales: the product, or tanh of it; within 2e-7 of tanh."""
-    if C.SIGN != 1:
+    if C.IS_BIAS:
+        product = product * inner
+    elif C.SIGN != 1:
         product = product * C.SIGN
     if C.SOFTCAP:
         product = 1.0 - 2.0 / (tl.exp2(product * (2.0 * LOG2_E * inner)) + 1.0)
@@ -50,6 +63,31 @@ def _weights(raw, sums, scale):
     """Return the weights of raw scores in the backward, which are 1 at most."""
     exponent = raw * scale - sums
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def _masked(raw, mask, start, is_ours, is_other, C: tl.constexpr):
+    """Return raw numbers of a tile under the mask, the first axis ours and the second visited."""
+    corner, places, stride = mask
+    inside = is_ours[:, None] & is_other[None, :]
+    found = tl.load(corner + start * stride + places, mask=inside, other=0)
+    if C.IS_BIAS:
+        raw = tl.where(inside, raw + found.to(tl.float32), float("-inf"))
+    else:
+        raw = tl.where(found != 0, raw, float("-inf"))
+    return raw
+
+
+@triton.jit
+def _nth(index, visits, C: tl.constexpr, MASKED: tl.constexpr):
+    """Return the tile of this number among the complete ones, or with MASKED among the others."""
+    first, full_first, full_stop, list_ptr, others = visits
+    other = index
+    if C.HAS_MASK:
+        other = listed(index, list_ptr, others, MASKED)
+    elif MASKED:
+        other = edge_tile(index, first, full_first, full_stop)
+    return other
 
 
 @triton.jit
@@ -86,6 +124,7 @@ def _attend_tile(
     k,
     v,
     tables,
+    mask,
     scales,
     span,
     keys,
@@ -93,13 +132,15 @@ def _attend_tile(
     MASKED: tl.constexpr,
 ):
     acc, total, largest = sums
-    q, query, query_id = ours
+    q, query, is_row, query_id = ours
     scale, inner = scales
     mask_ptr, key_ids_ptr = tables
     key, is_inside, is_key, k, v = _load_keys(tile, wide_zero, k, v, mask_ptr, keys, C, MASKED)
     product = tl.zeros((q.shape[0], C.KEYS), dtype=tl.float32)
     raw = _raw(dot(q, tl.trans(k), product, C.UPCAST), inner, C)
-    if MASKED:
+    if MASKED and C.HAS_MASK:
+        raw = _masked(raw, mask, wide_zero + tile * C.KEYS, is_row, is_inside, C)
+    elif MASKED:
         key_id = ids_of(key_ids_ptr, key, is_inside, C)
         counts = which_count((query, query_id), (key, key_id), is_key, span, 0, C)
         if C.MEAN:
@@ -109,8 +150,11 @@ def _attend_tile(
         else:
             raw = tl.where(counts, raw, float("-inf"))
     higher = tl.maximum(largest, tl.max(raw, axis=1))
-    weight = tl.exp2((raw - higher[:, None]) * scale)
-    shrink = tl.exp2((largest - higher) * scale)
+    top = higher
+    if C.IS_BIAS:
+        top = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2((raw - top[:, None]) * scale)
+    shrink = tl.exp2((largest - top) * scale)
     total = total * shrink + tl.sum(weight, axis=1)
     acc = acc * shrink[:, None]
     acc = dot(weight.to(v.dtype), v, acc, C.UPCAST)
@@ -123,9 +167,10 @@ def _attention_kernel(
     k,  # (B, G, N, D)
     v,  # (B, G, N, D)
     tables,  # `key_tiles.Tables`
+    mask,  # `mask_tiles.Dense`, with HAS_MASK
     bounds_ptr,  # (B, query tiles, 4), with HAS_BOUNDS
     out_ptr,  # (B, M, H, D)
-    lse_ptr,  # (B, H, M) fp32, natural logarithm
+    lse_ptr,  # (B, H, M) fp32, natural logarithm; with IS_BIAS (2, B, H, M)
     scales,  # of what _raw leaves, in base 2, above 0; of the product inside the softcap
     ahead,
     behind,
@@ -162,7 +207,14 @@ def _attention_kernel(
         (C.HAS_AHEAD, C.HAS_BEHIND),
         C,
     )
-    largest = tl.full((C.ROWS,), LOW, dtype=tl.float32)
+    list_ptr, others = bounds_ptr, 0
+    if C.HAS_MASK:
+        others = (keys + C.KEYS - 1) // C.KEYS
+        list_ptr, full_stop, partial = list_of(mask, batch, head, tile, others)
+        first, full_first, stop = 0, 0, full_stop + partial
+    corner = corner_of(mask, batch, head, wide_zero + tile * C.ROWS, wide_zero)
+    places = places_in(mask, tl.arange(0, C.ROWS)[:, None], offs[None, :])
+    largest = tl.full((C.ROWS,), float("-inf") if C.IS_BIAS else LOW, dtype=tl.float32)
     total = tl.zeros((C.ROWS,), dtype=tl.float32)
     acc = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
     start, end = full_first, full_stop
@@ -170,17 +222,16 @@ def _attention_kernel(
         if MASKED:
             start, end = 0, full_first - first + stop - full_stop
         for index in tl.range(start, end, num_stages=C.STAGES):
-            other = index
-            if MASKED:
-                other = edge_tile(index, first, full_first, full_stop)
+            other = _nth(index, (first, full_first, full_stop, list_ptr, others), C, MASKED)
             acc, total, largest = _attend_tile(
                 (acc, total, largest),
-                (q, query, query_id),
+                (q, query, is_row, query_id),
                 other,
                 wide_zero,
                 k,
                 v,
                 (mask_ptr, key_ids_ptr),
+                (corner, places, mask.key),
                 scales,
                 (ahead, behind),
                 keys,
@@ -189,9 +240,15 @@ def _attention_kernel(
             )
     scale = scales[0]
     divisor = tl.where(total == 0.0, 1.0, total)
-    sums = (largest * scale + tl.log2(divisor)) * LN_2
-    sums = tl.where(largest <= LOW, float("-inf"), sums)
-    tl.store(lse_ptr + (batch * heads + head) * queries + query, sums, mask=is_row)
+    stat = (batch * heads + head) * queries + query
+    if C.IS_BIAS:
+        tl.store(lse_ptr + stat, largest, mask=is_row)
+        plane = (wide_zero + batch_heads) * queries
+        tl.store(lse_ptr + plane + stat, tl.log2(divisor) * LN_2, mask=is_row)
+    else:
+        sums = (largest * scale + tl.log2(divisor)) * LN_2
+        sums = tl.where(largest <= LOW, float("-inf"), sums)
+        tl.store(lse_ptr + stat, sums, mask=is_row)
     out_ptrs = out_ptr + (batch * queries * heads + head) * C.DEPTH
     out_ptrs = out_ptrs + (wide_zero + query)[:, None] * (heads * C.DEPTH) + depth[None, :]
     store_rows(out_ptrs, acc / divisor[:, None], is_row, depth, C)
@@ -206,20 +263,26 @@ def _query_gradient_tile(
     k,
     v,
     tables,
+    mask,
     scales,
     span,
     keys,
     C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    q, grad, sums, is_empty, delta, query, query_id = ours
+    q, grad, top, sums, is_empty, delta, query, is_row, query_id = ours
     scale, inner = scales
     mask_ptr, key_ids_ptr = tables
     key, is_inside, is_key, k, v = _load_keys(tile, wide_zero, k, v, mask_ptr, keys, C, MASKED)
     zeros = tl.zeros((q.shape[0], C.KEYS), dtype=tl.float32)
     raw = _raw(dot(q, tl.trans(k), zeros, C.UPCAST), inner, C)
-    weight = _weights(raw, sums[:, None], scale)
-    if MASKED:
+    shown = raw
+    if MASKED and C.HAS_MASK:
+        shown = _masked(raw, mask, wide_zero + tile * C.KEYS, is_row, is_inside, C)
+    if C.IS_BIAS:
+        shown = shown - top[:, None]
+    weight = _weights(shown, sums[:, None], scale)
+    if MASKED and not C.HAS_MASK:
         key_id = ids_of(key_ids_ptr, key, is_inside, C)
         counts = which_count((query, query_id), (key, key_id), is_key, span, 0, C)
         weight = tl.where(counts, weight, 0.0)
@@ -240,6 +303,7 @@ def _attention_query_gradient_kernel(
     k,  # (B, G, N, D)
     v,  # (B, G, N, D)
     tables,
+    mask,
     bounds_ptr,  # (B, query tiles, 4), with HAS_BOUNDS
     lse_ptr,  # (B, H, M) fp32
     sums_ptr,  # (B, H, M) fp32, written: lse in base 2, infinity for a query without keys
@@ -270,8 +334,13 @@ def _attention_query_gradient_kernel(
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
     stat = (batch * heads + head) * queries + query
     tl.store(delta_ptr + stat, delta, mask=is_row)
-    sums = tl.load(lse_ptr + stat, mask=is_row, other=float("inf"))
-    is_empty = sums == float("-inf")
+    top = tl.load(lse_ptr + stat, mask=is_row, other=float("inf"))
+    is_empty = top == float("-inf")
+    sums = top
+    if C.IS_BIAS:
+        plane = (wide_zero + batch_heads) * queries
+        sums = tl.load(lse_ptr + plane + stat, mask=is_row, other=float("inf"))
+        top = tl.where(is_empty, 0.0, top)
     sums = tl.where(is_empty, float("inf"), sums * LOG2_E)
     tl.store(sums_ptr + stat, sums, mask=is_row)
     q = load_rows(of_head(q, batch, head) + place * q.row + depth[None, :], is_row, depth, C, True)
@@ -292,23 +361,29 @@ def _attention_query_gradient_kernel(
         (C.HAS_AHEAD, C.HAS_BEHIND),
         C,
     )
+    list_ptr, others = bounds_ptr, 0
+    if C.HAS_MASK:
+        others = (keys + C.KEYS - 1) // C.KEYS
+        list_ptr, full_stop, partial = list_of(mask, batch, head, tile, others)
+        first, full_first, stop = 0, 0, full_stop + partial
+    corner = corner_of(mask, batch, head, wide_zero + tile * C.ROWS, wide_zero)
+    places = places_in(mask, tl.arange(0, C.ROWS)[:, None], offs[None, :])
     acc = tl.zeros((C.ROWS, C.DEPTH_BLOCK), dtype=tl.float32)
     start, end = full_first, full_stop
     for MASKED in tl.static_range(2):  # complete tiles, then those at the edges
         if MASKED:
             start, end = 0, full_first - first + stop - full_stop
         for index in tl.range(start, end, num_stages=C.STAGES):
-            other = index
-            if MASKED:
-                other = edge_tile(index, first, full_first, full_stop)
+            other = _nth(index, (first, full_first, full_stop, list_ptr, others), C, MASKED)
             acc = _query_gradient_tile(
                 acc,
-                (q, grad, sums, is_empty, delta, query, query_id),
+                (q, grad, top, sums, is_empty, delta, query, is_row, query_id),
                 other,
                 wide_zero,
                 k,
                 v,
                 (mask_ptr, key_ids_ptr),
+                (corner, places, mask.key),
                 scales,
                 (ahead, behind),
                 keys,
@@ -330,6 +405,7 @@ def _key_gradient_tile(
     q,
     grad,
     tables,
+    mask,
     scales,
     span,
     lengths,
@@ -339,7 +415,7 @@ def _key_gradient_tile(
     """Add what a tile of queries gives, of one of the heads that share the keys."""
     grad_k, grad_v = grads
     k, v, key, is_key, key_id = ours
-    query_ids_ptr, sums_ptr, delta_ptr = tables
+    query_ids_ptr, top_ptr, sums_ptr, delta_ptr = tables
     scale, inner = scales
     queries, keys = lengths
     start = wide_zero + tile * C.ROWS
@@ -357,8 +433,14 @@ def _key_gradient_tile(
         sums = tl.load(sums_ptr + stat + query)
     zeros = tl.zeros((k.shape[0], C.ROWS), dtype=tl.float32)
     raw = _raw(dot(k, tl.trans(q), zeros, C.UPCAST), inner, C)
-    weight = _weights(raw, sums[None, :], scale)
-    if MASKED:
+    shown = raw
+    if MASKED and C.HAS_MASK:
+        shown = _masked(raw, mask, start, key < keys, is_row, C)
+    if C.IS_BIAS:
+        top = tl.load(top_ptr + stat + query, mask=is_row, other=0.0)
+        shown = shown - tl.where(top == float("-inf"), 0.0, top)[None, :]
+    weight = _weights(shown, sums[None, :], scale)
+    if MASKED and not C.HAS_MASK:
         query_id = ids_of(query_ids_ptr, query, is_row, C)
         counts = which_count((query, query_id), (key, key_id), is_key, span, 1, C)
         weight = tl.where(counts, weight, 0.0)
@@ -384,6 +466,54 @@ def _key_gradient_tile(
     return grad_k, grad_v
 
 
+@triton.jit
+def _over_queries(
+    grads,
+    ours,
+    visits,
+    heads,
+    wide_zero,
+    q,
+    grad,
+    tables,
+    mask,
+    scales,
+    span,
+    lengths,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add what the visited tiles of queries give, of so many heads from the first of `heads` on.
+
+    One loop over the tiles of all: it stays filled between heads.
+    """
+    count, first, full_first, full_stop, list_ptr, others = visits
+    shared, number = heads
+    grad_k, grad_v = grads
+    for index in tl.range(0, count * number, num_stages=C.STAGES):
+        visit = index % count
+        if not MASKED:
+            visit += full_first
+        other = _nth(visit, (first, full_first, full_stop, list_ptr, others), C, MASKED)
+        grad_k, grad_v = _key_gradient_tile(
+            (grad_k, grad_v),
+            ours,
+            other,
+            shared + index // count,
+            wide_zero,
+            q,
+            grad,
+            tables,
+            mask,
+            scales,
+            span,
+            lengths,
+            C,
+            MASKED,
+        )
+    return grad_k, grad_v
+
+
 @triton.jit(do_not_specialize=["ahead", "behind"])
 def _attention_key_gradient_kernel(
     grad,  # (B, H, M, D), as all of these `key_tiles.Rows`
@@ -391,7 +521,9 @@ def _attention_key_gradient_kernel(
     k,  # (B, G, N, D)
     v,  # (B, G, N, D)
     tables,
+    mask,
     bounds_ptr,  # (B, key tiles, 4), with HAS_BOUNDS
+    lse_ptr,  # (B, H, M) fp32, with IS_BIAS
     sums_ptr,  # (B, H, M) fp32, in base 2: infinity for a query without keys
     delta_ptr,  # (B, H, M) fp32
     grad_k_ptr,  # (B, N, G, D)
@@ -436,36 +568,65 @@ def _attention_key_gradient_kernel(
         (C.HAS_BEHIND, C.HAS_AHEAD),
         C,
     )
-    edges = full_first - first + stop - full_stop
-    grad_k = tl.zeros((C.KEYS, C.DEPTH_BLOCK), dtype=tl.float32)
-    grad_v = tl.zeros((C.KEYS, C.DEPTH_BLOCK), dtype=tl.float32)
+    list_ptr, others = bounds_ptr, 0
+    if C.HAS_MASK:
+        others = (queries + C.ROWS - 1) // C.ROWS
+        list_ptr, full_stop, partial = list_of(mask, batch, group * repeat, tile, others)
+        first, full_first, stop = 0, 0, full_stop + partial
+    places = places_in(mask, offs[None, :], tl.arange(0, C.KEYS)[:, None])
+    corner = corner_of(mask, batch, group * repeat, wide_zero, wide_zero + tile * C.KEYS)
     q_base = q.ptr + batch * q.batch + group * repeat * q.head
     q_offs = offs[:, None] * q.row + depth[None, :]
     grad_base = grad.ptr + batch * grad.batch + group * repeat * grad.head
     grad_offs = offs[:, None] * grad.row + depth[None, :]
     stat = (batch * groups + group) * repeat * queries
-    # One loop over the tiles of all heads that share the keys: it stays filled between heads.
-    whole = full_stop - full_first
-    count = whole
+    ours = (k, v, key, is_key, key_id)
+    q_tiles = (q_base, q_offs, q.head, q.row)
+    grad_tiles = (grad_base, grad_offs, grad.head, grad.row)
+    rows = (query_ids_ptr, lse_ptr + stat, sums_ptr + stat, delta_ptr + stat)
+    span, lengths = (ahead, behind), (queries, keys)
+    grad_k = tl.zeros((C.KEYS, C.DEPTH_BLOCK), dtype=tl.float32)
+    grad_v = tl.zeros((C.KEYS, C.DEPTH_BLOCK), dtype=tl.float32)
     for MASKED in tl.static_range(2):
-        if MASKED:
-            count = edges
-        for index in tl.range(0, count * repeat, num_stages=C.STAGES):
-            other = full_first + index % count
+        if C.PER_HEAD:
+            for shared in tl.range(0, repeat, num_stages=1):
+                head = group * repeat + shared
+                list_ptr, count, partial = list_of(mask, batch, head, tile, others)
+                if MASKED:
+                    count = partial
+                grad_k, grad_v = _over_queries(
+                    (grad_k, grad_v),
+                    ours,
+                    (count, 0, 0, 0, list_ptr, others),
+                    (shared, 1),
+                    wide_zero,
+                    q_tiles,
+                    grad_tiles,
+                    rows,
+                    (corner + (wide_zero + shared) * mask.head, places, mask.row),
+                    scales,
+                    span,
+                    lengths,
+                    C,
+                    MASKED,
+                )
+        else:
+            count = full_stop - full_first
             if MASKED:
-                other = edge_tile(index % count, first, full_first, full_stop)
-            grad_k, grad_v = _key_gradient_tile(
+                count = full_first - first + stop - full_stop
+            grad_k, grad_v = _over_queries(
                 (grad_k, grad_v),
-                (k, v, key, is_key, key_id),
-                other,
-                index // count,
+                ours,
+                (count, first, full_first, full_stop, list_ptr, others),
+                (0, repeat),
                 wide_zero,
-                (q_base, q_offs, q.head, q.row),
-                (grad_base, grad_offs, grad.head, grad.row),
-                (query_ids_ptr, sums_ptr + stat, delta_ptr + stat),
+                q_tiles,
+                grad_tiles,
+                rows,
+                (corner, places, mask.row),
                 scales,
-                (ahead, behind),
-                (queries, keys),
+                span,
+                lengths,
                 C,
                 MASKED,
             )

@@ -57,6 +57,26 @@ def _stored(step, ptr):
 
 
 @triton.jit
+def _between(x, is_left_out):
+    """Return the least and the largest number of each column, 0 where all are left out."""
+    low = tl.min(tl.where(is_left_out, float("inf"), x), axis=0)
+    high = tl.max(tl.where(is_left_out, float("-inf"), x), axis=0)
+    is_empty = low > high
+    return tl.where(is_empty, 0.0, low), tl.where(is_empty, 0.0, high)
+
+
+@triton.jit
+def _scaled(low, high, most, scales_base, place):
+    """Store the step and the zero of numbers between two; return them as they are stored."""
+    kind: tl.constexpr = scales_base.dtype.element_ty
+    step = _stored(tl.div_rn(high - low, most), scales_base)
+    zero = low.to(kind).to(tl.float32)
+    tl.store(scales_base + 2 * place, step.to(kind))
+    tl.store(scales_base + 2 * place + 1, zero.to(kind))
+    return step, zero
+
+
+@triton.jit
 def _load_window(base, slot, column, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr):
     """Return (tokens, columns) of the window, (columns, tokens) of values, in fp32."""
     if IS_VALUE:
@@ -68,18 +88,18 @@ def _load_window(base, slot, column, DEPTH: tl.constexpr, IS_VALUE: tl.constexpr
 
 @triton.jit
 def _put(
-    low,
-    high,
+    made,
     code,
     codes_base,
-    token,
-    column,
+    at,
     PART: tl.constexpr,
     C: tl.constexpr,
     SHARE: tl.constexpr,
     IS_VALUE: tl.constexpr,
 ):
     """Return bytes, and bytes of high bits, with the codes of a part; store those of 8 bits."""
+    low, high = made
+    token, column = at
     if C.BITS == 8:
         if IS_VALUE:
             offs = (PART * SHARE + column)[:, None] * C.GROUP + token[None, :]
@@ -96,20 +116,15 @@ def _put(
 
 @triton.jit
 def _store_bytes(
-    low,
-    high,
-    codes_base,
-    token,
-    column,
-    C: tl.constexpr,
-    SHARE: tl.constexpr,
-    IS_VALUE: tl.constexpr,
+    made, codes_base, at, C: tl.constexpr, SHARE: tl.constexpr, IS_VALUE: tl.constexpr
 ):
     """Store bytes that have the codes of all parts, of some tokens and columns of each part.
 
     Of 3 bits the high ones of two tokens share a byte: neighbours of keys, of values those in the
     two halves of `token`.
     """
+    low, high = made
+    token, column = at
     if C.BITS != 8:
         if IS_VALUE:
             offs = column[:, None] * C.GROUP + token[None, :]
@@ -164,23 +179,20 @@ def _pack(
         C.DEPTH // C.CHANNELS if C.BITS == 8 else (4 if C.BITS == 3 else 8 // C.BITS)
     )
     SHARE: tl.constexpr = C.DEPTH // COUNT
-    low = tl.zeros(parts[0].shape, dtype=tl.int32)
-    high = low
+    none = tl.zeros(parts[0].shape, dtype=tl.int32)
+    made = (none, none)
     for part in tl.static_range(COUNT):
         x = parts[part]
         if IS_VALUE:
             step = steps[part * SHARE // C.CHANNELS][None, :]
-            code = _codes(
-                x, step, zeros[part * SHARE // C.CHANNELS][None, :], C.BITS, IS_PER_HEAD, C.IS_FAST
-            )
+            zero = zeros[part * SHARE // C.CHANNELS][None, :]
         elif IS_PER_HEAD:
-            code = _codes(x, steps[0][:, None], zeros[0][:, None], C.BITS, IS_PER_HEAD, C.IS_FAST)
+            step, zero = steps[0][:, None], zeros[0][:, None]
         else:
-            code = _codes(
-                x, steps[part][None, :], zeros[part][None, :], C.BITS, IS_PER_HEAD, C.IS_FAST
-            )
-        low, high = _put(low, high, code, codes_base, token, column, part, C, SHARE, IS_VALUE)
-    _store_bytes(low, high, codes_base, token, column, C, SHARE, IS_VALUE)
+            step, zero = steps[part][None, :], zeros[part][None, :]
+        code = _codes(x, step, zero, C.BITS, IS_PER_HEAD, C.IS_FAST)
+        made = _put(made, code, codes_base, (token, column), part, C, SHARE, IS_VALUE)
+    _store_bytes(made, codes_base, (token, column), C, SHARE, IS_VALUE)
 
 
 @triton.jit
@@ -199,7 +211,6 @@ def _code_keys(
     )
     SHARE: tl.constexpr = C.DEPTH // COUNT
     SOME: tl.constexpr = SHARE // C.PIECES
-    kind: tl.constexpr = scales_base.dtype.element_ty
     most = tl.full((SOME,), (1 << C.BITS) - 1.0, tl.float32)
     token = tl.arange(0, C.GROUP)
     column = piece * SOME + tl.arange(0, SOME)
@@ -209,15 +220,8 @@ def _code_keys(
     steps = ()
     zeros = ()
     for part in tl.static_range(COUNT):
-        low = tl.min(tl.where(is_left_out, float("inf"), parts[part]), axis=0)
-        high = tl.max(tl.where(is_left_out, float("-inf"), parts[part]), axis=0)
-        is_empty = low > high
-        low = tl.where(is_empty, 0.0, low)
-        high = tl.where(is_empty, 0.0, high)
-        step = _stored(tl.div_rn(high - low, most), scales_base)
-        zero = low.to(kind).to(tl.float32)
-        tl.store(scales_base + 2 * (part * SHARE + column), step.to(kind))
-        tl.store(scales_base + 2 * (part * SHARE + column) + 1, zero.to(kind))
+        low, high = _between(parts[part], is_left_out)
+        step, zero = _scaled(low, high, most, scales_base, part * SHARE + column)
         steps = steps + (step,)  # noqa: RUF005
         zeros = zeros + (zero,)  # noqa: RUF005
     _pack(parts, codes_base, token, column, steps, zeros, C, False, False)
@@ -261,11 +265,8 @@ def _code_tokens(
             zero = step
             tl.store(scales_base + token, step.to(kind))
         else:
-            least = tl.min(low, axis=AXIS)
-            step = _stored(tl.div_rn(tl.max(high, axis=AXIS) - least, most), scales_base)
-            zero = least.to(kind).to(tl.float32)
-            tl.store(scales_base + 2 * (share * C.GROUP + token), step.to(kind))
-            tl.store(scales_base + 2 * (share * C.GROUP + token) + 1, zero.to(kind))
+            least, largest = tl.min(low, axis=AXIS), tl.max(high, axis=AXIS)
+            step, zero = _scaled(least, largest, most, scales_base, share * C.GROUP + token)
         steps = steps + (step,)  # noqa: RUF005
         zeros = zeros + (zero,)  # noqa: RUF005
     _pack(parts, codes_base, token, column, steps, zeros, C, IS_VALUE, C.IS_PER_HEAD)
@@ -346,25 +347,11 @@ def _coded_kv_cache_append_kernel(
         first += tl.load(pool.places + tl.program_id(0).to(tl.int64) * C.KEPT)
     piece = tl.program_id(1) // 2
     if tl.program_id(1) % 2 == 0:
-        length, coded = _walk(
-            k,
-            (pool.k_codes, pool.k_scales, pool.k_window, pool.k_kept),
-            (length, coded, first),
-            piece,
-            sizes,
-            C,
-            False,
-        )
+        room = (pool.k_codes, pool.k_scales, pool.k_window, pool.k_kept)
+        length, coded = _walk(k, room, (length, coded, first), piece, sizes, C, False)
     else:
-        length, coded = _walk(
-            v,
-            (pool.v_codes, pool.v_scales, pool.v_window, pool.v_kept),
-            (length, coded, first),
-            piece,
-            sizes,
-            C,
-            True,
-        )
+        rooms = (pool.v_codes, pool.v_scales, pool.v_window, pool.v_kept)
+        length, coded = _walk(v, rooms, (length, coded, first), piece, sizes, C, True)
     tl.debug_barrier()  # every thread has read the counts
     arrived = tl.atomic_add(pool.counts + 2, 1)
     if arrived == tl.num_programs(0) * (2 * C.PIECES) - 1:

@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 
 from memeff_compile.kernels.coded_kv_cache.append_codes_kernels import (
+    _between,
     _codes,
     _load_window,
     _put,
+    _scaled,
     _store_bytes,
-    _stored,
 )
 
 
@@ -140,33 +141,23 @@ def _code_directions(
         for share in tl.static_range(C.DEPTH // C.CHANNELS):
             some = share * C.CHANNELS + tl.arange(0, C.CHANNELS)
             e = _direction(lower, upper, slot, some, a, b, C.DEPTH, True)
-            low = tl.min(e, axis=0)
-            step = _stored(tl.div_rn(tl.max(e, axis=0) - low, most), scales_base)
-            zero = low.to(kind).to(tl.float32)
-            tl.store(scales_base + 2 * (share * C.GROUP + token), step.to(kind))
-            tl.store(scales_base + 2 * (share * C.GROUP + token) + 1, zero.to(kind))
+            low, high = tl.min(e, axis=0), tl.max(e, axis=0)
+            step, zero = _scaled(low, high, most, scales_base, share * C.GROUP + token)
             steps = steps + (step,)  # noqa: RUF005
             zeros = zeros + (zero,)  # noqa: RUF005
     elif C.BITS < 16:
         most = tl.full((SHARE,), (1 << C.BITS) - 1.0, tl.float32)
         for part in tl.static_range(COUNT):
             e = _direction(lower, upper, slot, part * SHARE + column, a, b, C.DEPTH, False)
-            low = tl.min(tl.where(is_left_out[:, None], float("inf"), e), axis=0)
-            high = tl.max(tl.where(is_left_out[:, None], float("-inf"), e), axis=0)
-            is_empty = low > high
-            low = tl.where(is_empty, 0.0, low)
-            high = tl.where(is_empty, 0.0, high)
-            step = _stored(tl.div_rn(high - low, most), scales_base)
-            zero = low.to(kind).to(tl.float32)
-            tl.store(scales_base + 2 * (part * SHARE + column), step.to(kind))
-            tl.store(scales_base + 2 * (part * SHARE + column) + 1, zero.to(kind))
+            low, high = _between(e, is_left_out[:, None])
+            step, zero = _scaled(low, high, most, scales_base, part * SHARE + column)
             steps = steps + (step,)  # noqa: RUF005
             zeros = zeros + (zero,)  # noqa: RUF005
     square = tl.zeros((C.GROUP,), dtype=tl.float32)
     first = tl.zeros((C.GROUP,), dtype=tl.float32)
     second = tl.zeros((C.GROUP,), dtype=tl.float32)
-    bits_low = tl.zeros((SHARE, C.GROUP) if TURNED else (C.GROUP, SHARE), dtype=tl.int32)
-    bits_high = bits_low
+    none = tl.zeros((SHARE, C.GROUP) if TURNED else (C.GROUP, SHARE), dtype=tl.int32)
+    packed = (none, none)
     for part in tl.static_range(COUNT):
         at = part * SHARE + column
         e = _direction(lower, upper, slot, at, a, b, C.DEPTH, TURNED)
@@ -183,9 +174,7 @@ def _code_directions(
                 zero = zeros[part][None, :]
             code = _codes(e, step, zero, C.BITS, False)
             decoded = code.to(tl.float32) * step + zero
-            bits_low, bits_high = _put(
-                bits_low, bits_high, code, codes_base, token, column, part, C, SHARE, TURNED
-            )
+            packed = _put(packed, code, codes_base, (token, column), part, C, SHARE, TURNED)
         square += tl.sum(decoded * decoded, axis=AXIS)
         if C.IS_PROJECTED:
             x = _load_window(lower, slot, at, C.DEPTH, TURNED)
@@ -193,7 +182,7 @@ def _code_directions(
             y = _load_window(upper, slot, at, C.DEPTH, TURNED)
             second += tl.sum(y * decoded, axis=AXIS)
     if C.BITS != 16:
-        _store_bytes(bits_low, bits_high, codes_base, token, column, C, SHARE, TURNED)
+        _store_bytes(packed, codes_base, (token, column), C, SHARE, TURNED)
     if C.IS_PROJECTED:
         lower_norm = tl.maximum(first / tl.maximum(square, 1e-24), 0.0)
         upper_norm = tl.maximum(second / tl.maximum(square, 1e-24), 0.0)
@@ -380,28 +369,13 @@ def _coded_kv_cache_append_pair_kernel(
             tile = tl.minimum(coded // C.GROUP, groups - 1)
             block = pair * groups + tile
             is_left_out = is_kept | (behind < 0)
-            _code_directions(
-                (lower_k, upper_k),
-                (shared.k_codes + block * BLOCK, shared.k_scales + block * K_SCALES),
-                (lower.norms + block * (2 * C.GROUP), upper.norms + block * (2 * C.GROUP)),
-                slot,
-                (k_cosine, k_m, k_n),
-                t,
-                (is_left_out, is_kept),
-                C,
-                False,
-            )
-            _code_directions(
-                (lower_v, upper_v),
-                (shared.v_codes + block * BLOCK, shared.v_scales + block * V_SCALES),
-                (lower.norms + block * (2 * C.GROUP) + 1, upper.norms + block * (2 * C.GROUP) + 1),
-                slot,
-                (v_cosine, v_m, v_n),
-                t,
-                (is_left_out, is_kept),
-                C,
-                True,
-            )
+            made = (shared.k_codes + block * BLOCK, shared.k_scales + block * K_SCALES)
+            norms = (lower.norms + block * (2 * C.GROUP), upper.norms + block * (2 * C.GROUP))
+            left, angles = (is_left_out, is_kept), (k_cosine, k_m, k_n)
+            _code_directions((lower_k, upper_k), made, norms, slot, angles, t, left, C, False)
+            made = (shared.v_codes + block * BLOCK, shared.v_scales + block * V_SCALES)
+            norms, angles = (norms[0] + 1, norms[1] + 1), (v_cosine, v_m, v_n)
+            _code_directions((lower_v, upper_v), made, norms, slot, angles, t, left, C, True)
             coded += C.GROUP
             tl.debug_barrier()  # the slots are free for the next tokens
     tl.debug_barrier()  # every thread has read the counts
@@ -484,17 +458,9 @@ def _coded_kv_cache_code_pair_kernel(
     is_left_out = is_kept | (place < tl.load(starts_ptr + pair))
     block = pair * groups + tile
     VALUE: tl.constexpr = 1 if C.IS_VALUE else 0
-    _code_directions(
-        (lower, upper),
-        (codes_ptr + block * BLOCK, scales_ptr + block * SCALES),
-        (
-            lower_norms_ptr + block * (2 * C.GROUP) + VALUE,
-            upper_norms_ptr + block * (2 * C.GROUP) + VALUE,
-        ),
-        slot,
-        (cosine, m, n),
-        t,
-        (is_left_out, is_kept),
-        C,
-        C.IS_VALUE,
-    )
+    made = (codes_ptr + block * BLOCK, scales_ptr + block * SCALES)
+    place = block * (2 * C.GROUP) + VALUE
+    norms = (lower_norms_ptr + place, upper_norms_ptr + place)
+    left = (is_left_out, is_kept)
+    found = (cosine, m, n)
+    _code_directions((lower, upper), made, norms, slot, found, t, left, C, C.IS_VALUE)

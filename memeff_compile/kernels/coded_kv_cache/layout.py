@@ -52,26 +52,19 @@ class Pool(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the layers of a pair share.
+    """What the layers of a pair share."""
 
-    Attributes:
-        k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; codes are numbers where rows
-            are PLAIN.
-        starts: (B, H) int32, each sequence's first token.
-        bound: (B, H) fp32, the distance beyond which a row is kept.
-        kept_count: (B, H) int32, the rows kept beside the first tokens.
-        left_over: (B, H) int32, those that found no room.
-    """
-
+    # k_codes, v_codes, k_scales, v_scales, places: as of `Pool`; codes are numbers where rows are
+    # PLAIN
     k_codes: Any
     v_codes: Any
     k_scales: Any
     v_scales: Any
     places: Any
-    starts: Any
-    bound: Any
-    kept_count: Any
-    left_over: Any
+    starts: Any  # (B, H) int32, each sequence's first token
+    bound: Any  # (B, H) fp32, the distance beyond which a row is kept
+    kept_count: Any  # (B, H) int32, the rows kept beside the first tokens
+    left_over: Any  # (B, H) int32, those that found no room
 
 
 class Own(NamedTuple):

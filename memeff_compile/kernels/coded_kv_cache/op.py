@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels import library
-from memeff_compile.kernels.checks import FLOATING, short
+from memeff_compile.kernels.checks import FLOATING, require, short
 from memeff_compile.kernels.coded_kv_cache import reference
 from memeff_compile.kernels.coded_kv_cache.layout import BITS, PLAIN, Pool, channel_group, group_of
 from memeff_compile.kernels.device import kernels_serve, where_it_runs
@@ -231,14 +231,9 @@ def _engine(pool: Sequence[Tensor], bits: int) -> str:
     return engine_for(window.device, window.dtype, _group(pool, bits), bits)
 
 
-def _require(op: str, sentence: str | None) -> None:
-    if sentence is not None:
-        raise UnsupportedInputError(f"coded_kv_cache_{op}: {sentence}")
-
-
 def _append(*args: Any) -> None:
     pool, (k, v, bits, recent, limit) = args[:_COUNT], args[_COUNT:]
-    _require("append", supports_append(pool, k, v, bits))
+    require("coded_kv_cache_append", supports_append(pool, k, v, bits))
     if not k.numel():
         return
     if _appends_on_gpu(pool, bits):
@@ -251,18 +246,18 @@ def _append(*args: Any) -> None:
 
 def _fake_append(*args: Any) -> None:
     pool, (k, v, bits, _, _) = args[:_COUNT], args[_COUNT:]
-    _require("append", supports_append(pool, k, v, bits))
+    require("coded_kv_cache_append", supports_append(pool, k, v, bits))
 
 
 def _view(*args: Any) -> tuple[Tensor, Tensor]:
     pool, (k_norms, v_norms, bits, tokens) = args[:_COUNT], args[_COUNT:]
-    _require("view", supports_pool(pool, bits))
+    require("coded_kv_cache_view", supports_pool(pool, bits))
     return reference.view(pool, (k_norms, v_norms), bits, tokens)
 
 
 def _fake_view(*args: Any) -> tuple[Tensor, Tensor]:
     pool, (_, _, bits, tokens) = args[:_COUNT], args[_COUNT:]
-    _require("view", supports_pool(pool, bits))
+    require("coded_kv_cache_view", supports_pool(pool, bits))
     batch, heads, _, depth = pool[4].shape
     keys, values = (pool[4].new_empty((batch, heads, tokens, depth)) for _ in range(2))
     return keys, values
@@ -270,7 +265,7 @@ def _fake_view(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _attention(q: Tensor, *args: Any) -> Tensor:
     pool, (k_norms, v_norms, bits, mask, scale) = args[:_COUNT], args[_COUNT:]
-    _require("attention", supports(q, pool, bits, mask))
+    require("coded_kv_cache_attention", supports(q, pool, bits, mask))
     factor = q.shape[3] ** -0.5 if scale is None else scale
     attend: Any = reference.attend
     engine = _engine(pool, bits)
@@ -284,7 +279,7 @@ def _attention(q: Tensor, *args: Any) -> Tensor:
 
 def _fake_attention(q: Tensor, *args: Any) -> Tensor:
     pool, (_, _, bits, mask, _) = args[:_COUNT], args[_COUNT:]
-    _require("attention", supports(q, pool, bits, mask))
+    require("coded_kv_cache_attention", supports(q, pool, bits, mask))
     batch, heads, queries, depth = q.shape
     return q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels import library
+from memeff_compile.kernels.checks import require
 from memeff_compile.kernels.coded_kv_cache import pair_reference
 from memeff_compile.kernels.coded_kv_cache.layout import Layout, Own, Shared, group_of
 from memeff_compile.kernels.coded_kv_cache.merging import READINGS, RULES, SCALES
@@ -117,11 +117,6 @@ def _unlike(args: Sequence[Any]) -> str | None:
     return None
 
 
-def _require(op: str, sentence: str | None) -> None:
-    if sentence is not None:
-        raise UnsupportedInputError(f"coded_kv_cache_{op}: {sentence}")
-
-
 def _on_kernels(window: Tensor, group: int) -> bool:
     is_served = group in (32, 64, 128) and kernels_serve(window.device, window.dtype)
     return window.is_cuda and is_served and window.numel() > 0
@@ -129,7 +124,7 @@ def _on_kernels(window: Tensor, group: int) -> bool:
 
 def _append_lower(*args: Any) -> None:
     k_window, v_window, counts, k, v, limit = args
-    _require("append_lower", _unlike_lower(k_window, k, v))
+    require("coded_kv_cache_append_lower", _unlike_lower(k_window, k, v))
     if k_window.is_cuda and _on_kernels(k_window, 64):
         from memeff_compile.kernels.coded_kv_cache.append_pairs import append_lower
 
@@ -149,7 +144,7 @@ def _unlike_lower(window: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def _append_pair(*args: Any) -> None:
-    _require("append_pair", _unlike(args))
+    require("coded_kv_cache_append_pair", _unlike(args))
     shared, lower, upper, rest = _split(args)
     lower_k, lower_v, k, v, bits, recent, limit, keep_first, rule, t, gamma, *more = rest
     reading, scale, is_first = more
@@ -170,11 +165,11 @@ def _append_pair(*args: Any) -> None:
 
 
 def _fake_append_pair(*args: Any) -> None:
-    _require("append_pair", _unlike(args))
+    require("coded_kv_cache_append_pair", _unlike(args))
 
 
 def _fake_append_lower(*args: Any) -> None:
-    _require("append_lower", _unlike_lower(args[0], args[3], args[4]))
+    require("coded_kv_cache_append_lower", _unlike_lower(args[0], args[3], args[4]))
 
 
 coded_kv_cache_append_lower = library.op(

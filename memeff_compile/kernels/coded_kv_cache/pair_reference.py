@@ -23,7 +23,12 @@ from memeff_compile.kernels.coded_kv_cache.merging import (
     shared_direction,
     threshold,
 )
-from memeff_compile.kernels.coded_kv_cache.reference import decode, encode
+from memeff_compile.kernels.coded_kv_cache.reference import (
+    decode,
+    encode,
+    groups_due,
+    require_room,
+)
 
 _AT_ONCE = 1 << 24
 """Numbers of one layer's keys that are merged at once: bounds what is allocated meanwhile."""
@@ -51,18 +56,10 @@ def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> Non
     """
     k_window, v_window, counts = own
     length, new = int(counts[LENGTH]), k.shape[2]
-    _require_room(length, new, limit)
+    require_room(length, new, limit)
     slots = torch.arange(length, length + new, device=k.device) % k_window.shape[2]
     k_window[:, :, slots], v_window[:, :, slots] = k, v
     counts[LENGTH] = length + new
-
-
-def _require_room(length: int, new: int, limit: int) -> None:
-    if length + new > limit:
-        raise IndexError(
-            f"the cache holds {limit} tokens, has {length} and is given {new}; make it longer "
-            "(max_cache_len)"
-        )
 
 
 def append(
@@ -93,8 +90,8 @@ def append(
                 "forward pass ended between the two. Reset the cache."
             )
     end = length + new
-    _require_room(length, new, limit)
-    due = max(0, (end - coded - window) // group + 1) if end - coded >= window else 0
+    require_room(length, new, limit)
+    due = groups_due(end - coded, window, group)
     device = upper[0].device
     rows = []
     for own, fresh, has in ((lower, lower_new, length + ahead), (upper, upper_new, length)):

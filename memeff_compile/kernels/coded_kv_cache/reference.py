@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memeff_compile.kernels.coded_kv_cache.layout import CODED, LENGTH, PLAIN, block_of, codes_of
+from memeff_compile.kernels.coded_kv_cache.layout import (
+    CODED,
+    LENGTH,
+    PLAIN,
+    block_of,
+    channel_group,
+    codes_of,
+)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -76,7 +83,7 @@ def encode(
         codes = (whole.clamp(1 - top, top - 1) + top).to(torch.uint8)
         scales = step[:, :, :, None, :, None]
     elif is_value:
-        width = _channel_group(x.shape[-1])
+        width = channel_group(x.shape[-1], scheme)
         parts = values.unflatten(-1, (-1, width))  # (B, H, n, G, parts, width)
         step, zero = _between(parts, -1, None, bits)
         step, zero = _stored(step, dtype), zero.to(dtype)
@@ -92,10 +99,6 @@ def encode(
         codes = _codes(values, wide_step, wide_zero, bits)
         scales = torch.stack([step, zero], -1)  # (B, H, n, D, 2)
     return block_of(codes, bits, is_value=is_value), scales
-
-
-def _channel_group(depth: int) -> int:
-    return depth // 2 if depth > 64 else depth
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
@@ -135,6 +138,23 @@ def is_per_head(k_or_v_scales: Tensor) -> bool:
     return k_or_v_scales.shape[-1] == 1
 
 
+def require_room(length: int, new: int, limit: int) -> None:
+    """Raise unless a cache has room for so many new tokens."""
+    if length + new > limit:
+        raise IndexError(
+            f"the cache holds {limit} tokens, has {length} and is given {new}; make it longer "
+            "(max_cache_len)"
+        )
+
+
+def groups_due(waiting: int, window: int, group: int) -> int:
+    """Return how many groups of the tokens that are not in codes have to be coded.
+
+    Example: groups_due(192, 192, 64) == 1.
+    """
+    return max(0, (waiting - window) // group + 1) if waiting >= window else 0
+
+
 def append(
     pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
 ) -> None:
@@ -152,12 +172,8 @@ def append(
     group = window - recent
     length, coded = int(counts[LENGTH]), int(counts[CODED])
     end = length + new
-    if end > limit:
-        raise IndexError(
-            f"the cache holds {limit} tokens, has {length} and is given {new}; make it longer "
-            "(max_cache_len)"
-        )
-    due = max(0, (end - coded - window) // group + 1) if end - coded >= window else 0
+    require_room(length, new, limit)
+    due = groups_due(end - coded, window, group)
     scheme = "per_head" if is_per_head(k_scales) else "kivi"
     slots = torch.arange(coded, length, device=k.device) % window
     old_and_new = [

@@ -77,21 +77,13 @@ _SECOND = tl.constexpr("shr.b32 $0, $1, 1;")
 
 @triton.jit
 def _two(raw, ASM: tl.constexpr, kind: tl.constexpr):
-    if kind == tl.bfloat16:
-        found = tl.inline_asm_elementwise(ASM, "=r,r", [raw], tl.bfloat16, is_pure=True, pack=2)
-    else:
-        found = tl.inline_asm_elementwise(ASM, "=r,r", [raw], tl.float16, is_pure=True, pack=2)
-    return found
+    return tl.inline_asm_elementwise(ASM, "=r,r", [raw], kind.value, is_pure=True, pack=2)
 
 
 @triton.jit
 def _two_high(raw, high, ASM: tl.constexpr, kind: tl.constexpr):
     both = [raw, high]
-    if kind == tl.bfloat16:
-        found = tl.inline_asm_elementwise(ASM, "=r,r,r", both, tl.bfloat16, is_pure=True, pack=2)
-    else:
-        found = tl.inline_asm_elementwise(ASM, "=r,r,r", both, tl.float16, is_pure=True, pack=2)
-    return found
+    return tl.inline_asm_elementwise(ASM, "=r,r,r", both, kind.value, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -220,9 +212,15 @@ def _pair_of(base, place):
 
 
 @triton.jit
-def _norms_of(base, place):
-    """Return what keys and what values are multiplied by, in fp32."""
-    return _pair_of(base, place)
+def _seen(mask, batch, position, is_seen, mask_count):
+    """Return which positions the mask shows."""
+    mask_ptr, stride_batch, stride_key = mask
+    found = tl.load(
+        mask_ptr + batch * stride_batch + position.to(tl.int64) * stride_key,
+        mask=is_seen & (position < mask_count),
+        other=0,
+    )
+    return is_seen & (found != 0)
 
 
 @triton.jit
@@ -262,18 +260,18 @@ def _of_both(high, IS_VALUE: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _attend_exact(
-    k_base,
-    v_base,
+    bases,
     place,  # (TILE,) rows of the tile
     is_seen,  # (TILE,)
     q,  # (D, ROWS)
     scale,
     sums,
     C: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """Add a tile of tokens that are stored as they came."""
+    PARTS: tl.constexpr = C.DEPTH // C.WIDTH
+    LANES: tl.constexpr = C.ROWS // C.HALVES
+    k_base, v_base = bases
     largest, total, accs = sums
     depth = tl.arange(0, C.DEPTH)
     width = tl.arange(0, C.WIDTH)
@@ -426,7 +424,7 @@ def _coded_kv_cache_attention_kernel(
                 biases = biases + (bias,)  # noqa: RUF005
                 if C.HAS_NORMS:
                     place = block * C.GROUP + tokens
-                    k_norm, v_norm = _norms_of(norms_ptr + pair * norm_count * 2, place)
+                    k_norm, v_norm = _pair_of(norms_ptr + pair * norm_count * 2, place)
                     k_norms = k_norms + (k_norm,)  # noqa: RUF005
                     more = more + (v_norm,)  # noqa: RUF005
             scaled = _side_by_side(queries, C.HALVES)
@@ -546,7 +544,7 @@ def _coded_kv_cache_attention_kernel(
             acc = tl.where((half == 0)[None, :], acc, others[part])
         zero = tl.sum(zeros[part * C.WIDTH // C.CHANNELS], axis=0)
         whole = whole + (acc * (V_LOWER / _gain(part, C)) + zero[None, :],)  # noqa: RUF005
-    accs = whole
+    state = (largest, total, whole)
     # What is not in codes is the first half's.
     is_row = rows < C.REPEAT
     whole_q = tl.load(
@@ -560,24 +558,10 @@ def _coded_kv_cache_attention_kernel(
         position = coded + (slot + C.WINDOW - coded % C.WINDOW) % C.WINDOW
         is_seen = (position < length) & (slot < C.WINDOW)
         if C.HAS_MASK:
-            seen = tl.load(
-                mask_ptr + batch * stride_mask_batch + position * stride_mask_key,
-                mask=is_seen & (position < mask_count),
-                other=0,
-            )
-            is_seen = is_seen & (seen != 0)
-        largest, total, accs = _attend_exact(
-            pool.k_window + pair * (C.WINDOW * C.DEPTH),
-            pool.v_window + pair * (C.WINDOW * C.DEPTH),
-            slot,
-            is_seen,
-            whole_q,
-            scale,
-            (largest, total, accs),
-            C,
-            PARTS,
-            LANES,
-        )
+            is_seen = _seen(mask, batch, position, is_seen, mask_count)
+        window = pair * (C.WINDOW * C.DEPTH)
+        windows = (pool.k_window + window, pool.v_window + window)
+        state = _attend_exact(windows, slot, is_seen, whole_q, scale, state, C)
     if C.KEPT > 0:
         turn = (split + splits - TILES % splits) % splits
         for tile in tl.range(turn, (C.KEPT + C.KEPT_TILE - 1) // C.KEPT_TILE, splits, num_stages=1):
@@ -585,24 +569,11 @@ def _coded_kv_cache_attention_kernel(
             position = tl.load(pool.places + pair * C.KEPT + row, mask=row < C.KEPT, other=-1)
             is_seen = (position >= 0) & (position < coded)
             if C.HAS_MASK:
-                seen = tl.load(
-                    mask_ptr + batch * stride_mask_batch + position.to(tl.int64) * stride_mask_key,
-                    mask=is_seen & (position < mask_count),
-                    other=0,
-                )
-                is_seen = is_seen & (seen != 0)
-            largest, total, accs = _attend_exact(
-                pool.k_kept + pair * (C.KEPT * C.DEPTH),
-                pool.v_kept + pair * (C.KEPT * C.DEPTH),
-                row,
-                is_seen,
-                whole_q,
-                scale,
-                (largest, total, accs),
-                C,
-                PARTS,
-                LANES,
-            )
+                is_seen = _seen(mask, batch, position, is_seen, mask_count)
+            kept = pair * (C.KEPT * C.DEPTH)
+            both = (pool.k_kept + kept, pool.v_kept + kept)
+            state = _attend_exact(both, row, is_seen, whole_q, scale, state, C)
+    largest, total, accs = state
     # Either half of the columns is a share of its own.
     is_row = rows % LANES < C.REPEAT
     row_of = pair * C.REPEAT + rows % LANES

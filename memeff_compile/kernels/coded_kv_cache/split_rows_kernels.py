@@ -14,13 +14,12 @@ import triton.language as tl
 
 from memeff_compile.kernels._triton.products_kernels import dot
 from memeff_compile.kernels._triton.split_softmax_kernels import step
-from memeff_compile.kernels.coded_kv_cache.split_codes_kernels import _norms_of
+from memeff_compile.kernels.coded_kv_cache.split_codes_kernels import _pair_of, _seen
 
 
 @triton.jit
 def _attend(
-    k_base,
-    v_base,
+    bases,
     at,  # rows of the tile; those that are loaded, and those that count
     norms,  # (TILE,) fp32
     q,  # (D, ROWS)
@@ -29,6 +28,7 @@ def _attend(
     C: tl.constexpr,
 ):
     """Add a tile of tokens."""
+    k_base, v_base = bases
     place, is_there, is_seen = at
     k_norm, v_norm = norms
     largest, total, acc = sums
@@ -43,18 +43,6 @@ def _attend(
     weight = (weight * v_norm[:, None]).to(q.dtype)
     v = tl.load(v_base + offs[None, :] + depth[:, None], mask=is_there[None, :], other=0.0)
     return higher, total, dot(v, weight, acc * shrink[None, :], C.UPCAST)
-
-
-@triton.jit
-def _seen(mask, batch, position, is_seen, mask_count):
-    """Return which positions the mask shows."""
-    mask_ptr, stride_batch, stride_key = mask
-    found = tl.load(
-        mask_ptr + batch * stride_batch + position.to(tl.int64) * stride_key,
-        mask=is_seen & (position < mask_count),
-        other=0,
-    )
-    return is_seen & (found != 0)
 
 
 @triton.jit
@@ -88,28 +76,21 @@ def _coded_kv_cache_rows_kernel(
     )
     largest = tl.full((C.ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((C.ROWS,), dtype=tl.float32)
-    acc = tl.zeros((C.DEPTH, C.ROWS), dtype=tl.float32)
+    sums = (largest, total, tl.zeros((C.DEPTH, C.ROWS), dtype=tl.float32))
     one = tl.full((C.TILE,), 1.0, dtype=tl.float32)
     row_base = pair * row_count
     merged = tl.minimum(coded, row_count).to(tl.int32)
     for tile in tl.range(split, tl.cdiv(merged, C.TILE), splits, num_stages=C.STAGES):
         position = tile * C.TILE + token
         is_there = position < merged
-        k_norm, v_norm = _norms_of(norms_ptr + row_base * 2, tl.minimum(position, merged - 1))
+        k_norm, v_norm = _pair_of(norms_ptr + row_base * 2, tl.minimum(position, merged - 1))
         # Not a mask of the loads: those of keys and values would wait for the lengths.
         is_seen = is_there & (k_norm >= 0.0)
         if C.HAS_MASK:
             is_seen = _seen(mask, batch, position, is_seen, mask_count)
-        largest, total, acc = _attend(
-            pool.k_codes + row_base * C.DEPTH,
-            pool.v_codes + row_base * C.DEPTH,
-            (position, is_there, is_seen),
-            (k_norm, v_norm),
-            q,
-            scale,
-            (largest, total, acc),
-            C,
-        )
+        bases = (pool.k_codes + row_base * C.DEPTH, pool.v_codes + row_base * C.DEPTH)
+        at = (position, is_there, is_seen)
+        sums = _attend(bases, at, (k_norm, v_norm), q, scale, sums, C)
     TILES: tl.constexpr = (C.WINDOW + C.TILE - 1) // C.TILE
     for tile in tl.range(split, TILES, splits, num_stages=1):
         slot = tile * C.TILE + token
@@ -117,16 +98,9 @@ def _coded_kv_cache_rows_kernel(
         is_seen = (position < length) & (slot < C.WINDOW)
         if C.HAS_MASK:
             is_seen = _seen(mask, batch, position, is_seen, mask_count)
-        largest, total, acc = _attend(
-            pool.k_window + pair * (C.WINDOW * C.DEPTH),
-            pool.v_window + pair * (C.WINDOW * C.DEPTH),
-            (slot, is_seen, is_seen),
-            (one, one),
-            q,
-            scale,
-            (largest, total, acc),
-            C,
-        )
+        window = pair * (C.WINDOW * C.DEPTH)
+        windows = (pool.k_window + window, pool.v_window + window)
+        sums = _attend(windows, (slot, is_seen, is_seen), (one, one), q, scale, sums, C)
     if C.KEPT > 0:
         turn = (split + splits - TILES % splits) % splits
         for tile in tl.range(turn, (C.KEPT + C.TILE - 1) // C.TILE, splits, num_stages=1):
@@ -135,16 +109,10 @@ def _coded_kv_cache_rows_kernel(
             is_seen = (position >= 0) & (position < coded)
             if C.HAS_MASK:
                 is_seen = _seen(mask, batch, position, is_seen, mask_count)
-            largest, total, acc = _attend(
-                pool.k_kept + pair * (C.KEPT * C.DEPTH),
-                pool.v_kept + pair * (C.KEPT * C.DEPTH),
-                (row, is_seen, is_seen),
-                (one, one),
-                q,
-                scale,
-                (largest, total, acc),
-                C,
-            )
+            kept = pair * (C.KEPT * C.DEPTH)
+            both = (pool.k_kept + kept, pool.v_kept + kept)
+            sums = _attend(both, (row, is_seen, is_seen), (one, one), q, scale, sums, C)
+    largest, total, acc = sums
     row_of = pair * C.REPEAT + rows
     if C.IS_ALONE:
         tl.store(

@@ -14,7 +14,6 @@ information in 8. Three codecs store it in fewer, and every pattern comes back b
 
 from __future__ import annotations
 
-from memeff_compile.kernels.coded_weight.codecs import EXACT_FIT as EXACT_FIT
 from memeff_compile.kernels.coded_weight.codecs import MAX_TOGETHER as MAX_TOGETHER
 from memeff_compile.kernels.coded_weight.codecs import Room as Room
 from memeff_compile.kernels.coded_weight.codecs import Step as Step

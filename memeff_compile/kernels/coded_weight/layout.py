@@ -42,9 +42,6 @@ LOSSY = (0, 1, 3)
 BLOCKS = (32, 64, 128, 256, 512)
 """Weights that share a normaliser in the lossy modes."""
 
-MAX_PATCHED = 0.02
-"""Share of weights outside a codec's windows from which it is no use."""
-
 PATCH_PARTS = ("patch_starts", "patch_places", "patch_values")
 LISTS = ("second", "third", "words", "patch_places", "patch_values")
 """Parts whose length depends on the values; what lies behind their contents is not read."""
@@ -57,24 +54,18 @@ _EXPONENTS = {
 
 
 class Multiplied(NamedTuple):
-    """A win4 weight that one token is multiplied with, as kernels take it.
+    """A win4 weight that one token is multiplied with, as kernels take it."""
 
-    Attributes:
-        header, codes, starts, places, patterns, signs: its parts; the patterns are values.
-        bias: (N,), or anything.
-        out: (N,) bf16, written.
-        rows: N.
-    """
-
+    # header, codes, starts, places, patterns, signs: its parts; the patterns are values
     header: Any
     codes: Any
     starts: Any
     places: Any
     patterns: Any
     signs: Any
-    bias: Any
-    out: Any
-    rows: Any
+    bias: Any  # (N,), or anything
+    out: Any  # (N,) bf16, written
+    rows: Any  # N
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels import library
 from memeff_compile.kernels.coded_weight import codecs, reference
 from memeff_compile.kernels.coded_weight.layout import LISTS, Format, parse
@@ -330,10 +330,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  
 
 def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     x, weight = ctx.saved_tensors
-    if torch.is_grad_enabled():  # create_graph=True
-        found = _Once.apply(ctx.needs_input_grad, grad, x, weight)  # type: ignore[no-untyped-call]
-        return (*found, None)
-    return (*_gradients(ctx.needs_input_grad, grad, x, weight), None)
+    once = _gradients_once if torch.is_grad_enabled() else _gradients  # create_graph=True
+    return (*once(ctx.needs_input_grad, grad, x, weight), None)
 
 
 def _gradients(
@@ -402,20 +400,11 @@ class _Multiply(torch.autograd.Function):
         return grad, None
 
 
-class _Once(torch.autograd.Function):
-    """The gradients where a second derivative may be asked for: it is refused."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:  # noqa: ANN401
-        return _gradients(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ANN401
-        raise DoubleBackwardError(
-            "coded_weight_linear: a second derivative of a linear with a coded weight was asked "
-            "for, and the op has only a first one. Decompress the model for it."
-        )
-
+_gradients_once = library.only_first(
+    _gradients,
+    "coded_weight_linear: a second derivative of a linear with a coded weight was asked for, and "
+    "the op has only a first one. Decompress the model for it.",
+)
 
 coded_weight_decode = library.op(
     "coded_weight_decode(Tensor[] parts, str codec, SymInt[] size) -> Tensor", _decode, _fake_decode

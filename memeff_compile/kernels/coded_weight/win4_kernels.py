@@ -245,51 +245,38 @@ def _scaled_pair(pair, scale):
 
 
 @triton.jit
-def _packed_products(codes, signs, more, x_ptr, place, is_in, scale, acc):
-    """Add the products of eight weights per word with x; scale is a pair word of 2^base."""
-    pair_0 = _scaled_pair(even_bytes(signs) | ((codes << 7) & 0x07800780), scale)
-    pair_1 = _scaled_pair(odd_bytes(signs) | ((codes << 3) & 0x07800780), scale)
-    pair_2 = _scaled_pair(even_bytes(more) | ((codes >> 1) & 0x07800780), scale)
-    pair_3 = _scaled_pair(odd_bytes(more) | ((codes >> 5) & 0x07800780), scale)
-    x_0 = tl.load(x_ptr + place, mask=is_in, other=0)[None, :]
-    x_1 = tl.load(x_ptr + place + 32, mask=is_in, other=0)[None, :]
-    x_2 = tl.load(x_ptr + place + 64, mask=is_in, other=0)[None, :]
-    x_3 = tl.load(x_ptr + place + 96, mask=is_in, other=0)[None, :]
-    acc += low_float(pair_0) * low_float(x_0)
-    acc += high_float(pair_0) * high_float(x_0)
-    acc += low_float(pair_1) * low_float(x_1)
-    acc += high_float(pair_1) * high_float(x_1)
-    acc += low_float(pair_2) * low_float(x_2)
-    acc += high_float(pair_2) * high_float(x_2)
-    acc += low_float(pair_3) * low_float(x_3)
-    acc += high_float(pair_3) * high_float(x_3)
-    return acc
+def _weights(pair, scale, PACKED: tl.constexpr):
+    return _scaled_pair(pair, scale) if PACKED else pair
 
 
 @triton.jit
-def _products(codes, signs, more, x_ptr, place, is_in, scale, acc):
-    """Add the products of eight weights per word with x; scale is 2^base."""
-    code_0 = (codes << 7) & 0x07800780
-    code_1 = (codes << 3) & 0x07800780
-    code_2 = (codes >> 1) & 0x07800780
-    code_3 = (codes >> 5) & 0x07800780
-    pair_0 = even_bytes(signs) | code_0
-    pair_1 = odd_bytes(signs) | code_1
-    pair_2 = even_bytes(more) | code_2
-    pair_3 = odd_bytes(more) | code_3
+def _add_pair(pair, x, scale, acc, PACKED: tl.constexpr):
+    """Add the products of a pair word of weights and one of x."""
+    if PACKED:
+        acc += low_float(pair) * low_float(x)
+        return acc + high_float(pair) * high_float(x)
+    acc += (low_float(pair) * scale) * low_float(x)
+    return acc + (high_float(pair) * scale) * high_float(x)
+
+
+@triton.jit
+def _products(codes, signs, more, x_ptr, place, is_in, scale, acc, PACKED: tl.constexpr):
+    """Add the products of eight weights per word with x.
+
+    The scale is 2^base: a pair word of it with PACKED, else a number.
+    """
+    pair_0 = _weights(even_bytes(signs) | ((codes << 7) & 0x07800780), scale, PACKED)
+    pair_1 = _weights(odd_bytes(signs) | ((codes << 3) & 0x07800780), scale, PACKED)
+    pair_2 = _weights(even_bytes(more) | ((codes >> 1) & 0x07800780), scale, PACKED)
+    pair_3 = _weights(odd_bytes(more) | ((codes >> 5) & 0x07800780), scale, PACKED)
     x_0 = tl.load(x_ptr + place, mask=is_in, other=0)[None, :]
     x_1 = tl.load(x_ptr + place + 32, mask=is_in, other=0)[None, :]
     x_2 = tl.load(x_ptr + place + 64, mask=is_in, other=0)[None, :]
     x_3 = tl.load(x_ptr + place + 96, mask=is_in, other=0)[None, :]
-    acc += (low_float(pair_0) * scale) * low_float(x_0)
-    acc += (high_float(pair_0) * scale) * high_float(x_0)
-    acc += (low_float(pair_1) * scale) * low_float(x_1)
-    acc += (high_float(pair_1) * scale) * high_float(x_1)
-    acc += (low_float(pair_2) * scale) * low_float(x_2)
-    acc += (high_float(pair_2) * scale) * high_float(x_2)
-    acc += (low_float(pair_3) * scale) * low_float(x_3)
-    acc += (high_float(pair_3) * scale) * high_float(x_3)
-    return acc
+    acc = _add_pair(pair_0, x_0, scale, acc, PACKED)
+    acc = _add_pair(pair_1, x_1, scale, acc, PACKED)
+    acc = _add_pair(pair_2, x_2, scale, acc, PACKED)
+    return _add_pair(pair_3, x_3, scale, acc, PACKED)
 
 
 @triton.jit
@@ -340,10 +327,8 @@ def _some_rows(
         signs = tl.load(weight.signs + at, mask=is_read, other=0)
         more = tl.load(weight.signs + at + 32, mask=is_read, other=0)
         at = group * 128 + lane
-        if C.PACKED:
-            acc = _packed_products(codes, signs, more, x_ptr, at, is_in, scales, acc)
-        else:
-            acc = _products(codes, signs, more, x_ptr, at, is_in, scale, acc)
+        by = scales if C.PACKED else scale
+        acc = _products(codes, signs, more, x_ptr, at, is_in, by, acc, C.PACKED)
     total = tl.sum(acc, 1)
     for start in range(patch, end, C.PATCHES):
         each = start + tl.arange(0, C.PATCHES)

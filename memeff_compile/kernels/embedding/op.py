@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels import library
-from memeff_compile.kernels.checks import INDICES, short, two_devices, unfloating, unplain
+from memeff_compile.kernels.checks import INDICES, require, short, two_devices, unfloating, unplain
 from memeff_compile.kernels.device import kernels_serve
 from memeff_compile.kernels.embedding import reference
 
@@ -109,25 +108,19 @@ class _TiedEmbedding(torch.autograd.Function):
 
 
 def _embedding(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
-    _require_support(weight, ids)
+    require("embedding", supports(weight, ids))
     rows: Tensor = _Embedding.apply(weight, ids, padding_idx)  # type: ignore[no-untyped-call]
     return rows
 
 
 def _embedding_tied(weight: Tensor, ids: Tensor, padding_idx: int) -> tuple[Tensor, Tensor]:
-    _require_support(weight, ids)
+    require("embedding", supports(weight, ids))
     both = _TiedEmbedding.apply(weight, ids, padding_idx)  # type: ignore[no-untyped-call]
     return both[0], both[1]
 
 
-def _require_support(weight: Tensor, ids: Tensor) -> None:
-    sentence = supports(weight, ids)
-    if sentence is not None:
-        raise UnsupportedInputError(f"embedding: {sentence}")
-
-
 def _accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
-    _require_support(grad_weight, ids)
+    require("embedding", supports(grad_weight, ids))
     if grad_rows.numel() == 0 or grad_weight.numel() == 0:
         return
     flat_ids = ids.reshape(-1)
@@ -152,7 +145,7 @@ def _fake_backward(grad_rows: Tensor, ids: Tensor, vocab: int, padding_idx: int)
 
 def _fake_accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
     del grad_rows, padding_idx
-    _require_support(grad_weight, ids)
+    require("embedding", supports(grad_weight, ids))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401

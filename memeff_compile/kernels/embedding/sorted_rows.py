@@ -35,33 +35,18 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
     partial = grad_rows.new_empty((2 * chunks, depth), dtype=torch.float32)
     block = kernels.block_for(depth, kernels.MAX_BLOCK)
     border = kernels.block_for(depth, kernels.BORDER_BLOCK)
+    sizes = (places, depth, vocab, padding_idx)
     with on_device(grad_weight):
         kernels._embedding_runs_kernel[(chunks, -(-depth // block))](
-            sorted_ids,
-            order,
-            grad_rows,
-            *grad_rows.stride(),
-            grad_weight,
-            *grad_weight.stride(),
-            partial,
-            places,
-            depth,
-            vocab,
-            padding_idx,
+            *(sorted_ids, order, grad_rows, *grad_rows.stride()),
+            *(grad_weight, *grad_weight.stride(), partial, *sizes),
             CHUNK=kernels.CHUNK,
             BLOCK=block,
             num_warps=kernels.WARPS,
         )
         if chunks > 1:
             kernels._embedding_borders_kernel[(chunks - 1, -(-depth // border))](
-                sorted_ids,
-                grad_weight,
-                *grad_weight.stride(),
-                partial,
-                places,
-                depth,
-                vocab,
-                padding_idx,
+                *(sorted_ids, grad_weight, *grad_weight.stride(), partial, *sizes),
                 CHUNK=kernels.CHUNK,
                 CHUNKS=kernels.BORDER_CHUNKS,
                 BLOCK=border,

@@ -6,6 +6,8 @@ for 16384 x 8192 numbers in bf16: 1.5 GiB read and written by the gradients, 0.3
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from memeff_compile.kernels.device import on_device
@@ -20,17 +22,7 @@ def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
     """
     from memeff_compile.kernels.gated_linear import in_place_kernels as kernels
 
-    count = gate.numel()
-    with on_device(gate):
-        kernels._gated_product_kernel[(-(-count // kernels.BLOCK),)](
-            gate,
-            up,
-            out,
-            count,
-            ACTIVATION=activation,
-            BLOCK=kernels.BLOCK,
-            num_warps=kernels.WARPS,
-        )
+    _launch(kernels._gated_product_kernel, gate, up, out, activation)
 
 
 def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
@@ -43,14 +35,14 @@ def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
     """
     from memeff_compile.kernels.gated_linear import in_place_kernels as kernels
 
+    _launch(kernels._gated_gradients_kernel, gate, up, grad, activation)
+
+
+def _launch(kernel: Any, gate: Tensor, up: Tensor, third: Tensor, activation: str) -> None:  # noqa: ANN401
+    from memeff_compile.kernels.gated_linear.in_place_kernels import BLOCK, WARPS
+
     count = gate.numel()
     with on_device(gate):
-        kernels._gated_gradients_kernel[(-(-count // kernels.BLOCK),)](
-            gate,
-            up,
-            grad,
-            count,
-            ACTIVATION=activation,
-            BLOCK=kernels.BLOCK,
-            num_warps=kernels.WARPS,
+        kernel[(-(-count // BLOCK),)](
+            gate, up, third, count, ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
         )

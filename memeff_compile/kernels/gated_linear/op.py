@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
 from memeff_compile.kernels import library
-from memeff_compile.kernels.checks import two_devices, two_dtypes, unfloating, unplain
+from memeff_compile.kernels.checks import require, two_devices, two_dtypes, unfloating, unplain
 from memeff_compile.kernels.device import kernels_serve, without_autocast
 from memeff_compile.kernels.gated_linear import reference
 
@@ -86,14 +85,6 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
     return "in_place" if kernels_serve(device, dtype) else "reference"
 
 
-def _require_support(
-    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
-) -> None:
-    sentence = supports(gate, up, weight, bias, activation)
-    if sentence is not None:
-        raise UnsupportedInputError(f"gated_linear: {sentence}")
-
-
 def _engine(tensor: Tensor) -> Any:  # noqa: ANN401 - a module
     if engine_for(tensor.device, tensor.dtype) == "in_place":
         from memeff_compile.kernels.gated_linear import in_place
@@ -105,7 +96,7 @@ def _engine(tensor: Tensor) -> Any:  # noqa: ANN401 - a module
 def _forward(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> Tensor:
-    _require_support(gate, up, weight, bias, activation)
+    require("gated_linear", supports(gate, up, weight, bias, activation))
     with without_autocast(gate.device.type):
         return F.linear(_product(gate, up, activation), weight, bias)
 
@@ -122,7 +113,7 @@ def _product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def _fake_forward(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> Tensor:
-    _require_support(gate, up, weight, bias, activation)
+    require("gated_linear", supports(gate, up, weight, bias, activation))
     return gate.new_empty((*gate.shape[:-1], weight.shape[0]))
 
 
@@ -135,7 +126,7 @@ def _backward(
     needs_inputs: bool,
     needs_weight: bool,
 ) -> Tensor:
-    _require_support(gate, up, weight, None, activation)
+    require("gated_linear", supports(gate, up, weight, None, activation))
     with without_autocast(gate.device.type):
         rows = grad_out.reshape(-1, weight.shape[0])
         if needs_inputs:
@@ -168,7 +159,7 @@ def _fake_backward(
     needs_weight: bool,
 ) -> Tensor:
     del grad_out, needs_inputs
-    _require_support(gate, up, weight, None, activation)
+    require("gated_linear", supports(gate, up, weight, None, activation))
     return weight.new_empty(weight.shape if needs_weight else 0)
 
 
@@ -183,10 +174,8 @@ def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     gate, up, weight = ctx.saved_tensors
     needs_gate, needs_up, needs_weight, needs_bias, _ = ctx.needs_input_grad
     settings = (ctx.activation, needs_gate or needs_up, needs_weight)
-    if torch.is_grad_enabled():  # create_graph=True
-        found = _Once.apply(grad, gate, up, weight, *settings)  # type: ignore[no-untyped-call]
-    else:
-        found = _gradients(grad, gate, up, weight, *settings)
+    once = _gradients_once if torch.is_grad_enabled() else _gradients  # create_graph=True
+    found = once(grad, gate, up, weight, *settings)
     return (
         found[0] if needs_gate else None,
         found[1] if needs_up else None,
@@ -214,20 +203,11 @@ def _gradients(
     return copies[0], copies[1], grad_weight
 
 
-class _Once(torch.autograd.Function):
-    """The gradients where a second derivative may be asked for: it is refused."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:  # noqa: ANN401
-        return _gradients(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:  # noqa: ANN401
-        raise DoubleBackwardError(
-            "gated_linear: a second derivative of the fused linear was asked for, and the op has "
-            "only a first one. Compile with options={'memeff.gated_linear': 'off'}."
-        )
-
+_gradients_once = library.only_first(
+    _gradients,
+    "gated_linear: a second derivative of the fused linear was asked for, and the op has only a "
+    "first one. Compile with options={'memeff.gated_linear': 'off'}.",
+)
 
 gated_linear = library.op(
     "gated_linear(Tensor gate, Tensor up, Tensor weight, Tensor? bias, str activation) -> Tensor",

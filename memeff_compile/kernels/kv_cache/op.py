@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels import library
-from memeff_compile.kernels.checks import INDICES, short, unlike_heads
+from memeff_compile.kernels.checks import INDICES, require, short, unlike_heads
 from memeff_compile.kernels.device import kernels_serve
 from memeff_compile.kernels.kv_cache import reference
 
@@ -130,20 +130,10 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
-    sentence = supports_append(k_cache, v_cache, k, v, positions)
-    if sentence is not None:
-        raise UnsupportedInputError(f"kv_cache_append: {sentence}")
+    require("kv_cache_append", supports_append(k_cache, v_cache, k, v, positions))
     positions = positions.long()
     k_cache.index_copy_(2, positions, k)
     v_cache.index_copy_(2, positions, v)
-
-
-def _require_support(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, last: Tensor, mask: Tensor | None
-) -> None:
-    sentence = supports(q, k_cache, v_cache, last, mask)
-    if sentence is not None:
-        raise UnsupportedInputError(f"kv_cache_attention: {sentence}")
 
 
 def _attention(
@@ -154,7 +144,7 @@ def _attention(
     mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    _require_support(q, k_cache, v_cache, last, mask)
+    require("kv_cache_attention", supports(q, k_cache, v_cache, last, mask))
     factor = q.shape[3] ** -0.5 if scale is None else scale
     attend = reference.attend
     is_split = q.is_cuda and engine_for(q.device, q.dtype) == "split"
@@ -172,7 +162,7 @@ def _fake_attention(
     scale: float | None = None,
 ) -> Tensor:
     del scale
-    _require_support(q, k_cache, v_cache, last, mask)
+    require("kv_cache_attention", supports(q, k_cache, v_cache, last, mask))
     batch, heads, queries, depth = q.shape
     return q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from memeff_compile import compat
-from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
+from memeff_compile.errors import DoubleBackwardError
 from memeff_compile.kernels import library
+from memeff_compile.kernels.checks import require
 from memeff_compile.kernels.device import kernels_serve, tuned, where_it_runs, without_autocast
 from memeff_compile.kernels.linear_cross_entropy import op as rows_op
 from memeff_compile.kernels.linear_cross_entropy import total_fused, total_reference
@@ -118,8 +119,7 @@ def _require_support(given: Loss) -> None:
     for name, factor in (("row_weight", row_weight), ("norm", norm)):
         if sentence is None and factor is not None and factor.requires_grad:
             sentence = f"{name} requires a gradient, which the op does not give. Detach it."
-    if sentence is not None:
-        raise UnsupportedInputError(f"linear_cross_entropy_total: {sentence}")
+    require("linear_cross_entropy_total", sentence)
 
 
 def _forward(given: Loss) -> tuple[Tensor, ...]:

@@ -43,30 +43,20 @@ def rows_per_piece(
 
 
 class Loss(NamedTuple):
-    """What the op is called with, as engines get it: its rows flat, and at least one.
+    """What the op is called with, as engines get it: its rows flat, and at least one."""
 
-    Attributes:
-        hidden: (N, D) of any floating dtype.
-        weight: (V, D), any strides.
-        bias: (V,) or None.
-        target: (N,) int32 or int64.
-        row_weight: (N,) or None.
-        norm: a number or None.
-        ignore_index, scale, softcap, workspace: as in the schema.
-        output_mask: which gradients are asked for: of hidden, weight and bias.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor
-    row_weight: Tensor | None
-    norm: Tensor | None
+    hidden: Tensor  # (N, D) of any floating dtype
+    weight: Tensor  # (V, D), any strides
+    bias: Tensor | None  # (V,) or None
+    target: Tensor  # (N,) int32 or int64
+    row_weight: Tensor | None  # (N,) or None
+    norm: Tensor | None  # a number or None
+    # ignore_index, scale, softcap, workspace: as in the schema
     ignore_index: int | None
     scale: float
     softcap: float
     workspace: int
-    output_mask: Sequence[bool]
+    output_mask: Sequence[bool]  # which gradients are asked for: of hidden, weight and bias
 
     @property
     def wide(self) -> torch.dtype:

@@ -25,7 +25,6 @@ from memeff_compile.kernels.quantized_attention.op import quantized_attention as
 from memeff_compile.kernels.quantized_attention.op import supports as supports
 from memeff_compile.kernels.quantized_attention.settings import GRANULARITIES as GRANULARITIES
 from memeff_compile.kernels.quantized_attention.settings import LEVELS as LEVELS
-from memeff_compile.kernels.quantized_attention.settings import PRECISION as PRECISION
 from memeff_compile.kernels.quantized_attention.under_mask import (
     attend_under_mask as attend_under_mask,
 )

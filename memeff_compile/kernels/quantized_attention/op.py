@@ -16,6 +16,7 @@ from memeff_compile.kernels import library
 from memeff_compile.kernels._triton.conditions import Conditions
 from memeff_compile.kernels.attention import attention
 from memeff_compile.kernels.attention import supports as supports_attention
+from memeff_compile.kernels.checks import require
 from memeff_compile.kernels.device import gpu, kernels_serve, where_it_runs, without_autocast
 from memeff_compile.kernels.quantized_attention import reference
 from memeff_compile.kernels.quantized_attention.settings import (
@@ -142,9 +143,8 @@ def _fake_attend(given: _Call) -> tuple[Tensor, Tensor]:
 
 def _require_support(given: _Call) -> None:
     level, granularity, smooth = given.level, given.granularity, given.smooth
-    sentence = supports(*given[:6], level=level, granularity=granularity, smooth=smooth)
-    if sentence is not None:
-        raise UnsupportedInputError(f"quantized_attention: {sentence}")
+    unlike = supports(*given[:6], level=level, granularity=granularity, smooth=smooth)
+    require("quantized_attention", unlike)
 
 
 def _no_backward(ctx: object, grad: Tensor | None, grad_lse: Tensor | None) -> None:

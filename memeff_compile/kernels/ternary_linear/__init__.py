@@ -28,9 +28,6 @@ from memeff_compile.kernels.ternary_linear.op import (
     ternary_linear_product as ternary_linear_product,
 )
 from memeff_compile.kernels.ternary_linear.op import (
-    ternary_linear_product_backward as ternary_linear_product_backward,
-)
-from memeff_compile.kernels.ternary_linear.op import (
     ternary_linear_quantize as ternary_linear_quantize,
 )
 from memeff_compile.kernels.ternary_linear.op import ternary_linear_repack as ternary_linear_repack

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
 from memeff_compile.kernels import library
-from memeff_compile.kernels.checks import short
+from memeff_compile.kernels.checks import require, short
 from memeff_compile.kernels.device import kernels_serve
 from memeff_compile.kernels.ternary_linear import reference
 from memeff_compile.kernels.ternary_linear.quantizer import (
@@ -128,11 +128,6 @@ def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> st
     return None
 
 
-def _require(op: str, sentence: str | None) -> None:
-    if sentence is not None:
-        raise UnsupportedInputError(f"{op}: {sentence}")
-
-
 def _unlike_tokens(x: Tensor, kind: str) -> str | None:
     if kind not in KINDS:
         return f"the kind is {kind!r}; one of {', '.join(KINDS)} is needed."
@@ -177,14 +172,14 @@ def _engine(tensor: Tensor) -> ModuleType:
 def _pack(weight: Tensor, scale: Tensor, is_step: bool = False, is_native: bool = False) -> Tensor:
     if weight.numel() == 0:
         return _fake_pack(weight, scale)
-    _require("ternary_linear_pack", _unlike_weight(weight, scale))
+    require("ternary_linear_pack", _unlike_weight(weight, scale))
     found: Tensor = _engine(weight).pack(weight, scale, is_step=is_step, is_native=is_native)
     return found
 
 
 def _fake_pack(weight: Tensor, scale: Tensor, *settings: bool) -> Tensor:
     del settings
-    _require("ternary_linear_pack", _unlike_weight(weight, scale))
+    require("ternary_linear_pack", _unlike_weight(weight, scale))
     return weight.new_empty((weight.shape[0], words_for(weight.shape[1])), dtype=torch.int32)
 
 
@@ -224,7 +219,7 @@ def _quantize(x: Tensor, *quantizer: Any) -> tuple[Tensor, Tensor, Tensor]:  # n
     if x.numel() == 0:
         return _fake_quantize(x, *quantizer)
     asked = _quantizer(*quantizer)
-    _require("ternary_linear_quantize", _unlike_tokens(x, asked.kind))
+    require("ternary_linear_quantize", _unlike_tokens(x, asked.kind))
     found: tuple[Tensor, Tensor, Tensor] = _engine(x).quantize(x.reshape(-1, x.shape[-1]), asked)
     return found
 
@@ -235,7 +230,7 @@ def _fake_quantize(
     *details: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Tensor, Tensor]:
     del details
-    _require("ternary_linear_quantize", _unlike_tokens(x, kind))
+    require("ternary_linear_quantize", _unlike_tokens(x, kind))
     tokens = math.prod(x.shape[:-1])
     return (
         x.new_empty((tokens, 4, 4 * words_for(x.shape[-1])), dtype=torch.int8),
@@ -271,7 +266,7 @@ def _unlike_linear(given: _Linear) -> str | None:
 
 def _require_linear(given: _Linear) -> None:
     unlike = _unlike_tokens(given.x, given.kind) or _unlike_linear(given)
-    _require("ternary_linear", unlike)
+    require("ternary_linear", unlike)
 
 
 def _linear(given: _Linear) -> list[Tensor]:
@@ -363,7 +358,7 @@ def _unlike_product(given: _Product) -> str | None:
 
 
 def _product(given: _Product) -> list[Tensor]:
-    _require("ternary_linear_product", _unlike_product(given))
+    require("ternary_linear_product", _unlike_product(given))
     return _checked_product(given)
 
 
@@ -383,7 +378,7 @@ def _checked_product(given: _Product) -> list[Tensor]:
 
 
 def _fake_product(given: _Product) -> list[Tensor]:
-    _require("ternary_linear_product", _unlike_product(given))
+    require("ternary_linear_product", _unlike_product(given))
     return [_empty_linear(given.x, held, given.dtype) for held in given.packed]
 
 

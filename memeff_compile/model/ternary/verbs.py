@@ -285,7 +285,8 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
     linears that `ternarize_` makes, and those of transformers' BitNet models: `AutoBitLinear`,
     online and offline, and the packed `BitLinear`. The two of transformers disagree about what
     their scale means, a factor or a divisor; here it always divides. State dicts of the result can
-    be saved and loaded: make the model, `ternarize_` and `pack_ternary_` it, and load.
+    be saved and loaded: make the model, `ternarize_` and `pack_ternary_` it, and load;
+    `save_pretrained` raises, since `from_pretrained` would draw their weights at random.
 
     Args:
         model: Any module with such linears.
@@ -319,7 +320,20 @@ def pack_ternary_(model: Model, *, layers: Mapping[type, str] | None = None) -> 
             "BitLinear. Call ternarize_(model) first, or name your own class in layers."
         )
     _replace(model, made)
+    for module in model.modules():
+        is_saved = callable(getattr(type(module), "save_pretrained", None))
+        if is_saved and any(isinstance(part, PackedTernaryLinear) for part in module.modules()):
+            object.__setattr__(module, "save_pretrained", _refuse_to_save)
     return model
+
+
+def _refuse_to_save(*_: object, **__: object) -> None:
+    raise UnsupportedInputError(
+        "save_pretrained would write packed ternary weights, which from_pretrained does not know: "
+        "it would make dense linears and draw their weights at random. Save the model before "
+        "pack_ternary_, and call ternarize_ and pack_ternary_ on what from_pretrained returns; or "
+        "torch.save(model.state_dict()), and load it into a model made ready by the same two calls."
+    )
 
 
 _Packer = Callable[[str, Any], nn.Module]

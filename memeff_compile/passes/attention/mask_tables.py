@@ -57,7 +57,7 @@ class Table:
         return editor.bring_in(owner.shared(key, lambda: self._write(owner)))
 
     def _write(self, editor: Editor) -> Node:
-        with editor.at(_behind(editor, self.anchor)):
+        with editor.at(behind(editor, self.anchor)):
             return _Writer(editor, self).write()
 
 
@@ -89,7 +89,7 @@ def place_for(info: GraphInfo, content: Formula | Linear) -> tuple[Node | None, 
     return anchor, level
 
 
-def _behind(editor: Editor, anchor: Node | None) -> Node:
+def behind(editor: Editor, anchor: Node | None) -> Node:
     """Return the node in front of which stands what is inserted behind ``anchor``."""
     node = anchor.next if anchor is not None else next(iter(editor.graph.nodes))
     while node.op in ("placeholder", "get_attr"):

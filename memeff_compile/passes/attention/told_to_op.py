@@ -7,6 +7,9 @@
 The op takes bounds between query and key, one table of keys, one equality of ids, and a softcap. A
 form is said so only where it says the same, cell by cell; what a query without keys gets is the
 original's, or the place is left alone.
+
+Any other mask of a call is read when the kernel runs, tile by tile: one that arrives as an input,
+one that adds numbers. Which tiles are empty is found on the GPU, once per mask for all layers.
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ from ...kernels.checks import short
 from ...kernels.device import where_it_runs
 from ...report import format_bytes
 from ..graph.base import Decline
+from ..graph.canonical import aten
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo
 from .mask_algebra import TRUE, Formula, Linear, Size, axis, both, reads_in, substituted
 from .mask_forms import Form, key_table
 from .mask_reader import Mask
-from .mask_tables import Table, place_for
+from .mask_tables import Table, behind, place_for
 from .sites import Site, have_one_size
 
 FEWEST_QUERIES = 16
@@ -51,6 +55,7 @@ class Said:
         ids: What a query and its key must have in common.
         softcap: What caps the scores, 0 for nothing.
         empty_rows: What a query without keys gets: "zeros" or "mean".
+        reads_mask: Whether the mask itself is told, and nothing else.
     """
 
     ahead: Size | None = None
@@ -59,6 +64,7 @@ class Said:
     ids: tuple[Table, Table] | None = None
     softcap: float = 0.0
     empty_rows: str = "zeros"
+    reads_mask: bool = False
 
 
 def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said | Decline | str:
@@ -66,8 +72,6 @@ def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said
 
     That is a sentence where the mask is to blame, and a decline where its empty rows are.
     """
-    if not form.is_sayable:
-        return "neither PyTorch's call nor memeff::attention can say it"
     ahead = form.causal
     behind = None if form.window is None else form.window - 1
     if not all(info.says(size) for size in (ahead, behind) if size is not None):
@@ -191,6 +195,32 @@ def _why_not_on_a_cpu(site: Site, dtype: torch.dtype) -> str:
     return ""
 
 
+def why_not_read(info: GraphInfo, site: Site) -> str:
+    """Return why the op would not read a site's mask when it runs, or an empty string."""
+    if site.between or site.mask is None:
+        return "memeff::attention reads masks for calls of scaled_dot_product_attention alone"
+    mask = info.value(site.mask)
+    if mask.requires_grad:
+        return "the mask needs a gradient, which memeff::attention does not give"
+    if mask.device != info.value(site.query).device:
+        return "the mask is on another device"
+    if any(level.may_be_written(node) for level, node in _levels_of(info, site.mask)):
+        return "something may write to the mask"
+    return why_not_here(info, site)
+
+
+def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:
+    """Return what a node is at its level and, where it is given from outside, at those around."""
+    found = [(info, node)]
+    while node.op == "placeholder" and info.parent is not None:
+        outer = info.argument_of(node)
+        if outer is None:
+            break
+        info, node = info.parent, outer
+        found.append((info, node))
+    return found
+
+
 def _fits(site: Site, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     if not have_one_size(query, key, value):
         return False
@@ -200,12 +230,62 @@ def _fits(site: Site, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 def write(editor: Editor, site: Site, said: Said, operands: list[Node]) -> Node:
     """Insert the op's call; return its result."""
-    tables = [said.key_mask, *(said.ids or (None, None))]
-    nodes = [None if table is None else table.written(editor) for table in tables]
+    if said.reads_mask:
+        nodes = [None, None, None, *_mask_and_tiles(editor, site)]
+    else:
+        tables = [said.key_mask, *(said.ids or (None, None))]
+        nodes = [None if table is None else table.written(editor) for table in tables]
     bounds = {"ahead": said.ahead, "behind": said.behind}
     told = {name: None if size is None else editor.size(size) for name, size in bounds.items()}
     how = {"scale": site.scale, "softcap": said.softcap, "empty_rows": said.empty_rows}
     return editor.item(editor.call(op_folder.attention, *operands, *nodes, **told, **how), 0)
+
+
+def _mask_and_tiles(editor: Editor, site: Site) -> tuple[Node, Node]:
+    """Return a site's mask with four axes, and the codes of its tiles, both once for all sites."""
+    assert site.mask is not None
+    level, node = _levels_of(editor.info, site.mask)[-1]
+    owner = editor
+    while owner.info is not level:
+        owner = owner.around()
+    mask, result = map(compat.example_value, (site.mask, site.node))
+    # Autocast would hand the mask to PyTorch's kernels in its own dtype.
+    is_cast = mask.dtype.is_floating_point and editor.info.regions[site.node].autocast
+    dtype = result.dtype if is_cast else mask.dtype
+    node = owner.info.current(node)
+
+    def whole() -> Node:
+        with owner.at(behind(owner, node)):
+            return _with_four_axes(owner, owner.cast(node, dtype))
+
+    def codes() -> Node:
+        with owner.at(behind(owner, whole_mask)):
+            return owner.call(op_folder.attention_mask_tiles, whole_mask)
+
+    whole_mask = owner.shared(("mask", node, dtype), whole)
+    tiles = owner.shared(("mask_tiles", node, dtype), codes)
+    return editor.bring_in(whole_mask), editor.bring_in(tiles)
+
+
+def _with_four_axes(editor: Editor, node: Node) -> Node:
+    """Return a mask over batch, heads, queries and keys, one along what it is expanded over."""
+    while compat.example_value(node).dim() < 4:
+        node = editor.call(aten.unsqueeze.default, node, 0)
+    for place, stride in enumerate(compat.example_value(node).stride()):
+        size = compat.example_value(node).shape[place]
+        if compat.statically_true(stride == 0) and not compat.statically_true(size == 1):
+            node = editor.call(aten.slice.Tensor, node, place, 0, 1)
+    return node
+
+
+def sentence_of_mask(info: GraphInfo, site: Site, shown: str) -> str:
+    """Say that a mask is read when the kernel runs."""
+    query, result = info.value(site.query), info.value(site.node)
+    engine = op_folder.engine_for(query.device, result.dtype, query.shape[3])
+    return (
+        f"{shown} is read when the kernel runs -> memeff::attention, engine {engine}; empty tiles "
+        "are skipped, full ones not looked up"
+    )
 
 
 def sentence(info: GraphInfo, site: Site, said: Said, form: Form, shown: str) -> str:

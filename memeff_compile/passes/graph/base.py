@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import sys
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 from torch.fx import Node
@@ -79,10 +83,16 @@ class GraphPass(ABC):
     """One entry of the compiler: finds places, judges each, rewrites the good ones.
 
     ``find`` and ``check`` are pure. ``rewrite`` edits only through the editor; the pipeline
-    verifies the result and rolls the match back when an edit is refused.
+    verifies the result and rolls the match back when an edit is refused. A match is what ``find``
+    yields: a node, or whatever ``places`` can read.
+
+    Attributes:
+        name: in reports, in ``memeff.skip`` and in ``memeff.strict``.
+        when: whether a pass given in ``memeff.passes`` runs before ours or after them.
     """
 
     name: str
+    when: Literal["before", "after"] = "after"
 
     def enabled(self, info: GraphInfo) -> bool:
         """Return whether the options switch this pass on for this graph."""
@@ -100,9 +110,9 @@ class GraphPass(ABC):
         """Return the bytes the rewrite saves, or None where the graph alone does not decide."""
         return None
 
-    @abstractmethod
     def places(self, match: Any) -> Sequence[Node]:
         """Return the nodes whose module paths ``memeff.skip`` may name."""
+        return [match]
 
     def anchor(self, match: Any) -> Node:
         """Return the node that stands for ``match`` in reports."""
@@ -120,7 +130,22 @@ class GraphPass(ABC):
         """Return matches of one place each that ``match`` is made of, if it is of several."""
         return ()
 
+    def identity(self) -> str:
+        """Return what tells this pass from others, and its versions apart, in caches on disk.
+
+        It is the text of the files of its classes, and its attributes. Override it where a rewrite
+        depends on more. A pass without a file is known to its own process alone.
+        """
+        kinds = [each for each in type(self).__mro__ if issubclass(each, GraphPass)]
+        try:
+            texts = {inspect.getsource(sys.modules[each.__module__]) for each in kinds[:-1]}
+        except (KeyError, OSError, TypeError):
+            texts = {uuid.uuid4().hex}
+        said = [f"{kinds[0].__module__}.{kinds[0].__qualname__}", *sorted(texts)]
+        settings = sorted(vars(self).items(), key=str)
+        return hashlib.sha256(repr((said, settings)).encode()).hexdigest()[:16]
+
     def skipped(self, info: GraphInfo, node: Node) -> str:
         """Return the module path of ``node`` where ``memeff.skip`` names it, or ""."""
-        path = info.module_path(node)
-        return path if path and info.options.skips(self.name, path) else ""
+        paths = info.module_names(node)
+        return next((p for p in paths if p and info.options.skips(self.name, p)), "")

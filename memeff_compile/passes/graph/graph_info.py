@@ -19,6 +19,8 @@ from torch.fx import GraphModule, Node
 from ... import compat
 from ...compat import HigherOrderOperator, OpOverload, OpOverloadPacket
 from ...options import Options
+from .canonical import Call, read_one
+from .module_names import ModuleNames, module_stack
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class GraphInfo:
     """What a pass is looking at in its search."""
     left_out: set[Node] = field(default_factory=set)
     """Candidates at which that search has failed."""
+    names: ModuleNames = field(default_factory=ModuleNames)
+    """What modules are called; bodies ask the same."""
 
     def __post_init__(self) -> None:
         self.refresh()
@@ -94,6 +98,10 @@ class GraphInfo:
         while node in self.replaced:
             node = self.replaced[node]
         return node
+
+    def call(self, node: Node) -> Call | None:
+        """Return the one ATen call that a node stands for, however it was written, or None."""
+        return read_one(node)
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -189,7 +197,8 @@ class GraphInfo:
                 continue
             child = getattr(self.gm, str(body.target), None)
             if isinstance(child, GraphModule) and len(body.users) == 1:
-                yield GraphInfo(child, self.options, self.regions[node], self, node)
+                region = self.regions[node]
+                yield GraphInfo(child, self.options, region, self, node, names=self.names)
 
     def argument_of(self, placeholder: Node) -> Node | None:
         """Return the caller's node behind a checkpoint body's placeholder."""
@@ -212,7 +221,12 @@ class GraphInfo:
 
     def module_path(self, node: Node) -> str:
         """Return the module path ``node`` was called in, such as ``model.layers.0.mlp``."""
-        return clean_module_path(next(reversed(module_stack(node)), ""))
+        return self.module_names(node)[0]
+
+    def module_names(self, node: Node) -> tuple[str, ...]:
+        """Return every name of the module ``node`` was called in, that of its path first."""
+        stack = module_stack(node)
+        return self.names.of(*stack[-1]) if stack else ("",)
 
     def module_key(self, node: Node) -> str:
         """Return what tells the call of the module of ``node`` from others, its calls by `@1`."""
@@ -330,20 +344,6 @@ def _short_path(path: str) -> str:
     if "site-packages" in parts:
         return "/".join(parts[len(parts) - parts[::-1].index("site-packages") :])
     return parts[-1]
-
-
-def module_stack(node: Node) -> list[str]:
-    """Return Dynamo's paths of the modules ``node`` was called in, the outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
-
-
-def clean_module_path(path: str) -> str:
-    """Turn Dynamo's ``L['self'].model.layers[0].mlp`` into ``model.layers.0.mlp``."""
-    path = re.sub(r"^[LG]\['[^']*'\]", "", path)
-    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
-    path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
-    return path.strip(".")
 
 
 def _step_region(node: Node, current: Region, stack: list[tuple[Node, Region]]) -> Region:

@@ -6,11 +6,10 @@ back, and so is the match in which a pass of ours fails: the report says so, the
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -18,11 +17,12 @@ from torch.fx import Graph, GraphModule, Node
 from ... import compat
 from ...errors import StrictError
 from ...logits.recipe import DeferredOutput
-from ...options import MAY_FIND_NOTHING, Options
+from ...options import MAY_FIND_NOTHING, PASS_NAMES, Options
 from ...report import CHANGES, GraphReport, LogitsUse, Record, Report
 from .base import NOTED, Decline, Done, Gain, GraphPass
 from .editor import Editor, EditRefused
-from .graph_info import GraphInfo, ambient_region, clean_module_path, module_stack
+from .graph_info import GraphInfo, ambient_region
+from .module_names import module_stack
 from .render import render
 
 log = logging.getLogger(__name__)
@@ -35,13 +35,12 @@ TRACE_NAME = "memeff_report"
 
 @dataclass
 class Outcome:
-    """What the passes did to one graph; `counted` are the records that its report counts as one."""
+    """What the passes did to one graph."""
 
     report: GraphReport
     changed: bool = False
     deferred: list[DeferredOutput] = field(default_factory=list)
     inductor: dict[str, Any] = field(default_factory=dict)
-    counted: tuple[Record, ...] = ()
 
 
 def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outcome:
@@ -56,7 +55,9 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
         for graph_pass in passes:
             for level in _levels(info):
                 state.apply(graph_pass, level)
-        state.note_unused_skips(gm)
+        if options.passes:
+            gm.graph.lint()  # an edit of theirs beside the editor is undone by nothing else
+        state.note_unused_skips(info)
     except Exception as error:  # no match is to blame: an undo failed
         state.give_up(error)
     if state.changed:
@@ -76,8 +77,7 @@ def run(gm: GraphModule, passes: Sequence[GraphPass], options: Options) -> Outco
     )
     _log(report)
     compat.trace_artifact(TRACE_NAME, lambda: Report((report,)).to_json(indent=2))
-    counted = tuple(state.counted)
-    return Outcome(report, state.changed, state.deferred, state.inductor, counted)
+    return Outcome(report, state.changed, state.deferred, state.inductor)
 
 
 def _levels(info: GraphInfo) -> Iterator[GraphInfo]:
@@ -94,7 +94,6 @@ class _Run:
         self.records: list[Record] = []
         self.deferred: list[DeferredOutput] = []
         self.inductor: dict[str, Any] = {}
-        self.counted: list[Record] = []
         self.changed = False
         self.snapshot: list[tuple[GraphModule, Graph]] = []
 
@@ -106,13 +105,14 @@ class _Run:
         self.records = [r for r in self.records if r.action in ("declined", "internal_error")]
         self._append(_internal_error("backend", error, "the graph"), is_counted=False)
 
-    def note_unused_skips(self, gm: GraphModule) -> None:
-        """Say so when a path in ``memeff.skip`` names no module of this graph: it may be a typo."""
+    def note_unused_skips(self, info: GraphInfo) -> None:
+        """Say so when a path in ``memeff.skip`` names no module of the model: it may be a typo."""
         patterns = {p for paths in self.options.skip.values() for p in paths}
         if not patterns:
             return
-        paths = {clean_module_path(path) for node in gm.graph.nodes for path in module_stack(node)}
-        paths.add("")
+        stacks = {each for node in info.gm.graph.nodes for each in module_stack(node)}
+        paths = {"", *(name for each in stacks for name in info.names.of(*each))}
+        paths |= info.names.everything()
         hint = "Compare it with the names in model.named_modules()."
         for pattern in sorted(patterns):
             if not any(Options(skip={"*": (pattern,)}).skips("*", path) for path in paths):
@@ -182,6 +182,7 @@ class _Run:
         try:
             done = graph_pass.rewrite(info, found, editor)
             record, notes = _records(graph_pass, done, where, gain)
+            record = _with_all_places(record, info, places)
             editor.commit(graph_pass.dead(found))
         except EditRefused as refused:
             editor.rollback()
@@ -191,8 +192,7 @@ class _Run:
         self.changed = True
         self.deferred.extend(done.deferred)
         self.inductor |= done.inductor
-        modules = dict.fromkeys(info.module_path(node) for node in places)
-        self._append(record, is_counted=done.sites > 0, modules=modules)
+        self._append(record, is_counted=done.sites > 0)
         self.records.extend(notes)
 
     def _keep(self, info: GraphInfo) -> None:
@@ -217,20 +217,21 @@ class _Run:
         said = decline.code, _sentence(decline.sentence), _sentence(decline.hint)
         sites = max(decline.sites, 1)
         record = Record(graph_pass.name, "declined", *said, *where, *_bytes(gain), sites)
-        self._append(record, is_counted=decline.sites > 0)
+        self._append(_with_all_places(record, info, nearby), is_counted=decline.sites > 0)
 
-    def _append(self, record: Record, *, is_counted: bool, modules: Collection[str] = ()) -> None:
+    def _append(self, record: Record, *, is_counted: bool) -> None:
         """Add a record, or count its sites into one that says the same (of another layer)."""
-        if len(modules) == record.sites > 1:
-            self.counted += [dataclasses.replace(record, module=m, sites=1) for m in modules]
-        elif is_counted:
-            self.counted.append(record)
         for place, earlier in enumerate(self.records if is_counted else ()):
             if record.says_the_same_as(earlier):
-                total = earlier.sites + record.sites
-                self.records[place] = dataclasses.replace(earlier, sites=total)
+                self.records[place] = earlier.joined(record)
                 return
         self.records.append(record)
+
+
+def _with_all_places(record: Record, info: GraphInfo, places: Iterable[Node]) -> Record:
+    """Return a record of several places with the modules of all of them."""
+    paths = dict.fromkeys(filter(None, map(info.module_path, places if record.sites > 1 else ())))
+    return replace(record, also=tuple(path for path in paths if path != record.module))
 
 
 def _gain_of_declined(graph_pass: GraphPass, info: GraphInfo, found: Any) -> Gain | None:
@@ -264,16 +265,19 @@ def _records(
 def _internal_error(
     name: str, error: Exception, what: str, where: tuple[str, str] = ("", "")
 ) -> Record:
-    """Log an error of our own and return its record."""
+    """Log an error of a pass and return its record."""
     log.warning(
         "memeff_compile: internal error in %s, left as it was: %s", name, what, exc_info=True
     )
+    hint = "please report it with the graph from memeff_compile.graphs()[-1].before"
+    if name not in (*PASS_NAMES, "backend"):
+        hint = "mend the pass, which is none of ours; the log of memeff_compile has the traceback"
     return Record(
         name,
         "internal_error",
         "internal_error",
         _sentence(f"an internal error left {what} as it was: {type(error).__name__}: {error}"),
-        "please report it with the graph from memeff_compile.graphs()[-1].before",
+        hint,
         *where,
     )
 
@@ -305,7 +309,8 @@ def _sentence(text: str) -> str:
     """Write ``text`` as a sentence: a capital at the front, a full stop at the end."""
     if not text:
         return text
-    is_word = text.split(" ")[0].rstrip(",:;").isalpha() and not text.startswith(_NAMES)
+    first = text.split(" ")[0].rstrip(",:;")
+    is_word = first.isalpha() and (len(first) > 1 or first == "a") and not text.startswith(_NAMES)
     head = text[0].upper() if is_word else text[0]
     return head + text[1:] + ("" if text[-1] in ".!?" else ".")
 

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from ... import compat
 from ...compat import HigherOrderOperator, OpOverload
 from .canonical import PREVIOUS, Call, read
-from .graph_info import clean_module_path
+from .module_names import clean_module_path
 
 _DTYPES = {
     torch.float32: "f32",

@@ -14,7 +14,7 @@ from ..graph import base
 from ..graph.base import Decline
 from ..graph.graph_info import GraphInfo, kind_among, node_name
 from .head import SMALLEST_VOCABULARY, fold
-from .tails import METRICS, STATISTICS, Site, is_silent
+from .tails import METRICS, STATISTICS, Site, has_sum, is_silent
 
 
 def check_operands(info: GraphInfo, site: Site) -> Decline | None:
@@ -82,9 +82,8 @@ def check_tails(info: GraphInfo, site: Site) -> Decline | None:
         if weight is not None and weight.requires_grad:
             said = "the class weights need a gradient"
             return Decline("class_weight", said, "detach them", tail.node)
-    keys = [t.chain.row_key for t in site.tails if t.kind == "lse"]
     for tail in site.tails:
-        if tail.kind == "logit" and tail.chain.row_key not in keys:
+        if tail.kind == "logit" and not has_sum(tail, site.tails):
             return Decline(
                 "logits_reused(gather)",
                 "single logits are gathered without their logsumexp over the same rows",
@@ -114,7 +113,8 @@ def _check_gradients(info: GraphInfo, site: Site) -> Decline | None:
 
 
 def _trains_nothing(info: GraphInfo, site: Site) -> bool:
-    return all(is_silent(info, tail) for tail in site.tails if tail.kind not in METRICS)
+    losses = [tail for tail in site.tails if tail.kind not in METRICS] or site.tails
+    return all(is_silent(info, tail) for tail in losses)
 
 
 def check_regions(info: GraphInfo, site: Site) -> Decline | None:

@@ -49,7 +49,34 @@ def groups_of(info: GraphInfo, tails: Sequence[Tail]) -> list[list[Tail]]:
                 break
         else:
             groups.append([tail])
-    return groups
+    return _parts_joined(info, groups)
+
+
+def _parts_joined(info: GraphInfo, groups: list[list[Tail]]) -> list[list[Tail]]:
+    """Serve statistics of many parts of the rows, as of chunks, by one call over all rows.
+
+    Where the parts are less than half of the rows, each has a call of its own.
+    """
+    kept: list[list[Tail]] = []
+    parts: dict[Any, list[list[Tail]]] = {}
+    for group in groups:
+        chain = group[0].chain
+        if chain.row_key and all(tail.kind in STATISTICS for tail in group):
+            parts.setdefault(chain.row_key[:-1], []).append(group)
+        else:
+            kept.append(group)
+    for key, some in parts.items():
+        chain, joined = some[0][0].chain, [tail for group in some for tail in group]
+        whole = info.value(chain.row_steps[len(key) - 1].node if key else chain.head.node)
+        sizes = [whole.shape[-1], whole.numel(), *(info.value(g[0].node).numel() for g in some)]
+        columns, elements, *rows = map(compat.size_hint, sizes)
+        is_one = all(fold(tail.chain.steps) == fold(chain.steps) for tail in joined)
+        is_most = len(some) > 1 and 2 * columns * sum(rows) >= elements
+        if is_one and is_most and _late(info, joined) is not None:
+            kept.append(joined)
+        else:
+            kept.extend(some)
+    return kept
 
 
 def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
@@ -57,8 +84,7 @@ def _compatible(info: GraphInfo, group: list[Tail], tail: Tail) -> bool:
     if fold(first.chain.steps) != fold(tail.chain.steps):
         return False
     if tail.kind in STATISTICS:  # of all rows, of which the tail's own are then taken
-        effects = tuple(step.effect for step in tail.chain.row_steps)
-        return effects[: len(first.chain.row_key)] == first.chain.row_key
+        return tail.chain.is_of(first.chain)
     return (
         first.kind not in STATISTICS
         and first.chain.row_key == tail.chain.row_key
@@ -303,8 +329,14 @@ class GroupEmitter:
         return item
 
     def _rows_in_key(self) -> int:
+        """Return how many row steps stand before the op: those that all tails share."""
         rows = self.group[0].chain.row_steps
-        return max((i + 1 for i, s in enumerate(rows) if s.kind == "rows"), default=0)
+        shared = 0
+        for effects in zip(*(t.chain.row_steps for t in self.group), strict=False):
+            if any(step.effect != effects[0].effect for step in effects):
+                break
+            shared += 1
+        return max((i + 1 for i, s in enumerate(rows[:shared]) if s.kind == "rows"), default=0)
 
     def _cast(self, node: Node) -> Node:
         return self.editor.cast(node, self.head.compute_dtype)

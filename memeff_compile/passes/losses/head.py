@@ -88,6 +88,11 @@ class Chain:
         last = max((i for i, s in enumerate(rows) if s.kind == "rows"), default=-1)
         return tuple(s.effect for s in rows[: last + 1])
 
+    def is_of(self, other: Chain) -> bool:
+        """Return whether these rows are those of another chain of this head, or some of them."""
+        effects = tuple(step.effect for step in self.row_steps)
+        return effects[: len(other.row_key)] == other.row_key
+
     @property
     def moved(self) -> bool:
         """Whether the class dimension stands at 1 instead of last."""

@@ -61,8 +61,8 @@ class Tail:
 STATISTICS = ("lse", "top", "entropy", "neg_entropy", "mean_logit")
 ENTROPIES = ("entropy", "neg_entropy", "mean_logit")
 METRICS = ("top", *ENTROPIES)
-# What makes a site worth a rewrite; metrics alone do not.
-LOSSES = ("loss", "log_prob")
+# What makes a site worth a rewrite; an argmax alone does not.
+LOSSES = ("loss", "log_prob", "entropy", "neg_entropy")
 
 
 def is_silent(info: GraphInfo, tail: Tail) -> bool:
@@ -395,7 +395,14 @@ def without_parts(tails: Sequence[Tail]) -> list[Tail]:
     return sorted(kept, key=lambda tail: tail.kind not in LOSSES)
 
 
+def has_sum(tail: Tail, tails: Sequence[Tail]) -> bool:
+    """Return whether a gather on the logits has their logsumexp, over its rows or parts of them.
+
+    A loop over the sequences takes the logsumexp of each.
+    """
+    return any(other.kind == "lse" and other.chain.is_of(tail.chain) for other in tails)
+
+
 def has_pair(tails: Sequence[Tail]) -> bool:
-    """Return whether a gather on the logits has its logsumexp over the same rows."""
-    keys = [t.chain.row_key for t in tails if t.kind == "lse"]
-    return any(t.kind == "logit" and t.chain.row_key in keys for t in tails)
+    """Return whether a gather on the logits has their logsumexp."""
+    return any(t.kind == "logit" and has_sum(t, tails) for t in tails)

@@ -9,12 +9,20 @@ import pytest
 
 from memeff_compile.kernels._triton.gpus import gpu_of
 from memeff_compile.kernels._triton.key_tiles import BOUNDS_CHUNK, BOUNDS_WARPS, depth_block
+from memeff_compile.kernels.attention.mask_tiles import CLASSIFY, HIDDEN, LISTS, SEEN, TILE, Dense
 from memeff_compile.kernels.attention.shapes import (
     KERNELS,
     Shape,
     shape_for,
 )
-from tests.support.offline import TABLES_NAMED, compile_for, gpus, rows_named, within_limits
+from tests.support.offline import (
+    TABLES_NAMED,
+    cells_named,
+    compile_for,
+    gpus,
+    rows_named,
+    within_limits,
+)
 
 pytestmark = pytest.mark.offline
 
@@ -27,11 +35,17 @@ POINTERS = {
     "lse_ptr": "*fp32",
     "sums_ptr": "*fp32",
     "delta_ptr": "*fp32",
+    "lists_ptr": "*i32",
+    "codes_ptr": "*u8",
 }
 FLOATS = ("scale", "inner", "factor")
 PARTS = {
     **{name: rows_named(name) for name in ("q", "k", "v", "grad", "out")},
     "tables": TABLES_NAMED,
+    "mask": Dense(
+        *("mask_ptr", "stride_mask_batch", "stride_mask_head", "stride_mask_row", "mask_unit"),
+        *("lists_ptr", "stride_lists_batch", "stride_lists_head"),
+    ),
     "scales": ("scale", "inner"),
     "sizes": ("batch_heads", "heads", "repeat", "queries", "keys", "tiles"),
 }
@@ -47,6 +61,9 @@ PLAIN = {
     "UPCAST": False,
     "WITH_K": True,
     "WITH_V": True,
+    "HAS_MASK": False,
+    "IS_BIAS": False,
+    "PER_HEAD": False,
 }
 CAPPED = {**PLAIN, "SOFTCAP": True}
 EVERY = {
@@ -59,22 +76,42 @@ EVERY = {
     "SIGN": -1,
     "SOFTCAP": True,
 }
+MASKS = {
+    "bool": {**PLAIN, "HAS_AHEAD": False, "HAS_MASK": True},
+    "bias": {**PLAIN, "HAS_AHEAD": False, "HAS_MASK": True, "IS_BIAS": True, "PER_HEAD": True},
+}
+UNIT = "mask_unit"
+"""A mask's stride from key to key, as a rule."""
 
 
 def _compile(
-    kernel: Any, capability: int, dtype: str, given: dict[str, Any], warps: int, unit: str = "x"
+    kernel: Any,
+    capability: int,
+    dtype: str,
+    given: dict[str, Any],
+    warps: int,
+    unit: str = UNIT,
+    parts: dict[str, Any] | None = None,
 ) -> Any:
     """Compile a kernel; the runtime integers that `unit` names by a pattern are 1, a constant."""
-    names = [each for argument in kernel.arg_names for each in PARTS.get(argument, [argument])]
+    parts = {**PARTS, **(parts or {})}
+    names = [each for argument in kernel.arg_names for each in parts.get(argument, [argument])]
     units = {each: 1 for each in names if re.fullmatch(unit, each)}
 
     def type_of(argument: str) -> str:
+        if argument == "mask_ptr":
+            return f"*{dtype}" if given.get("IS_BIAS") else "*u8"
         if argument.endswith("_ptr"):
             return POINTERS.get(argument, f"*{dtype}")
         return "fp32" if argument in FLOATS else "i32"
 
+    def is_aligned(argument: str) -> bool:
+        """Masks are loaded in wide pieces where 16 divides the lengths, as it mostly does."""
+        is_length = argument in ("queries", "keys") and bool(given.get("HAS_MASK"))
+        return argument.startswith("stride") or is_length
+
     return compile_for(
-        capability, kernel, {**units, **given}, type_of, parts=PARTS, num_warps=warps
+        capability, kernel, {**units, **given}, type_of, is_aligned, parts=parts, num_warps=warps
     )
 
 
@@ -105,7 +142,7 @@ NAMES = {
 
 def _check(kernel: str, capability: int, depth: int, flags: dict[str, Any], dtype: str) -> None:
     """Compile a kernel with its own tile: no stack, shared memory in bounds, tensor cores."""
-    has_tables = bool(flags["HAS_BOUNDS"])
+    has_tables = bool(flags["HAS_BOUNDS"] or flags["HAS_MASK"])
     shape = shape_for(kernel, depth, gpu_of(divmod(capability, 10)), has_tables=has_tables)
     parts = [{}]
     if kernel == "key_gradient" and shape.is_split:
@@ -157,6 +194,46 @@ def test_bounds_compile_within_the_limits(ours_are_queries: bool, from_lse: bool
     }
     kernel = _kernel("_attention_bounds_kernel")
     within_limits(_compile(kernel, 90, "bf16", constants, BOUNDS_WARPS), 90)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_attention_under_a_mask_compiles_within_the_limits(kernel: str) -> None:
+    _check(kernel, 90, 128, MASKS["bool"], "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_attention_under_a_mask_compiles_within_the_limits_everywhere(
+    capability: int, kernel: str, depth: int, kind: str
+) -> None:
+    _check(kernel, capability, depth, MASKS[kind], "bf16")
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(
+    "unit",
+    [UNIT, pytest.param("mask_unit|queries|keys|tiles|others|heads|bands", marks=pytest.mark.slow)],
+)
+def test_codes_and_lists_compile_within_the_limits(kind: str, unit: str) -> None:
+    from memeff_compile.kernels.attention import mask_tiles_kernels as kernels
+
+    given = {**MASKS[kind], "TILE": TILE, "HIDDEN": HIDDEN, "SEEN": SEEN}
+    cells = cells_named("mask")._replace(depth="mask_unit")
+    parts = {"mask": cells, "sizes": ("heads", "queries", "keys", "bands", "tiles")}
+    codes = kernels._attention_mask_tiles_kernel
+    warps = CLASSIFY["num_warps"]
+    constants = {**given, "CHUNK": CLASSIFY["CHUNK"]}
+    within_limits(_compile(codes, 90, "bf16", constants, warps, unit, parts), 90)
+    parts = {
+        "codes": cells_named("codes"),
+        "sizes": ("heads", "tiles", "others", "queries", "keys"),
+    }
+    constants = {**given, "CHUNK": LISTS["CHUNK"], "OURS": 32, "OTHERS": 128}
+    lists = kernels._attention_mask_lists_kernel
+    within_limits(_compile(lists, 90, "bf16", constants, LISTS["num_warps"], unit, parts), 90)
 
 
 # One sequence, one head, one query or one key: Triton makes constants of such numbers.

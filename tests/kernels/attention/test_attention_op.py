@@ -212,7 +212,7 @@ def test_opcheck(seed: int) -> None:
     operands = [each.detach() for each in leaves]
     given = {"ahead": None, "behind": None, "scale": None, "softcap": 0.0, "empty_rows": "zeros"}
     settings = {**given, **case.settings}.values()
-    arguments = (gradient_like(case), *operands, out, lse, *case.tables, *settings)
+    arguments = (gradient_like(case), *operands, out, lse, *case.tables, None, None, *settings)
     torch.library.opcheck(attention_backward, arguments)
 
 

@@ -19,7 +19,7 @@ from memeff_compile.kernels.coded_kv_cache.shapes import (
     rows_for,
     shapes_for,
 )
-from tests.support.offline import cells_named, compile_for, gpus, within_limits
+from tests.support.offline import cells_named, compile_for, gpus, twice, within_limits
 
 pytestmark = pytest.mark.offline
 
@@ -165,6 +165,8 @@ CASES = [
     ("bf16", 128, 4, "kivi", {"repeat": 12}),
     ("fp16", 128, 4, "kivi", {}),
 ]
+SMALLER = (0, 3, 4, 9)
+"""Forms whose parts are in the others: shifts of codes, one split, a scale per head."""
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,9 @@ CASES = [
         *[
             pytest.param(90, *case, marks=SLOW if place in (1, 5, 6, 7, 10, 11) else ())
             for place, case in enumerate(CASES)
+            if place not in SMALLER
         ],
+        *[each for place in SMALLER for each in twice(90, *CASES[place])],
         (80, *CASES[7]),
         *[pytest.param(80, *CASES[place], marks=SLOW) for place in (1, 3, 8)],
         *[pytest.param(100, *CASES[place], marks=SLOW) for place in (1, 3, 7, 8)],

@@ -11,7 +11,7 @@ import pytest
 from memeff_compile.kernels.coded_kv_cache import split_rows
 from memeff_compile.kernels.coded_kv_cache.layout import Own, Pool, Shared, channel_group
 from memeff_compile.kernels.coded_kv_cache.shapes import rows_for
-from tests.support.offline import cells_named, compile_for, gpus, within_limits
+from tests.support.offline import cells_named, compile_for, gpus, twice, within_limits
 
 pytestmark = pytest.mark.offline
 
@@ -186,7 +186,7 @@ def test_merging_a_prompt_compiles_within_the_limits(
 @pytest.mark.parametrize(
     ("capability", "more"),
     [
-        (90, {}),
+        *twice(90, {}),
         *[pytest.param(other, {}, marks=SLOW) for other in (80, 100)],
         pytest.param(90, {"repeat": 1, "splits": 1}, marks=SLOW),
         (90, {"repeat": 12, "has_mask": False}),

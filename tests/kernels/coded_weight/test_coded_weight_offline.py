@@ -10,7 +10,7 @@ import pytest
 
 from memeff_compile.kernels.coded_weight import shapes
 from memeff_compile.kernels.coded_weight.layout import Multiplied
-from tests.support.offline import compile_for, gpus, within_limits
+from tests.support.offline import compile_for, gpus, twice, within_limits
 
 pytestmark = pytest.mark.offline
 
@@ -198,7 +198,7 @@ def _check(kernel: Any, capability: int) -> None:
 
 @pytest.mark.parametrize(
     "field",
-    [8, 4, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)],
+    [*twice(8), 4, *[pytest.param(bits, marks=pytest.mark.slow) for bits in (2, 1)]],
 )
 @pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -206,16 +206,20 @@ def test_decoding_compiles_within_the_limits(capability: int, codec: str, field:
     if field != 8 and capability != 90:
         field = 4
     kernel = _decode(capability, codec, field, 0 if field == 8 else 64)
+    _check_decoding(kernel, capability, is_wide=field == 8 and codec != "rans")
+
+
+def _check_decoding(kernel: Any, capability: int, *, is_wide: bool) -> None:
     _check(kernel, capability)
     assert "atom." not in kernel.asm["ptx"]
-    if field == 8 and codec != "rans":
+    if is_wide:
         assert re.search(r"ld\.global\.\S*v[24]\.b32", kernel.asm["ptx"]), "narrow loads"
         assert re.search(r"st\.global\.\S*v[24]\.b32", kernel.asm["ptx"]), "narrow stores"
 
 
 @pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
 def test_decoding_compiles_for_an_older_gpu(codec: str) -> None:
-    _check(_decode(80, codec, 8, 0), 80)
+    _check_decoding(_decode(80, codec, 8, 0), 80, is_wide=codec != "rans")
 
 
 @pytest.mark.parametrize("codec", ["win4", "tier", "rans"])
@@ -255,7 +259,7 @@ def test_products_of_one_token_compile_within_the_limits(capability: int) -> Non
     assert kernel.asm["ptx"].count("cp.async.commit_group") >= 3, "codes are not loaded ahead"
 
 
-@pytest.mark.parametrize("tokens", [2, 16])
+@pytest.mark.parametrize("tokens", [*twice(2), 16])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_a_product_of_some_tokens_compiles_within_the_limits(capability: int, tokens: int) -> None:
     kernel = _tile(capability, tokens)

@@ -16,7 +16,7 @@ from memeff_compile.kernels.kv_cache.shapes import (
     shapes_for,
 )
 from memeff_compile.kernels.kv_cache.split_keys import alignment
-from tests.support.offline import NARROWEST, cells_named, compile_for, gpus, within_limits
+from tests.support.offline import NARROWEST, cells_named, compile_for, gpus, twice, within_limits
 
 pytestmark = pytest.mark.offline
 
@@ -90,13 +90,13 @@ def _combine(capability: int, depth: int, splits: int) -> Any:
 
 
 CASES = [
-    *[("bf16", depth, MIN_ROWS, False, 4) for depth in (96, 256)],
+    *[each for depth in (96, 256) for each in twice("bf16", depth, MIN_ROWS, False, 4)],
     *[
         pytest.param("bf16", depth, MIN_ROWS, False, 4, marks=pytest.mark.slow)
         for depth in (64, 128)
     ],
     ("bf16", 128, MIN_ROWS, True, 4),
-    ("bf16", 128, MIN_ROWS, False, 1),
+    *twice("bf16", 128, MIN_ROWS, False, 1),
     pytest.param("fp16", 128, MAX_ROWS, False, 4, marks=pytest.mark.slow),
     ("bf16", 256, MAX_ROWS, False, 4),
     pytest.param("fp32", 128, MIN_ROWS, False, 4, marks=pytest.mark.slow),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.offline import compile_for, gpus, within_limits
+from tests.support.offline import compile_for, gpus, twice, within_limits
 
 pytestmark = pytest.mark.offline
 
@@ -140,27 +140,33 @@ PRODUCTS = [
 ]
 
 
-def _is_confirmed(name: str, flags: dict[str, Any], epilogue: str) -> bool:
-    """Return whether a larger form of the same tiles is compiled, too."""
+def _cases(name: str, flags: dict[str, Any], epilogue: str) -> list[Any]:
+    """Return a form to the end where none with its tiles is larger; the least of all are slow."""
+    case = name, flags, epilogue
+    is_least, is_largest = False, True
     if "forward" in name:  # one part of the vocabulary, or one of two
-        return epilogue == ("everything" if flags["PARTS"] == 1 else "plain")
-    if "dense_gradient" in name:
-        return epilogue == "plain" and flags["GATHER"]
-    return "dense_products" in name and not flags["GATHER"]
+        is_least = epilogue == ("everything" if flags["PARTS"] == 1 else "plain")
+        is_largest = epilogue == "everything"
+    elif "dense_gradient" in name:
+        is_least = epilogue == "plain" and flags["GATHER"]
+        is_largest = epilogue == ("everything" if flags["GATHER"] else "entropy")
+    elif "sparse_gradient" in name:
+        is_largest = epilogue != "plain"
+    else:
+        is_least = "dense_products" in name and not flags["GATHER"]
+    if is_least or epilogue == "softcap":
+        return [pytest.param(*case, marks=pytest.mark.slow)]
+    return [case] if is_largest else twice(*case)
 
 
 # The last products have no epilogue of their own.
 EPILOGUES = [
-    pytest.param(
-        *(name, flags, epilogue),
-        marks=pytest.mark.slow
-        if epilogue == "softcap" or _is_confirmed(name, flags, epilogue)
-        else (),
-    )
+    case
     for name, flags in PRODUCTS
     for epilogue in (
         ["plain"] if "products" in name else ["plain", "entropy", "softcap", "everything"]
     )
+    for case in _cases(name, flags, epilogue)
 ]
 
 

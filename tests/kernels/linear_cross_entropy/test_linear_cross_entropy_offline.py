@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.offline import NARROWEST, compile_for, gpus, within_limits
+from tests.support.offline import NARROWEST, compile_for, gpus, twice, within_limits
 
 pytestmark = pytest.mark.offline
 
@@ -93,10 +93,15 @@ def _compile(
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "ragged"])
-@pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
 @pytest.mark.parametrize(
-    ("dtype", "block"),
-    [("bf16", 2048), pytest.param("fp16", 1024, marks=pytest.mark.slow), ("fp32", 2048)],
+    ("dtype", "block", "everything"),
+    [
+        *twice("bf16", 2048, False),
+        ("bf16", 2048, True),
+        *[pytest.param("fp16", 1024, each, marks=pytest.mark.slow) for each in (False, True)],
+        *twice("fp32", 2048, False),
+        *twice("fp32", 2048, True),
+    ],
 )
 @pytest.mark.parametrize("name", list(POINTERS))
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -15,7 +15,7 @@ from memeff_compile.kernels.ternary_linear.shapes import (
     tile_shapes,
     vector_shapes,
 )
-from tests.support.offline import compile_for, gpus, within_limits
+from tests.support.offline import compile_for, gpus, twice, within_limits
 
 pytestmark = pytest.mark.offline
 
@@ -154,8 +154,8 @@ def _tiles(
         (256, 14336, 1, 1, "int8"),
         pytest.param(256, 14336, 4, 1, "int8", marks=pytest.mark.slow),
         pytest.param(1024, 4096, 1, 1, "int8", marks=pytest.mark.slow),
-        (512, 28672, 1, 1, "fp4"),
-        (256, 6144, 1, 3, "int4"),
+        *twice(512, 28672, 1, 1, "fp4"),
+        *twice(256, 6144, 1, 3, "int4"),
         pytest.param(2048, 8192, 1, 1, "int8", marks=pytest.mark.slow),
         (128, 2560, 2, 2, "topk8"),
     ],
@@ -176,7 +176,7 @@ def test_the_kernel_for_few_tokens_compiles_within_the_limits(
 @pytest.mark.parametrize(
     ("words", "rows", "tokens"),
     [
-        (1024, 3200, 1),
+        *twice(1024, 3200, 1),
         pytest.param(256, 3200, 1, marks=pytest.mark.slow),
         (256, 8640, 2),
     ],
@@ -195,10 +195,10 @@ def test_a_gate_a_norm_and_a_sum_fit_into_the_kernel_for_few_tokens(
     ("words", "rows", "tokens", "group"),
     [
         (256, 9600, 1, 3),
-        (1024, 3200, 1, 1),
+        *twice(1024, 3200, 1, 1),
         (256, 14336, 4, 1),
-        (512, 28672, 1, 1),
-        (256, 3200, 1, 1),
+        *twice(512, 28672, 1, 1),
+        *twice(256, 3200, 1, 1),
     ],
     ids=str,
 )
@@ -218,8 +218,8 @@ def test_weights_come_before_tokens_that_were_quantised_already(
 @pytest.mark.parametrize(
     ("tokens", "rows"),
     [
-        (16, 4096),
-        (48, 14336),
+        *twice(16, 4096),
+        *twice(48, 14336),
         (4096, 14336),
         *(pytest.param(tokens, 14336, marks=pytest.mark.slow) for tokens in (16, 256)),
     ],
@@ -242,13 +242,12 @@ def test_the_kernels_compile_for_an_older_gpu() -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_quantisers_compile_without_spills(kind: str) -> None:
-    constants = {**_quantizer(kind, is_native=True), "COLUMNS": 16384}
+@pytest.mark.parametrize("has_neighbours", [*twice(False), True])
+def test_quantisers_compile_without_spills(kind: str, has_neighbours: bool) -> None:
+    given = {**_quantizer(kind, is_native=True), **_neighbours(is_on=has_neighbours)}
+    given["COLUMNS"] = 16384
     kinds = {"codes_ptr": "*i32"}
-    for is_on in (False, True):
-        given = {**constants, **_neighbours(is_on=is_on)}
-        kernel = _compile("_ternary_quantize_kernel", 90, "bf16", given, 16, kinds)
-        within_limits(kernel, 90)
+    within_limits(_compile("_ternary_quantize_kernel", 90, "bf16", given, 16, kinds), 90)
 
 
 @pytest.mark.usefixtures("sizes_of_one")

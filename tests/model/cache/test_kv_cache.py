@@ -93,12 +93,20 @@ def test_compiled_decoding_reads_codes_and_equals_eager(model: Any) -> None:
     assert "coded_kv_cache_view(" not in memeff_compile.graphs()[-1].after
 
 
-def test_one_compiled_model_reads_codes_of_any_bits(model: Any) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [[], pytest.param([(LENGTH, {"bits": 8, **SHORT})], marks=pytest.mark.slow)],
+    ids=["4, 2 and 3", "8, too"],
+)
+def test_one_compiled_model_reads_codes_of_any_bits(
+    model: Any, more: list[tuple[int, dict[str, Any]]]
+) -> None:
     """Dynamo makes a symbol of what a second cache has otherwise: its bits, lengths and windows."""
     compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
     ids = prompt(tokens=70)
     for length, settings in (
         (LENGTH, {"bits": 4, **SHORT}),
+        *more,
         (128, {"bits": 2, "group": 64, "recent": 32}),
         (LENGTH, {"bits": 3, "scheme": "per_head", **SHORT}),
     ):

@@ -26,12 +26,12 @@ def _any_copy_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite_kv_update, "MIN_COPIED_BYTES", 0)
 
 
-def make(family: str, **settings: Any) -> Any:
+def make(family: str, layers: int = LAYERS, **settings: Any) -> Any:
     config = getattr(transformers, f"{family}Config")(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -92,7 +92,7 @@ def test_decoding_equals_eager_in_logits_and_cache(family: str) -> None:
 
 def test_several_tokens_in_one_step_are_served() -> None:
     """As in assisted decoding: more than one query, on a filled cache."""
-    model = make("Llama")
+    model = make("Llama", layers=1)
     ids = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
     logits = []
@@ -102,7 +102,7 @@ def test_several_tokens_in_one_step_are_served() -> None:
             model(input_ids=ids[:, :5], past_key_values=cache)
             logits.append(step(input_ids=ids[:, 5:], past_key_values=cache).logits)
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-6)
-    assert records() == FIRED
+    assert records() == FIRED[:1]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_generate_gives_the_same_tokens(padded: bool) -> None:
 
 
 def test_eager_attention_is_left_alone() -> None:
-    model = make("Llama", attn_implementation="eager")
+    model = make("Llama", layers=1, attn_implementation="eager")
     prompt = torch.randint(2, 64, (2, 5), generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
     expected, _ = decode(model, model, prompt, 2)
@@ -140,7 +140,7 @@ def test_eager_attention_is_left_alone() -> None:
 
 
 def test_training_beside_it_is_left_alone() -> None:
-    model = make("Llama").train()
+    model = make("Llama", layers=1).train()
     ids = torch.randint(2, 64, (2, 8))
     compiled = torch.compile(model, backend="memeff", options={"memeff.inner": "eager"})
     compiled(input_ids=ids, labels=ids).loss.backward()

@@ -158,7 +158,7 @@ def test_compiled_decoding_reads_the_shared_store_and_equals_eager(model: Any, b
     records = memeff_compile.last_report().records
     fired = [r for r in records if r.pass_name == "compress_kv_cache"]
     assert [r.action for r in fired] == ["rewrote"] * (2 if bits == 16 else LAYERS)
-    said = " ".join(str(memeff_compile.last_report()).split())
+    said = " ".join(memeff_compile.last_report().details().split())
     assert "directions two layers share" in said
     assert "Merging layers saves memory, not time" in said
     assert "coded_kv_cache_view(" not in memeff_compile.graphs()[-1].after

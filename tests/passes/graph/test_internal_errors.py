@@ -421,6 +421,7 @@ def test_a_failing_place_costs_itself_alone(whole: Any, monkeypatch: pytest.Monk
         (record,) = [r for r in report.records if r.action == "internal_error"]
         assert broken.served == sound.served - 1, stage
         assert record.pass_name == whole.name, stage
+        assert record.hint.startswith("please report it"), stage
         assert record.source or stage in ("anchor", "places"), stage
         assert changes(report, but=whole.name) == others, stage
         assert "KeyError: 'broken at" in record.sentence or stage == "rubbish", stage

@@ -1,0 +1,172 @@
+"""What a mask that is a tensor says of each of its tiles, and which tiles a kernel visits.
+
+A tile of `TILE` x `TILE` places is `EMPTY` where no key counts for any query, `FULL` where every
+key counts and nothing is added, else `PARTIAL`. The codes are found once per mask; lists of tiles
+of the kernels' own sizes are made of them in front of each launch. Nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memeff_compile.kernels._triton.key_tiles import Cells, tiles_of
+from memeff_compile.kernels._triton.launch import start
+from memeff_compile.kernels.device import kernels_serve, on_device
+
+TILE = 64
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+HIDDEN = -65504.0
+"""A number added to scores hides a key from here down if its query has a key at `SEEN` or above."""
+
+SEEN = HIDDEN / 2
+
+_MAX_STRIDE = 1 << 22
+CLASSIFY = {"CHUNK": 4, "num_warps": 8}
+LISTS = {"CHUNK": 64, "num_warps": 4}
+
+
+class Dense(NamedTuple):
+    """A mask as the kernels take it: its strides, 0 along what it is broadcast over, and the lists.
+
+    A list is (2 + others) int32 for each tile of ours: how many tiles are full, how many partial,
+    then the full ones from the front on and the partial ones from the end back.
+    """
+
+    ptr: Any
+    batch: Any
+    head: Any
+    row: Any
+    key: Any
+    lists_ptr: Any
+    lists_batch: Any
+    lists_head: Any
+
+
+def table_shape(mask: Tensor) -> tuple[Any, ...]:
+    """Return the shape of a mask's codes: a byte per tile.
+
+    Example: a mask of (4, 1, 100, 1) has codes of (4, 1, 2, 1).
+    """
+    batch, heads, rows, keys = mask.shape
+    return batch, heads, tiles_of(rows, TILE), tiles_of(keys, TILE)
+
+
+def classify(mask: Tensor) -> Tensor:
+    """Return the code of each tile of a mask, (B or 1, H or 1, tiles, tiles) uint8.
+
+    Args:
+        mask: bool, true where a key counts, or floating, added to the scores; any size may be 1.
+    """
+    if not (mask.is_cuda and mask.numel() and kernels_serve(mask.device, torch.bfloat16)):
+        return _classify_plainly(mask)
+    return classify_in_kernel(mask)
+
+
+def classify_in_kernel(mask: Tensor) -> Tensor:
+    """Return what `classify` does, from the kernel."""
+    from memeff_compile.kernels.attention import mask_tiles_kernels as kernels
+
+    shape = table_shape(mask)
+    codes = mask.new_empty(shape, dtype=torch.uint8)
+    batch, heads, bands, tiles = shape
+    with on_device(mask):
+        start(
+            kernels._attention_mask_tiles_kernel,
+            (batch * heads * bands,),
+            Cells(_as_bytes(mask), *_strides(mask)),
+            codes,
+            (heads, mask.shape[2], mask.shape[3], bands, tiles),
+            IS_BIAS=mask.dtype.is_floating_point,
+            TILE=TILE,
+            HIDDEN=HIDDEN,
+            SEEN=SEEN,
+            **CLASSIFY,
+        )
+    return codes
+
+
+def _classify_plainly(mask: Tensor) -> Tensor:
+    if not mask.dtype.is_floating_point:
+        every, some = _over_tiles(mask, fill=True).all(-1), _over_tiles(mask, fill=False).any(-1)
+        return every.to(torch.uint8) + some
+    is_low = _over_tiles(mask <= HIDDEN, fill=True).all(-1)
+    is_empty = _over_tiles(mask == -math.inf, fill=True).all(-1)
+    # A row of which no key is at `SEEN` or above is a softmax of what hides its keys.
+    seen = (mask >= SEEN).any(-1)
+    every = F.pad(seen, (0, -seen.shape[2] % TILE), value=True).unflatten(2, (-1, TILE)).all(-1)
+    is_empty |= is_low & every[..., None]
+    is_full = _over_tiles(mask == 0, fill=True).all(-1)
+    return torch.where(is_full, FULL, torch.where(is_empty, EMPTY, PARTIAL)).to(torch.uint8)
+
+
+def _over_tiles(truth: Tensor, *, fill: bool) -> Tensor:
+    """Return (batch, heads, tiles, tiles, places) of truth values, filled up at the ends."""
+    rows, keys = truth.shape[2:]
+    padded = F.pad(truth, (0, -keys % TILE, 0, -rows % TILE), value=fill)
+    cut: Tensor = padded.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))
+    return cut.transpose(3, 4).flatten(4)
+
+
+def dense_of(
+    mask: Tensor,
+    codes: Tensor | None,
+    lengths: tuple[int, int],
+    tile: tuple[int, int],
+    *,
+    ours_are_queries: bool = True,
+) -> Dense:
+    """Return a mask for a kernel, with the lists of what its tiles visit.
+
+    Args:
+        mask: as for `classify`.
+        codes: what that gave, or None to do it now.
+        lengths: queries and keys.
+        tile: queries and keys per tile.
+        ours_are_queries: tiles of queries visit tiles of keys, not the other way around.
+    """
+    from memeff_compile.kernels.attention import mask_tiles_kernels as kernels
+
+    if codes is None:
+        codes = classify_in_kernel(mask)
+    if max(mask.stride()[2:]) > _MAX_STRIDE:
+        mask = mask.contiguous()
+    places = _strides(codes)[2:]
+    if not ours_are_queries:
+        lengths, tile, places = lengths[::-1], tile[::-1], places[::-1]
+    batch, heads = codes.shape[:2]
+    ours, others = tiles_of(lengths[0], tile[0]), tiles_of(lengths[1], tile[1])
+    lists = codes.new_empty((batch, heads, ours, 2 + others), dtype=torch.int32)
+    start(
+        kernels._attention_mask_lists_kernel,
+        (batch * heads * ours,),
+        Cells(codes, codes.stride(0), codes.stride(1), *places),
+        lists,
+        (heads, ours, others, *lengths),
+        OURS=tile[0],
+        OTHERS=tile[1],
+        TILE=TILE,
+        **LISTS,
+    )
+    return Dense(_as_bytes(mask), *_strides(mask), lists, *_strides(lists)[:2])
+
+
+def none_of(like: Tensor) -> Dense:
+    """Return what stands where there is no mask."""
+    return Dense(like, 0, 0, 0, 0, like, 0, 0)
+
+
+def _as_bytes(mask: Tensor) -> Tensor:
+    return mask if mask.dtype.is_floating_point else mask.view(torch.uint8)
+
+
+def _strides(tensor: Tensor) -> tuple[int, int, int, int]:
+    """Return the strides of four axes, 0 along axes of one."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    batch, heads, rows, keys = (stride if size > 1 else 0 for stride, size in pairs)
+    return batch, heads, rows, keys
