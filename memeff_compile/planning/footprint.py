@@ -351,7 +351,7 @@ class _Replay:
 
     def _part_of_size(self, node: Node, otherwise: str) -> str:
         for tensor in tensors_in(node.meta.get("val")):
-            has_classes = not self.vocabulary.isdisjoint(tensor.shape)
+            has_classes = any(compat.size_hint(size) in self.vocabulary for size in tensor.shape)
             if has_classes and self.scale.is_per_token(tensor):
                 return "logits"
         return otherwise

@@ -252,6 +252,36 @@ def test_the_report_counts_the_places_of_all_blocks() -> None:
     assert {p for r in records for p in (r.module, *r.also)} == {f"blocks.{i}" for i in range(9)}
 
 
+def test_a_block_that_options_name_is_captured_as_itself() -> None:
+    model = Whole(VOCABULARY, WIDTH, 0)
+    model.blocks = nn.ModuleList(Attending() for _ in range(4))
+    options = {"memeff.skip": ["blocks.2"]}
+    found = explain(model.to(torch.bfloat16), *[token_ids(B, L)] * 2, options=options)
+    assert not found.stacks
+    records = [r for r in found.report.records if r.pass_name == "recover_attention"]
+    assert [(r.code, r.place) for r in records if r.action == "declined"] == [
+        ("skipped", "blocks.2")
+    ]
+    assert [r.sites for r in records if r.action == "rewrote"] == [3]
+
+
+def test_attention_that_is_computed_again_is_planned() -> None:
+    """Its state of the generator of random numbers has a size that no graph says."""
+
+    class Fused(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q = x.unflatten(2, (4, -1)).transpose(1, 2)
+            return x + nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(
+                2
+            )
+
+    model = Stack(VOCABULARY, WIDTH, 0)
+    model.blocks = nn.ModuleList(Fused() for _ in range(4))
+    plan = explained(model).plan()
+    assert plan.before.groups["logits"] >= 3 * LOGITS
+    assert plan.after.groups["logits"] < LOGITS
+
+
 # --- progress -------------------------------------------------------------------------------------
 
 
