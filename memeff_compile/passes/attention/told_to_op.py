@@ -37,11 +37,9 @@ from .mask_reader import Mask
 from .mask_tables import Table, behind, place_for
 from .sites import Site, have_one_size
 
-FEWEST_QUERIES = 16
-"""Fewer are a step of decoding: a tile of queries would be nearly empty."""
-
+FEWEST_QUERIES = 16  # fewer are a step of decoding: a tile of queries would be nearly empty
+# Scores below this disappear when they are added to the number that masks them.
 _SAME_AT_LEAST = 2.0**100
-"""Scores below this disappear when they are added to the number that masks them."""
 
 _MOST_STEPS_TO_AN_INPUT = 40
 

@@ -116,8 +116,8 @@ _KEEPS_LAYOUT = named(
     "transpose permute unsqueeze squeeze slice select alias detach expand to clone"
 )
 
+# Ops whose result lies in memory as it does whatever their input's layout.
 _BLIND_TO_LAYOUT = named("contiguous reshape flatten linear matmul mm bmm addmm")
-"""Ops whose result lies in memory as it does whatever their input's layout."""
 
 
 def _depends_on_layout(node: Node) -> bool:
