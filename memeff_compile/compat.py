@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -30,17 +30,14 @@ Compiled = Callable[..., Sequence[Any]]
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+# Where functions of torch.nn.functional that are written in C++ live under their own names.
 BUILT_IN_FUNCTIONS: Any = torch._C._nn
-"""Where functions of torch.nn.functional that are written in C++ live under their own names."""
-
+# What torch asks, through `__torch_function__`, before new data is put into a tensor.
 TAKES_ANOTHERS_INSIDES: Any = torch._has_compatible_shallow_copy_type
-"""What torch asks, through `__torch_function__`, before new data is put into a tensor."""
-
+# The `__torch_function__` of a subclass that has none.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
-"""The `__torch_function__` of a subclass that has none."""
-
+# Returns the schema of an op: its name, arguments and returns.
 schema: Callable[[Any], Any] = attrgetter("_schema")
-"""Returns the schema of an op: its name, arguments and returns."""
 
 
 def reduction_of(size_average: bool | None, reduce: bool | None) -> str:
@@ -56,11 +53,10 @@ def wrapper_subclass(kind: type[_Tensor], *args: Any, **kwargs: Any) -> _Tensor:
     return cast("_Tensor", made)
 
 
+# A context that calls functions of torch on subclasses as on plain tensors.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
-"""A context that calls functions of torch on subclasses as on plain tensors."""
-
+# Returns a number that every in-place write to a tensor's memory raises.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""Returns a number that every in-place write to a tensor's memory raises."""
 
 
 def untraced(function: _Function) -> _Function:
@@ -68,13 +64,8 @@ def untraced(function: _Function) -> _Function:
     return cast("_Function", torch._dynamo.disable(function))
 
 
-def forget_compiled() -> None:
-    """Forget every compiled graph, and tell the backends."""
-    torch._dynamo.reset()
-
-
+# Returns the call of a module as it is, also of one that was compiled in place.
 forward_of: Callable[[torch.nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
-"""Returns the call of a module as it is, also of one that was compiled in place."""
 
 
 def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> bool:
@@ -99,11 +90,6 @@ def python_dispatcher() -> contextlib.AbstractContextManager[None]:
     from torch._dispatch.python import enable_python_dispatcher
 
     return cast("contextlib.AbstractContextManager[None]", enable_python_dispatcher())
-
-
-def output_node(graph: Graph) -> Node:
-    """Return the output node."""
-    return graph.output_node()
 
 
 def example_value(node: Node) -> Any:
@@ -260,10 +246,6 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
         payload_fn=text,
         expect_trace_id=False,
     )
-
-
-is_exporting: Callable[[], bool] = torch.compiler.is_exporting
-"""Returns whether torch.export drives the capture."""
 
 
 def statically_true(condition: Any) -> bool:
@@ -475,11 +457,6 @@ def is_dtensor(value: Any) -> bool:
     return tensor_module is not None and isinstance(value, tensor_module.DTensor)
 
 
-def fake_mode_of(value: Any) -> Any:
-    """Return the fake mode ``value`` belongs to, or None."""
-    return getattr(value, "fake_mode", None)
-
-
 def make_without_memory(
     cls: type[torch.Tensor],
     size: Sequence[int],
@@ -633,12 +610,11 @@ def is_unsafe_to_record(node: Node) -> bool:
     values = [value] if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)) else []
     if any(free_unbacked_symbols(each) for each in values):
         return True
-    target = node.target
+    target: Any = node.target
     if isinstance(target, HigherOrderOperator):
         return not target.name().startswith(("triton_kernel_wrapper", "flex_attention"))
-    ops: list[Any] = [target]
-    if isinstance(target, OpOverloadPacket):
-        ops = [getattr(target, name) for name in target.overloads()]
+    is_packet = isinstance(target, OpOverloadPacket)
+    ops = [getattr(target, name) for name in target.overloads()] if is_packet else [target]
     ops = [op for op in ops if isinstance(op, OpOverload)]
     names = ("cudagraph_unsafe", "data_dependent_output", "dynamic_output_shape")
     unsafe = {getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name)}
@@ -682,11 +658,10 @@ def feeds_resumed_code(gm: GraphModule) -> bool:
     return bool(why.graph_break)
 
 
+# Lets the device stop with a message when it finds a condition false; the host goes on.
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
-"""Lets the device stop with a message when it finds a condition false; the host goes on."""
-
+# Returns whether ``torch.func`` or ``torch.vmap`` is transforming what runs now.
 is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Returns whether ``torch.func`` or ``torch.vmap`` is transforming what runs now."""
 
 
 def is_forward_mode_active() -> bool:
@@ -835,12 +810,32 @@ def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
     return param, group
 
 
-def fake_mode() -> Any:
-    """Return a mode under which tensors have sizes and no memory."""
+def fake_mode(made: Callable[[Any], None]) -> Any:
+    """Return a mode under which tensors have sizes and no memory.
+
+    Args:
+        made: is told what each operation returns that runs outside of what Dynamo traces.
+    """
+    from torch._guards import TracingContext
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    class Told(FakeTensorMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if TracingContext.try_get() is None and not _is_view(func):
+                made(result)
+            return result
+
+    return Told(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def _is_view(op: Any) -> bool:
+    """Return whether what an op returns is, or is a view of, what it was given."""
+    found = schema(op)
+    return found is None or any(returned.alias_info for returned in found.returns)
 
 
 def fresh_capture() -> Any:
@@ -861,14 +856,18 @@ def size_formula(size: Any) -> Any:
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
+def forget_failures(functions: Iterable[Any]) -> None:
+    """Let Dynamo compile functions again: it skips those whose capture ended in an exception."""
+    from torch._C._dynamo.eval_frame import reset_code
+
+    for function in functions:
+        if hasattr(function, "__code__"):
+            reset_code(function.__code__)
+
+
 def multiplies_bf16() -> bool:
     """Return whether the CPU's matrix library has instructions for products of bfloat16."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Let Dynamo give a dimension a symbol, unless the model needs it fixed."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def keep_address(tensor: torch.Tensor) -> None:
@@ -955,8 +954,8 @@ def references(held: list[torch.Tensor]) -> tuple[int, int, int, int]:
     )
 
 
+# What `references` counts where nobody but the list holds the tensor or its memory.
 SOLE_OWNER = (2, 1, 2, 2)
-"""What `references` counts where nobody but the list holds the tensor or its memory."""
 
 
 def is_sole_owner(held: list[torch.Tensor]) -> bool:
