@@ -26,20 +26,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels._triton.key_tiles_kernels import (
-    bounds_of,
-    edge_tile,
-    ids_of,
-    keys_shown,
-    which_count,
-)
-from memeff_compile.kernels._triton.products_kernels import dot, load_rows, of_head, store_rows
-from memeff_compile.kernels.attention.mask_tiles_kernels import (
-    corner_of,
-    list_of,
-    listed,
-    places_in,
-)
+from .._triton.key_tiles_kernels import bounds_of, edge_tile, ids_of, keys_shown, which_count
+from .._triton.products_kernels import dot, load_rows, of_head, store_rows
+from .mask_tiles_kernels import corner_of, list_of, listed, places_in
 
 LOW = tl.constexpr(-1.0e38)  # below every score; finite, so that differences are numbers
 LOG2_E = tl.constexpr(1.4426950408889634)
