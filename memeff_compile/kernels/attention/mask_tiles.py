@@ -112,22 +112,14 @@ def _over_tiles(truth: Tensor, *, fill: bool) -> Tensor:
 
 
 def dense_of(
-    mask: Tensor,
-    codes: Tensor | None,
-    lengths: tuple[int, int],
-    tile: tuple[int, int],
+    mask: Tensor,  # as for `classify`
+    codes: Tensor | None,  # what that gave, or None to do it now
+    lengths: tuple[int, int],  # queries and keys
+    tile: tuple[int, int],  # queries and keys per tile
     *,
-    ours_are_queries: bool = True,
+    ours_are_queries: bool = True,  # tiles of queries visit tiles of keys, not the other way around
 ) -> Dense:
-    """Return a mask for a kernel, with the lists of what its tiles visit.
-
-    Args:
-        mask: as for `classify`.
-        codes: what that gave, or None to do it now.
-        lengths: queries and keys.
-        tile: queries and keys per tile.
-        ours_are_queries: tiles of queries visit tiles of keys, not the other way around.
-    """
+    """Return a mask for a kernel, with the lists of what its tiles visit."""
     from . import mask_tiles_kernels as kernels
 
     if codes is None:

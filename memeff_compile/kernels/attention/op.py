@@ -67,32 +67,21 @@ def _called_back(*given: Any) -> _Gradients:  # noqa: ANN401
 
 
 def supports(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None = None,
-    query_ids: Tensor | None = None,
-    key_ids: Tensor | None = None,
-    mask: Tensor | None = None,
-    mask_tiles: Tensor | None = None,
+    q: Tensor,  # (B, H, M, D)
+    k: Tensor,  # (B, G, N, D), H a multiple of G
+    v: Tensor,  # likewise
+    key_mask: Tensor | None = None,  # bool (B or 1, N)
+    query_ids: Tensor | None = None,  # int32 or int64 (B or 1, M)
+    key_ids: Tensor | None = None,  # likewise (B or 1, N)
+    mask: Tensor | None = None,  # bool or floating (B or 1, H or 1, M or 1, N or 1), alone
+    mask_tiles: Tensor | None = None,  # what `attention_mask_tiles` gives for it
     *,
-    ahead: int | None = None,
-    behind: int | None = None,
-    softcap: float = 0.0,
-    empty_rows: str = "zeros",
+    ahead: int | None = None,  # the bound, or None
+    behind: int | None = None,  # likewise
+    softcap: float = 0.0,  # 0 for none
+    empty_rows: str = "zeros",  # one of `EMPTY_ROWS`
 ) -> str | None:
     """Say in a sentence why the op cannot serve these inputs, or return None if it can.
-
-    Args:
-        q: (B, H, M, D).
-        k, v: (B, G, N, D), H a multiple of G.
-        key_mask: bool (B or 1, N).
-        query_ids, key_ids: int32 or int64 (B or 1, M) and (B or 1, N).
-        mask: bool or floating (B or 1, H or 1, M or 1, N or 1), alone.
-        mask_tiles: what `attention_mask_tiles` gives for it.
-        ahead, behind: the bounds.
-        softcap: 0 for none.
-        empty_rows: one of `EMPTY_ROWS`.
 
     Example: supports(torch.ones(1, 4, 5, 8), *2 * [torch.ones(1, 2, 9, 8)]) is None.
     """

@@ -200,23 +200,17 @@ def attend(
 
 
 def gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    given: Conditions,
+    grad_out: Tensor,  # (B, H, M, D), of out
+    q: Tensor,  # as for `attend`
+    k: Tensor,  # likewise
+    v: Tensor,  # likewise
+    out: Tensor,  # what it returned
+    lse: Tensor,  # likewise
+    given: Conditions,  # as for `attend`
     *,
-    plan: Plan | None = None,
+    plan: Plan | None = None,  # likewise
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; as `reference.gradients`.
-
-    Args:
-        grad_out: (B, H, M, D), of out.
-        q, k, v, given, plan: as for `attend`.
-        out, lse: what it returned.
-    """
+    """Return the gradients of q, k and v; as `reference.gradients`."""
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)
