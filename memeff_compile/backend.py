@@ -226,7 +226,7 @@ def _parse(
 
 def reset() -> None:
     """Forget every compiled graph, report and kept cache; calls `torch._dynamo.reset()`."""
-    compat.forget_compiled()
+    torch.compiler.reset()
     forget_caches()
     report.clear()
 

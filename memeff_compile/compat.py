@@ -30,17 +30,14 @@ Compiled = Callable[..., Sequence[Any]]
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+# Where functions of torch.nn.functional that are written in C++ live under their own names.
 BUILT_IN_FUNCTIONS: Any = torch._C._nn
-"""Where functions of torch.nn.functional that are written in C++ live under their own names."""
-
+# What torch asks, through `__torch_function__`, before new data is put into a tensor.
 TAKES_ANOTHERS_INSIDES: Any = torch._has_compatible_shallow_copy_type
-"""What torch asks, through `__torch_function__`, before new data is put into a tensor."""
-
+# The `__torch_function__` of a subclass that has none.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
-"""The `__torch_function__` of a subclass that has none."""
-
+# Returns the schema of an op: its name, arguments and returns.
 schema: Callable[[Any], Any] = attrgetter("_schema")
-"""Returns the schema of an op: its name, arguments and returns."""
 
 
 def reduction_of(size_average: bool | None, reduce: bool | None) -> str:
@@ -56,11 +53,10 @@ def wrapper_subclass(kind: type[_Tensor], *args: Any, **kwargs: Any) -> _Tensor:
     return cast("_Tensor", made)
 
 
+# A context that calls functions of torch on subclasses as on plain tensors.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
-"""A context that calls functions of torch on subclasses as on plain tensors."""
-
+# Returns a number that every in-place write to a tensor's memory raises.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""Returns a number that every in-place write to a tensor's memory raises."""
 
 
 def untraced(function: _Function) -> _Function:
@@ -68,13 +64,8 @@ def untraced(function: _Function) -> _Function:
     return cast("_Function", torch._dynamo.disable(function))
 
 
-def forget_compiled() -> None:
-    """Forget every compiled graph, and tell the backends."""
-    torch._dynamo.reset()
-
-
+# Returns the call of a module as it is, also of one that was compiled in place.
 forward_of: Callable[[torch.nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
-"""Returns the call of a module as it is, also of one that was compiled in place."""
 
 
 def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> bool:
@@ -99,11 +90,6 @@ def python_dispatcher() -> contextlib.AbstractContextManager[None]:
     from torch._dispatch.python import enable_python_dispatcher
 
     return cast("contextlib.AbstractContextManager[None]", enable_python_dispatcher())
-
-
-def output_node(graph: Graph) -> Node:
-    """Return the output node."""
-    return graph.output_node()
 
 
 def example_value(node: Node) -> Any:
@@ -260,10 +246,6 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
         payload_fn=text,
         expect_trace_id=False,
     )
-
-
-is_exporting: Callable[[], bool] = torch.compiler.is_exporting
-"""Returns whether torch.export drives the capture."""
 
 
 def statically_true(condition: Any) -> bool:
@@ -475,11 +457,6 @@ def is_dtensor(value: Any) -> bool:
     return tensor_module is not None and isinstance(value, tensor_module.DTensor)
 
 
-def fake_mode_of(value: Any) -> Any:
-    """Return the fake mode ``value`` belongs to, or None."""
-    return getattr(value, "fake_mode", None)
-
-
 def make_without_memory(
     cls: type[torch.Tensor],
     size: Sequence[int],
@@ -633,12 +610,11 @@ def is_unsafe_to_record(node: Node) -> bool:
     values = [value] if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)) else []
     if any(free_unbacked_symbols(each) for each in values):
         return True
-    target = node.target
+    target: Any = node.target
     if isinstance(target, HigherOrderOperator):
         return not target.name().startswith(("triton_kernel_wrapper", "flex_attention"))
-    ops: list[Any] = [target]
-    if isinstance(target, OpOverloadPacket):
-        ops = [getattr(target, name) for name in target.overloads()]
+    is_packet = isinstance(target, OpOverloadPacket)
+    ops = [getattr(target, name) for name in target.overloads()] if is_packet else [target]
     ops = [op for op in ops if isinstance(op, OpOverload)]
     names = ("cudagraph_unsafe", "data_dependent_output", "dynamic_output_shape")
     unsafe = {getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name)}
@@ -682,11 +658,10 @@ def feeds_resumed_code(gm: GraphModule) -> bool:
     return bool(why.graph_break)
 
 
+# Lets the device stop with a message when it finds a condition false; the host goes on.
 assert_on_device: Callable[[torch.Tensor, str], None] = torch._assert_async
-"""Lets the device stop with a message when it finds a condition false; the host goes on."""
-
+# Returns whether ``torch.func`` or ``torch.vmap`` is transforming what runs now.
 is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Returns whether ``torch.func`` or ``torch.vmap`` is transforming what runs now."""
 
 
 def is_forward_mode_active() -> bool:
@@ -955,8 +930,8 @@ def references(held: list[torch.Tensor]) -> tuple[int, int, int, int]:
     )
 
 
+# What `references` counts where nobody but the list holds the tensor or its memory.
 SOLE_OWNER = (2, 1, 2, 2)
-"""What `references` counts where nobody but the list holds the tensor or its memory."""
 
 
 def is_sole_owner(held: list[torch.Tensor]) -> bool:

@@ -8,7 +8,7 @@ and is told which inputs stay where they are and which graphs make what outlives
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +21,9 @@ from .passes.graph.graph_info import GraphInfo, node_name
 from .recordings import Roles
 from .report import Record, format_bytes
 
-MAX_QUERIES = 8
-"""Tokens of each sequence in one step; more is a prompt."""
-
-MAX_CLONED = 64 << 20
-"""Bytes that a step may return: they are cloned after each replay."""
-
-MAX_COPIED = 64 << 20
-"""Bytes of one input; a larger one counts by its address."""
+MAX_QUERIES = 8  # tokens of each sequence in one step; more is a prompt
+MAX_CLONED = 64 << 20  # bytes that a step may return: they are cloned after each replay
+MAX_COPIED = 64 << 20  # bytes of one input; a larger one counts by its address
 
 DEVICES = ("cuda",)
 INNERS = ("inductor",)
@@ -51,7 +46,7 @@ class Choice:
 
 def decide(info: GraphInfo, options: Options) -> Choice:
     """Decide about a graph, after the passes."""
-    if info.needs_grad or compat.is_exporting():
+    if info.needs_grad or torch.compiler.is_exporting():
         return Choice()
     steps = _Step(info)
     if steps.device is None:
@@ -62,7 +57,7 @@ def decide(info: GraphInfo, options: Options) -> Choice:
         return Choice()
     if options.cuda_graphs == "off":
         return _without("asked_off", "memeff.cuda_graphs='off' switches it off")
-    found = steps.obstacle()
+    found = next(steps.obstacles(), None)
     if found is not None:
         return _without(*found)
     roles = steps.roles()
@@ -138,107 +133,71 @@ class _Step:
     @property
     def written(self) -> tuple[int, ...]:
         """The inputs that it writes to."""
-        keys = set()
-        for write in self.info.writes:
-            for target in write.targets:
-                value = self.info.tensor(target)
-                if value is not None:
-                    keys |= compat.storage_keys(value)
+        keys = self._written_memory()
         return tuple(p for p, value in self.tensors.items() if compat.storage_keys(value) & keys)
+
+    def _written_memory(self) -> set[int]:
+        targets = (self.info.tensor(target) for w in self.info.writes for target in w.targets)
+        return {key for value in targets if value is not None for key in compat.storage_keys(value)}
 
     def made_inside(self) -> Node | None:
         """Return a tensor that the graph makes, writes to and returns."""
-        mine = {key for value in self.tensors.values() for key in compat.storage_keys(value)}
-        written = set()
-        for write in self.info.writes:
-            for target in write.targets:
-                value = self.info.tensor(target)
-                if value is not None:
-                    written |= compat.storage_keys(value) - mine
-        for node in self._returned():
-            value = self.info.tensor(node)
-            if value is not None and compat.storage_keys(value) & written:
+        given = {key for value in self.tensors.values() for key in compat.storage_keys(value)}
+        made = self._written_memory() - given
+        for node, value in self._returned():
+            if compat.storage_keys(value) & made:
                 return node
         return None
 
-    def _returned(self) -> Iterable[Node]:
-        return self.info.output.all_input_nodes
+    def _returned(self) -> list[tuple[Node, torch.Tensor]]:
+        nodes = self.info.output.all_input_nodes
+        return [(node, v) for node in nodes if (v := self.info.tensor(node)) is not None]
 
-    def obstacle(self) -> tuple[str, str] | tuple[str, str, str] | None:
-        """Return the code, the sentence and the way out of what keeps it from being recorded."""
+    def obstacles(self) -> Iterator[tuple[str, ...]]:
+        """Yield what keeps it from being recorded: code, sentence and, if there is, the way out."""
         for node in self.attentions:
             queries = compat.known_size(self._queries(node))
             if queries is None or queries > MAX_QUERIES:
                 many = "a number that varies" if queries is None else queries
-                return "prefill", f"attention has {many} queries per sequence, which is a prompt"
-        return (
-            self._foreign_input()
-            or self._made_inside()
-            or self._without_cache()
-            or self._unknown_write()
-            or self._unsafe()
-            or self._large()
-        )
+                yield "prefill", f"attention has {many} queries per sequence, which is a prompt"
+        yield from self._foreign_inputs()
+        made = self.made_inside()
+        if made is not None:
+            yield "cache_created_inside", f"`{made.name}` is made here, written to and returned"
+        if not self.written:
+            why = "it writes to none of its inputs: its cache grows, and moves, with each token"
+            yield "growing_cache", why, _STATIC
+        for write in self.info.writes:
+            if any(self.info.tensor(target) is None for target in write.targets):
+                name = node_name(write.node)
+                yield f"unknown_write({name})", f"what `{name}` writes to is not known"
+        for node in self.info.gm.graph.nodes:
+            value = self.info.tensor(node)
+            is_elsewhere = value is not None and value.device.type not in DEVICES
+            if is_elsewhere or compat.is_unsafe_to_record(node):
+                name = node_name(node)
+                why = "waits for the GPU, asks the host, or is an op that may do either"
+                yield f"unsafe_op({name})", f"`{name}` {why}"
+        count = sum(_bytes(v) for node, v in self._returned() if node.op != "placeholder")
+        if count > MAX_CLONED:
+            why = f"it returns {format_bytes(count)}, which would be cloned in each step; up to "
+            yield "outputs_large", f"{why}{format_bytes(MAX_CLONED)} are"
 
-    def _foreign_input(self) -> tuple[str, str] | None:
+    def _foreign_inputs(self) -> Iterator[tuple[str, str]]:
         devices = {value.device for value in self.tensors.values()}
         for place, value in self.tensors.items():
             if value.device.type not in DEVICES:
                 name = compat.readable_source(self.info.placeholders[place])
-                return f"cpu_input({name})", f"the input `{name}` is on {value.device}"
+                yield f"cpu_input({name})", f"the input `{name}` is on {value.device}"
             if compat.is_dtensor(value):
-                return "distributed", "a weight is spread over processes"
+                yield "distributed", "a weight is spread over processes"
         if len(devices) > 1:
-            return "several_devices", f"its inputs are on {len(devices)} devices"
+            yield "several_devices", f"its inputs are on {len(devices)} devices"
         for place, node in enumerate(self.info.placeholders):
-            value = compat.example_value(node)
-            if place not in self.tensors and not isinstance(value, (int, float, torch.SymInt)):
+            given = compat.example_value(node)
+            if place not in self.tensors and not isinstance(given, (int, float, torch.SymInt)):
                 name = compat.readable_source(node)
-                return f"argument({name})", f"the input `{name}` is no tensor and no size"
-        return None
-
-    def _made_inside(self) -> tuple[str, str] | None:
-        made = self.made_inside()
-        if made is None:
-            return None
-        return "cache_created_inside", f"`{made.name}` is made here, written to and returned"
-
-    def _without_cache(self) -> tuple[str, str, str] | None:
-        if self.written:
-            return None
-        why = "it writes to none of its inputs: its cache grows, and moves, with each token"
-        return "growing_cache", why, _STATIC
-
-    def _unknown_write(self) -> tuple[str, str] | None:
-        for write in self.info.writes:
-            if any(self.info.tensor(target) is None for target in write.targets):
-                name = node_name(write.node)
-                return f"unknown_write({name})", f"what `{name}` writes to is not known"
-        return None
-
-    def _unsafe(self) -> tuple[str, str] | None:
-        for node in self.info.gm.graph.nodes:
-            made = self.info.tensor(node)
-            is_elsewhere = made is not None and made.device.type not in DEVICES
-            if is_elsewhere or compat.is_unsafe_to_record(node):
-                name = node_name(node)
-                why = "waits for the GPU, asks the host, or is an op that may do either"
-                return f"unsafe_op({name})", f"`{name}` {why}"
-        return None
-
-    def _large(self) -> tuple[str, str] | None:
-        count = 0
-        for node in self._returned():
-            value = self.info.tensor(node)
-            if value is not None and node.op != "placeholder":
-                count += compat.size_hint(value.numel()) * value.dtype.itemsize
-        if count <= MAX_CLONED:
-            return None
-        return (
-            "outputs_large",
-            f"it returns {format_bytes(count)}, which would be cloned in each step; up to "
-            f"{format_bytes(MAX_CLONED)} are",
-        )
+                yield f"argument({name})", f"the input `{name}` is no tensor and no size"
 
     def roles(self) -> Roles:
         """Return what the arguments are."""
@@ -258,12 +217,14 @@ class _Step:
         Weights and caches are; what a caller hands over by name comes anew.
         """
         node, value = self.info.placeholders[place], self.tensors[place]
-        size = compat.size_hint(value.numel()) * value.dtype.itemsize
-        is_plain = compat.is_fake(value)
         is_held = isinstance(compat.example_input(node), torch.nn.Parameter)
-        return is_held or not is_plain or size > MAX_COPIED or "." in compat.source_name(node)
+        is_held = is_held or not compat.is_fake(value) or "." in compat.source_name(node)
+        return is_held or _bytes(value) > MAX_COPIED
+
+
+def _bytes(value: torch.Tensor) -> int:
+    return compat.size_hint(value.numel()) * value.dtype.itemsize
 
 
 def _varies(value: torch.Tensor) -> bool:
-    sizes = (*value.shape, *value.stride())
-    return any(compat.known_size(size) is None for size in sizes)
+    return any(compat.known_size(size) is None for size in (*value.shape, *value.stride()))

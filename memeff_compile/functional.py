@@ -15,8 +15,6 @@ from torch import Tensor
 from memeff_compile.errors import UnsupportedInputError
 from memeff_compile.kernels import linear_cross_entropy as op_folder
 
-__all__ = ["Stats", "linear_cross_entropy"]
-
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 _REDUCTIONS = ("mean", "sum", "none")
 

@@ -22,29 +22,20 @@ from typing import Any, TypeAlias, cast, get_origin
 
 from memeff_compile.errors import OptionError
 
-__all__ = ["PASS_NAMES", "Options", "options_page"]
-
 PREFIX = "memeff."
 
 
 @dataclass(frozen=True)
 class PassFacts:
-    """What is known of a pass without looking into it.
+    """What is known of a pass without looking into it."""
 
-    Args:
-        name: of its file, in reports, in `memeff.skip` and in `memeff.strict`.
-        option: the option that switches it on and off, without `memeff.`.
-        off: the values with which it does not run, first the one to name.
-        may_find_nothing: `memeff.strict` asks only that it declines nothing, since many graphs
-            have no place for it: one that trains has no cache to update, for example.
-        needs: a pass without which it does not run, or "".
-    """
-
-    name: str
-    option: str
-    off: tuple[str, ...] = ("off",)
+    name: str  # of its file, in reports, in `memeff.skip` and in `memeff.strict`
+    option: str  # the option that switches it on and off, without `memeff.`
+    off: tuple[str, ...] = ("off",)  # the values with which it does not run, first the one to name
+    # `memeff.strict` asks only that it declines nothing, since many graphs have no place for it:
+    # one that trains has no cache to update, for example
     may_find_nothing: bool = False
-    needs: str = ""
+    needs: str = ""  # a pass without which it does not run, or ""
 
 
 PASS_FACTS = (
@@ -66,14 +57,12 @@ PASS_FACTS = (
 _FACTS = {facts.name: facts for facts in PASS_FACTS}
 PASS_NAMES = tuple(_FACTS)
 
+# The option, and its value, that switches each pass off.
 SWITCHES = {facts.name: (PREFIX + facts.option, facts.off[0]) for facts in PASS_FACTS}
-"""The option, and its value, that switches each pass off."""
-
+# Passes of which `memeff.strict` asks only that they decline nothing.
 MAY_FIND_NOTHING = tuple(facts.name for facts in PASS_FACTS if facts.may_find_nothing)
-"""Passes of which `memeff.strict` asks only that they decline nothing."""
-
+# The low-bit forms of attention, which `memeff.attention` and its tables name.
 ATTENTION_LEVELS = ("8b", "8b+f16", "4b")
-"""The low-bit forms of attention, which `memeff.attention` and its tables name."""
 
 Check: TypeAlias = Callable[[str, object], object]
 
@@ -246,8 +235,8 @@ def _check_pass_name(key: str, name: object, names: Collection[str], star: str =
         )
 
 
+# The entry point group in which packages offer passes of their own.
 INSTALLED = "memeff_compile.passes"
-"""The entry point group in which packages offer passes of their own."""
 
 
 @cache
@@ -363,8 +352,8 @@ _PRESETS: Mapping[str, Mapping[str, object]] = {
     "fast": {_FILTER: "mass", _SORTED: False, "attention": "8b"},
     "paper": {_FILTER: "block", _SORTED: True, "attention": "8b"},
 }
+# Default of what a preset decides: tells a value that was given from one that was not.
 _NOT_CHOSEN = object()
-"""Default of what a preset decides: tells a value that was given from one that was not."""
 
 
 @dataclass(frozen=True)

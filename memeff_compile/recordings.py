@@ -35,14 +35,10 @@ log = logging.getLogger(__name__)
 
 Step: TypeAlias = Callable[..., Any]
 
-MAX_RECORDINGS = 8
-"""Recordings of one step that are kept, the latest used."""
-
-MAX_WAITING = 32
-"""Sets of addresses that are remembered after one call."""
-
+MAX_RECORDINGS = 8  # recordings of one step that are kept, the latest used
+MAX_WAITING = 32  # sets of addresses that are remembered after one call
+# A step stops being recorded when so many recordings as are kept, twice, were replayed less.
 MIN_REPLAYS = 4
-"""A step stops being recorded when so many recordings as are kept, twice, were replayed less."""
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 

@@ -21,21 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 if TYPE_CHECKING:
     import sympy
 
-__all__ = [
-    "DEFERRED_SENTENCE",
-    "GraphReport",
-    "LogitsUse",
-    "Record",
-    "Replays",
-    "Report",
-    "amend",
-    "clear",
-    "format_bytes",
-    "graphs",
-    "last_report",
-    "record_graph",
-]
-
 Action: TypeAlias = Literal[
     "rewrote",
     "declined",
@@ -49,8 +34,8 @@ Action: TypeAlias = Literal[
     "undone",
 ]
 
+# The actions that changed the graph.
 CHANGES: frozenset[str] = frozenset({"rewrote", "deferred", "dropped"})
-"""The actions that changed the graph."""
 
 _TROUBLE: frozenset[str] = frozenset({"internal_error", "mismatch", "unverified"})
 
@@ -143,9 +128,7 @@ class Record:
     def _text(self, times: int, quoted: set[str]) -> str:
         """Return the text for several records that say the same, as one.
 
-        Args:
-            times: How many.
-            quoted: Lines of the user's that were quoted before, of which the place is enough.
+        Of lines of the user's that were ``quoted`` before, the place is enough.
         """
         label = "failed" if self.action == "internal_error" else self.action
         lines = [f"{label:<{_INDENT - 1}} {self._title()}"]
@@ -372,9 +355,7 @@ class GraphReport:
     def with_verdict(self, record: Record, *, undo: bool) -> GraphReport:
         """Return this report with what `memeff.verify` found when the graph first ran.
 
-        Args:
-            record: the finding.
-            undo: the original graph runs instead, so that no change of this graph counts.
+        ``undo``: the original graph runs instead, so that no change of this graph counts.
         """
         records = [
             replace(r, action="undone") if undo and r.action in CHANGES else r for r in self.records

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import torch
 from torch.fx import GraphModule
 
 from . import compat, cuda_graphs, report
@@ -65,13 +66,11 @@ class Trip:
             self.rewritten = None if self.original is None else keep(gm, options)
             self.present = _drop_missing_outputs(gm)
             writes = {write.node for write in info.writes}
-            self.unread = [
-                place
-                for place, node in enumerate(info.placeholders)
-                if not any(
-                    user.users or user.op == "output" or user in writes for user in node.users
-                )
+            counts = [
+                any(user.users or user.op == "output" or user in writes for user in node.users)
+                for node in info.placeholders
             ]
+            self.unread = [place for place, is_read in enumerate(counts) if not is_read]
 
     def _choose(self, info: GraphInfo) -> None:
         """Decide whether the graph is recorded, and say so in its report."""
@@ -87,7 +86,7 @@ class Trip:
 
     def _guard(self, info: GraphInfo) -> None:
         """Guard each compressed weight by one number, where no gradient can be asked for."""
-        if compat.is_exporting() or any(region.grad for region in info.regions.values()):
+        if torch.compiler.is_exporting() or any(each.grad for each in info.regions.values()):
             return
         for node in info.placeholders:
             is_coded = isinstance(compat.example_input(node), CodedWeight)
@@ -122,7 +121,7 @@ def _drop_missing_outputs(gm: GraphModule) -> list[bool] | None:
 
     AOTAutograd takes them, but not where DDP compiles a model in pieces.
     """
-    output = compat.output_node(gm.graph)
+    output = gm.graph.output_node()
     values: Any = output.args[0]
     present = [value is not None for value in values]
     if all(present):

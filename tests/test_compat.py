@@ -75,13 +75,13 @@ def calls(gm: GraphModule) -> list[Node]:
 # --- what Dynamo records --------------------------------------------------------------------------------
 
 
-@probes("example_value", "is_fake", "fake_mode_of")
+@probes("example_value", "is_fake")
 def test_every_node_has_a_fake_example_value_of_one_mode() -> None:
     def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         values = [compat.example_value(n) for n in gm.graph.nodes if n.op != "output"]
         assert all(compat.is_fake(v) for v in values)
-        assert len({id(compat.fake_mode_of(v)) for v in values}) == 1
-        assert compat.fake_mode_of(values[0]) is not None
+        assert len({id(v.fake_mode) for v in values}) == 1
+        assert values[0].fake_mode is not None
         assert not compat.is_fake(example_inputs[0])
 
     look(question)
@@ -194,11 +194,6 @@ def test_only_fsdps_hook_is_known_to_look_at_no_gradient() -> None:
     assert "register_hook(self._pre_backward)" in source
     body = inspect.getsource(FSDPState._pre_backward)
     assert body.count("grad") - body.count("_grad") <= 3 or "return grad" in body
-
-
-@probes("output_node")
-def test_output_node() -> None:
-    assert look(lambda gm, _: compat.output_node(gm.graph).op) == "output"
 
 
 @probes("compile_id")
@@ -317,7 +312,7 @@ def test_plain_numbers_are_themselves() -> None:
 def test_views_share_the_storage_key_of_their_base() -> None:
     def question(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         x = compat.example_value(placeholders(gm)[0])
-        with compat.fake_mode_of(x):
+        with x.fake_mode:
             assert compat.storage_key(x) == compat.storage_key(x.view(-1)[1:])
             assert compat.storage_key(x) != compat.storage_key(x.clone())
 
@@ -335,13 +330,12 @@ def test_composite_ops_are_traced_whole() -> None:
     assert look(question) == ["aten.t.default", "aten.linear.default"]
 
 
-@probes("is_exporting")
 def test_exporting_is_seen() -> None:
     seen = []
 
     class Asking(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append(compat.is_exporting())
+            seen.append(torch.compiler.is_exporting())
             return x + 1
 
     Asking()(torch.ones(2))
@@ -879,7 +873,7 @@ def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
     forward, backward = graphs[-2:]
     assert any("mm" in str(n.target) for n in forward.graph.nodes)
     assert any(n.name.startswith("tangents") for n in backward.graph.nodes)
-    assert len(compat.output_node(backward.graph).args[0]) >= 2  # type: ignore[arg-type]
+    assert len(backward.graph.output_node().args[0]) >= 2  # type: ignore[arg-type]
 
 
 # --- hooks of tensors -----------------------------------------------------------------------------
@@ -1025,7 +1019,7 @@ def test_a_function_is_called_at_the_end_of_a_backward_and_only_there() -> None:
     assert seen == ["leaf", "end"]
 
 
-@probes("copy_graph", "schema", "python_dispatcher", "untraced", "forget_compiled")
+@probes("copy_graph", "schema", "python_dispatcher", "untraced")
 def test_graphs_are_copied_and_functions_kept_out_of_them() -> None:
     seen = []
 
@@ -1047,7 +1041,7 @@ def test_graphs_are_copied_and_functions_kept_out_of_them() -> None:
         assert compat.schema(torch.ops.aten.mm.default).name == "aten::mm"
     torch.compile(function, backend="eager")(torch.ones(2))
     assert seen == [False]
-    compat.forget_compiled()
+    torch.compiler.reset()
 
 
 class Wrapped(Tensor):

@@ -37,11 +37,10 @@ from .graph.canonical import Call, aten, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among
 
+# An fp32 buffer below this size is not worth an op of its own in the backward pass.
 MIN_BYTES = 16 << 20
-"""An fp32 buffer below this size is not worth an op of its own in the backward pass."""
-
+# What the sums may take beyond the buffer they save: a tiny table's, under a long batch, do.
 SLACK_BYTES = 1 << 20
-"""What the sums may take beyond the buffer they save: a tiny table's, under a long batch, do."""
 
 _WEIGHT_ARGUMENT = 1  # of memeff::linear_cross_entropy(hidden, weight, ...)
 

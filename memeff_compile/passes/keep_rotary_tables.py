@@ -25,17 +25,14 @@ from .graph.canonical import aten, named, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo
 
-FEWEST_READERS = 3
-"""Fewer layers gain nothing worth a word."""
-
+FEWEST_READERS = 3  # fewer layers gain nothing worth a word
+# Smaller tables, as those of a step of decoding, are computed sooner than they are read.
 FEWEST_NUMBERS = 1 << 16
-"""Smaller tables, as those of a step of decoding, are computed sooner than they are read."""
 
 _WAVES = named("cos.default sin.default")
 _MAX_STEPS = 6
 
-Tables: TypeAlias = "tuple[Node, ...]"
-"""The tables of a graph."""
+Tables: TypeAlias = "tuple[Node, ...]"  # the tables of a graph
 
 
 class KeepRotaryTables(GraphPass):

@@ -34,18 +34,15 @@ from .graph.canonical import aten, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name
 
+# Queries and keys from which on the low-bit form was faster than PyTorch's on an H200, for every
+# kind of mask and head; below, making the codes costs more than they save.
 SHORTEST = 8192
-"""Queries and keys from which on the low-bit form was faster than PyTorch's on an H200, for every
-kind of mask and head; below, making the codes costs more than they save."""
-
+# The same where at least four query heads share a key head: there are fewer codes to make.
 SHORTEST_GROUPED = 4096
-"""The same where at least four query heads share a key head: there are fewer codes to make."""
-
+# Heads up to this gain nothing from sharing keys at that length; tiles hold this many or twice.
 NARROW = 64
-"""Heads up to this gain nothing from sharing keys at that length; tiles hold this many or twice."""
-
+# Pairs of a query and a key, over all heads, that fill the GPU as the measurements did.
 FEWEST_PAIRS = 32 * 4096 * 4096
-"""Pairs of a query and a key, over all heads, that fill the GPU as the measurements did."""
 
 NEVER_FASTER = {
     "8b+f16": "was slower than PyTorch's kernels wherever it was measured",
@@ -53,8 +50,7 @@ NEVER_FASTER = {
 }
 """Levels that a length has to ask for: without one, a call that asks for them stays exact."""
 
-WIDEST = 128
-"""Wider heads were measured to be slower than PyTorch's kernels."""
+WIDEST = 128  # wider heads were measured to be slower than PyTorch's kernels
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,10 @@ from .graph.canonical import aten, named, read, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, same_shape
 
+# Queries times query heads per key-value head. More is a prefill, which SDPA's kernels serve.
 MAX_ROWS = 64
-"""Queries times query heads per key-value head. More is a prefill, which SDPA's kernels serve."""
-
+# Without a kernel of ours the gain is the copies per query head; smaller ones do not pay.
 MIN_COPIED_BYTES = 4 << 20
-"""Without a kernel of ours the gain is the copies per query head; smaller ones do not pay."""
 
 _NO_CAUSAL = "is_causal compares places in the buffer; give a mask of positions"
 

@@ -408,8 +408,8 @@ def _with_neighbours(info: GraphInfo, nodes: list[Node]) -> Calls:
     return Calls(nodes, entering, _added(info, nodes), is_computed(entering.source))
 
 
+# Place of the first argument of `ternary_linear` that is about neighbours.
 FIRST_NEIGHBOUR = 6 + len(op_folder.Quantizer().arguments())
-"""Place of the first argument of `ternary_linear` that is about neighbours."""
 
 
 def _added(info: GraphInfo, nodes: Sequence[Node]) -> tuple[Node, Node] | None:

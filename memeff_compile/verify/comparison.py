@@ -32,25 +32,19 @@ from memeff_compile.verify.tolerance import (
     value_gap,
 )
 
-__all__ = ["Comparison", "NotRunError", "PostponedError", "Verdict", "in_one_line", "run_plainly"]
-
 log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
 
+# Outputs whose gradients are compared in one backward pass: none can hide another's.
 _GROUPS = ("scalars", "tensors", "deferred")
-"""Outputs whose gradients are compared in one backward pass: none can hide another's."""
 
 _THROUGH = {"scalars": "", "tensors": " through other outputs", "deferred": " through the logits"}
 
-_MOST_ENTRIES = 1 << 26
-"""Of a larger output, evenly spaced rows are compared."""
-
+_MOST_ENTRIES = 1 << 26  # of a larger output, evenly spaced rows are compared
+# Values of ``memeff.linear_cross_entropy`` that change gradients on purpose, on a GPU.
 LOSSY = ("mass", "block")
-"""Values of ``memeff.linear_cross_entropy`` that change gradients on purpose, on a GPU."""
-
-_GRADIENT_ROWS = 64
-"""Rows of deferred logits that get a cotangent."""
+_GRADIENT_ROWS = 64  # rows of deferred logits that get a cotangent
 
 
 class NotRunError(Exception):
@@ -161,7 +155,7 @@ class Comparison:
         """Outputs that the rewritten graph leaves out, as ``memeff.logits=none`` asks."""
         if self.options.logits != "none":
             return set()
-        values: Any = compat.output_node(self.rewritten.module.graph).args[0]
+        values: Any = self.rewritten.module.graph.output_node().args[0]
         return {place for place, value in enumerate(values) if value is None}
 
     def make(self, args: Sequence[Any]) -> Verdict:

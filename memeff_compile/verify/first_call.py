@@ -32,16 +32,14 @@ from memeff_compile.verify.comparison import (
 from memeff_compile.verify.op_by_op import KeptGraph
 from memeff_compile.verify.reproducer import write
 
-__all__ = ["verified"]
-
 log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
 
 _ATTEMPTS = 3
 
+# What `memeff.inner` names, and the value that does without it.
 _COMPILERS = {"inductor": ("Inductor", "aot_eager"), "aot_eager": ("AOTAutograd", "eager")}
-"""What `memeff.inner` names, and the value that does without it."""
 
 
 def verified(

@@ -25,8 +25,6 @@ from memeff_compile.logits.recipe import DeferredOutput
 from memeff_compile.options import Options
 from memeff_compile.passes.graph.graph_info import GraphInfo, ambient_region
 
-__all__ = ["WIDER", "CannotWidenError", "KeptGraph", "keep", "run_op_by_op", "wide_outputs"]
-
 WIDER: Mapping[torch.dtype, torch.dtype] = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
@@ -93,14 +91,10 @@ def _obstacle(gm: GraphModule, nodes: Sequence[Node], writes: bool) -> str:
         ).startswith("torch.distributed")
         if node.op == "call_function" and is_collective:
             return "the graph talks to other processes, which may not run it a second time"
-    constants = [n for n in nodes if n.op == "get_attr" and _is_tensor(gm, n)]
-    if constants and writes:
+    held = (getattr(gm, str(node.target), None) for node in nodes if node.op == "get_attr")
+    if writes and any(isinstance(each, Tensor) for each in held):
         return "the graph holds tensors of its own and writes in place"
     return ""
-
-
-def _is_tensor(gm: GraphModule, node: Node) -> bool:
-    return isinstance(getattr(gm, str(node.target), None), Tensor)
 
 
 def _copied(gm: GraphModule, *, wide: bool = False) -> GraphModule:

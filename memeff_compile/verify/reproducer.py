@@ -19,8 +19,6 @@ from memeff_compile.report import format_bytes
 from memeff_compile.verify.op_by_op import KeptGraph
 from memeff_compile.verify.tolerance import Gap, slack_of
 
-__all__ = ["write"]
-
 
 class Compared(Protocol):
     """What a reproducer needs of a comparison: both graphs, and where to write how much."""

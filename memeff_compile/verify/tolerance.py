@@ -19,8 +19,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["EXACT", "OWN", "SLACK", "Gap", "Tolerance", "gradient_gaps", "slack_of", "value_gap"]
-
 
 @dataclass(frozen=True)
 class Tolerance:

@@ -13,8 +13,7 @@ from ..graph.base import Decline, GraphPass
 from ..graph.canonical import Call, aten, read_one
 from ..graph.graph_info import GraphInfo, node_name
 
-MAX_CHAIN = 8
-"""Steps that are followed from what attention takes to the cache."""
+MAX_CHAIN = 8  # steps that are followed from what attention takes to the cache
 
 
 @dataclass

@@ -22,8 +22,8 @@ from ... import compat
 
 Size: TypeAlias = "int | torch.SymInt"
 
+# A number added to a score masks it from here on down: the lowest number of float16.
 MASKED = -65504.0
-"""A number added to a score masks it from here on down: the lowest number of float16."""
 
 MOST_CASES = 6
 MOST_PARTS = 40

@@ -11,8 +11,7 @@ from ..graph.graph_info import GraphInfo, same_shape
 
 _MERGES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
 
-REPEATS = (aten.repeat_interleave.self_int, *_MERGES)
-"""The last op of what repeats heads."""
+REPEATS = (aten.repeat_interleave.self_int, *_MERGES)  # the last op of what repeats heads
 
 
 def without_repeat(info: GraphInfo, node: Node) -> tuple[list[Node], Node, Any] | None:

@@ -53,11 +53,8 @@ class Gain:
     sizes: Mapping[str, int]
 
 
-Note = tuple[Action, str, str]
-"""What else a rewrite did, for the report: action, code, sentence."""
-
-NOTED = "defer_logits"
-"""The pass in whose name notes are: they tell what becomes of logits."""
+Note = tuple[Action, str, str]  # what else a rewrite did, for the report: action, code, sentence
+NOTED = "defer_logits"  # the pass in whose name notes are: they tell what becomes of logits
 
 
 @dataclass

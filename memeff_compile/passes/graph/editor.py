@@ -238,7 +238,7 @@ class Editor:
     def _fake_mode(self, operands: Sequence[Any] = ()) -> Any:
         """Return the mode of the operands that are fake, or of any value of the graph."""
         values = itertools.chain(operands, map(compat.example_value, self.graph.nodes))
-        return next(compat.fake_mode_of(value) for value in values if compat.is_fake(value))
+        return next(value.fake_mode for value in values if compat.is_fake(value))
 
 
 def _first_call(graph: Graph) -> Node:

@@ -55,18 +55,16 @@ class GraphInfo:
     called_by: Node | None = None
     regions: dict[Node, Region] = field(default_factory=dict)
     positions: dict[Node, int] = field(default_factory=dict)
+    # What a pass has worked out and wants to find again, until the graph changes.
     notes: dict[str, Any] = field(default_factory=dict)
-    """What a pass has worked out and wants to find again, until the graph changes."""
+    # Nodes that an edit has put others in the place of.
     replaced: dict[Node, Node] = field(default_factory=dict)
-    """Nodes that an edit has put others in the place of."""
+    # What edits have inserted for several matches, under what it is.
     shared: dict[Hashable, Node] = field(default_factory=dict)
-    """What edits have inserted for several matches, under what it is."""
-    candidate: Node | None = None
-    """What a pass is looking at in its search."""
-    left_out: set[Node] = field(default_factory=set)
-    """Candidates at which that search has failed."""
+    candidate: Node | None = None  # what a pass is looking at in its search
+    left_out: set[Node] = field(default_factory=set)  # candidates at which that search has failed
+    # What modules are called; bodies ask the same.
     names: ModuleNames = field(default_factory=ModuleNames)
-    """What modules are called; bodies ask the same."""
 
     def __post_init__(self) -> None:
         self.refresh()
@@ -163,7 +161,7 @@ class GraphInfo:
     @property
     def output(self) -> Node:
         """The output node."""
-        return compat.output_node(self.gm.graph)
+        return self.gm.graph.output_node()
 
     @cached_property
     def needs_grad(self) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -27,10 +27,11 @@ from .render import render
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _MOST_FAILURES = 32  # candidates that one search leaves out
 
+# The name of a graph's report among the artifacts that TORCH_TRACE and tlparse show.
 TRACE_NAME = "memeff_report"
-"""The name of a graph's report among the artifacts that TORCH_TRACE and tlparse show."""
 
 
 @dataclass
@@ -155,10 +156,14 @@ class _Run:
             return True
         except Exception as error:
             editor.rollback()
-            parts = _parts(graph_pass, found)
-            went_well = [self._try(graph_pass, info, part) for part in parts]
+            is_match = not isinstance(found, Decline)
+            parts: Sequence[Any] = _said((), lambda: graph_pass.parts(found) if is_match else ())
+            went_well = [self._try(graph_pass, info, p) for p in (parts if len(parts) > 1 else ())]
             if all(went_well):
-                place = _place(graph_pass, info, found)
+                place = _said(
+                    ("", ""),
+                    lambda: _where(info, graph_pass.anchor(found), graph_pass.places(found)),
+                )
                 record = _internal_error(graph_pass.name, error, "this place", place)
                 self._append(record, is_counted=True)
             return False
@@ -173,7 +178,8 @@ class _Run:
         skipped = Decline("skipped", f"memeff.skip names {path}", node=anchor) if path else None
         refusal = skipped or graph_pass.check(info, found)
         if refusal is not None:
-            gain = None if skipped else _gain_of_declined(graph_pass, info, found)
+            # What was declined may be more than the pass can count.
+            gain = None if skipped else _said(None, lambda: graph_pass.gain(info, found))
             self._decline(graph_pass, info, refusal, gain, anchor, places)
             return
         gain = graph_pass.gain(info, found)
@@ -230,15 +236,13 @@ class _Run:
         self.records.append(record)
 
 
-def _gain_of_declined(graph_pass: GraphPass, info: GraphInfo, found: Any) -> Gain | None:
-    """Return what a declined rewrite would save; what was declined may be more than it can count,
-    and the reason must be said all the same.
-    """
+def _said(otherwise: _T, answer: Callable[[], _T]) -> _T:
+    """Return an answer of a pass for the report, or something else where it fails at saying so."""
     try:
-        return graph_pass.gain(info, found)
+        return answer()
     except Exception:
-        log.debug("%s could not count what it declined", graph_pass.name, exc_info=True)
-        return None
+        log.debug("memeff_compile: a pass failed at an answer for the report", exc_info=True)
+        return otherwise
 
 
 def _bytes(gain: Gain | None) -> tuple[Any, Any, Mapping[str, int]]:
@@ -268,31 +272,8 @@ def _internal_error(
     hint = "please report it with the graph from memeff_compile.graphs()[-1].before"
     if name not in (*PASS_NAMES, "backend"):
         hint = "mend the pass, which is none of ours; the log of memeff_compile has the traceback"
-    return Record(
-        name,
-        "internal_error",
-        "internal_error",
-        _sentence(f"an internal error left {what} as it was: {type(error).__name__}: {error}"),
-        hint,
-        *where,
-    )
-
-
-def _parts(graph_pass: GraphPass, found: Any) -> Sequence[Any]:
-    """Return the single places of a match of several, or nothing where the pass fails at that."""
-    try:
-        parts = [] if isinstance(found, Decline) else graph_pass.parts(found)
-        return parts if len(parts) > 1 else []
-    except Exception:
-        return []
-
-
-def _place(graph_pass: GraphPass, info: GraphInfo, found: Any) -> tuple[str, str]:
-    """Return where a match is, or nothing where the pass fails at saying so."""
-    try:
-        return _where(info, graph_pass.anchor(found), graph_pass.places(found))
-    except Exception:
-        return "", ""
+    said = _sentence(f"an internal error left {what} as it was: {type(error).__name__}: {error}")
+    return Record(name, "internal_error", "internal_error", said, hint, *where)
 
 
 def _where(info: GraphInfo, node: Node, nearby: Iterable[Node] = ()) -> tuple[str, str]:
@@ -324,14 +305,9 @@ def _guarded_render(gm: GraphModule) -> str:
 
 def _log(report: GraphReport) -> None:
     fired = [r for r in report.records if r.action in CHANGES]
-    log.info(
-        "%s: %d nodes, changes: %d, declined: %d, %.1f ms",
-        report.name,
-        report.nodes,
-        len(fired),
-        sum(r.action == "declined" for r in report.records),
-        report.seconds * 1e3,
-    )
+    declined = sum(r.action == "declined" for r in report.records)
+    counted = report.name, report.nodes, len(fired), declined, report.seconds * 1e3
+    log.info("%s: %d nodes, changes: %d, declined: %d, %.1f ms", *counted)
     for record in report.records:
         log.debug("%s", record)
     if log.isEnabledFor(logging.DEBUG) and fired:
@@ -349,10 +325,9 @@ def enforce_strict(options: Options, report: GraphReport) -> None:
         expected = report.training and name not in MAY_FIND_NOTHING
         if left or (expected and not fired):
             reasons = "\n".join(f"  - {r.code}: {r.sentence} {r.source}" for r in left)
+            reasons = reasons or "  - nothing in this training graph looks like what it rewrites"
             raise StrictError(
-                f"memeff.strict names {name}, which did not rewrite everything it found "
-                f"in {report.name}:\n"
-                + (reasons or "  - nothing in this training graph looks like what it rewrites")
-                + "\nRemove the name from memeff.strict to compile anyway, or change the "
-                "code as hinted in memeff_compile.last_report()."
+                f"memeff.strict names {name}, which did not rewrite everything it found in "
+                f"{report.name}:\n{reasons}\nRemove the name from memeff.strict to compile anyway, "
+                "or change the code as hinted in memeff_compile.last_report()."
             )

@@ -26,8 +26,7 @@ from ..graph.canonical import Call, Reading, aten, is_several, named, read, read
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo, node_name
 
-SMALLEST_VOCABULARY = 32
-"""Fewer classes than this make logits too small to matter."""
+SMALLEST_VOCABULARY = 32  # fewer classes than this make logits too small to matter
 
 
 @dataclass(frozen=True)

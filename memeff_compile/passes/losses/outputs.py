@@ -208,7 +208,7 @@ def check(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> Decline | None:
 
 
 def _why_not_deferrable(info: GraphInfo, outputs: Sequence[LogitsOutput]) -> str:
-    if compat.is_exporting():
+    if torch.compiler.is_exporting():
         return "torch.export needs plain tensors as outputs"
     for output in outputs:
         head = output.chain.head

@@ -27,11 +27,8 @@ from ..graph.canonical import PREVIOUS, Call, aten, read, read_one
 from ..graph.graph_info import node_name
 from .masks import read_larger_half
 
-_STEPS = 16
-"""Nodes looked back over when asking whether something rounds on the way."""
-
-Unread: TypeAlias = Decline
-"""Why a chain cannot be served."""
+_STEPS = 16  # nodes looked back over when asking whether something rounds on the way
+Unread: TypeAlias = Decline  # why a chain cannot be served
 
 
 @dataclass(frozen=True)
@@ -229,7 +226,7 @@ def _through_function(chain: _Chain, item: Node) -> Quantized:
             "the backward of the function that quantises it does more than hand the gradient on",
             "return grad_output itself, or its clone",
         )
-    result: Any = compat.output_node(forward).args[0]
+    result: Any = forward.output_node().args[0]
     end = result[0][0] if isinstance(result, tuple) and len(result) == 2 else None
     if not isinstance(end, Node) or result[1]:
         raise _Misfit("autograd_function", other_form)
@@ -246,7 +243,7 @@ def _through_function(chain: _Chain, item: Node) -> Quantized:
 
 def _hands_gradient_on(graph: Any) -> bool:
     """Return whether a backward returns its argument, or a copy of it, and does nothing else."""
-    result = compat.output_node(graph).args[0]
+    result = graph.output_node().args[0]
     while isinstance(result, (tuple, list)) and len(result) == 1:
         result = result[0]
     while isinstance(result, Node) and result.op != "placeholder":

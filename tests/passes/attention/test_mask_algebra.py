@@ -109,7 +109,7 @@ class Captured:
     def assert_read_right(self) -> list[algebra.Scalar]:
         """Read the results; compare every cell of every node on the way."""
         reader = MaskReader(GraphInfo(self.gm, Options(), ambient_region()))
-        outputs = compat.output_node(self.gm.graph).args[0]
+        outputs = self.gm.graph.output_node().args[0]
         scalars = [reader.read(output).scalar for output in outputs]
         evaluated = Values(self.values)
         for node, value in reader._values.items():
@@ -388,7 +388,7 @@ def test_lengths_that_change_between_two_reads_do_not_cancel() -> None:
 
     gm = capture(build, *tables())
     reader = MaskReader(GraphInfo(gm, Options(), ambient_region()))
-    scalar = reader.read(compat.output_node(gm.graph).args[0][0]).scalar
+    scalar = reader.read(gm.graph.output_node().args[0][0]).scalar
     assert scalar not in (algebra.TRUE, algebra.FALSE)
 
 

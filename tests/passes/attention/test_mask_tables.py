@@ -52,7 +52,7 @@ def recovered(
     info = GraphInfo(gm, Options(), ambient_region())
     reader = MaskReader(info)
     query, key = operands or info.placeholders[-2:]
-    masks = list(compat.output_node(gm.graph).args[0])
+    masks = list(gm.graph.output_node().args[0])
     editor = Editor(info)
     found: list[tuple[Any, Any, bool]] = []
     shape = (B, 1, Q, K)
@@ -123,7 +123,7 @@ def said_of(build: Build, *given: Tensor) -> Recovered:
     by_shape = {tuple(i.shape): i for i in inputs}
     assert len(by_shape) >= len(inputs) - 1  # queries and keys are alike
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    output = compat.output_node(gm.graph)
+    output = gm.graph.output_node()
     mask, query, key = output.args[0]
     output.args = ((mask,),)
     values = [by_shape[tuple(compat.example_value(n).shape)] for n in placeholders]
