@@ -61,7 +61,8 @@ _FACTS = [
     *("{a}.tolist()", "{a}.sum().item()", "{a}.detach().numpy().sum().item()", "{a}.shape"),
     *("({a}.stride(), {a}.is_contiguous())", "{a}.storage_offset()", "len({a})", "{a}.dtype"),
     *("{a}.requires_grad", "{a}.is_leaf", "{a}.grad", "pickle.loads(pickle.dumps({a}.detach()))"),
-    *("copy.deepcopy({a}.detach())", "torch.equal({a}, {like})", "torch.allclose({a}, {like})"),
+    # Not torch.equal: rows that are read alone and with others may round apart.
+    *("copy.deepcopy({a}.detach())", "torch.allclose({a}, {like})"),
     *("float({a}.mean())", "{a}.numel()", "{a}.retains_grad"),
 ]
 WRITES = [
@@ -209,6 +210,8 @@ def _step(kind: list[str], sketch: Sketch) -> None:
     text = sketch.fill(kind, sketch.pick(lambda t: t.is_floating_point() and t.dim() > 0))
     if text is None or (not sketch.is_exact and kind in (_METRICS, _FACTS)):
         return  # a comparison may hang on rounding
+    if text.endswith(".detach_()") and sketch.is_shared(text.removesuffix(".detach_()")):
+        return  # see tests/fuzz: PyTorch fails where a write made a view stale before or after
     if kind in (WRITES, _HOOKS, _BACKWARD):
         sketch.add(text)
     elif kind in (_METRICS, _FACTS):

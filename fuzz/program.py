@@ -10,6 +10,7 @@ import pickle
 import re
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 import memeff_compile
 from memeff_compile.backend import memeff
 
-__all__ = ["Fault", "Program", "World", "leaves", "run", "start"]
+__all__ = ["Fault", "Program", "World", "leaves", "run", "shaker", "start"]
 
 Names = dict[str, Any]
 
@@ -84,6 +85,14 @@ class Program:
         body = tuple(re.sub(r"\.data\b", ".detach()", line) for line in self.body)
         return Program(self.setup, body, self.imports)
 
+    def with_shakes(self) -> Program:
+        """The same program, where whatever gets a name is given to `shake` at once."""
+        body: list[str] = []
+        for line in self.body:
+            named = re.match(r"(\w+|\([\w, ]+\)) = ", line)
+            body += [line, f"shake({named[1]})"] if named else [line]
+        return Program(self.setup, tuple(body), self.imports)
+
     def without_us(self) -> Program:
         """The same program under the inner compiler alone, if nothing else in it is ours."""
         text = "\n".join(self.lines)
@@ -133,12 +142,8 @@ class World:
         self._saved = [(p, p.detach().clone(), p.requires_grad) for p in parameters]
         self._generator = torch.get_rng_state()
 
-    def enter(self, *, shaken_by: int | None = None) -> Names:
-        """Return names for one body, with the model as the setup left it.
-
-        Args:
-            shaken_by: a seed for the last bits of what `f` returns.
-        """
+    def enter(self) -> Names:
+        """Return names for one body, with the model as the setup left it."""
         for parameter, values, requires_grad in self._saved:
             parameter.requires_grad_(requires_grad).grad = None
             with torch.no_grad():
@@ -146,25 +151,21 @@ class World:
             if parameter._backward_hooks:
                 parameter._backward_hooks.clear()
         torch.set_rng_state(self._generator)
-        names = {**self.names, "seen": []}
-        if shaken_by is not None and "f" in names:
-            names["f"] = _shaken(names["f"], shaken_by)
-        return names
+        return {**self.names, "seen": []}
 
 
-def _shaken(function: Callable[..., Any], seed: int) -> Callable[..., Any]:
+def shaker(seed: int) -> Callable[[Any], None]:
+    """Return what changes the last bits of tensors, as another order of sums may."""
     generator = torch.Generator().manual_seed(seed)
 
-    def shaken(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        for leaf in leaves(result):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+    def shake(value: Any) -> None:
+        for leaf in leaves(value):
+            if isinstance(leaf, Tensor) and leaf.dtype in (torch.float64, torch.float32):
                 noise = torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype, device="cpu")
-                noise *= 4 * torch.finfo(leaf.dtype).eps
-                leaf.data.mul_(1 + noise.to(leaf.device))
-        return result
+                with suppress(RuntimeError):  # entries that share their memory
+                    leaf.data.mul_(1 + noise.to(leaf.device) * torch.finfo(leaf.dtype).eps)
 
-    return shaken
+    return shake
 
 
 def leaves(value: Any) -> list[Any]:

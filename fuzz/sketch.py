@@ -62,6 +62,11 @@ class Sketch:
         value: Tensor = self.names[name]
         return value
 
+    def is_shared(self, name: str) -> bool:
+        """Whether another tensor lies in the same memory."""
+        places = [self.value(tensor).untyped_storage().data_ptr() for tensor in self.tensors]
+        return places.count(self.value(name).untyped_storage().data_ptr()) > 1
+
     def pick(self, test: Callable[[Tensor], bool] = lambda _: True) -> str | None:
         """Return one of the tensors; the latest ones are likelier."""
         found = [name for name in self.tensors if test(self.value(name))]

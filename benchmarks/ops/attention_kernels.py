@@ -13,7 +13,7 @@ mask, softmax, matmul. Ours gets what the mask says, and the time includes findi
 
 Where the mask is a tensor (`tensor-...`, `--tensors` for these alone) ours gets that tensor and
 nothing else, and the time includes looking at it, once for forward and backward; `said` is the same
-op told that the mask is causal.
+op told that the mask is causal. With `--ahead` the host gets ahead of the GPU first.
 
 Errors against float64, of the output and of the gradients, come first, on the first and last 256
 queries of one head; a method beyond the budget is not timed. Then the methods take turns: the
@@ -237,7 +237,7 @@ def run_case(case: Case, options: argparse.Namespace) -> None:
         call()
     for _ in range(options.repeats):
         for key, call in calls.items():
-            taken[key].append(timing.milliseconds(call, options.inner))
+            taken[key].append(timing.milliseconds(call, options.inner, is_ahead=options.ahead))
     for name in {key[0]: None for key in calls}:
         forward = statistics.median(taken[name, "forward"])
         both = statistics.median(taken[name, "both"])
@@ -246,6 +246,7 @@ def run_case(case: Case, options: argparse.Namespace) -> None:
             "case": case.name,
             "sizes": case.sizes,
             "method": name,
+            "host_is_ahead": options.ahead,
             "forward_ms": rows.percentiles(taken[name, "forward"]),
             "both_ms": rows.percentiles(taken[name, "both"]),
             "forward_tflops": round(4 * pairs / forward / 1e9, 1),
@@ -282,8 +283,8 @@ def sweep_case(case: Case, options: argparse.Namespace) -> None:
         mask = data.mask_as_tensor()
         codes = attention_mask_tiles(mask)
         given = Conditions(None, None, None, None, None, scale, 0.0, False, mask, codes)
-    has_tables = given.has_tables() or bool(case.tensor)
-    plan = tiles.plan_for(q.shape[3], q.device, has_tables=has_tables)
+    told = {"has_tables": given.has_tables(), "has_mask": bool(case.tensor)}
+    plan = tiles.plan_for(q.shape[3], q.device, **told)
     out, lse = tiles.attend(q, k, v, given, plan=plan)
     whole = tiles.gradients(data.grad, q, k, v, out, lse, given, plan=plan)
     for kernel in options.kernels:
@@ -325,6 +326,9 @@ def main() -> None:
     )
     parser.add_argument("--size", choices=list(registry.ATTENTION_CASES), default="h200")
     parser.add_argument("--shape", action="append", help="a case by name; may be repeated")
+    parser.add_argument(
+        "--ahead", action="store_true", help="the device sleeps first: its own time"
+    )
     parser.add_argument("--tensors", action="store_true", help="only masks that are tensors")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--sweep", action="store_true", help="try tiles; nothing is written")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from memeff_compile.kernels.attention import op as _attention
-from memeff_compile.kernels.coded_kv_cache import op as _coded_kv_cache
-from memeff_compile.kernels.coded_weight import op as _coded_weight
-from memeff_compile.kernels.embedding import op as _embedding
-from memeff_compile.kernels.gated_linear import op as _gated_linear
-from memeff_compile.kernels.kv_cache import op as _kv_cache
-from memeff_compile.kernels.linear_cross_entropy import op as _linear_cross_entropy
-from memeff_compile.kernels.linear_cross_entropy import total as _linear_cross_entropy_total
-from memeff_compile.kernels.quantized_attention import by_call as _attention_by_call
-from memeff_compile.kernels.quantized_attention import op as _quantized_attention
-from memeff_compile.kernels.ternary_linear import op as _ternary_linear
+from .attention import op as _attention
+from .coded_kv_cache import op as _coded_kv_cache
+from .coded_weight import op as _coded_weight
+from .embedding import op as _embedding
+from .gated_linear import op as _gated_linear
+from .kv_cache import op as _kv_cache
+from .linear_cross_entropy import op as _linear_cross_entropy
+from .linear_cross_entropy import total as _linear_cross_entropy_total
+from .quantized_attention import by_call as _attention_by_call
+from .quantized_attention import op as _quantized_attention
+from .ternary_linear import op as _ternary_linear
 
 __all__: list[str] = []
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from memeff_compile.errors import UnsupportedInputError
+from ..errors import UnsupportedInputError
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)

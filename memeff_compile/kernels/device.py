@@ -12,8 +12,8 @@ from importlib.util import find_spec
 
 import torch
 
-from memeff_compile import decisions
-from memeff_compile.kernels._triton.gpus import AMD, H200, NVIDIA, Gpu, gpu_of
+from .. import decisions
+from ._triton.gpus import AMD, H200, NVIDIA, Gpu, gpu_of
 
 DEFAULT_PROCESSORS = 132
 """Of an H200; also what the width rules assume where there is no GPU to ask."""

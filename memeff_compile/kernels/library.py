@@ -7,8 +7,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from memeff_compile import compat
-from memeff_compile.errors import DoubleBackwardError
+from .. import compat
+from ..errors import DoubleBackwardError
 
 Function: TypeAlias = Callable[..., Any]
 T = TypeVar("T")

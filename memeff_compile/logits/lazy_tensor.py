@@ -127,9 +127,13 @@ class LazyTensor(torch.Tensor):
         plain = (self._memory() if shared else self._values()).detach()
         if not self.requires_grad:
             return plain
+        try:
+            is_leaf = self.is_leaf
+        except RuntimeError:  # one of several views that a write has made stale
+            is_leaf = False
         with torch.enable_grad():
             plain.requires_grad_()
-            return plain if self.is_leaf else plain.view_as(plain)
+            return plain if is_leaf else plain.view_as(plain)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show the values once there are some; printing alone computes nothing."""

@@ -88,7 +88,8 @@ class _Rows(torch.autograd.Function):
             ctx.settings, ctx.use = head.settings, head.use
             ctx.ignore_index, ctx.of_ignored, ctx.is_log = ignore_index, of_ignored, is_log
         shown = None if is_log or not with_lse else lse.clone()
-        return None if target is None else nll, shown, total
+        of_labels = None if target is None or nll is None else _no_view(nll, nll.shape)
+        return of_labels, shown, total
 
     @staticmethod
     @untraced
@@ -221,7 +222,7 @@ class _PLogP(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
         if ctx.probs is not None:  # hooks there see a gradient of their own
-            ctx.is_watched = bool(ctx.probs._backward_hooks) or ctx.probs.retains_grad
+            ctx.is_watched = compat.tensor_hooks(ctx.probs) or ctx.probs.retains_grad
         logs: _Kept = ctx.logs
         ctx.probs, ctx.logs = None, logs.after_a_backward()
         if isinstance(grad, RowGradient) and grad.is_fused and not ctx.is_watched:
@@ -405,6 +406,16 @@ def _served(
     return result
 
 
+def _no_view(made: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return what nobody else holds or saves in a shape, as eager's results are: no view."""
+    result: Tensor = torch.ops.aten._unsafe_view.default(made, shape)
+    return result
+
+
+def _column(rows: Tensor) -> Tensor:
+    return _no_view(rows, (*rows.shape, 1))
+
+
 def _need(condition: object, reason: str) -> None:
     if not condition:
         raise Declined(reason)
@@ -536,7 +547,7 @@ def _row_weights(weight: Tensor, target: Tensor, kept: Tensor, dtype: torch.dtyp
 
 def _reduced(rows: Tensor, norm: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
-        return rows
+        return rows.view_as(rows) if rows.dim() > 1 else rows  # a view in eager PyTorch, too
     return rows.sum() if reduction == "sum" else rows.sum() / norm.sum()
 
 
@@ -566,7 +577,7 @@ def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False, out:
     _need(out is None and not sparse_grad, "gather with options")
     _need(index.shape == (*input.dims[:-1], 1), "gather of several classes, or of some rows")
     _need(index.dtype == torch.int64, "the index is not int64")
-    return _picked(input, index.squeeze(-1)).unsqueeze(-1)
+    return _column(_picked(input, index.squeeze(-1)))
 
 
 def _take_along_dim(input: Any, indices: Any, dim: Any = None, *, out: Any = None) -> Any:
@@ -604,7 +615,8 @@ def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) 
     _need(folded.factor is None, "logsumexp of log-probabilities")
     dtype = _result_dtype("logsumexp", input, lambda x: x.logsumexp(-1))
     _, lse, _ = _served(input, "logsumexp", None, with_lse=True)
-    return (lse.unsqueeze(-1) if keepdim else lse).to(dtype)
+    # A node of one result: autograd loses retain_grad of a second one that is written to.
+    return (_column(lse) if keepdim else _no_view(lse, lse.shape)).to(dtype)
 
 
 def _exp(input: Any, *, out: Any = None) -> Any:
@@ -667,7 +679,7 @@ def _sum(
     result = dtype or _result_dtype("sum", input, lambda x: x.sum(-1))
     _, _, total = _served(input, "log_softmax + sum", None, with_sum=True)
     total = total * folded.factor
-    return (total.unsqueeze(-1) if keepdim else total).to(result)
+    return (_column(total) if keepdim else total).to(result)
 
 
 def _mean(

@@ -276,7 +276,7 @@ def _changed_mask(info: GraphInfo, match: Multihead) -> Decline | None:
 def _no_fused_kernel(info: GraphInfo, match: Multihead) -> Decline | None:
     """Ask whether the call in the place of scores and weights would be one kernel."""
     size = match.given["embed_dim_to_check"] // match.given["num_heads"]
-    reason = why_no_kernel(info.value(match.output), size, size)
+    reason = why_no_kernel(info, info.value(match.output), size, size)
     return Decline("no_fused_kernel", reason) if reason and match.builds_weights else None
 
 

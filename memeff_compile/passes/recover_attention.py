@@ -35,6 +35,7 @@ from .attention.told_to_op import (
     said_for,
     sentence,
     sentence_of_mask,
+    why_not_added,
     why_not_here,
     why_not_read,
     write,
@@ -140,7 +141,7 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
         return subclass(kind, site.node)
     asked = _asked(info, site)
     if isinstance(asked, Decline):
-        reason = why_not_read(info, site)
+        reason = why_not_read(info, site) or why_not_added(info, site)
         if not reason:
             return _as_read(info, site)
         return replace(asked, sentence=f"{asked.sentence}: kept, {reason}", node=site.node)
@@ -179,10 +180,7 @@ def _as_call(
 
 def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
     """Return the plan of a call of memeff::attention, or why there is none."""
-    if not form.is_sayable:
-        reason = why_not_read(info, site)
-        return _kept(site, form, reason) if reason else _as_read(info, site)
-    reason = why_not_here(info, site)
+    reason = why_not_here(info, site) if form.is_sayable else ""
     if reason:
         return _kept(site, form, reason)
     said = said_for(info, site, form, mask)

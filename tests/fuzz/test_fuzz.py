@@ -180,13 +180,13 @@ def test_a_program_says_what_became_of_it() -> None:
 
 
 def test_a_program_that_hangs_on_the_last_bits_or_on_a_write_unseen_is_no_difference() -> None:
-    setup = ("f = lambda x: x + 0", "x = torch.ones(9).double(); x[8] = 2")
+    setup = ("x = torch.ones(9).double(); x[8] = 2",)
     for seen, kind in {
-        "f(x)[:2].argmax() ^ ours": "invalid",
-        "f(x).argmax() ^ ours": "difference",
-        "f(x)[0] + 1e-8 * ours": "difference",
+        "a[:2].argmax() ^ ours": "invalid",
+        "a.argmax() ^ ours": "difference",
+        "a[0] + 1e-8 * ours": "difference",
     }.items():
-        assert judge(Program(setup, (f"seen.append({seen})",))).kind == kind, seen
+        assert judge(Program(setup, ("a = x + 0", f"seen.append({seen})"))).kind == kind, seen
     unseen = ("x = torch.ones(3).double().requires_grad_()", "y = x.exp()", "if ours: y = y + 0")
     unseen += ("y.data.mul_(2)", "seen.append(torch.autograd.grad(y.sum(), x))")
     assert judge(Program((), unseen)).kind == "invalid"
@@ -211,3 +211,14 @@ def test_a_failure_that_is_none_alone_is_counted_as_what_it_is_then(
     assert (tally.programs, +tally.kinds) == (3, Counter(inner=1, invalid=1, difference=1))
     assert [failure.seed for failure in tally.failures] == ["0/2/0"]
     assert "only behind the programs before it" in tally.failures[0].sentence
+
+
+def test_pytorch_fails_at_stale_views_of_what_was_detached_in_place() -> None:
+    # Why no program is drawn that detaches what has views: wrapper tensors track them as below.
+    with torch.autograd._force_original_view_tracking(True):
+        base = torch.ones(2, 3, requires_grad=True) * 1
+        view = base.unsqueeze(-1)
+        base.detach_()
+        base.mul_(2)
+        with pytest.raises(RuntimeError, match="new_fn INTERNAL ASSERT FAILED"):
+            print(view.grad_fn)

@@ -811,3 +811,39 @@ def test_random_rows_and_scales_agree_with_eager() -> None:
             return end(z, y)
 
         assert compare(form, "fp64").use.computed == {}
+
+
+TOKENS: dict[str, Callable[[Tensor], Tensor]] = {
+    "logsumexp": lambda a: a.logsumexp(-1),
+    "logsumexp, dimension kept": lambda a: a.logsumexp(-1, keepdim=True),
+    "gather": lambda a: a.gather(-1, IDS[..., None]),
+    "log-probabilities": lambda a: a.log_softmax(-1).take_along_dim(IDS[..., None], -1),
+    "sum of log-probabilities": lambda a: a.log_softmax(-1).sum(-1, keepdim=True),
+    "cross entropy": lambda a: F.cross_entropy(a.mT, IDS, reduction="none"),
+    "cross entropy of rows": lambda a: F.cross_entropy(
+        a.flatten(0, 1), IDS.flatten(), reduction="none"
+    ),
+    "nll of rows": lambda a: F.nll_loss(
+        a.log_softmax(-1).flatten(0, 1), IDS.flatten(), reduction="none"
+    ),
+}
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1)], ids=["all", "part"])
+@pytest.mark.parametrize("name", TOKENS)
+def test_numbers_of_tokens_are_views_and_are_written_to_as_eagers(name: str, part: slice) -> None:
+    seen: list[Any] = []
+    for deferred in (True, False):
+        logits, leaves, _ = world("fp64", deferred=deferred)
+        tokens = TOKENS[name](logits)
+        hooked: list[Tensor] = []
+        seen.append([tokens._is_view(), hooked])
+        tokens.register_hook(hooked.append)
+        if not tokens._is_view():
+            tokens.retain_grad()
+        for _ in range(2):
+            tokens.view(-1)[part].mul_(2)
+        if "logsumexp" not in name:  # of which eager has saved the result
+            seen[-1] += torch.autograd.grad(tokens.square().sum(), [*leaves.values()])
+        seen[-1].append(tokens.detach())
+    torch.testing.assert_close(seen[0], seen[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import product
 
@@ -114,13 +115,16 @@ def test_a_write_through_any_alias_is_seen_by_every_reader(
         torch.testing.assert_close(*results)
 
 
-def test_data_of_a_view_that_a_write_made_stale_can_be_written_to(
+def test_data_and_a_copy_of_a_view_that_a_write_made_stale_are_given(
     both: tuple[Tensor, Tensor],
 ) -> None:
+    copies = []
     for logits in both:
         part = logits.split(1, -2)[-1][..., ::2]  # of several views, which autograd cannot rebase
         logits.mul_(3)
+        copies.append(copy.copy(part).detach() + 0)
         part.data.mul_(-1.25)
+    torch.testing.assert_close(*copies)
     torch.testing.assert_close(*(logits.detach() + 0 for logits in both))
 
 

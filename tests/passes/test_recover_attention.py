@@ -13,7 +13,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import memeff_compile
+from memeff_compile import compat
 from memeff_compile.kernels.device import planned_for
+from memeff_compile.passes.attention import torch_kernels
 from memeff_compile.report import Record
 from tests.support.captured_graphs import compare_with_eager
 
@@ -682,6 +684,24 @@ def test_a_gpu_keeps_keys_repeated_where_no_fused_kernel_takes_them() -> None:
         halves = [t.detach().to(torch.bfloat16) for t in qkv(G)]
         assert run(attend, *halves) == FIRED
     assert "enable_gqa=True" in memeff_compile.graphs()[-1].after
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_float64_is_not_trained_on_a_kernel_that_inductor_cannot_differentiate(
+    monkeypatch: pytest.MonkeyPatch, *, is_narrow: bool
+) -> None:
+    """torch 2.11 tells compilers that the CPU kernel has float32 statistics of float64."""
+
+    def aot_eager(gm: Any, inputs: Any, *_: Any) -> Any:
+        return compat.compile_with_aot_eager(gm, inputs)
+
+    monkeypatch.setattr(torch_kernels, "_has_narrow_statistics", lambda: is_narrow)
+    monkeypatch.setattr(compat, "compile_with_inductor", aot_eager)
+    chain, _ = CHAINS["causal"]
+    declined = [("declined", "no_fused_kernel")] if is_narrow else FIRED
+    assert run(chain, *qkv(), inner="inductor") == declined
+    assert run(chain, *(t.detach() for t in qkv()), inner="inductor") == FIRED
+    assert run(chain, *qkv(), inner="aot_eager") == FIRED
 
 
 def test_subclass_operands_are_left_alone() -> None:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels._triton.launch import start
+from .conditions import Conditions
+from .launch import start
 
 
 class Rows(NamedTuple):
@@ -143,7 +143,7 @@ def find_bounds(
     """
     if not (given.has_tables() or mean):
         return like
-    from memeff_compile.kernels._triton import key_tiles_kernels as kernels
+    from . import key_tiles_kernels as kernels
 
     _, queries, keys = sizes
     ours, others = shape if ours_are_queries else shape[::-1]

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from memeff_compile.kernels._triton import compat
+from . import compat
 
 Argument: TypeAlias = "Tensor | int | float | tuple[Argument, ...]"
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memeff_compile.kernels._triton.key_tiles import Cells, tiles_of
-from memeff_compile.kernels._triton.launch import start
+from memeff_compile.kernels._triton.launch import launch
 from memeff_compile.kernels.device import kernels_serve, on_device
 
 TILE = 64
@@ -34,8 +34,9 @@ LISTS = {"CHUNK": 64, "num_warps": 4}
 class Dense(NamedTuple):
     """A mask as the kernels take it: its strides, 0 along what it is broadcast over, and the lists.
 
-    A list is (2 + others) int32 for each tile of ours: how many tiles are full, how many partial,
-    then the full ones from the front on and the partial ones from the end back.
+    A list is (3 + others) int32 for each tile of ours: how many tiles are full, how many partial,
+    then the full ones from the front on and the partial ones from the end back. The last number
+    means nothing: a kernel reads one tile ahead.
     """
 
     ptr: Any
@@ -76,18 +77,15 @@ def classify_in_kernel(mask: Tensor) -> Tensor:
     codes = mask.new_empty(shape, dtype=torch.uint8)
     batch, heads, bands, tiles = shape
     with on_device(mask):
-        start(
-            kernels._attention_mask_tiles_kernel,
-            (batch * heads * bands,),
+        arguments = (
             Cells(_as_bytes(mask), *_strides(mask)),
             codes,
             (heads, mask.shape[2], mask.shape[3], bands, tiles),
-            IS_BIAS=mask.dtype.is_floating_point,
-            TILE=TILE,
-            HIDDEN=HIDDEN,
-            SEEN=SEEN,
-            **CLASSIFY,
         )
+        is_bias = mask.dtype.is_floating_point
+        numbers = {"IS_BIAS": is_bias, "TILE": TILE, "HIDDEN": HIDDEN, "SEEN": SEEN}
+        kernel, grid = kernels._attention_mask_tiles_kernel, (batch * heads * bands,)
+        launch(kernel, grid, arguments, {**numbers, **CLASSIFY}, (is_bias,))
     return codes
 
 
@@ -141,18 +139,15 @@ def dense_of(
         lengths, tile, places = lengths[::-1], tile[::-1], places[::-1]
     batch, heads = codes.shape[:2]
     ours, others = tiles_of(lengths[0], tile[0]), tiles_of(lengths[1], tile[1])
-    lists = codes.new_empty((batch, heads, ours, 2 + others), dtype=torch.int32)
-    start(
-        kernels._attention_mask_lists_kernel,
-        (batch * heads * ours,),
+    lists = codes.new_empty((batch, heads, ours, 3 + others), dtype=torch.int32)
+    arguments = (
         Cells(codes, codes.stride(0), codes.stride(1), *places),
         lists,
         (heads, ours, others, *lengths),
-        OURS=tile[0],
-        OTHERS=tile[1],
-        TILE=TILE,
-        **LISTS,
     )
+    constants = {"OURS": tile[0], "OTHERS": tile[1], "TILE": TILE, **LISTS}
+    kernel, grid = kernels._attention_mask_lists_kernel, (batch * heads * ours,)
+    launch(kernel, grid, arguments, constants, tile)
     return Dense(_as_bytes(mask), *_strides(mask), lists, *_strides(lists)[:2])
 
 

@@ -73,7 +73,7 @@ def _attention_mask_tiles_kernel(
 @triton.jit
 def _attention_mask_lists_kernel(
     codes,  # a `key_tiles.Cells` of bytes, its row along ours and its depth along others
-    lists_ptr,  # (B, H, tiles of ours, 2 + tiles of others) int32
+    lists_ptr,  # (B, H, tiles of ours, 3 + tiles of others) int32
     sizes,  # heads, tiles of ours, tiles of others, length of ours, length of others
     C: tl.constexpr,
     # OURS, OTHERS: places per tile of the kernel; TILE: those of a code
@@ -85,7 +85,7 @@ def _attention_mask_lists_kernel(
     tile = tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles).to(tl.int64)
     base = codes.ptr + (row // heads) * codes.batch + (row % heads) * codes.head
-    list_ptr = lists_ptr + (row * tiles + tile) * (2 + others)
+    list_ptr = lists_ptr + (row * tiles + tile) * (3 + others)
     ours = tile * C.OURS // C.TILE + tl.arange(0, OUR_CODES)
     full_count, partial_count = 0, 0
     for chunk in tl.range(0, (others + C.CHUNK - 1) // C.CHUNK, num_stages=1):
@@ -116,7 +116,7 @@ def _attention_mask_lists_kernel(
 def list_of(dense, batch, head, tile, others):
     """Return the list of a tile of ours, and how many full and partial tiles it names."""
     list_ptr = dense.lists_ptr + batch * dense.lists_batch + head * dense.lists_head
-    list_ptr += (batch * 0 + tile) * (2 + others)
+    list_ptr += (batch * 0 + tile) * (3 + others)
     return list_ptr, tl.load(list_ptr), tl.load(list_ptr + 1)
 
 

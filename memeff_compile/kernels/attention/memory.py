@@ -91,9 +91,9 @@ def lists_bytes(
         ours, others: M and N, or N and M in the kernel of the gradients of k and v.
         tile: places per tile, of ours and of others.
 
-    Example: lists_bytes(4, 1, 2048, 2048, tile=(128, 64)) == 4 * 4 * 16 * 34.
+    Example: lists_bytes(4, 1, 2048, 2048, tile=(128, 64)) == 4 * 4 * 16 * 35.
     """
     counts = [
         sympy.ceiling(sympy.sympify(n) / size) for n, size in zip((ours, others), tile, strict=True)
     ]
-    return 4 * sympy.sympify(batch) * heads * counts[0] * (2 + counts[1])
+    return 4 * sympy.sympify(batch) * heads * counts[0] * (3 + counts[1])

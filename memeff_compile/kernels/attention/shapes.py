@@ -106,7 +106,19 @@ _SHAPES_WITH_TABLES: dict[str, dict[str, dict[int, Shape]]] = {
 }
 
 
-def shape_for(kernel: str, depth: int, gpu: Gpu, *, has_tables: bool = False) -> Shape:
+# And where a mask that is a tensor does, tile by tile.
+_SHAPES_WITH_A_MASK: dict[str, dict[str, dict[int, Shape]]] = {
+    "blackwell": {
+        "query_gradient": {128: Shape(128, 64, 8, 2)},
+        "key_gradient": {128: Shape(32, 64, 8, 3)},
+    },
+    "roomy": {"query_gradient": {64: Shape(64, 64, 8, 2)}},
+}
+
+
+def shape_for(
+    kernel: str, depth: int, gpu: Gpu, *, has_tables: bool = False, has_mask: bool = False
+) -> Shape:
     """Return the tile of a kernel.
 
     Args:
@@ -114,11 +126,16 @@ def shape_for(kernel: str, depth: int, gpu: Gpu, *, has_tables: bool = False) ->
         depth: head dimension.
         gpu: the GPU.
         has_tables: masks or ids decide, not positions alone.
+        has_mask: a mask that is a tensor decides.
 
     Example: shape_for("forward", 128, H200).rows == 128.
     """
     kind, block = gpu.kind, max(64, depth_block(depth))
     found = _SHAPES[kind][kernel][block]
-    if not has_tables:
-        return found
-    return _SHAPES_WITH_TABLES.get(kind, {}).get(kernel, {}).get(block, found)
+    for table, is_meant in (
+        (_SHAPES_WITH_TABLES, has_tables or has_mask),
+        (_SHAPES_WITH_A_MASK, has_mask),
+    ):
+        if is_meant:
+            found = table.get(kind, {}).get(kernel, {}).get(block, found)
+    return found

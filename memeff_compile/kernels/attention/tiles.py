@@ -27,7 +27,7 @@ from memeff_compile.kernels._triton.key_tiles import (
     tiles_of,
     within,
 )
-from memeff_compile.kernels._triton.launch import start
+from memeff_compile.kernels._triton.launch import launch
 from memeff_compile.kernels.attention.mask_tiles import Dense, dense_of, none_of
 from memeff_compile.kernels.attention.shapes import KERNELS, Shape, shape_for
 from memeff_compile.kernels.device import gpu, on_device
@@ -45,10 +45,12 @@ class Plan:
     key_gradient: Shape
 
 
-def plan_for(depth: int, device: torch.device, *, has_tables: bool = False) -> Plan:
+def plan_for(
+    depth: int, device: torch.device, *, has_tables: bool = False, has_mask: bool = False
+) -> Plan:
     """Return the launches for a head dimension; an H200 is assumed off CUDA."""
-    kind = gpu(device)
-    return Plan(*(shape_for(name, depth, kind, has_tables=has_tables) for name in KERNELS))
+    told = {"has_tables": has_tables, "has_mask": has_mask}
+    return Plan(*(shape_for(name, depth, gpu(device), **told) for name in KERNELS))
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,10 @@ class _Call:
         """Say whether positions alone do not tell which tiles count."""
         return self.given.has_tables() or self.mean
 
-    def has_conditions(self) -> bool:
-        """Say whether anything but the positions decides, which takes registers."""
-        return self.has_bounds() or self.given.mask is not None
+    def plan(self) -> Plan:
+        """Return the tiles of each kernel."""
+        told = {"has_tables": self.has_bounds(), "has_mask": self.given.mask is not None}
+        return plan_for(self.sizes[5], self.q.device, **told)
 
     def constants(self, shape: Shape) -> dict[str, Any]:
         """Return the constants of an attention kernel."""
@@ -164,15 +167,13 @@ def attend(
 
     call = _call(q, k, v, given)
     batch, heads, groups, queries, keys, depth = call.sizes
-    shape = (plan or plan_for(depth, q.device, has_tables=call.has_conditions())).forward
+    shape = (plan or call.plan()).forward
     out = q.new_empty((batch, queries, heads, depth))
     planes = (2,) if call.given.is_bias else ()
     lse = q.new_empty((*planes, batch, heads, queries), dtype=torch.float32)
     with on_device(q):
         bounds, tiles = call.bounds(shape, None)
-        start(
-            kernels._attention_kernel,
-            (batch * heads * tiles,),
+        arguments = (
             rows_of(call.q),
             rows_of(call.k),
             rows_of(call.v),
@@ -184,8 +185,10 @@ def attend(
             call.scales(),
             *positions_of(call.given),
             (batch * heads, heads, heads // groups, queries, keys, tiles),
-            **call.constants(shape),
         )
+        constants = call.constants(shape)
+        grid = (batch * heads * tiles,)
+        launch(kernels._attention_kernel, grid, arguments, constants, tuple(constants.items()))
     return out.transpose(1, 2), lse
 
 
@@ -209,7 +212,7 @@ def gradients(
     """
     call = _call(q, k, v, given)
     batch, heads, groups, queries, keys, depth = call.sizes
-    plan = plan or plan_for(depth, q.device, has_tables=call.has_conditions())
+    plan = plan or call.plan()
     grad, out, lse = _rows(grad_out), _rows(out), lse.contiguous()
     grad_q = q.new_empty((batch, queries, heads, depth))
     grad_k = k.new_empty((batch, keys, groups, depth))
@@ -228,9 +231,7 @@ def _query_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> N
     grad, out, lse, sums, delta, grad_q = buffers
     batch, heads, groups, queries, keys, _ = call.sizes
     bounds, tiles = call.bounds(shape, lse)
-    start(
-        kernels._attention_query_gradient_kernel,
-        (batch * heads * tiles,),
+    arguments = (
         rows_of(grad),
         rows_of(out),
         rows_of(call.q),
@@ -247,8 +248,10 @@ def _query_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> N
         call.given.scale,
         *positions_of(call.given),
         (batch * heads, heads, heads // groups, queries, keys, tiles),
-        **call.constants(shape),
     )
+    constants = call.constants(shape)
+    kernel, grid = kernels._attention_query_gradient_kernel, (batch * heads * tiles,)
+    launch(kernel, grid, arguments, constants, tuple(constants.items()))
 
 
 def _key_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> None:
@@ -260,27 +263,25 @@ def _key_gradient(call: _Call, shape: Shape, buffers: tuple[Tensor, ...]) -> Non
     bounds, tiles = call.bounds(shape, lse, ours_are_queries=False)
     dense = call.dense(shape, ours_are_queries=False)
     parts = ((False, True), (True, False)) if shape.is_split else ((True, True),)
+    arguments = (
+        rows_of(grad),
+        rows_of(call.q),
+        rows_of(call.k),
+        rows_of(call.v),
+        tables_of(call.given, call.q),
+        dense,
+        bounds,
+        lse,
+        sums,
+        delta,
+        grad_k,
+        grad_v,
+        call.scales(),
+        call.given.scale,
+        *positions_of(call.given),
+        (batch * groups, groups, heads // groups, queries, keys, tiles),
+    )
+    kernel, grid = kernels._attention_key_gradient_kernel, (batch * groups * tiles,)
     for with_k, with_v in parts:
-        start(
-            kernels._attention_key_gradient_kernel,
-            (batch * groups * tiles,),
-            rows_of(grad),
-            rows_of(call.q),
-            rows_of(call.k),
-            rows_of(call.v),
-            tables_of(call.given, call.q),
-            dense,
-            bounds,
-            lse,
-            sums,
-            delta,
-            grad_k,
-            grad_v,
-            call.scales(),
-            call.given.scale,
-            *positions_of(call.given),
-            (batch * groups, groups, heads // groups, queries, keys, tiles),
-            **call.constants(shape),
-            WITH_K=with_k,
-            WITH_V=with_v,
-        )
+        constants = {**call.constants(shape), "WITH_K": with_k, "WITH_V": with_v}
+        launch(kernel, grid, arguments, constants, tuple(constants.items()))

@@ -66,28 +66,37 @@ def _weights(raw, sums, scale):
 
 
 @triton.jit
-def _masked(raw, mask, start, is_ours, is_other, C: tl.constexpr):
-    """Return raw numbers of a tile under the mask, the first axis ours and the second visited."""
+def _mask_tile(mask, start, is_ours, is_other, C: tl.constexpr):
+    """Load a tile of the mask, the first axis ours and the second visited."""
     corner, places, stride = mask
     inside = is_ours[:, None] & is_other[None, :]
-    found = tl.load(corner + start * stride + places, mask=inside, other=0)
+    return tl.load(corner + start * stride + places, mask=inside, other=0)
+
+
+@triton.jit
+def _masked(raw, found, is_other, C: tl.constexpr):
+    """Return raw numbers of a tile under a tile of the mask."""
     if C.IS_BIAS:
-        raw = tl.where(inside, raw + found.to(tl.float32), float("-inf"))
+        raw = tl.where(is_other[None, :], raw + found.to(tl.float32), float("-inf"))
     else:
         raw = tl.where(found != 0, raw, float("-inf"))
     return raw
 
 
 @triton.jit
-def _nth(index, visits, C: tl.constexpr, MASKED: tl.constexpr):
-    """Return the tile of this number among the complete ones, or with MASKED among the others."""
-    first, full_first, full_stop, list_ptr, others = visits
+def _nth(index, following, visits, C: tl.constexpr, MASKED: tl.constexpr):
+    """Return the tile of this number among the complete ones, or with MASKED among the others.
+
+    From a list it has been read before, and the one of number `following` is read now.
+    """
+    first, full_first, full_stop, list_ptr, others, ahead = visits
     other = index
     if C.HAS_MASK:
-        other = listed(index, list_ptr, others, MASKED)
+        other = ahead
+        ahead = listed(following, list_ptr, others, MASKED)
     elif MASKED:
         other = edge_tile(index, first, full_first, full_stop)
-    return other
+    return other, ahead
 
 
 @triton.jit
@@ -136,10 +145,12 @@ def _attend_tile(
     scale, inner = scales
     mask_ptr, key_ids_ptr = tables
     key, is_inside, is_key, k, v = _load_keys(tile, wide_zero, k, v, mask_ptr, keys, C, MASKED)
+    if MASKED and C.HAS_MASK:
+        found = _mask_tile(mask, wide_zero + tile * C.KEYS, is_row, is_inside, C)
     product = tl.zeros((q.shape[0], C.KEYS), dtype=tl.float32)
     raw = _raw(dot(q, tl.trans(k), product, C.UPCAST), inner, C)
     if MASKED and C.HAS_MASK:
-        raw = _masked(raw, mask, wide_zero + tile * C.KEYS, is_row, is_inside, C)
+        raw = _masked(raw, found, is_inside, C)
     elif MASKED:
         key_id = ids_of(key_ids_ptr, key, is_inside, C)
         counts = which_count((query, query_id), (key, key_id), is_key, span, 0, C)
@@ -221,8 +232,12 @@ def _attention_kernel(
     for MASKED in tl.static_range(2):  # complete tiles, then those at the edges
         if MASKED:
             start, end = 0, full_first - first + stop - full_stop
+        ahead_tile = full_first
+        if C.HAS_MASK:
+            ahead_tile = listed(0, list_ptr, others, MASKED)
         for index in tl.range(start, end, num_stages=C.STAGES):
-            other = _nth(index, (first, full_first, full_stop, list_ptr, others), C, MASKED)
+            visits = (first, full_first, full_stop, list_ptr, others, ahead_tile)
+            other, ahead_tile = _nth(index, index + 1, visits, C, MASKED)
             acc, total, largest = _attend_tile(
                 (acc, total, largest),
                 (q, query, is_row, query_id),
@@ -274,11 +289,13 @@ def _query_gradient_tile(
     scale, inner = scales
     mask_ptr, key_ids_ptr = tables
     key, is_inside, is_key, k, v = _load_keys(tile, wide_zero, k, v, mask_ptr, keys, C, MASKED)
+    if MASKED and C.HAS_MASK:
+        found = _mask_tile(mask, wide_zero + tile * C.KEYS, is_row, is_inside, C)
     zeros = tl.zeros((q.shape[0], C.KEYS), dtype=tl.float32)
     raw = _raw(dot(q, tl.trans(k), zeros, C.UPCAST), inner, C)
     shown = raw
     if MASKED and C.HAS_MASK:
-        shown = _masked(raw, mask, wide_zero + tile * C.KEYS, is_row, is_inside, C)
+        shown = _masked(raw, found, is_inside, C)
     if C.IS_BIAS:
         shown = shown - top[:, None]
     weight = _weights(shown, sums[:, None], scale)
@@ -373,8 +390,12 @@ def _attention_query_gradient_kernel(
     for MASKED in tl.static_range(2):  # complete tiles, then those at the edges
         if MASKED:
             start, end = 0, full_first - first + stop - full_stop
+        ahead_tile = full_first
+        if C.HAS_MASK:
+            ahead_tile = listed(0, list_ptr, others, MASKED)
         for index in tl.range(start, end, num_stages=C.STAGES):
-            other = _nth(index, (first, full_first, full_stop, list_ptr, others), C, MASKED)
+            visits = (first, full_first, full_stop, list_ptr, others, ahead_tile)
+            other, ahead_tile = _nth(index, index + 1, visits, C, MASKED)
             acc = _query_gradient_tile(
                 acc,
                 (q, grad, top, sums, is_empty, delta, query, is_row, query_id),
@@ -431,11 +452,13 @@ def _key_gradient_tile(
         sums = tl.load(sums_ptr + stat + query, mask=is_row, other=float("inf"))
     else:
         sums = tl.load(sums_ptr + stat + query)
+    if MASKED and C.HAS_MASK:
+        found = _mask_tile(mask, start, key < keys, is_row, C)
     zeros = tl.zeros((k.shape[0], C.ROWS), dtype=tl.float32)
     raw = _raw(dot(k, tl.trans(q), zeros, C.UPCAST), inner, C)
     shown = raw
     if MASKED and C.HAS_MASK:
-        shown = _masked(raw, mask, start, key < keys, is_row, C)
+        shown = _masked(raw, found, is_row, C)
     if C.IS_BIAS:
         top = tl.load(top_ptr + stat + query, mask=is_row, other=0.0)
         shown = shown - tl.where(top == float("-inf"), 0.0, top)[None, :]
@@ -490,11 +513,15 @@ def _over_queries(
     count, first, full_first, full_stop, list_ptr, others = visits
     shared, number = heads
     grad_k, grad_v = grads
+    ahead = full_first
+    if C.HAS_MASK:
+        ahead = listed(0, list_ptr, others, MASKED)
     for index in tl.range(0, count * number, num_stages=C.STAGES):
         visit = index % count
         if not MASKED:
             visit += full_first
-        other = _nth(visit, (first, full_first, full_stop, list_ptr, others), C, MASKED)
+        found = (first, full_first, full_stop, list_ptr, others, ahead)
+        other, ahead = _nth(visit, (index + 1) % count, found, C, MASKED)
         grad_k, grad_v = _key_gradient_tile(
             (grad_k, grad_v),
             ours,

@@ -13,45 +13,39 @@ Papers: KIVI, arXiv 2402.02750 (keys per channel, values per token); BitNet a4.8
 
 from __future__ import annotations
 
-from memeff_compile.kernels.coded_kv_cache.heads import quantized_heads as quantized_heads
-from memeff_compile.kernels.coded_kv_cache.heads import require_bits as require_bits
-from memeff_compile.kernels.coded_kv_cache.layout import BITS as BITS
-from memeff_compile.kernels.coded_kv_cache.layout import CODED as CODED
-from memeff_compile.kernels.coded_kv_cache.layout import LENGTH as LENGTH
-from memeff_compile.kernels.coded_kv_cache.layout import PLAIN as PLAIN
-from memeff_compile.kernels.coded_kv_cache.layout import SCHEMES as SCHEMES
-from memeff_compile.kernels.coded_kv_cache.layout import Layout as Layout
-from memeff_compile.kernels.coded_kv_cache.layout import group_of as group_of
-from memeff_compile.kernels.coded_kv_cache.memory import bytes_after as bytes_after
-from memeff_compile.kernels.coded_kv_cache.memory import bytes_before as bytes_before
-from memeff_compile.kernels.coded_kv_cache.memory import bytes_per_token as bytes_per_token
-from memeff_compile.kernels.coded_kv_cache.memory import fixed_bytes as fixed_bytes
-from memeff_compile.kernels.coded_kv_cache.memory import pair_bytes as pair_bytes
-from memeff_compile.kernels.coded_kv_cache.memory import share_bytes as share_bytes
-from memeff_compile.kernels.coded_kv_cache.memory import view_bytes as view_bytes
-from memeff_compile.kernels.coded_kv_cache.merging import READINGS as READINGS
-from memeff_compile.kernels.coded_kv_cache.merging import RULES as RULES
-from memeff_compile.kernels.coded_kv_cache.merging import SCALES as SCALES
-from memeff_compile.kernels.coded_kv_cache.op import ENGINES as ENGINES
-from memeff_compile.kernels.coded_kv_cache.op import POOL as POOL
-from memeff_compile.kernels.coded_kv_cache.op import coded_kv_cache_append as coded_kv_cache_append
-from memeff_compile.kernels.coded_kv_cache.op import (
-    coded_kv_cache_attention as coded_kv_cache_attention,
-)
-from memeff_compile.kernels.coded_kv_cache.op import coded_kv_cache_view as coded_kv_cache_view
-from memeff_compile.kernels.coded_kv_cache.op import engine_for as engine_for
-from memeff_compile.kernels.coded_kv_cache.op import supports as supports
-from memeff_compile.kernels.coded_kv_cache.op import supports_append as supports_append
-from memeff_compile.kernels.coded_kv_cache.op import unproven as unproven
-from memeff_compile.kernels.coded_kv_cache.pair import OWN as OWN
-from memeff_compile.kernels.coded_kv_cache.pair import SHARED as SHARED
-from memeff_compile.kernels.coded_kv_cache.pair import (
-    coded_kv_cache_append_lower as coded_kv_cache_append_lower,
-)
-from memeff_compile.kernels.coded_kv_cache.pair import (
-    coded_kv_cache_append_pair as coded_kv_cache_append_pair,
-)
-from memeff_compile.kernels.coded_kv_cache.pair import dtype_of as dtype_of
-from memeff_compile.kernels.coded_kv_cache.pair import pool_of as pool_of
-from memeff_compile.kernels.coded_kv_cache.pair import shapes_of_pair as shapes_of_pair
-from memeff_compile.kernels.coded_kv_cache.split_codes import plan_for as plan_for
+from .heads import quantized_heads as quantized_heads
+from .heads import require_bits as require_bits
+from .layout import BITS as BITS
+from .layout import CODED as CODED
+from .layout import LENGTH as LENGTH
+from .layout import PLAIN as PLAIN
+from .layout import SCHEMES as SCHEMES
+from .layout import Layout as Layout
+from .layout import group_of as group_of
+from .memory import bytes_after as bytes_after
+from .memory import bytes_before as bytes_before
+from .memory import bytes_per_token as bytes_per_token
+from .memory import fixed_bytes as fixed_bytes
+from .memory import pair_bytes as pair_bytes
+from .memory import share_bytes as share_bytes
+from .memory import view_bytes as view_bytes
+from .merging import READINGS as READINGS
+from .merging import RULES as RULES
+from .merging import SCALES as SCALES
+from .op import ENGINES as ENGINES
+from .op import POOL as POOL
+from .op import coded_kv_cache_append as coded_kv_cache_append
+from .op import coded_kv_cache_attention as coded_kv_cache_attention
+from .op import coded_kv_cache_view as coded_kv_cache_view
+from .op import engine_for as engine_for
+from .op import supports as supports
+from .op import supports_append as supports_append
+from .op import unproven as unproven
+from .pair import OWN as OWN
+from .pair import SHARED as SHARED
+from .pair import coded_kv_cache_append_lower as coded_kv_cache_append_lower
+from .pair import coded_kv_cache_append_pair as coded_kv_cache_append_pair
+from .pair import dtype_of as dtype_of
+from .pair import pool_of as pool_of
+from .pair import shapes_of_pair as shapes_of_pair
+from .split_codes import plan_for as plan_for

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from memeff_compile.kernels._triton.key_tiles import cells_of
-from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.coded_kv_cache.layout import Pool, channel_group
-from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
-from memeff_compile.kernels.device import on_device
+from .._triton.key_tiles import cells_of
+from .._triton.launch import start
+from ..device import on_device
+from .layout import Pool, channel_group
+from .reference import is_per_head
 
 WARPS = 8
 """Warps of a program that several tokens come to."""
@@ -44,7 +44,7 @@ def append(
 
     Beyond `limit` nothing is written, and attention returns not-a-number until a reset.
     """
-    from memeff_compile.kernels.coded_kv_cache import append_codes_kernels as kernels
+    from . import append_codes_kernels as kernels
 
     k_codes, _, k_scales, _, k_window, _, k_kept, _, _, _ = pool
     batch, heads, window, depth = k_window.shape

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.key_tiles import cells_of
-from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.coded_kv_cache.layout import PLAIN, Own, Shared, channel_group
-from memeff_compile.kernels.coded_kv_cache.merging import RULES
-from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging, keep, keep_rows
-from memeff_compile.kernels.device import on_device
+from .._triton.key_tiles import cells_of
+from .._triton.launch import start
+from ..device import on_device
+from .layout import PLAIN, Own, Shared, channel_group
+from .merging import RULES
+from .pair_reference import Merging, keep, keep_rows
 
 
 def append_lower(
@@ -26,7 +26,7 @@ def append_lower(
         k, v: (B, H, T, D), any strides.
         limit: tokens that the cache holds.
     """
-    from memeff_compile.kernels.coded_kv_cache import append_pairs_kernels as kernels
+    from . import append_pairs_kernels as kernels
 
     batch, heads, window, depth = k_window.shape
     new = k.shape[2]
@@ -62,7 +62,7 @@ def append_pair(
     Beyond `limit`, or where the two layers have not come as far, nothing is written, and attention
     returns not-a-number until a reset.
     """
-    from memeff_compile.kernels.coded_kv_cache import append_pairs_kernels as kernels
+    from . import append_pairs_kernels as kernels
 
     k, v = upper_new
     lower_k, lower_v = upper_new if lower_new is None else lower_new
@@ -130,7 +130,7 @@ def measure_prompt(
         keys, values: of the lower layer and of the upper, (B, H, n, D) of the same strides.
         group: tokens per program.
     """
-    from memeff_compile.kernels.coded_kv_cache import append_pairs_kernels as kernels
+    from . import append_pairs_kernels as kernels
 
     batch, heads, count, depth = keys[0].shape
     apart = torch.empty((batch, heads, count), dtype=torch.float32, device=keys[0].device)
@@ -163,7 +163,7 @@ def code_prompt(
     place: int,  # 0 for keys, 1 for values
 ) -> None:
     """Store the shared directions of a prompt's keys or values, and both layers' lengths."""
-    from memeff_compile.kernels.coded_kv_cache import append_pairs_kernels as kernels
+    from . import append_pairs_kernels as kernels
 
     batch, heads, count, depth = pair[0].shape
     with on_device(is_kept):

@@ -16,14 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels.coded_kv_cache.append_codes_kernels import (
-    _between,
-    _codes,
-    _load_window,
-    _put,
-    _scaled,
-    _store_bytes,
-)
+from .append_codes_kernels import _between, _codes, _load_window, _put, _scaled, _store_bytes
 
 
 @triton.jit

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels.coded_kv_cache.layout import BITS
-from memeff_compile.kernels.coded_kv_cache.reference import wide
+from ...errors import UnsupportedInputError
+from .layout import BITS
+from .reference import wide
 
 
 def require_bits(name: str, bits: int) -> int:

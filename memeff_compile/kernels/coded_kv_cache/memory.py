@@ -11,7 +11,7 @@ from typing import TypeAlias
 import sympy
 import torch
 
-from memeff_compile.kernels.coded_kv_cache.layout import PLAIN, Layout
+from .layout import PLAIN, Layout
 
 Size: TypeAlias = sympy.Expr | int
 

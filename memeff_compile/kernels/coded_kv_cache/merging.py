@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.coded_kv_cache.reference import wide
+from .reference import wide
 
 SCALES = ("norm", "projection")
 """What the lengths of a merged row are: its own, or what makes the error smallest."""

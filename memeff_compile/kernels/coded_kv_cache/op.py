@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels import library
-from memeff_compile.kernels.checks import FLOATING, require, short
-from memeff_compile.kernels.coded_kv_cache import reference
-from memeff_compile.kernels.coded_kv_cache.layout import BITS, PLAIN, Pool, channel_group, group_of
-from memeff_compile.kernels.device import kernels_serve, where_it_runs
+from ...errors import UnsupportedInputError
+from .. import library
+from ..checks import FLOATING, require, short
+from ..device import kernels_serve, where_it_runs
+from . import reference
+from .layout import BITS, PLAIN, Pool, channel_group, group_of
 
 MAX_DEPTH = 256
 
@@ -237,7 +237,7 @@ def _append(*args: Any) -> None:
     if not k.numel():
         return
     if _appends_on_gpu(pool, bits):
-        from memeff_compile.kernels.coded_kv_cache.append_codes import append
+        from .append_codes import append
 
         append(pool, k, v, bits, recent, limit)
     else:
@@ -270,9 +270,9 @@ def _attention(q: Tensor, *args: Any) -> Tensor:
     attend: Any = reference.attend
     engine = _engine(pool, bits)
     if engine == "codes":
-        from memeff_compile.kernels.coded_kv_cache.split_codes import attend
+        from .split_codes import attend
     elif engine == "rows":
-        from memeff_compile.kernels.coded_kv_cache.split_rows import attend
+        from .split_rows import attend
     out: Tensor = attend(q, pool, (k_norms, v_norms), mask, factor, bits)
     return out
 

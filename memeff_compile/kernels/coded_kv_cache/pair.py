@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels import library
-from memeff_compile.kernels.checks import require
-from memeff_compile.kernels.coded_kv_cache import pair_reference
-from memeff_compile.kernels.coded_kv_cache.layout import Layout, Own, Shared, group_of
-from memeff_compile.kernels.coded_kv_cache.merging import READINGS, RULES, SCALES
-from memeff_compile.kernels.coded_kv_cache.op import supports_pool
-from memeff_compile.kernels.coded_kv_cache.pair_reference import Merging
-from memeff_compile.kernels.device import kernels_serve
+from .. import library
+from ..checks import require
+from ..device import kernels_serve
+from . import pair_reference
+from .layout import Layout, Own, Shared, group_of
+from .merging import READINGS, RULES, SCALES
+from .op import supports_pool
+from .pair_reference import Merging
 
 SHARED = Shared._fields
 """Names of what the layers of a pair share, in the order that ops take them."""
@@ -126,7 +126,7 @@ def _append_lower(*args: Any) -> None:
     k_window, v_window, counts, k, v, limit = args
     require("coded_kv_cache_append_lower", _unlike_lower(k_window, k, v))
     if k_window.is_cuda and _on_kernels(k_window, 64):
-        from memeff_compile.kernels.coded_kv_cache.append_pairs import append_lower
+        from .append_pairs import append_lower
 
         append_lower(k_window, v_window, counts, k, v, limit)
     else:
@@ -156,7 +156,7 @@ def _append_pair(*args: Any) -> None:
     if not _on_kernels(upper[0], upper[0].shape[2] - recent):
         pair_reference.append(*given, is_first=is_first)
         return
-    from memeff_compile.kernels.coded_kv_cache import append_pairs
+    from . import append_pairs
 
     if is_first:
         pair_reference.append(*given, is_first=True, merging=append_pairs.merge_prompt)

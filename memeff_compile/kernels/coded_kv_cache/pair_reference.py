@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.coded_kv_cache.layout import CODED, LENGTH
-from memeff_compile.kernels.coded_kv_cache.merging import (
+from .layout import CODED, LENGTH
+from .merging import (
     direction_and_length,
     distance,
     folded_length,
@@ -23,12 +23,7 @@ from memeff_compile.kernels.coded_kv_cache.merging import (
     shared_direction,
     threshold,
 )
-from memeff_compile.kernels.coded_kv_cache.reference import (
-    decode,
-    encode,
-    groups_due,
-    require_room,
-)
+from .reference import decode, encode, groups_due, require_room
 
 _AT_ONCE = 1 << 24
 """Numbers of one layer's keys that are merged at once: bounds what is allocated meanwhile."""

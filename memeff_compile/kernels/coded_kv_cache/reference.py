@@ -15,14 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memeff_compile.kernels.coded_kv_cache.layout import (
-    CODED,
-    LENGTH,
-    PLAIN,
-    block_of,
-    channel_group,
-    codes_of,
-)
+from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

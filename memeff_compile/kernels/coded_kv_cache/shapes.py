@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memeff_compile.kernels._triton.gpus import H200, Gpu
+from .._triton.gpus import H200, Gpu
 
 MAX_SPLITS = 64
 

@@ -17,18 +17,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.coded_kv_cache.layout import Pool, channel_group
-from memeff_compile.kernels.coded_kv_cache.reference import is_per_head
-from memeff_compile.kernels.coded_kv_cache.shapes import (
-    Shapes,
-    halves_for,
-    part_width,
-    rows_for,
-    shapes_for,
-    splits_for,
-)
-from memeff_compile.kernels.device import gpu, on_device, processors
+from .._triton.launch import start
+from ..device import gpu, on_device, processors
+from .layout import Pool, channel_group
+from .reference import is_per_head
+from .shapes import Shapes, halves_for, part_width, rows_for, shapes_for, splits_for
 
 _splits = lru_cache(maxsize=1024)(splits_for)
 
@@ -98,7 +91,7 @@ def room_for(q: Tensor, shares: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def combine(out: Tensor, share: Tensor, stat: Tensor, shares: int) -> None:
     """Add up shares, if there are several, into results."""
-    from memeff_compile.kernels.coded_kv_cache import split_codes_kernels as kernels
+    from . import split_codes_kernels as kernels
 
     batch, _, heads, depth = out.shape
     if shares > 1:
@@ -129,7 +122,7 @@ def attend(
     Returns:
         (B, Hq, 1, D) in the dtype of q.
     """
-    from memeff_compile.kernels.coded_kv_cache import split_codes_kernels as kernels
+    from . import split_codes_kernels as kernels
 
     k_codes, k_scales, k_window, k_kept, counts = (pool[i] for i in (0, 2, 4, 6, 9))
     batch, kv_heads, groups, block = k_codes.shape

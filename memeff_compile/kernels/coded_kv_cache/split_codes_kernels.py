@@ -26,8 +26,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels._triton.products_kernels import dot
-from memeff_compile.kernels._triton.split_softmax_kernels import of_shares, step
+from .._triton.products_kernels import dot
+from .._triton.split_softmax_kernels import of_shares, step
 
 # Codes are loaded as numbers of 16 bits, two bytes each, and two of these become two bf16 numbers
 # by leaving nothing but the bits of one code of each. As bf16 numbers, whole numbers n below 256

@@ -12,16 +12,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.coded_kv_cache.layout import Pool
-from memeff_compile.kernels.coded_kv_cache.shapes import MIN_ROWS, rows_for, splits_for
-from memeff_compile.kernels.coded_kv_cache.split_codes import (
-    combine,
-    mask_argument,
-    paired_norms,
-    room_for,
-)
-from memeff_compile.kernels.device import on_device, processors
+from .._triton.launch import start
+from ..device import on_device, processors
+from .layout import Pool
+from .shapes import MIN_ROWS, rows_for, splits_for
+from .split_codes import combine, mask_argument, paired_norms, room_for
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ def attend(
     Returns:
         (B, Hq, 1, D) in the dtype of q.
     """
-    from memeff_compile.kernels.coded_kv_cache import split_rows_kernels
+    from . import split_rows_kernels
 
     del bits
     rows = Pool(*pool)._replace(k_scales=None, v_scales=None)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels._triton.products_kernels import dot
-from memeff_compile.kernels._triton.split_softmax_kernels import step
-from memeff_compile.kernels.coded_kv_cache.split_codes_kernels import _pair_of, _seen
+from .._triton.products_kernels import dot
+from .._triton.split_softmax_kernels import step
+from .split_codes_kernels import _pair_of, _seen
 
 
 @triton.jit

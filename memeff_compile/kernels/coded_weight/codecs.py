@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.compat import has_gluon
-from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.coded_weight import shapes
-from memeff_compile.kernels.coded_weight.layout import (
+from .._triton.compat import has_gluon
+from .._triton.launch import start
+from ..device import gpu, on_device, processors
+from . import shapes
+from .layout import (
     CHUNK,
     GROUP,
     LANES,
@@ -32,8 +33,7 @@ from memeff_compile.kernels.coded_weight.layout import (
     sampled,
     tier_header,
 )
-from memeff_compile.kernels.coded_weight.reference import as_patterns, rans_table
-from memeff_compile.kernels.device import gpu, on_device, processors
+from .reference import as_patterns, rans_table
 
 _STREAM_TAIL = 3
 """Words behind a stream that a reader may touch."""
@@ -83,7 +83,7 @@ class Outcome:
             value: contiguous, bf16.
             refuge: int16, at least as long; pinned memory of the host.
         """
-        from memeff_compile.kernels.coded_weight import pair_kernels
+        from . import pair_kernels
 
         rooms = (*self._rooms, 0, 0)[:3]
         with on_device(value):
@@ -137,7 +137,7 @@ def _empty(like: Tensor, count: int, dtype: torch.dtype = torch.int32) -> Tensor
 
 def histogram(patterns: Tensor, every: int = 1) -> Tensor:
     """Return how often each of the 256 exponents occurs in every so manieth run, int32."""
-    from memeff_compile.kernels.coded_weight import pair_kernels
+    from . import pair_kernels
 
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
     block = 1024
@@ -196,7 +196,7 @@ def _list(like: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 def _write_tier_patches(patterns: Tensor, header: Tensor, lists: Sequence[Tensor]) -> None:
     """Fill a list of patches: (starts, places, values); starts are there already."""
-    from memeff_compile.kernels.coded_weight import pair_kernels
+    from . import pair_kernels
 
     starts, places, values = lists
     with on_device(patterns):
@@ -213,7 +213,7 @@ def _write_win4(
     patterns: Tensor, header: Tensor, codes: Tensor, signs: Tensor, starts: Tensor
 ) -> Tensor:
     """Write codes, signs and starts; return which groups of each chunk have patches."""
-    from memeff_compile.kernels.coded_weight import win4_kernels
+    from . import win4_kernels
 
     chunks = patterns.numel() // CHUNK
     counts, marks = _empty(patterns, chunks), _empty(patterns, chunks)
@@ -232,7 +232,7 @@ def _write_win4_patches(
     patterns: Tensor, header: Tensor, marks: Tensor, lists: Sequence[Tensor]
 ) -> None:
     """Fill a list of patches: (starts, places, values); starts are there already."""
-    from memeff_compile.kernels.coded_weight import win4_kernels
+    from . import win4_kernels
 
     starts, places, values = lists
     if not places.numel():
@@ -246,7 +246,7 @@ def _write_win4_patches(
 
 def _best_window(counts: Tensor) -> Tensor:
     """Return the header for weights with these exponents, without waiting for the GPU."""
-    from memeff_compile.kernels.coded_weight import win4_kernels
+    from . import win4_kernels
 
     header = _empty(counts, 1)
     with on_device(counts):
@@ -273,7 +273,7 @@ def _encode_win4_again(patterns: Tensor, parts: Sequence[Tensor]) -> Outcome:
 
 def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
     """Return where each chunk starts in the streams and the list of patches."""
-    from memeff_compile.kernels.coded_weight import tier_kernels
+    from . import tier_kernels
 
     chunks = patterns.numel() // CHUNK
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
@@ -288,7 +288,7 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
 
 def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
     """Write codes and signs; the streams are zeros, and where they start stands already."""
-    from memeff_compile.kernels.coded_weight import tier_kernels
+    from . import tier_kernels
 
     header, first, second, third, stream_starts, *_, signs = parts
     streams = (first, second, third, stream_starts)
@@ -333,7 +333,7 @@ def _encode_tier_again(patterns: Tensor, parts: Sequence[Tensor]) -> Outcome:
 
 
 def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list[Tensor]:
-    from memeff_compile.kernels.coded_weight import pair_kernels, rans_kernels
+    from . import pair_kernels, rans_kernels
 
     size = patterns.numel()
     chunks = size // RANS_CHUNK
@@ -418,7 +418,7 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
 
     With a step, the buffer holds a gradient, and gets the weight moved along it.
     """
-    from memeff_compile.kernels.coded_weight import rans_kernels, tier_kernels, win4_kernels
+    from . import rans_kernels, tier_kernels, win4_kernels
 
     exponents = len(form.parts) - (1 if form.is_lossless else 2)
     coded, signs = parts[:exponents], parts[exponents]
@@ -516,7 +516,7 @@ def _setting(tokens: int, shape: Sequence[int], device: torch.device) -> Setting
 
 
 def _one_row(given: _Product, setting: shapes.RowTile) -> Tensor:
-    from memeff_compile.kernels.coded_weight import win4_kernels
+    from . import win4_kernels
 
     x, out = given.x, given.x.new_empty((1, given.shape[0]))
     operand, constants = _multiplied(given, out, setting)
@@ -567,7 +567,7 @@ def products(
     columns = sizes[0][1]
     if not 2 <= count <= MAX_TOGETHER or len({tile.warps for tile in tiles}) > 1:
         return [product(x, *each) for each in zip(parts, biases, sizes, strict=True)]
-    from memeff_compile.kernels.coded_weight import win4_kernels
+    from . import win4_kernels
 
     x = _aligned(x)
     outs = [x.new_empty((1, shape[0])) for shape in sizes]
@@ -602,7 +602,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _tiles(given: _Product, setting: shapes.Tile | shapes.MatrixTile) -> Tensor:
     """Multiply several tokens tile by tile, by shares of the columns that are added at the end."""
-    from memeff_compile.kernels.coded_weight import win4_kernels
+    from . import win4_kernels
 
     x, parts, bias, (rows, columns) = given
     tokens, splits = x.shape[0], setting.splits
@@ -621,7 +621,7 @@ def _tiles(given: _Product, setting: shapes.Tile | shapes.MatrixTile) -> Tensor:
     operands: tuple[Any, ...] = (x.view(torch.int32), tuple(parts))
     width = columns // 8
     if isinstance(setting, shapes.MatrixTile):
-        from memeff_compile.kernels.coded_weight import matrix_kernels
+        from . import matrix_kernels
 
         kernel, operands, width = matrix_kernels.win4_matrix_kernel, (x, *parts), columns // GROUP
         is_even = not (rows % setting.rows or tokens % setting.tokens) and width % splits == 0
@@ -644,7 +644,7 @@ def _tiles(given: _Product, setting: shapes.Tile | shapes.MatrixTile) -> Tensor:
 
 def _summed(parts: Tensor, like: Tensor) -> Tensor:
     """Add shares of the columns and round them: (splits, M, N) fp32 to (M, N)."""
-    from memeff_compile.kernels.coded_weight import win4_kernels
+    from . import win4_kernels
 
     total = like.new_empty(parts.shape[1:])
     with on_device(like):
@@ -655,8 +655,8 @@ def _summed(parts: Tensor, like: Tensor) -> Tensor:
 
 
 def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
-    from memeff_compile.kernels._triton.gluon import tiles_of
-    from memeff_compile.kernels.coded_weight import matrix_kernels
+    from .._triton.gluon import tiles_of
+    from . import matrix_kernels
 
     x, parts, bias, (rows, columns) = given
     tokens = x.shape[0]
@@ -694,7 +694,7 @@ def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
 
     The transpose is padded to whole sixteens of tokens; what stands there is not defined.
     """
-    from memeff_compile.kernels.coded_weight import win4_kernels
+    from . import win4_kernels
 
     tokens, columns = x.shape
     stride = -(-tokens // 16) * 16

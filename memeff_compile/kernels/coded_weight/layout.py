@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from memeff_compile.errors import UnsupportedInputError
+from ...errors import UnsupportedInputError
 
 GROUP = 256
 CHUNK = 8192

@@ -12,7 +12,7 @@ Axis letters: rows are rows of the weight (its outputs), tokens are rows of x, w
 
 from __future__ import annotations
 
-from memeff_compile.kernels._triton.gluon import (
+from .._triton.gluon import (
     async_copy,
     barrier,
     fence_async_shared,

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels import library
-from memeff_compile.kernels.coded_weight import codecs, reference
-from memeff_compile.kernels.coded_weight.layout import LISTS, Format, parse
-from memeff_compile.kernels.device import kernels_serve, without_autocast
+from ...errors import UnsupportedInputError
+from .. import library
+from ..device import kernels_serve, without_autocast
+from . import codecs, reference
+from .layout import LISTS, Format, parse
 
 ENGINES = {
     "triton": (

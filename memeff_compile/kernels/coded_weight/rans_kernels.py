@@ -11,13 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels.coded_weight.pair_kernels import (
-    even_bytes,
-    narrow_fields,
-    odd_bytes,
-    scaled,
-    stepped_pair,
-)
+from .pair_kernels import even_bytes, narrow_fields, odd_bytes, scaled, stepped_pair
 
 RANS_CHUNK: tl.constexpr = tl.constexpr(16384)
 GROUPS: tl.constexpr = tl.constexpr(64)  # of 256 weights, eight steps each

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memeff_compile.kernels.coded_weight.layout import (
+from .layout import (
     CHUNK,
     GROUP,
     LANES,

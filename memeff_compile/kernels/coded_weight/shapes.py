@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memeff_compile.kernels.coded_weight.layout import CHUNK
+from .layout import CHUNK
 
 
 @dataclass(frozen=True)

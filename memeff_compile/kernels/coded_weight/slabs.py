@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.coded_weight.codecs import EXACT_FIT, Room
-from memeff_compile.kernels.coded_weight.layout import LISTS, parse
-from memeff_compile.kernels.coded_weight.tensor import CodedWeight
+from .codecs import EXACT_FIT, Room
+from .layout import LISTS, parse
+from .tensor import CodedWeight
 
 SLAB = 64 << 20
 """Bytes of one piece of memory, unless one weight's lists need more."""

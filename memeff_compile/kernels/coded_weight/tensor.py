@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from memeff_compile import compat
-from memeff_compile.errors import CodedWeightError, UnsupportedInputError
-from memeff_compile.kernels.coded_weight import codecs, op
-from memeff_compile.kernels.coded_weight.layout import CODECS, parse
+from ... import compat
+from ...errors import CodedWeightError, UnsupportedInputError
+from . import codecs, op
+from .layout import CODECS, parse
 
 _aten = torch.ops.aten
 _LINEAR = torch.nn.functional.linear

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels.coded_weight.pair_kernels import (
+from .pair_kernels import (
     even_bytes,
     first_patches,
     is_tier_patch,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels.coded_weight.pair_kernels import (
+from .pair_kernels import (
     even_bytes,
     first_patches,
     high_float,

@@ -15,13 +15,13 @@ there anyway.
 
 from __future__ import annotations
 
-from memeff_compile.kernels.embedding.memory import bytes_after as bytes_after
-from memeff_compile.kernels.embedding.memory import bytes_before as bytes_before
-from memeff_compile.kernels.embedding.memory import piece_bytes as piece_bytes
-from memeff_compile.kernels.embedding.op import ENGINES as ENGINES
-from memeff_compile.kernels.embedding.op import embedding as embedding
-from memeff_compile.kernels.embedding.op import embedding_accumulate as embedding_accumulate
-from memeff_compile.kernels.embedding.op import embedding_backward as embedding_backward
-from memeff_compile.kernels.embedding.op import embedding_tied as embedding_tied
-from memeff_compile.kernels.embedding.op import engine_for as engine_for
-from memeff_compile.kernels.embedding.op import supports as supports
+from .memory import bytes_after as bytes_after
+from .memory import bytes_before as bytes_before
+from .memory import piece_bytes as piece_bytes
+from .op import ENGINES as ENGINES
+from .op import embedding as embedding
+from .op import embedding_accumulate as embedding_accumulate
+from .op import embedding_backward as embedding_backward
+from .op import embedding_tied as embedding_tied
+from .op import engine_for as engine_for
+from .op import supports as supports

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import sympy
 import torch
 
-from memeff_compile.kernels.embedding.reference import MIN_COLUMNS, PIECE_BYTES, PIECES
+from .reference import MIN_COLUMNS, PIECE_BYTES, PIECES
 
 Size: TypeAlias = sympy.Expr | int
 

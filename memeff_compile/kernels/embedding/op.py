@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels import library
-from memeff_compile.kernels.checks import INDICES, require, short, two_devices, unfloating, unplain
-from memeff_compile.kernels.device import kernels_serve
-from memeff_compile.kernels.embedding import reference
+from .. import library
+from ..checks import INDICES, require, short, two_devices, unfloating, unplain
+from ..device import kernels_serve
+from . import reference
 
 ENGINES = {
     "sorted": (
@@ -126,7 +126,7 @@ def _accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx
     flat_ids = ids.reshape(-1)
     flat_rows = grad_rows.reshape(-1, grad_weight.shape[1])
     if engine_for(grad_weight.device, grad_weight.dtype) == "sorted":
-        from memeff_compile.kernels.embedding.sorted_rows import accumulate
+        from .sorted_rows import accumulate
     else:
         accumulate = reference.accumulate
     accumulate(grad_weight, flat_rows, flat_ids, padding_idx)

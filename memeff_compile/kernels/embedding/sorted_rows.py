@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.device import on_device
+from ..device import on_device
 
 
 def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
@@ -26,7 +26,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
         ids: (N,) int32 or int64.
         padding_idx: the id whose row is left as it is, or -1.
     """
-    from memeff_compile.kernels.embedding import sorted_rows_kernels as kernels
+    from . import sorted_rows_kernels as kernels
 
     places, depth = grad_rows.shape
     vocab = grad_weight.shape[0]

@@ -16,12 +16,12 @@ the copies: nobody reads what they were copied from.
 
 from __future__ import annotations
 
-from memeff_compile.kernels.gated_linear.memory import bytes_after as bytes_after
-from memeff_compile.kernels.gated_linear.memory import bytes_before as bytes_before
-from memeff_compile.kernels.gated_linear.memory import transient_bytes as transient_bytes
-from memeff_compile.kernels.gated_linear.op import ACTIVATIONS as ACTIVATIONS
-from memeff_compile.kernels.gated_linear.op import ENGINES as ENGINES
-from memeff_compile.kernels.gated_linear.op import engine_for as engine_for
-from memeff_compile.kernels.gated_linear.op import gated_linear as gated_linear
-from memeff_compile.kernels.gated_linear.op import gated_linear_backward as gated_linear_backward
-from memeff_compile.kernels.gated_linear.op import supports as supports
+from .memory import bytes_after as bytes_after
+from .memory import bytes_before as bytes_before
+from .memory import transient_bytes as transient_bytes
+from .op import ACTIVATIONS as ACTIVATIONS
+from .op import ENGINES as ENGINES
+from .op import engine_for as engine_for
+from .op import gated_linear as gated_linear
+from .op import gated_linear_backward as gated_linear_backward
+from .op import supports as supports

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memeff_compile.kernels.device import on_device
+from ..device import on_device
 
 
 def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
@@ -20,7 +20,7 @@ def product(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
         gate, up, out: (n,) bf16, fp16 or fp32, no gaps; ``out`` is neither of the others.
         activation: a key of `ACTIVATIONS`.
     """
-    from memeff_compile.kernels.gated_linear import in_place_kernels as kernels
+    from . import in_place_kernels as kernels
 
     _launch(kernels._gated_product_kernel, gate, up, out, activation)
 
@@ -33,13 +33,13 @@ def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
         grad: (n,), the gradient of act(gate) * up, written to.
         activation: a key of `ACTIVATIONS`.
     """
-    from memeff_compile.kernels.gated_linear import in_place_kernels as kernels
+    from . import in_place_kernels as kernels
 
     _launch(kernels._gated_gradients_kernel, gate, up, grad, activation)
 
 
 def _launch(kernel: Any, gate: Tensor, up: Tensor, third: Tensor, activation: str) -> None:  # noqa: ANN401
-    from memeff_compile.kernels.gated_linear.in_place_kernels import BLOCK, WARPS
+    from .in_place_kernels import BLOCK, WARPS
 
     count = gate.numel()
     with on_device(gate):

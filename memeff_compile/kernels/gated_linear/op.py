@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memeff_compile.kernels import library
-from memeff_compile.kernels.checks import require, two_devices, two_dtypes, unfloating, unplain
-from memeff_compile.kernels.device import kernels_serve, without_autocast
-from memeff_compile.kernels.gated_linear import reference
+from .. import library
+from ..checks import require, two_devices, two_dtypes, unfloating, unplain
+from ..device import kernels_serve, without_autocast
+from . import reference
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """What may stand around the gate; `gelu` is the one with erf."""
@@ -87,7 +87,7 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
 
 def _engine(tensor: Tensor) -> Any:  # noqa: ANN401 - a module
     if engine_for(tensor.device, tensor.dtype) == "in_place":
-        from memeff_compile.kernels.gated_linear import in_place
+        from . import in_place
 
         return in_place
     return reference

@@ -11,13 +11,13 @@ PyTorch's reads the whole buffer under a mask, after copying it once per query h
 
 from __future__ import annotations
 
-from memeff_compile.kernels.kv_cache.memory import bytes_after as bytes_after
-from memeff_compile.kernels.kv_cache.memory import bytes_before as bytes_before
-from memeff_compile.kernels.kv_cache.op import ENGINES as ENGINES
-from memeff_compile.kernels.kv_cache.op import engine_for as engine_for
-from memeff_compile.kernels.kv_cache.op import kv_cache_append as kv_cache_append
-from memeff_compile.kernels.kv_cache.op import kv_cache_attention as kv_cache_attention
-from memeff_compile.kernels.kv_cache.op import kv_cache_last as kv_cache_last
-from memeff_compile.kernels.kv_cache.op import supports as supports
-from memeff_compile.kernels.kv_cache.op import supports_append as supports_append
-from memeff_compile.kernels.kv_cache.split_keys import plan_for as plan_for
+from .memory import bytes_after as bytes_after
+from .memory import bytes_before as bytes_before
+from .op import ENGINES as ENGINES
+from .op import engine_for as engine_for
+from .op import kv_cache_append as kv_cache_append
+from .op import kv_cache_attention as kv_cache_attention
+from .op import kv_cache_last as kv_cache_last
+from .op import supports as supports
+from .op import supports_append as supports_append
+from .split_keys import plan_for as plan_for

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels import library
-from memeff_compile.kernels.checks import INDICES, require, short, unlike_heads
-from memeff_compile.kernels.device import kernels_serve
-from memeff_compile.kernels.kv_cache import reference
+from ...errors import UnsupportedInputError
+from .. import library
+from ..checks import INDICES, require, short, unlike_heads
+from ..device import kernels_serve
+from . import reference
 
 MAX_DEPTH = 256
 
@@ -149,7 +149,7 @@ def _attention(
     attend = reference.attend
     is_split = q.is_cuda and engine_for(q.device, q.dtype) == "split"
     if is_split and q.numel() and k_cache.shape[2]:
-        from memeff_compile.kernels.kv_cache.split_keys import attend
+        from .split_keys import attend
     return attend(q, k_cache, v_cache, last, mask, factor)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memeff_compile.kernels._triton.gpus import Gpu
-from memeff_compile.kernels._triton.key_tiles import depth_block
+from .._triton.gpus import Gpu
+from .._triton.key_tiles import depth_block
 
 MIN_ROWS = 16
 """The fewest rows of a tensor-core product; query heads of one key-value head share a tile."""

@@ -16,16 +16,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.key_tiles import Cells, cells_of, depth_block
-from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.device import gpu, on_device, processors
-from memeff_compile.kernels.kv_cache.shapes import (
-    Shapes,
-    programs_per_processor,
-    rows_for,
-    shapes_for,
-    splits_for,
-)
+from .._triton.key_tiles import Cells, cells_of, depth_block
+from .._triton.launch import start
+from ..device import gpu, on_device, processors
+from .shapes import Shapes, programs_per_processor, rows_for, shapes_for, splits_for
 
 _splits = lru_cache(maxsize=1024)(splits_for)
 
@@ -93,7 +87,7 @@ def attend(
     Returns:
         (B, H, M, D) in the dtype of q, laid out as (B, M, H, D).
     """
-    from memeff_compile.kernels.kv_cache import split_keys_kernels as kernels
+    from . import split_keys_kernels as kernels
 
     batch, heads, queries, depth = q.shape
     kv_heads, keys = k_cache.shape[1], k_cache.shape[2]

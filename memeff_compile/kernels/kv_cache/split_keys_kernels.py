@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels._triton.products_kernels import dot
-from memeff_compile.kernels._triton.split_softmax_kernels import of_shares, step
+from .._triton.products_kernels import dot
+from .._triton.split_softmax_kernels import of_shares, step
 
 
 @triton.jit

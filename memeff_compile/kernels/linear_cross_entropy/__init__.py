@@ -17,28 +17,18 @@ Means, sums, class weights of the target and shifts stay outside, in ordinary op
 
 from __future__ import annotations
 
-from memeff_compile.kernels.linear_cross_entropy.filters import filter_level as filter_level
-from memeff_compile.kernels.linear_cross_entropy.memory import Pieces as Pieces
-from memeff_compile.kernels.linear_cross_entropy.memory import bytes_after as bytes_after
-from memeff_compile.kernels.linear_cross_entropy.memory import bytes_before as bytes_before
-from memeff_compile.kernels.linear_cross_entropy.memory import piece_sizes as piece_sizes
-from memeff_compile.kernels.linear_cross_entropy.op import ENGINES as ENGINES
-from memeff_compile.kernels.linear_cross_entropy.op import engine_for as engine_for
-from memeff_compile.kernels.linear_cross_entropy.op import (
-    linear_cross_entropy as linear_cross_entropy,
-)
-from memeff_compile.kernels.linear_cross_entropy.op import (
-    linear_cross_entropy_backward as linear_cross_entropy_backward,
-)
-from memeff_compile.kernels.linear_cross_entropy.op import supports as supports
-from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal as is_minimal
-from memeff_compile.kernels.linear_cross_entropy.total import (
-    TOTAL_BYTES_PER_ROW as TOTAL_BYTES_PER_ROW,
-)
-from memeff_compile.kernels.linear_cross_entropy.total import (
-    linear_cross_entropy_total as linear_cross_entropy_total,
-)
-from memeff_compile.kernels.linear_cross_entropy.total import (
-    makes_gradients_in_forward as makes_gradients_in_forward,
-)
-from memeff_compile.kernels.linear_cross_entropy.total import total_bytes as total_bytes
+from .filters import filter_level as filter_level
+from .memory import Pieces as Pieces
+from .memory import bytes_after as bytes_after
+from .memory import bytes_before as bytes_before
+from .memory import piece_sizes as piece_sizes
+from .op import ENGINES as ENGINES
+from .op import engine_for as engine_for
+from .op import linear_cross_entropy as linear_cross_entropy
+from .op import linear_cross_entropy_backward as linear_cross_entropy_backward
+from .op import supports as supports
+from .shapes import is_minimal as is_minimal
+from .total import TOTAL_BYTES_PER_ROW as TOTAL_BYTES_PER_ROW
+from .total import linear_cross_entropy_total as linear_cross_entropy_total
+from .total import makes_gradients_in_forward as makes_gradients_in_forward
+from .total import total_bytes as total_bytes

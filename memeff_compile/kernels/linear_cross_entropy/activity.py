@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy.filters import DENSE_SHARE
-from memeff_compile.kernels.linear_cross_entropy.op import linear_cross_entropy
+from .filters import DENSE_SHARE
+from .op import linear_cross_entropy
 
 
 class Activity(NamedTuple):

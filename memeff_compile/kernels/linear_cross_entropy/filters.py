@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.linear_cross_entropy.shapes import TILE
+from .._triton.launch import start
+from .shapes import TILE
 
 if TYPE_CHECKING:
-    from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs
-    from memeff_compile.kernels.linear_cross_entropy.rows import Selection
-    from memeff_compile.kernels.linear_cross_entropy.shapes import Shapes
+    from .pieces import Knobs
+    from .rows import Selection
+    from .shapes import Shapes
 
 Size: TypeAlias = int | torch.SymInt
 
@@ -110,7 +110,7 @@ class Chooser:
 
     def see(self, stats: Tensor, target_logit: Tensor, first: int, rows: int) -> None:
         """Read the statistics of the rows first .. first + rows."""
-        from memeff_compile.kernels.linear_cross_entropy import sparse_kernels as kernels
+        from . import sparse_kernels as kernels
 
         grid = (-(-rows // self.tile), self.chunks)
         given = (stats, self.compact_lse, target_logit, self.selection.target)
@@ -131,7 +131,7 @@ class Chooser:
 
     def decide(self) -> LeftOut:
         """Decide, once every group was seen."""
-        from memeff_compile.kernels.linear_cross_entropy import sparse_kernels as kernels
+        from . import sparse_kernels as kernels
 
         order, kept = self.selection.order, self.selection.kept
         if self.by_mass:

@@ -24,18 +24,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.compat import described
-from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.device import on_device
-from memeff_compile.kernels.linear_cross_entropy import filters, tile_lists
-from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows, spans
-from memeff_compile.kernels.linear_cross_entropy.rows import (
-    Selection,
-    gather,
-    row_block,
-    select_rows,
-)
-from memeff_compile.kernels.linear_cross_entropy.shapes import (
+from .._triton.compat import described
+from .._triton.launch import start
+from ..device import on_device
+from . import filters, tile_lists
+from .pieces import Knobs, RowGradients, Rows, spans
+from .rows import Selection, gather, row_block, select_rows
+from .shapes import (
     FILTER_FORWARD_BYTES,
     FORWARD_BYTES,
     Room,
@@ -49,7 +44,7 @@ from memeff_compile.kernels.linear_cross_entropy.shapes import (
 )
 
 if TYPE_CHECKING:
-    from memeff_compile.kernels.linear_cross_entropy.tile_lists import TileLists
+    from .tile_lists import TileLists
 
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -74,7 +69,7 @@ def forward(
     knobs: Knobs,  # the call's settings, without top
 ) -> tuple[Rows, filters.LeftOut]:
     """Compute what is asked for of every row, and what a filter may leave out of backward."""
-    from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+    from . import fused_kernels as kernels
 
     rows, depth = hidden.shape
     vocab = weight.shape[0]
@@ -332,7 +327,7 @@ class _Backward:
             return None
         if self.selection.place is None:
             return self.sums.to(self.hidden.dtype)
-        from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+        from . import fused_kernels as kernels
 
         kernels._linear_cross_entropy_scatter_kernel[(self.rows,)](
             self.sums,
@@ -347,7 +342,7 @@ class _Backward:
         self, first: int, stop: int, *, adds: bool, needs_weight: bool = True, gathers: bool = False
     ) -> None:
         """Compute G of these columns, and from it what they give to each gradient."""
-        from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+        from . import fused_kernels as kernels
 
         shapes = self.shapes
         tile, columns, step = shapes.rows, shapes.columns, shapes.step
@@ -440,7 +435,7 @@ class _Backward:
             )
 
     def _sparse(self, group: int, lists: TileLists) -> None:
-        from memeff_compile.kernels.linear_cross_entropy import sparse_kernels as kernels
+        from . import sparse_kernels as kernels
 
         shapes = self.shapes
         tile, columns, step = shapes.rows, shapes.columns, shapes.step
@@ -534,7 +529,7 @@ def row_values(
         entropy: (N,) fp32 from forward, or (0,).
         selection: the rows that count.
     """
-    from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+    from . import fused_kernels as kernels
 
     rows = lse.numel()
     values = lse.new_empty((5, rows))

@@ -24,16 +24,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.device import on_device, processors
-from memeff_compile.kernels.linear_cross_entropy.pieces import (
-    Knobs,
-    RowGradients,
-    Rows,
-    Widths,
-    hybrid_widths,
-    spans,
-)
+from .._triton.launch import start
+from ..device import on_device, processors
+from .pieces import Knobs, RowGradients, Rows, Widths, hybrid_widths, spans
 
 # Numbers per row that the statistics kernel keeps between strips.
 STATE = 5
@@ -171,7 +164,7 @@ def launch_statistics(
     knobs: Knobs,
 ) -> None:
     """Fold one strip of products into the running state; the last strip also writes the results."""
-    from memeff_compile.kernels.linear_cross_entropy import hybrid_kernels
+    from . import hybrid_kernels
 
     rows, width = s.shape
     start(
@@ -215,7 +208,7 @@ def launch_gradient(
     knobs: Knobs,
 ) -> None:
     """Turn one strip of products into gradients with respect to the products."""
-    from memeff_compile.kernels.linear_cross_entropy import hybrid_kernels
+    from . import hybrid_kernels
 
     rows, width = s.shape
     block = hybrid_kernels.block_for(width)

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 import sympy
 import torch
 
-from memeff_compile.kernels.linear_cross_entropy import total_fused
-from memeff_compile.kernels.linear_cross_entropy.pieces import (
+from . import total_fused
+from .pieces import (
     HYBRID_AUTO_BYTES,
     HYBRID_AUTO_BYTES_PER_ROW,
     MIN_WIDTH,
@@ -22,11 +22,7 @@ from memeff_compile.kernels.linear_cross_entropy.pieces import (
     REFERENCE_AUTO_COLUMNS,
     reference_bytes_per_logit,
 )
-from memeff_compile.kernels.linear_cross_entropy.shapes import (
-    FUSED_AUTO_BYTES,
-    FUSED_AUTO_BYTES_PER_ROW,
-    FUSED_MIN_WIDTH,
-)
+from .shapes import FUSED_AUTO_BYTES, FUSED_AUTO_BYTES_PER_ROW, FUSED_MIN_WIDTH
 
 Size: TypeAlias = sympy.Expr | int
 

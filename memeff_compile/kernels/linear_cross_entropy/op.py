@@ -13,28 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memeff_compile import compat
-from memeff_compile.errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
-from memeff_compile.kernels.checks import (
-    FLOATING,
-    INDICES,
-    short,
-    two_devices,
-    two_dtypes,
-    unfloating,
-    unplain,
-)
-from memeff_compile.kernels.device import gpu, kernels_serve, tuned, where_it_runs, without_autocast
-from memeff_compile.kernels.linear_cross_entropy import (
-    filters,
-    fused,
-    hybrid,
-    reference,
-    row_pieces,
-    sorting,
-)
-from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
-from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal
+from ... import compat
+from ...errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
+from ..checks import FLOATING, INDICES, short, two_devices, two_dtypes, unfloating, unplain
+from ..device import gpu, kernels_serve, tuned, where_it_runs, without_autocast
+from . import filters, fused, hybrid, reference, row_pieces, sorting
+from .pieces import Knobs, RowGradients, Rows
+from .shapes import is_minimal
 
 ENGINE = "linear_cross_entropy.engine"
 """The decision that `tune` makes: which engine serves where "fused" and "hybrid" both could."""

@@ -11,14 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy.pieces import (
-    Knobs,
-    RowGradients,
-    Rows,
-    reference_bytes_per_logit,
-    reference_width,
-    spans,
-)
+from .pieces import Knobs, RowGradients, Rows, reference_bytes_per_logit, reference_width, spans
 
 # exp of it is 0 in fp32 and in fp64. Logarithms of probabilities are cut off here where they are
 # multiplied by that probability, so that an impossible column (-inf) adds 0 and not nan.

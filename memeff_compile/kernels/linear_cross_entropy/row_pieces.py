@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton import compat as triton_compat
-from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.device import on_device
-from memeff_compile.kernels.linear_cross_entropy import fused, total_fused
-from memeff_compile.kernels.linear_cross_entropy.filters import LeftOut
-from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, spans
-from memeff_compile.kernels.linear_cross_entropy.rows import gather
+from .._triton import compat as triton_compat
+from .._triton.launch import start
+from ..device import on_device
+from . import fused, total_fused
+from .filters import LeftOut
+from .pieces import Knobs, RowGradients, spans
+from .rows import gather
 
 
 def serves(hidden: Tensor, knobs: Knobs) -> bool:
@@ -70,7 +70,7 @@ class _Backward(total_fused.Walk):
 
     def piece(self, index: int, first: int, here: int) -> None:
         """Compute G of these rows, their dE and what they give to dC."""
-        from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+        from . import fused_kernels as kernels
 
         shapes, hidden = self.shapes, self.hidden[first : first + here]
         if self.gathered is not None:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs
-from memeff_compile.kernels.linear_cross_entropy.shapes import Shapes
+from .pieces import Knobs
+from .shapes import Shapes
 
 
 class Selection(NamedTuple):
@@ -37,7 +37,7 @@ def select_rows(target: Tensor, knobs: Knobs, row_order: Tensor | None = None) -
         if ignore_index is not None:
             target = target.masked_fill(target == ignore_index, -1)
         return Selection(target.to(torch.int32))
-    from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+    from . import fused_kernels as kernels
 
     compact, order, place = (target.new_empty(rows, dtype=torch.int32) for _ in range(3))
     kept = target.new_empty(1, dtype=torch.int32)
@@ -48,7 +48,7 @@ def select_rows(target: Tensor, knobs: Knobs, row_order: Tensor | None = None) -
 
 
 def _ordered(target: Tensor, order: Tensor, knobs: Knobs, *, drops: bool) -> Selection:
-    from memeff_compile.kernels.linear_cross_entropy import sparse_kernels as kernels
+    from . import sparse_kernels as kernels
 
     rows = target.numel()
     if drops:
@@ -68,7 +68,7 @@ def _ordered(target: Tensor, order: Tensor, knobs: Knobs, *, drops: bool) -> Sel
 
 def gather(hidden: Tensor, out: Tensor, selection: Selection, first: int, shapes: Shapes) -> None:
     """Copy the compact rows from `first` on into `out`."""
-    from memeff_compile.kernels.linear_cross_entropy import fused_kernels as kernels
+    from . import fused_kernels as kernels
 
     rows, depth = out.shape
     kernels._linear_cross_entropy_gather_kernel[(rows,)](

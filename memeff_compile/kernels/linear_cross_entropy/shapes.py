@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from memeff_compile.kernels.device import processors
-from memeff_compile.kernels.linear_cross_entropy.pieces import MIB
+from ..device import processors
+from .pieces import MIB
 
 # Rows and columns of the tiles that a filter keeps or leaves out.
 TILE = 128

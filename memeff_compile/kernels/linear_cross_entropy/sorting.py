@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy import fused
-from memeff_compile.kernels.linear_cross_entropy.filters import LeftOut
-from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, Rows
+from . import fused
+from .filters import LeftOut
+from .pieces import Knobs, RowGradients, Rows
 
 
 def forward(

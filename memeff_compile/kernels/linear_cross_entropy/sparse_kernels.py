@@ -12,13 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels._triton.products_kernels import dot
-from memeff_compile.kernels.linear_cross_entropy.fused_kernels import (
-    _add_tile,
-    _gradient_tile,
-    _halves,
-    _quarter,
-)
+from .._triton.products_kernels import dot
+from .fused_kernels import _add_tile, _gradient_tile, _halves, _quarter
 
 
 @triton.jit

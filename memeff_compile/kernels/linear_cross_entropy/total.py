@@ -19,16 +19,16 @@ import sympy
 import torch
 from torch import Tensor
 
-from memeff_compile import compat
-from memeff_compile.errors import DoubleBackwardError
-from memeff_compile.kernels import library
-from memeff_compile.kernels.checks import require
-from memeff_compile.kernels.device import kernels_serve, tuned, where_it_runs, without_autocast
-from memeff_compile.kernels.linear_cross_entropy import op as rows_op
-from memeff_compile.kernels.linear_cross_entropy import total_fused, total_reference
-from memeff_compile.kernels.linear_cross_entropy.memory import Size
-from memeff_compile.kernels.linear_cross_entropy.shapes import is_minimal
-from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss, Totals, total_of
+from ... import compat
+from ...errors import DoubleBackwardError
+from .. import library
+from ..checks import require
+from ..device import kernels_serve, tuned, where_it_runs, without_autocast
+from . import op as rows_op
+from . import total_fused, total_reference
+from .memory import Size
+from .shapes import is_minimal
+from .total_reference import Loss, Totals, total_of
 
 GRADIENTS = "linear_cross_entropy.gradients"
 """The decision in which pass the gradients of a loss that is one number are made."""

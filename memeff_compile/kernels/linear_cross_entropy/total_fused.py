@@ -24,18 +24,14 @@ import sympy
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton import compat as triton_compat
-from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.device import DEFAULT_PROCESSORS, on_device, processors
-from memeff_compile.kernels.linear_cross_entropy import fused
-from memeff_compile.kernels.linear_cross_entropy.pieces import MIB, Knobs, spans
-from memeff_compile.kernels.linear_cross_entropy.rows import gather, row_block, select_rows
-from memeff_compile.kernels.linear_cross_entropy.shapes import (
-    Shapes,
-    shapes_for,
-    shapes_for_programs,
-)
-from memeff_compile.kernels.linear_cross_entropy.total_reference import Loss, Totals, total_of
+from .._triton import compat as triton_compat
+from .._triton.launch import start
+from ..device import DEFAULT_PROCESSORS, on_device, processors
+from . import fused
+from .pieces import MIB, Knobs, spans
+from .rows import gather, row_block, select_rows
+from .shapes import Shapes, shapes_for, shapes_for_programs
+from .total_reference import Loss, Totals, total_of
 
 DTYPES = (torch.bfloat16,)
 serves = fused.serves
@@ -163,7 +159,7 @@ def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
         by: a number in fp32.
         out: like `gradient`.
     """
-    from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
+    from . import total_kernels as kernels
 
     count, is_in_place = gradient.numel(), out is gradient
     if not count:
@@ -268,7 +264,7 @@ class Walk:
             index, first, here: which piece, its first compact row and how many there may be.
             factor: (R, D) what X is multiplied with for dC, zero behind the last row.
         """
-        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
+        from . import total_kernels as kernels
 
         if self.grad_weight is not None or self.grad_hidden is not None:
             self._multiply(index, first, here, factor)
@@ -290,13 +286,13 @@ class Walk:
         tiles_of: Any = fused.tiles_of
         parts, splits = [], []
         if self.has_gluon:
-            from memeff_compile.kernels._triton.gluon import tiles_of
-            from memeff_compile.kernels.linear_cross_entropy import total_products_kernels
+            from .._triton.gluon import tiles_of
+            from . import total_products_kernels
 
             kernel = total_products_kernels._linear_cross_entropy_total_specialized_products_kernel
             parts, splits = [self.parts], [self.splits]
         else:
-            from memeff_compile.kernels.linear_cross_entropy import total_kernels
+            from . import total_kernels
 
             kernel = total_kernels._linear_cross_entropy_total_products_kernel
         # What is not asked for is not read; something has to stand there.
@@ -347,7 +343,7 @@ class _Total(Walk):
 
     def piece(self, index: int, first: int, here: int) -> None:
         """Compute the losses of these rows, their dE and what they give to dC."""
-        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
+        from . import total_kernels as kernels
 
         selection, again = self.selection, self.again[index]
         hidden, block = self.hidden[first : first + here], row_block(self.depth, self.shapes)
@@ -384,7 +380,7 @@ class _Total(Walk):
         return min(-(-rows // self.shapes.rows) * self.shapes.rows, self.height)
 
     def _logits(self, first: int, here: int, again: Tensor | None) -> None:
-        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
+        from . import total_kernels as kernels
 
         shapes, selection = self.shapes, self.selection
         gathered = self.scaled if self.is_compact else self.hidden
@@ -409,7 +405,7 @@ class _Total(Walk):
         )
 
     def _rows(self, first: int, here: int, again: Tensor, *, is_final: bool) -> None:
-        from memeff_compile.kernels.linear_cross_entropy import total_kernels as kernels
+        from . import total_kernels as kernels
 
         selection = self.selection
         start(

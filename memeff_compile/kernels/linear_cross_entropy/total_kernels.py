@@ -16,13 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels._triton.products_kernels import dot
-from memeff_compile.kernels.linear_cross_entropy.fused_kernels import (
-    LN2,
-    _halves,
-    _logits,
-    _quarter,
-)
+from .._triton.products_kernels import dot
+from .fused_kernels import LN2, _halves, _logits, _quarter
 
 # How far above its base a row's largest logit may lie, in base 2: sums of 2^96 stay in fp32.
 FAR = tl.constexpr(64.0)

@@ -9,7 +9,7 @@ sum runs; new dC leaves through the memory that the old one came in.
 
 from __future__ import annotations
 
-from memeff_compile.kernels._triton.gluon import (
+from .._triton.gluon import (
     barrier,
     fence_async_shared,
     gl,

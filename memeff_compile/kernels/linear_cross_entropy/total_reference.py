@@ -15,11 +15,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.linear_cross_entropy.pieces import (
-    REFERENCE_AUTO_BYTES,
-    REFERENCE_AUTO_BYTES_ELSEWHERE,
-    spans,
-)
+from .pieces import REFERENCE_AUTO_BYTES, REFERENCE_AUTO_BYTES_ELSEWHERE, spans
 
 # Rows of the narrowest piece: the weight is read once per piece.
 MIN_ROWS = 64

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memeff_compile.decisions import Question, Workload
-from memeff_compile.errors import TuneError
-from memeff_compile.kernels.device import gpu
-from memeff_compile.kernels.linear_cross_entropy import fused, hybrid, reference
-from memeff_compile.kernels.linear_cross_entropy.op import ENGINE
-from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients
+from ...decisions import Question, Workload
+from ...errors import TuneError
+from ..device import gpu
+from . import fused, hybrid, reference
+from .op import ENGINE
+from .pieces import Knobs, RowGradients
 
 IGNORED = -100
 GIB = 2**30

@@ -12,19 +12,15 @@ memeff::attention.
 
 from __future__ import annotations
 
-from memeff_compile.kernels.quantized_attention.by_call import counter_for as counter_for
-from memeff_compile.kernels.quantized_attention.by_call import (
-    quantized_attention_by_call as quantized_attention_by_call,
-)
-from memeff_compile.kernels.quantized_attention.by_call import restart as restart
-from memeff_compile.kernels.quantized_attention.memory import code_bytes as code_bytes
-from memeff_compile.kernels.quantized_attention.op import ENGINES as ENGINES
-from memeff_compile.kernels.quantized_attention.op import engine_for as engine_for
-from memeff_compile.kernels.quantized_attention.op import has_fp8 as has_fp8
-from memeff_compile.kernels.quantized_attention.op import quantized_attention as quantized_attention
-from memeff_compile.kernels.quantized_attention.op import supports as supports
-from memeff_compile.kernels.quantized_attention.settings import GRANULARITIES as GRANULARITIES
-from memeff_compile.kernels.quantized_attention.settings import LEVELS as LEVELS
-from memeff_compile.kernels.quantized_attention.under_mask import (
-    attend_under_mask as attend_under_mask,
-)
+from .by_call import counter_for as counter_for
+from .by_call import quantized_attention_by_call as quantized_attention_by_call
+from .by_call import restart as restart
+from .memory import code_bytes as code_bytes
+from .op import ENGINES as ENGINES
+from .op import engine_for as engine_for
+from .op import has_fp8 as has_fp8
+from .op import quantized_attention as quantized_attention
+from .op import supports as supports
+from .settings import GRANULARITIES as GRANULARITIES
+from .settings import LEVELS as LEVELS
+from .under_mask import attend_under_mask as attend_under_mask

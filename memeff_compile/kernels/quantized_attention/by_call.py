@@ -27,12 +27,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels import library
-from memeff_compile.kernels.attention import attention
-from memeff_compile.kernels.device import without_autocast
-from memeff_compile.kernels.quantized_attention.op import quantized_attention
-from memeff_compile.kernels.quantized_attention.settings import LEVELS, PRECISION
+from ...errors import UnsupportedInputError
+from .. import library
+from ..attention import attention
+from ..device import without_autocast
+from .op import quantized_attention
+from .settings import LEVELS, PRECISION
 
 _one_at_a_time = threading.Lock()
 _counters: WeakValueDictionary[tuple[str, tuple[str, ...], int], Tensor] = WeakValueDictionary()

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import sympy
 
-from memeff_compile.kernels.quantized_attention.settings import BLOCK
+from .settings import BLOCK
 
 Size: TypeAlias = sympy.Expr | int
 

@@ -11,21 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels import library
-from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels.attention import attention
-from memeff_compile.kernels.attention import supports as supports_attention
-from memeff_compile.kernels.checks import require
-from memeff_compile.kernels.device import gpu, kernels_serve, where_it_runs, without_autocast
-from memeff_compile.kernels.quantized_attention import reference
-from memeff_compile.kernels.quantized_attention.settings import (
-    GRANULARITIES,
-    LEVELS,
-    SMOOTHABLE,
-    Settings,
-    settings_for,
-)
+from ...errors import UnsupportedInputError
+from .. import library
+from .._triton.conditions import Conditions
+from ..attention import attention
+from ..attention import supports as supports_attention
+from ..checks import require
+from ..device import gpu, kernels_serve, where_it_runs, without_autocast
+from . import reference
+from .settings import GRANULARITIES, LEVELS, SMOOTHABLE, Settings, settings_for
 
 ENGINES = {
     "tiles": (
@@ -128,7 +122,7 @@ def _attend(given: _Call) -> tuple[Tensor, Tensor]:
     settings = _settings(q, given.level, given.granularity, given.smooth, with_lse)
     attend = reference.attend
     if q.is_cuda and q.numel() and k.numel() and engine_for(q.device, q.dtype) == "tiles":
-        from memeff_compile.kernels.quantized_attention.tiles import attend
+        from .tiles import attend
     with without_autocast(q.device.type):
         return attend(q, k, v, conditions, settings)
 

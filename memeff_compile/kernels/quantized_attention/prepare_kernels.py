@@ -22,8 +22,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels._triton.products_kernels import of_head
-from memeff_compile.kernels.quantized_attention.rounding_kernels import (
+from .._triton.products_kernels import of_head
+from .rounding_kernels import (
     LEAST,
     _codes_of_rows,
     _e4m3_in_fp32,

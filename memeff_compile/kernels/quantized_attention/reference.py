@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels.quantized_attention.settings import (
+from .._triton.conditions import Conditions
+from .settings import (
     BLOCK,
     QUERY_ROWS,
     VALUES,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memeff_compile.kernels._triton.gpus import Gpu
-from memeff_compile.kernels._triton.key_tiles import depth_block
+from .._triton.gpus import Gpu
+from .._triton.key_tiles import depth_block
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memeff_compile.errors import UnsupportedInputError
-from memeff_compile.kernels._triton.compat import described
-from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels._triton.key_tiles import (
+from ...errors import UnsupportedInputError
+from .._triton.compat import described
+from .._triton.conditions import Conditions
+from .._triton.key_tiles import (
     depth_block,
     find_bounds,
     flags_of,
@@ -31,17 +31,11 @@ from memeff_compile.kernels._triton.key_tiles import (
     tiles_of,
     within,
 )
-from memeff_compile.kernels._triton.launch import start
-from memeff_compile.kernels.device import gpu, on_device, processors
-from memeff_compile.kernels.quantized_attention import reference
-from memeff_compile.kernels.quantized_attention.settings import (
-    BLOCK,
-    QUERY_ROWS,
-    VALUES,
-    Settings,
-    sampled_queries,
-)
-from memeff_compile.kernels.quantized_attention.shapes import (
+from .._triton.launch import start
+from ..device import gpu, on_device, processors
+from . import reference
+from .settings import BLOCK, QUERY_ROWS, VALUES, Settings, sampled_queries
+from .shapes import (
     HEADS_TOGETHER,
     LOOK_KEYS,
     LOOK_WARPS,
@@ -117,7 +111,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     )
     if settings.granularity != "row":
         return packed(reference.codes(q, k, v, given, settings), settings)
-    from memeff_compile.kernels.quantized_attention import prepare_kernels as kernels
+    from . import prepare_kernels as kernels
 
     q, k, v = _rows(q), _rows(k), _rows(v)
     batch, heads, queries, depth = q.shape
@@ -322,7 +316,7 @@ def attend_packed(
     together: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with codes that were made before."""
-    from memeff_compile.kernels.quantized_attention import tiles_kernels as kernels
+    from . import tiles_kernels as kernels
 
     batch, heads, queries, depth = q.shape
     wide, key_blocks = made.k.shape[1], made.v.shape[1] // BLOCK

@@ -21,20 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memeff_compile.kernels._triton.key_tiles_kernels import (
-    bounds_of,
-    edge_tile,
-    ids_of,
-    keys_shown,
-    which_count,
-)
-from memeff_compile.kernels.quantized_attention.rounding_kernels import (
-    MAGIC,
-    MAGIC_VALUE,
-    _codes_of_rows,
-    _e4m3_in_fp32,
-    _load_tile,
-)
+from .._triton.key_tiles_kernels import bounds_of, edge_tile, ids_of, keys_shown, which_count
+from .rounding_kernels import MAGIC, MAGIC_VALUE, _codes_of_rows, _e4m3_in_fp32, _load_tile
 
 NOTHING = tl.constexpr(-1.0e30)  # below every score in base 2; finite, so differences are numbers
 OFFSET = tl.constexpr(8.807)  # log2 of 448, rounded down

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.conditions import Conditions
-from memeff_compile.kernels.quantized_attention import reference
-from memeff_compile.kernels.quantized_attention.op import quantized_attention, supports
-from memeff_compile.kernels.quantized_attention.settings import settings_for
+from .._triton.conditions import Conditions
+from . import reference
+from .op import quantized_attention, supports
+from .settings import settings_for
 
 MASKED = -1e4
 """A number at or below this, added to a score, hides its key."""

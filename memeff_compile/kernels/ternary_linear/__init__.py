@@ -15,21 +15,17 @@ The integers are summed exactly.
 
 from __future__ import annotations
 
-from memeff_compile.kernels.ternary_linear.memory import packed_bytes as packed_bytes
-from memeff_compile.kernels.ternary_linear.memory import saved_after as saved_after
-from memeff_compile.kernels.ternary_linear.memory import saved_before as saved_before
-from memeff_compile.kernels.ternary_linear.op import ENGINES as ENGINES
-from memeff_compile.kernels.ternary_linear.op import TWINS as TWINS
-from memeff_compile.kernels.ternary_linear.op import engine_for as engine_for
-from memeff_compile.kernels.ternary_linear.op import supports as supports
-from memeff_compile.kernels.ternary_linear.op import ternary_linear as ternary_linear
-from memeff_compile.kernels.ternary_linear.op import ternary_linear_pack as ternary_linear_pack
-from memeff_compile.kernels.ternary_linear.op import (
-    ternary_linear_product as ternary_linear_product,
-)
-from memeff_compile.kernels.ternary_linear.op import (
-    ternary_linear_quantize as ternary_linear_quantize,
-)
-from memeff_compile.kernels.ternary_linear.op import ternary_linear_repack as ternary_linear_repack
-from memeff_compile.kernels.ternary_linear.quantizer import KINDS as KINDS
-from memeff_compile.kernels.ternary_linear.quantizer import Quantizer as Quantizer
+from .memory import packed_bytes as packed_bytes
+from .memory import saved_after as saved_after
+from .memory import saved_before as saved_before
+from .op import ENGINES as ENGINES
+from .op import TWINS as TWINS
+from .op import engine_for as engine_for
+from .op import supports as supports
+from .op import ternary_linear as ternary_linear
+from .op import ternary_linear_pack as ternary_linear_pack
+from .op import ternary_linear_product as ternary_linear_product
+from .op import ternary_linear_quantize as ternary_linear_quantize
+from .op import ternary_linear_repack as ternary_linear_repack
+from .quantizer import KINDS as KINDS
+from .quantizer import Quantizer as Quantizer

@@ -16,19 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memeff_compile.errors import DoubleBackwardError, UnsupportedInputError
-from memeff_compile.kernels import library
-from memeff_compile.kernels.checks import require, short
-from memeff_compile.kernels.device import kernels_serve
-from memeff_compile.kernels.ternary_linear import reference
-from memeff_compile.kernels.ternary_linear.quantizer import (
-    KINDS,
-    NO_ENTRY,
-    Entry,
-    Quantizer,
-    words_for,
-)
-from memeff_compile.kernels.ternary_linear.shapes import MAX_COLUMNS, MAX_GROUP
+from ...errors import DoubleBackwardError, UnsupportedInputError
+from .. import library
+from ..checks import require, short
+from ..device import kernels_serve
+from . import reference
+from .quantizer import KINDS, NO_ENTRY, Entry, Quantizer, words_for
+from .shapes import MAX_COLUMNS, MAX_GROUP
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -163,7 +157,7 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
 def _engine(tensor: Tensor) -> ModuleType:
     """Return the module that computes for a tensor."""
     if tensor.is_cuda and engine_for(tensor.device, torch.float32) == "tiles":
-        from memeff_compile.kernels.ternary_linear import tiles
+        from . import tiles
 
         return tiles
     return reference

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels.ternary_linear.quantizer import (
+from .quantizer import (
     FP4_CODES,
     FP4_THRESHOLDS,
     KINDS,

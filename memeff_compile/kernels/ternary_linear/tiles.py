@@ -15,17 +15,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.launch import launch, start
-from memeff_compile.kernels.device import gpu, on_device, processors
-from memeff_compile.kernels.ternary_linear.quantizer import (
-    KINDS,
-    NO_ENTRY,
-    Entry,
-    Quantizer,
-    kept,
-    words_for,
-)
-from memeff_compile.kernels.ternary_linear.shapes import (
+from .._triton.launch import launch, start
+from ..device import gpu, on_device, processors
+from .quantizer import KINDS, NO_ENTRY, Entry, Quantizer, kept, words_for
+from .shapes import (
     MAX_VECTORS,
     TileShapes,
     VectorShapes,
@@ -108,7 +101,7 @@ def _with_unit_stride(x: Tensor) -> Tensor:
 
 def pack(weight: Tensor, scale: Tensor, *, is_step: bool, is_native: bool) -> Tensor:
     """Round (N, K) weights, times or over one scale, to -1, 0, 1 and pack them."""
-    from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
+    from . import tiles_kernels as kernels
 
     rows, columns = weight.shape
     words = words_for(columns)
@@ -150,7 +143,7 @@ def quantize(
     With `is_chained` the next kernel of the stream, which has to be a chained `product` or
     `vectors`, may be launched before this one has ended; with `is_early` so may this one.
     """
-    from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
+    from . import tiles_kernels as kernels
 
     x = _with_unit_stride(x)
     tokens, columns = x.shape
@@ -251,7 +244,7 @@ def vectors(
             early = is_early and not place
             found += vectors(x, [w], [by], [b], quantizer, entry, is_early=early, **alike)
         return found
-    from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
+    from . import tiles_kernels as kernels
 
     x = _with_unit_stride(x)
     packed = [weight.contiguous() for weight in packed]
@@ -326,7 +319,7 @@ def product(
 
     With `is_chained` the kernel before this one in the stream is a chained `quantize`.
     """
-    from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
+    from . import tiles_kernels as kernels
 
     codes, packed = codes.contiguous(), packed.contiguous()
     tokens, rows, width = codes.shape[0], packed.shape[0], 4 * packed.shape[1]
@@ -437,7 +430,7 @@ def dequantized_weights(
     packed: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
     """Return the (N, K) weights that the model's own arithmetic multiplies."""
-    from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
+    from . import tiles_kernels as kernels
 
     packed = packed.contiguous()
     out = packed.new_empty((packed.shape[0], columns), dtype=dtype)
@@ -449,7 +442,7 @@ def dequantized_tokens(
     codes: Tensor, scale: Tensor, columns: int, *, is_step: bool, dtype: torch.dtype
 ) -> Tensor:
     """Return the (M, K) activations that the model's own arithmetic multiplies."""
-    from memeff_compile.kernels.ternary_linear import tiles_kernels as kernels
+    from . import tiles_kernels as kernels
 
     codes = codes.contiguous()
     out = codes.new_empty((codes.shape[0], columns), dtype=dtype)

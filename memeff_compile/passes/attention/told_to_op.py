@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
@@ -27,7 +28,7 @@ from ...kernels.checks import short
 from ...kernels.device import where_it_runs
 from ...report import format_bytes
 from ..graph.base import Decline
-from ..graph.canonical import aten
+from ..graph.canonical import aten, named, read_one
 from ..graph.editor import Editor
 from ..graph.graph_info import GraphInfo
 from .mask_algebra import TRUE, Formula, Linear, Size, axis, both, reads_in, substituted
@@ -70,6 +71,8 @@ def said_for(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Said
 
     That is a sentence where the mask is to blame, and a decline where its empty rows are.
     """
+    if not form.is_sayable:
+        return "neither PyTorch's call nor memeff::attention can say it"
     ahead = form.causal
     behind = None if form.window is None else form.window - 1
     if not all(info.says(size) for size in (ahead, behind) if size is not None):
@@ -205,6 +208,28 @@ def why_not_read(info: GraphInfo, site: Site) -> str:
     if any(level.may_be_written(node) for level, node in _levels_of(info, site.mask)):
         return "something may write to the mask"
     return why_not_here(info, site)
+
+
+def why_not_added(info: GraphInfo, site: Site) -> str:
+    """Return why the op would not add a site's mask when it runs, or an empty string.
+
+    What the graph computes itself and adds (ALiBi, T5) hides nothing as a rule: no tile is skipped.
+    """
+    assert site.mask is not None
+    node: Any = site.mask
+    while isinstance(node, Node) and (node := _levels_of(info, node)[-1][1]).op != "placeholder":
+        level = next(level for level in info.outward() if node.graph is level.gm.graph)
+        call = read_one(node)
+        if call is None or call.op.overloadpacket not in _VIEWS:
+            return "the graph computes what is added, and PyTorch's kernels add it as fast"
+        info, node = level, call.args["self"]
+    return ""
+
+
+_VIEWS = named(
+    "alias clone contiguous detach expand permute reshape select slice squeeze to transpose "
+    "unsqueeze view"
+)
 
 
 def _levels_of(info: GraphInfo, node: Node) -> list[tuple[GraphInfo, Node]]:

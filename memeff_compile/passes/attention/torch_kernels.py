@@ -6,6 +6,7 @@ it, and what comes out is laid out as it was wherever something behind it may se
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -56,13 +57,16 @@ def why_not_grouped(info: GraphInfo, site: Site) -> str:
 def why_not_fused(info: GraphInfo, site: Site) -> str:
     """Return why a chain would not become one kernel, or an empty string."""
     query, value, result = map(info.value, (site.query, site.value, site.node))
-    return why_no_kernel(result, query.shape[-1], value.shape[-1])
+    return why_no_kernel(info, result, query.shape[-1], value.shape[-1])
 
 
-def why_no_kernel(result: torch.Tensor, size: Any, value_size: Any) -> str:
+def why_no_kernel(info: GraphInfo, result: torch.Tensor, size: Any, value_size: Any) -> str:
     """Return why no fused kernel serves heads of these sizes where the result is, or nothing."""
     device = where_it_runs(result.device).type
     if device == "cpu":
+        is_trained = result.requires_grad and info.options.inner == "inductor"
+        if is_trained and result.dtype == torch.float64 and _has_narrow_statistics():
+            return "Inductor cannot differentiate this PyTorch's CPU kernel in float64"
         return ""
     if device != "cuda":
         return f"no fused kernel is known on {device}"
@@ -71,6 +75,14 @@ def why_no_kernel(result: torch.Tensor, size: Any, value_size: Any) -> str:
     if not isinstance(size, int) or size > _LARGEST_HEAD or size % 8 or value_size != size:
         return "PyTorch's fused kernels take heads of one size up to 256, in steps of 8"
     return ""
+
+
+@functools.cache
+def _has_narrow_statistics() -> bool:
+    """Say whether float64 attention on a CPU is told to have float32 statistics: torch 2.11."""
+    query = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
+    statistics = aten._scaled_dot_product_flash_attention_for_cpu.default(query, query, query)[1]
+    return bool(statistics.dtype != query.dtype)
 
 
 def kernels_chosen(

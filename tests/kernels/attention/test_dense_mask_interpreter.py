@@ -29,7 +29,7 @@ def check(mask: Tensor, queries: int, keys: int, plan: tiles.Plan = UNEQUAL, **t
     batch = mask.shape[0]
     q, grad = (torch.randn(batch, 2, queries, 16, generator=generator) for _ in range(2))
     k, v = (torch.randn(batch, 1, keys, 16, generator=generator) for _ in range(2))
-    q[:, :, 1], k[:, :, 2] = 30.0 * q[:, :, 1], 30.0 * k[:, :, 2]
+    q[:, :, -1], k[:, :, -1] = 30.0 * q[:, :, -1], 30.0 * k[:, :, -1]
     settings = {"scale": 0.25, "softcap": 0.0, "mean": False, **told}
     given = Conditions(None, None, None, None, None, **settings, mask=mask, mask_tiles=codes)  # type: ignore[arg-type]
     found = [
@@ -81,7 +81,7 @@ def test_what_is_empty_is_not_visited_and_what_is_full_not_looked_up() -> None:
     def lists(*tile: int) -> list[tuple[list[int], list[int]]]:
         found = mask_tiles.dense_of(mask, None, (200, 260), tile)  # type: ignore[arg-type]
         rows = found.lists_ptr[0, 0].tolist()
-        return [(row[2 : 2 + row[0]], row[2:][::-1][: row[1]]) for row in rows]
+        return [(row[2 : 2 + row[0]], row[2:-1][::-1][: row[1]]) for row in rows]
 
     nothing: tuple[list[int], list[int]] = ([], [])
     assert lists(32, 128) == [nothing, nothing, ([0], [1]), ([0], [1]), *3 * [nothing]]
@@ -93,4 +93,4 @@ def test_the_last_tile_of_keys_is_never_taken_for_full() -> None:
     mask = torch.ones(1, 1, 64, 70, dtype=torch.bool)
     assert mask_tiles.classify_in_kernel(mask)[0, 0].tolist() == [[FULL, FULL]]
     found = mask_tiles.dense_of(mask, None, (64, 70), (64, 64)).lists_ptr[0, 0, 0].tolist()
-    assert found == [1, 1, 0, 1]
+    assert found[:4] == [1, 1, 0, 1]

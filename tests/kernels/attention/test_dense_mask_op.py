@@ -141,7 +141,7 @@ def test_the_formulas_count_what_they_say() -> None:
         mask_tiles_bytes(2, 4, 100, 200)
         == attention_mask_tiles(torch.ones(2, 4, 100, 200).bool()).numel()
     )
-    assert lists_bytes(2, 4, 100, 200, tile=(32, 64)) == 4 * 2 * 4 * 4 * (2 + 4)
+    assert lists_bytes(2, 4, 100, 200, tile=(32, 64)) == 4 * 2 * 4 * 4 * (3 + 4)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -61,6 +61,7 @@ MASKS: dict[str, Callable[[], Tensor]] = {
     "with gaps": lambda: shown(B, 1, S, 2 * S)[..., ::2],
     "minus infinity": lambda: added(B, 1, S, S),
     "numbers": lambda: torch.randn(1, H, S, S, dtype=torch.float64),
+    "numbers, turned": lambda: torch.randn(1, H, S, S, dtype=torch.float64).mT,
 }
 
 
@@ -98,9 +99,17 @@ def test_a_row_of_the_lowest_number_is_a_softmax_of_its_scores(fast: None) -> No
     assert "memeff.attention(" in memeff_compile.graphs()[-1].after
 
 
-@pytest.mark.parametrize("code", ["unread_mask", "mask_is_bias"])
-def test_a_mask_of_the_graph_that_is_not_read_beforehand(code: str, fast: None) -> None:
-    assert run(DECLINED[code], *qkv(G), shown(B, S)) == FIRED
+def test_a_mask_of_the_graph_that_is_not_read_beforehand(fast: None) -> None:
+    assert run(DECLINED["unread_mask"], *qkv(G), shown(B, S)) == FIRED
+    assert TILES in memeff_compile.graphs()[-1].after
+
+
+def test_views_of_what_arrives_are_read_too(fast: None) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return layers(q, k, v, mask[:, :, :, :S].expand(B, H, S, S).double())
+
+    wide = torch.randn(B, 1, S, S + 2)
+    assert run(step, *qkv(G), wide) == FIRED
     assert TILES in memeff_compile.graphs()[-1].after
 
 
@@ -171,6 +180,12 @@ KEPT: dict[str, tuple[Callable[..., Tensor], Callable[[], Tensor], str, str]] = 
         "needs a gradient",
     ),
     "written": (written, lambda: shown(B, 1, S, S), "unread_mask", "may write to the mask"),
+    "computed": (
+        DECLINED["mask_is_bias"],
+        lambda: shown(B, S),
+        "mask_is_bias",
+        "the graph computes what is added",
+    ),
     "spelled out": (
         spelled_out,
         lambda: shown(B, 1, S, S),
