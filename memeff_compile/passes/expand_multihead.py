@@ -33,7 +33,7 @@ from .attention.mask_reader import reader_of
 from .attention.sites import subclass
 from .attention.torch_kernels import kernels_chosen, why_no_kernel
 from .graph.base import Decline, Done, GraphPass, mutated
-from .graph.canonical import aten, read_one
+from .graph.canonical import aten, call_of, read_one
 from .graph.editor import Editor, EditRefused
 from .graph.graph_info import GraphInfo, kind_among, node_name, same_shape
 
@@ -148,7 +148,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
     if node.op != "call_method" or node.target not in ("masked_fill_", "masked_fill"):
         return Mask(node, None)
     zeros, taken, *fill = node.args
-    call = read_one(zeros) if isinstance(zeros, Node) else None
+    call = read_one(zeros)
     is_ours = (
         call is not None
         and call.op is aten.zeros_like.default
@@ -163,8 +163,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
 
 def _turned_from(node: Node) -> Node | None:
     """Return what was turned round, batch and length, or None."""
-    call = read_one(node)
-    if call is None or call.op is not aten.transpose.int:
+    if (call := call_of(node, aten.transpose.int)) is None:
         return None
     source: Node = call.args["self"]
     return source if {call.args["dim0"] % 3, call.args["dim1"] % 3} == {0, 1} else None

@@ -30,7 +30,7 @@ from ..kernels.device import kernels_need, was_measured, where_it_runs
 from .attention.sites import have_one_size
 from .attention.torch_kernels import kernels_chosen, laid_out_as
 from .graph.base import Decline, Done, GraphPass
-from .graph.canonical import aten, read_one
+from .graph.canonical import aten, call_of
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name
 
@@ -183,8 +183,7 @@ def _asked(info: GraphInfo, node: Node) -> Asked | Decline | None:
         return None
     if node_name(node) != "scaled_dot_product_attention":
         return None
-    call = read_one(node)
-    if call is None or call.op is not aten.scaled_dot_product_attention.default:
+    if (call := call_of(node, aten.scaled_dot_product_attention.default)) is None:
         return None
     return _asked_of_call(info, node, call.args)
 

@@ -42,7 +42,7 @@ from .attention.told_to_op import (
 )
 from .attention.torch_kernels import kernels_chosen, laid_out_as, why_not_fused, why_not_grouped
 from .graph.base import Decline, Done, GraphPass
-from .graph.canonical import aten, named, read, read_one
+from .graph.canonical import aten, back_over, call_of, named, read
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name, written_by
 
@@ -321,11 +321,8 @@ _COPIES = named("contiguous.default clone.default")
 
 def _unrepeated(info: GraphInfo, node: Node) -> tuple[Node, Node] | None:
     """Return what ``repeat_kv`` repeated over the heads and the first node of it, or None."""
-    result, call = info.tensor(node), read_one(node)
-    while call is not None and call.op in _COPIES:
-        node = call.args["self"]
-        call = read_one(node)
-    if result is None or result.dim() != 4 or call is None or call.op not in REPEATS:
+    result, node = info.tensor(node), back_over(node, _COPIES)
+    if result is None or result.dim() != 4 or call_of(node, *REPEATS) is None:
         return None
     repeated = without_repeat(info, node)
     return None if repeated is None else (repeated[1], repeated[0][-1])

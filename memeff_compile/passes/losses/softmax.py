@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from ..graph.base import Decline
-from ..graph.canonical import Call, aten, read_one
+from ..graph.canonical import Call, aten, call_of, read_one
 from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .head import Chain, HeadReader
 
@@ -89,8 +89,7 @@ class SoftmaxReader:
             return _with(self.probs(call.args["self"]), node)
         if call.op is aten.sub.Tensor and call.args["alpha"] == 1:
             other = call.args["other"]
-            total = read_one(other) if isinstance(other, Node) else None
-            if total is None or total.op is not aten.logsumexp.default:
+            if (total := call_of(other, aten.logsumexp.default)) is None:
                 return None
             if not total.args["keepdim"] or total.args["self"] is not call.args["self"]:
                 return None

@@ -15,7 +15,7 @@ from torch.fx import Node
 from ... import compat
 from ...logits.recipe import Modifiers
 from ..graph.base import Decline
-from ..graph.canonical import aten, read_one
+from ..graph.canonical import aten, call_of, read_one
 from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .head import Chain, Head, HeadReader, fold
 from .outputs import LogitsOutput, is_deferrable, returned_logits
@@ -231,8 +231,7 @@ def _plain_index(info: GraphInfo, index: Node) -> tuple[Node, tuple[Node, ...]]:
 
     That is how torch.distributions gathers log-probabilities; the broadcast reads the logits.
     """
-    call = read_one(index)
-    if call is None or call.op is not aten.slice.Tensor:
+    if (call := call_of(index, aten.slice.Tensor)) is None:
         return index, ()
     broadcast: Node = call.args["self"]
     source = broadcast_operand(broadcast)
