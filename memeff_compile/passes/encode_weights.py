@@ -133,15 +133,12 @@ class EncodeWeights(GraphPass):
         )
 
     def places(self, match: Several) -> Sequence[Node]:
-        """Return the linears."""
         return [site.node for site in match.sites]
 
     def parts(self, match: Several) -> Sequence[Several]:
-        """Return a match per linear."""
         return [Several((site,), match.split) for site in match.sites]
 
     def rewrite(self, info: GraphInfo, match: Several, editor: Editor) -> Done:
-        """Replace the linears by the op."""
         first = match.sites[0]
         sentence = _sentence(info, match)
         with editor.at(first.node):

@@ -91,11 +91,9 @@ class ExpandMultihead(GraphPass):
         return None if found is None else found.counted(match.node)
 
     def places(self, match: Multihead) -> Sequence[Node]:
-        """Return the call."""
         return (match.node,)
 
     def rewrite(self, info: GraphInfo, match: Multihead, editor: Editor) -> Done:
-        """Replace the call by its parts."""
         sentence = (
             "multi_head_attention_forward -> linear, scaled_dot_product_attention, linear; "
             + "; ".join(_gains(info, match))
@@ -316,8 +314,6 @@ class _Expansion:
     def _cast(self, node: Node | None) -> Node | None:
         return None if node is None else self.editor.cast(node, self.output.dtype)
 
-    # --- projections ------------------------------------------------------------------------------
-
     def _projected(self) -> list[Node]:
         """Return query, key and value as (batch, heads, length, head size)."""
         given = self.match.given
@@ -371,8 +367,6 @@ class _Expansion:
             return self.call(aten.unsqueeze.default, node, 0), 0
         turned = _turned_from(node)
         return (node, 1) if turned is None else (turned, 0)
-
-    # --- masks ------------------------------------------------------------------------------------
 
     def _mask(self) -> Node | None:
         """Return one mask: true where a key counts, or numbers to add; None without one."""

@@ -68,7 +68,6 @@ class FuseGatedLinear(GraphPass):
         return (match.linear, match.product, match.activated)
 
     def rewrite(self, info: GraphInfo, match: Gated, editor: Editor) -> Done:
-        """Replace the linear by the op."""
         dtype = info.value(match.gate).dtype
         with editor.at(match.linear):  # weight and bias are cast as autocast would have
             weight = editor.cast(match.weight, dtype)

@@ -176,11 +176,9 @@ class FuseLinearCrossEntropy(GraphPass):
         return pieces + op_folder.TOTAL_BYTES_PER_ROW * rows, sizes | {"B": int(held)}
 
     def anchor(self, match: Site) -> Node:
-        """Return the loss node."""
         return match.tails[0].node
 
     def places(self, match: Site) -> Sequence[Node]:
-        """Return the head and the losses."""
         return [match.head.node, *(t.node for t in match.tails)]
 
     def rewrite(self, info: GraphInfo, match: Site, editor: Editor) -> Done:

@@ -134,15 +134,12 @@ class QuantizeAttention(GraphPass):
             yield replace(same[0], sites=len(same))
 
     def places(self, match: Match) -> Sequence[Node]:
-        """Return the sites."""
         return [site.node for site in match.sites]
 
     def parts(self, match: Match) -> Sequence[Match]:
-        """Return a match per site."""
         return [Match([site], match.sentence) for site in match.sites]
 
     def rewrite(self, info: GraphInfo, match: Match, editor: Editor) -> Done:
-        """Replace each attention by the op."""
         for site in match.sites:
             with editor.at(site.node):
                 result = _insert(info, editor, site)
@@ -150,7 +147,6 @@ class QuantizeAttention(GraphPass):
         return Done(match.sites[0].node, match.sentence, sites=len(match.sites))
 
     def dead(self, match: Match) -> Sequence[Node]:
-        """Return the calls that were replaced."""
         return [node for site in match.sites for node in dict.fromkeys((site.node, site.call))]
 
 

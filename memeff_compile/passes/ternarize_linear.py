@@ -168,7 +168,6 @@ class TernarizeLinear(GraphPass):
         return Gain(before, op_folder.saved_after(n, k, m), sizes)
 
     def places(self, match: Group | Calls) -> Sequence[Node]:
-        """Return the linears."""
         if isinstance(match, Calls):
             return match.nodes
         return [site.linear for site in match.sites]
@@ -180,7 +179,6 @@ class TernarizeLinear(GraphPass):
         return [Group([site]) for site in match.sites]
 
     def rewrite(self, info: GraphInfo, match: Group | Calls, editor: Editor) -> Done:
-        """Replace the linears by ops on codes."""
         if isinstance(match, Calls):
             return _merge(info, match, editor)
         if match.products:

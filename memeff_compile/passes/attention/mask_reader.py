@@ -91,8 +91,6 @@ class MaskReader:
             return None
         return Mask(found, algebra.values_taken(scalar))
 
-    # --- runs of positions ------------------------------------------------------------------------
-
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
         """Return, for each read of ids that count the breaks in positions, the position there."""
         found: dict[algebra.Read, Linear] = {}
@@ -129,8 +127,6 @@ class MaskReader:
         is_step = steps.args["n"] == 1 and steps.args["append"] is None and _is_one(first.shape[-1])
         are_integers = tensor.dtype in _INTEGERS and result.dtype in _INTEGERS
         return self.read(positions) if is_along and is_step and are_integers else None
-
-    # --- nodes ------------------------------------------------------------------------------------
 
     def _read_node(self, node: Node) -> Value:
         tensor = self.info.value(node)

@@ -181,8 +181,6 @@ class HeadReader:
             steps.append(step)
         return replace(chain, steps=tuple(steps), node=links[-1] if links else chain.node)
 
-    # --- the head ---------------------------------------------------------------------------------
-
     def _head(self, node: Node) -> Head | Decline | None:
         call = read_one(node)
         if call is None:
@@ -246,8 +244,6 @@ class HeadReader:
         if weight_value.dim() != 2 or result.dim() < 1:
             return None
         return Head(node, hidden, weight, transposed, bias, result.dtype)
-
-    # --- steps ------------------------------------------------------------------------------------
 
     def _reading(self, node: Node) -> Reading | None:
         return read(node) or (trace(node) if self.tracing else None)

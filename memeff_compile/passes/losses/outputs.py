@@ -15,13 +15,7 @@ from torch.fx import Node
 
 from ... import compat
 from ...kernels import linear_cross_entropy as op_folder
-from ...logits.recipe import (
-    DeferredOutput,
-    GivenSize,
-    LogitsRecipe,
-    LogitsView,
-    LossSettings,
-)
+from ...logits.recipe import DeferredOutput, GivenSize, LogitsRecipe, LogitsView, LossSettings
 from ..graph.base import NOTED, Decline, Note
 from ..graph.canonical import aten, read
 from ..graph.editor import Editor

@@ -77,8 +77,6 @@ class SoftmaxReader:
         opened = [node for node in joined if isinstance(node, Node)]
         return Soft(chain, (*soft.through, *reversed(links), *opened))
 
-    # --- the softmax itself -----------------------------------------------------------------------
-
     def _start_of_log_probs(self, node: Node) -> Soft | Decline | None:
         call = read_one(node)
         if call is None:
@@ -124,8 +122,6 @@ class SoftmaxReader:
     def _keeps_precision(self, call: Call) -> bool:
         value, dtype = self.info.tensor(call.args["self"]), call.args["dtype"]
         return value is not None and (dtype is None or dtype.itemsize >= value.dtype.itemsize)
-
-    # --- what changes nothing ---------------------------------------------------------------------
 
     def _same_values(self, node: Node) -> Node | None:
         """Return x behind ``x.clamp(min=finfo.min)`` and behind a broadcast to x's own shape."""
