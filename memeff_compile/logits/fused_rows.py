@@ -111,13 +111,18 @@ class Head:
         """Number of columns."""
         return self.recipe.vocab(self.weight)
 
-    def refusal(self, target: Tensor, column_weight: Tensor | None) -> str | None:
+    @property
+    def any_target(self) -> Tensor:
+        """A column for each row, for calls of the op that are about none."""
+        return torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
+
+    def refusal(self, target: Tensor | None, column_weight: Tensor | None) -> str | None:
         """Say why the op cannot serve these rows, or return None."""
         return op_folder.supports(
             self.hidden,
             self.weight.t() if self.recipe.transposed else self.weight,
             self.bias,
-            target,
+            self.any_target if target is None else target,
             column_weight,
             dtype=self.recipe.compute_dtype,
             softcap=self.folded.softcap,
@@ -126,25 +131,16 @@ class Head:
 
     def statistics(
         self,
-        target: Tensor,
-        column_weight: Tensor | None,
-        ignore_index: int | None,
+        target: Tensor | None = None,
+        column_weight: Tensor | None = None,
+        ignore_index: int | None = None,
         **wanted: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return nll, lse and the weighted sum of the logits of every row."""
+    ) -> tuple[Tensor, ...]:
+        """Return nll, lse, the weighted sum of the logits and the entropy of every row."""
+        target = self.any_target if target is None else target
         given, knobs = (*self._operands(), target, column_weight), self._knobs(ignore_index)
-        nll, lse, logit_sum, *_ = op_folder.linear_cross_entropy(*given, **knobs, **wanted)
-        return nll, lse, logit_sum
-
-    def entropies(self) -> tuple[Tensor, Tensor]:
-        """Return lse and entropy of every row."""
-        rows = torch.zeros(self.hidden.shape[:-1], dtype=torch.int64, device=self.hidden.device)
-        wanted = {"with_lse": True, "with_logit_sum": False, "with_entropy": True}
-        given = (*self._operands(), rows, None)
-        _, lse, _, entropy, *_ = op_folder.linear_cross_entropy(
-            *given, **self._knobs(None), **wanted
-        )
-        return lse, entropy
+        found: tuple[Tensor, ...] = op_folder.linear_cross_entropy(*given, **knobs, **wanted)
+        return found[:4]
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = self.recipe.compute_dtype
@@ -365,9 +361,6 @@ class FusedRows:
             None if x is None else x if scale == 1 else x * scale
             for x in (self.nll, self.lse, self.total, self.plogp)
         )
-        target = self.target
-        if target is None:
-            target = torch.zeros(zeros.shape, dtype=torch.int64, device=zeros.device)
         hidden, weight, bias = head._operands()
         nothing = zeros.new_empty(0)
         given = {
@@ -377,7 +370,7 @@ class FusedRows:
             "hidden": hidden,
             "weight": weight,
             "bias": bias,
-            "target": target,
+            "target": head.any_target if self.target is None else self.target,
             "column_weight": self.column_weight,
             "lse": self.row_lse,
         }

@@ -123,10 +123,25 @@ class RowGradient(LazyTensor):
             self._dense, self.pieces, self._moved = total, (Piece(total, ()),), None
         return self._dense
 
+    @staticmethod
+    def of_fused(rows: FusedRows) -> RowGradient:
+        """Return the gradient of all rows of a head."""
+        head = rows.head
+        like = head.hidden.new_empty(0, dtype=head.recipe.dtype)
+        return RowGradient((*head.hidden.shape[:-1], head.vocabulary), (Piece(rows, ()),), like)
+
     @property
     def is_fused(self) -> bool:
         """Whether all of it is in factored form."""
         return bool(self.pieces) and all(isinstance(p.rows, FusedRows) for p in self.pieces)
+
+    def with_fused(
+        self, function: Callable[[FusedRows], FusedRows], dtype: torch.dtype
+    ) -> RowGradient:
+        """Return one that is in factored form with other rows, which `function` makes of its."""
+        pieces = (Piece(function(cast("FusedRows", p.rows)), p.steps) for p in self.pieces)
+        like = torch.empty(0, dtype=dtype, device=self.device)
+        return RowGradient(self.shape, tuple(pieces), like)
 
     def permuted(self, order: Sequence[int]) -> RowGradient:
         """Return this gradient with its dimensions in another order."""

@@ -449,6 +449,46 @@ def test_gradients_inside_an_entropy_are_eagers(watched: str) -> None:
         assert_close(ours, theirs, 1e-6, str(place))
 
 
+def of_probabilities_made_apart(log_probs: Tensor) -> Tensor:
+    with torch.no_grad():
+        probs = log_probs.exp()
+    return (probs * log_probs).sum(-1)
+
+
+def of_probabilities_that_are_leaves(log_probs: Tensor) -> Tensor:
+    with torch.no_grad():
+        probs = log_probs.exp()
+    return (probs.requires_grad_() * log_probs).sum(-1) + 0 * probs.sum()
+
+
+def of_terms_made_apart(log_probs: Tensor) -> Tensor:
+    with torch.no_grad():
+        terms = log_probs.exp() * log_probs
+    return terms.sum(-1) + log_probs.sum()
+
+
+@pytest.mark.parametrize(
+    "entropy",
+    [of_probabilities_made_apart, of_probabilities_that_are_leaves, of_terms_made_apart],
+    ids=lambda entropy: entropy.__name__,
+)
+def test_gradients_of_an_entropy_go_where_eagers_go(entropy: Form) -> None:
+    found = []
+    for deferred in (True, False):
+        at = world("fp64", deferred=deferred)
+        entropy(at.logits.log_softmax(-1)).sum().backward()
+        found.append([at.leaves["x"].grad, at.leaves["weight"].grad])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs, 1e-6)
+
+
+def test_an_entropy_of_terms_made_without_gradients_needs_none() -> None:
+    log_probs = world("fp64").logits.log_softmax(-1)
+    with torch.no_grad():
+        terms = log_probs.exp() * log_probs
+    assert not terms.sum(-1).requires_grad
+
+
 def test_an_entropy_beside_classes_of_probability_zero() -> None:
     """Where eager has nan, of 0 times minus infinity, a class of probability 0 adds 0."""
     leaves = world().leaves

@@ -212,13 +212,11 @@ def plain_step(optimizer: Optimizer) -> Step | None:
     (group,) = optimizer.param_groups
     rate, decay = group["lr"], group["weight_decay"]
     others = ("momentum", "nesterov", "maximize", "differentiable", "fused")
-    if any(group.get(name) for name in others) or compat.optimizer_hooks(
-        optimizer, but=refuse_step
-    ):
-        return None
-    if not all(isinstance(number, (int, float)) for number in (rate, decay)):
-        return None  # a tensor, whose value would have to be read
-    return Step(float(rate), float(decay))
+    is_plain = not any(group.get(name) for name in others)
+    # The value of a tensor would have to be read.
+    is_known = all(isinstance(number, (int, float)) for number in (rate, decay))
+    is_watched = compat.optimizer_hooks(optimizer, but=refuse_step)
+    return Step(float(rate), float(decay)) if is_plain and is_known and not is_watched else None
 
 
 def _check_optimizer(optimizer: object, held: nn.Parameter, name: str) -> None:
@@ -302,10 +300,8 @@ class BackwardOptimizer(Optimizer):
         Raises:
             MemeffError: A gradient is left, since the hook of its weight did not run.
         """
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        with torch.enable_grad():
+            result = None if closure is None else closure()
         self._queue.settle()
         self._tidy()
         for update in self._updates:
@@ -416,7 +412,11 @@ def optim_in_backward(
     for name, parameter in trained:
         _refuse_what_cannot_be_updated(name, parameter)
     coded = [parameter for _, parameter in trained if isinstance(parameter, CodedWeight)]
-    _make_room(coded)
+    tight = [weight for weight in coded if weight.room != TRAINING_ROOM]
+    for weight in tight:
+        weight.room = TRAINING_ROOM
+    with torch.no_grad():
+        side_by_side(tight, TRAINING_ROOM)
     queue = _Queue(coded)
     updates = [_Update(name, parameter, factory, queue) for name, parameter in trained]
     if not updates:
@@ -440,19 +440,10 @@ def _refuse_what_cannot_be_updated(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-@torch.no_grad()
-def _make_room(weights: Sequence[CodedWeight]) -> None:
-    """Give the lists of compressed weights room to grow in place."""
-    tight = [weight for weight in weights if weight.room != TRAINING_ROOM]
-    for weight in tight:
-        weight.room = TRAINING_ROOM
-    side_by_side(tight, TRAINING_ROOM)
-
-
 def _refuse_several_processes() -> None:
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return
-    count = torch.distributed.get_world_size()
+    distributed = torch.distributed
+    is_running = distributed.is_available() and distributed.is_initialized()
+    count = distributed.get_world_size() if is_running else 1
     if count > 1:
         raise CodedWeightError(
             f"optim_in_backward: {count} processes train together, and each would update with its "
