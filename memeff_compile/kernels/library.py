@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from .. import compat
 from ..errors import DoubleBackwardError
@@ -48,6 +49,12 @@ def taking(arguments: Callable[..., T], *functions: Callable[[T], Any]) -> list[
         return lambda *args, **kwargs: function(arguments(*args, **kwargs))
 
     return [apart(function) for function in functions]
+
+
+def heads_inside(like: Tensor) -> Tensor:
+    """Return an empty (B, H, L, D) laid out as (B, L, H, D), as models want it back."""
+    batch, heads, length, depth = like.shape
+    return like.new_empty((batch, length, heads, depth)).transpose(1, 2)
 
 
 def only_first(gradients: Function, refusal: str) -> Function:
