@@ -181,10 +181,14 @@ def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     )
 
 
-def _gradients(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+def _gradients(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    *others: Any,  # noqa: ANN401
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of gate, up and weight; gate and up stay as they are."""
     # The copies become the gradients. A compiler makes none where gate and up are computed again.
-    grad, gate, up, *others = operands
     gate, up = (each.clone(memory_format=torch.contiguous_format) for each in (gate, up))
     return gate, up, gated_linear_backward(grad, gate, up, *others)
 
