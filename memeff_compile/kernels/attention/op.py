@@ -60,7 +60,7 @@ class _Gradients(NamedTuple):
     lse: Tensor
 
 
-def _called_back(*given: Any) -> _Gradients:  # noqa: ANN401
+def _called_back(*given: Any) -> _Gradients:
     grad_out, q, k, v, out, lse, *conditions = given
     return _Gradients(grad_out, _Call(q, k, v, *conditions), out, lse)
 
@@ -212,7 +212,7 @@ def engine_for(device: torch.device, dtype: torch.dtype, depth: int = MAX_DEPTH)
     return "reference" if served(device, dtype, depth) else "tiles"
 
 
-def _engine(q: Tensor, k: Tensor) -> Any:  # noqa: ANN401 - a module
+def _engine(q: Tensor, k: Tensor) -> Any:  # a module
     if q.is_cuda and q.numel() and k.numel() and not served(q.device, q.dtype, q.shape[3]):
         from . import tiles
 
@@ -273,7 +273,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _setup_context(
-    ctx: Any,  # noqa: ANN401
+    ctx: Any,
     inputs: tuple[Any, ...],
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, Tensor],
@@ -292,7 +292,7 @@ def _setup_context(
     ctx.settings = tuple(keyword_only_inputs[name] for name in names)
 
 
-def _link(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _link(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
     del grad_lse
     if grad is None:
         return (None,) * 8

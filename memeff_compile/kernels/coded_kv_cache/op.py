@@ -1,4 +1,3 @@
-# ruff: noqa: ANN401  (a pool of ten tensors and what follows it, as the dispatcher hands them over)
 """memeff::coded_kv_cache_append, _view and _attention: schemas, validation, engines, fakes.
 
 A cache is ten tensors, the *pool*, that every op takes in the same order; `layout.Layout.shapes`

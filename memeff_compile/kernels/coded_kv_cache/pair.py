@@ -1,4 +1,3 @@
-# ruff: noqa: ANN401  (a pair's tensors and what follows them, as the dispatcher hands them over)
 """memeff::coded_kv_cache_append_lower and _append_pair: two layers that share directions.
 
 The two layers of a pair have what `SHARED` names in common, and what `OWN` names each for itself.

@@ -85,7 +85,7 @@ def engine_for(device: torch.device, dtype: torch.dtype) -> str:
     return "in_place" if kernels_serve(device, dtype) else "reference"
 
 
-def _engine(tensor: Tensor) -> Any:  # noqa: ANN401 - a module
+def _engine(tensor: Tensor) -> Any:  # a module
     if engine_for(tensor.device, tensor.dtype) == "in_place":
         from . import in_place
 
@@ -159,14 +159,14 @@ def _fake_backward(given: _Gradients) -> Tensor:
     return given.weight.new_empty(given.weight.shape if given.needs_weight else 0)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     gate, up, weight, _, activation = inputs
     ctx.save_for_backward(gate, up, weight)
     ctx.activation = activation
 
 
-def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gate, up, weight = ctx.saved_tensors
     needs_gate, needs_up, needs_weight, needs_bias, _ = ctx.needs_input_grad
     settings = (ctx.activation, needs_gate or needs_up, needs_weight)
@@ -182,10 +182,7 @@ def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
 
 
 def _gradients(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    *others: Any,  # noqa: ANN401
+    grad: Tensor, gate: Tensor, up: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of gate, up and weight; gate and up stay as they are."""
     # The copies become the gradients. A compiler makes none where gate and up are computed again.

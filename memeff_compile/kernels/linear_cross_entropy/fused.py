@@ -497,7 +497,7 @@ def row_values(grads: RowGradients, kept: Kept, selection: Selection, knobs: Kno
     return values
 
 
-def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:  # noqa: ANN401
+def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:
     """Describe a matrix to the kernels as tiles of this shape."""
     return None if matrix is None else described(matrix, (rows, columns))
 
