@@ -165,7 +165,7 @@ class _LogSoftmax(torch.autograd.Function):
             return torch.autograd.grad(values, plain, grad, create_graph=True)[0], None
         dtype = kept.recipe.dtype
         if isinstance(grad, RowGradient) and grad.is_fused:
-            return grad.with_fused(FusedRows.before_log_softmax, dtype), None
+            return grad.with_rows(FusedRows.before_log_softmax, dtype), None
         value = logs.values(ctx.saved_tensors, "log_softmax")
         dense = torch.ops.aten._log_softmax_backward_data(_dense(grad), value, -1, value.dtype)
         return dense.to(dtype), None
@@ -206,7 +206,7 @@ class _PLogP(torch.autograd.Function):
         ctx.probs, ctx.logs = None, logs.after_a_backward()
         if isinstance(grad, RowGradient) and grad.is_fused and not ctx.is_apart:
             # What comes by the probabilities is in it, too.
-            return None, grad.with_fused(FusedRows.of_p_log_p, grad.dtype)
+            return None, grad.with_rows(FusedRows.of_p_log_p)
         values = logs.values(ctx.saved_tensors, "exp")
         return _dense(grad) * values, _dense(grad) * values.exp()
 

@@ -13,8 +13,8 @@ The gradient that a fused loss outside the graph sends is one of these too: its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
@@ -62,18 +62,6 @@ class Piece(NamedTuple):
         """Return the gradient of all rows."""
         rows = self.rows
         return self.scatter(rows.dense(dtype) if isinstance(rows, FusedRows) else rows)
-
-    def to(self, dtype: torch.dtype | None) -> Piece:
-        """Return this piece in another dtype; factored rows have one only when multiplied out."""
-        rows = self.rows
-        return self if isinstance(rows, FusedRows) else Piece(rows.to(dtype), self.steps)
-
-    def scaled(self, factor: float, *, invert: bool) -> Piece:
-        """Return this piece times a number, or divided by it."""
-        rows = self.rows
-        if isinstance(rows, FusedRows):
-            return Piece(rows.scaled(1 / factor if invert else factor), self.steps)
-        return Piece(rows / factor if invert else rows * factor, self.steps)
 
     def select(self, tensor: Tensor) -> Tensor:
         """Return the rows of `tensor` that this piece speaks of."""
@@ -135,13 +123,13 @@ class RowGradient(LazyTensor):
         """Whether all of it is in factored form."""
         return bool(self.pieces) and all(isinstance(p.rows, FusedRows) for p in self.pieces)
 
-    def with_fused(
-        self, function: Callable[[FusedRows], FusedRows], dtype: torch.dtype
+    def with_rows(
+        self, function: Callable[[Any], Tensor | FusedRows], dtype: torch.dtype | None = None
     ) -> RowGradient:
-        """Return one that is in factored form with other rows, which `function` makes of its."""
-        pieces = (Piece(function(cast("FusedRows", p.rows)), p.steps) for p in self.pieces)
-        like = torch.empty(0, dtype=dtype, device=self.device)
-        return RowGradient(self.shape, tuple(pieces), like)
+        """Return this gradient with the rows that `function` makes of those of each piece."""
+        pieces = tuple(Piece(function(piece.rows), piece.steps) for piece in self.pieces)
+        like = torch.empty(0, dtype=dtype or self.dtype, device=self.device)
+        return RowGradient(self.shape, pieces, like)
 
     def permuted(self, order: Sequence[int]) -> RowGradient:
         """Return this gradient with its dimensions in another order."""
@@ -159,11 +147,7 @@ class RowGradient(LazyTensor):
         moved._moved = source, total
         return moved
 
-    def _values(self) -> Tensor:
-        return self.dense()
-
-    def _memory(self) -> Tensor:
-        return self.dense()
+    _values = _memory = dense
 
     def _peek(self) -> Tensor | None:
         return self._dense
@@ -207,10 +191,7 @@ def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
     parts = [piece.dense(like.dtype) for piece in pieces]
     if not parts:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return functools.reduce(torch.add, parts)
 
 
 def _with_last(shape: Sequence[int], tensor: Tensor) -> list[int]:
@@ -258,21 +239,15 @@ def _shaped(func: Any) -> Callable[..., RowGradient | None]:
 
 
 def _same(grad: RowGradient, **kwargs: object) -> RowGradient:
-    return RowGradient(grad.shape, grad.pieces, grad)
+    return grad.with_rows(lambda rows: rows)
 
 
-def _cast(
-    grad: RowGradient,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **kwargs: object,
-) -> RowGradient | None:
-    if device is not None and device != grad.device:
+def _cast(grad: RowGradient, **kwargs: Any) -> RowGradient | None:
+    dtype = kwargs.get("dtype")
+    if kwargs.get("device") not in (None, grad.device):
         return None
-    pieces = tuple(piece.to(dtype) for piece in grad.pieces)
-    like = torch.empty(0, dtype=dtype or grad.dtype, device=grad.device)
-    return RowGradient(grad.shape, pieces, like)
+    # Factored rows have a dtype only when multiplied out.
+    return grad.with_rows(lambda x: x if isinstance(x, FusedRows) else x.to(dtype), dtype)
 
 
 def _index_put(
@@ -356,8 +331,14 @@ def _scale(grad: Tensor, factor: Any, *, invert: bool = False) -> RowGradient | 
         factor = factor.item()
     if not isinstance(factor, (int, float)) or isinstance(factor, bool) or (invert and not factor):
         return None
-    pieces = tuple(piece.scaled(factor, invert=invert) for piece in grad.pieces)
-    return RowGradient(grad.shape, pieces, grad)
+    number = factor
+
+    def scaled(rows: Tensor | FusedRows) -> Tensor | FusedRows:
+        if isinstance(rows, FusedRows):
+            return rows.scaled(1 / number if invert else number)
+        return rows / number if invert else rows * number
+
+    return grad.with_rows(scaled)
 
 
 def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
@@ -368,8 +349,6 @@ def _transpose(grad: RowGradient, one: int, other: int) -> RowGradient:
 
 def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
     """The transpose of split and chunk."""
-    if not all(isinstance(grad, RowGradient) for grad in grads):
-        return None
     dim = dim % grads[0].dim()
     if not _is_leading(dim, grads[0].shape):
         return None
@@ -382,8 +361,6 @@ def _cat(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
 
 def _stack(grads: Sequence[Tensor], dim: int = 0) -> RowGradient | None:
     """The transpose of unbind and iteration."""
-    if not all(isinstance(grad, RowGradient) for grad in grads):
-        return None
     dim = dim % (grads[0].dim() + 1)
     shape = [*grads[0].shape[:dim], len(grads), *grads[0].shape[dim:]]
     if not _is_leading(dim, shape):
@@ -397,9 +374,11 @@ def _together(
     shape: Sequence[int],
     join: Callable[[Sequence[Tensor]], Tensor],
     steps: Sequence[RowStep],
-) -> RowGradient:
+) -> RowGradient | None:
     """Gradients side by side: one where all are factored and of one kind, else piece by piece."""
-    given = cast("Sequence[RowGradient]", grads)
+    given = [grad for grad in grads if isinstance(grad, RowGradient)]
+    if len(given) < len(grads):
+        return None
     fused = [grad.pieces[0].fused if len(grad.pieces) == 1 else None for grad in given]
     parts = [part for part in fused if part is not None]
     joined = FusedRows.joined(parts, join) if len(parts) == len(given) else None
@@ -427,20 +406,14 @@ def _selected(shape: Sequence[int], dim: int, index: int) -> RowStep:
     )
 
 
-def _new_zeros(
-    grad: RowGradient,
-    shape: Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **kwargs: object,
-) -> RowGradient | None:
-    if device is not None and device != grad.device:
+def _new_zeros(grad: RowGradient, shape: Sequence[int], **kwargs: Any) -> RowGradient | None:
+    if kwargs.get("device") not in (None, grad.device):
         return None
-    return RowGradient(shape, (), torch.empty(0, dtype=dtype or grad.dtype, device=grad.device))
+    like = torch.empty(0, dtype=kwargs.get("dtype") or grad.dtype, device=grad.device)
+    return RowGradient(shape, (), like)
 
 
-_divide, _negate = partial(_scale, invert=True), partial(_scale, factor=-1.0)
+_divide, _negate = functools.partial(_scale, invert=True), functools.partial(_scale, factor=-1.0)
 
 _RULES: dict[Any, Callable[..., Tensor | None]] = {
     aten.select_backward.default: _part_backward(_selected),
