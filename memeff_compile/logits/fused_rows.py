@@ -256,18 +256,15 @@ class FusedRows:
         """Return the sum of two gradients of the same rows, or None if they need two calls."""
         if not self._is_like(other):
             return None
+        if self.target is None and other.target is not None:
+            return other.merged(self)
         if self.target is not None and other.target is not None:
             if self.target is not other.target or self.ignore_index != other.ignore_index:
                 return None
-        elif self.target is None:
-            if other.target is None:
-                return self._plus(other, self)
-            return other.merged(self)
         elif self.ignore_index is not None and other.total is not None:
             return None  # the op would leave the other's sum out of ignored rows
-        return self._plus(other, other if other.lse_of_ignored else self)
+        lse_from = self if self.target is None or not other.lse_of_ignored else other
 
-    def _plus(self, other: FusedRows, lse_from: FusedRows) -> FusedRows:
         def total(name: str) -> Any:  # noqa: ANN401
             given = ((getattr(piece, name), piece.outer) for piece in (self, other))
             parts = [p if outer == 1 else p * outer for p, outer in given if p is not None]
@@ -275,10 +272,7 @@ class FusedRows:
 
         return replace(
             self,
-            nll=total("nll"),
-            lse=total("lse"),
-            total=total("total"),
-            plogp=total("plogp"),
+            **{name: total(name) for name in ("nll", "lse", "total", "plogp")},
             row_entropy=other.row_entropy if self.row_entropy is None else self.row_entropy,
             row_lse=lse_from.row_lse,
             lse_of_ignored=lse_from.lse_of_ignored,
