@@ -46,12 +46,10 @@ def defer(
     loss: LossSettings | None = None,
     use: LogitsUse | None = None,  # where to count what becomes of the logits
 ) -> Tensor:
-    """Return the logits of `hidden` as a tensor that is computed on first use.
+    """Return the logits of `hidden` as a `DeferredLogits`, joined to autograd as they would be.
 
-    Returns:
-        A `DeferredLogits` of shape (..., vocabulary), joined to autograd as the logits would be.
-        Reading it for the first time after the head or the hidden states were changed in place
-        raises a `StaleLogitsError`.
+    Reading it for the first time after the head or the hidden states were changed in place raises a
+    `StaleLogitsError`.
 
     Example:
         >>> logits = defer(hidden, head.weight, None, (), LogitsRecipe(hidden.dtype))
@@ -62,27 +60,17 @@ def defer(
 
 
 def attach(
+    # takes the graph's arguments; returns hidden states in the place of logits
     compiled: Callable[..., Sequence[Any]],
-    plan: Sequence[DeferredOutput],
+    plan: Sequence[DeferredOutput],  # an entry per piece of memory among the outputs to replace
     *,
-    clone_hidden: bool,
+    clone_hidden: bool,  # `compiled` reuses their memory at its next call, as CUDA graphs do
+    # arguments that `compiled` has no use for: autograd is not to know that they were given, or
+    # hooks of theirs would be called without a gradient
     unread: Sequence[int] = (),
-    use: LogitsUse | None = None,
+    use: LogitsUse | None = None,  # where to count what becomes of the logits
 ) -> Callable[..., Sequence[Any]]:
-    """Wrap a compiled callable so that the outputs named in `plan` become deferred logits.
-
-    Args:
-        compiled: takes the graph's arguments; returns hidden states in the place of logits.
-        plan: one entry per piece of memory among the outputs to replace; the others pass untouched.
-        clone_hidden: keep a copy of the hidden states, because `compiled` reuses their memory at
-            its next call, as CUDA graphs do.
-        unread: the arguments that `compiled` has no use for: autograd is not to know that they
-            were given, or hooks of theirs would be called without a gradient.
-        use: where to count what becomes of the logits.
-
-    Returns:
-        A callable of the graph's arguments with the kind of result that `compiled` has.
-    """
+    """Wrap a compiled callable so that the outputs named in `plan` become deferred logits."""
     entries, end = tuple(plan), given_sizes(plan)
 
     def run(*args: Any) -> Sequence[Any]:

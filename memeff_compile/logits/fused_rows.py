@@ -142,6 +142,10 @@ class Head:
         found: tuple[Tensor, ...] = op_folder.linear_cross_entropy(*given, **knobs, **wanted)
         return found[:4]
 
+    def logits(self, recipe: LogitsRecipe) -> Tensor:
+        """Compute what `recipe`, all of this head's or a part of it, makes of these rows."""
+        return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
+
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = self.recipe.compute_dtype
         weight = self.weight.to(dtype)
@@ -314,7 +318,8 @@ class FusedRows:
         if on_probability or self.plogp is not None:
             if self.head.use is not None:
                 self.head.use.count_computed("gradient of the logits")
-            logs = self._logits().to(wide).sub_(lse.unsqueeze(-1))
+            logits = self.head.logits(self.head.folded.logits).to(wide, copy=True)
+            logs = logits.sub_(lse.unsqueeze(-1))
             factor = sum(on_probability, torch.zeros_like(lse)).unsqueeze(-1)
             if self.plogp is not None:
                 # A class of probability 0 adds 0.
@@ -333,12 +338,6 @@ class FusedRows:
             by_row = total.unsqueeze(-1)
             grad += by_row if weight is None else by_row * weight.to(wide)
         return grad.mul_(self.outer).to(dtype)
-
-    def _logits(self) -> Tensor:
-        head = self.head
-        recipe = head.folded.logits
-        logits = recipe.logits(head.hidden, head.weight, head.bias, head.vectors)
-        return logits.clone() if logits.dtype == self.row_lse.dtype else logits
 
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden, weight, bias and vectors of the deferred logits.

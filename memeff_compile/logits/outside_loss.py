@@ -273,8 +273,7 @@ class _Kept(NamedTuple):
             return value
         if self.use is not None:
             self.use.count_computed(f"the backward pass of {reader}")
-        hidden, weight, bias, *vectors = made_of
-        return self.recipe.logits(hidden, weight, bias, vectors)
+        return self.head(made_of).logits(self.recipe)
 
     def plain(self, made_of: Sequence[Any]) -> Tensor:
         """Return the logits of then as a plain tensor that is a view of the deferred ones."""
@@ -298,9 +297,7 @@ class _Kept(NamedTuple):
                 "options={'memeff.linear_cross_entropy': 'off'}."
             )
         with torch.no_grad():
-            hidden, weight, bias, *vectors = made_of
-            then = self.recipe.logits(hidden, weight, bias, vectors)
-            change = then.reshape(plain.shape) - plain
+            change = self.head(made_of).logits(self.recipe).reshape(plain.shape) - plain
         return plain + change
 
 

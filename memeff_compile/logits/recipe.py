@@ -24,18 +24,6 @@ from torch.nn import functional as F
 
 from memeff_compile.compat import pytree
 
-__all__ = [
-    "DeferredOutput",
-    "GivenSize",
-    "LogitsRecipe",
-    "LogitsView",
-    "LossSettings",
-    "Modifiers",
-    "Unfoldable",
-    "fold_steps",
-    "given_sizes",
-]
-
 _Steps: TypeAlias = "dict[str, Callable[[Tensor, Any], Tensor]]"
 _STEPS: _Steps = {
     "to": lambda x, dtype: x.to(dtype),
@@ -59,15 +47,12 @@ _IN_PLACE: _Steps = {
 class LogitsRecipe:
     """The head of a model, from hidden states to logits.
 
-    Args:
-        compute_dtype: dtype in which the product runs, autocast already resolved.
-        transposed: the weight is (hidden, vocabulary) instead of (vocabulary, hidden).
-        steps: pointwise steps behind the product, in order: ("to", dtype), ("mul", number),
-            ("div", number), ("tanh", None) and ("bias", None), which adds the next of `vectors`.
-            A bias step that changes the dtype names the new one: ("bias", torch.float32).
-            ("log_softmax", None) is a step of what code outside the graph made of the logits, and
-            so are ("exp", None) and ("times_exp", None), x * exp(x), behind it; the recipes of
-            graphs, which are the ones that know gradients, have none.
+    Its pointwise steps behind the product are, in order: ("to", dtype), ("mul", number),
+    ("div", number), ("tanh", None) and ("bias", None), which adds the next of `vectors`. A bias
+    step that changes the dtype names the new one: ("bias", torch.float32). ("log_softmax", None) is
+    a step of what code outside the graph made of the logits, and so are ("exp", None) and
+    ("times_exp", None), x * exp(x), behind it; the recipes of graphs, which are the ones that know
+    gradients, have none.
 
     Example:
         >>> softcap = (("div", 30.0), ("tanh", None), ("mul", 30.0))
@@ -75,8 +60,8 @@ class LogitsRecipe:
         torch.float32
     """
 
-    compute_dtype: torch.dtype
-    transposed: bool = False
+    compute_dtype: torch.dtype  # in which the product runs, autocast already resolved
+    transposed: bool = False  # the weight is (hidden, vocabulary) instead of (vocabulary, hidden)
     steps: tuple[tuple[str, object], ...] = ()
 
     def __post_init__(self) -> None:
@@ -101,18 +86,15 @@ class LogitsRecipe:
         return replace(self, steps=(*self.steps, (name, value)))
 
     def logits(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, vectors: Sequence[Tensor] = ()
+        self,
+        hidden: Tensor,  # (..., hidden), any floating dtype
+        weight: Tensor,  # (vocabulary, hidden), or (hidden, vocabulary) when transposed
+        bias: Tensor | None,  # (vocabulary,) or None, the bias inside the product
+        vectors: Sequence[Tensor] = (),  # one per bias step, broadcastable to (vocabulary,)
     ) -> Tensor:
-        """Compute the logits with differentiable PyTorch calls, whatever autocast says outside.
+        """Compute the logits, (..., vocabulary) of `self.dtype`, whatever autocast says outside.
 
-        Args:
-            hidden: (..., hidden), any floating dtype.
-            weight: (vocabulary, hidden), or (hidden, vocabulary) when transposed.
-            bias: (vocabulary,) or None, the bias inside the product.
-            vectors: one tensor per bias step, broadcastable to (vocabulary,).
-
-        Returns:
-            (..., vocabulary) of `self.dtype`.
+        The calls are PyTorch's, which are differentiable.
         """
         with _autocast_off(hidden.device.type):
             return self._forward(hidden, weight, bias, vectors, None)
@@ -127,11 +109,7 @@ class LogitsRecipe:
         # one claim per gradient, in the order of the result; None asks for all
         needed: Sequence[bool] | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of `logits` from the gradient of its result.
-
-        Returns:
-            The gradients of hidden, weight, bias and of every vector; None where not needed.
-        """
+        """Compute the gradients of hidden, weight, bias and every vector; None where not needed."""
         count = 3 + len(vectors)
         needs = [True] * count if needed is None else list(needed)
         result: list[Tensor | None] = [None] * count

@@ -191,13 +191,7 @@ class DeferredLogits(LazyTensor):
         return memory.as_strided(*self.place)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _function(func, types, args, kwargs or {})
 
     @classmethod
