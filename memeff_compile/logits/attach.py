@@ -143,7 +143,7 @@ class _Defer(torch.autograd.Function):
         source = ctx.source()
         if source is not None:
             source.is_differentiated = True
-        if not isinstance(grad, RowGradient):
+        if not isinstance(grad, RowGradient) or grad.order is not None:
             parts = recipe.gradients(grad, hidden, weight, bias, vectors, needed)
             return (None, None, *parts)
         totals: list[Tensor | None] = [None] * len(needed)

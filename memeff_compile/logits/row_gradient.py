@@ -80,15 +80,19 @@ class RowGradient(LazyTensor):
     """A dense gradient in shape, a sum of pieces in memory."""
 
     pieces: tuple[Piece, ...]
+    order: tuple[int, ...] | None  # of the pieces' dimensions, where the vocabulary is not last
     _dense: Tensor | None
-    _moved: tuple[RowGradient, tuple[int, ...]] | None  # another one, its dimensions permuted
 
     @staticmethod
     def __new__(
-        cls: type[RowGradient], shape: Sequence[int], pieces: tuple[Piece, ...], like: Tensor
+        cls: type[RowGradient],
+        shape: Sequence[int],
+        pieces: tuple[Piece, ...],
+        like: Tensor,
+        order: tuple[int, ...] | None = None,
     ) -> RowGradient:
         self = cls._make(shape, like.dtype, like.device)
-        self.pieces, self._dense, self._moved = pieces, None, None
+        self.pieces, self.order, self._dense = pieces, order, None
         return self
 
     @staticmethod
@@ -102,13 +106,11 @@ class RowGradient(LazyTensor):
     def dense(self) -> Tensor:
         """Return the plain gradient."""
         if self._dense is None:
-            if self._moved is not None:
-                inner, order = self._moved
-                total = inner.dense().permute(order)
-            else:
-                total = _sum(self.pieces, self)
+            total = _sum(self.pieces, self)
+            if self.order is not None and self.pieces:
+                total = total.permute(self.order)
             # From here on the dense tensor is the gradient: someone may write to it.
-            self._dense, self.pieces, self._moved = total, (Piece(total, ()),), None
+            self._dense, self.pieces, self.order = total, (Piece(total, ()),), None
         return self._dense
 
     @staticmethod
@@ -120,8 +122,9 @@ class RowGradient(LazyTensor):
 
     @property
     def is_fused(self) -> bool:
-        """Whether all of it is in factored form."""
-        return bool(self.pieces) and all(isinstance(p.rows, FusedRows) for p in self.pieces)
+        """Whether all of it is in factored form, and the vocabulary last."""
+        are_fused = [isinstance(piece.rows, FusedRows) for piece in self.pieces]
+        return any(are_fused) and all(are_fused) and self.order is None
 
     def with_rows(
         self, function: Callable[[Any], Tensor | FusedRows], dtype: torch.dtype | None = None
@@ -129,23 +132,20 @@ class RowGradient(LazyTensor):
         """Return this gradient with the rows that `function` makes of those of each piece."""
         pieces = tuple(Piece(function(piece.rows), piece.steps) for piece in self.pieces)
         like = torch.empty(0, dtype=dtype or self.dtype, device=self.device)
-        return RowGradient(self.shape, pieces, like)
+        return RowGradient(self.shape, pieces, like, self.order)
 
     def permuted(self, order: Sequence[int]) -> RowGradient:
         """Return this gradient with its dimensions in another order."""
-        source, before = self._moved or (self, tuple(range(self.dim())))
-        total = tuple(before[dim % self.dim()] for dim in order)
-        last = source.dim() - 1
-        if total == tuple(range(source.dim())):
-            return RowGradient(source.shape, source.pieces, source)
-        shape = [source.shape[dim] for dim in total]
-        if total[-1] == last:
-            back = [total.index(dim) for dim in range(last + 1)]
-            step = RowStep(lambda x: x.permute(back), lambda g: g.permute(total))
-            return source.then(shape, step)
-        moved = RowGradient(shape, (), source)
-        moved._moved = source, total
-        return moved
+        last = self.dim() - 1
+        before = self.order or tuple(range(last + 1))
+        total = tuple(before[dim] for dim in order)
+        shape = [self.shape[dim] for dim in order]
+        if total[-1] != last:
+            return RowGradient(shape, self.pieces, self, total)
+        if total == tuple(range(last + 1)):
+            return RowGradient(shape, self.pieces, self)
+        back = [total.index(dim) for dim in range(last + 1)]
+        return self.then(shape, RowStep(lambda x: x.permute(back), lambda g: g.permute(total)))
 
     _values = _memory = dense
 
@@ -174,14 +174,9 @@ class RowGradient(LazyTensor):
 def _apply_rule(
     rule: Callable[..., Tensor | None], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    first = args[0]
-    moved = first._moved if isinstance(first, RowGradient) else None
-    if moved is not None and rule in _POINTWISE:
-        inner = rule(moved[0], *args[1:], **kwargs)
-        return inner.permuted(moved[1]) if isinstance(inner, RowGradient) else None
-    if rule is not RowGradient.permuted and rule is not _transpose:
+    if rule not in (RowGradient.permuted, _transpose, _same, _cast, _scale, _divide, _negate):
         leaves = pytree.tree_leaves(list(args))
-        if any(isinstance(leaf, RowGradient) and leaf._moved is not None for leaf in leaves):
+        if any(isinstance(leaf, RowGradient) and leaf.order is not None for leaf in leaves):
             return None
     return rule(*args, **kwargs)
 
@@ -438,5 +433,3 @@ _RULES: dict[Any, Callable[..., Tensor | None]] = {
     aten.stack.default: _stack,
     aten.new_zeros.default: _new_zeros,
 }
-
-_POINTWISE = (_same, _cast, _scale, _divide, _negate)

@@ -185,7 +185,6 @@ class ExactLayer(InPlace, StaticLayer):
         self.is_empty = True
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield keys and values, once they are there."""
         if self.is_initialized:
             yield "keys", self.keys
             yield "values", self.values
@@ -213,7 +212,6 @@ class ExactLayer(InPlace, StaticLayer):
         return 0 if self.is_empty else self.cumulative_length
 
     def remove_last(self, remove: int) -> None:
-        """Remove the last tokens."""
         if remove == 0 or self.is_empty:
             return
         left = max(0, int(self.cumulative_length) - remove)
@@ -248,7 +246,6 @@ class CodedLayer(InPlace):
         self.layout: op_folder.Layout | None = None  # what it is made of, once it is known
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors with an entry per sequence, once they are there."""
         if self.is_initialized:
             for name in op_folder.POOL[:8]:
                 yield name, getattr(self, name)
@@ -324,7 +321,6 @@ class CodedLayer(InPlace):
         return None
 
     def remove_last(self, remove: int) -> None:
-        """Remove the last tokens, of those that are not yet in codes."""
         if remove == 0 or self.is_empty:
             return
         self.counts[op_folder.LENGTH] -= remove
