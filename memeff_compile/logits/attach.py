@@ -18,15 +18,12 @@ from torch import Tensor
 
 from memeff_compile import compat
 from memeff_compile.logits.fused_rows import FusedRows
-from memeff_compile.logits.lazy_tensor import untraced
 from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.recipe import DeferredOutput, LogitsRecipe, LossSettings, given_sizes
 from memeff_compile.logits.row_gradient import RowGradient
 from memeff_compile.logits.source import LogitsSource
 from memeff_compile.logits.tensor import DeferredLogits
 from memeff_compile.report import LogitsUse
-
-__all__ = ["REMEDY", "accept", "attach", "defer"]
 
 REMEDY = (
     'Read out.logits before optimizer.step(), or compile with options={"memeff.logits": "eager"}.'
@@ -135,7 +132,7 @@ class _Defer(torch.autograd.Function):
         return DeferredLogits.whole(Memory(source, recipe, source.hidden, shape), shape)
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *vectors = ctx.saved_tensors
         recipe: LogitsRecipe = ctx.recipe

@@ -25,8 +25,6 @@ from memeff_compile.kernels import linear_cross_entropy as op_folder
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings, Unfoldable, fold_steps
 from memeff_compile.report import LogitsUse
 
-__all__ = ["Folded", "FusedRows", "Head", "fold_recipe"]
-
 _BACKWARD_TENSORS = [
     argument.name
     for argument in compat.schema(op_folder.linear_cross_entropy_backward).arguments

@@ -23,11 +23,6 @@ from memeff_compile.errors import UnsupportedInputError
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["MEMORY_METHODS", "LazyTensor", "untraced"]
-
-untraced = compat.untraced
-"""Keeps Dynamo out of a function that works on the real tensors."""
-
 
 # Tensors have a metaclass of their own, so abc cannot refuse a subclass that leaves one out.
 _ABSTRACT = "a subclass of LazyTensor has to say where its values come from"
@@ -190,7 +185,7 @@ MEMORY_METHODS = (
 """Methods of `torch.Tensor` that do not pass through the dispatcher; `LazyTensor` has its own."""
 
 
-@untraced
+@compat.untraced
 def _dispatch(
     cls: type[LazyTensor], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

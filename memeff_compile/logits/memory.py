@@ -16,8 +16,6 @@ from memeff_compile.logits.source import LogitsSource
 if TYPE_CHECKING:
     from memeff_compile.logits.tensor import DeferredLogits
 
-__all__ = ["Memory", "Statistics"]
-
 # A product of few rows costs about as much as one of this many: reading the head dominates it.
 _LEAST_ROWS = 64
 

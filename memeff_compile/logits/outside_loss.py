@@ -26,7 +26,6 @@ from torch.nn import functional as F
 from memeff_compile import compat
 from memeff_compile.errors import DoubleBackwardError
 from memeff_compile.logits.fused_rows import Folded, FusedRows, Head, fold_recipe
-from memeff_compile.logits.lazy_tensor import untraced
 from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings
 from memeff_compile.logits.row_gradient import RowGradient
@@ -35,8 +34,6 @@ from memeff_compile.logits.source import reading_for
 if TYPE_CHECKING:
     from memeff_compile.logits.tensor import DeferredLogits
     from memeff_compile.report import LogitsUse
-
-__all__ = ["SERVED", "Declined"]
 
 DType: TypeAlias = "torch.dtype | None"
 
@@ -89,7 +86,7 @@ class _Rows(torch.autograd.Function):
         return of_labels, shown, total
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def backward(
         ctx: Any, nll: Tensor | None, lse: Tensor | None, total: Tensor | None
     ) -> tuple[Tensor, None]:
@@ -155,7 +152,7 @@ class _LogSoftmax(torch.autograd.Function):
         return result
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         kept, logs = cast("_Kept", ctx.kept), cast("_Kept", ctx.logs)
         ctx.kept, ctx.logs = kept.after_a_backward(), logs.after_a_backward()
@@ -181,7 +178,7 @@ class _Exp(torch.autograd.Function):
         return logs.copied(logs.recipe.then("exp"), torch.exp)
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
         logs: _Kept = ctx.logs
         ctx.logs = logs.after_a_backward()
@@ -198,7 +195,7 @@ class _PLogP(torch.autograd.Function):
         return logs.copied(logs.recipe.then("times_exp"), lambda x: x.exp() * x)
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
         if ctx.probs is not None:  # hooks there see a gradient of their own
             ctx.is_apart |= compat.tensor_hooks(ctx.probs) or ctx.probs.retains_grad
@@ -223,7 +220,7 @@ class _NegativeEntropy(torch.autograd.Function):
         return -entropy
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         kept: _Kept = ctx.kept
         if torch.is_grad_enabled():
@@ -618,7 +615,7 @@ def _entropy(
     total = _negative_entropy(input, (logs,))
     if logs.memory.source.use is not None:
         logs.memory.source.use.count_fused("entropy")
-    return (total.unsqueeze(-1) if keepdim else total).to(result)
+    return (_column(total) if keepdim else total).to(result)
 
 
 def _sum(

@@ -24,9 +24,7 @@ from torch import Tensor
 from memeff_compile import compat
 from memeff_compile.compat import pytree
 from memeff_compile.logits.fused_rows import FusedRows
-from memeff_compile.logits.lazy_tensor import LazyTensor, untraced
-
-__all__ = ["Piece", "RowGradient", "RowStep", "indexed_dims"]
+from memeff_compile.logits.lazy_tensor import LazyTensor
 
 aten = torch.ops.aten
 
@@ -96,7 +94,7 @@ class RowGradient(LazyTensor):
         return self
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def of(rows: Tensor) -> Tensor:
         """Wrap the gradient of a few rows; a gradient with a graph of its own stays as it is."""
         if type(rows) is not Tensor or rows.requires_grad:

@@ -18,11 +18,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memeff_compile import compat
 from memeff_compile.errors import StaleLogitsError
-from memeff_compile.logits.lazy_tensor import untraced
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings
 from memeff_compile.report import LogitsUse
-
-__all__ = ["LogitsSource", "reading_for"]
 
 _REMEDY_GATHERED = (
     "FSDP frees the gathered head in the backward pass: read out.logits before loss.backward(), or "
@@ -194,7 +191,7 @@ def _watch_optimizers() -> None:
     _is_watching = True
 
 
-@untraced
+@compat.untraced
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Mark the sources whose head this optimizer has just updated."""
     waiting: dict[int, list[LogitsSource]] = {}

@@ -40,14 +40,12 @@ from memeff_compile import compat
 from memeff_compile.compat import pytree
 from memeff_compile.errors import MemeffError, UnsupportedInputError
 from memeff_compile.logits.fused_rows import Head
-from memeff_compile.logits.lazy_tensor import MEMORY_METHODS, LazyTensor, untraced
+from memeff_compile.logits.lazy_tensor import MEMORY_METHODS, LazyTensor
 from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.outside_loss import SERVED, Declined
 from memeff_compile.logits.recipe import LogitsRecipe
 from memeff_compile.logits.row_gradient import RowGradient, indexed_dims
 from memeff_compile.logits.source import reading_for
-
-__all__ = ["DeferredLogits"]
 
 aten = torch.ops.aten
 
@@ -166,12 +164,12 @@ class DeferredLogits(LazyTensor):
         """Products computed so far for these logits and everything derived from them."""
         return self.memory.source.materialisations
 
-    @untraced
+    @compat.untraced
     def _values(self) -> Tensor:
         with compat.outside_dispatch_modes():
             return self.memory.read(self)
 
-    @untraced
+    @compat.untraced
     def _memory(self) -> Tensor:
         # A compiler that makes a fake copy of this tensor asks for its storage in its fake mode.
         with compat.outside_dispatch_modes():
@@ -484,7 +482,7 @@ _ALIASES = (aten.alias.default, aten.detach.default)
 # Above autograd ----------------------------------------------------------------------------------
 
 
-@untraced
+@compat.untraced
 def _function(
     func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -138,8 +138,7 @@ def compress_(
 
     Compressed are bf16 weights that nothing but `nn.Linear` modules owns. Every bit of them comes
     back where `mantissa` is 7; products with a few tokens, which decode on the way, sum in another
-    order. Call it before an optimizer is made and
-    before the model is compiled.
+    order. Call it before an optimizer is made and before the model is compiled.
 
     Args:
         model: any module, also under PEFT; on the device where it will run.
