@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-# Tensors have a metaclass of their own, so abc cannot refuse a subclass that leaves one out.
-_ABSTRACT = "a subclass of LazyTensor has to say where its values come from"
-
 _NO_DATA = (
     "a {} was assigned to the .data of another tensor, or another one to its .data; it is computed "
     "when it is read and has no memory to hand over. Copy the values, tensor.copy_(logits), or "
@@ -35,7 +32,10 @@ _NO_DATA = (
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor with values on demand; subclasses say where they come from."""
+    """A tensor with values on demand; subclasses say where they come from.
+
+    Tensors have a metaclass of their own, so abc cannot refuse one that leaves something out.
+    """
 
     _device: torch.device
 
@@ -64,7 +64,7 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one ATen operation that some of these tensors are given to."""
-        raise NotImplementedError(_ABSTRACT)
+        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -77,15 +77,15 @@ class LazyTensor(torch.Tensor):
 
     def _values(self) -> Tensor:
         """Return the values as a plain tensor without autograd, to be read and not written."""
-        raise NotImplementedError(_ABSTRACT)
+        raise NotImplementedError
 
     def _memory(self) -> Tensor:
         """Return the values as a plain tensor that anyone may write to from now on."""
-        raise NotImplementedError(_ABSTRACT)
+        raise NotImplementedError
 
     def _peek(self) -> Tensor | None:
         """Return the plain values if there are any already."""
-        raise NotImplementedError(_ABSTRACT)
+        raise NotImplementedError
 
     def _stand_in(self, *, shared: bool = True) -> Tensor:
         """Return a plain tensor over the same values that is a leaf, or not, as `self` is.

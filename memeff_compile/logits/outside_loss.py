@@ -411,30 +411,8 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    legacy, how = (size_average, reduce), (reduction, label_smoothing)
-    view = _loss_view(F.cross_entropy, input, target, weight, legacy, *how)
-    dtype = _result_dtype("cross_entropy", view, lambda x: F.cross_entropy(x, x[:, 0].long()))
-    is_smooth = label_smoothing > 0
-    nll, lse, total = _served(
-        view,
-        "cross_entropy",
-        target=target,
-        ignore_index=ignore_index,
-        column_weight=weight if is_smooth else None,
-        with_lse=is_smooth,
-        with_sum=is_smooth,
-        of_ignored=False,
-    )
-    kept = target != ignore_index
-    norm = kept if weight is None else _row_weights(weight, target, kept, nll.dtype)
-    loss = _reduced(nll if weight is None else nll * norm, norm, reduction)
-    if is_smooth:
-        vocabulary = view.dims[-1]
-        mass = vocabulary if weight is None else weight.to(lse.dtype).sum()
-        spread = torch.where(kept, lse * mass - total, 0)
-        smooth = _reduced(spread, norm, reduction)
-        loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / vocabulary)
-    return loss.to(dtype)
+    how = (size_average, reduce, reduction, label_smoothing)
+    return _class_loss(F.cross_entropy, input, target, weight, ignore_index, *how)
 
 
 def _nll_loss(
@@ -446,26 +424,62 @@ def _nll_loss(
     reduce: object = None,
     reduction: str = "mean",
 ) -> Any:
-    view = _loss_view(F.nll_loss, input, target, weight, (size_average, reduce), reduction)
-    dtype = _result_dtype("nll_loss", view, lambda x: F.nll_loss(x, x[:, 0].long()))
-    asked = {"target": target, "ignore_index": ignore_index, "of_ignored": False}
-    nll, _, _ = _served(view, "log_softmax + nll_loss", **asked)
-    kept = target != ignore_index
-    norm = kept if weight is None else _row_weights(weight, target, kept, nll.dtype)
-    rows = nll * cast("float", view.head.folded.factor)
-    return _reduced(rows if weight is None else rows * norm, norm, reduction).to(dtype)
+    how = (size_average, reduce, reduction)
+    return _class_loss(F.nll_loss, input, target, weight, ignore_index, *how)
 
 
-def _loss_view(
-    loss: Callable[..., Tensor],
+def _class_loss(
+    function: Callable[..., Tensor],  # F.cross_entropy, or F.nll_loss, which takes no smoothing
     input: Any,
     target: Any,
     weight: Tensor | None,
-    legacy: tuple[object, object],
-    reduction: object,
-    smoothing: object = 0.0,
-) -> DeferredLogits:
-    """Return the logits of a loss with their classes last, or raise `Declined`."""
+    ignore_index: int,
+    size_average: object,
+    reduce: object,
+    reduction: str,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    view, is_log = _class_last(input, target), function is F.nll_loss
+    factor = _check(view, target, weight).factor
+    if is_log:
+        _need(factor is not None, "nll_loss of something other than log-probabilities")
+    else:
+        _need(factor is None, "cross_entropy of log-probabilities")
+    _need(size_average is None and reduce is None, "size_average or reduce is given")
+    _need(reduction in ("none", "mean", "sum"), "the reduction is not known")
+    is_share = isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
+    _need(is_share, "the label smoothing is not known")
+    if weight is not None:
+        _need(not weight.requires_grad, "the class weights need a gradient")
+        _need(weight.shape == view.dims[-1:], "the class weights have another size")
+        _need(weight.dtype == view.dtype, "the class weights have another dtype")
+    dtype = _result_dtype(function.__name__, view, lambda x: function(x, x[:, 0].long()))
+    is_smooth = label_smoothing > 0
+    nll, lse, total = _served(
+        view,
+        "log_softmax + nll_loss" if is_log else "cross_entropy",
+        target=target,
+        ignore_index=ignore_index,
+        column_weight=weight if is_smooth else None,
+        with_lse=is_smooth,
+        with_sum=is_smooth,
+        of_ignored=False,
+    )
+    kept = target != ignore_index
+    norm = kept if weight is None else _row_weights(weight, target, kept, nll.dtype)
+    rows = nll if factor is None else nll * factor
+    loss = _reduced(rows if weight is None else rows * norm, norm, reduction)
+    if is_smooth:
+        vocabulary = view.dims[-1]
+        mass = vocabulary if weight is None else weight.to(lse.dtype).sum()
+        spread = torch.where(kept, lse * mass - total, 0)
+        smooth = _reduced(spread, norm, reduction)
+        loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / vocabulary)
+    return loss.to(dtype)
+
+
+def _class_last(input: Any, target: Any) -> DeferredLogits:
+    """Return the logits of a loss with their classes last."""
     _need(_is_deferred(input), "")
     _need(isinstance(target, Tensor), "the targets are no tensor")
     _need(not target.dtype.is_floating_point, "the targets are class probabilities")
@@ -479,19 +493,6 @@ def _loss_view(
     else:
         _need(rank <= 2, "the loss reads its classes from dimension 1 and the head's are last")
     _need(target.shape == view.dims[:-1], "the shapes of logits and targets differ")
-    is_log = _check(view, target, weight).factor is not None
-    if loss is F.nll_loss:
-        _need(is_log, "nll_loss of something other than log-probabilities")
-    else:
-        _need(not is_log, "cross_entropy of log-probabilities")
-    _need(legacy == (None, None), "size_average or reduce is given")
-    _need(reduction in ("none", "mean", "sum"), "the reduction is not known")
-    is_share = isinstance(smoothing, (int, float)) and 0 <= smoothing <= 1
-    _need(is_share, "the label smoothing is not known")
-    if weight is not None:
-        _need(not weight.requires_grad, "the class weights need a gradient")
-        _need(weight.shape == view.dims[-1:], "the class weights have another size")
-        _need(weight.dtype == view.dtype, "the class weights have another dtype")
     return view
 
 
