@@ -87,6 +87,7 @@ class _Rows(torch.autograd.Function):
             ctx.written_by = _written_by(view)
             ctx.settings, ctx.use = head.settings, head.use
             ctx.ignore_index, ctx.of_ignored, ctx.is_log = ignore_index, of_ignored, is_log
+            ctx.is_sum = is_log and target is None and column_weight is None
         shown = None if is_log or not with_lse else lse.clone()
         of_labels = None if target is None or nll is None else _no_view(nll, nll.shape)
         return of_labels, shown, total
@@ -96,6 +97,9 @@ class _Rows(torch.autograd.Function):
     def backward(
         ctx: Any, nll: Tensor | None, lse: Tensor | None, total: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        if ctx.is_sum and total is not None and _needs_nothing(ctx):
+            outer = cast("Folded", fold_recipe(ctx.recipe)).factor
+            return (_spread(ctx, total / cast("float", outer)), *(None,) * 6)
         hidden, weight, bias, *vectors, target, column_weight, row_lse = ctx.saved_tensors
         if torch.is_grad_enabled():
             return (_differentiable(ctx, target, column_weight, (nll, lse, total)), *(None,) * 6)
@@ -178,12 +182,8 @@ class _LogSoftmax(torch.autograd.Function):
         value = None if is_lost else ctx.memory.value
         ctx.view = ctx.memory = None
         if isinstance(grad, RowGradient) and grad.is_fused:
-            pieces = tuple(
-                Piece(cast("FusedRows", piece.rows).before_log_softmax(), piece.steps)
-                for piece in grad.pieces
-            )
             like = hidden.new_empty(0, dtype=ctx.dtype)
-            return RowGradient(grad.shape, pieces, like), None
+            return _each(grad, FusedRows.before_log_softmax, like), None
         grad = grad.dense() if isinstance(grad, RowGradient) else grad
         if value is None:
             if ctx.use is not None:
@@ -198,16 +198,17 @@ class _Exp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logs: DeferredLogits) -> DeferredLogits:
-        ctx.set_materialize_grads(False)
         ctx.logs = _Kept.of(ctx, logs)
         return logs.copied(logs.recipe.then("exp"), torch.exp)
 
     @staticmethod
     @untraced
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         logs: _Kept = ctx.logs
         ctx.logs = logs.after_a_backward()
-        return None if grad is None else _dense(grad) * logs.values(ctx.saved_tensors).exp()
+        if isinstance(grad, RowGradient) and grad.is_fused:
+            return _each(grad, FusedRows.before_exp)
+        return _dense(grad) * logs.values(ctx.saved_tensors).exp()
 
 
 class _PLogP(torch.autograd.Function):
@@ -215,23 +216,16 @@ class _PLogP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, probs: DeferredLogits, logs: DeferredLogits) -> DeferredLogits:
-        ctx.logs, ctx.probs, ctx.is_watched = _Kept.of(ctx, logs), probs, False
+        ctx.logs = _Kept.of(ctx, logs)
         return logs.copied(logs.recipe.then("times_exp"), lambda x: x.exp() * x)
 
     @staticmethod
     @untraced
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
-        if ctx.probs is not None:  # hooks there see a gradient of their own
-            ctx.is_watched = compat.tensor_hooks(ctx.probs) or ctx.probs.retains_grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         logs: _Kept = ctx.logs
-        ctx.probs, ctx.logs = None, logs.after_a_backward()
-        if isinstance(grad, RowGradient) and grad.is_fused and not ctx.is_watched:
-            # What comes by the probabilities is in it, too.
-            pieces = tuple(
-                Piece(cast("FusedRows", piece.rows).of_p_log_p(), piece.steps)
-                for piece in grad.pieces
-            )
-            return None, RowGradient(grad.shape, pieces, grad)
+        ctx.logs = logs.after_a_backward()
+        if isinstance(grad, RowGradient) and grad.is_fused:
+            return _each(grad, FusedRows.times_log_p), _each(grad, FusedRows.times_p)
         values = logs.values(ctx.saved_tensors)
         return _dense(grad) * values, _dense(grad) * values.exp()
 
@@ -240,8 +234,7 @@ class _NegativeEntropy(torch.autograd.Function):
     """From deferred p log p to their sum over the classes."""
 
     @staticmethod
-    def forward(ctx: Any, terms: DeferredLogits, logs: DeferredLogits) -> Tensor:
-        head = logs.head
+    def forward(ctx: Any, terms: DeferredLogits, head: Head) -> Tensor:
         lse, entropy = head.entropies()
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(head.hidden, head.weight, head.bias, *head.vectors, lse, entropy)
@@ -252,8 +245,8 @@ class _NegativeEntropy(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():
-            return grad.to(ctx.dtype).unsqueeze(-1).expand(ctx.shape), None
+        if _needs_nothing(ctx):
+            return _spread(ctx, grad), None
         hidden, weight, bias, *vectors, lse, entropy = ctx.saved_tensors
         head = Head(hidden, weight, bias, tuple(vectors), ctx.recipe, ctx.settings, ctx.use)
         rows = FusedRows(
@@ -261,6 +254,18 @@ class _NegativeEntropy(torch.autograd.Function):
         )
         like = hidden.new_empty(0, dtype=ctx.dtype)
         return RowGradient(ctx.shape, (Piece(rows, ()),), like), None
+
+
+def _needs_nothing(ctx: Any) -> bool:
+    """Whether a sum has to go back as eager's, which saves nothing: a second time, or again."""
+    try:
+        return torch.is_grad_enabled() or not ctx.saved_tensors
+    except RuntimeError:  # a backward pass has freed them
+        return True
+
+
+def _spread(ctx: Any, grad: Tensor) -> Tensor:
+    return grad.to(ctx.dtype).unsqueeze(-1).expand(ctx.shape)
 
 
 class _Kept(NamedTuple):
@@ -296,6 +301,14 @@ class _Kept(NamedTuple):
             self.use.count_computed("the backward pass of exp")
         hidden, weight, bias, *vectors = cast("list[Tensor]", made_of)
         return self.recipe.logits(hidden, weight, bias, vectors)
+
+
+def _each(
+    grad: RowGradient, function: Callable[[FusedRows], FusedRows], like: Tensor | None = None
+) -> RowGradient:
+    """Return a gradient whose factored pieces have gone through `function`."""
+    pieces = tuple(Piece(function(cast("FusedRows", p.rows)), p.steps) for p in grad.pieces)
+    return RowGradient(grad.shape, pieces, grad if like is None else like)
 
 
 def _dense(grad: Tensor) -> Tensor:
@@ -657,7 +670,7 @@ def _entropy(
     _check(logs, None)
     logs.memory.source.require_unchanged()
     result = dtype or _result_dtype("sum", input, lambda x: x.sum(-1))
-    total = _negative_entropy(input, logs)
+    total = _negative_entropy(input, logs.head)
     if logs.memory.source.use is not None:
         logs.memory.source.use.count_fused("entropy")
     return (total.unsqueeze(-1) if keepdim else total).to(result)
@@ -678,16 +691,19 @@ def _sum(
     _need(dtype is None or dtype.is_floating_point, "sum in another dtype")
     result = dtype or _result_dtype("sum", input, lambda x: x.sum(-1))
     _, _, total = _served(input, "log_softmax + sum", None, with_sum=True)
-    total = total * folded.factor
+    # By a number and not a tensor of it: a node of nothing saved, as that of eager's sum.
+    total = torch.ops.aten.mul.Scalar(total, folded.factor)
     return (_column(total) if keepdim else total).to(result)
 
 
 def _mean(
     input: Any, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, out: Any = None
 ) -> Any:
-    total = _sum(input, dim, keepdim, dtype=dtype or torch.float32, out=out)
-    is_served = total is not NotImplemented
-    return (total / input.dims[-1]).to(dtype or input.dtype) if is_served else NotImplemented
+    wide = dtype or torch.promote_types(input.dtype, torch.float32)
+    total = _sum(input, dim, keepdim, dtype=wide, out=out)
+    if total is NotImplemented:
+        return total
+    return torch.ops.aten.div.Scalar(total, input.dims[-1]).to(dtype or input.dtype)
 
 
 def _serving(handler: Any) -> Callable[..., Any]:
