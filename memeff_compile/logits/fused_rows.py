@@ -175,8 +175,9 @@ class FusedRows:
 
         logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j
                                      + plogp * p_j * (log p_j + H))
-        log-probabilities:  outer * (                  - nll * [j = target] + total * w_j
-                                     + plogp * p_j * (log p_j + 1))
+        log-probabilities:  outer * (lse * p_j         - nll * [j = target] + total * w_j
+                                     + plogp * p_j * log p_j)
+        probabilities:      outer * plogp * log p_j
     """
 
     head: Head  # the rows
@@ -190,6 +191,7 @@ class FusedRows:
     lse_of_ignored: bool = True  # `row_lse` holds in ignored rows too
     outer: float = 1.0  # what the gradient has been multiplied by on its way
     is_log: bool = False  # the rows are log-probabilities
+    is_exp: bool = False  # the rows are probabilities
     plogp: Tensor | None = None  # one number per row, or None for zeros
     row_entropy: Tensor | None = None  # entropy of the rows, where plogp is given
     versions: tuple[int, ...] = ()
@@ -246,7 +248,7 @@ class FusedRows:
     def _is_like(self, other: FusedRows) -> bool:
         mine, theirs = self.head, other.head
         return (
-            self.is_log == other.is_log
+            (self.is_log, self.is_exp) == (other.is_log, other.is_exp)
             and self.column_weight is other.column_weight
             and mine.recipe.compute_dtype == theirs.recipe.compute_dtype
             and mine.folded[:3] == theirs.folded[:3]
@@ -281,9 +283,17 @@ class FusedRows:
             outer=1.0,
         )
 
-    def of_p_log_p(self) -> FusedRows:
-        """Return the gradient of the log-probabilities l, where these rows are sums of l exp(l)."""
-        return replace(self, total=None, plogp=self.total)
+    def times_p(self) -> FusedRows:
+        """Return this gradient, of sums over the classes, times the probabilities."""
+        return replace(self, total=None, lse=self.total)
+
+    def times_log_p(self) -> FusedRows:
+        """Return it times the log-probabilities, as the gradient of the probabilities."""
+        return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
+
+    def before_exp(self) -> FusedRows:
+        """Return the gradient of the log-probabilities whose probabilities these rows are."""
+        return replace(self, is_log=True, is_exp=False)
 
     def before_log_softmax(self) -> FusedRows:
         """Return the gradient of the logits whose log-probabilities these rows are."""
@@ -312,7 +322,8 @@ class FusedRows:
             total = None if total is None else total.masked_fill(is_ignored, 0)
             if not self.lse_of_ignored:
                 lse = lse.masked_fill(is_ignored, torch.inf)
-        on_probability = [x for x in (nll, self.lse) if x is not None and not self.is_log]
+        given = (self.lse,) if self.is_log else (nll, self.lse)
+        on_probability = [x for x in given if x is not None]
         if on_probability or self.plogp is not None:
             if self.head.use is not None:
                 self.head.use.count_computed("gradient of the logits")
@@ -321,11 +332,11 @@ class FusedRows:
             factor = sum(on_probability, torch.zeros_like(lse)).unsqueeze(-1)
             if self.plogp is not None:
                 # A class of probability 0 adds 0.
-                further = torch.ones_like(lse) if self.is_log else self.row_entropy
-                assert further is not None
-                slant = logs.clamp(min=-1e4).add_(further.unsqueeze(-1))
+                slant = logs.clamp(min=-1e4)
+                if self.row_entropy is not None and not (self.is_log or self.is_exp):
+                    slant += self.row_entropy.unsqueeze(-1)
                 factor = factor + slant.mul_(self.plogp.unsqueeze(-1))
-            grad = logs.exp_().mul_(factor)
+            grad = factor if self.is_exp else logs.exp_().mul_(factor)
         else:
             shape = (*lse.shape, self.head.vocabulary)
             grad = torch.zeros(shape, dtype=wide, device=lse.device)

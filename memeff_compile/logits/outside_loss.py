@@ -79,7 +79,8 @@ class _Rows(torch.autograd.Function):
             columns = head.vocabulary if column_weight is None else column_weight.sum()
             total = total - lse * columns
         ctx.set_materialize_grads(False)
-        ctx.kept = _Kept.of(ctx, view, target, column_weight, lse)
+        ctx.kept, ctx.shape = _Kept.of(ctx, view, target, column_weight, lse), view.dims
+        ctx.is_sum = is_log and target is None and column_weight is None
         ctx.asked = asked._replace(target=None, column_weight=None)  # autograd keeps these
         shown = None if is_log or not asked.with_lse else lse.clone()
         of_labels = None if target is None or nll is None else _no_view(nll, nll.shape)
@@ -90,8 +91,11 @@ class _Rows(torch.autograd.Function):
     def backward(
         ctx: Any, nll: Tensor | None, lse: Tensor | None, total: Tensor | None
     ) -> tuple[Tensor, None]:
-        target, column_weight, row_lse, *made_of = ctx.saved_tensors
         kept: _Kept = ctx.kept
+        if ctx.is_sum and total is not None and _needs_nothing(ctx):
+            folded = cast("Folded", fold_recipe(kept.recipe))
+            return _spread(ctx, total / cast("float", folded.factor)), None
+        target, column_weight, row_lse, *made_of = ctx.saved_tensors
         head, asked = kept.head(made_of), ctx.asked
         if torch.is_grad_enabled():
             asked = asked._replace(target=target, column_weight=column_weight)
@@ -173,16 +177,17 @@ class _Exp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logs: DeferredLogits) -> DeferredLogits:
-        ctx.set_materialize_grads(False)
         ctx.logs = _Kept.of(ctx, logs)
         return logs.copied(logs.recipe.then("exp"), torch.exp)
 
     @staticmethod
     @compat.untraced
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         logs: _Kept = ctx.logs
         ctx.logs = logs.after_a_backward()
-        return None if grad is None else _dense(grad) * logs.values(ctx.saved_tensors, "exp").exp()
+        if isinstance(grad, RowGradient) and grad.is_fused:
+            return grad.with_rows(FusedRows.before_exp)
+        return _dense(grad) * logs.values(ctx.saved_tensors, "exp").exp()
 
 
 class _PLogP(torch.autograd.Function):
@@ -190,20 +195,16 @@ class _PLogP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, probs: DeferredLogits, logs: DeferredLogits) -> DeferredLogits:
-        ctx.logs, ctx.probs = _Kept.of(ctx, logs), probs
-        ctx.is_apart = probs.grad_fn is None  # what comes to them goes to no logarithms
+        ctx.logs = _Kept.of(ctx, logs)
         return logs.copied(logs.recipe.then("times_exp"), lambda x: x.exp() * x)
 
     @staticmethod
     @compat.untraced
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
-        if ctx.probs is not None:  # hooks there see a gradient of their own
-            ctx.is_apart |= compat.tensor_hooks(ctx.probs) or ctx.probs.retains_grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         logs: _Kept = ctx.logs
-        ctx.probs, ctx.logs = None, logs.after_a_backward()
-        if isinstance(grad, RowGradient) and grad.is_fused and not ctx.is_apart:
-            # What comes by the probabilities is in it, too.
-            return None, grad.with_rows(FusedRows.of_p_log_p)
+        ctx.logs = logs.after_a_backward()
+        if isinstance(grad, RowGradient) and grad.is_fused:
+            return grad.with_rows(FusedRows.times_log_p), grad.with_rows(FusedRows.times_p)
         values = logs.values(ctx.saved_tensors, "exp")
         return _dense(grad) * values, _dense(grad) * values.exp()
 
@@ -222,13 +223,25 @@ class _NegativeEntropy(torch.autograd.Function):
     @staticmethod
     @compat.untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if _needs_nothing(ctx):
+            return _spread(ctx, grad), None
         kept: _Kept = ctx.kept
-        if torch.is_grad_enabled():
-            return grad.to(kept.recipe.dtype).unsqueeze(-1).expand(ctx.shape), None
         ctx.kept = kept.after_a_backward()
         lse, entropy, *made_of = ctx.saved_tensors
         given = (kept.head(made_of), None, None, grad, None, None, None, lse)
         return RowGradient.of_fused(FusedRows(*given, is_log=True, row_entropy=entropy)), None
+
+
+def _needs_nothing(ctx: Any) -> bool:
+    """Whether a sum has to go back as eager's, which saves nothing: a second time, or again."""
+    try:
+        return torch.is_grad_enabled() or not ctx.saved_tensors
+    except RuntimeError:  # a backward pass has freed them
+        return True
+
+
+def _spread(ctx: Any, grad: Tensor) -> Tensor:
+    return grad.to(ctx.kept.recipe.dtype).unsqueeze(-1).expand(ctx.shape)
 
 
 class _Kept(NamedTuple):
@@ -634,16 +647,19 @@ def _sum(
     _need(dtype is None or dtype.is_floating_point, "sum in another dtype")
     result = dtype or _result_dtype("sum", input, lambda x: x.sum(-1))
     _, _, total = _served(input, "log_softmax + sum", with_sum=True)
-    total = total * folded.factor
+    # By a number and not a tensor of it: a node of nothing saved, as that of eager's sum.
+    total = torch.ops.aten.mul.Scalar(total, folded.factor)
     return (_column(total) if keepdim else total).to(result)
 
 
 def _mean(
     input: Any, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, out: Any = None
 ) -> Any:
-    total = _sum(input, dim, keepdim, dtype=dtype or torch.float32, out=out)
-    is_served = total is not NotImplemented
-    return (total / input.dims[-1]).to(dtype or input.dtype) if is_served else NotImplemented
+    wide = dtype or torch.promote_types(input.dtype, torch.float32)
+    total = _sum(input, dim, keepdim, dtype=wide, out=out)
+    if total is NotImplemented:
+        return total
+    return torch.ops.aten.div.Scalar(total, input.dims[-1]).to(dtype or input.dtype)
 
 
 def _serving(handler: Any) -> Callable[..., Any]:
