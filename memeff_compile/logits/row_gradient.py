@@ -159,7 +159,9 @@ class RowGradient(LazyTensor):
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Note one ATen operation where a rule says how, else run it on the dense gradient."""
         rule = _RULES.get(func)
-        result = None if rule is None else _apply_rule(rule, args, kwargs)
+        given = [leaf for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, RowGradient)]
+        is_taken = rule in _ANY_ORDER or all(grad.order is None for grad in given)
+        result = rule(*args, **kwargs) if rule is not None and is_taken else None
         if result is not None:
             return result
         args, kwargs = pytree.tree_map_only(RowGradient, RowGradient.dense, (tuple(args), kwargs))
@@ -167,16 +169,6 @@ class RowGradient(LazyTensor):
 
     # Gradients meet no function that has to act above autograd.
     __torch_function__ = compat.NO_TORCH_FUNCTION
-
-
-def _apply_rule(
-    rule: Callable[..., Tensor | None], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor | None:
-    if rule not in (RowGradient.permuted, _transpose, _same, _cast, _scale, _divide, _negate):
-        leaves = pytree.tree_leaves(list(args))
-        if any(isinstance(leaf, RowGradient) and leaf.order is not None for leaf in leaves):
-            return None
-    return rule(*args, **kwargs)
 
 
 def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
@@ -431,3 +423,4 @@ _RULES: dict[Any, Callable[..., Tensor | None]] = {
     aten.stack.default: _stack,
     aten.new_zeros.default: _new_zeros,
 }
+_ANY_ORDER = (RowGradient.permuted, _transpose, _same, _cast, _scale, _divide, _negate)
