@@ -394,13 +394,14 @@ def _copied(call: _Call) -> DeferredLogits | None:
 
 def _scaled(call: _Call) -> DeferredLogits | None:
     """Multiplication and division by a number, as by a temperature."""
-    view, func = call.view, call.func
-    number: Any = -1.0 if func is aten.neg.default else call.args[0]
+    func, view, args, kwargs = call
+    number: Any = -1.0 if func is aten.neg.default else args[0]
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-    if call.kwargs or not is_number or not isfinite(number) or number == 0 or view._is_reordered:
+    if kwargs or not is_number or not isfinite(number) or number == 0 or view._is_reordered:
         return None
     name = "div" if func in (aten.div.Tensor, aten.div.Scalar) else "mul"
-    return _copy(view, view.memory.recipe.then(name, number), call.on)
+    # Not `call.on`, which holds the view, and with it the memory that the copy is to outlive.
+    return _copy(view, view.memory.recipe.then(name, number), lambda values: func(values, *args))
 
 
 def _copy(
