@@ -17,24 +17,17 @@ _LIBRARY = torch.library.Library("memeff", "FRAGMENT")
 
 
 def op(
-    schema: str,
-    compute: Function,
+    schema: str,  # name, arguments and results
+    compute: Function,  # serves every device
+    # returns empty results; without it `compute` is written in terms of other ops, and these are
+    # what a compiler sees
     fake: Function | None = None,
     *,
-    backward: Function | None = None,
-    setup_context: Function | None = None,
-    tags: tuple[torch.Tag, ...] = (),
+    backward: Function | None = None,  # as `torch.library.register_autograd` takes them
+    setup_context: Function | None = None,  # likewise
+    tags: tuple[torch.Tag, ...] = (),  # beside the one that says the op is fit for a compiler
 ) -> Any:  # noqa: ANN401 - an overload, called with what its schema says
-    """Define an op of the namespace memeff and return its overload.
-
-    Args:
-        schema: name, arguments and results.
-        compute: serves every device.
-        fake: returns empty results; without it `compute` is written in terms of other ops, and
-            these are what a compiler sees.
-        backward, setup_context: as `torch.library.register_autograd` takes them.
-        tags: beside the one that says the op is fit for a compiler.
-    """
+    """Define an op of the namespace memeff and return its overload."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     kind = "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd"

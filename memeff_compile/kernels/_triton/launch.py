@@ -61,22 +61,14 @@ def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **given: Any) -> 
 
 
 def launch(
-    kernel: Any,  # noqa: ANN401
-    grid: tuple[int, ...],
+    kernel: Any,  # noqa: ANN401  # what `triton.jit` made, or the interpreter's form of it
+    grid: tuple[int, ...],  # one to three numbers of programs
+    # all that are no constants of the compiler, in the order of the kernel, which has them first
     arguments: Sequence[Argument],
-    constants: Mapping[str, Any],
-    name: tuple[Any, ...],
+    constants: Mapping[str, Any],  # the others by their names, and options of the compiler
+    name: tuple[Any, ...],  # what `constants` follow from; equal names have equal constants
 ) -> None:
-    """Run a kernel as `start(kernel, grid, *arguments, **constants)` does.
-
-    Args:
-        kernel: What `triton.jit` made, or the interpreter's form of it.
-        grid: One to three numbers of programs.
-        arguments: All that are no constants of the compiler, in the order of the kernel, which has
-            them first.
-        constants: The others by their names, and options of the compiler.
-        name: What `constants` follow from; equal names have equal constants.
-    """
+    """Run a kernel as `start(kernel, grid, *arguments, **constants)` does."""
     if not compat.is_compiled(kernel):
         start(kernel, grid, *arguments, **constants)
         return

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import sympy
 import torch
 
-from memeff_compile.kernels.attention.mask_tiles import TILE
+from .mask_tiles import TILE
 
 Size: TypeAlias = sympy.Expr | int
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memeff_compile.kernels._triton.conditions import Conditions
+from .._triton.conditions import Conditions
 
 BLOCK_SCORES = 1 << 22
 """Scores of one block: enough for the products to be fast, 16 MiB in fp32."""

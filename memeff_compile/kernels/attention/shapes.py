@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memeff_compile.kernels._triton.gpus import Gpu
-from memeff_compile.kernels._triton.key_tiles import depth_block
+from .._triton.gpus import Gpu
+from .._triton.key_tiles import depth_block
 
 KERNELS = ("forward", "query_gradient", "key_gradient")
 
@@ -117,16 +117,14 @@ _SHAPES_WITH_A_MASK: dict[str, dict[str, dict[int, Shape]]] = {
 
 
 def shape_for(
-    kernel: str, depth: int, gpu: Gpu, *, has_tables: bool = False, has_mask: bool = False
+    kernel: str,  # one of `KERNELS`
+    depth: int,  # head dimension
+    gpu: Gpu,  # the GPU
+    *,
+    has_tables: bool = False,  # masks or ids decide, not positions alone
+    has_mask: bool = False,  # a mask that is a tensor decides
 ) -> Shape:
     """Return the tile of a kernel.
-
-    Args:
-        kernel: one of `KERNELS`.
-        depth: head dimension.
-        gpu: the GPU.
-        has_tables: masks or ids decide, not positions alone.
-        has_mask: a mask that is a tensor decides.
 
     Example: shape_for("forward", 128, H200).rows == 128.
     """

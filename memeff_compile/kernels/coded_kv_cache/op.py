@@ -54,16 +54,12 @@ _WRITTEN = ", ".join(
 
 
 def supports(
-    q: Tensor, pool: Sequence[Tensor], bits: int, mask: Tensor | None = None
+    q: Tensor,  # (B, Hq, 1, D)
+    pool: Sequence[Tensor],  # the tensors of a cache, as `POOL` names them
+    bits: int,  # of a code
+    mask: Tensor | None = None,  # bool (B or 1, 1, 1, N), or None
 ) -> str | None:
-    """Say in a sentence why attention cannot be served with these inputs, or return None.
-
-    Args:
-        q: (B, Hq, 1, D).
-        pool: the tensors of a cache, as `POOL` names them.
-        bits: of a code.
-        mask: bool (B or 1, 1, 1, N), or None.
-    """
+    """Say in a sentence why attention cannot be served with these inputs, or return None."""
     return supports_pool(pool, bits) or _unlike_query(q, pool) or _unlike_mask(q, mask)
 
 

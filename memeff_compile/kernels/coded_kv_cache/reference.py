@@ -208,16 +208,14 @@ def _keep(x: Tensor, kept: Tensor, places: Tensor, length: int) -> None:
 
 
 def view(
-    pool: Sequence[Tensor], norms: Sequence[Tensor | None], bits: int, tokens: int
+    pool: Sequence[Tensor],  # the tensors of a cache
+    # of keys and of values, (B, H, N), by which what codes say is multiplied; negative for tokens
+    # that are kept. Or two None.
+    norms: Sequence[Tensor | None],
+    bits: int,  # of a code
+    tokens: int,  # N, length of the result
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values as a static cache would hold them, zero where nothing is.
-
-    Args:
-        pool: the tensors of a cache.
-        norms: of keys and of values, (B, H, N), by which what codes say is multiplied; negative for
-            tokens that are kept. Or two None.
-        bits: of a code.
-        tokens: N, length of the result.
 
     Returns:
         keys, values: (B, H, N, D) in the dtype of the window.

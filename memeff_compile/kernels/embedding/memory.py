@@ -38,17 +38,15 @@ def bytes_before(
 
 
 def bytes_after(
-    tokens: Size, depth: Size, *, dtype: torch.dtype, engine: str, pieces: sympy.Expr | None = None
+    tokens: Size,  # N, D as symbols or numbers
+    depth: Size,  # likewise
+    *,
+    dtype: torch.dtype,  # dtype of the table
+    engine: str,  # "sorted" or "reference", as `engine_for` says
+    # bytes of the pieces, as a symbol for a short formula; by default what `piece_bytes` gives
+    pieces: sympy.Expr | None = None,
 ) -> sympy.Expr:
-    """Return an upper bound of the bytes that the sums take: pieces, sorted ids, index vectors.
-
-    Args:
-        tokens, depth: N, D as symbols or numbers.
-        dtype: dtype of the table.
-        engine: "sorted" or "reference", as `engine_for` says.
-        pieces: bytes of the pieces, as a symbol for a short formula; by default what `piece_bytes`
-            gives.
-    """
+    """Return an upper bound of the bytes that the sums take: pieces, sorted ids, index vectors."""
     if pieces is None:
         pieces = piece_bytes(tokens, depth, dtype=dtype, engine=engine)
     return pieces + INDEX_BYTES_PER_TOKEN * sympy.sympify(tokens)

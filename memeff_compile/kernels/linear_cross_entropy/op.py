@@ -45,32 +45,24 @@ ENGINES = {
 
 
 def supports(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None = None,
+    hidden: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,) or None
+    target: Tensor,  # (...), the leading dimensions of hidden
+    column_weight: Tensor | None = None,  # (V,) or None
     *,
+    # dtype that the caller will cast hidden, weight and bias to, if it will
     dtype: torch.dtype | None = None,
-    softcap: float = 0.0,
-    gradient_filter: str = "exact",
-    workspace: int = 0,
-    filter_level: float = 0.0,
-    filter_parts: str = "both",
+    softcap: float = 0.0,  # as for the op
+    gradient_filter: str = "exact",  # likewise
+    workspace: int = 0,  # likewise
+    filter_level: float = 0.0,  # likewise
+    filter_parts: str = "both",  # likewise
 ) -> str | None:
     """Say in a sentence why the op cannot serve these inputs, or return None if it can.
 
     Reads dtypes, devices, layouts and sizes, never values, and adds no guard: sizes that are
     symbols are left to the op's own checks. Real and fake tensors both do.
-
-    Args:
-        hidden: (..., D).
-        weight: (V, D).
-        bias: (V,) or None.
-        target: (...), the leading dimensions of hidden.
-        column_weight: (V,) or None.
-        dtype: dtype that the caller will cast hidden, weight and bias to, if it will.
-        softcap, gradient_filter, workspace, filter_level, filter_parts: as for the op.
 
     Example: supports(torch.ones(3, 4), torch.ones(5, 4), None, torch.zeros(3).long()) is None.
     """

@@ -244,16 +244,12 @@ def _piece_seconds(width: int, depth: int, processors: int) -> float:
 
 
 def reference_bytes_per_logit(
-    itemsize: int, has_softcap: bool, with_gradient: bool, with_entropy: bool = False
+    itemsize: int,  # bytes of one input element: 2 and 4 compute in fp32, 8 in fp64
+    has_softcap: bool,  # backward then keeps the slope beside the product
+    with_gradient: bool,  # backward; 16-bit inputs then also need the rounded gradient
+    with_entropy: bool = False,  # both passes then keep a second piece
 ) -> int:
-    """Return the bytes the engine `reference` holds per element of a piece.
-
-    Args:
-        itemsize: bytes of one input element: 2 and 4 compute in fp32, 8 in fp64.
-        has_softcap: backward then keeps the slope beside the product.
-        with_gradient: backward; 16-bit inputs then also need the rounded gradient.
-        with_entropy: both passes then keep a second piece.
-    """
+    """Return the bytes the engine `reference` holds per element of a piece."""
     wide = max(itemsize, 4)
     if not with_gradient:
         return wide * (1 + with_entropy)

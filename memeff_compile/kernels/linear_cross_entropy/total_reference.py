@@ -22,17 +22,13 @@ MIN_ROWS = 64
 
 
 def rows_per_piece(
-    rows: sympy.Expr | int, vocab: int, bytes_per_logit: int, workspace: int, device_type: str
+    rows: sympy.Expr | int,  # N as a symbol or number
+    vocab: int,  # V
+    bytes_per_logit: int,  # of the wide dtype; twice that with a softcap
+    workspace: int,  # bytes, 0 = automatic
+    device_type: str,  # where the tensors are
 ) -> sympy.Expr:
-    """Return how many rows of logits are alive at once: at most half of them.
-
-    Args:
-        rows: N as a symbol or number.
-        vocab: V.
-        bytes_per_logit: of the wide dtype; twice that with a softcap.
-        workspace: bytes, 0 = automatic.
-        device_type: where the tensors are.
-    """
+    """Return how many rows of logits are alive at once: at most half of them."""
     budget = workspace or REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
     fitting = max(budget // (bytes_per_logit * vocab), 1 if workspace else MIN_ROWS)
     return sympy.Min(fitting, sympy.ceiling(sympy.sympify(rows) / 2))

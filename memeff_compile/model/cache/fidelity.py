@@ -11,23 +11,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from memeff_compile import compat
 from memeff_compile.errors import CalibrationError
 from memeff_compile.model.cache.minicache import MiniCache
 from memeff_compile.model.figures import Spread, draw_spreads
+from memeff_compile.model.watch import Watch
 
 BINS = 40
 """Of a histogram of cosines, from -1 to 1."""
@@ -92,11 +92,8 @@ class FidelityReport:
     def plot(self, path: str | Path) -> None:
         """Draw how alike neighbouring layers are: mean cosine, the middle nine tenths of the rows.
 
-        Args:
-            path: Where the file goes; its ending says the format, SVG if it has none.
-
-        Raises:
-            CalibrationError: matplotlib is not installed.
+        The ending of `path` says the format, SVG if it has none. CalibrationError where matplotlib
+        is not installed.
         """
         names = ["-".join(map(str, pair["layers"])) for pair in self.pairs]
         series: dict[str, list[Spread]] = {"keys": [], "values": []}
@@ -153,12 +150,12 @@ def fidelity_report(
     with _evaluating(model):
         for given in [inputs] if isinstance(inputs, (Tensor, Mapping)) else inputs:
             ids, mask = _tokens(given, steps)
-            exact = _exact(model, ids, mask, steps)
+            exact = _run(model, ids, mask, steps)
             gathered.alike(exact.cache, mask)
             is_padded = mask is not None and bool((mask[:, 0] == 0).any())
             how = {**settings, "merge": asked, "attention_mask": mask if is_padded else None}
             cache = KVCache(model.config, ids.shape[1], bits, **how)
-            found = _answers(model, cache, ids, mask, steps)
+            found = _run(model, ids, mask, steps, cache)
             gathered.answers(exact, found, ids[:, -steps:])
             gathered.bytes += cache.nbytes
     if cache is None:
@@ -191,8 +188,7 @@ def _tokens(given: Any, steps: int) -> tuple[Tensor, Tensor | None]:  # noqa: AN
     return ids, mask
 
 
-@dataclass
-class _Run:
+class _Run(NamedTuple):
     """Logits and results of attention of the last tokens, and the cache."""
 
     logits: Tensor
@@ -201,54 +197,17 @@ class _Run:
 
 
 @torch.no_grad()
-def _exact(model: Any, ids: Tensor, mask: Tensor | None, steps: int) -> _Run:  # noqa: ANN401
-    with _watched() as seen:
-        out = compat.forward_of(model)(input_ids=ids, attention_mask=mask, use_cache=True)
-    results = [result[:, :, -steps:] for result in seen]
+def _run(model: Any, ids: Tensor, mask: Tensor | None, steps: int, cache: Any = None) -> _Run:  # noqa: ANN401
+    """Run on all tokens; with a cache first put the prompt into it, which the last tokens read."""
+    forward = partial(compat.forward_of(model), past_key_values=cache, use_cache=True)
+    if cache is not None:
+        before = None if mask is None else mask[:, :-steps]
+        forward(input_ids=ids[:, :-steps], attention_mask=before)
+        ids = ids[:, -steps:]
+    results: list[Tensor] = []
+    with Watch(lambda result, *_, **__: results.append(result[:, :, -steps:])):
+        out = forward(input_ids=ids, attention_mask=mask)
     return _Run(out.logits[:, -steps:].float(), results, out.past_key_values)
-
-
-@torch.no_grad()
-def _answers(
-    model: Any,  # noqa: ANN401
-    cache: Any,  # noqa: ANN401
-    ids: Tensor,
-    mask: Tensor | None,
-    steps: int,
-) -> _Run:
-    """Put the prompt into the cache, then the last tokens, which read it."""
-    run = partial(compat.forward_of(model), past_key_values=cache, use_cache=True)
-    run(input_ids=ids[:, :-steps], attention_mask=None if mask is None else mask[:, :-steps])
-    with _watched() as seen:
-        out = run(input_ids=ids[:, -steps:], attention_mask=mask)
-    return _Run(out.logits.float(), seen, cache)
-
-
-class _Watch(TorchFunctionMode):
-    """Keeps what every attention returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.results: list[Tensor] = []
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,  # noqa: ANN401
-        args: Any = (),  # noqa: ANN401
-        kwargs: Any = None,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
-        result = func(*args, **(kwargs or {}))
-        if func is F.scaled_dot_product_attention:
-            self.results.append(result)
-        return result
-
-
-@contextmanager
-def _watched() -> Iterator[list[Tensor]]:
-    watch = _Watch()
-    with watch:
-        yield watch.results
 
 
 @dataclass

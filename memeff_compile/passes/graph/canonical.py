@@ -13,7 +13,7 @@ judge in the tests. A node neither tier can read is None: whoever asked declines
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,10 +70,25 @@ def read(node: Node) -> Reading | None:
         return None
 
 
-def read_one(node: Node) -> Call | None:
-    """Read ``node`` as exactly one call, or None."""
-    reading = read(node)
+def read_one(node: Any) -> Call | None:
+    """Read ``node`` as exactly one call, or None; what is no node is none."""
+    reading = read(node) if isinstance(node, Node) else None
     return reading[0] if reading is not None and len(reading) == 1 else None
+
+
+def call_of(node: Any, *ops: OpOverload) -> Call | None:
+    """Read ``node`` as exactly one call of one of some ops, or None."""
+    call = read_one(node)
+    return call if call is not None and call.op in ops else None
+
+
+def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
+    """Follow calls of some ops back to what they were given; the nodes passed join ``way``."""
+    while (call := call_of(node, *ops)) is not None:
+        if way is not None and node not in way:
+            way.append(node)
+        node = call.args["self"]
+    return node
 
 
 class _CannotBind(Exception):
