@@ -25,8 +25,6 @@ from memeff_compile.kernels import linear_cross_entropy as op_folder
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings, Unfoldable, fold_steps
 from memeff_compile.report import LogitsUse
 
-__all__ = ["Folded", "FusedRows", "Head", "fold_recipe"]
-
 _BACKWARD_TENSORS = [
     argument.name
     for argument in compat.schema(op_folder.linear_cross_entropy_backward).arguments
@@ -142,6 +140,10 @@ class Head:
         found: tuple[Tensor, ...] = op_folder.linear_cross_entropy(*given, **knobs, **wanted)
         return found[:4]
 
+    def logits(self, recipe: LogitsRecipe) -> Tensor:
+        """Compute what `recipe`, all of this head's or a part of it, makes of these rows."""
+        return recipe.logits(self.hidden, self.weight, self.bias, self.vectors)
+
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         dtype = self.recipe.compute_dtype
         weight = self.weight.to(dtype)
@@ -173,8 +175,9 @@ class FusedRows:
 
         logits:             outer * ((nll + lse) * p_j - nll * [j = target] + total * w_j
                                      + plogp * p_j * (log p_j + H))
-        log-probabilities:  outer * (                  - nll * [j = target] + total * w_j
-                                     + plogp * p_j * (log p_j + 1))
+        log-probabilities:  outer * (lse * p_j         - nll * [j = target] + total * w_j
+                                     + plogp * p_j * log p_j)
+        probabilities:      outer * plogp * log p_j
     """
 
     head: Head  # the rows
@@ -188,6 +191,7 @@ class FusedRows:
     lse_of_ignored: bool = True  # `row_lse` holds in ignored rows too
     outer: float = 1.0  # what the gradient has been multiplied by on its way
     is_log: bool = False  # the rows are log-probabilities
+    is_exp: bool = False  # the rows are probabilities
     plogp: Tensor | None = None  # one number per row, or None for zeros
     row_entropy: Tensor | None = None  # entropy of the rows, where plogp is given
     versions: tuple[int, ...] = ()
@@ -244,7 +248,7 @@ class FusedRows:
     def _is_like(self, other: FusedRows) -> bool:
         mine, theirs = self.head, other.head
         return (
-            self.is_log == other.is_log
+            (self.is_log, self.is_exp) == (other.is_log, other.is_exp)
             and self.column_weight is other.column_weight
             and mine.recipe.compute_dtype == theirs.recipe.compute_dtype
             and mine.folded[:3] == theirs.folded[:3]
@@ -256,18 +260,15 @@ class FusedRows:
         """Return the sum of two gradients of the same rows, or None if they need two calls."""
         if not self._is_like(other):
             return None
+        if self.target is None and other.target is not None:
+            return other.merged(self)
         if self.target is not None and other.target is not None:
             if self.target is not other.target or self.ignore_index != other.ignore_index:
                 return None
-        elif self.target is None:
-            if other.target is None:
-                return self._plus(other, self)
-            return other.merged(self)
         elif self.ignore_index is not None and other.total is not None:
             return None  # the op would leave the other's sum out of ignored rows
-        return self._plus(other, other if other.lse_of_ignored else self)
+        lse_from = self if self.target is None or not other.lse_of_ignored else other
 
-    def _plus(self, other: FusedRows, lse_from: FusedRows) -> FusedRows:
         def total(name: str) -> Any:  # noqa: ANN401
             given = ((getattr(piece, name), piece.outer) for piece in (self, other))
             parts = [p if outer == 1 else p * outer for p, outer in given if p is not None]
@@ -275,19 +276,24 @@ class FusedRows:
 
         return replace(
             self,
-            nll=total("nll"),
-            lse=total("lse"),
-            total=total("total"),
-            plogp=total("plogp"),
+            **{name: total(name) for name in ("nll", "lse", "total", "plogp")},
             row_entropy=other.row_entropy if self.row_entropy is None else self.row_entropy,
             row_lse=lse_from.row_lse,
             lse_of_ignored=lse_from.lse_of_ignored,
             outer=1.0,
         )
 
-    def of_p_log_p(self) -> FusedRows:
-        """Return the gradient of the log-probabilities l, where these rows are sums of l exp(l)."""
-        return replace(self, total=None, plogp=self.total)
+    def times_p(self) -> FusedRows:
+        """Return this gradient, of sums over the classes, times the probabilities."""
+        return replace(self, total=None, lse=self.total)
+
+    def times_log_p(self) -> FusedRows:
+        """Return it times the log-probabilities, as the gradient of the probabilities."""
+        return replace(self, total=None, plogp=self.total, is_log=False, is_exp=True)
+
+    def before_exp(self) -> FusedRows:
+        """Return the gradient of the log-probabilities whose probabilities these rows are."""
+        return replace(self, is_log=True, is_exp=False)
 
     def before_log_softmax(self) -> FusedRows:
         """Return the gradient of the logits whose log-probabilities these rows are."""
@@ -316,19 +322,21 @@ class FusedRows:
             total = None if total is None else total.masked_fill(is_ignored, 0)
             if not self.lse_of_ignored:
                 lse = lse.masked_fill(is_ignored, torch.inf)
-        on_probability = [x for x in (nll, self.lse) if x is not None and not self.is_log]
+        given = (self.lse,) if self.is_log else (nll, self.lse)
+        on_probability = [x for x in given if x is not None]
         if on_probability or self.plogp is not None:
             if self.head.use is not None:
                 self.head.use.count_computed("gradient of the logits")
-            logs = self._logits().to(wide).sub_(lse.unsqueeze(-1))
+            logits = self.head.logits(self.head.folded.logits).to(wide, copy=True)
+            logs = logits.sub_(lse.unsqueeze(-1))
             factor = sum(on_probability, torch.zeros_like(lse)).unsqueeze(-1)
             if self.plogp is not None:
                 # A class of probability 0 adds 0.
-                further = torch.ones_like(lse) if self.is_log else self.row_entropy
-                assert further is not None
-                slant = logs.clamp(min=-1e4).add_(further.unsqueeze(-1))
+                slant = logs.clamp(min=-1e4)
+                if self.row_entropy is not None and not (self.is_log or self.is_exp):
+                    slant += self.row_entropy.unsqueeze(-1)
                 factor = factor + slant.mul_(self.plogp.unsqueeze(-1))
-            grad = logs.exp_().mul_(factor)
+            grad = factor if self.is_exp else logs.exp_().mul_(factor)
         else:
             shape = (*lse.shape, self.head.vocabulary)
             grad = torch.zeros(shape, dtype=wide, device=lse.device)
@@ -339,12 +347,6 @@ class FusedRows:
             by_row = total.unsqueeze(-1)
             grad += by_row if weight is None else by_row * weight.to(wide)
         return grad.mul_(self.outer).to(dtype)
-
-    def _logits(self) -> Tensor:
-        head = self.head
-        recipe = head.folded.logits
-        logits = recipe.logits(head.hidden, head.weight, head.bias, head.vectors)
-        return logits.clone() if logits.dtype == self.row_lse.dtype else logits
 
     def gradients(self, base: LogitsRecipe, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden, weight, bias and vectors of the deferred logits.

@@ -26,7 +26,6 @@ from torch.nn import functional as F
 from memeff_compile import compat
 from memeff_compile.errors import DoubleBackwardError
 from memeff_compile.logits.fused_rows import Folded, FusedRows, Head, fold_recipe
-from memeff_compile.logits.lazy_tensor import untraced
 from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings
 from memeff_compile.logits.row_gradient import RowGradient
@@ -35,8 +34,6 @@ from memeff_compile.logits.source import reading_for
 if TYPE_CHECKING:
     from memeff_compile.logits.tensor import DeferredLogits
     from memeff_compile.report import LogitsUse
-
-__all__ = ["SERVED", "Declined"]
 
 DType: TypeAlias = "torch.dtype | None"
 
@@ -82,19 +79,23 @@ class _Rows(torch.autograd.Function):
             columns = head.vocabulary if column_weight is None else column_weight.sum()
             total = total - lse * columns
         ctx.set_materialize_grads(False)
-        ctx.kept = _Kept.of(ctx, view, target, column_weight, lse)
+        ctx.kept, ctx.shape = _Kept.of(ctx, view, target, column_weight, lse), view.dims
+        ctx.is_sum = is_log and target is None and column_weight is None
         ctx.asked = asked._replace(target=None, column_weight=None)  # autograd keeps these
         shown = None if is_log or not asked.with_lse else lse.clone()
         of_labels = None if target is None or nll is None else _no_view(nll, nll.shape)
         return of_labels, shown, total
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def backward(
         ctx: Any, nll: Tensor | None, lse: Tensor | None, total: Tensor | None
     ) -> tuple[Tensor, None]:
-        target, column_weight, row_lse, *made_of = ctx.saved_tensors
         kept: _Kept = ctx.kept
+        if ctx.is_sum and total is not None and _needs_nothing(ctx):
+            folded = cast("Folded", fold_recipe(kept.recipe))
+            return _spread(ctx, total / cast("float", folded.factor)), None
+        target, column_weight, row_lse, *made_of = ctx.saved_tensors
         head, asked = kept.head(made_of), ctx.asked
         if torch.is_grad_enabled():
             asked = asked._replace(target=target, column_weight=column_weight)
@@ -155,7 +156,7 @@ class _LogSoftmax(torch.autograd.Function):
         return result
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         kept, logs = cast("_Kept", ctx.kept), cast("_Kept", ctx.logs)
         ctx.kept, ctx.logs = kept.after_a_backward(), logs.after_a_backward()
@@ -165,7 +166,7 @@ class _LogSoftmax(torch.autograd.Function):
             return torch.autograd.grad(values, plain, grad, create_graph=True)[0], None
         dtype = kept.recipe.dtype
         if isinstance(grad, RowGradient) and grad.is_fused:
-            return grad.with_fused(FusedRows.before_log_softmax, dtype), None
+            return grad.with_rows(FusedRows.before_log_softmax, dtype), None
         value = logs.values(ctx.saved_tensors, "log_softmax")
         dense = torch.ops.aten._log_softmax_backward_data(_dense(grad), value, -1, value.dtype)
         return dense.to(dtype), None
@@ -176,16 +177,17 @@ class _Exp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logs: DeferredLogits) -> DeferredLogits:
-        ctx.set_materialize_grads(False)
         ctx.logs = _Kept.of(ctx, logs)
         return logs.copied(logs.recipe.then("exp"), torch.exp)
 
     @staticmethod
-    @untraced
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    @compat.untraced
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         logs: _Kept = ctx.logs
         ctx.logs = logs.after_a_backward()
-        return None if grad is None else _dense(grad) * logs.values(ctx.saved_tensors, "exp").exp()
+        if isinstance(grad, RowGradient) and grad.is_fused:
+            return grad.with_rows(FusedRows.before_exp)
+        return _dense(grad) * logs.values(ctx.saved_tensors, "exp").exp()
 
 
 class _PLogP(torch.autograd.Function):
@@ -193,20 +195,16 @@ class _PLogP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, probs: DeferredLogits, logs: DeferredLogits) -> DeferredLogits:
-        ctx.logs, ctx.probs = _Kept.of(ctx, logs), probs
-        ctx.is_apart = probs.grad_fn is None  # what comes to them goes to no logarithms
+        ctx.logs = _Kept.of(ctx, logs)
         return logs.copied(logs.recipe.then("times_exp"), lambda x: x.exp() * x)
 
     @staticmethod
-    @untraced
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
-        if ctx.probs is not None:  # hooks there see a gradient of their own
-            ctx.is_apart |= compat.tensor_hooks(ctx.probs) or ctx.probs.retains_grad
+    @compat.untraced
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         logs: _Kept = ctx.logs
-        ctx.probs, ctx.logs = None, logs.after_a_backward()
-        if isinstance(grad, RowGradient) and grad.is_fused and not ctx.is_apart:
-            # What comes by the probabilities is in it, too.
-            return None, grad.with_fused(FusedRows.of_p_log_p, grad.dtype)
+        ctx.logs = logs.after_a_backward()
+        if isinstance(grad, RowGradient) and grad.is_fused:
+            return grad.with_rows(FusedRows.times_log_p), grad.with_rows(FusedRows.times_p)
         values = logs.values(ctx.saved_tensors, "exp")
         return _dense(grad) * values, _dense(grad) * values.exp()
 
@@ -223,15 +221,27 @@ class _NegativeEntropy(torch.autograd.Function):
         return -entropy
 
     @staticmethod
-    @untraced
+    @compat.untraced
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if _needs_nothing(ctx):
+            return _spread(ctx, grad), None
         kept: _Kept = ctx.kept
-        if torch.is_grad_enabled():
-            return grad.to(kept.recipe.dtype).unsqueeze(-1).expand(ctx.shape), None
         ctx.kept = kept.after_a_backward()
         lse, entropy, *made_of = ctx.saved_tensors
         given = (kept.head(made_of), None, None, grad, None, None, None, lse)
         return RowGradient.of_fused(FusedRows(*given, is_log=True, row_entropy=entropy)), None
+
+
+def _needs_nothing(ctx: Any) -> bool:
+    """Whether a sum has to go back as eager's, which saves nothing: a second time, or again."""
+    try:
+        return torch.is_grad_enabled() or not ctx.saved_tensors
+    except RuntimeError:  # a backward pass has freed them
+        return True
+
+
+def _spread(ctx: Any, grad: Tensor) -> Tensor:
+    return grad.to(ctx.kept.recipe.dtype).unsqueeze(-1).expand(ctx.shape)
 
 
 class _Kept(NamedTuple):
@@ -273,8 +283,7 @@ class _Kept(NamedTuple):
             return value
         if self.use is not None:
             self.use.count_computed(f"the backward pass of {reader}")
-        hidden, weight, bias, *vectors = made_of
-        return self.recipe.logits(hidden, weight, bias, vectors)
+        return self.head(made_of).logits(self.recipe)
 
     def plain(self, made_of: Sequence[Any]) -> Tensor:
         """Return the logits of then as a plain tensor that is a view of the deferred ones."""
@@ -298,9 +307,7 @@ class _Kept(NamedTuple):
                 "options={'memeff.linear_cross_entropy': 'off'}."
             )
         with torch.no_grad():
-            hidden, weight, bias, *vectors = made_of
-            then = self.recipe.logits(hidden, weight, bias, vectors)
-            change = then.reshape(plain.shape) - plain
+            change = self.head(made_of).logits(self.recipe).reshape(plain.shape) - plain
         return plain + change
 
 
@@ -417,30 +424,8 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    legacy, how = (size_average, reduce), (reduction, label_smoothing)
-    view = _loss_view(F.cross_entropy, input, target, weight, legacy, *how)
-    dtype = _result_dtype("cross_entropy", view, lambda x: F.cross_entropy(x, x[:, 0].long()))
-    is_smooth = label_smoothing > 0
-    nll, lse, total = _served(
-        view,
-        "cross_entropy",
-        target=target,
-        ignore_index=ignore_index,
-        column_weight=weight if is_smooth else None,
-        with_lse=is_smooth,
-        with_sum=is_smooth,
-        of_ignored=False,
-    )
-    kept = target != ignore_index
-    norm = kept if weight is None else _row_weights(weight, target, kept, nll.dtype)
-    loss = _reduced(nll if weight is None else nll * norm, norm, reduction)
-    if is_smooth:
-        vocabulary = view.dims[-1]
-        mass = vocabulary if weight is None else weight.to(lse.dtype).sum()
-        spread = torch.where(kept, lse * mass - total, 0)
-        smooth = _reduced(spread, norm, reduction)
-        loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / vocabulary)
-    return loss.to(dtype)
+    how = (size_average, reduce, reduction, label_smoothing)
+    return _class_loss(F.cross_entropy, input, target, weight, ignore_index, *how)
 
 
 def _nll_loss(
@@ -452,26 +437,62 @@ def _nll_loss(
     reduce: object = None,
     reduction: str = "mean",
 ) -> Any:
-    view = _loss_view(F.nll_loss, input, target, weight, (size_average, reduce), reduction)
-    dtype = _result_dtype("nll_loss", view, lambda x: F.nll_loss(x, x[:, 0].long()))
-    asked = {"target": target, "ignore_index": ignore_index, "of_ignored": False}
-    nll, _, _ = _served(view, "log_softmax + nll_loss", **asked)
-    kept = target != ignore_index
-    norm = kept if weight is None else _row_weights(weight, target, kept, nll.dtype)
-    rows = nll * cast("float", view.head.folded.factor)
-    return _reduced(rows if weight is None else rows * norm, norm, reduction).to(dtype)
+    how = (size_average, reduce, reduction)
+    return _class_loss(F.nll_loss, input, target, weight, ignore_index, *how)
 
 
-def _loss_view(
-    loss: Callable[..., Tensor],
+def _class_loss(
+    function: Callable[..., Tensor],  # F.cross_entropy, or F.nll_loss, which takes no smoothing
     input: Any,
     target: Any,
     weight: Tensor | None,
-    legacy: tuple[object, object],
-    reduction: object,
-    smoothing: object = 0.0,
-) -> DeferredLogits:
-    """Return the logits of a loss with their classes last, or raise `Declined`."""
+    ignore_index: int,
+    size_average: object,
+    reduce: object,
+    reduction: str,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    view, is_log = _class_last(input, target), function is F.nll_loss
+    factor = _check(view, target, weight).factor
+    if is_log:
+        _need(factor is not None, "nll_loss of something other than log-probabilities")
+    else:
+        _need(factor is None, "cross_entropy of log-probabilities")
+    _need(size_average is None and reduce is None, "size_average or reduce is given")
+    _need(reduction in ("none", "mean", "sum"), "the reduction is not known")
+    is_share = isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
+    _need(is_share, "the label smoothing is not known")
+    if weight is not None:
+        _need(not weight.requires_grad, "the class weights need a gradient")
+        _need(weight.shape == view.dims[-1:], "the class weights have another size")
+        _need(weight.dtype == view.dtype, "the class weights have another dtype")
+    dtype = _result_dtype(function.__name__, view, lambda x: function(x, x[:, 0].long()))
+    is_smooth = label_smoothing > 0
+    nll, lse, total = _served(
+        view,
+        "log_softmax + nll_loss" if is_log else "cross_entropy",
+        target=target,
+        ignore_index=ignore_index,
+        column_weight=weight if is_smooth else None,
+        with_lse=is_smooth,
+        with_sum=is_smooth,
+        of_ignored=False,
+    )
+    kept = target != ignore_index
+    norm = kept if weight is None else _row_weights(weight, target, kept, nll.dtype)
+    rows = nll if factor is None else nll * factor
+    loss = _reduced(rows if weight is None else rows * norm, norm, reduction)
+    if is_smooth:
+        vocabulary = view.dims[-1]
+        mass = vocabulary if weight is None else weight.to(lse.dtype).sum()
+        spread = torch.where(kept, lse * mass - total, 0)
+        smooth = _reduced(spread, norm, reduction)
+        loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / vocabulary)
+    return loss.to(dtype)
+
+
+def _class_last(input: Any, target: Any) -> DeferredLogits:
+    """Return the logits of a loss with their classes last."""
     _need(_is_deferred(input), "")
     _need(isinstance(target, Tensor), "the targets are no tensor")
     _need(not target.dtype.is_floating_point, "the targets are class probabilities")
@@ -485,19 +506,6 @@ def _loss_view(
     else:
         _need(rank <= 2, "the loss reads its classes from dimension 1 and the head's are last")
     _need(target.shape == view.dims[:-1], "the shapes of logits and targets differ")
-    is_log = _check(view, target, weight).factor is not None
-    if loss is F.nll_loss:
-        _need(is_log, "nll_loss of something other than log-probabilities")
-    else:
-        _need(not is_log, "cross_entropy of log-probabilities")
-    _need(legacy == (None, None), "size_average or reduce is given")
-    _need(reduction in ("none", "mean", "sum"), "the reduction is not known")
-    is_share = isinstance(smoothing, (int, float)) and 0 <= smoothing <= 1
-    _need(is_share, "the label smoothing is not known")
-    if weight is not None:
-        _need(not weight.requires_grad, "the class weights need a gradient")
-        _need(weight.shape == view.dims[-1:], "the class weights have another size")
-        _need(weight.dtype == view.dtype, "the class weights have another dtype")
     return view
 
 
@@ -621,7 +629,7 @@ def _entropy(
     total = _negative_entropy(input, (logs,))
     if logs.memory.source.use is not None:
         logs.memory.source.use.count_fused("entropy")
-    return (total.unsqueeze(-1) if keepdim else total).to(result)
+    return (_column(total) if keepdim else total).to(result)
 
 
 def _sum(
@@ -639,16 +647,19 @@ def _sum(
     _need(dtype is None or dtype.is_floating_point, "sum in another dtype")
     result = dtype or _result_dtype("sum", input, lambda x: x.sum(-1))
     _, _, total = _served(input, "log_softmax + sum", with_sum=True)
-    total = total * folded.factor
+    # By a number and not a tensor of it: a node of nothing saved, as that of eager's sum.
+    total = torch.ops.aten.mul.Scalar(total, folded.factor)
     return (_column(total) if keepdim else total).to(result)
 
 
 def _mean(
     input: Any, dim: Any = None, keepdim: bool = False, *, dtype: DType = None, out: Any = None
 ) -> Any:
-    total = _sum(input, dim, keepdim, dtype=dtype or torch.float32, out=out)
-    is_served = total is not NotImplemented
-    return (total / input.dims[-1]).to(dtype or input.dtype) if is_served else NotImplemented
+    wide = dtype or torch.promote_types(input.dtype, torch.float32)
+    total = _sum(input, dim, keepdim, dtype=wide, out=out)
+    if total is NotImplemented:
+        return total
+    return torch.ops.aten.div.Scalar(total, input.dims[-1]).to(dtype or input.dtype)
 
 
 def _serving(handler: Any) -> Callable[..., Any]:

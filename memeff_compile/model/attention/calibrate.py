@@ -122,7 +122,13 @@ def calibrate_attention(
         >>> table = calibrate_attention(model, batches, min_score=0.99)  # doctest: +SKIP
         >>> model.compile(backend="memeff", options={"memeff.attention": table})  # doctest: +SKIP
     """
-    _check(min_score, levels)
+    if not 0.0 <= min_score <= 1.0:
+        raise CalibrationError(f"min_score is {min_score}; a number between 0 and 1 is needed.")
+    unknown = [level for level in levels if level not in LEVELS]
+    if unknown or not levels or isinstance(levels, str):
+        raise CalibrationError(
+            f"levels is {levels!r}; a list of {', '.join(map(repr, LEVELS))} is needed."
+        )
     call = run or _call
     found: _Found = {}
     is_empty = True
@@ -153,22 +159,10 @@ def restart_attention_calls() -> None:
     restart()
 
 
-def _check(min_score: float, levels: Sequence[str]) -> None:
-    if not 0.0 <= min_score <= 1.0:
-        raise CalibrationError(f"min_score is {min_score}; a number between 0 and 1 is needed.")
-    unknown = [level for level in levels if level not in LEVELS]
-    if unknown or not levels or isinstance(levels, str):
-        raise CalibrationError(
-            f"levels is {levels!r}; a list of {', '.join(map(repr, LEVELS))} is needed."
-        )
-
-
 def _call(model: nn.Module, given: Any) -> Any:  # noqa: ANN401
     if isinstance(given, Mapping):
         return model(**given)
-    if isinstance(given, (tuple, list)):
-        return model(*given)
-    return model(given)
+    return model(*given) if isinstance(given, (tuple, list)) else model(given)
 
 
 def _table(found: _Found, min_score: float, levels: Sequence[str]) -> Calibration:
@@ -179,17 +173,17 @@ def _table(found: _Found, min_score: float, levels: Sequence[str]) -> Calibratio
             for place in range(len(by_level[levels[0]]))
         ]
         chosen[site] = by_call[0] if len(set(by_call)) == 1 else by_call
+
+    def summary(scores: Sequence[float]) -> dict[str, float]:
+        mean = sum(scores) / len(scores)
+        spread = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
+        return {"mean": mean, "std": spread, "worst": min(scores)}
+
     scores = {
-        site: {level: [_summary(each) for each in calls] for level, calls in by_level.items()}
+        site: {level: [summary(each) for each in calls] for level, calls in by_level.items()}
         for site, by_level in found.items()
     }
     return Calibration(format=FORMAT, min_score=min_score, levels=chosen, scores=scores)
-
-
-def _summary(scores: Sequence[float]) -> dict[str, float]:
-    mean = sum(scores) / len(scores)
-    spread = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
-    return {"mean": mean, "std": spread, "worst": min(scores)}
 
 
 def score(found: Tensor, wanted: Tensor) -> float:

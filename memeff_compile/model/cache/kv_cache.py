@@ -271,16 +271,16 @@ def _pair(
 def _check(
     max_cache_len: int, bits: int, scheme: str, group: int, recent: int, keep_first: int
 ) -> None:
-    if bits not in (16, *BITS):
-        refuse(f"bits is {bits!r}; one of 16, {', '.join(map(str, BITS))} is needed.")
-    if scheme not in SCHEMES:
-        refuse(f"scheme is {scheme!r}; one of {', '.join(map(repr, SCHEMES))} is needed.")
-    if group not in (32, 64, 128):
-        refuse(f"group is {group!r}; 32, 64 or 128 is needed.")
-    if not isinstance(recent, int) or recent < 16 or recent % 16:
-        refuse(f"recent is {recent!r}; a multiple of 16 is needed, 16 at least.")
-    counts = (("keep_first", keep_first, 0), ("max_cache_len", max_cache_len, 1))
-    for name, count, least in counts:
+    is_multiple = isinstance(recent, int) and recent >= 16 and recent % 16 == 0
+    for name, given, is_right, needed in (
+        ("bits", bits, bits in (16, *BITS), f"one of 16, {', '.join(map(str, BITS))} is needed"),
+        ("scheme", scheme, scheme in SCHEMES, f"one of {', '.join(map(repr, SCHEMES))} is needed"),
+        ("group", group, group in (32, 64, 128), "32, 64 or 128 is needed"),
+        ("recent", recent, is_multiple, "a multiple of 16 is needed, 16 at least"),
+    ):
+        if not is_right:
+            refuse(f"{name} is {given!r}; {needed}.")
+    for name, count, least in (("keep_first", keep_first, 0), ("max_cache_len", max_cache_len, 1)):
         if not isinstance(count, int) or count < least:
             refuse(f"{name} is {count!r}; a number of tokens is needed, {least} at least.")
 

@@ -185,7 +185,6 @@ class ExactLayer(InPlace, StaticLayer):
         self.is_empty = True
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield keys and values, once they are there."""
         if self.is_initialized:
             yield "keys", self.keys
             yield "values", self.values
@@ -213,7 +212,6 @@ class ExactLayer(InPlace, StaticLayer):
         return 0 if self.is_empty else self.cumulative_length
 
     def remove_last(self, remove: int) -> None:
-        """Remove the last tokens."""
         if remove == 0 or self.is_empty:
             return
         left = max(0, int(self.cumulative_length) - remove)
@@ -248,7 +246,6 @@ class CodedLayer(InPlace):
         self.layout: op_folder.Layout | None = None  # what it is made of, once it is known
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors with an entry per sequence, once they are there."""
         if self.is_initialized:
             for name in op_folder.POOL[:8]:
                 yield name, getattr(self, name)
@@ -259,30 +256,7 @@ class CodedLayer(InPlace):
         return [*mine, self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for keys and values like these."""
-        layout, batch, heads = self._laid_out(key_states, value_states)
-        shapes = layout.shapes(batch, heads, self.max_cache_len)
-        self.starts.allocate(shapes.pop("places"), self.device)
-        self._allocate(self, shapes)
-        self.is_initialized = True
-
-    def _allocate(self, owner: object, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        for name, shape in shapes.items():
-            tensor = torch.zeros(shape, dtype=self._dtype_of(name), device=self.device)
-            compat.keep_address(tensor)
-            setattr(owner, name, tensor)
-
-    def _dtype_of(self, name: str) -> torch.dtype:
-        kinds = {"codes": torch.uint8, "counts": torch.int64}
-        return kinds.get(name.split("_")[-1], self.dtype)
-
-    def _laid_out(
-        self, key_states: Tensor, value_states: Tensor
-    ) -> tuple[op_folder.Layout, int, int]:
-        """Note what keys and values are like; return the layout, batch and heads.
-
-        Refuses keys and values that cannot be coded.
-        """
+        """Allocate for keys and values like these; refuse those that cannot be coded."""
         batch, heads, _, depth = key_states.shape
         if key_states.shape != value_states.shape:
             refuse(
@@ -296,7 +270,20 @@ class CodedLayer(InPlace):
             )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.layout = batch, op_folder.Layout(depth, **self.settings)
-        return self.layout, batch, heads
+        self._allocate(self.layout, batch, heads)
+        self.is_initialized = True
+
+    def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
+        shapes = layout.shapes(batch, heads, self.max_cache_len)
+        self.starts.allocate(shapes.pop("places"), self.device)
+        self._make(self, shapes)
+
+    def _make(self, owner: object, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for name, shape in shapes.items():
+            dtype = op_folder.dtype_of(name, self.dtype, self.settings["bits"])
+            tensor = torch.zeros(shape, dtype=dtype, device=self.device)
+            compat.keep_address(tensor)
+            setattr(owner, name, tensor)
 
     def _write(self, key_states: Tensor, value_states: Tensor) -> None:
         how = (self.settings["bits"], self.settings["recent"], self.max_cache_len)
@@ -306,7 +293,7 @@ class CodedLayer(InPlace):
         return self._view()
 
     def _view(self) -> tuple[Tensor, Tensor]:
-        norms = (None, None) if self.norms is None else self.norms.unbind(-1)
+        norms = (None, None) if self.norms is None else (self.norms[..., 0], self.norms[..., 1])
         how = (self.settings["bits"], self.max_cache_len)
         keys, values = op_folder.coded_kv_cache_view(*self.pool(), *norms, *how)
         return keys, values
@@ -334,7 +321,6 @@ class CodedLayer(InPlace):
         return None
 
     def remove_last(self, remove: int) -> None:
-        """Remove the last tokens, of those that are not yet in codes."""
         if remove == 0 or self.is_empty:
             return
         self.counts[op_folder.LENGTH] -= remove

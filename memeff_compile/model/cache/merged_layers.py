@@ -91,13 +91,12 @@ class MergedLayer(CodedLayer):
         """Return the tensors that the view and attention take."""
         return op_folder.pool_of([tensor for _, tensor in self.pair.tensors()], self.own())
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for keys and values like these, and what is shared with the first of the two."""
-        layout, batch, heads = self._laid_out(key_states, value_states)
+    def _allocate(self, layout: op_folder.Layout, batch: int, heads: int) -> None:
+        """Make its own tensors, and what is shared with the first of the two."""
         shared, own = op_folder.shapes_of_pair(layout, batch, heads, self.max_cache_len)
         shape = (batch, heads, layout.depth)
         if self.pair.shape is None:
-            self._allocate(self.pair, shared)
+            self._make(self.pair, shared)
             self.pair.shape = shape
             self.pair.clear(self._first_tokens(batch, heads))
         elif self.pair.shape != shape:
@@ -107,11 +106,7 @@ class MergedLayer(CodedLayer):
                 "heads, depth); layers that are merged need the same. Set MiniCache(start_layer=) "
                 "behind them."
             )
-        self._allocate(self, own)
-        self.is_initialized = True
-
-    def _dtype_of(self, name: str) -> torch.dtype:
-        return op_folder.dtype_of(name, self.dtype, self.settings["bits"])
+        self._make(self, own)
 
     def _first_tokens(self, batch: int, heads: int) -> Tensor:
         first = self.starts.first_tokens(batch, self.device)
@@ -147,16 +142,15 @@ class MergedLayer(CodedLayer):
 
     def _whole(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return a dense view, with tokens that wait; no number where they do not fit."""
-        whole = self._view()
         if self.pair.parked is None:
-            return whole
+            return self._view()
         length, new = self.counts[op_folder.LENGTH], key_states.shape[2]
         device = key_states.device
         places = (length + torch.arange(new, device=device)).clamp(max=self.max_cache_len - 1)
         is_too_many = length + new > self.max_cache_len
         keys, values = (
             dense.index_copy(2, places, part.masked_fill(is_too_many, torch.nan))
-            for dense, part in zip(whole, (key_states, value_states), strict=True)
+            for dense, part in zip(self._view(), (key_states, value_states), strict=True)
         )
         return keys, values
 

@@ -94,11 +94,7 @@ class MiniCache:
 
 
 def require_alike(merge: MiniCache, pairs: Sequence[tuple[int, int]]) -> None:
-    """Warn where nobody has measured the layers that are merged; refuse those that are not alike.
-
-    Raises:
-        UnsupportedInputError: The report has no figures of a pair, or its layers are not alike.
-    """
+    """Refuse to merge layers that are not alike; warn where nobody has measured them."""
     if merge.force:
         return
     if merge.fidelity is None:

@@ -19,8 +19,6 @@ from memeff_compile.model.ternary.layers import (
     require_kind,
 )
 
-__all__ = ["TernaryStages", "pack_ternary_", "ternarize_"]
-
 log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -46,23 +46,14 @@ MIN_SIZE = 1 << 20
 
 @dataclass(frozen=True)
 class CompressedWeight:
-    """What became of one weight.
+    """What became of one weight."""
 
-    Attributes:
-        name: as in `named_parameters()`.
-        shape: of the weight.
-        codec: the codec's name, or "" where the weight was left dense.
-        bytes_before: of the dense weight.
-        bytes_after: of all parts of its code, or of the dense weight.
-        reason: why it was left dense, a sentence; "" where it was not.
-    """
-
-    name: str
+    name: str  # as in `named_parameters()`
     shape: tuple[int, ...]
-    codec: str
-    bytes_before: int
-    bytes_after: int
-    reason: str = ""
+    codec: str  # its name, or "" where the weight was left dense
+    bytes_before: int  # of the dense weight
+    bytes_after: int  # of all parts of its code, or of the dense weight
+    reason: str = ""  # why it was left dense, a sentence
 
     @property
     def bits(self) -> float:
@@ -147,8 +138,7 @@ def compress_(
 
     Compressed are bf16 weights that nothing but `nn.Linear` modules owns. Every bit of them comes
     back where `mantissa` is 7; products with a few tokens, which decode on the way, sum in another
-    order. Call it before an optimizer is made and
-    before the model is compiled.
+    order. Call it before an optimizer is made and before the model is compiled.
 
     Args:
         model: any module, also under PEFT; on the device where it will run.

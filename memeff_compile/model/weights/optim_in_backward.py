@@ -131,10 +131,8 @@ class _Update:
     """The optimizer of one parameter, and how to run it."""
 
     def __init__(self, name: str, parameter: nn.Parameter, factory: Factory, queue: _Queue) -> None:
-        self.name = name
-        self.queue = queue
-        self.parameter = parameter
-        self.seen = 0
+        self.name, self.queue, self.parameter = name, queue, parameter
+        self.seen = 0  # gradients since the last update
         self.is_coded = isinstance(parameter, CodedWeight)
         # What the optimizer holds: the weight itself, or a dense stand-in that is filled for the
         # time of a step.
@@ -241,10 +239,6 @@ class BackwardOptimizer(Optimizer):
     It is an optimizer for everything that expects one: a scheduler sets learning rates through its
     `param_groups`, one per parameter; `state_dict` saves and restores all of them. `step` has
     nothing left to do.
-
-    Attributes:
-        accumulate: backwards per update.
-        max_norm: largest norm of each parameter's gradient, or None.
     """
 
     def __init__(
@@ -254,8 +248,8 @@ class BackwardOptimizer(Optimizer):
         self._updates = list(updates)
         self._queue = queue
         self._times_anew = sum(each.times_anew for each in self._coded())
-        self.accumulate = accumulate
-        self.max_norm = max_norm
+        self.accumulate = accumulate  # backwards per update
+        self.max_norm = max_norm  # of each parameter's gradient, or None
         held = [update.held for update in self._updates]
         super().__init__(held, {})
         # The very groups of the optimizers: a scheduler that writes to them sets their rates.
@@ -294,11 +288,8 @@ class BackwardOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Check that the weights were updated during the backward; nothing else is left to do.
 
-        Args:
-            closure: computes the loss again, as of any optimizer; its backward updates.
-
-        Raises:
-            MemeffError: A gradient is left, since the hook of its weight did not run.
+        MemeffError where a gradient is left, since the hook of its weight did not run. A closure
+        computes the loss again, as of any optimizer; its backward updates.
         """
         with torch.enable_grad():
             result = None if closure is None else closure()
@@ -339,11 +330,7 @@ class BackwardOptimizer(Optimizer):
         return {"optim_in_backward": {u.name: u.optimizer.state_dict() for u in self._updates}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned for the same model.
-
-        Raises:
-            MemeffError: It is of another optimizer or another model.
-        """
+        """Restore what `state_dict` returned for the same model; MemeffError for any other."""
         states = state_dict.get("optim_in_backward")
         names = [update.name for update in self._updates]
         if states is None or sorted(states) != sorted(names):
