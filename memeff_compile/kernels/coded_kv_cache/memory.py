@@ -17,16 +17,15 @@ Size: TypeAlias = sympy.Expr | int
 
 
 def bytes_per_token(
-    heads: Size, depth: Size, bits: int, *, group: Size, shares: Size, itemsize: int = 2
+    heads: Size,  # H, D as symbols or numbers
+    depth: Size,  # likewise
+    bits: int,  # of a code
+    *,
+    group: Size,  # tokens that share the scales of a channel of keys; 0 for one per token and head
+    shares: Size,  # groups of channels of a value with scales of their own; not read with group 0
+    itemsize: int = 2,  # bytes of a scale
 ) -> sympy.Expr:
     """Return the bytes of one token's keys and values in codes, in one layer and sequence.
-
-    Args:
-        heads, depth: H, D as symbols or numbers.
-        bits: of a code.
-        group: tokens that share the scales of a channel of keys; 0 for one per token and head.
-        shares: groups of channels of a value with scales of their own; not read with group 0.
-        itemsize: bytes of a scale.
 
     Example: bytes_per_token(8, 128, 4, group=64, shares=2) == 1152.
     """

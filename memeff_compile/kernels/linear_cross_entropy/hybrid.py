@@ -208,15 +208,8 @@ def launch_gradient(
 
 
 def _widths(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Widths:
-    rows, depth = hidden.shape
-    return hybrid_widths(
-        rows,
-        depth,
-        weight.shape[0],
-        knobs.workspace,
-        hidden.element_size(),
-        processors(hidden.device),
-    )
+    sizes = (*hidden.shape, weight.shape[0], knobs.workspace, hidden.element_size())
+    return hybrid_widths(*sizes, processors(hidden.device))
 
 
 def _readable(given: Operands) -> Operands:

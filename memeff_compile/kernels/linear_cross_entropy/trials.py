@@ -114,12 +114,8 @@ class Loss:
         return [rows.nll, *(part for part in found if part is not None)]
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(0)
-
-
 def _inputs(device: torch.device, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    source = _generator(device)
+    source = torch.Generator(device).manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, dtype=torch.bfloat16, device=device, generator=source)

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Device code of the engine `tiles`.
 
 A word of packed weights holds the codes of 16 columns, four fields of two bits in each of four
