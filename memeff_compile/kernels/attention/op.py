@@ -196,12 +196,7 @@ def _conditions(name: str, given: _Call) -> Conditions:
 
 
 def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
-    """Say in a sentence why the engine `tiles` does not serve this, or return "" if it does.
-
-    Args:
-        device: where q, k and v are.
-        dtype: their dtype.
-        depth: their head dimension.
+    """Say in a sentence why the engine `tiles` does not serve q, k and v of a kind, or return "".
 
     Example: served(torch.device("cpu"), torch.float32, 64) names the device.
     """

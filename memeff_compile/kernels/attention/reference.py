@@ -71,9 +71,7 @@ class _Operands:
 def block_of(heads: int, queries: int, keys: int) -> int:
     """Return the queries of a block: as many as `BLOCK_SCORES` holds, at least 16.
 
-    Args:
-        heads: sequences times query heads.
-        queries, keys: of one head.
+    `heads` are those of all sequences.
 
     Example: block_of(32, 2048, 2048) == 64.
     """

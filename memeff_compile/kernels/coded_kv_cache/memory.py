@@ -102,10 +102,6 @@ def view_bytes(
 ) -> sympy.Expr:
     """Return the bytes of the dense view: keys and values of so many heads, rebuilt in one step.
 
-    Args:
-        batch, heads, tokens, depth: B, H, N, D as symbols or numbers.
-        dtype: of the view.
-
     Example: view_bytes(16, 8, 32768, 128, dtype=torch.bfloat16) == 1 << 31.
     """
     return sympy.Integer(2 * dtype.itemsize) * batch * heads * tokens * depth
@@ -114,9 +110,7 @@ def view_bytes(
 def share_bytes(batch: Size, heads: Size, depth: Size, *, splits: Size) -> sympy.Expr:
     """Return the bytes of the shares that the programs of one query head leave, in fp32.
 
-    Args:
-        batch, heads, depth: B, query heads, D as symbols or numbers.
-        splits: programs per query head; one leaves nothing behind.
+    `heads` are query heads, `splits` programs of each; one leaves nothing behind.
     """
     if splits == 1:
         return sympy.Integer(0)

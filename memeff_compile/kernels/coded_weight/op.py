@@ -36,11 +36,7 @@ MAX_WEIGHTS = 1 << 31
 
 
 def supports_weight(weight: Tensor, codec: str = "win4") -> str | None:
-    """Say in a sentence why a tensor cannot be coded, or return None.
-
-    Args:
-        weight: any tensor.
-        codec: a name that `parse` reads.
+    """Say in a sentence why a tensor cannot be coded by a codec that `parse` reads, or return None.
 
     Example: supports_weight(torch.ones(2, 3)) names the dtype.
     """

@@ -47,12 +47,7 @@ STATE = 5
 
 
 def forward(given: Operands, knobs: Knobs) -> Rows:
-    """Compute what is asked for of every row.
-
-    Args:
-        given: of bf16, fp16 or fp32, the weight of any strides.
-        knobs: the call's settings.
-    """
+    """Compute what is asked for of every row, of bf16, fp16 or fp32 and a weight of any strides."""
     given = _readable(given)
     hidden, weight, *_ = given
     rows, vocab = hidden.shape[0], weight.shape[0]

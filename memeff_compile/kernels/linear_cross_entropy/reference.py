@@ -33,12 +33,7 @@ LOG_ZERO = -1000.0
 
 
 def forward(given: Operands, knobs: Knobs) -> Rows:
-    """Compute what is asked for of every row.
-
-    Args:
-        given: of any floating dtype, the weight of any strides.
-        knobs: the call's settings.
-    """
+    """Compute what is asked for of every row, of any floating dtype and a weight of any strides."""
     hidden, weight, _, target, _ = given
     rows = target.shape[0]
     wide = checks.wide(hidden.dtype)

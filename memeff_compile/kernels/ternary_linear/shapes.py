@@ -65,20 +65,12 @@ WORDS_OF_ONE_LAUNCH = 1_250_000
 
 
 def quantizes_first(words: int, rows: int) -> bool:
-    """Return whether up to four tokens are quantised by a kernel of their own, before the product.
-
-    Args:
-        words, rows: as in `vector_shapes`.
-    """
+    """Return whether a kernel of its own quantises up to four tokens, before the product."""
     return words * rows > WORDS_OF_ONE_LAUNCH
 
 
 def coded_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
-    """Return the launch for up to four tokens that are quantised already: the best of a sweep.
-
-    Args:
-        words, rows, tokens, processors: as in `vector_shapes`.
-    """
+    """Return the launch, as `vector_shapes`, for tokens that are quantised: the best of a sweep."""
     del tokens
     wide = 1 << (words - 1).bit_length()
     if wide <= 256 and rows <= 96 * processors:
