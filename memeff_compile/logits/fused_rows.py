@@ -230,9 +230,8 @@ class FusedRows:
         `join` concatenates or stacks tensors along one of the rows' dimensions.
         """
         first = parts[0]
-        if not all(first._is_like(part) and part.outer == first.outer for part in parts):
-            return None
-        if any(part.ignore_index != first.ignore_index for part in parts):
+        settings = (first.outer, first.ignore_index)
+        if not all(first._is_like(p) and (p.outer, p.ignore_index) == settings for p in parts):
             return None
         tensors: dict[str, Any] = {}
         for name in _OF_ROWS:

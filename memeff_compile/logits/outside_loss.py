@@ -569,12 +569,11 @@ def _get_item(input: Any, index: Any) -> Any:
 
 def _picked(view: DeferredLogits, target: Tensor) -> Tensor:
     """One column of each row, by its index."""
-    folded = _check(view, target)
-    is_log = folded.factor is not None
+    factor = _check(view, target).factor
+    is_log = factor is not None
     spelling = "log_softmax + gather" if is_log else "gather"
     nll, lse, _ = _served(view, spelling, target=target, with_lse=not is_log, with_sum=is_log)
-    picked = nll * -cast("float", folded.factor) if is_log else lse - nll
-    return picked.to(view.dtype)
+    return (lse - nll if factor is None else nll * -factor).to(view.dtype)
 
 
 def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> Any:

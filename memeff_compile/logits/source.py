@@ -194,14 +194,11 @@ def _watch_optimizers() -> None:
 @compat.untraced
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Mark the sources whose head this optimizer has just updated."""
-    waiting: dict[int, list[LogitsSource]] = {}
-    for source in list(_live):
-        for reference in source.parameters if source.stepped_by is None else ():
-            waiting.setdefault(id(reference()), []).append(source)
+    waiting = [source for source in list(_live) if source.stepped_by is None]
     if not waiting:
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) in waiting and parameter.grad is not None:
-                for source in waiting[id(parameter)]:
-                    source.stepped_by = type(optimizer).__name__
+    given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    updated = {id(parameter) for parameter in given if parameter.grad is not None}
+    for source in waiting:
+        if any(id(reference()) in updated for reference in source.parameters):
+            source.stepped_by = type(optimizer).__name__
