@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class LogitsRecipe:
 
     compute_dtype: torch.dtype  # in which the product runs, autocast already resolved
     transposed: bool = False  # the weight is (hidden, vocabulary) instead of (vocabulary, hidden)
-    steps: tuple[tuple[str, object], ...] = ()
+    steps: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         unknown = [name for name, _ in self.steps if name not in _STEPS]
@@ -141,7 +141,7 @@ class LogitsRecipe:
         dtypes = [self.compute_dtype]
         for name, value in self.steps:
             changes = name in ("to", "bias") and value is not None
-            dtypes.append(cast("torch.dtype", value) if changes else dtypes[-1])
+            dtypes.append(value if changes else dtypes[-1])
         return tuple(dtypes)
 
     def _forward(self, made_of: Sequence[Any], tanhs: list[Tensor] | None) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,8 +90,7 @@ class LogitsSource:
         if self.parameters:
             self._sample = _sample(self.weight).clone()
             _live.add(self)
-            if not _is_watching:
-                _watch_optimizers()
+            _watch_optimizers()
 
     def compute(self, recipe: LogitsRecipe, rows: Tensor) -> Tensor:
         """Return the logits of some rows of the hidden states, without autograd.
@@ -181,14 +181,12 @@ def _differences(left: Tensor, right: Tensor) -> Tensor:
 
 
 _live: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
-_is_watching = False
 
 
+@cache
 def _watch_optimizers() -> None:
     """See optimizer steps that no version counter shows: fused ones, and writes through `.data`."""
-    global _is_watching
     register_optimizer_step_post_hook(_after_step)
-    _is_watching = True
 
 
 @compat.untraced
