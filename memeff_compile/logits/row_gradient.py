@@ -172,8 +172,8 @@ class RowGradient(LazyTensor):
     __torch_function__ = compat.NO_TORCH_FUNCTION
 
 
-def dense(grad: Any) -> Any:
-    """Return a gradient as a plain tensor; anything else as it is."""
+def dense(grad: Tensor) -> Tensor:
+    """Return a gradient as a plain tensor; what is no gradient in rows stays as it is."""
     return grad.dense() if isinstance(grad, RowGradient) else grad
 
 
