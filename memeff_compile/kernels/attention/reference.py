@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._triton.conditions import Conditions
+from ..library import heads_inside
 
 BLOCK_SCORES = 1 << 22
 """Scores of one block: enough for the products to be fast, 16 MiB in fp32."""
@@ -118,7 +119,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, 
     """
     batch, heads, queries, depth = q.shape
     every = _operands(q, k, v, given)
-    out = q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+    out = heads_inside(q)
     planes = every.q.new_empty((1 + given.is_bias, batch, heads, queries))
     lse = planes if given.is_bias else planes[0]
     for first, stop in every.blocks():

@@ -132,7 +132,7 @@ class _Call:
 
     def run(
         self,
-        kernel: Any,  # noqa: ANN401
+        kernel: Any,
         shape: Shape,
         read: tuple[Tensor, ...],  # (B, heads, positions, D) each
         others: tuple[Any, ...],  # what stands between the bounds and the positions

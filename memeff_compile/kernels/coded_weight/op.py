@@ -321,14 +321,14 @@ def _fake_linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
     return grad.new_empty((*grad.shape[:-1], weight.shape[1]))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     x, weight, bias, *_ = inputs
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
     ctx.bias_shape = None if bias is None else bias.shape
 
 
-def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     once = _gradients_once if torch.is_grad_enabled() else _gradients  # create_graph=True
     return (*once(ctx.needs_input_grad, grad, x, weight), None)
@@ -366,19 +366,14 @@ class _Keep(torch.autograd.Function):
     """Keeps the operands; its backward has the gradient of the product."""
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         del bias
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         shape = (*x.shape[:-1], weight.shape[0])
         return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _link(ctx, grad)[:3]
 
 
@@ -386,17 +381,13 @@ class _Multiply(torch.autograd.Function):
     """Multiplies; hands the gradient of the product on."""
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        token: Tensor,
-        operands: tuple[Tensor, Tensor, Tensor | None],
-    ) -> Tensor:
+    def forward(ctx: Any, token: Tensor, operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
         del ctx, token
         found: Tensor = coded_weight_linear(*operands, True)
         return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 

@@ -38,7 +38,7 @@ def gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> None:
     _launch(kernels._gated_gradients_kernel, gate, up, grad, activation)
 
 
-def _launch(kernel: Any, gate: Tensor, up: Tensor, third: Tensor, activation: str) -> None:  # noqa: ANN401
+def _launch(kernel: Any, gate: Tensor, up: Tensor, third: Tensor, activation: str) -> None:
     from .in_place_kernels import BLOCK, WARPS
 
     count = gate.numel()

@@ -1,4 +1,3 @@
-# ruff: noqa: ANN001, ANN202  (arguments of device code are pointers and scalars of Triton's own)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernels of `fused`: products whose epilogue turns a tile of logits into what is kept.
 
@@ -42,6 +41,28 @@ def _quarter(tile, index: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     halves = _halves(tile, BM, BN)
     quarters = _halves(halves[index // 2], BM, BN // 2)
     return quarters[index % 2]
+
+
+@triton.jit
+def _rows_here(kept_ptr, first_row, rows, C: tl.constexpr):
+    """Return how many of these rows exist."""
+    if C.HAS_KEPT:
+        return tl.minimum(rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
+    return rows
+
+
+@triton.jit
+def _products(hidden_desc, weight_desc, blocks, first_row, depth, C: tl.constexpr):
+    """Return the products of a block of rows, counted from a first row, and one of columns."""
+    row_block, column_block = blocks
+    ROWS: tl.constexpr = hidden_desc.block_shape[0]
+    COLUMNS: tl.constexpr = weight_desc.block_shape[0]
+    acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for k in range(0, depth, C.BK):
+        e = hidden_desc.load([first_row + row_block * ROWS, k])
+        c = weight_desc.load([column_block * COLUMNS, k])
+        acc = dot(e, c.T, acc, C.UPCAST)
+    return acc
 
 
 @triton.jit
@@ -205,9 +226,7 @@ def _linear_cross_entropy_forward_kernel(
     # PARTS: statistics per tile: 1, or 2 for one per half of its columns
 ):
     """Reduce each tile of logits to a maximum and a sum per row; pick out the target's logit."""
-    rows_here = group_rows
-    if C.HAS_KEPT:
-        rows_here = tl.minimum(group_rows, tl.maximum(tl.load(kept_ptr) - first_row, 0))
+    rows_here = _rows_here(kept_ptr, first_row, group_rows, C)
     row_blocks = tl.cdiv(rows_here, C.BM)
     column_blocks = tl.cdiv(vocab, C.BN)
     plane = tl.cast(column_blocks, tl.int64) * C.PARTS * group_rows
@@ -216,11 +235,8 @@ def _linear_cross_entropy_forward_kernel(
     ):
         row_block = tile % row_blocks
         column_block = tile // row_blocks
-        acc = tl.zeros((C.BM, C.BN), dtype=tl.float32)
-        for k in range(0, depth, C.BK):
-            e = hidden_desc.load([hidden_row + row_block * C.BM, k])
-            c = weight_desc.load([column_block * C.BN, k])
-            acc = dot(e, c.T, acc, C.UPCAST)
+        blocks = (row_block, column_block)
+        acc = _products(hidden_desc, weight_desc, blocks, hidden_row, depth, C)
 
         rows = row_block * C.BM + tl.arange(0, C.BM)
         is_row = rows < rows_here
@@ -451,14 +467,21 @@ def _linear_cross_entropy_dense_gradient_kernel(
 
 
 @triton.jit
-def _add_tile(desc, row, column, tile, C: tl.constexpr):
-    """Write a tile, or add it to what is there. Exactly one program does so per launch."""
-    if not C.ADD:
-        desc.store([row, column], tile)
-    elif C.UPCAST:
-        desc.store([row, column], desc.load([row, column]) + tile)
-    else:
-        desc.atomic_add([row, column], tile)
+def _store_tile(desc, at, tile, ADD: tl.constexpr, C: tl.constexpr):
+    """Write a tile by quarters, or add it to what is there, which one program does per launch."""
+    row, first = at
+    ROWS: tl.constexpr = tile.shape[0]
+    parts = _halves(tile, ROWS, C.BN)
+    for half in tl.static_range(2):
+        quarters = _halves(parts[half], ROWS, C.BN // 2)
+        for quarter in tl.static_range(2):
+            column = first + half * (C.BN // 2) + quarter * (C.BN // 4)
+            if not ADD:
+                desc.store([row, column], quarters[quarter].to(desc.dtype))
+            elif C.UPCAST:
+                desc.store([row, column], desc.load([row, column]) + quarters[quarter])
+            else:
+                desc.atomic_add([row, column], quarters[quarter])
 
 
 @triton.jit
@@ -517,15 +540,8 @@ def _linear_cross_entropy_dense_products_kernel(
                     else:
                         e = hidden_desc.load([k, depth_block * C.BN])
                     acc = dot(g.T, e, acc, C.UPCAST)
-                row = first_column + column_block * C.BM
-                parts = _halves(acc, C.BM, C.BN)
-                for half in tl.static_range(2):
-                    quarters = _halves(parts[half], C.BM, C.BN // 2)
-                    for quarter in tl.static_range(2):
-                        column = depth_block * C.BN + half * (C.BN // 2) + quarter * (C.BN // 4)
-                        grad_weight_desc.store(
-                            [row, column], quarters[quarter].to(grad_weight_desc.dtype)
-                        )
+                at = (first_column + column_block * C.BM, depth_block * C.BN)
+                _store_tile(grad_weight_desc, at, acc, False, C)
         else:
             if C.NEEDS_HIDDEN:
                 row_block = (tile - weight_tiles) // depth_blocks
@@ -535,12 +551,8 @@ def _linear_cross_entropy_dense_products_kernel(
                     g = g_by_row_desc.load([row_block * C.BM, k])
                     c = weight_desc.load([first_column + k, depth_block * C.BN])
                     acc = dot(g, c, acc, C.UPCAST)
-                parts = _halves(acc, C.BM, C.BN)
-                for half in tl.static_range(2):
-                    quarters = _halves(parts[half], C.BM, C.BN // 2)
-                    for quarter in tl.static_range(2):
-                        column = depth_block * C.BN + half * (C.BN // 2) + quarter * (C.BN // 4)
-                        _add_tile(grad_hidden_desc, row_block * C.BM, column, quarters[quarter], C)
+                at = (row_block * C.BM, depth_block * C.BN)
+                _store_tile(grad_hidden_desc, at, acc, C.ADD, C)
 
 
 @triton.jit

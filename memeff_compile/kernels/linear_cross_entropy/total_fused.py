@@ -277,13 +277,14 @@ class Walk:
         rows, columns, step = shapes.rows, shapes.columns, shapes.step
         kernel: Any
         tiles_of: Any = fused.tiles_of
-        parts, splits = [], []
+        parts, splits, constants = [], [], shapes.constants(columns)
         if self.has_gluon:
             from .._triton.gluon import tiles_of
             from . import total_products_kernels
 
             kernel = total_products_kernels._linear_cross_entropy_total_specialized_products_kernel
             parts, splits = [self.parts], [self.splits]
+            del constants["num_stages"]  # it has stages of its own
         else:
             from . import total_kernels
 
@@ -304,14 +305,9 @@ class Walk:
             HAS_PARTS=self.parts is not None,
             NEEDS_WEIGHT=self.grad_weight is not None,
             NEEDS_HIDDEN=self.grad_hidden is not None,
-            BM=rows,
-            BN=columns,
-            BK=step,
             STAGES=shapes.stages,
             WARPS=shapes.warps,
-            UPCAST=shapes.is_interpreted,
-            num_warps=shapes.warps,
-            **({} if self.has_gluon else {"num_stages": shapes.stages}),
+            **constants,
             **self.flags,
         )
 
@@ -387,13 +383,8 @@ class _Total(Walk):
             *(self.base, self.stats, self.target_logit),
             *(first, 0 if self.is_compact else first, here, self.vocab, self.depth, *self.cap),
             HAS_AGAIN=again is not None,
-            BM=shapes.rows,
-            BN=self.columns,
-            BK=shapes.step,
             FLATTEN=shapes.flatten,
-            UPCAST=shapes.is_interpreted,
-            num_warps=shapes.warps,
-            num_stages=shapes.stages,
+            **shapes.constants(self.columns),
             **self.flags,
         )
 
