@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -169,6 +170,11 @@ class RowGradient(LazyTensor):
 
     # Gradients meet no function that has to act above autograd.
     __torch_function__ = compat.NO_TORCH_FUNCTION
+
+
+def dense(grad: Tensor) -> Tensor:
+    """Return a gradient as a plain tensor; what is no gradient in rows stays as it is."""
+    return grad.dense() if isinstance(grad, RowGradient) else grad
 
 
 def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
@@ -400,27 +406,25 @@ def _new_zeros(grad: RowGradient, shape: Sequence[int], **kwargs: Any) -> RowGra
 
 _divide, _negate = functools.partial(_scale, invert=True), functools.partial(_scale, factor=-1.0)
 
-_RULES: dict[Any, Callable[..., Tensor | None]] = {
-    aten.select_backward.default: _part_backward(_selected),
-    aten.slice_backward.default: _part_backward(_sliced),
-    **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _reshape),
-    **dict.fromkeys((aten._reshape_alias.default, aten.reshape.default), _reshape),
-    **dict.fromkeys(
-        (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _shaped(aten.squeeze)
-    ),
-    aten.unsqueeze.default: _shaped(aten.unsqueeze),
-    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default), _same),
-    aten._to_copy.default: _cast,
-    aten.index_put.default: _index_put,
-    aten.index_add.default: _index_add,
-    aten.add.Tensor: _add,
-    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _scale),
-    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _divide),
-    aten.neg.default: _negate,
-    aten.permute.default: RowGradient.permuted,
-    aten.transpose.int: _transpose,
-    aten.cat.default: _cat,
-    aten.stack.default: _stack,
-    aten.new_zeros.default: _new_zeros,
+_NAMED: dict[Callable[..., Tensor | None], str] = {
+    _part_backward(_selected): "select_backward.default",
+    _part_backward(_sliced): "slice_backward.default",
+    _reshape: "view.default _unsafe_view.default _reshape_alias.default reshape.default",
+    _shaped(aten.squeeze): "squeeze.default squeeze.dim squeeze.dims",
+    _shaped(aten.unsqueeze): "unsqueeze.default",
+    _same: "detach.default alias.default clone.default",
+    _cast: "_to_copy.default",
+    _index_put: "index_put.default",
+    _index_add: "index_add.default",
+    _add: "add.Tensor",
+    _scale: "mul.Tensor mul.Scalar",
+    _divide: "div.Tensor div.Scalar",
+    _negate: "neg.default",
+    RowGradient.permuted: "permute.default",
+    _transpose: "transpose.int",
+    _cat: "cat.default",
+    _stack: "stack.default",
+    _new_zeros: "new_zeros.default",
 }
+_RULES = {attrgetter(name)(aten): rule for rule, names in _NAMED.items() for name in names.split()}
 _ANY_ORDER = (RowGradient.permuted, _transpose, _same, _cast, _scale, _divide, _negate)

@@ -44,7 +44,7 @@ from memeff_compile.logits.lazy_tensor import MEMORY_METHODS, LazyTensor
 from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.outside_loss import SERVED, Declined
 from memeff_compile.logits.recipe import LogitsRecipe
-from memeff_compile.logits.row_gradient import RowGradient, indexed_dims
+from memeff_compile.logits.row_gradient import RowGradient, dense, indexed_dims
 from memeff_compile.logits.source import reading_for
 
 aten = torch.ops.aten
@@ -524,22 +524,18 @@ def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
         view._row_hook = register(RowGradient.of)
 
 
-def _dense(grad: Any) -> Any:
-    return grad.dense() if isinstance(grad, RowGradient) else grad
-
-
 def _register_hook(func: Any, view: DeferredLogits, hook: Callable[[Tensor], Any]) -> Any:
     """Hooks see the gradients that eager PyTorch would show them."""
     _forget_rows(view)
     if compat.ignores_gradients(hook):
         return func(view, hook)
-    return func(view, lambda grad: hook(_dense(grad)))
+    return func(view, lambda grad: hook(dense(grad)))
 
 
 def _retain_grad(func: Any, view: DeferredLogits) -> None:
     _forget_rows(view)
     register: Callable[..., Any] = view.register_hook
-    register(_dense)
+    register(dense)
     func(view)
 
 
@@ -557,7 +553,7 @@ def _read_grad(func: Any, view: DeferredLogits) -> Tensor | None:
 
 
 def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    return tuple(_dense(grad) for grad in func(*args, **kwargs))
+    return tuple(dense(grad) for grad in func(*args, **kwargs))
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:

@@ -341,28 +341,22 @@ class Starts:
     def __init__(self, attention_mask: Tensor | None) -> None:
         self.places: Tensor
         self._shape: tuple[int, ...] = ()
-        self.first = self._first(attention_mask)
-
-    @staticmethod
-    def _first(attention_mask: Tensor | None) -> Tensor | None:
-        if attention_mask is None:
-            return None
-        if attention_mask.dim() != 2:
+        if attention_mask is not None and attention_mask.dim() != 2:
             refuse(
                 f"attention_mask has {attention_mask.dim()} dimensions; (batch, tokens) with 1 for "
                 "a token and 0 for padding is needed."
             )
-        return (attention_mask.cumsum(1) == 0).sum(1)
+        self.first = None if attention_mask is None else (attention_mask.cumsum(1) == 0).sum(1)
 
     def restart(self, attention_mask: Tensor | None, held: set[int]) -> None:
         """Start over with other sequences, in the tensors that are there; refused, or all of it.
 
         `held` is how many sequences the layers have tensors for.
         """
-        first = self._first(attention_mask)
+        other = Starts(attention_mask)
         for sequences in held:
-            self._spread(first, sequences, torch.device("cpu"))
-        self.first = first
+            other.first_tokens(sequences, torch.device("cpu"))
+        self.first = other.first
         if self._shape:
             self.places.copy_(self._counted(self._shape, self.places.device))
 
@@ -386,19 +380,15 @@ class Starts:
 
     def first_tokens(self, sequences: int, device: torch.device) -> Tensor:
         """Return the position of each sequence's first token, int32."""
-        return self._spread(self.first, sequences, device)
-
-    @staticmethod
-    def _spread(first: Tensor | None, sequences: int, device: torch.device) -> Tensor:
-        if first is None:
+        if self.first is None:
             return torch.zeros(sequences, dtype=torch.int32, device=device)
-        batch = first.shape[0]
+        batch = self.first.shape[0]
         if batch == 0 or sequences % batch:
             refuse(
                 f"attention_mask has {batch} rows and the keys {sequences}; a row per sequence, "
                 "or per sequence before beams, is needed."
             )
-        return first.to(device, torch.int32).repeat_interleave(sequences // batch)
+        return self.first.to(device, torch.int32).repeat_interleave(sequences // batch)
 
     def change(self, function: Callable[[Tensor], Tensor], *, in_place: bool) -> None:
         """Reorder, repeat or select sequences."""
