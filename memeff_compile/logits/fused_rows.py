@@ -212,8 +212,10 @@ class FusedRows:
         """Return this gradient with its rows in another shape."""
         hidden = self.head.hidden
         head = replace(self.head, hidden=hidden.reshape(*rows, hidden.shape[-1]))
-        held: dict[str, Any] = {name: getattr(self, name) for name in _OF_ROWS}
-        shaped = {n: None if x is None else x.reshape(tuple(rows)) for n, x in held.items()}
+        held = {name: getattr(self, name) for name in _OF_ROWS}
+        shaped: dict[str, Any] = {
+            n: x.reshape(tuple(rows)) for n, x in held.items() if x is not None
+        }
         return replace(self, head=head, **shaped)
 
     @staticmethod
