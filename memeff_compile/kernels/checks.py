@@ -21,6 +21,11 @@ def require(op: str, sentence: str | None) -> None:
         raise UnsupportedInputError(f"{op}: {sentence}")
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums of numbers of a dtype are taken in: fp64 of fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def short(dtype: torch.dtype) -> str:
     """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")

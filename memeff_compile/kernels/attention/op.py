@@ -14,7 +14,16 @@ from torch import Tensor
 from ...errors import UnsupportedInputError
 from .. import library
 from .._triton.conditions import Conditions
-from ..checks import INDICES, MAX_DEPTH, require, short, two_dtypes, unlike_heads, unlike_sizes
+from ..checks import (
+    INDICES,
+    MAX_DEPTH,
+    require,
+    short,
+    two_dtypes,
+    unlike_heads,
+    unlike_sizes,
+    wide,
+)
 from ..device import kernels_need, kernels_serve, where_it_runs, without_autocast
 from . import reference
 from .mask_tiles import classify, table_shape
@@ -187,12 +196,7 @@ def _conditions(name: str, given: _Call) -> Conditions:
 
 
 def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
-    """Say in a sentence why the engine `tiles` does not serve this, or return "" if it does.
-
-    Args:
-        device: where q, k and v are.
-        dtype: their dtype.
-        depth: their head dimension.
+    """Say in a sentence why the engine `tiles` does not serve q, k and v of a kind, or return "".
 
     Example: served(torch.device("cpu"), torch.float32, 64) names the device.
     """
@@ -231,7 +235,7 @@ def _forward(given: _Call) -> tuple[Tensor, Tensor]:
 def _fake_forward(given: _Call) -> tuple[Tensor, Tensor]:
     planes = (2,) if _conditions("attention", given).is_bias else ()
     q = given.q
-    lse = q.new_empty((*planes, *q.shape[:3]), dtype=_sum_dtype(q.dtype))
+    lse = q.new_empty((*planes, *q.shape[:3]), dtype=wide(q.dtype))
     return library.heads_inside(q), lse
 
 
@@ -266,10 +270,6 @@ def _require_mask(mask: Tensor) -> None:
             f"attention_mask_tiles: mask is {short(mask.dtype)} with {mask.dim()} dimensions; bool "
             "or a floating dtype of (batch, heads, queries, keys) is needed."
         )
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _setup_context(

@@ -125,14 +125,12 @@ def merge_prompt(
 
 
 def measure_prompt(
-    keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], group: int
+    # of the lower layer and of the upper, (B, H, n, D) of the same strides
+    keys: tuple[Tensor, Tensor],
+    values: tuple[Tensor, Tensor],  # likewise
+    group: int,  # tokens per program
 ) -> Tensor:
-    """Return (B, H, n): how far apart two layers are, the larger distance of keys and values.
-
-    Args:
-        keys, values: of the lower layer and of the upper, (B, H, n, D) of the same strides.
-        group: tokens per program.
-    """
+    """Return (B, H, n): how far apart two layers are, the larger distance of keys and values."""
     from . import append_pairs_kernels as kernels
 
     batch, heads, count, depth = keys[0].shape

@@ -270,14 +270,8 @@ class CodedWeight(Tensor):
     def step(self, gradient: Tensor, by: codecs.Step) -> Tensor:
         """Turn a gradient into the weight after a step of SGD, in the gradient's memory.
 
-        The weight holds no value afterwards, until the new one is stored.
-
-        Args:
-            gradient: one that `steps` allows; it is written to.
-            by: the step.
-
-        Returns:
-            The new value: `gradient`.
+        The gradient, which `steps` has to allow, is returned as the new value; until that is stored
+        the weight holds none.
         """
         return op.step(self.parts, self.codec, gradient, by)
 

@@ -31,11 +31,7 @@ ENGINES = {
 
 
 def supports(weight: Tensor, ids: Tensor) -> str | None:
-    """Say in a sentence why the op cannot serve these inputs, or return None if it can.
-
-    Args:
-        weight: (V, D), the table.
-        ids: (...), token ids.
+    """Say in a sentence why the op cannot serve a (V, D) table and (...) token ids, or return None.
 
     Example: supports(torch.ones(5, 4), torch.zeros(3).long()) is None.
     """

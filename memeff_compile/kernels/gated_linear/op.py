@@ -31,15 +31,13 @@ ENGINES = {
 
 
 def supports(
-    gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+    gate: Tensor,  # (..., I), the two halves of the gated product
+    up: Tensor,  # likewise
+    weight: Tensor,  # (D, I), of the linear
+    bias: Tensor | None,  # (D,) or None
+    activation: str,  # one of `ACTIVATIONS`
 ) -> str | None:
     """Say in a sentence why the op cannot serve these inputs, or return None if it can.
-
-    Args:
-        gate, up: (..., I), the two halves of the gated product.
-        weight: (D, I), of the linear.
-        bias: (D,) or None.
-        activation: one of `ACTIVATIONS`.
 
     Example: supports(torch.ones(2, 3), torch.ones(2, 3), torch.ones(4, 3), None, "silu") is None.
     """

@@ -63,9 +63,7 @@ def serves(weight: Tensor) -> bool:
 def forward(given: Operands, knobs: Knobs) -> tuple[Rows, filters.LeftOut]:
     """Compute what is asked for of every row, and what a filter may leave out of backward.
 
-    Args:
-        given: hidden states in bf16 or fp16, the weight contiguous.
-        knobs: without top.
+    Hidden states are bf16 or fp16, the weight is contiguous, and top is not asked for.
     """
     from . import fused_kernels as kernels
 

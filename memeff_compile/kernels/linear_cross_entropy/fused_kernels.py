@@ -66,14 +66,13 @@ def _products(hidden_desc, weight_desc, blocks, first_row, depth, C: tl.constexp
 
 
 @triton.jit
-def _logits(
-    acc, columns, bias_ptr, vocab, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
-):
+def _logits(acc, columns, bias_ptr, vocab, cap, C: tl.constexpr):
     """Return logits in base 2, and dz/ds, of one tile of products."""
-    if HAS_BIAS:
+    scale, softcap = cap
+    if C.HAS_BIAS:
         bias = tl.load(bias_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)
         acc += bias[None, :]
-    if HAS_SOFTCAP:
+    if C.HAS_SOFTCAP:
         u = acc * scale
         shrink = tl.exp2(tl.abs(u) * (-2.0 * LOG2E / softcap))
         inverse = 1.0 / (1.0 + shrink)
@@ -242,9 +241,7 @@ def _linear_cross_entropy_forward_kernel(
         is_row = rows < rows_here
         offs = tl.arange(0, C.BN)
         columns = column_block * C.BN + offs
-        z2, _slope = _logits(
-            acc, columns, bias_ptr, vocab, scale, softcap, C.HAS_BIAS, C.HAS_SOFTCAP
-        )
+        z2, _slope = _logits(acc, columns, bias_ptr, vocab, (scale, softcap), C)
         target = tl.load(target_ptr + first_row + rows, mask=is_row, other=-1) - column_block * C.BN
         is_here = (target >= 0) & (target < C.BN)
         if tl.max(is_here.to(tl.int32), axis=0) > 0:
@@ -357,20 +354,15 @@ def _linear_cross_entropy_rows_kernel(
 
 
 @triton.jit
-def _gradient_tile(
-    acc,
-    place,  # which rows these are, which exist, and which columns
-    given,
-    sizes,
-    cap,
-    C: tl.constexpr,
-):
-    """Return G = dloss/ds of one tile in fp32; rows and columns that do not exist are zero."""
+def _gradient_tile(acc, place, given, sizes, cap, C: tl.constexpr):
+    """Return G = dloss/ds of one tile in fp32; rows and columns that do not exist are zero.
+
+    Its place is which rows these are, which exist, and which columns.
+    """
     rows, is_row, columns = place
     bias_ptr, column_weight_ptr, target_ptr, row_values_ptr = given
     all_rows, vocab = sizes
-    scale, softcap = cap
-    z2, slope = _logits(acc, columns, bias_ptr, vocab, scale, softcap, C.HAS_BIAS, C.HAS_SOFTCAP)
+    z2, slope = _logits(acc, columns, bias_ptr, vocab, cap, C)
     lse2 = tl.load(row_values_ptr + rows, mask=is_row, other=0.0)
     of_p = tl.load(row_values_ptr + all_rows + rows, mask=is_row, other=0.0)
     of_target = tl.load(row_values_ptr + 2 * all_rows + rows, mask=is_row, other=0.0)
@@ -451,18 +443,10 @@ def _linear_cross_entropy_dense_gradient_kernel(
             acc = dot(e, c.T, acc, C.UPCAST)
         for quarter in tl.static_range(4):
             local = column_block * C.BN + quarter * (C.BN // 4)
-            g = _gradient_tile(
-                _quarter(acc, quarter, C.BM, C.BN),
-                (
-                    offs_n if C.GATHER else first_row + offs_n,
-                    offs_n < rows_here,
-                    first_column + local + tl.arange(0, C.BN // 4),
-                ),
-                given,
-                (rows, vocab),
-                cap,
-                C,
-            )
+            part = _quarter(acc, quarter, C.BM, C.BN)
+            row = offs_n if C.GATHER else first_row + offs_n
+            place = (row, offs_n < rows_here, first_column + local + tl.arange(0, C.BN // 4))
+            g = _gradient_tile(part, place, given, (rows, vocab), cap, C)
             g_desc.store([row_block * C.BM, local], g.to(g_desc.dtype))
 
 

@@ -197,9 +197,7 @@ def engine_for(
     Where "fused" and "hybrid" both could, what `tune` measured on that GPU decides. A weight whose
     rows do not follow each other in memory is served by "hybrid" where this says "fused".
 
-    Args:
-        device, dtype, depth: of the hidden states.
-        with_top: whether the likeliest class of each row is asked for.
+    Dtype and depth are the hidden states'; `with_top` asks for the likeliest class of a row.
     """
     if not kernels_serve(device, dtype):
         return "reference"

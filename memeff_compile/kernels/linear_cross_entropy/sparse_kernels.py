@@ -45,18 +45,10 @@ def _linear_cross_entropy_sparse_gradient_kernel(
         offs_n = row_block * C.TILE + tl.arange(0, C.TILE)
         for quarter in tl.static_range(4):
             local = quarter * (C.TILE // 4)
-            g = _gradient_tile(
-                _quarter(acc, quarter, C.TILE, C.TILE),
-                (
-                    offs_n,
-                    offs_n < rows_here,
-                    column_block * C.TILE + local + tl.arange(0, C.TILE // 4),
-                ),
-                given,
-                (rows, vocab),
-                cap,
-                C,
-            )
+            part = _quarter(acc, quarter, C.TILE, C.TILE)
+            is_row = offs_n < rows_here
+            columns = column_block * C.TILE + local + tl.arange(0, C.TILE // 4)
+            g = _gradient_tile(part, (offs_n, is_row, columns), given, (rows, vocab), cap, C)
             g_desc.store([(tile - first) * C.TILE, local], g.to(g_desc.dtype))
 
 
@@ -175,15 +167,11 @@ def _decoded(code):
 
 
 @triton.jit
-def _dropped(
-    given,  # as of `_linear_cross_entropy_block_score_kernel`
-    place,
-    group,
-    counts,
-    offs,
-    C: tl.constexpr,
-):
-    """Return, per tile and row: what leaving it out drops in sum, and at most in one column."""
+def _dropped(given, place, group, counts, offs, C: tl.constexpr):
+    """Return, per tile and row: what leaving it out drops in sum, and at most in one column.
+
+    It is given what `_linear_cross_entropy_block_score_kernel` is.
+    """
     stats_ptr, compact_lse_ptr, target_logit_ptr, target_ptr = given
     rows, is_row = place
     first_row, group_rows = group

@@ -80,10 +80,7 @@ def auto_bytes(rows: sympy.Expr, width: int) -> sympy.Expr:
 def piece_rows(rows: int, vocab: int, workspace: int, tile: int, columns: int) -> int:
     """Return how many rows a piece has: whole blocks, in even shares.
 
-    Args:
-        rows, vocab: N, V.
-        workspace: bytes, 0 = automatic.
-        tile, columns: rows and columns of a tile of logits.
+    A workspace of 0 is automatic; a tile of logits has `tile` rows and so many columns.
     """
     width = -(-vocab // columns) * columns
     budget = workspace or int(auto_bytes(sympy.Integer(rows), width))
@@ -152,12 +149,7 @@ def scales(gradient: Tensor, by: Tensor, out: Tensor) -> bool:
 def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
     """Write gradient * by, in fp32 and rounded once, to `out`, which may be `gradient`.
 
-    The number is read on the GPU. In place, a factor of 1 costs a launch and no more.
-
-    Args:
-        gradient: contiguous.
-        by: a number in fp32.
-        out: like `gradient`.
+    The number is read on the GPU; all are contiguous. In place, a factor of 1 costs a launch.
     """
     from . import total_kernels as kernels
 
@@ -173,11 +165,7 @@ def scale_into(gradient: Tensor, by: Tensor, out: Tensor) -> None:
 
 
 def run(given: Loss) -> Totals:
-    """Compute the total and the gradients that are asked for.
-
-    Args:
-        given: of bf16, the weight contiguous.
-    """
+    """Compute the total and the gradients asked for, in bf16 and of a contiguous weight."""
     with on_device(given.hidden):
         walk = _Total(given)
         for index, (first, stop) in enumerate(spans(0, walk.rows, walk.height)):

@@ -53,9 +53,7 @@ def _linear_cross_entropy_total_base_kernel(
         sums += e.to(tl.float32) * c.to(tl.float32)
     s = tl.zeros((1,), tl.float32) + tl.sum(sums, axis=0)
     column = tl.zeros((1,), tl.int32) + tl.where(is_class, target, vocab)
-    z2, _slope = _logits(
-        s[:, None], column, bias_ptr, vocab, scale, softcap, C.HAS_BIAS, C.HAS_SOFTCAP
-    )
+    z2, _slope = _logits(s[:, None], column, bias_ptr, vocab, (scale, softcap), C)
     tl.store(base_ptr + row, tl.sum(tl.sum(z2, axis=1), axis=0))
 
 
@@ -105,9 +103,7 @@ def _linear_cross_entropy_total_logits_kernel(
             offs = tl.arange(0, C.BN // 4)
             columns = first + offs
             part = _quarter(acc, quarter, C.BM, C.BN)
-            z2, slope = _logits(
-                part, columns, bias_ptr, vocab, scale, softcap, C.HAS_BIAS, C.HAS_SOFTCAP
-            )
+            z2, slope = _logits(part, columns, bias_ptr, vocab, (scale, softcap), C)
             local = target - first
             is_here = (local >= 0) & (local < C.BN // 4)
             if tl.max(is_here.to(tl.int32), axis=0) > 0:
