@@ -52,7 +52,8 @@ def fit(lightning: Any, module: Any, given: nn.Module | None = None) -> Tensor:
         enable_model_summary=False,
     )
     steps = [{"input_ids": batch(seed)["input_ids"]} for seed in range(3)]
-    trainer.fit(given or module, torch.utils.data.DataLoader(steps, batch_size=None))  # type: ignore[arg-type]
+    batches = torch.utils.data.DataLoader(steps, batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(module if given is None else given, batches)
     return torch.stack(module.losses)
 
 
