@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -444,14 +444,14 @@ def can_be_swapped(tensor: torch.Tensor) -> bool:
     return not weakref.getweakrefs(tensor) and tensor._use_count() == 1  # type: ignore[attr-defined]
 
 
-def is_fake(value: Any) -> bool:
+def is_fake(value: Any) -> TypeGuard[torch.Tensor]:
     """Return whether ``value`` is a plain fake tensor: not a fake wrapper subclass."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return type(value) is FakeTensor
 
 
-def is_dtensor(value: Any) -> bool:
+def is_dtensor(value: Any) -> TypeGuard[torch.Tensor]:
     """Return whether ``value`` is a tensor spread over ranks."""
     tensor_module = sys.modules.get("torch.distributed.tensor")
     return tensor_module is not None and isinstance(value, tensor_module.DTensor)

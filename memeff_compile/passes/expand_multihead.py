@@ -33,7 +33,7 @@ from .attention.mask_reader import reader_of
 from .attention.sites import subclass
 from .attention.torch_kernels import kernels_chosen, why_no_kernel
 from .graph.base import Decline, Done, GraphPass, mutated
-from .graph.canonical import aten, read_one
+from .graph.canonical import aten, call_of, read_one
 from .graph.editor import Editor, EditRefused
 from .graph.graph_info import GraphInfo, kind_among, node_name, same_shape
 
@@ -91,11 +91,9 @@ class ExpandMultihead(GraphPass):
         return None if found is None else found.counted(match.node)
 
     def places(self, match: Multihead) -> Sequence[Node]:
-        """Return the call."""
         return (match.node,)
 
     def rewrite(self, info: GraphInfo, match: Multihead, editor: Editor) -> Done:
-        """Replace the call by its parts."""
         sentence = (
             "multi_head_attention_forward -> linear, scaled_dot_product_attention, linear; "
             + "; ".join(_gains(info, match))
@@ -148,7 +146,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
     if node.op != "call_method" or node.target not in ("masked_fill_", "masked_fill"):
         return Mask(node, None)
     zeros, taken, *fill = node.args
-    call = read_one(zeros) if isinstance(zeros, Node) else None
+    call = read_one(zeros)
     is_ours = (
         call is not None
         and call.op is aten.zeros_like.default
@@ -163,8 +161,7 @@ def _read_mask(info: GraphInfo, node: Any) -> Mask | None:
 
 def _turned_from(node: Node) -> Node | None:
     """Return what was turned round, batch and length, or None."""
-    call = read_one(node)
-    if call is None or call.op is not aten.transpose.int:
+    if (call := call_of(node, aten.transpose.int)) is None:
         return None
     source: Node = call.args["self"]
     return source if {call.args["dim0"] % 3, call.args["dim1"] % 3} == {0, 1} else None
@@ -317,8 +314,6 @@ class _Expansion:
     def _cast(self, node: Node | None) -> Node | None:
         return None if node is None else self.editor.cast(node, self.output.dtype)
 
-    # --- projections ------------------------------------------------------------------------------
-
     def _projected(self) -> list[Node]:
         """Return query, key and value as (batch, heads, length, head size)."""
         given = self.match.given
@@ -372,8 +367,6 @@ class _Expansion:
             return self.call(aten.unsqueeze.default, node, 0), 0
         turned = _turned_from(node)
         return (node, 1) if turned is None else (turned, 0)
-
-    # --- masks ------------------------------------------------------------------------------------
 
     def _mask(self) -> Node | None:
         """Return one mask: true where a key counts, or numbers to add; None without one."""

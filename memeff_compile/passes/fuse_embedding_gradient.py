@@ -136,7 +136,6 @@ class FuseEmbeddingGradient(GraphPass):
         return Gain(before, op_folder.bytes_after(n, d, **call, pieces=b), sizes)
 
     def places(self, match: Table) -> Sequence[Node]:
-        """Return the lookups and the heads."""
         return [*match.lookups, *match.heads]
 
     def rewrite(self, info: GraphInfo, match: Table, editor: Editor) -> Done:
@@ -156,7 +155,6 @@ class FuseEmbeddingGradient(GraphPass):
         return Done(match.lookups[0], _sentence(info, match))
 
     def dead(self, match: Table) -> Sequence[Node]:
-        """Return the lookups."""
         return match.lookups
 
 

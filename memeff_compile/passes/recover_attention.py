@@ -25,24 +25,15 @@ from torch.fx import Node
 from .. import compat
 from ..kernels.checks import short
 from ..kernels.device import was_measured
+from .attention import told_to_op
 from .attention.mask_algebra import negated
 from .attention.mask_forms import Form, form_of
 from .attention.mask_reader import Mask, reader_of
 from .attention.repeated_heads import REPEATS, without_repeat
 from .attention.sites import Site, find_sites, subclass
-from .attention.told_to_op import (
-    Said,
-    said_for,
-    sentence,
-    sentence_of_mask,
-    why_not_added,
-    why_not_here,
-    why_not_read,
-    write,
-)
 from .attention.torch_kernels import kernels_chosen, laid_out_as, why_not_fused, why_not_grouped
 from .graph.base import Decline, Done, GraphPass
-from .graph.canonical import aten, named, read, read_one
+from .graph.canonical import aten, back_over, call_of, named, read
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name, written_by
 
@@ -56,7 +47,9 @@ class Plan:
     # keys and values before they were repeated, or None where they stay as they are
     bases: tuple[Node, Node] | None
     sentence: str  # what is done, for the report
-    said: Said | None = None  # what memeff::attention is told, where PyTorch's call cannot say it
+    said: told_to_op.Said | None = (
+        None  # what memeff::attention is told, where PyTorch's call cannot say it
+    )
 
 
 @dataclass
@@ -96,15 +89,12 @@ class RecoverAttention(GraphPass):
         yield from matches.values()
 
     def check(self, info: GraphInfo, match: Match) -> Decline | None:
-        """Return why the sites must be left alone, or None."""
         return match.decline
 
     def places(self, match: Match) -> Sequence[Node]:
-        """Return the sites."""
         return [site.node for site in match.sites]
 
     def parts(self, match: Match) -> Sequence[Match]:
-        """Return a match per site."""
         pairs = zip(match.sites, match.plans, strict=True)
         return [] if match.decline else [Match([site], [plan]) for site, plan in pairs]
 
@@ -141,7 +131,7 @@ def plan_for(info: GraphInfo, site: Site) -> Plan | Decline | None:
         return subclass(kind, site.node)
     asked = _asked(info, site)
     if isinstance(asked, Decline):
-        reason = why_not_read(info, site) or why_not_added(info, site)
+        reason = told_to_op.why_not_read(info, site) or told_to_op.why_not_added(info, site)
         if not reason:
             return _as_read(info, site)
         return replace(asked, sentence=f"{asked.sentence}: kept, {reason}", node=site.node)
@@ -180,25 +170,25 @@ def _as_call(
 
 def _as_op(info: GraphInfo, site: Site, form: Form, mask: Mask | None) -> Plan | Decline:
     """Return the plan of a call of memeff::attention, or why there is none."""
-    reason = why_not_here(info, site) if form.is_sayable else ""
+    reason = told_to_op.why_not_here(info, site) if form.is_sayable else ""
     if reason:
         return _kept(site, form, reason)
-    said = said_for(info, site, form, mask)
+    said = told_to_op.said_for(info, site, form, mask)
     if isinstance(said, str):
-        reason = why_not_read(info, site)
+        reason = told_to_op.why_not_read(info, site)
         return _kept(site, form, f"{said}, and {reason}") if reason else _as_read(info, site)
     if isinstance(said, Decline):
         return replace(said, node=site.node)
-    return _told(info, site, said, sentence(info, site, said, form, _shown(info, site)))
+    return _told(info, site, said, told_to_op.sentence(info, site, said, form, _shown(info, site)))
 
 
 def _as_read(info: GraphInfo, site: Site) -> Plan | Decline:
     """Return the plan of a call of memeff::attention that reads the mask when it runs."""
-    read = Said(reads_mask=True)
-    return _told(info, site, read, sentence_of_mask(info, site, _shown(info, site)))
+    read = told_to_op.Said(reads_mask=True)
+    return _told(info, site, read, told_to_op.sentence_of_mask(info, site, _shown(info, site)))
 
 
-def _told(info: GraphInfo, site: Site, said: Said, what: str) -> Plan | Decline:
+def _told(info: GraphInfo, site: Site, said: told_to_op.Said, what: str) -> Plan | Decline:
     chosen = kernels_chosen(info, site.node)
     if chosen is not None:
         return chosen
@@ -321,11 +311,8 @@ _COPIES = named("contiguous.default clone.default")
 
 def _unrepeated(info: GraphInfo, node: Node) -> tuple[Node, Node] | None:
     """Return what ``repeat_kv`` repeated over the heads and the first node of it, or None."""
-    result, call = info.tensor(node), read_one(node)
-    while call is not None and call.op in _COPIES:
-        node = call.args["self"]
-        call = read_one(node)
-    if result is None or result.dim() != 4 or call is None or call.op not in REPEATS:
+    result, node = info.tensor(node), back_over(node, _COPIES)
+    if result is None or result.dim() != 4 or call_of(node, *REPEATS) is None:
         return None
     repeated = without_repeat(info, node)
     return None if repeated is None else (repeated[1], repeated[0][-1])
@@ -349,7 +336,7 @@ def _insert(info: GraphInfo, editor: Editor, site: Site, plan: Plan) -> Node:
         key, value = (editor.call(aten.slice.Tensor, node, -2, 0, end) for node in (key, value))
     operands = [editor.cast(node, old.dtype) for node in (query, key, value)]
     if plan.said is not None:
-        return write(editor, site, plan.said, operands)
+        return told_to_op.write(editor, site, plan.said, operands)
     how = {"scale": site.scale, "enable_gqa": site.grouped or plan.bases is not None}
     sdpa = aten.scaled_dot_product_attention.default
     return editor.call(sdpa, *operands, None, 0.0, plan.causal, **how)

@@ -32,7 +32,7 @@ from ..kernels import kv_cache as op_folder
 from .attention import cached
 from .attention.repeated_heads import without_repeat
 from .graph.base import Decline, Done, Gain
-from .graph.canonical import aten, named, read, read_one
+from .graph.canonical import aten, back_over, call_of, named, read, read_one
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, node_name, same_shape
 
@@ -211,12 +211,9 @@ def _copies(info: GraphInfo, match: Site) -> bool:
     if len(match.caches) < 2 or not all(cache.chain for cache in match.caches):
         return False
     pairs = [(info.tensor(c.chain[0]), info.tensor(c.node)) for c in match.caches]
-    return all(
-        taken is not None
-        and held is not None
-        and compat.storage_key(taken) != compat.storage_key(held)
-        for taken, held in pairs
-    )
+    known = [(taken, held) for taken, held in pairs if taken is not None and held is not None]
+    apart = [compat.storage_key(taken) != compat.storage_key(held) for taken, held in known]
+    return len(known) == len(pairs) and all(apart)
 
 
 def _visible(info: GraphInfo, match: Site) -> Visible | None:
@@ -248,11 +245,8 @@ _COMPARED = {  # the side of the keys, the side of the positions, whether equal 
 def _by_position(info: GraphInfo, mask: Node, keys: Any) -> Visible | None:
     """Read ``arange(N) <= positions[..., None]``, broadcast; None for any other mask."""
     chain: list[Node] = []
-    call = read_one(node := mask)
-    while call is not None and call.op in _TRANSPARENT:
-        chain.append(node)
-        call = read_one(node := call.args["self"])
-    if call is None or call.op not in _COMPARED:
+    node: Node = back_over(mask, _TRANSPARENT, chain)
+    if (call := call_of(node, *_COMPARED)) is None:
         return None
     key_side, query_side, equal = _COMPARED[call.op]
     places, positions = call.args[key_side], call.args[query_side]
@@ -439,40 +433,33 @@ def _is_seen_only_by(write: Node, owned: Sequence[Node]) -> bool:
 
 def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node] | None:
     """Return the last write to a cache before attention: the node, what it writes, and where."""
-    held = info.value(cache.node)
-    last = None
+    held, last = compat.storage_key(info.value(cache.node)), None
     for write in info.writes:
         if write.position >= info.positions[match.node]:
             break
-        for target in write.targets:
-            value = info.tensor(target)
-            if value is not None and compat.storage_key(value) == compat.storage_key(held):
-                last = write
-    if last is None or last.targets != (cache.node,):
-        return None
-    return _read_write(last.node)
+        written = filter(None.__ne__, map(info.tensor, write.targets))
+        if any(compat.storage_key(value) == held for value in written if value is not None):
+            last = write
+    return _read_write(last.node) if last is not None and last.targets == (cache.node,) else None
 
 
 def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
     """Read ``cache.index_copy_(2, positions, new)`` or ``cache[:, :, positions] = new``."""
-    call = read_one(node)
-    if call is not None and call.op is aten.index_copy_.default:
-        if call.args["dim"] not in (2, -2):
-            return None
-        return node, call.args["source"], call.args["index"]
+    call = call_of(node, aten.index_copy_.default)
+    if call is not None:
+        is_along_keys = call.args["dim"] in (2, -2)
+        return (node, call.args["source"], call.args["index"]) if is_along_keys else None
     if node.target is not operator.setitem or len(node.args) != 3:
         return None
     index, new = node.args[1], node.args[2]
     if not isinstance(index, tuple) or not isinstance(new, Node):
         return None
     everything = slice(None, None, None)
-    if index[0] is Ellipsis:
-        front, rest = (everything, everything), index[1:]
-    else:
-        front, rest = index[:2], index[2:]
+    is_short = index[0] is Ellipsis  # of both leading axes
+    front, rest = ((everything,) * 2, index[1:]) if is_short else (index[:2], index[2:])
     if front != (everything, everything) or len(rest) not in (1, 2):
         return None
-    is_whole = rest[1:] == (everything,) or (len(rest) == 1 and index[0] is not Ellipsis)
+    is_whole = rest[1:] == (everything,) or (len(rest) == 1 and not is_short)
     return (node, new, rest[0]) if is_whole and isinstance(rest[0], Node) else None
 
 
@@ -484,14 +471,9 @@ def _nothing_between(
     lo, hi = info.positions[first], info.positions[second]
     if any(lo < write.position < hi for write in info.writes):
         return False
-    for node, position in info.positions.items():
-        if not lo < position < hi:
-            continue
-        for operand in node.all_input_nodes:
-            value = info.tensor(operand)
-            if value is not None and compat.is_fake(value) and compat.storage_key(value) in held:
-                return False
-    return True
+    between = [node for node, position in info.positions.items() if lo < position < hi]
+    read = (info.tensor(operand) for node in between for operand in node.all_input_nodes)
+    return not any(compat.is_fake(value) and compat.storage_key(value) in held for value in read)
 
 
 def _is_laid_out_by_head(info: GraphInfo, node: Node) -> bool:

@@ -28,7 +28,7 @@ from torch.fx import Node
 from .. import compat
 from ..kernels import ternary_linear as op_folder
 from .graph.base import Decline, Done, Gain, GraphPass, mutated
-from .graph.canonical import aten, read_one
+from .graph.canonical import aten, call_of
 from .graph.editor import Editor
 from .graph.graph_info import GraphInfo, kind_among, node_name
 from .ternary.chains import Quantized, Unread, are_codes, other_user, read_quantized, rounds
@@ -168,7 +168,6 @@ class TernarizeLinear(GraphPass):
         return Gain(before, op_folder.saved_after(n, k, m), sizes)
 
     def places(self, match: Group | Calls) -> Sequence[Node]:
-        """Return the linears."""
         if isinstance(match, Calls):
             return match.nodes
         return [site.linear for site in match.sites]
@@ -180,7 +179,6 @@ class TernarizeLinear(GraphPass):
         return [Group([site]) for site in match.sites]
 
     def rewrite(self, info: GraphInfo, match: Group | Calls, editor: Editor) -> Done:
-        """Replace the linears by ops on codes."""
         if isinstance(match, Calls):
             return _merge(info, match, editor)
         if match.products:
@@ -208,8 +206,7 @@ class TernarizeLinear(GraphPass):
 
 def _site(node: Node) -> Site | None:
     """Read a linear of which an operand is quantised, or return None."""
-    call = read_one(node)
-    if call is None or call.op is not aten.linear.default:
+    if (call := call_of(node, aten.linear.default)) is None:
         return None
     tokens, weight = call.args["input"], call.args["weight"]
     read_weight = read_quantized(weight) if rounds(weight) else None

@@ -283,8 +283,6 @@ class Comparison:
                 raise NotRunError("the rewritten graph ran out of memory beside it") from None
             return Gap("the rewritten graph", 0.0, 0.0, words=f"raised {in_one_line(error)}")
 
-    # --- one run ----------------------------------------------------------------------------------
-
     def _trial(
         self,
         args: Sequence[Any],
@@ -337,8 +335,6 @@ class Comparison:
         leaf = value.requires_grad_()
         # Writes into a leaf are illegal, and were legal for what the user passed.
         return (_copy(leaf, dtype) if self.is_written(place) else leaf), leaf
-
-    # --- distances --------------------------------------------------------------------------------
 
     def _kinds(self, ours: _Trial, plain: _Trial) -> list[Gap]:
         """Compare what numbers cannot say: missing outputs, dtypes, whether gradients flow."""

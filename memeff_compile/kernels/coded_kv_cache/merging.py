@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import wide
+from ..checks import wide
 
 SCALES = ("norm", "projection")
 """What the lengths of a merged row are: its own, or what makes the error smallest."""
@@ -50,15 +50,15 @@ def distance(lower: Tensor, upper: Tensor) -> Tensor:
 
 
 def shared_direction(
-    lower: Tensor, upper: Tensor, *, rule: str = "slerp", t: float = 0.5
+    lower: Tensor,  # (..., D)
+    upper: Tensor,  # likewise
+    *,
+    # ``slerp``, on the arc between the two, at `t` of it from the lower; ``average``, their
+    # weighted mean, brought to length one; ``max_norm``, that of the longer row
+    rule: str = "slerp",
+    t: float = 0.5,  # 0 is the lower row's, 1 the upper's
 ) -> Tensor:
     """Return the direction that stands for both rows.
-
-    Args:
-        lower, upper: (..., D).
-        rule: ``slerp``, on the arc between the two, at `t` of it from the lower; ``average``, their
-            weighted mean, brought to length one; ``max_norm``, that of the longer row.
-        t: 0 is the lower row's, 1 the upper's.
 
     Returns:
         (..., D) of length one, in fp32 or fp64.
@@ -100,16 +100,14 @@ def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> 
 
 
 def kept_rows(
-    apart: Tensor, counted: Tensor, bound: Tensor, room: Tensor, *, reading: str
+    apart: Tensor,  # (B, H, N) distances
+    counted: Tensor,  # bool (B, H, N), rows that may be kept
+    bound: Tensor,  # (B, H), from `threshold`
+    room: Tensor,  # (B, H) int64, rows that there is room for
+    *,
+    reading: str,  # one of `READINGS`
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose rows to keep: those beyond the bound, the most extreme first, while there is room.
-
-    Args:
-        apart: (B, H, N) distances.
-        counted: bool (B, H, N), rows that may be kept.
-        bound: (B, H), from `threshold`.
-        room: (B, H) int64, rows that there is room for.
-        reading: one of `READINGS`.
 
     Returns:
         chosen: bool (B, H, N).

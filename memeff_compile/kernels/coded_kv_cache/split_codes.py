@@ -35,18 +35,14 @@ class Plan:
 
 
 def plan_for(
-    pairs: int, groups: int, depth: int, bits: int, device: torch.device, repeat: int = 1
+    pairs: int,  # sequences times key-value heads
+    groups: int,  # groups of codes the cache has room for
+    depth: int,  # channels per head
+    bits: int,  # of a code
+    device: torch.device,  # where it runs; an H200 is assumed off CUDA
+    repeat: int = 1,  # query heads per key-value head
 ) -> Plan:
-    """Return the launch for so many sequences times key-value heads, from static sizes alone.
-
-    Args:
-        pairs: sequences times key-value heads.
-        groups: groups of codes the cache has room for.
-        depth: channels per head.
-        bits: of a code.
-        device: where it runs; an H200 is assumed off CUDA.
-        repeat: query heads per key-value head.
-    """
+    """Return the launch for so many sequences times key-value heads, from static sizes alone."""
     shapes = shapes_for(depth, bits, repeat, gpu(device))
     return Plan(shapes, _splits(pairs, groups, processors(device) * shapes.programs))
 

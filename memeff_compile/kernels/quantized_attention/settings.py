@@ -86,21 +86,14 @@ VALUES = {
 
 
 def settings_for(
-    level: str,
-    granularity: str = "row",
-    smooth: str | None = None,
+    level: str,  # a key of `LEVELS`
+    granularity: str = "row",  # one of `GRANULARITIES`
+    smooth: str | None = None,  # some of the letters q, k and v; None for those of the level
     *,
-    with_lse: bool = True,
-    has_fp8: bool = True,
+    with_lse: bool = True,  # whether the logarithms of the sums are wanted
+    has_fp8: bool = True,  # whether the device multiplies E4M3; fp16 stands in where it does not
 ) -> Settings:
     """Return the arithmetic of a level.
-
-    Args:
-        level: a key of `LEVELS`.
-        granularity: one of `GRANULARITIES`.
-        smooth: some of the letters q, k and v; None for those of the level.
-        with_lse: whether the logarithms of the sums are wanted.
-        has_fp8: whether the device multiplies E4M3; fp16 stands in where it does not.
 
     Example: settings_for("4b").smooth == "qkv" and settings_for("4b").limit == 7.
     """

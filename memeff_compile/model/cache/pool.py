@@ -87,12 +87,8 @@ class Pool:
             self._kept.append(_Kept(kind, tokens.start, held, weakref.ref(cache)))
             return cache
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pool:
-        """Return an empty pool."""
-        return Pool()
-
     def __reduce__(self) -> Any:  # noqa: ANN401
-        """Pickle nothing of it."""
+        """Pickle and copy nothing of it."""
         return Pool, ()
 
 

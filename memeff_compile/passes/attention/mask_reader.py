@@ -15,8 +15,7 @@ import torch
 from torch.fx import Node
 
 from ... import compat
-from ...compat import OpOverload
-from ..graph.canonical import PREVIOUS, Call, aten, named, read, read_one
+from ..graph.canonical import PREVIOUS, Call, aten, call_of, named, read
 from ..graph.graph_info import GraphInfo, same_shape
 from . import mask_algebra as algebra
 from .mask_algebra import Cases, Flag, Formula, Linear, Magnitude, Scalar, Size, Unknown
@@ -92,8 +91,6 @@ class MaskReader:
             return None
         return Mask(found, algebra.values_taken(scalar))
 
-    # --- runs of positions ------------------------------------------------------------------------
-
     def _positions(self, formula: Formula) -> dict[algebra.Read, Linear]:
         """Return, for each read of ids that count the breaks in positions, the position there."""
         found: dict[algebra.Read, Linear] = {}
@@ -112,9 +109,9 @@ class MaskReader:
         """
         if node.graph is not self.info.gm.graph:
             return None if self.parent is None else self.parent._counted_breaks(node)
-        counted = _single(node, aten.cumsum.default)
-        breaks = None if counted is None else _single(counted.args["self"], aten.ne.Scalar)
-        steps = None if breaks is None else _single(breaks.args["self"], aten.diff.default)
+        counted = call_of(node, aten.cumsum.default)
+        breaks = None if counted is None else call_of(counted.args["self"], aten.ne.Scalar)
+        steps = None if breaks is None else call_of(breaks.args["self"], aten.diff.default)
         if counted is None or breaks is None or steps is None or breaks.args["other"] != 1:
             return None
         positions = steps.args["self"]
@@ -130,8 +127,6 @@ class MaskReader:
         is_step = steps.args["n"] == 1 and steps.args["append"] is None and _is_one(first.shape[-1])
         are_integers = tensor.dtype in _INTEGERS and result.dtype in _INTEGERS
         return self.read(positions) if is_along and is_step and are_integers else None
-
-    # --- nodes ------------------------------------------------------------------------------------
 
     def _read_node(self, node: Node) -> Value:
         tensor = self.info.value(node)
@@ -164,12 +159,6 @@ class MaskReader:
         if not self.info.may_be_written(node):
             return self._values[node]
         return leaf(node, self.info.value(node), moment=1 + self.info.positions[reader])
-
-
-def _single(node: Any, op: OpOverload) -> Call | None:
-    """Return the one call of ``op`` that a node stands for, or None."""
-    call = read_one(node) if isinstance(node, Node) else None
-    return call if call is not None and call.op is op else None
 
 
 def _in_order(node: Node, known: dict[Node, Value]) -> list[Node]:

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from ... import compat
 from ..graph.base import Decline, mutated
-from ..graph.canonical import Call, aten, named, read_one
+from ..graph.canonical import Call, aten, call_of, named, read_one
 from ..graph.graph_info import GraphInfo, node_name, same_shape
 from .mask_algebra import MASKED
 
@@ -76,8 +76,7 @@ def find_sites(info: GraphInfo) -> Iterator[Site | Decline]:
 
 
 def _single_call(info: GraphInfo, node: Node) -> Site | Decline | None:
-    call = read_one(node)
-    if call is None or call.op is not aten.scaled_dot_product_attention.default:
+    if (call := call_of(node, aten.scaled_dot_product_attention.default)) is None:
         return None
     given = call.args
     if any(info.tensor(given[name]) is None for name in ("query", "key", "value")):
@@ -186,8 +185,7 @@ def _at(decline: Decline, softmax: Node) -> Decline:
 
 def _product(node: Any) -> tuple[Node, Node] | None:
     """Return the operands of a matrix product."""
-    call = read_one(node) if isinstance(node, Node) else None
-    if call is None or call.op is not aten.matmul.default:
+    if (call := call_of(node, aten.matmul.default)) is None:
         return None
     left, right = call.args["self"], call.args["other"]
     return (left, right) if isinstance(left, Node) and isinstance(right, Node) else None
@@ -337,7 +335,7 @@ def _leads_to_product(node: Any) -> bool:
     for _ in range(MAX_STEPS):
         if _product(node) is not None:
             return True
-        call = read_one(node) if isinstance(node, Node) else None
+        call = read_one(node)
         if call is None or call.op.overloadpacket not in _STEPS:
             return False
         node = _scores_operand(call)
@@ -395,17 +393,13 @@ def _unknown_step(node: Node) -> Decline:
 
 def _untransposed(node: Node) -> Node | None:
     """Return the keys behind ``keys.transpose(-1, -2)``."""
-    call = read_one(node)
-    if call is None:
+    if (call := call_of(node, aten.transpose.int, aten.permute.default)) is None:
         return None
     if call.op is aten.transpose.int:
         is_last_two = {call.args["dim0"] % 4, call.args["dim1"] % 4} == {2, 3}
-    elif call.op is aten.permute.default:
-        is_last_two = [dim % 4 for dim in call.args["dims"]] == [0, 1, 3, 2]
     else:
-        return None
-    source = call.args["self"]
-    return source if is_last_two and isinstance(source, Node) else None
+        is_last_two = [dim % 4 for dim in call.args["dims"]] == [0, 1, 3, 2]
+    return call.args["self"] if is_last_two else None
 
 
 def subclass(kind: str, node: Node | None = None) -> Decline:

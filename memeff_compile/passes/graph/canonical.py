@@ -13,7 +13,7 @@ judge in the tests. A node neither tier can read is None: whoever asked declines
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,10 +70,25 @@ def read(node: Node) -> Reading | None:
         return None
 
 
-def read_one(node: Node) -> Call | None:
-    """Read ``node`` as exactly one call, or None."""
-    reading = read(node)
+def read_one(node: Any) -> Call | None:
+    """Read ``node`` as exactly one call, or None; what is no node is none."""
+    reading = read(node) if isinstance(node, Node) else None
     return reading[0] if reading is not None and len(reading) == 1 else None
+
+
+def call_of(node: Any, *ops: OpOverload) -> Call | None:
+    """Read ``node`` as exactly one call of one of some ops, or None."""
+    call = read_one(node)
+    return call if call is not None and call.op in ops else None
+
+
+def back_over(node: Any, ops: Collection[OpOverload], way: list[Node] | None = None) -> Any:
+    """Follow calls of some ops back to what they were given; the nodes passed join ``way``."""
+    while (call := call_of(node, *ops)) is not None:
+        if way is not None and node not in way:
+            way.append(node)
+        node = call.args["self"]
+    return node
 
 
 class _CannotBind(Exception):
@@ -363,13 +378,13 @@ def _einsum(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
 
 
 def _attribute(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
-    """Read ``x.T``, ``x.mT``, ``x.H``: attributes Dynamo records as getattr."""
+    """Read ``x.T`` and ``x.mT``: Dynamo records getattr, since torch 2.14 ops of their own."""
     if len(args) != 2 or not _is_tensor(args[0]):
         raise _CannotBind
     rank = compat.example_value(args[0]).dim()
-    if args[1] == "T" and rank == 2:
+    if args[1] in ("T", aten.numpy_T) and rank == 2:
         return (bind(aten.t.default, (args[0],), {}),)
-    if args[1] == "mT" and rank >= 2:
+    if args[1] in ("mT", aten.mT) and rank >= 2:
         return (bind(aten.transpose.int, (args[0], -2, -1), {}),)
     raise _CannotBind
 
@@ -559,6 +574,8 @@ def _read_by_table(node: Node) -> Reading | None:
     target, args, kwargs = node.target, node.args, dict(node.kwargs)
     if isinstance(target, OpOverload):
         return (bind(target, args, kwargs),)
+    if target in (aten.mT, aten.numpy_T) and not kwargs:
+        return _attribute(node, (*args, target), {})
     if isinstance(target, OpOverloadPacket):
         return (_bind_packet(target, args, kwargs),)
     try:

@@ -238,7 +238,8 @@ class Editor:
     def _fake_mode(self, operands: Sequence[Any] = ()) -> Any:
         """Return the mode of the operands that are fake, or of any value of the graph."""
         values = itertools.chain(operands, map(compat.example_value, self.graph.nodes))
-        return next(value.fake_mode for value in values if compat.is_fake(value))
+        fake: Any = next(filter(compat.is_fake, values))
+        return fake.fake_mode
 
 
 def _first_call(graph: Graph) -> Node:

@@ -101,8 +101,6 @@ class GraphInfo:
         """Return the one ATen call that a node stands for, however it was written, or None."""
         return read_one(node)
 
-    # --- values -----------------------------------------------------------------------------------
-
     def tensor(self, node: Any) -> torch.Tensor | None:
         """Return the fake tensor of ``node``, or None when it is not a recorded tensor."""
         value = compat.example_value(node) if isinstance(node, Node) else None
@@ -215,8 +213,6 @@ class GraphInfo:
         outer = self.argument_of(node)
         return None if outer is None else self.parent.root_placeholder(outer)
 
-    # --- where it came from -----------------------------------------------------------------------
-
     def module_path(self, node: Node) -> str:
         """Return the module path ``node`` was called in, such as ``model.layers.0.mlp``."""
         return self.module_names(node)[0]
@@ -238,8 +234,6 @@ class GraphInfo:
         own = (frame for frame in reversed(frames) if "/torch/" not in frame[0])
         file, line, function, text = next(own, frames[-1])
         return f"{_short_path(file)}:{line} in {function}: {text.strip()}"
-
-    # --- writes -----------------------------------------------------------------------------------
 
     @cached_property
     def writes(self) -> list[Write]:
