@@ -117,21 +117,18 @@ class LogitsRecipe:
             tanhs: list[Tensor] = []
             if any(name == "tanh" for name, _ in self.steps):
                 self._forward((hidden, weight, bias, vectors), tanhs)
-            dtypes = self._dtypes
-            place = count
-            for index in range(len(self.steps) - 1, -1, -1):
-                name, value = self.steps[index]
+            remaining = list(enumerate(vectors, 3))
+            for (name, value), before in zip(self.steps[::-1], self._dtypes[-2::-1], strict=True):
                 if name == "bias":
-                    place -= 1
+                    place, vector = remaining.pop()
                     if needs[place]:
-                        vector = vectors[place - 3]
                         result[place] = grad.sum_to_size(vector.shape).to(vector.dtype)
                 if name in ("mul", "div"):
                     grad = _STEPS[name](grad, value)
                 elif name == "tanh":
                     grad = torch.ops.aten.tanh_backward(grad, tanhs.pop())
                 else:
-                    grad = grad.to(dtypes[index])
+                    grad = grad.to(before)
             result[:3] = self._product_gradients(grad, (hidden, weight, bias), needs)
         return tuple(result)
 
