@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -241,12 +242,10 @@ class LogitsView:
 
     def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:
         """Return this view of `logits`."""
-        view = logits
         for name, args in self.calls:
-            packet, overload = name.split(".")
-            op = getattr(getattr(torch.ops.aten, packet), overload)
-            view = op(view, *(_with_sizes(arg, results) for arg in args))
-        return view
+            op = attrgetter(name)(torch.ops.aten)
+            logits = op(logits, *(_with_sizes(arg, results) for arg in args))
+        return logits
 
 
 def _with_sizes(arg: object, results: Sequence[Any]) -> object:

@@ -381,8 +381,7 @@ class _Hook:
         kind = sequences, model.dtype, model.device, torch.is_inference_mode_enabled()
         # How many rows a merged cache keeps follows from its length.
         longest = tokens if self.settings.get("merge") or self.max_cache_len else 2 * tokens
-        found: KVCache = self.pool.take(kind, range(tokens, longest + 1), mask, make)
-        return found
+        return self.pool.take(kind, range(tokens, longest + 1), mask, make)
 
 
 def _generating(model: Untyped) -> Untyped:
