@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
     factor = _product(recipe.steps[end + 1 :])
     if factor is None:
         return "they are changed after log_softmax"
-    steps: list[tuple[str, object]] = []
+    steps: list[tuple[str, Any]] = []
     vectors = 0
     for name, value in recipe.steps[:end]:
         if value == torch.float64 and recipe.compute_dtype != torch.float64:
@@ -71,16 +71,14 @@ def fold_recipe(recipe: LogitsRecipe) -> Folded | str:
     )
 
 
-def _product(steps: Sequence[tuple[str, object]]) -> float | None:
+def _product(steps: Sequence[tuple[str, Any]]) -> float | None:
     """The number that casts, multiplications and divisions amount to; None for other steps."""
     factor = 1.0
     for name, value in steps:
-        if name == "mul":
-            factor *= cast("float", value)
-        elif name == "div":
-            factor /= cast("float", value)
-        elif name != "to":
+        if name not in ("to", "mul", "div"):
             return None
+        if name != "to":
+            factor = factor * value if name == "mul" else factor / value
     return factor
 
 
@@ -214,12 +212,11 @@ class FusedRows:
         """Return this gradient with its rows in another shape."""
         hidden = self.head.hidden
         head = replace(self.head, hidden=hidden.reshape(*rows, hidden.shape[-1]))
-        return self._map(lambda x: x.reshape(tuple(rows)), head)
-
-    def _map(self, function: Callable[[Tensor], Tensor], head: Head) -> FusedRows:
-        tensors = {name: getattr(self, name) for name in _OF_ROWS}
-        mapped: dict[str, Any] = {n: function(x) for n, x in tensors.items() if x is not None}
-        return replace(self, head=head, **mapped)
+        held = {name: getattr(self, name) for name in _OF_ROWS}
+        shaped: dict[str, Any] = {
+            n: x.reshape(tuple(rows)) for n, x in held.items() if x is not None
+        }
+        return replace(self, head=head, **shaped)
 
     @staticmethod
     def joined(
@@ -230,9 +227,8 @@ class FusedRows:
         `join` concatenates or stacks tensors along one of the rows' dimensions.
         """
         first = parts[0]
-        if not all(first._is_like(part) and part.outer == first.outer for part in parts):
-            return None
-        if any(part.ignore_index != first.ignore_index for part in parts):
+        settings = (first.outer, first.ignore_index)
+        if not all(first._is_like(p) and (p.outer, p.ignore_index) == settings for p in parts):
             return None
         tensors: dict[str, Any] = {}
         for name in _OF_ROWS:

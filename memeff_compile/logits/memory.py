@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,6 +41,7 @@ class Statistics(NamedTuple):
         return self.lse[index], None if self.logit_sum is None else self.logit_sum[index]
 
 
+@dataclass(eq=False)
 class Memory:
     """What is one piece of memory in eager PyTorch: a tensor and all its views.
 
@@ -48,21 +50,17 @@ class Memory:
     else: a write, or a plain alias that somebody could write through, makes the memory first.
     """
 
-    def __init__(
-        self,
-        source: LogitsSource,
-        recipe: LogitsRecipe,
-        rows: Tensor,
-        shape: tuple[int, ...],
-        origin: Callable[[], Tensor | None] | None = None,
-    ) -> None:
-        self.source, self.recipe, self.rows, self.shape = source, recipe, rows, shape
-        self.origin = origin
-        self.value: Tensor | None = None
-        self.rows_computed = 0
-        self.parts: list[weakref.ref[DeferredLogits]] = []  # with values of their own
-        self.is_open = False  # somebody has written, or may write unnoticed
-        self._statistics: Statistics | None = None
+    source: LogitsSource
+    recipe: LogitsRecipe
+    rows: Tensor
+    shape: tuple[int, ...]
+    origin: Callable[[], Tensor | None] | None = None
+    value: Tensor | None = None
+    rows_computed: int = 0
+    # those with values of their own
+    parts: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
+    is_open: bool = False  # somebody has written, or may write unnoticed
+    _statistics: Statistics | None = None
 
     def read(self, view: DeferredLogits) -> Tensor:
         """Return the values of `view`, computing its rows alone where that is less work."""
@@ -116,13 +114,11 @@ class Memory:
         is_inference = self.source.is_inference
 
         def copy() -> Tensor | None:
-            memory, value = reference(), None
-            if memory is not None:
-                if memory.is_open:
-                    return None
-                value = memory.value
-            if value is None and origin is not None:
-                value = origin()
+            memory = reference()
+            if memory is not None and memory.is_open:
+                return None
+            value = None if memory is None else memory.value
+            value = origin() if value is None and origin is not None else value
             if value is None:
                 return None
             with torch.inference_mode(is_inference), torch.no_grad():

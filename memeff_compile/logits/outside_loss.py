@@ -17,7 +17,7 @@ tensors in their own right: gathered, summed or handed to `nll_loss` they are ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from memeff_compile.errors import DoubleBackwardError
 from memeff_compile.logits.fused_rows import Folded, FusedRows, Head, fold_recipe
 from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.recipe import LogitsRecipe, LossSettings
-from memeff_compile.logits.row_gradient import RowGradient
+from memeff_compile.logits.row_gradient import RowGradient, dense
 from memeff_compile.logits.source import reading_for
 
 if TYPE_CHECKING:
@@ -49,7 +49,11 @@ class _Asked(NamedTuple):
     of_ignored: bool = True  # the log-sum-exp of ignored rows is asked for, too
 
 
-class _Rows(torch.autograd.Function):
+class _Function(torch.autograd.Function):
+    apply: ClassVar[Callable[..., Any]]  # which torch leaves without types
+
+
+class _Rows(_Function):
     """From logits to numbers per row, or from log-probabilities.
 
     Of logits z with target t: nll = lse - z_t, lse, and the weighted sum of z. Of
@@ -62,7 +66,8 @@ class _Rows(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         head, memory = view.head, view.memory
         target, ignore_index, column_weight, *_ = asked
-        is_log = head.folded.factor is not None
+        ctx.factor = head.folded.factor  # None unless these are log-probabilities
+        is_log = ctx.factor is not None
         known = memory.statistics(view) if target is None else None
         if known is not None and (known[1] is not None or not asked.with_sum):
             nll, (lse, logit_sum) = None, known
@@ -93,15 +98,13 @@ class _Rows(torch.autograd.Function):
     ) -> tuple[Tensor, None]:
         kept: _Kept = ctx.kept
         if ctx.is_sum and total is not None and _needs_nothing(ctx):
-            folded = cast("Folded", fold_recipe(kept.recipe))
-            return _spread(ctx, total / cast("float", folded.factor)), None
+            return _spread(ctx, total / ctx.factor), None
         target, column_weight, row_lse, *made_of = ctx.saved_tensors
         head, asked = kept.head(made_of), ctx.asked
         if torch.is_grad_enabled():
             asked = asked._replace(target=target, column_weight=column_weight)
             return _differentiable(kept.plain(made_of), head, asked, (nll, lse, total)), None
         ctx.kept = kept.after_a_backward()
-        factor = head.folded.factor
         rows = FusedRows(
             head,
             nll,
@@ -112,8 +115,8 @@ class _Rows(torch.autograd.Function):
             column_weight,
             row_lse,
             lse_of_ignored=asked.ignore_index is None or asked.of_ignored,
-            outer=1 / (factor or 1.0),
-            is_log=factor is not None,
+            outer=1 / (ctx.factor or 1.0),
+            is_log=ctx.factor is not None,
         )
         return RowGradient.of_fused(rows), None
 
@@ -145,7 +148,7 @@ def _differentiable(
     return torch.autograd.grad(used, [plain], given, create_graph=True)[0]
 
 
-class _LogSoftmax(torch.autograd.Function):
+class _LogSoftmax(_Function):
     """From deferred logits to deferred log-probabilities."""
 
     @staticmethod
@@ -168,11 +171,11 @@ class _LogSoftmax(torch.autograd.Function):
         if isinstance(grad, RowGradient) and grad.is_fused:
             return grad.with_rows(FusedRows.before_log_softmax, dtype), None
         value = logs.values(ctx.saved_tensors, "log_softmax")
-        dense = torch.ops.aten._log_softmax_backward_data(_dense(grad), value, -1, value.dtype)
-        return dense.to(dtype), None
+        found = torch.ops.aten._log_softmax_backward_data(dense(grad), value, -1, value.dtype)
+        return found.to(dtype), None
 
 
-class _Exp(torch.autograd.Function):
+class _Exp(_Function):
     """From deferred log-probabilities to deferred probabilities."""
 
     @staticmethod
@@ -187,10 +190,10 @@ class _Exp(torch.autograd.Function):
         ctx.logs = logs.after_a_backward()
         if isinstance(grad, RowGradient) and grad.is_fused:
             return grad.with_rows(FusedRows.before_exp)
-        return _dense(grad) * logs.values(ctx.saved_tensors, "exp").exp()
+        return dense(grad) * logs.values(ctx.saved_tensors, "exp").exp()
 
 
-class _PLogP(torch.autograd.Function):
+class _PLogP(_Function):
     """From probabilities and their logarithms, both deferred, to deferred products of the two."""
 
     @staticmethod
@@ -206,10 +209,10 @@ class _PLogP(torch.autograd.Function):
         if isinstance(grad, RowGradient) and grad.is_fused:
             return grad.with_rows(FusedRows.times_log_p), grad.with_rows(FusedRows.times_p)
         values = logs.values(ctx.saved_tensors, "exp")
-        return _dense(grad) * values, _dense(grad) * values.exp()
+        return dense(grad) * values, dense(grad) * values.exp()
 
 
-class _NegativeEntropy(torch.autograd.Function):
+class _NegativeEntropy(_Function):
     """From deferred p log p to their sum over the classes; `logs` is not for autograd to see."""
 
     @staticmethod
@@ -316,17 +319,6 @@ def _written_by(view: Tensor) -> Any:
     return (view if view._base is None else view._base).grad_fn
 
 
-def _dense(grad: Tensor) -> Tensor:
-    return grad.dense() if isinstance(grad, RowGradient) else grad
-
-
-_rows = cast("Callable[..., tuple[Tensor, Tensor, Tensor]]", _Rows.apply)
-_log_soft = cast("Callable[..., DeferredLogits]", _LogSoftmax.apply)
-_exponential = cast("Callable[..., DeferredLogits]", _Exp.apply)
-_products = cast("Callable[..., DeferredLogits]", _PLogP.apply)
-_negative_entropy = cast("Callable[..., Tensor]", _NegativeEntropy.apply)
-
-
 # What can be served -------------------------------------------------------------------------------
 
 
@@ -372,7 +364,7 @@ def _served(view: DeferredLogits, spelling: str, **asked: Any) -> tuple[Tensor, 
     """Run the op on the rows of `view`, with autograd, for what is `_Asked`."""
     source = view.memory.source
     source.require_unchanged()
-    result = _rows(view, _Asked(**asked))
+    result: tuple[Tensor, Tensor, Tensor] = _Rows.apply(view, _Asked(**asked))
     if source.use is not None:
         rows = view.rows.shape[:-1].numel()
         source.use.count_fused(spelling, rows * view.head.vocabulary * view.dtype.itemsize)
@@ -537,7 +529,7 @@ def _log_softmax(input: Any, dim: Any, dtype: torch.dtype | None = None) -> Any:
     result = dtype or _result_dtype("log_softmax", input, lambda x: x.log_softmax(-1))
     recipe = input.recipe.cast(result).then("log_softmax")
     _need(isinstance(fold_recipe(recipe), Folded), "log_softmax in float64")
-    return _log_soft(input, recipe)
+    return _LogSoftmax.apply(input, recipe)
 
 
 def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False, out: Any = None) -> Any:
@@ -569,12 +561,11 @@ def _get_item(input: Any, index: Any) -> Any:
 
 def _picked(view: DeferredLogits, target: Tensor) -> Tensor:
     """One column of each row, by its index."""
-    folded = _check(view, target)
-    is_log = folded.factor is not None
+    factor = _check(view, target).factor
+    is_log = factor is not None
     spelling = "log_softmax + gather" if is_log else "gather"
     nll, lse, _ = _served(view, spelling, target=target, with_lse=not is_log, with_sum=is_log)
-    picked = nll * -cast("float", folded.factor) if is_log else lse - nll
-    return picked.to(view.dtype)
+    return (lse - nll if factor is None else nll * -factor).to(view.dtype)
 
 
 def _logsumexp(input: Any, dim: Any, keepdim: bool = False, *, out: Any = None) -> Any:
@@ -596,7 +587,7 @@ def _exp(input: Any, *, out: Any = None) -> Any:
     if not is_last or _result_dtype("exp", input, torch.exp) != input.dtype:
         return NotImplemented
     _check(input, None)
-    result = _exponential(input)
+    result = _Exp.apply(input)
     result.log_probs = input
     return result
 
@@ -609,7 +600,7 @@ def _mul(input: Any, other: Any, *, out: Any = None) -> Any:
         if probs.recipe.steps[-1:] != (("exp", None),) or probs.lost_factors() is not None:
             continue
         _check(logs, None)
-        result = _products(probs, logs)
+        result = _PLogP.apply(probs, logs)
         result.log_probs = logs
         return result
     return NotImplemented
@@ -626,7 +617,7 @@ def _entropy(
     _check(logs, None)
     logs.memory.source.require_unchanged()
     result = dtype or _result_dtype("sum", input, lambda x: x.sum(-1))
-    total = _negative_entropy(input, (logs,))
+    total = _NegativeEntropy.apply(input, (logs,))
     if logs.memory.source.use is not None:
         logs.memory.source.use.count_fused("entropy")
     return (_column(total) if keepdim else total).to(result)

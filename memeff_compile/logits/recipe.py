@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias, cast
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class LogitsRecipe:
 
     compute_dtype: torch.dtype  # in which the product runs, autocast already resolved
     transposed: bool = False  # the weight is (hidden, vocabulary) instead of (vocabulary, hidden)
-    steps: tuple[tuple[str, object], ...] = ()
+    steps: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         unknown = [name for name, _ in self.steps if name not in _STEPS]
@@ -97,7 +98,7 @@ class LogitsRecipe:
         The calls are PyTorch's, which are differentiable.
         """
         with _autocast_off(hidden.device.type):
-            return self._forward(hidden, weight, bias, vectors, None)
+            return self._forward((hidden, weight, bias, vectors), None)
 
     def gradients(
         self,
@@ -116,23 +117,20 @@ class LogitsRecipe:
         with _autocast_off(hidden.device.type):
             tanhs: list[Tensor] = []
             if any(name == "tanh" for name, _ in self.steps):
-                self._forward(hidden, weight, bias, vectors, tanhs)
-            dtypes = self._dtypes
-            place = count
-            for index in range(len(self.steps) - 1, -1, -1):
-                name, value = self.steps[index]
+                self._forward((hidden, weight, bias, vectors), tanhs)
+            remaining = list(enumerate(vectors, 3))
+            for (name, value), before in zip(self.steps[::-1], self._dtypes[-2::-1], strict=True):
                 if name == "bias":
-                    place -= 1
+                    place, vector = remaining.pop()
                     if needs[place]:
-                        vector = vectors[place - 3]
                         result[place] = grad.sum_to_size(vector.shape).to(vector.dtype)
                 if name in ("mul", "div"):
                     grad = _STEPS[name](grad, value)
                 elif name == "tanh":
                     grad = torch.ops.aten.tanh_backward(grad, tanhs.pop())
                 else:
-                    grad = grad.to(dtypes[index])
-            result[:3] = self._product_gradients(grad, hidden, weight, bias, needs)
+                    grad = grad.to(before)
+            result[:3] = self._product_gradients(grad, (hidden, weight, bias), needs)
         return tuple(result)
 
     @cached_property
@@ -141,18 +139,12 @@ class LogitsRecipe:
         dtypes = [self.compute_dtype]
         for name, value in self.steps:
             changes = name in ("to", "bias") and value is not None
-            dtypes.append(cast("torch.dtype", value) if changes else dtypes[-1])
+            dtypes.append(value if changes else dtypes[-1])
         return tuple(dtypes)
 
-    def _forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        vectors: Sequence[Tensor],
-        tanhs: list[Tensor] | None,
-    ) -> Tensor:
+    def _forward(self, made_of: Sequence[Any], tanhs: list[Tensor] | None) -> Tensor:
         """The logits; the result of every tanh step is appended to `tanhs`."""
+        hidden, weight, bias, vectors = made_of
         reuses = tanhs is None and not torch.is_grad_enabled()  # one buffer for all steps
         dtype = self.compute_dtype
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -173,14 +165,10 @@ class LogitsRecipe:
         return value
 
     def _product_gradients(
-        self,
-        grad: Tensor,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        needs: Sequence[bool],
+        self, grad: Tensor, made_of: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None]:
         """Gradients of hidden, weight and bias from that of the bare product."""
+        hidden, weight, bias = made_of
         dtype = self.compute_dtype
         rows = grad.reshape(-1, grad.shape[-1])
         dhidden = dweight = dbias = None
@@ -254,12 +242,10 @@ class LogitsView:
 
     def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:
         """Return this view of `logits`."""
-        view = logits
         for name, args in self.calls:
-            packet, overload = name.split(".")
-            op = getattr(getattr(torch.ops.aten, packet), overload)
-            view = op(view, *(_with_sizes(arg, results) for arg in args))
-        return view
+            op = attrgetter(name)(torch.ops.aten)
+            logits = op(logits, *(_with_sizes(arg, results) for arg in args))
+        return logits
 
 
 def _with_sizes(arg: object, results: Sequence[Any]) -> object:
@@ -284,12 +270,10 @@ def _autocast_off(device_type: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Modifiers:
-    """Pointwise steps folded: ``z = softcap * tanh(scale * (s + bias) / softcap)``, softcap 0 for
-    none.
-    """
+    """Pointwise steps folded: ``z = softcap * tanh(scale * (s + bias) / softcap)``."""
 
     scale: float = 1.0
-    softcap: float = 0.0
+    softcap: float = 0.0  # 0 for none
     biases: tuple[tuple[Any, float], ...] = ()  # a vector and what to divide it by
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -50,11 +51,6 @@ class Piece(NamedTuple):
     def fused(self) -> FusedRows | None:
         """The rows, where they are in factored form and stand for all rows."""
         return self.rows if isinstance(self.rows, FusedRows) and not self.steps else None
-
-    @property
-    def numel(self) -> int:
-        """Elements in memory."""
-        return 0 if isinstance(self.rows, FusedRows) else self.rows.numel()
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the gradient of all rows."""
@@ -159,7 +155,9 @@ class RowGradient(LazyTensor):
     def _run(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Note one ATen operation where a rule says how, else run it on the dense gradient."""
         rule = _RULES.get(func)
-        result = None if rule is None else _apply_rule(rule, args, kwargs)
+        given = [leaf for leaf in pytree.tree_leaves(list(args)) if isinstance(leaf, RowGradient)]
+        is_taken = rule in _ANY_ORDER or all(grad.order is None for grad in given)
+        result = rule(*args, **kwargs) if rule is not None and is_taken else None
         if result is not None:
             return result
         args, kwargs = pytree.tree_map_only(RowGradient, RowGradient.dense, (tuple(args), kwargs))
@@ -169,14 +167,9 @@ class RowGradient(LazyTensor):
     __torch_function__ = compat.NO_TORCH_FUNCTION
 
 
-def _apply_rule(
-    rule: Callable[..., Tensor | None], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor | None:
-    if rule not in (RowGradient.permuted, _transpose, _same, _cast, _scale, _divide, _negate):
-        leaves = pytree.tree_leaves(list(args))
-        if any(isinstance(leaf, RowGradient) and leaf.order is not None for leaf in leaves):
-            return None
-    return rule(*args, **kwargs)
+def dense(grad: Tensor) -> Tensor:
+    """Return a gradient as a plain tensor; what is no gradient in rows stays as it is."""
+    return grad.dense() if isinstance(grad, RowGradient) else grad
 
 
 def _sum(pieces: Sequence[Piece], like: Tensor) -> Tensor:
@@ -286,13 +279,13 @@ def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None
         return None
     pieces = [*_pieces_of(left), *_pieces_of(right)]
     fused = [piece for piece in pieces if isinstance(piece.rows, FusedRows)]
-    if not fused and not (type(left) is RowGradient and type(right) is RowGradient):
-        return None
     rest = [piece for piece in pieces if not isinstance(piece.rows, FusedRows)]
-    if sum(piece.numel for piece in rest) >= left.numel():
-        if not fused:
-            return None
-        rest = rest if len(rest) == 1 else [Piece(_sum(rest, left), ())]
+    is_full = sum(cast("Tensor", piece.rows).numel() for piece in rest) >= left.numel()
+    are_rows = isinstance(left, RowGradient) and isinstance(right, RowGradient)
+    if not fused and (is_full or not are_rows):
+        return None
+    if is_full and len(rest) > 1:
+        rest = [Piece(_sum(rest, left), ())]
     return RowGradient(left.shape, (*_merged(fused), *rest), left)
 
 
@@ -408,26 +401,25 @@ def _new_zeros(grad: RowGradient, shape: Sequence[int], **kwargs: Any) -> RowGra
 
 _divide, _negate = functools.partial(_scale, invert=True), functools.partial(_scale, factor=-1.0)
 
-_RULES: dict[Any, Callable[..., Tensor | None]] = {
-    aten.select_backward.default: _part_backward(_selected),
-    aten.slice_backward.default: _part_backward(_sliced),
-    **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _reshape),
-    **dict.fromkeys((aten._reshape_alias.default, aten.reshape.default), _reshape),
-    **dict.fromkeys(
-        (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _shaped(aten.squeeze)
-    ),
-    aten.unsqueeze.default: _shaped(aten.unsqueeze),
-    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default), _same),
-    aten._to_copy.default: _cast,
-    aten.index_put.default: _index_put,
-    aten.index_add.default: _index_add,
-    aten.add.Tensor: _add,
-    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _scale),
-    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _divide),
-    aten.neg.default: _negate,
-    aten.permute.default: RowGradient.permuted,
-    aten.transpose.int: _transpose,
-    aten.cat.default: _cat,
-    aten.stack.default: _stack,
-    aten.new_zeros.default: _new_zeros,
+_NAMED: dict[Callable[..., Tensor | None], str] = {
+    _part_backward(_selected): "select_backward.default",
+    _part_backward(_sliced): "slice_backward.default",
+    _reshape: "view.default _unsafe_view.default _reshape_alias.default reshape.default",
+    _shaped(aten.squeeze): "squeeze.default squeeze.dim squeeze.dims",
+    _shaped(aten.unsqueeze): "unsqueeze.default",
+    _same: "detach.default alias.default clone.default",
+    _cast: "_to_copy.default",
+    _index_put: "index_put.default",
+    _index_add: "index_add.default",
+    _add: "add.Tensor",
+    _scale: "mul.Tensor mul.Scalar",
+    _divide: "div.Tensor div.Scalar",
+    _negate: "neg.default",
+    RowGradient.permuted: "permute.default",
+    _transpose: "transpose.int",
+    _cat: "cat.default",
+    _stack: "stack.default",
+    _new_zeros: "new_zeros.default",
 }
+_RULES = {attrgetter(name)(aten): rule for rule, names in _NAMED.items() for name in names.split()}
+_ANY_ORDER = (RowGradient.permuted, _transpose, _same, _cast, _scale, _divide, _negate)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,8 +90,7 @@ class LogitsSource:
         if self.parameters:
             self._sample = _sample(self.weight).clone()
             _live.add(self)
-            if not _is_watching:
-                _watch_optimizers()
+            _watch_optimizers()
 
     def compute(self, recipe: LogitsRecipe, rows: Tensor) -> Tensor:
         """Return the logits of some rows of the hidden states, without autograd.
@@ -181,27 +181,22 @@ def _differences(left: Tensor, right: Tensor) -> Tensor:
 
 
 _live: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
-_is_watching = False
 
 
+@cache
 def _watch_optimizers() -> None:
     """See optimizer steps that no version counter shows: fused ones, and writes through `.data`."""
-    global _is_watching
     register_optimizer_step_post_hook(_after_step)
-    _is_watching = True
 
 
 @compat.untraced
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Mark the sources whose head this optimizer has just updated."""
-    waiting: dict[int, list[LogitsSource]] = {}
-    for source in list(_live):
-        for reference in source.parameters if source.stepped_by is None else ():
-            waiting.setdefault(id(reference()), []).append(source)
+    waiting = [source for source in list(_live) if source.stepped_by is None]
     if not waiting:
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) in waiting and parameter.grad is not None:
-                for source in waiting[id(parameter)]:
-                    source.stepped_by = type(optimizer).__name__
+    given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    updated = {id(parameter) for parameter in given if parameter.grad is not None}
+    for source in waiting:
+        if any(id(reference()) in updated for reference in source.parameters):
+            source.stepped_by = type(optimizer).__name__

@@ -44,7 +44,7 @@ from memeff_compile.logits.lazy_tensor import MEMORY_METHODS, LazyTensor
 from memeff_compile.logits.memory import Memory
 from memeff_compile.logits.outside_loss import SERVED, Declined
 from memeff_compile.logits.recipe import LogitsRecipe
-from memeff_compile.logits.row_gradient import RowGradient, indexed_dims
+from memeff_compile.logits.row_gradient import RowGradient, dense, indexed_dims
 from memeff_compile.logits.source import reading_for
 
 aten = torch.ops.aten
@@ -223,13 +223,11 @@ def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
 
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one ATen operation on the computed values."""
+    schema = compat.schema(func)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], DeferredLogits):
-        name = compat.schema(func).name.split("::")[-1]
-        raise UnsupportedInputError(_OTHER_MEMORY.format(name))
+        raise UnsupportedInputError(_OTHER_MEMORY.format(schema.name.split("::")[-1]))
     written = {id(view): view for view in _written(func, args, kwargs)}
-    is_view = any(
-        out.alias_info and not out.alias_info.is_write for out in compat.schema(func).returns
-    )
+    is_view = any(out.alias_info and not out.alias_info.is_write for out in schema.returns)
     is_to_read = func is aten.expand.default and kwargs.get("implicit")
     if is_view and not is_to_read and isinstance(args[0], DeferredLogits):
         views = _windows(_Call(func, args[0], args[1:], kwargs))
@@ -247,13 +245,12 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     # Writes first: a tensor that is read and written must be read where it is written.
     for view in written.values():
         view.memory.write(view)
-    plain_args, plain_kwargs = pytree.tree_map_only(
-        DeferredLogits, plain, (tuple(args), dict(kwargs))
-    )
+    given = (tuple(args), dict(kwargs))
+    plain_args, plain_kwargs = pytree.tree_map_only(DeferredLogits, plain, given)
     result = func(*plain_args, **plain_kwargs)
     if not written:
         return result
-    if compat.schema(func).name.startswith("aten::_foreach"):
+    if schema.name.startswith("aten::_foreach"):
         # These count writes on the tensors they are given, which are the plain ones.
         for view in written.values():
             if not view.is_inference():
@@ -263,15 +260,15 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DeferredLogits]:
     """The deferred logits among the arguments that an operation writes to."""
-    name = compat.schema(func).name
-    if not compat.schema(func).is_mutable and (name.startswith("aten::") or not name.endswith("_")):
+    schema = compat.schema(func)
+    is_atens = schema.name.startswith("aten::")
+    if not schema.is_mutable and (is_atens or not schema.name.endswith("_")):
         return []
     found: list[Any] = []
-    for place, argument in enumerate(compat.schema(func).arguments):
+    for place, argument in enumerate(schema.arguments):
         # Collectives write to lists of tensors without saying so in their schema.
-        if name.startswith("aten::") and not (argument.alias_info and argument.alias_info.is_write):
-            continue
-        found.append(args[place] if place < len(args) else kwargs.get(argument.name))
+        if not is_atens or (argument.alias_info and argument.alias_info.is_write):
+            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
     return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, DeferredLogits)]
 
 
@@ -394,13 +391,14 @@ def _copied(call: _Call) -> DeferredLogits | None:
 
 def _scaled(call: _Call) -> DeferredLogits | None:
     """Multiplication and division by a number, as by a temperature."""
-    view, func = call.view, call.func
-    number: Any = -1.0 if func is aten.neg.default else call.args[0]
+    func, view, args, kwargs = call
+    number: Any = -1.0 if func is aten.neg.default else args[0]
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-    if call.kwargs or not is_number or not isfinite(number) or number == 0 or view._is_reordered:
+    if kwargs or not is_number or not isfinite(number) or number == 0 or view._is_reordered:
         return None
     name = "div" if func in (aten.div.Tensor, aten.div.Scalar) else "mul"
-    return _copy(view, view.memory.recipe.then(name, number), call.on)
+    # Not `call.on`, which holds the view, and with it the memory that the copy is to outlive.
+    return _copy(view, view.memory.recipe.then(name, number), lambda values: func(values, *args))
 
 
 def _copy(
@@ -523,22 +521,18 @@ def _keep_gradient_in_rows(view: DeferredLogits, base: DeferredLogits) -> None:
         view._row_hook = register(RowGradient.of)
 
 
-def _dense(grad: Any) -> Any:
-    return grad.dense() if isinstance(grad, RowGradient) else grad
-
-
 def _register_hook(func: Any, view: DeferredLogits, hook: Callable[[Tensor], Any]) -> Any:
     """Hooks see the gradients that eager PyTorch would show them."""
     _forget_rows(view)
     if compat.ignores_gradients(hook):
         return func(view, hook)
-    return func(view, lambda grad: hook(_dense(grad)))
+    return func(view, lambda grad: hook(dense(grad)))
 
 
 def _retain_grad(func: Any, view: DeferredLogits) -> None:
     _forget_rows(view)
     register: Callable[..., Any] = view.register_hook
-    register(_dense)
+    register(dense)
     func(view)
 
 
@@ -556,7 +550,7 @@ def _read_grad(func: Any, view: DeferredLogits) -> Tensor | None:
 
 
 def _gradients(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    return tuple(_dense(grad) for grad in func(*args, **kwargs))
+    return tuple(dense(grad) for grad in func(*args, **kwargs))
 
 
 def _data(func: Any, view: DeferredLogits) -> Tensor:

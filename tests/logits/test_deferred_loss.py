@@ -449,6 +449,16 @@ def test_gradients_inside_an_entropy_are_eagers(watched: str) -> None:
         assert_close(ours, theirs, 1e-6, str(place))
 
 
+def test_a_scaled_copy_does_not_keep_the_computed_logits() -> None:
+    logits = world().logits.detach()
+    logits.argmax()
+    value = weakref.ref(logits.memory.value)
+    kept = logits / 2
+    del logits
+    assert value() is None
+    assert type(kept) is DeferredLogits
+
+
 @pytest.mark.parametrize("cut", ["nothing", "log_probs", "probs", "probs in place", "terms"])
 def test_gradients_of_an_entropy_go_where_eagers_go(cut: str) -> None:
     found = []

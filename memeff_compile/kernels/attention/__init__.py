@@ -15,6 +15,7 @@ Query heads that share a key head read it where it is.
 
 from __future__ import annotations
 
+from ..checks import MAX_DEPTH as MAX_DEPTH
 from .memory import backward_bytes as backward_bytes
 from .memory import bounds_bytes as bounds_bytes
 from .memory import bytes_after as bytes_after
@@ -24,7 +25,6 @@ from .memory import mask_bytes as mask_bytes
 from .memory import mask_tiles_bytes as mask_tiles_bytes
 from .op import EMPTY_ROWS as EMPTY_ROWS
 from .op import ENGINES as ENGINES
-from .op import MAX_DEPTH as MAX_DEPTH
 from .op import attention as attention
 from .op import attention_backward as attention_backward
 from .op import attention_mask_tiles as attention_mask_tiles

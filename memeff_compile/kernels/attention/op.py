@@ -14,13 +14,21 @@ from torch import Tensor
 from ...errors import UnsupportedInputError
 from .. import library
 from .._triton.conditions import Conditions
-from ..checks import INDICES, require, short, two_dtypes, unlike_heads
+from ..checks import (
+    INDICES,
+    MAX_DEPTH,
+    require,
+    short,
+    two_dtypes,
+    unlike_heads,
+    unlike_sizes,
+    wide,
+)
 from ..device import kernels_need, kernels_serve, where_it_runs, without_autocast
 from . import reference
 from .mask_tiles import classify, table_shape
 
 HALF = (torch.bfloat16, torch.float16)
-MAX_DEPTH = 256
 
 EMPTY_ROWS = ("zeros", "mean")
 """What a query gets for which no key counts: zeros, or the mean of all values."""
@@ -61,7 +69,7 @@ class _Gradients(NamedTuple):
     lse: Tensor
 
 
-def _called_back(*given: Any) -> _Gradients:  # noqa: ANN401
+def _called_back(*given: Any) -> _Gradients:
     grad_out, q, k, v, out, lse, *conditions = given
     return _Gradients(grad_out, _Call(q, k, v, *conditions), out, lse)
 
@@ -91,10 +99,11 @@ def supports(
 
 def _unlike(given: _Call) -> str | None:
     """Say in a sentence why a call cannot be served, or return None."""
+    named = {"q": given.q, "k": given.k, "v": given.v}
     return (
         _unlike_settings(given.softcap, given.empty_rows)
-        or unlike_heads({"q": given.q, "k": given.k, "v": given.v})
-        or _unlike_shapes(given.q, given.k, given.v)
+        or unlike_heads(named)
+        or unlike_sizes(named)
         or _unlike_tables(*given[:2], *given[3:6])
         or _unlike_mask(*given[:2], *given[6:8])
         or _not_alone(given)
@@ -106,22 +115,6 @@ def _unlike_settings(softcap: float, empty_rows: str) -> str | None:
         return f"softcap is {softcap}; a number above 0 is needed, or 0 for none."
     if empty_rows not in EMPTY_ROWS:
         return f"empty_rows is {empty_rows!r}; one of {', '.join(EMPTY_ROWS)} is needed."
-    return None
-
-
-def _unlike_shapes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    if k.shape != v.shape:
-        return f"k is {_shape(k)} and v {_shape(v)}; they need the same shape."
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        return (
-            f"q is {_shape(q)} and k and v {_shape(k)}; batch and depth need to be the same. "
-            "Expand them over the batch."
-        )
-    heads, groups = q.shape[1], k.shape[1]
-    if groups == 0 or heads % groups:
-        return f"q has {heads} heads and k and v {groups}; a multiple of them is needed."
-    if not 0 < q.shape[3] <= MAX_DEPTH:
-        return f"the head dimension is {q.shape[3]}; 1 to {MAX_DEPTH} is served."
     return None
 
 
@@ -203,12 +196,7 @@ def _conditions(name: str, given: _Call) -> Conditions:
 
 
 def served(device: torch.device, dtype: torch.dtype, depth: int) -> str:
-    """Say in a sentence why the engine `tiles` does not serve this, or return "" if it does.
-
-    Args:
-        device: where q, k and v are.
-        dtype: their dtype.
-        depth: their head dimension.
+    """Say in a sentence why the engine `tiles` does not serve q, k and v of a kind, or return "".
 
     Example: served(torch.device("cpu"), torch.float32, 64) names the device.
     """
@@ -228,7 +216,7 @@ def engine_for(device: torch.device, dtype: torch.dtype, depth: int = MAX_DEPTH)
     return "reference" if served(device, dtype, depth) else "tiles"
 
 
-def _engine(q: Tensor, k: Tensor) -> Any:  # noqa: ANN401 - a module
+def _engine(q: Tensor, k: Tensor) -> Any:  # a module
     if q.is_cuda and q.numel() and k.numel() and not served(q.device, q.dtype, q.shape[3]):
         from . import tiles
 
@@ -247,8 +235,8 @@ def _forward(given: _Call) -> tuple[Tensor, Tensor]:
 def _fake_forward(given: _Call) -> tuple[Tensor, Tensor]:
     planes = (2,) if _conditions("attention", given).is_bias else ()
     q = given.q
-    lse = q.new_empty((*planes, *q.shape[:3]), dtype=_sum_dtype(q.dtype))
-    return _heads_inside(q), lse
+    lse = q.new_empty((*planes, *q.shape[:3]), dtype=wide(q.dtype))
+    return library.heads_inside(q), lse
 
 
 def _backward(given: _Gradients) -> tuple[Tensor, Tensor, Tensor]:
@@ -263,7 +251,7 @@ def _backward(given: _Gradients) -> tuple[Tensor, Tensor, Tensor]:
 
 def _fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
     _conditions("attention_backward", given.call)
-    return tuple(map(_heads_inside, given.call[:3]))
+    return tuple(map(library.heads_inside, given.call[:3]))
 
 
 def _mask_tiles(mask: Tensor) -> Tensor:
@@ -284,18 +272,8 @@ def _require_mask(mask: Tensor) -> None:
         )
 
 
-def _heads_inside(like: Tensor) -> Tensor:
-    """Return an empty (B, H, L, D) laid out as (B, L, H, D), as models want it back."""
-    batch, heads, length, depth = like.shape
-    return like.new_empty((batch, length, heads, depth)).transpose(1, 2)
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _setup_context(
-    ctx: Any,  # noqa: ANN401
+    ctx: Any,
     inputs: tuple[Any, ...],
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, Tensor],
@@ -314,7 +292,7 @@ def _setup_context(
     ctx.settings = tuple(keyword_only_inputs[name] for name in names)
 
 
-def _link(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _link(ctx: Any, grad: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
     del grad_lse
     if grad is None:
         return (None,) * 8

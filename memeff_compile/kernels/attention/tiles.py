@@ -132,7 +132,7 @@ class _Call:
 
     def run(
         self,
-        kernel: Any,  # noqa: ANN401
+        kernel: Any,
         shape: Shape,
         read: tuple[Tensor, ...],  # (B, heads, positions, D) each
         others: tuple[Any, ...],  # what stands between the bounds and the positions
@@ -175,16 +175,14 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, given: Conditions, *, plan: Plan | None = None
+    q: Tensor,  # (B, H, M, D) bf16 or fp16
+    k: Tensor,  # (B, G, N, D)
+    v: Tensor,  # likewise
+    given: Conditions,  # the conditions
+    *,
+    plan: Plan | None = None,  # the tiles, by default what `plan_for` gives
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count; as `reference.attend`.
-
-    Args:
-        q: (B, H, M, D) bf16 or fp16.
-        k, v: (B, G, N, D).
-        given: the conditions.
-        plan: the tiles, by default what `plan_for` gives.
-    """
+    """Attend to the keys that count; as `reference.attend`."""
     from . import tiles_kernels as kernels
 
     call = _call(q, k, v, given)

@@ -82,6 +82,14 @@ class Own(NamedTuple):
     norms: Any
 
 
+class Pair(NamedTuple):
+    """The tensors of two layers that share directions."""
+
+    shared: Shared
+    lower: Own
+    upper: Own
+
+
 @dataclass(frozen=True)
 class Layout:
     """What a coded cache is made of."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .reference import wide
+from ..checks import wide
 
 SCALES = ("norm", "projection")
 """What the lengths of a merged row are: its own, or what makes the error smallest."""

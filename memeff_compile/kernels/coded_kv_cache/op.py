@@ -1,4 +1,3 @@
-# ruff: noqa: ANN401  (a pool of ten tensors and what follows it, as the dispatcher hands them over)
 """memeff::coded_kv_cache_append, _view and _attention: schemas, validation, engines, fakes.
 
 A cache is ten tensors, the *pool*, that every op takes in the same order; `layout.Layout.shapes`
@@ -276,8 +275,7 @@ def _attention(q: Tensor, *args: Any) -> Tensor:
 def _fake_attention(q: Tensor, *args: Any) -> Tensor:
     pool, (_, _, bits, mask, _) = args[:_COUNT], args[_COUNT:]
     require("coded_kv_cache_attention", supports(q, pool, bits, mask))
-    batch, heads, queries, depth = q.shape
-    return q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+    return library.heads_inside(q)
 
 
 def _no_backward(ctx: object, *grads: Tensor) -> None:

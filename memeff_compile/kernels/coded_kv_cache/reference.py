@@ -15,12 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import wide
 from .layout import CODED, LENGTH, PLAIN, block_of, channel_group, codes_of
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that codes of a cache of this dtype are computed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _between(x: Tensor, dim: int, left_out: Tensor | None, bits: int) -> Tensor:
@@ -149,17 +145,14 @@ def groups_due(waiting: int, window: int, group: int) -> int:
 
 
 def append(
-    pool: Sequence[Tensor], k: Tensor, v: Tensor, bits: int, recent: int, limit: int
+    pool: Sequence[Tensor],  # the tensors of a cache
+    k: Tensor,  # (B, H, T, D)
+    v: Tensor,  # likewise
+    bits: int,  # of a code
+    recent: int,  # tokens at the end that are never in codes
+    limit: int,  # tokens that the cache holds
 ) -> None:
-    """Write tokens behind those that are there, and code the groups that are old enough.
-
-    Args:
-        pool: the tensors of a cache.
-        k, v: (B, H, T, D).
-        bits: of a code.
-        recent: tokens at the end that are never in codes.
-        limit: tokens that the cache holds.
-    """
+    """Write tokens behind those that are there, and code the groups that are old enough."""
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     window, new = k_window.shape[2], k.shape[2]
     group = window - recent

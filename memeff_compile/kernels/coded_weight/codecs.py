@@ -66,12 +66,7 @@ class Outcome:
     """Whether a weight fitted into the lists that were there, known when the GPU has got so far."""
 
     def __init__(self, needed: Tensor, rooms: Sequence[int]) -> None:
-        """Take what has to be compared.
-
-        Args:
-            needed: lengths that the lists have to have, int32, on the weight's device.
-            rooms: lengths that they have.
-        """
+        """Take the lengths that lists need, int32 on the weight's device, and those they have."""
         self._needed, self._rooms = needed.contiguous(), list(rooms)
         self._fetched: Tensor | None = None
         self._event: torch.cuda.Event | None = None
@@ -79,9 +74,7 @@ class Outcome:
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
         """Have the value copied if it does not fit, so that its own memory may be given up.
 
-        Args:
-            value: contiguous, bf16.
-            refuge: int16, at least as long; pinned memory of the host.
+        The value is contiguous bf16, the refuge as long at least, int16 in pinned memory.
         """
         from . import pair_kernels
 
@@ -149,12 +142,9 @@ def histogram(patterns: Tensor, every: int = 1) -> Tensor:
 
 
 def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]:
-    """Return the parts of a bf16 weight in a lossless format, in the order of `form.parts`.
+    """Return the parts of a bf16 weight that is not empty, in the order of a lossless `form.parts`.
 
-    Args:
-        weight: bf16 tensor of any shape, not empty.
-        form: a lossless format.
-        room: spare room, so that `encode_soon` can be used on the parts.
+    With spare room `encode_soon` can be used on the parts.
     """
     patterns = as_patterns(weight)
     if form.codec == "win4":
@@ -398,16 +388,8 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
     """Turn a gradient into the weight after a step along it, in the gradient's memory.
 
     The bits are those of `torch.optim.SGD` on the decoded weight, on the same GPU. The parts hold
-    no weight afterwards: the new one has to be encoded into them.
-
-    Args:
-        parts: parts of the weight.
-        form: a lossless format.
-        gradient: one that `steps` allows; it is written to.
-        by: the step.
-
-    Returns:
-        The new weight: `gradient`.
+    no weight afterwards: the new one has to be encoded into them. The format is a lossless one, and
+    the gradient, which is returned as the new weight, one that `steps` allows.
     """
     decode_flat(parts, form, gradient.view(-1).view(torch.int16), by)
     return gradient

@@ -19,17 +19,16 @@ INDEX_BYTES_PER_TOKEN = 96
 
 
 def bytes_before(
-    vocab: Size, depth: Size, *, dtype: torch.dtype, compiled: bool = True
+    vocab: Size,  # V, D as symbols or numbers
+    depth: Size,  # likewise
+    *,
+    dtype: torch.dtype,  # dtype of the table
+    compiled: bool = True,  # inductor if true, op by op otherwise
 ) -> sympy.Expr:
     """Return the bytes of the V x D buffers that the embedding's gradient takes without us.
 
     Inductor scatters it into an fp32 buffer (fp64 for fp64) and adds that to the head's gradient or
     rounds it, in a buffer that is returned. Run op by op, it is a tensor of the table's dtype.
-
-    Args:
-        vocab, depth: V, D as symbols or numbers.
-        dtype: dtype of the table.
-        compiled: Inductor if true, op by op otherwise.
 
     Example: bytes_before(V, D, dtype=torch.bfloat16) == 4*V*D.
     """

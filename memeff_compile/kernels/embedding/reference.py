@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import checks
+
 # Bytes of the pieces alive at once, four per column: rows in order, their sums, the sums per token,
 # and the rows they are added to.
 PIECE_BYTES = 8 << 20
@@ -28,7 +30,7 @@ def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx:
     Example: with ids [2, 0, 2], row 2 of the gradient gains grad_rows[0] + grad_rows[2].
     """
     tokens, depth = grad_rows.shape
-    wide = torch.float64 if grad_weight.dtype == torch.float64 else torch.float32
+    wide = checks.wide(grad_weight.dtype)
     rows, order = torch.sort(ids.long(), stable=True)
     is_new = torch.ones_like(rows, dtype=torch.bool)
     is_new[1:] = rows[1:] != rows[:-1]

@@ -63,9 +63,7 @@ def serves(weight: Tensor) -> bool:
 def forward(given: Operands, knobs: Knobs) -> tuple[Rows, filters.LeftOut]:
     """Compute what is asked for of every row, and what a filter may leave out of backward.
 
-    Args:
-        given: hidden states in bf16 or fp16, the weight contiguous.
-        knobs: without top.
+    Hidden states are bf16 or fp16, the weight is contiguous, and top is not asked for.
     """
     from . import fused_kernels as kernels
 
@@ -119,13 +117,8 @@ def forward(given: Operands, knobs: Knobs) -> tuple[Rows, filters.LeftOut]:
                 **given.flags(knobs),
                 HAS_KEPT=is_compact,
                 PARTS=parts,
-                BM=shapes.rows,
-                BN=shapes.columns,
-                BK=shapes.step,
                 FLATTEN=shapes.flatten,
-                UPCAST=shapes.is_interpreted,
-                num_warps=shapes.warps,
-                num_stages=shapes.stages,
+                **shapes.constants(shapes.columns),
             )
             start(
                 kernels._linear_cross_entropy_rows_kernel,
@@ -203,8 +196,7 @@ class _Backward:
         self.row_values = row_values(grads, kept, self.selection, knobs)
 
         self.given = (self.bias, self.column_weight, self.selection.target, self.row_values)
-        # what the device function that makes a tile of G is told
-        self.epilogue = {**given.flags(knobs), "UPCAST": self.shapes.is_interpreted}
+        self.flags = given.flags(knobs)
 
         tile = self.shapes.rows
         self.width = piece_width(self.rows, self.depth, self.vocab, knobs.workspace, self.shapes)
@@ -315,7 +307,7 @@ class _Backward:
         width = -(-(stop - first) // columns) * columns
         g = self.piece[: self.rows * width].view(self.rows, width)
         is_sparse = None if self.lists is None else self.lists.is_sparse
-        flags: dict[str, Any] = {
+        rows_are = {
             "HAS_KEPT": self.selection.kept is not None,
             "HAS_SPARSE": is_sparse is not None,
         }
@@ -347,14 +339,10 @@ class _Backward:
             (self.knobs.scale, self.knobs.softcap),
             GATHER=gathers,
             GROUP=GROUP,
-            BM=tile,
-            BN=g_columns,
-            BK=step,
             FLATTEN=shapes.flatten and not gathers,
-            **self.epilogue,
-            **flags,
-            num_warps=shapes.warps,
-            num_stages=shapes.stages,
+            **shapes.constants(g_columns),
+            **self.flags,
+            **rows_are,
         )
         if self.sums is not None or grad_weight is not None:
             start(
@@ -373,17 +361,12 @@ class _Backward:
                 width,
                 self.rows,
                 self.depth,
-                **flags,
                 NEEDS_WEIGHT=grad_weight is not None,
                 NEEDS_HIDDEN=self.sums is not None,
                 ADD=adds,
                 GATHER=gathers,
-                BM=tile,
-                BN=columns,
-                BK=step,
-                UPCAST=shapes.is_interpreted,
-                num_warps=shapes.warps,
-                num_stages=shapes.stages,
+                **shapes.constants(columns),
+                **rows_are,
             )
         if self.grad_bias is not None and needs_weight:
             kernels._linear_cross_entropy_column_sums_kernel[(-(-width // 128),)](
@@ -395,7 +378,7 @@ class _Backward:
                 width,
                 stop,
                 self.rows,
-                **flags,
+                **rows_are,
                 BLOCK=128,
                 ROWS=64,
             )
@@ -427,7 +410,8 @@ class _Backward:
             TILE=tile,
             BK=step,
             FLATTEN=shapes.flatten,
-            **self.epilogue,
+            UPCAST=shapes.is_interpreted,
+            **self.flags,
             num_warps=shapes.gradient_square_warps(is_plain=self.is_plain),
             num_stages=shapes.square_stages,
         )
@@ -511,7 +495,7 @@ def row_values(grads: RowGradients, kept: Kept, selection: Selection, knobs: Kno
     return values
 
 
-def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:  # noqa: ANN401
+def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:
     """Describe a matrix to the kernels as tiles of this shape."""
     return None if matrix is None else described(matrix, (rows, columns))
 

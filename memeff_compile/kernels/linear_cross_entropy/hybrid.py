@@ -47,12 +47,7 @@ STATE = 5
 
 
 def forward(given: Operands, knobs: Knobs) -> Rows:
-    """Compute what is asked for of every row.
-
-    Args:
-        given: of bf16, fp16 or fp32, the weight of any strides.
-        knobs: the call's settings.
-    """
+    """Compute what is asked for of every row, of bf16, fp16 or fp32 and a weight of any strides."""
     given = _readable(given)
     hidden, weight, *_ = given
     rows, vocab = hidden.shape[0], weight.shape[0]
@@ -208,15 +203,8 @@ def launch_gradient(
 
 
 def _widths(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Widths:
-    rows, depth = hidden.shape
-    return hybrid_widths(
-        rows,
-        depth,
-        weight.shape[0],
-        knobs.workspace,
-        hidden.element_size(),
-        processors(hidden.device),
-    )
+    sizes = (*hidden.shape, weight.shape[0], knobs.workspace, hidden.element_size())
+    return hybrid_widths(*sizes, processors(hidden.device))
 
 
 def _readable(given: Operands) -> Operands:

@@ -197,9 +197,7 @@ def engine_for(
     Where "fused" and "hybrid" both could, what `tune` measured on that GPU decides. A weight whose
     rows do not follow each other in memory is served by "hybrid" where this says "fused".
 
-    Args:
-        device, dtype, depth: of the hidden states.
-        with_top: whether the likeliest class of each row is asked for.
+    Dtype and depth are the hidden states'; `with_top` asks for the likeliest class of a row.
     """
     if not kernels_serve(device, dtype):
         return "reference"
@@ -254,7 +252,7 @@ class _Gradients(NamedTuple):
 _CHECKED = ("softcap", "gradient_filter", "workspace", "filter_level", "filter_parts")
 
 
-def _called(*tensors: Any, **settings: Any) -> _Call:  # noqa: ANN401
+def _called(*tensors: Any, **settings: Any) -> _Call:
     """Check a call; the dispatcher leaves out settings that equal their defaults.
 
     A filter that would be wrong or has no engine or room is off: label smoothing gives every tile
@@ -269,14 +267,14 @@ def _called(*tensors: Any, **settings: Any) -> _Call:  # noqa: ANN401
     return _Call(Operands(*tensors), knobs)
 
 
-def _called_back(*tensors: Any, output_mask: list[bool], **settings: Any) -> _Gradients:  # noqa: ANN401
+def _called_back(*tensors: Any, output_mask: list[bool], **settings: Any) -> _Gradients:
     call = _called(*tensors[4:9], **settings)
     needs_hidden, needs_weight, needs_bias = output_mask
     mask = needs_hidden, needs_weight, needs_bias and call.operands.bias is not None
     return _Gradients(RowGradients(*tensors[:4]), call, Kept(*tensors[9:]), mask)
 
 
-def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Any:  # noqa: ANN401 - a module
+def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Any:  # a module
     name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1], with_top=knobs.with_top)
     if name != "fused":
         return hybrid if name == "hybrid" else reference
@@ -367,7 +365,7 @@ def fake_gradients(given: Operands, output_mask: Sequence[bool]) -> tuple[Tensor
 
 
 def _setup_context(
-    ctx: Any,  # noqa: ANN401
+    ctx: Any,
     inputs: tuple[Any, ...],
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, ...],
@@ -378,7 +376,7 @@ def _setup_context(
     ctx.settings = keyword_only_inputs
 
 
-def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     mask = list(ctx.needs_input_grad[:3])
     gradients = linear_cross_entropy_backward(
         *grads[:4],  # behind them are indices, maps and measurements
@@ -390,7 +388,7 @@ def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN40
     return (*found, None, None)
 
 
-def refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:  # noqa: ANN401
+def refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:
     """Say to who asks for it that there is no second derivative."""
     raise DoubleBackwardError(
         "linear_cross_entropy: a second derivative of the fused loss was asked for, and the op has "

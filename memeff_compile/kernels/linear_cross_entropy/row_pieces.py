@@ -47,7 +47,7 @@ class _Backward(total_fused.Walk):
         values = fused.row_values(grads, kept, self.selection, self.knobs)
         column_weight = vector(given.column_weight, torch.float32)
         self.given = (self.bias, column_weight, self.selection.target, values)
-        self.epilogue = {**given.flags(self.knobs), "UPCAST": self.shapes.is_interpreted}
+        self.asked = given.flags(self.knobs)
         self.row_scale.fill_(1.0)
         self.gathered: Tensor | None = None
         if self.is_compact:
@@ -85,13 +85,9 @@ class _Backward(total_fused.Walk):
             HAS_KEPT=self.is_compact,
             HAS_SPARSE=False,
             GROUP=fused.GROUP,
-            BM=shapes.rows,
-            BN=self.columns,
-            BK=shapes.step,
             FLATTEN=shapes.flatten,
-            **self.epilogue,
-            num_warps=shapes.warps,
-            num_stages=shapes.stages,
+            **shapes.constants(self.columns),
+            **self.asked,
         )
         # Rows behind the last are zero in G, and behind the end of what is multiplied with it.
         self.add_products(index, first, here, hidden)

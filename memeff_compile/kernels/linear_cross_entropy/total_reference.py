@@ -15,7 +15,8 @@ import sympy
 import torch
 from torch import Tensor
 
-from .pieces import REFERENCE_AUTO_BYTES, REFERENCE_AUTO_BYTES_ELSEWHERE, spans, wide_dtype
+from .. import checks
+from .pieces import REFERENCE_AUTO_BYTES, REFERENCE_AUTO_BYTES_ELSEWHERE, spans
 
 # Rows of the narrowest piece: the weight is read once per piece.
 MIN_ROWS = 64
@@ -53,7 +54,7 @@ class Loss(NamedTuple):
     @property
     def wide(self) -> torch.dtype:
         """The dtype of the total."""
-        return wide_dtype(self.hidden.dtype)
+        return checks.wide(self.hidden.dtype)
 
     def row_gradients(self, dtype: torch.dtype) -> Tensor:
         """Return what the gradient of each row's loss is times: its weight over the norm, or 0.

@@ -51,12 +51,7 @@ BUDGETS = {"the loss": 1e-4, "dE": 1e-2, "dC": 1e-2}
 
 
 def questions(device: torch.device, *, quick: bool) -> Iterator[Question]:
-    """Yield what can be measured on a GPU, one decision at a time.
-
-    Args:
-        device: A CUDA device that runs our kernels.
-        quick: One small shape instead of three.
-    """
+    """Yield what can be measured on a CUDA device; `quick` is on one small shape, not three."""
     if not gpu(device).is_hopper:
         return
     shapes = _fitting(device, QUICK if quick else SHAPES)
@@ -114,12 +109,8 @@ class Loss:
         return [rows.nll, *(part for part in found if part is not None)]
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(0)
-
-
 def _inputs(device: torch.device, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    source = _generator(device)
+    source = torch.Generator(device).manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, dtype=torch.bfloat16, device=device, generator=source)

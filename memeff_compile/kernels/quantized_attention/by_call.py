@@ -118,8 +118,7 @@ def _laid_out(out: Tensor) -> Tensor:
 
 def _fake_attend(given: _Call) -> Tensor:
     _require_levels(given.levels)
-    batch, heads, queries, depth = given.q.shape
-    return given.q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+    return library.heads_inside(given.q)
 
 
 def _require_levels(levels: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ tile are exact here; those of tensor cores are not, by a thousandth of what roun
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -245,15 +245,13 @@ def _sizes(size: Tensor, total: Tensor, least: float) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
+    q: Tensor,  # (B, H, M, D)
+    k: Tensor,  # (B, G, N, D)
+    v: Tensor,  # likewise
+    given: Conditions,  # the conditions
+    settings: Settings,  # the arithmetic
 ) -> tuple[Tensor, Tensor]:
     """Attend to the keys that count.
-
-    Args:
-        q: (B, H, M, D).
-        k, v: (B, G, N, D).
-        given: the conditions.
-        settings: the arithmetic.
 
     Returns:
         (B, H, M, D) in the dtype of q, laid out as (B, M, H, D), and the natural logarithm of the
@@ -343,8 +341,3 @@ def _scores(made: Codes, repeat: int, first: int, stop: int, start: int, end: in
         return found
     block = torch.arange(first, stop, device=q.device) // BLOCK
     return found + made.correction[:, :, block, start:end]
-
-
-def without_coding(settings: Settings) -> Settings:
-    """Return settings whose weights and values are not rounded: what smoothing alone does."""
-    return replace(settings, limit=1 << 20, values="exact")

@@ -55,7 +55,7 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _dtype(dtype: torch.dtype, *, is_native: bool) -> Any:  # noqa: ANN401
+def _dtype(dtype: torch.dtype, *, is_native: bool) -> Any:
     """Return Triton's name of the dtype in which a quantiser computes."""
     import triton.language as tl
 
@@ -412,12 +412,7 @@ _WORDS = 128
 
 
 def _dequantize(
-    kernel: Any,  # noqa: ANN401
-    held: Tensor,
-    scale: Tensor,
-    out: Tensor,
-    words: int,
-    is_step: bool,
+    kernel: Any, held: Tensor, scale: Tensor, out: Tensor, words: int, is_step: bool
 ) -> None:
     block, (rows, columns) = min(_power_of_two(words), _WORDS), out.shape
     constants = {"WORDS": block, "IS_STEP": is_step, **_ROUNDED}

@@ -281,11 +281,9 @@ def _reason(
     if weight.numel() < min_size:
         return f"it has {weight.numel()} elements, fewer than min_size, which is {min_size}"
     sentence = supports_weight(weight, codec)
-    if sentence is not None:
-        return sentence
-    if len(memory[compat.storage_key(weight)]) > 1:
+    if sentence is None and len(memory[compat.storage_key(weight)]) > 1:
         return "its memory is shared with another tensor of the model"
-    return _unmovable(weight)
+    return sentence or _unmovable(weight)
 
 
 def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
@@ -309,9 +307,8 @@ def _shard_reason(weight: Tensor, codec: str, min_size: int) -> str:
 
 
 def _is_linear(module: nn.Module, attribute: str) -> bool:
-    if attribute != "weight" or not isinstance(module, nn.Linear):
-        return False
-    return type(module).forward is nn.Linear.forward
+    is_weight = attribute == "weight" and isinstance(module, nn.Linear)
+    return is_weight and type(module).forward is nn.Linear.forward
 
 
 def _skipped(path: str, skip: Sequence[str]) -> str:
