@@ -52,8 +52,7 @@ def defer(
         >>> logits = defer(hidden, head.weight, None, (), LogitsRecipe(hidden.dtype))
         >>> logits[:, -1].argmax(-1)        # computes the last rows and no others
     """
-    result: Tensor = _apply(recipe, (remedy, loss, use), hidden, weight, bias, *vectors)
-    return result
+    return _apply(recipe, (remedy, loss, use), hidden, weight, bias, *vectors)
 
 
 def attach(

@@ -212,12 +212,11 @@ class FusedRows:
         """Return this gradient with its rows in another shape."""
         hidden = self.head.hidden
         head = replace(self.head, hidden=hidden.reshape(*rows, hidden.shape[-1]))
-        return self._map(lambda x: x.reshape(tuple(rows)), head)
-
-    def _map(self, function: Callable[[Tensor], Tensor], head: Head) -> FusedRows:
-        tensors = {name: getattr(self, name) for name in _OF_ROWS}
-        mapped: dict[str, Any] = {n: function(x) for n, x in tensors.items() if x is not None}
-        return replace(self, head=head, **mapped)
+        held = {name: getattr(self, name) for name in _OF_ROWS}
+        shaped: dict[str, Any] = {
+            n: x.reshape(tuple(rows)) for n, x in held.items() if x is not None
+        }
+        return replace(self, head=head, **shaped)
 
     @staticmethod
     def joined(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -129,8 +129,7 @@ class LazyTensor(torch.Tensor):
             plain = self._apart()
             memo.setdefault(id(memo), []).append(plain)  # the copies are noted by address
             memo[id(self)] = plain.__deepcopy__(memo)
-        copied: Tensor = memo[id(self)]
-        return copied
+        return cast("Tensor", memo[id(self)])
 
     def apply_(self, function: Callable[[Any], Any]) -> LazyTensor:
         self._stand_in().apply_(function)

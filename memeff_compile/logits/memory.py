@@ -114,13 +114,11 @@ class Memory:
         is_inference = self.source.is_inference
 
         def copy() -> Tensor | None:
-            memory, value = reference(), None
-            if memory is not None:
-                if memory.is_open:
-                    return None
-                value = memory.value
-            if value is None and origin is not None:
-                value = origin()
+            memory = reference()
+            if memory is not None and memory.is_open:
+                return None
+            value = None if memory is None else memory.value
+            value = origin() if value is None and origin is not None else value
             if value is None:
                 return None
             with torch.inference_mode(is_inference), torch.no_grad():

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -117,21 +118,18 @@ class LogitsRecipe:
             tanhs: list[Tensor] = []
             if any(name == "tanh" for name, _ in self.steps):
                 self._forward((hidden, weight, bias, vectors), tanhs)
-            dtypes = self._dtypes
-            place = count
-            for index in range(len(self.steps) - 1, -1, -1):
-                name, value = self.steps[index]
+            remaining = list(enumerate(vectors, 3))
+            for (name, value), before in zip(self.steps[::-1], self._dtypes[-2::-1], strict=True):
                 if name == "bias":
-                    place -= 1
+                    place, vector = remaining.pop()
                     if needs[place]:
-                        vector = vectors[place - 3]
                         result[place] = grad.sum_to_size(vector.shape).to(vector.dtype)
                 if name in ("mul", "div"):
                     grad = _STEPS[name](grad, value)
                 elif name == "tanh":
                     grad = torch.ops.aten.tanh_backward(grad, tanhs.pop())
                 else:
-                    grad = grad.to(dtypes[index])
+                    grad = grad.to(before)
             result[:3] = self._product_gradients(grad, (hidden, weight, bias), needs)
         return tuple(result)
 
@@ -244,12 +242,10 @@ class LogitsView:
 
     def of(self, logits: Tensor, results: Sequence[Any]) -> Tensor:
         """Return this view of `logits`."""
-        view = logits
         for name, args in self.calls:
-            packet, overload = name.split(".")
-            op = getattr(getattr(torch.ops.aten, packet), overload)
-            view = op(view, *(_with_sizes(arg, results) for arg in args))
-        return view
+            op = attrgetter(name)(torch.ops.aten)
+            logits = op(logits, *(_with_sizes(arg, results) for arg in args))
+        return logits
 
 
 def _with_sizes(arg: object, results: Sequence[Any]) -> object:

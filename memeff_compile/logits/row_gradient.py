@@ -52,11 +52,6 @@ class Piece(NamedTuple):
         """The rows, where they are in factored form and stand for all rows."""
         return self.rows if isinstance(self.rows, FusedRows) and not self.steps else None
 
-    @property
-    def numel(self) -> int:
-        """Elements in memory."""
-        return 0 if isinstance(self.rows, FusedRows) else self.rows.numel()
-
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the gradient of all rows."""
         rows = self.rows
@@ -284,13 +279,13 @@ def _add(left: Tensor, right: Tensor, *, alpha: float = 1) -> RowGradient | None
         return None
     pieces = [*_pieces_of(left), *_pieces_of(right)]
     fused = [piece for piece in pieces if isinstance(piece.rows, FusedRows)]
-    if not fused and not (type(left) is RowGradient and type(right) is RowGradient):
-        return None
     rest = [piece for piece in pieces if not isinstance(piece.rows, FusedRows)]
-    if sum(piece.numel for piece in rest) >= left.numel():
-        if not fused:
-            return None
-        rest = rest if len(rest) == 1 else [Piece(_sum(rest, left), ())]
+    is_full = sum(cast("Tensor", piece.rows).numel() for piece in rest) >= left.numel()
+    are_rows = isinstance(left, RowGradient) and isinstance(right, RowGradient)
+    if not fused and (is_full or not are_rows):
+        return None
+    if is_full and len(rest) > 1:
+        rest = [Piece(_sum(rest, left), ())]
     return RowGradient(left.shape, (*_merged(fused), *rest), left)
 
 

@@ -223,13 +223,11 @@ def _takes(rule: _Rule, func: Any, view: DeferredLogits) -> bool:
 
 def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one ATen operation on the computed values."""
+    schema = compat.schema(func)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], DeferredLogits):
-        name = compat.schema(func).name.split("::")[-1]
-        raise UnsupportedInputError(_OTHER_MEMORY.format(name))
+        raise UnsupportedInputError(_OTHER_MEMORY.format(schema.name.split("::")[-1]))
     written = {id(view): view for view in _written(func, args, kwargs)}
-    is_view = any(
-        out.alias_info and not out.alias_info.is_write for out in compat.schema(func).returns
-    )
+    is_view = any(out.alias_info and not out.alias_info.is_write for out in schema.returns)
     is_to_read = func is aten.expand.default and kwargs.get("implicit")
     if is_view and not is_to_read and isinstance(args[0], DeferredLogits):
         views = _windows(_Call(func, args[0], args[1:], kwargs))
@@ -247,13 +245,12 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     # Writes first: a tensor that is read and written must be read where it is written.
     for view in written.values():
         view.memory.write(view)
-    plain_args, plain_kwargs = pytree.tree_map_only(
-        DeferredLogits, plain, (tuple(args), dict(kwargs))
-    )
+    given = (tuple(args), dict(kwargs))
+    plain_args, plain_kwargs = pytree.tree_map_only(DeferredLogits, plain, given)
     result = func(*plain_args, **plain_kwargs)
     if not written:
         return result
-    if compat.schema(func).name.startswith("aten::_foreach"):
+    if schema.name.startswith("aten::_foreach"):
         # These count writes on the tensors they are given, which are the plain ones.
         for view in written.values():
             if not view.is_inference():
@@ -263,15 +260,15 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DeferredLogits]:
     """The deferred logits among the arguments that an operation writes to."""
-    name = compat.schema(func).name
-    if not compat.schema(func).is_mutable and (name.startswith("aten::") or not name.endswith("_")):
+    schema = compat.schema(func)
+    is_atens = schema.name.startswith("aten::")
+    if not schema.is_mutable and (is_atens or not schema.name.endswith("_")):
         return []
     found: list[Any] = []
-    for place, argument in enumerate(compat.schema(func).arguments):
+    for place, argument in enumerate(schema.arguments):
         # Collectives write to lists of tensors without saying so in their schema.
-        if name.startswith("aten::") and not (argument.alias_info and argument.alias_info.is_write):
-            continue
-        found.append(args[place] if place < len(args) else kwargs.get(argument.name))
+        if not is_atens or (argument.alias_info and argument.alias_info.is_write):
+            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
     return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, DeferredLogits)]
 
 

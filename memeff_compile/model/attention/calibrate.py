@@ -166,23 +166,20 @@ def _call(model: nn.Module, given: Any) -> Any:  # noqa: ANN401
 
 
 def _table(found: _Found, min_score: float, levels: Sequence[str]) -> Calibration:
-    chosen: dict[str, str | list[str]] = {}
-    for site, by_level in found.items():
-        by_call = [
-            next((level for level in levels if min(by_level[level][place]) >= min_score), EXACT)
-            for place in range(len(by_level[levels[0]]))
-        ]
-        chosen[site] = by_call[0] if len(set(by_call)) == 1 else by_call
-
     def summary(scores: Sequence[float]) -> dict[str, float]:
         mean = sum(scores) / len(scores)
         spread = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
         return {"mean": mean, "std": spread, "worst": min(scores)}
 
-    scores = {
-        site: {level: [summary(each) for each in calls] for level, calls in by_level.items()}
-        for site, by_level in found.items()
-    }
+    chosen: dict[str, str | list[str]] = {}
+    scores: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for site, by_level in found.items():
+        scores[site] = {level: [summary(s) for s in calls] for level, calls in by_level.items()}
+        by_call = [
+            next((level for level in levels if min(by_level[level][place]) >= min_score), EXACT)
+            for place in range(len(by_level[levels[0]]))
+        ]
+        chosen[site] = by_call[0] if len(set(by_call)) == 1 else by_call
     return Calibration(format=FORMAT, min_score=min_score, levels=chosen, scores=scores)
 
 

@@ -25,6 +25,7 @@ from memeff_compile.model.cache.layers import (
     CompileConfig,
     ExactLayer,
     InPlace,
+    Place,
     Starts,
     StaticSlidingWindowLayer,
     layers_of,
@@ -175,10 +176,10 @@ class KVCache(Cache):
                 )
         self._starts.change(change, in_place=False)
         for layer in self.layers:
-            for name, tensor in _tensors(layer):
+            for (owner, name), tensor in _tensors(layer):
                 changed = change(tensor)
                 compat.keep_address(changed)
-                setattr(layer.holder(name) if isinstance(layer, InPlace) else layer, name, changed)
+                setattr(owner, name, changed)
 
     @property
     def nbytes(self) -> int:
@@ -198,12 +199,12 @@ class KVCache(Cache):
         )
 
 
-def _tensors(layer: Untyped) -> list[tuple[str, Tensor]]:
-    """Return what a layer of any kind has in memory, by name; what layers share once."""
+def _tensors(layer: Untyped) -> list[tuple[Place, Tensor]]:
+    """Return what a layer of any kind has in memory; what layers share once."""
     if isinstance(layer, InPlace):
         return list(layer.tensors())
-    held = [(name, getattr(layer, name, None)) for name in ("keys", "values")]
-    return [(name, tensor) for name, tensor in held if isinstance(tensor, Tensor)]
+    held = [((layer, name), getattr(layer, name, None)) for name in ("keys", "values")]
+    return [(place, tensor) for place, tensor in held if isinstance(tensor, Tensor)]
 
 
 def _keeps(layer: Untyped, remove: int) -> str | None:
@@ -380,8 +381,7 @@ class _Hook:
         kind = sequences, model.dtype, model.device, torch.is_inference_mode_enabled()
         # How many rows a merged cache keeps follows from its length.
         longest = tokens if self.settings.get("merge") or self.max_cache_len else 2 * tokens
-        found: KVCache = self.pool.take(kind, range(tokens, longest + 1), mask, make)
-        return found
+        return self.pool.take(kind, range(tokens, longest + 1), mask, make)
 
 
 def _generating(model: Untyped) -> Untyped:

@@ -7,8 +7,8 @@ where it is missing.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -61,6 +61,10 @@ def remaining(tokens_to_remove: int) -> int:
     return -tokens_to_remove
 
 
+Place: TypeAlias = tuple[object, str]
+"""What has a tensor as an attribute, and the attribute's name."""
+
+
 class InPlace(CacheLayerMixin):
     """What the layers of a KVCache share: tensors that are changed in place, never moved."""
 
@@ -70,6 +74,8 @@ class InPlace(CacheLayerMixin):
     is_empty: bool
     buffers: tuple[str, str]
     """Names of tensors like keys and values: (batch, heads, some tokens, depth)."""
+    held: Sequence[str]
+    """Names of its tensors that have an entry per sequence."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -121,9 +127,11 @@ class InPlace(CacheLayerMixin):
                     "reset() keeps its tensors; make a new cache for another batch or model."
                 )
 
-    @abstractmethod
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors that have an entry per sequence, once they are there."""
+    def tensors(self) -> Iterator[tuple[Place, Tensor]]:
+        """Yield the tensors that have an entry per sequence, once they are there."""
+        if self.is_initialized:
+            for name in self.held:
+                yield (self, name), getattr(self, name)
 
     @property
     def nbytes(self) -> int:
@@ -160,11 +168,6 @@ class InPlace(CacheLayerMixin):
         for _, tensor in self.tensors():
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
-    def holder(self, name: str) -> object:
-        """Return what has one of `tensors` as an attribute."""
-        del name
-        return self
-
     def offload(self) -> None:
         """Refuse: the tensors stay where they are."""
         refuse("offloading is not supported; the cache is small because it is coded.")
@@ -176,18 +179,13 @@ class ExactLayer(InPlace, StaticLayer):
     """A layer whose keys and values stay as they come, in the dtype they come in."""
 
     is_croppable = True
-    buffers = "keys", "values"
+    buffers = held = "keys", "values"
     keys: Any
     values: Any
 
     def __init__(self, max_cache_len: int) -> None:
         super().__init__(max_cache_len=max_cache_len)
         self.is_empty = True
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        if self.is_initialized:
-            yield "keys", self.keys
-            yield "values", self.values
 
     def require_like(self, key_states: Tensor, value_states: Tensor) -> None:
         """Refuse more tokens, too, than there is room for behind those that are there."""
@@ -230,6 +228,7 @@ class CodedLayer(InPlace):
     """A layer whose older tokens are codes."""
 
     buffers = "k_window", "v_window"
+    held: Sequence[str] = op_folder.POOL[:8]
     is_croppable = False  # only tokens that are not yet in codes can be removed
     settled = "in codes"
     counts: Tensor
@@ -245,15 +244,9 @@ class CodedLayer(InPlace):
         self.is_empty = True
         self.layout: op_folder.Layout | None = None  # what it is made of, once it is known
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        if self.is_initialized:
-            for name in op_folder.POOL[:8]:
-                yield name, getattr(self, name)
-
     def pool(self) -> list[Tensor]:
         """Return the tensors in the order in which the ops take them."""
-        mine = [getattr(self, name) for name in op_folder.POOL[:8]]
-        return [*mine, self.starts.places, self.counts]
+        return [*(getattr(self, name) for name in self.held), self.starts.places, self.counts]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for keys and values like these; refuse those that cannot be coded."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels import coded_kv_cache as op_folder
-from memeff_compile.model.cache.layers import CodedLayer, Starts, refuse
+from memeff_compile.model.cache.layers import CodedLayer, Place, Starts, refuse
 from memeff_compile.model.cache.minicache import MiniCache
 
 
@@ -28,11 +28,11 @@ class Pair:
         # keys and values that the lower layer got and the upper layer will write
         self.parked: tuple[Tensor, Tensor] | None = None
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[Place, Tensor]]:
         """Yield what is shared, once it is there."""
         if self.shape is not None:
             for name in op_folder.SHARED:
-                yield name, getattr(self, name)
+                yield (self, name), getattr(self, name)
 
     def torn(self) -> str:
         """Return what to say where tokens still wait that a pass left behind."""
@@ -57,6 +57,8 @@ class Pair:
 class MergedLayer(CodedLayer):
     """One of two neighbouring layers whose older tokens have one direction and two lengths."""
 
+    held = tuple(name for name in op_folder.OWN if name != "counts")
+
     def __init__(
         self,
         max_cache_len: int,
@@ -70,18 +72,11 @@ class MergedLayer(CodedLayer):
         self.is_upper = lower is not None
         self.settled = "merged" if settings["bits"] == op_folder.PLAIN else "in codes"
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[Place, Tensor]]:
         """Yield the tensors with an entry per sequence; what is shared comes with the lower."""
-        if self.is_initialized:
-            if not self.is_upper:
-                yield from self.pair.tensors()
-            for name in op_folder.OWN:
-                if name != "counts":
-                    yield name, getattr(self, name)
-
-    def holder(self, name: str) -> object:
-        """Return the pair, for what its two layers share."""
-        return self.pair if name in op_folder.SHARED else self
+        if self.is_initialized and not self.is_upper:
+            yield from self.pair.tensors()
+        yield from super().tensors()
 
     def own(self) -> list[Tensor]:
         """Return the tensors of this layer alone, in the order in which the ops take them."""

@@ -138,8 +138,8 @@ def _set_dense(modules: dict[str, nn.Module], name: str, value: Tensor, device: 
 def _alias(modules: dict[str, nn.Module], name: str, first: str) -> None:
     (owner, _, attribute), (source, _, known) = name.rpartition("."), first.rpartition(".")
     for store in ("_parameters", "_buffers"):
-        if known in getattr(modules[source], store):
-            getattr(modules[owner], store)[attribute] = getattr(modules[source], store)[known]
+        if known in (held := getattr(modules[source], store)):
+            getattr(modules[owner], store)[attribute] = held[known]
     watch_state_dict(modules[owner])
 
 
