@@ -20,8 +20,7 @@ from .settings import (
     QUERY_ROWS,
     VALUES,
     Settings,
-    groups_of_keys,
-    groups_of_queries,
+    groups_of,
     sampled_queries,
 )
 
@@ -89,8 +88,7 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
         weight = weight * weights_of(mean, k)
         evened = evened_by(direction)
         q, k = q / evened.repeat_interleave(repeat, 1)[:, :, None], k * evened[:, :, None]
-    of_queries = groups_of_queries(settings.granularity, q.shape[2], q.device)
-    of_keys = groups_of_keys(settings.granularity, k.shape[2], k.device)
+    of_queries, of_keys = groups_of(settings.granularity, q, k)
     q_scale = _largest(q, of_queries) / settings.limit
     k_scale = _largest(k, of_keys) / settings.limit
     kind = VALUES[settings.values]
