@@ -190,18 +190,12 @@ def _half_vocab(vocab: int) -> int:
 def hybrid_widths(
     rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
 ) -> Widths:
-    """Choose the engine `hybrid`'s widths within the workspace.
+    """Choose the engine `hybrid`'s widths within the workspace; 0 means automatic.
 
     16-bit inputs: a strip of fp32 products (4 bytes per element) beside a piece of gradients in the
     input dtype (2 bytes); the strip gets half of the budget. fp32 inputs: the gradient replaces
     the product in place, so strip and piece are one buffer. The piece is then narrowed to where
     the weight-gradient product fills whole waves of multiprocessors.
-
-    Args:
-        rows, depth, vocab: N, D, V.
-        workspace: bytes, 0 = automatic.
-        itemsize: bytes of one element of the inputs, 2 or 4.
-        processors: multiprocessors of the GPU.
     """
     budget = workspace or max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * rows)
     per_row = budget // max(rows, 1)
