@@ -131,9 +131,10 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     operands = _strided(q, k, v, given)
     scale = given.scale * math.log2(math.e)
     sizes = {"DEPTH": depth, "DEPTH_BLOCK": wide, "HAS_KEY_MASK": given.key_mask is not None}
-    sizes |= {"LIMIT": settings.limit, "ROWS": rows, "EARLY": starts_early(q)}
+    sizes |= {"LIMIT": settings.limit, "ROWS": rows}
     width = wide // 128 or 1
-    early = {"launch_pdl": True} if starts_early(q) else {}
+    is_early = {"EARLY": starts_early(q)}
+    early = {**is_early, **({"launch_pdl": True} if starts_early(q) else {})}
     with on_device(q):
         start(
             kernels._look_kernel,
@@ -145,6 +146,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             SMOOTH_Q=is_smooth,
             num_warps=LOOK_WARPS * width,
             **sizes,
+            **is_early,
         )
         start(
             kernels._settle_kernel,
@@ -155,7 +157,6 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
             CHUNKS=max(2, 1 << (chunks - 1).bit_length()),
             SMOOTH_K="k" in settings.smooth,
             SMOOTH_V="v" in settings.smooth,
-            EARLY=starts_early(q),
             num_warps=SETTLE_WARPS,
             **early,
         )
@@ -186,7 +187,6 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
                 BLOCK=BLOCK,
                 COLUMNS=TOTAL_COLUMNS,
                 TOGETHER=TOTAL_BLOCKS,
-                EARLY=starts_early(q),
                 num_warps=TOTAL_WARPS,
                 **early,
             )
