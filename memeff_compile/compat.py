@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -810,12 +810,32 @@ def _fsdp2_owner(weight: torch.Tensor) -> tuple[Any, Any]:
     return param, group
 
 
-def fake_mode() -> Any:
-    """Return a mode under which tensors have sizes and no memory."""
+def fake_mode(made: Callable[[Any], None]) -> Any:
+    """Return a mode under which tensors have sizes and no memory.
+
+    Args:
+        made: is told what each operation returns that runs outside of what Dynamo traces.
+    """
+    from torch._guards import TracingContext
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    class Told(FakeTensorMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if TracingContext.try_get() is None and not _is_view(func):
+                made(result)
+            return result
+
+    return Told(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def _is_view(op: Any) -> bool:
+    """Return whether what an op returns is, or is a view of, what it was given."""
+    found = schema(op)
+    return found is None or any(returned.alias_info for returned in found.returns)
 
 
 def fresh_capture() -> Any:
@@ -836,14 +856,18 @@ def size_formula(size: Any) -> Any:
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
+def forget_failures(functions: Iterable[Any]) -> None:
+    """Let Dynamo compile functions again: it skips those whose capture ended in an exception."""
+    from torch._C._dynamo.eval_frame import reset_code
+
+    for function in functions:
+        if hasattr(function, "__code__"):
+            reset_code(function.__code__)
+
+
 def multiplies_bf16() -> bool:
     """Return whether the CPU's matrix library has instructions for products of bfloat16."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Let Dynamo give a dimension a symbol, unless the model needs it fixed."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def keep_address(tensor: torch.Tensor) -> None:

@@ -848,9 +848,10 @@ def test_a_compiled_module_gives_back_what_it_was_made_of() -> None:
 # --- capturing without running --------------------------------------------------------------------
 
 
-@probes("fake_mode", "fresh_capture", "mark_dynamic", "size_formula", "inductor_graphs")
+@probes("fake_mode", "fresh_capture", "size_formula", "inductor_graphs")
 def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
     graphs: list[GraphModule] = []
+    outside: list[Any] = []
 
     def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         (x,) = (n for n in placeholders(gm) if compat.source_name(n) == "L['x']")
@@ -865,15 +866,42 @@ def test_the_graphs_inductor_would_compile_come_without_memory() -> None:
 
     with torch._dynamo.config.patch(recompile_limit=1):  # none of the three counts against it
         for width in (4, 3, 2):
-            with compat.fake_mode(), compat.fresh_capture():
+            with compat.fake_mode(outside.append), compat.fresh_capture():
                 layer, x = nn.Linear(width, 1 << 40), torch.empty(5, width)
-                compat.mark_dynamic(x, 0)
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+                outside.clear()
                 assert compat.is_fake(torch.compile(function, backend=keep)(x, layer))
+                ran = [value for value in outside if isinstance(value, Tensor)]
+                assert [5, 1 << 40] in [list(value.shape) for value in ran]
+                outside.clear()
+                assert x.view(-1).shape == (5 * width,)
+                assert not [v for v in outside if isinstance(v, Tensor)], "a view makes no tensor"
     assert len(graphs) == 6
     forward, backward = graphs[-2:]
     assert any("mm" in str(n.target) for n in forward.graph.nodes)
     assert any(n.name.startswith("tangents") for n in backward.graph.nodes)
     assert len(backward.graph.output_node().args[0]) >= 2  # type: ignore[arg-type]
+
+
+@probes("forget_failures")
+def test_dynamo_captures_again_what_failed_once() -> None:
+    graphs: list[GraphModule] = []
+
+    def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    def refusing(x: Tensor) -> Tensor:
+        if x.shape[0] != 4:
+            raise ValueError("four")
+        return x + 1
+
+    compiled: Callable[..., Any] = torch.compile(refusing, backend=keep)
+    with pytest.raises(ValueError, match="four"):
+        compiled(torch.ones(3))
+    compat.forget_failures([refusing])
+    compiled(torch.ones(4))
+    assert len(graphs) == 1
 
 
 # --- hooks of tensors -----------------------------------------------------------------------------

@@ -8,15 +8,19 @@ does for the goldens of assert_expected_inline, so ``make golden`` renews both.
 from __future__ import annotations
 
 import ast
+import itertools
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from tests.support.fresh_python import FreshPython
+from tests.support.zoo import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -105,7 +109,7 @@ def test_readme_and_first_steps_print_what_they_show(
 
 def test_readme_is_short_and_installs_first() -> None:
     lines = README.read_text().splitlines()
-    assert len(lines) < 150
+    assert len(lines) <= 130
     assert any("pip install" in line for line in lines[:10])
     assert "last_report())" in "\n".join(lines[:30])
 
@@ -139,6 +143,64 @@ def test_raw_data_behind_numbers_is_there(page: Path) -> None:
     named = re.findall(r"benchmarks/results/[\w./-]+\.jsonl", page.read_text())
     missing = sorted({name for name in named if not (ROOT / name).is_file()})
     assert not missing, "a number without its raw rows does not enter the docs"
+
+
+MEASURED = re.compile(r"<!-- measured: begin\..*?-->(.*?)<!-- measured: end -->", LINES)
+ROW = re.compile(
+    r"^\| (?P<what>.+?) \| (?P<peer>[^|]+) \| (?P<ours>[^|]+) \| [^|]+ \| `(?P<file>[\w-]+\.jsonl)` (?P<commit>\w{7}) \|$",
+    re.MULTILINE,
+)
+
+
+def figures(value: Any) -> Iterator[float]:
+    """Yield the numbers of a row, wherever they lie in it."""
+    if isinstance(value, dict):
+        yield from itertools.chain.from_iterable(map(figures, value.values()))
+    elif isinstance(value, int | float):
+        yield float(value)
+
+
+def holds(row: dict[str, Any], cell: str) -> bool:
+    """Whether one row has every number of a table's cell, rounded as the cell rounds it."""
+    values = list(figures(row))
+    return all(
+        any(f"{value:.{len(number.partition('.')[2])}f}" == number for value in values)
+        for number in re.findall(r"\d+(?:\.\d+)?", cell)
+    )
+
+
+def in_one_run(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two rows are of one run, or of two backends that took turns on one machine."""
+    commands = [
+        re.sub(r" --backend \w+$| --backend \w+(?= --mode)", "", row["command"])
+        for row in (one, other)
+    ]
+    return one is not other and commands[0] == commands[1] and one["date"] == other["date"]
+
+
+def test_every_figure_is_a_row_of_one_run() -> None:
+    results = ROOT / "benchmarks" / "results" / "nvidia-h200"
+    counted = {}
+    for page in (README, ROOT / "docs" / "measured" / "benchmarks.md"):
+        (block,) = MEASURED.findall(page.read_text())
+        table = [line for line in block.splitlines() if line.startswith("|")]
+        matches = [ROW.match(line) for line in table[2:]]
+        counted[page.name] = len(matches)
+        for line, match in zip(table[2:], matches, strict=True):
+            assert match, line
+            rows = map(json.loads, (results / match["file"]).read_text().splitlines())
+            rows = [row for row in rows if row["commit"] == match["commit"]]
+            peers, ours = ([r for r in rows if holds(r, match[side])] for side in ("peer", "ours"))
+            assert any(in_one_run(*pair) for pair in itertools.product(peers, ours)), line
+    assert counted["README.md"] == 5
+    assert counted["benchmarks.md"] > 20
+
+
+def test_readme_counts_the_families_and_shows_a_plan_of_the_page() -> None:
+    text = README.read_text()
+    assert f"Models: {len(FAMILIES)} families" in text
+    plan = text.split("## Plan before you run")[1].split("```text\n")[1].split("```")[0]
+    assert plan in (ROOT / "docs" / "use" / "explain.md").read_text()
 
 
 def test_pages_that_code_names_are_there() -> None:

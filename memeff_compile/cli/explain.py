@@ -80,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LAYER",
         help="with --cache: layers share directions, from this one or from the middle on",
     )
+    parser.add_argument(
+        "--quiet", action="store_true", help="no progress on stderr, where it is a terminal"
+    )
     parser.add_argument("--json", type=Path, help="write the plan and the report here")
     parser.add_argument("--png", type=Path, help="draw the plan here")
 
@@ -113,9 +116,18 @@ def _run(given: argparse.Namespace) -> int:
     if given.cache:
         return _caches(given, call.model)
     found = explain(
-        call.model, *call.args, options=options or None, device=given.device, **call.kwargs
+        call.model,
+        *call.args,
+        options=options or None,
+        device=given.device,
+        progress=False if given.quiet else None,
+        **call.kwargs,
     )
-    plan = found.plan(memory=memory, **setting)
+    try:
+        plan = found.plan(memory=memory, **setting)
+    except ExplainError:
+        sys.stdout.write(found.text() + "\n")  # the passes' part is right all the same
+        raise
     sys.stdout.write(found.text(plan) + "\n")
     if given.json is not None:
         given.json.write_text(found.to_json(plan, indent=2) + "\n")

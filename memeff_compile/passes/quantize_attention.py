@@ -114,24 +114,23 @@ class QuantizeAttention(GraphPass):
     name = "quantize_attention"
 
     def find(self, info: GraphInfo) -> Iterable[Match | Decline]:
-        """Yield one match for all sites that are served alike, and one decline for all others."""
+        """Yield one match for all sites that are served alike, then why others are not."""
         matches: dict[str, Match] = {}
-        declines: dict[tuple[str, str], list[Decline]] = {}
+        declines: list[Decline] = []
         places = {place.node: place for place in _places(info)}
         calls = Counter(place.name for place in places.values())
         for node in info.visit(places):
             place = places[node]
             site = _site_for(info, place, calls[place.name])
             if isinstance(site, Decline):
-                declines.setdefault((site.code, site.sentence), []).append(site)
+                declines.append(replace(site, sites=1))
                 continue
             sentence = _sentence(info, site)
             key = self.skipped(info, place.node) or sentence
             match = matches.setdefault(key, Match(sentence=sentence))
             match.sites.append(site)
         yield from matches.values()
-        for same in declines.values():
-            yield replace(same[0], sites=len(same))
+        yield from declines
 
     def places(self, match: Match) -> Sequence[Node]:
         return [site.node for site in match.sites]

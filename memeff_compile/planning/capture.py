@@ -1,17 +1,17 @@
 """Captures a model as the backend would compile it, on tensors that have sizes and no memory.
 
 The model is copied; weights, buffers and inputs become fake tensors on the CPU that stand for
-tensors on the planned device. Batch and length get symbols, so that sizes come out as formulas.
+tensors on the planned device. Batch and length are numbers, as in the call that is planned: plain
+Python between the graphs of a model, and operations that read sizes, work as they do there.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-import sympy
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
@@ -20,11 +20,12 @@ from .. import backend, compat
 from ..errors import ExplainError, MemeffError, first_line
 from ..kernels.device import planned_for
 from ..options import Options
-from ..passes import PASSES
+from ..passes import PASSES, in_order
+from ..passes.graph.module_names import clean_module_path
 from ..passes.graph.pipeline import enforce_strict, run
 from ..report import GraphReport
 from .depth import copied_with
-from .sizes import BATCH, LENGTH, Sizes
+from .sizes import BATCH, LENGTH, Sizes, Told, tensors_in
 
 LOSSES = frozenset({"cross_entropy", "log_softmax", "nll_loss", "logsumexp"})
 
@@ -37,28 +38,60 @@ class Graphs:
     backward: GraphModule | None
 
 
+class GraphCall(NamedTuple):
+    """A call of a captured graph."""
+
+    graph: int  # its number
+    parameters: list[str]  # the path of the parameter behind each placeholder, else ""
+    root: str  # the path of the module whose forward the graph is of, "" for the model itself
+
+
 @dataclass
 class Capture:
     """A model without and with the passes."""
 
-    # one entry per graph that Dynamo captured, in the order in which they run. Where only blocks
-    # are of interest, and the passes left them alone, `before` is `after`
+    at: Told  # the batch and the length
+    # one entry per graph that Dynamo captured; none where only reports were asked for
     before: list[Graphs] = field(default_factory=list)
     after: list[Graphs] = field(default_factory=list)  # likewise
-    # per graph, the path of the parameter behind each placeholder, else ""
-    parameters: list[list[str]] = field(default_factory=list)
+    # the calls of the graphs, in order; blocks may share one
+    calls: list[GraphCall] = field(default_factory=list)
     reports: list[GraphReport] = field(default_factory=list)  # what the passes did to each graph
     # the number of classes of every loss, rewritten or not
     classes: set[int] = field(default_factory=set)
-    # dynamo's symbols -> batch and length
-    names: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
+    # per graph, what each node calls and the sizes of its value
+    nodes: list[list[tuple[str, list[int]]]] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)  # the tensors of the call
+    outside: int = 0  # bytes of the tensors that the model made outside of the graphs
 
-    @property
-    def changes_blocks(self) -> bool:
-        """Whether a pass changed what blocks keep for the backward: attention."""
-        records = (record for report in self.reports for record in report.records)
-        of_attention = ("expand_multihead", "recover_attention")
-        return any(r.pass_name in of_attention and r.action == "rewrote" for r in records)
+    def lengths_in(self, other: Capture, told: Told) -> Told:
+        """Return `told` with what is a number of tokens longer than a sequence, here as there."""
+        if told.length is None or self.at.length is None:
+            return told
+        pairs = {
+            pair
+            for mine, theirs in zip(self.nodes, other.nodes, strict=False)
+            for (_, sizes), (_, grown) in zip(mine, theirs, strict=False)
+            for pair in zip(sizes, grown, strict=False)
+        }
+        own = self.at.length
+        more = {a - own for a, b in pairs if a - own == b - told.length and a > own // 2}
+        return replace(told, near=(*told.near, *sorted(more - {0, *told.near})))
+
+    def grows_as(self, other: Capture, told: Told) -> str:
+        """Return "" where the sizes here are those of `other` as `told` reads them, or why not."""
+        mine, theirs = ([[op for op, _ in g] for g in c.nodes] for c in (self, other))
+        if mine != theirs:
+            return "it runs other operations at other sizes"
+        given = {BATCH: self.at.batch, LENGTH: self.at.length}
+        sizes = {size for graph in other.nodes for _, shape in graph for size in shape}
+        read = {size: int(told.formula(size).subs(given)) for size in sizes}
+        for graph, same in zip(self.nodes, other.nodes, strict=True):
+            for (op, shape), (_, grown) in zip(graph, same, strict=True):
+                if shape != [read[size] for size in grown]:
+                    at = f"{told.batch} x {told.length or self.at.length}"
+                    return f"the sizes {shape} of {op} are {grown} at {at}"
+        return ""
 
 
 def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
@@ -76,7 +109,7 @@ def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
         )
     whole = [x for x in tensors if not x.is_floating_point() and x.dim() > 1]
     first = (whole or tensors)[0]
-    return Sizes(int(first.shape[0]), int(first.shape[1]) if first.dim() > 1 else 1)
+    return Sizes(int(first.shape[0]), int(first.shape[1]) if first.dim() in (2, 3) else 1)
 
 
 def capture(
@@ -84,38 +117,76 @@ def capture(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     sizes: Sizes,
+    told: Told,
     options: Options,
     device: str,
     *,
-    compare: bool = True,
+    reports_alone: bool = False,
 ) -> Capture:
-    """Capture a call of ``model`` with the passes and, to ``compare``, without them.
+    """Capture a call of ``model``, with the passes and without them.
+
+    Args:
+        model, args, kwargs: the call.
+        sizes: batch and length of the call.
+        told: the batch and the length to capture it with.
+        options, device: as for `explain`.
+        reports_alone: whether the graphs themselves are not needed.
 
     Raises:
         ExplainError: the call fails, or Dynamo captured no graph.
     """
-    mode = compat.fake_mode()
+    is_running = False
+
+    def made(value: object) -> None:
+        if not is_running:
+            found.outside += sum(
+                tensor.nbytes
+                for tensor in compat.pytree.tree_leaves(value)
+                if isinstance(tensor, torch.Tensor)
+                and all(type(size) is int for size in tensor.shape)
+            )
+
+    mode = compat.fake_mode(made)
+    found = Capture(told)
     copied = _fake_copy(model, mode)
-    given, named = _fake_inputs((tuple(args), dict(kwargs)), sizes, mode)
-    found = Capture()
+    named_parameters: dict[int, str] = {}
+    if isinstance(copied, nn.Module):
+        named_parameters = {id(p): name for name, p in copied.named_parameters()}
+    given, named = _fake_inputs((tuple(args), dict(kwargs)), sizes, told, mode)
+    leaves = compat.pytree.tree_leaves((given, named))
+    found.inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found.outside = 0
 
     def keep(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.names.update(_names(gm))
-        found.parameters.append(_parameters(gm, example_inputs))
+        found.nodes.append([_call_and_sizes(n) for m in _levels(gm) for n in m.graph.nodes])
+        number = len(found.nodes) - 1
+        said = [compat.source_name(node) for node in _placeholders(gm)]
         found.classes |= _classes(gm)
         if device != "cpu":
             _attend_as_a_gpu_does(gm)
         unchanged = copy.deepcopy(gm)
         with planned_for(torch.device(device, 0)):
-            found.reports.append(run(gm, PASSES, options).report)
-            enforce_strict(options, found.reports[-1])
-        found.after.append(_pair(compat.inductor_graphs(gm, example_inputs)))
-        if compare or found.changes_blocks:
+            outcome = run(gm, in_order(PASSES, options.passes), options)
+            enforce_strict(options, outcome.report)
+        found.reports.append(outcome.report)
+        if not reports_alone:
             original = copy.deepcopy(unchanged)
             found.before.append(_pair(compat.inductor_graphs(original, example_inputs)))
-        else:
-            found.before.append(found.after[-1])
-        return unchanged.forward
+            is_same = not outcome.changed
+            found.after.append(
+                found.before[-1] if is_same else _pair(compat.inductor_graphs(gm, example_inputs))
+            )
+
+        def run_graph(*inputs: object) -> object:
+            nonlocal is_running
+            found.calls.append(GraphCall(number, *_parameters(inputs, said, named_parameters)))
+            is_running = True
+            try:
+                return unchanged(*inputs)
+            finally:
+                is_running = False
+
+        return run_graph
 
     backend.keep_transformers_losses_in_one_graph()
     with mode, compat.fresh_capture():
@@ -125,8 +196,10 @@ def capture(
         except MemeffError:
             raise
         except Exception as error:
+            modules = copied.modules() if isinstance(copied, nn.Module) else ()
+            compat.forget_failures([copied, *(type(module).forward for module in modules)])
             raise ExplainError(_why_it_failed(model, error)) from error
-    if not found.after:
+    if not found.nodes:
         raise ExplainError(
             f"{_name(model)} ran without a graph being captured, so there is nothing to plan. "
             "A torch.compiler.disable around its forward, or a forward without tensor "
@@ -199,45 +272,71 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return empty.requires_grad_(tensor.requires_grad)
 
 
-def _fake_inputs(inputs: Any, sizes: Sizes, mode: Any) -> Any:  # noqa: ANN401 - a tree
-    """Return the inputs as fake tensors whose batch and length are symbols.
-
-    Dynamo fixes sizes of 0 and 1 and takes equal sizes for one, so it sees others in their place.
-    """
-    length = sizes.length if sizes.length == 1 else max(sizes.length, 3)
-    batch = max(sizes.batch, 2)
-    seen = {"batch": batch + (batch == length), "length": length}
+def _fake_inputs(inputs: Any, sizes: Sizes, told: Told, mode: Any) -> Any:  # noqa: ANN401 - a tree
+    """Return the inputs as fake tensors of another batch and another length."""
 
     def fake(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
-        roles = [_role(value, dim, sizes) for dim in range(value.dim())]
-        shape = [seen.get(r, size) for r, size in zip(roles, value.shape, strict=True)]
-        result = torch.empty(shape, dtype=value.dtype, device="cpu")
-        for dim, role in enumerate(roles):
-            if role:
-                compat.mark_dynamic(result, dim)
+        result = torch.empty(_shape(value, sizes, told), dtype=value.dtype, device="cpu")
         return result.requires_grad_(value.requires_grad)
 
     with mode:
         return compat.pytree.tree_map(fake, inputs)
 
 
-def _role(tensor: torch.Tensor, dim: int, sizes: Sizes) -> str:
-    if dim == 0:
-        return "batch" if tensor.shape[0] == sizes.batch else ""
-    return "length" if tensor.shape[dim] == sizes.length and sizes.length > 1 else ""
+def _shape(tensor: torch.Tensor, sizes: Sizes, told: Told) -> list[int]:
+    """Return the shape of an input at another batch and length.
+
+    The batch is the first dimension, or the second one (positions of three kinds); there may be
+    several rows for each sequence, as of images. Channels of pictures, and a width that happens to
+    be the length, are no length.
+    """
+    shape = list(tensor.shape)
+    batch, length = told.batch or sizes.batch, told.length or sizes.length
+    of_batch = 0
+    if len(shape) > 2 and shape[0] != sizes.batch and shape[1] == sizes.batch:
+        of_batch = 1
+    is_row = len(shape) == 1 and shape[0] != sizes.batch and shape[0] == sizes.length
+    is_mask = len(shape) == 4 and shape[1] == 1 and not tensor.is_floating_point()
+    most = 1 if tensor.is_floating_point() and len(shape) == 3 else 2
+    for dim in range(of_batch + 1, len(shape)):
+        is_length = shape[dim] == sizes.length and sizes.length > 1
+        if is_length and most and (len(shape) < 4 or is_mask or shape[1] == 1):
+            shape[dim], most = length, most - 1
+    if is_row:
+        shape[0] = length
+    elif shape and shape[of_batch] % sizes.batch == 0:
+        shape[of_batch] = shape[of_batch] // sizes.batch * batch
+    return shape
+
+
+def _call_and_sizes(node: Node) -> tuple[str, list[int]]:
+    """Return what a node calls and the sizes of its value, 0 for one that depends on data."""
+    called = getattr(node.target, "__name__", None) or str(node.target)
+    sizes = [size for tensor in tensors_in(compat.example_value(node)) for size in tensor.shape]
+    return f"{node.op} {called}", [size if type(size) is int else 0 for size in sizes]
 
 
 def _placeholders(gm: GraphModule) -> list[Node]:
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
-def _parameters(gm: GraphModule, example_inputs: Sequence[Any]) -> list[str]:
-    return [
-        compat.source_name(node) if isinstance(value, nn.Parameter) else ""
-        for node, value in zip(_placeholders(gm), example_inputs, strict=True)
-    ]
+def _parameters(
+    inputs: Sequence[Any], sources: Sequence[str], named: Mapping[int, str]
+) -> tuple[list[str], str]:
+    """Return the parameters' paths in the model, and that of the module that the graph is of.
+
+    Where the model's own graph breaks, a graph is of a module's forward, and calls that one `self`.
+    """
+    paths, root = [], ""
+    for value, source in zip(inputs, sources, strict=True):
+        path = named.get(id(value), "")
+        said = clean_module_path(source).replace("._parameters", "")
+        if said and path.endswith(f".{said}"):
+            root = path.removesuffix(f".{said}")
+        paths.append(path)
+    return paths, root
 
 
 def _classes(gm: GraphModule) -> set[int]:
@@ -253,17 +352,3 @@ def _classes(gm: GraphModule) -> set[int]:
                 sizes = [size for size in (value.shape[1], value.shape[-1]) if type(size) is int]
                 found |= set(sizes[-1:])
     return found
-
-
-def _names(gm: GraphModule) -> dict[sympy.Symbol, sympy.Symbol]:
-    """Return Dynamo's symbols of batch and length: those of dimension 0 and of the others."""
-    names: dict[sympy.Symbol, sympy.Symbol] = {}
-    for node in _placeholders(gm):
-        value = compat.example_value(node)
-        if not isinstance(value, torch.Tensor):
-            continue
-        for dim, size in enumerate(value.shape):
-            formula = compat.size_formula(size)
-            if formula.is_Symbol:
-                names.setdefault(formula, LENGTH if dim else BATCH)
-    return names

@@ -1,13 +1,15 @@
-"""Repeated blocks: a deep model is captured at two small depths, and what a block adds is read off.
+"""Repeated blocks: a deep model is captured with few of them, and what each adds is read off.
 
-Memory at any one moment is a constant plus a multiple of the number of blocks that came before or
-are still to come, so two depths give every depth exactly.
+Of every list of blocks the first and the last are captured, and of each kind of block between them
+one, which stands for all of its kind: what it keeps and what it produces, each of them does.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -18,49 +20,65 @@ INDEX_NAMES = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx", "i
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of blocks that repeats."""
+    """A list of blocks."""
 
     path: str  # as in `named_modules()`
-    depth: int  # number of blocks
-    period: int  # after how many blocks the list repeats; 2 where two kinds of attention alternate
+    kinds: tuple[int, ...]  # of each block, numbered as they first appear
+    kept: tuple[int, ...]  # which blocks are captured, in order
 
     @property
-    def small(self) -> int:
-        """The smaller depth to capture: a first and a last block at least."""
-        return max(2, self.period) + (self.depth - max(2, self.period)) % self.period
+    def depth(self) -> int:
+        """Number of blocks."""
+        return len(self.kinds)
 
     @property
-    def large(self) -> int:
-        """The larger depth to capture: one period more."""
-        return self.small + self.period
+    def is_short(self) -> bool:
+        """Whether some blocks are not captured."""
+        return len(self.kept) < self.depth
 
-    @property
-    def rest(self) -> int:
-        """How many more periods the model has than the larger depth."""
-        return (self.depth - self.large) // self.period
+    def alike(self, place: int) -> tuple[int, ...]:
+        """Return the blocks that the captured one at a place stands for, itself included."""
+        index = self.kept[place]
+        if index in (0, self.depth - 1):
+            return (index,)
+        others = (i for i in range(1, self.depth - 1) if self.kinds[i] == self.kinds[index])
+        return tuple(i for i in others if i == index or i not in self.kept)
+
+    def whole(self) -> Stack:
+        """Return the same list, captured block by block."""
+        return replace(self, kept=tuple(range(self.depth)))
 
 
 def stacks_of(model: object) -> list[Stack]:
-    """Return the outermost lists of blocks that are worth shortening; all have the same rest."""
+    """Return the outermost lists of blocks, with the blocks to capture."""
     if not isinstance(model, nn.Module):
         return []
     found: list[Stack] = []
     for path, module in model.named_modules():
         if any(path.startswith(f"{stack.path}.") for stack in found):
             continue
-        if isinstance(module, nn.ModuleList) and len(module) > 2:
-            stack = Stack(path, len(module), _period(module))
-            if stack.period * 2 <= stack.depth and stack.rest > 0:
-                found.append(stack)
-    return found if len({stack.rest for stack in found}) == 1 else []
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and path:
+            kinds = _kinds(model, module)
+            middle = {kinds[i]: i for i in reversed(range(1, len(kinds) - 1))}
+            kept = tuple(sorted({0, len(kinds) - 1, *middle.values()}))
+            found.append(Stack(path, kinds, kept))
+    return found
 
 
-def _period(blocks: nn.ModuleList) -> int:
-    kinds = [_kind(block) for block in blocks]
-    for period in range(1, len(kinds)):
-        if all(a == b for a, b in zip(kinds, kinds[period:], strict=False)):
-            return period
-    return len(kinds)
+def _kinds(model: nn.Module, blocks: nn.ModuleList) -> tuple[int, ...]:
+    """Return the kind of each block: what it is made of, and what the config says of its place."""
+    lists = [
+        value
+        for config in configs_of(model)
+        for value in vars(config).values()
+        if isinstance(value, (list, tuple)) and len(value) == len(blocks)
+    ]
+    kinds = [
+        (_kind(block), *(repr(values[place]) for values in lists))
+        for place, block in enumerate(blocks)
+    ]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    return tuple(numbers[kind] for kind in kinds)
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
@@ -81,6 +99,18 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
     return tuple(parts)
 
 
+def configs_of(model: nn.Module) -> Iterator[Any]:
+    """Yield the configs of a model's modules, and the configs in them, each once."""
+    seen: set[int] = set()
+    queue = [module.config for module in model.modules() if hasattr(module, "config")]
+    while queue:
+        config = queue.pop()
+        if id(config) not in seen and hasattr(config, "__dict__"):
+            seen.add(id(config))
+            yield config
+            queue += [value for value in vars(config).values() if hasattr(value, "to_dict")]
+
+
 def copied_with(model: nn.Module, memo: dict[int, object]) -> nn.Module:
     """Return a copy of a model with other tensors in the place of its own, by their ids."""
     try:
@@ -93,13 +123,32 @@ def copied_with(model: nn.Module, memo: dict[int, object]) -> nn.Module:
         ) from error
 
 
-def shortened(model: nn.Module, stacks: list[Stack], *, large: bool) -> nn.Module:
+def shortened(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
     """Return a copy of the model with fewer blocks; parameters are shared with the original."""
     copied = copied_with(model, {id(p): p for p in (*model.parameters(), *model.buffers())})
+    configs = list(configs_of(copied))
     for stack in stacks:
+        if not stack.is_short:
+            continue
         parent, _, name = stack.path.rpartition(".")
         blocks = copied.get_submodule(stack.path)
         assert isinstance(blocks, nn.ModuleList)
-        kept = nn.ModuleList(list(blocks)[: stack.large if large else stack.small])
+        kept = nn.ModuleList([blocks[index] for index in stack.kept])
         setattr(copied.get_submodule(parent), name, kept)
+        for place, index in enumerate(stack.kept):
+            for module in kept[place].modules():
+                for numbered in INDEX_NAMES:
+                    if vars(module).get(numbered) == index:
+                        setattr(module, numbered, place)
+        for config in configs:
+            _shorten(config, stack)
     return copied
+
+
+def _shorten(config: object, stack: Stack) -> None:
+    """Let a config say as many blocks as there are, and what it says of those that are left."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, (list, tuple)) and len(value) == stack.depth:
+            vars(config)[name] = type(value)([value[index] for index in stack.kept])
+        elif value == stack.depth and type(value) is int and "layer" in name:
+            vars(config)[name] = len(stack.kept)

@@ -9,24 +9,28 @@ the buffers of the graphs that Inductor would compile are replayed with and with
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..errors import ExplainError
+from ..errors import ExplainError, first_line
 from ..options import Options
-from ..report import Report
+from ..report import Record, Report, format_bytes
 from . import setting as settings
 from .capture import Capture, capture, sizes_of
-from .depth import Stack, shortened, stacks_of
+from .depth import Stack, configs_of, shortened, stacks_of
 from .footprint import facts_of, footprint, op_transient, vocabularies
 from .plan import Plan, Side
+from .progress import Progress
 from .setting import Footprint, Setting, read_memory
-from .sizes import Scale, Sizes, points_around
+from .sizes import Scale, Sizes, Told, points_around
 
 __all__ = ["Explanation", "explain"]
+
+LEFT_OUT = 0.03
+"""The share of the peak that may be made outside of graphs, where nothing is counted."""
 
 
 def explain(
@@ -34,6 +38,7 @@ def explain(
     *args: object,
     options: Mapping[str, object] | Options | None = None,
     device: str = "cuda",
+    progress: bool | None = None,
     **kwargs: object,
 ) -> Explanation:
     """Say what the backend would do to a call of ``model``, and what memory a step needs.
@@ -46,6 +51,7 @@ def explain(
         *args, **kwargs: what the model is called with; tensors on "meta" do.
         options: options of the backend, as in `torch.compile(options=...)`.
         device: where it would run: "cuda" (compute capability 8.0 or later) or "cpu".
+        progress: whether to say on stderr what is being done; by default where it is a terminal.
 
     Raises:
         ExplainError: the call fails on tensors without memory, or has no tensor.
@@ -59,50 +65,139 @@ def explain(
     chosen = options if isinstance(options, Options) else Options.parse(None, options)
     model = getattr(model, "_orig_mod", model)
     sizes = sizes_of(args, kwargs)
-    stacks = stacks_of(model)
-    captures = _captures(model, stacks, args, kwargs, sizes, chosen, device)
-    if len(captures) == 1:
-        stacks = []
-    scale = Scale(
-        {symbol: name for found in captures for symbol, name in found.names.items()},
-        points_around(sizes.batch, sizes.length),
-    )
-    facts = facts_of(model, stacks_of(model), device)
-    transient = op_transient(scale, device)
-    before, after = (
-        footprint(captures, stacks, scale, facts, after=is_after, transient=transient)
-        for is_after in (False, True)
-    )
-    reports = captures[-1].reports
+    with Progress(5, progress) as said:
+        found = _captures(model, _Call(args, kwargs, sizes, chosen, device), said)
+        scale = Scale(found.told, points_around(sizes.batch, sizes.length, found.told))
+        facts = facts_of(model, found.stacks, device)
+        transient = op_transient(scale, device)
+        before, after = (
+            footprint(found.graphs, found.stacks, scale, facts, after=is_after, transient=transient)
+            for is_after in said.each(("memory without", "memory with memeff"), (False, True))
+        )
     return Explanation(
         name=getattr(model, "__name__", type(model).__name__),
         sizes=sizes,
-        vocabulary=max(vocabularies(captures[-1]), default=0),
+        vocabulary=max(vocabularies(found.graphs), default=0),
         before=before,
         after=after,
-        report=Report(tuple(reports)),
-        stacks=tuple(stacks),
+        report=_of_all_blocks(found.own, found.stacks),
+        stacks=tuple(stack for stack in found.stacks if stack.is_short),
+        fixed=found.fixed,
+        outside=found.outside,
     )
 
 
-def _captures(
-    model: Any,  # noqa: ANN401
-    stacks: list[Stack],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    sizes: Sizes,
-    options: Options,
-    device: str,
-) -> list[Capture]:
-    """Capture the model at two small depths, or whole where it does not run with fewer blocks."""
-    call = (args, kwargs, sizes, options, device)
-    if stacks and isinstance(model, nn.Module):
-        small, large = (shortened(model, stacks, large=is_large) for is_large in (False, True))
+class _Call(NamedTuple):
+    """What is explained, beside the model."""
+
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    sizes: Sizes
+    options: Options
+    device: str
+
+
+class _Captured(NamedTuple):
+    """A model captured at the sizes of the call, for the report, and at sizes told apart."""
+
+    own: Capture
+    graphs: Capture
+    told: Told
+    stacks: list[Stack]
+    fixed: Mapping[str, str]
+
+    @property
+    def outside(self) -> int:
+        """Bytes of the tensors that the model made outside of graphs, at its own sizes."""
+        return self.own.outside
+
+
+def _captures(model: Any, call: _Call, said: Progress) -> _Captured:  # noqa: ANN401
+    """Capture a model with few of its blocks, or whole where it does not run with fewer."""
+    stacks = stacks_of(model)
+    asked = [path for paths in call.options.skip.values() for path in paths]
+    asked += [] if isinstance(call.options.attention, str) else list(call.options.attention)
+    is_of_blocks = any(char.isdecimal() for path in asked for char in path)  # each has its number
+    if any(stack.is_short for stack in stacks) and not is_of_blocks:
         try:
-            return [capture(small, *call, compare=False), capture(large, *call)]
+            return _captured(shortened(model, stacks), stacks, call, said)
         except ExplainError:
             pass  # the whole model either runs, or fails with the error that the user should see
-    return [capture(model, *call)]
+    return _captured(model, [stack.whole() for stack in stacks], call, said)
+
+
+def _captured(model: Any, stacks: list[Stack], call: _Call, said: Progress) -> _Captured:  # noqa: ANN401
+    """Capture a model at its own sizes and at ones that say how others grow with them.
+
+    Where sizes do not grow with the length in proportion (a length in whole chunks), it is left as
+    it is, and so is the batch, so that what is planned is right at the sizes that it is for.
+    """
+    own = _own_sizes(call.sizes)
+    given = (model, call.args, call.kwargs, call.sizes)
+    said("what the passes do")
+    mine = capture(*given, own, call.options, call.device, reports_alone=True)
+    apart = Told.apart(call.sizes, _constants(model))
+    fixed: dict[str, str] = {}
+    for attempt in dict.fromkeys((apart, Told(apart.batch), Told())):
+        said("the graphs of a step")
+        at = Told(*astuple(call.sizes)) if attempt == Told() else attempt
+        try:
+            found = capture(*given, at, call.options, call.device)
+        except ExplainError as error:
+            if attempt == Told():
+                raise
+            problem = first_line(error)
+            why = f"it does not run at {attempt.batch} x {attempt.length or own.length}: {problem}"
+        else:
+            told = attempt if attempt == Told() else mine.lengths_in(found, attempt)
+            why = "" if attempt == Told() else mine.grows_as(found, told)
+            if not why:
+                return _Captured(mine, found, told, stacks, fixed)
+        fixed["length" if attempt.length else "batch"] = why
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _own_sizes(sizes: Sizes) -> Told:
+    """Return the sizes of the call; Dynamo makes graphs of their own for a batch of 1."""
+    return Told(max(sizes.batch, 2), sizes.length)
+
+
+def _constants(model: object) -> set[int]:
+    """Return the sizes that are a model's own: those of its parameters and of its config."""
+    if not isinstance(model, nn.Module):
+        return set()
+    found = {size for p in (*model.parameters(), *model.buffers()) for size in p.shape}
+    for config in configs_of(model):
+        found |= {value for value in vars(config).values() if type(value) is int}
+    return found
+
+
+def _of_all_blocks(captured: Capture, stacks: list[Stack]) -> Report:
+    """Return the report with the places of all blocks, of which those captured are some."""
+
+    def all_like(path: str) -> list[str]:
+        """Return the paths in the whole model that one in the captured model stands for."""
+        for stack in stacks:
+            head, _, rest = path.removeprefix(f"{stack.path}.").partition(".")
+            if path.startswith(f"{stack.path}.") and head.isdecimal():
+                alike = stack.alike(int(head))
+                return [f"{stack.path}.{index}.{rest}".rstrip(".") for index in alike]
+        return [path]
+
+    def of_all(record: Record) -> Iterator[Record]:
+        first, *also = paths = [p for m in (record.module, *record.also) for p in all_like(m)]
+        if record.sites > 1:
+            sites = record.sites * len(paths) // (1 + len(record.also))
+            yield replace(record, module=first, also=tuple(also), sites=sites)
+        else:
+            yield from (replace(record, module=path) for path in paths)
+
+    return Report(
+        tuple(
+            replace(graph, records=tuple(each for r in graph.records for each in of_all(r)))
+            for graph in captured.reports
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +210,9 @@ class Explanation:
         vocabulary: classes of the largest head, 0 without one.
         before, after: the moments that can be the peak, without and with the passes.
         report: what each pass did or declined, as `last_report()`.
-        stacks: the repeated blocks that were captured at two small depths; empty if all were.
+        stacks: the lists of blocks of which some were captured; empty if all were.
+        fixed: "batch", "length": why sizes are not known at another one, where they are not.
+        outside: bytes that operations outside of graphs make, which no plan counts.
     """
 
     name: str
@@ -125,6 +222,8 @@ class Explanation:
     after: Footprint
     report: Report
     stacks: tuple[Stack, ...] = ()
+    fixed: Mapping[str, str] = field(default_factory=dict)
+    outside: int = 0
 
     def plan(
         self,
@@ -143,7 +242,8 @@ class Explanation:
             **given: the fields of `Setting`; by default one GPU, no optimizer.
 
         Raises:
-            ExplainError: a setting is unknown or out of range.
+            ExplainError: a setting is unknown or out of range, or the memory is not known at that
+                batch or length.
 
         Example:
             >>> explanation.plan(optimizer="adamw", memory="80GB")  # doctest: +SKIP
@@ -156,6 +256,13 @@ class Explanation:
                 f"plan() got {', '.join(sorted(given))}; it takes {known}."
             ) from None
         sizes = Sizes(batch or self.sizes.batch, length or self.sizes.length)
+        for name, why in self.fixed.items():
+            own, asked = getattr(self.sizes, name), getattr(sizes, name)
+            if asked != own:
+                raise ExplainError(
+                    f"The memory at {name} {asked} is not known from that at {own}: {why}. Explain "
+                    f"the model with inputs of {name} {asked}."
+                )
         if setting.accounting == "paper" and not self.vocabulary:
             raise ExplainError(
                 "accounting='paper' compares a loss with and without log-probabilities, and no "
@@ -166,6 +273,13 @@ class Explanation:
             self._side(found, setting, sizes, room, after=is_after)
             for found, is_after in ((self.before, False), (self.after, True))
         ]
+        if self.outside > LEFT_OUT * min(column.peak for column in columns):
+            raise ExplainError(
+                f"{self.name} makes {format_bytes(self.outside)} of tensors outside of captured "
+                f"graphs, beside {format_bytes(columns[1].peak)} in them, so its memory is not "
+                "known. TORCH_LOGS=graph_breaks says where its graphs break; torch.compile(model, "
+                "fullgraph=True) refuses a model that does."
+            )
         return Plan(self.name, sizes, setting, room, *columns)
 
     def _side(
@@ -174,21 +288,33 @@ class Explanation:
         moments = settings.moments(found, setting, after=after, vocab=self.vocabulary)
         moment, peak = settings.peak(moments, sizes.batch, sizes.length)
         groups = settings.grouped(moment, sizes.batch, sizes.length)
-        most = None if room is None else settings.largest_batch(moments, sizes.length, room)
+        most = None
+        if room is not None and "batch" not in self.fixed:
+            most = settings.largest_batch(moments, sizes.length, room)
         return Side(peak, groups, moment, most)
 
     def __str__(self) -> str:
-        return self.text(self.plan())
+        try:
+            return self.text(self.plan())
+        except ExplainError as error:
+            return f"{self.text()}\n\nNo plan: {error}"
 
-    def text(self, plan: Plan) -> str:
+    def text(self, plan: Plan | None = None) -> str:
         """Return what the passes do, and a plan, for a reader."""
         parts = [f"{self.before.facts.parameters / 1e6:.1f} M parameters"]
         parts += [
-            f"{stack.path}: {stack.depth} blocks, read off at {stack.small} and {stack.large}"
+            f"{stack.path}: {stack.depth} blocks, read off {len(stack.kept)}"
             for stack in self.stacks
         ]
-        predicted = f"Predicted memory of a step. B = batch per GPU, L = length.\n{plan}"
-        return f"{self.name}: {'; '.join(parts)}\n\n{self.report.details()}\n\n{predicted}"
+        texts = [f"{self.name}: {'; '.join(parts)}", self.report.details()]
+        if plan is not None:
+            texts.append(f"Predicted memory of a step. B = batch per GPU, L = length.\n{plan}")
+            texts += [
+                f"At this {name} only: {why}."
+                + (" What fits is not known." if name == "batch" and plan.memory else "")
+                for name, why in self.fixed.items()
+            ]
+        return "\n\n".join(texts)
 
     def to_json(self, plan: Plan | None = None, *, indent: int | None = None) -> str:
         """Return report and plan as JSON."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
 from torch import nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from .. import compat
 from ..kernels import attention as attention_folder
@@ -26,50 +26,34 @@ from .sizes import Scale, Size, tensors_in
 from .timeline import Step, Timeline, Transient, called_op, op_name, writes_to_an_input
 
 Parts = dict[str, sympy.Expr]
-_PartOf = Callable[[Node], str]
 
-PERSISTENT = ("block gradients", "other gradients", "activations", "inputs")
-"""The parts that grow with depth: what one more block adds to them, it adds to any moment."""
+PER_BLOCK = ("block gradients", "activations", "logits")
+"""The parts that grow with depth: what a block adds to them, each of its kind does."""
+
+DRAWN = ("rand", "seed", "dropout", "bernoulli")
+"""Words in the names of ops whose results each block has for itself."""
 
 LIBRARY_WORKSPACES = 2 * 32 * 2**20
 """What cuBLAS keeps on a Hopper GPU: a workspace for forward's thread and one for backward's."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """A stretch of a step: a phase, the block that runs, and the end of the model it is near."""
-
-    phase: str
-    graph: int
-    where: str
-    end: str
-
-    def __str__(self) -> str:
-        return f"{self.phase}, {self.where}"
-
-
-@dataclass(frozen=True)
 class Block:
-    """One block of a captured model."""
+    """One block of a captured model: its list, and its place among those that were captured."""
 
     stack: Stack
-    index: int
+    place: int
 
 
-@dataclass
-class Stretch:
-    """The moments of one place that are the largest at some point, and the parts on entry."""
+_Key = TypeVar("_Key", str, tuple[str, Block | None])
 
-    entry: Parts
-    peaks: list[Parts]
+Owned = dict[tuple[str, Block | None], sympy.Expr]
+"""Bytes by part, and by the block that they belong to."""
 
+_Place = tuple[str, Block | None, bool]
+"""A phase, a block, and whether what runs is outside of it, next to it."""
 
-@dataclass
-class Run:
-    """One depth of one variant, replayed."""
-
-    stretches: dict[Place, Stretch] = field(default_factory=dict)
-    kept: Parts = field(default_factory=dict)
+_PartOf = Callable[[Node], tuple[str, Block | None]]
 
 
 def facts_of(model: object, stacks: Sequence[Stack], device: str) -> Facts:
@@ -107,7 +91,7 @@ def vocabularies(captured: Capture) -> frozenset[int]:
 
 
 def footprint(
-    captures: Sequence[Capture],
+    captured: Capture,
     stacks: Sequence[Stack],
     scale: Scale,
     facts: Facts,
@@ -118,56 +102,98 @@ def footprint(
     """Return the moments of a step at the model's full depth.
 
     Args:
-        captures: the whole model, or the model at its small and its large depth; what a block
-            adds is read off the graphs with the passes, unless these change the blocks.
-        stacks: the lists of blocks that were shortened.
+        captured: the model, with the blocks that its stacks keep.
+        stacks: the lists of blocks.
         after: with the passes, or without.
     """
-    vocabulary = vocabularies(captures[-1])
-
-    def replayed(captured: Capture, is_large: bool, graphs: Sequence[Graphs]) -> Run:
-        depths = {s.path: s.large if is_large else s.small for s in stacks}
-        return _Replay(captured, scale, stacks, depths, vocabulary, transient).run(graphs)
-
-    is_alike = after or not captures[-1].changes_blocks
-    small = replayed(captures[0], False, captures[0].after if is_alike else captures[0].before)
-    deep = replayed(captures[-1], True, captures[-1].after if is_alike else captures[-1].before)
-    wanted = deep if after else replayed(captures[-1], True, captures[-1].before)
-    rest = stacks[0].rest if stacks else 0
-    slopes = {place: _slope(place, small, deep) for place in wanted.stretches}
+    replay = _Replay(captured, scale, stacks, vocabularies(captured), transient)
+    graphs = captured.after if after else captured.before
+    replay.run([graphs[call.graph] for call in captured.calls])
+    depth = _Depth(stacks, replay.kept, replay.produced)
     moments = [
-        Moment(str(place), _deepened(parts, slopes[place], rest))
-        for place, stretch in wanted.stretches.items()
-        for parts in stretch.peaks
+        Moment(name, parts)
+        for place, peaks in replay.peaks.items()
+        for peak in peaks
+        for name, parts in depth.moments(place, peak)
     ]
-    kept = _deepened(wanted.kept, _difference(deep.kept, small.kept), rest)
+    kept = depth.outside(replay.kept)
     return Footprint(facts, tuple(_undominated(moments, scale)), kept)
 
 
-def _difference(large: Parts, small: Parts) -> Parts:
-    zero = sympy.Integer(0)
-    return {name: large.get(name, zero) - small.get(name, zero) for name in PERSISTENT}
+@dataclass(frozen=True)
+class _Depth:
+    """Takes a moment of the captured blocks for those of the whole model.
 
-
-def _deepened(parts: Parts, slope: Parts, rest: int) -> Parts:
-    names = dict.fromkeys([*parts, *(slope if rest else {})])
-    zero = sympy.Integer(0)
-    grown = {n: sympy.expand(parts.get(n, zero) + rest * slope.get(n, zero)) for n in names}
-    return {name: formula for name, formula in grown.items() if formula != 0}
-
-
-def _slope(place: Place, small: Run, large: Run) -> Parts:
-    """Return what one more period adds on entry to a place, or to the nearest one that both have.
-
-    A middle block exists at the large depth only; the ends on its side grow as it does.
+    Args:
+        stacks: the lists of blocks.
+        kept: what exists when the forward ends.
+        produced: what exists when the backward ends.
     """
-    if place not in small.stretches:
-        key = (place.phase, place.graph, place.end)
-        alike = [p for p in small.stretches if (p.phase, p.graph, p.end) == key]
-        place = alike[0] if alike else place
-    if place not in small.stretches or place not in large.stretches:
-        return {}
-    return _difference(large.stretches[place].entry, small.stretches[place].entry)
+
+    stacks: Sequence[Stack]
+    kept: Owned
+    produced: Owned
+
+    def moments(self, place: _Place, found: Owned) -> Iterator[tuple[str, Parts]]:
+        """Yield the name and the parts of a moment: of a block in between, at both of its ends."""
+        phase, block, is_outside = place
+        if block is None:
+            yield (
+                f"{phase}, {'outside the blocks' if self.stacks else 'the whole model'}",
+                (self.outside(found)),
+            )
+        elif is_outside:
+            index = block.stack.kept[block.place]
+            next_to = f"outside the blocks, next to {block.stack.path}.{index}"
+            yield f"{phase}, {next_to}", self.outside(found)
+        else:
+            alike = block.stack.alike(block.place)
+            for index in dict.fromkeys((alike[0], alike[-1])):
+                parts = self._inside(phase, block, index, found)
+                yield f"{phase}, {block.stack.path}.{index}", parts
+
+    def outside(self, found: Owned) -> Parts:
+        """Return the parts of a moment that is in no block: each stands for all of its kind."""
+        parts: Parts = {}
+        for (part, owner), size in found.items():
+            times = len(owner.stack.alike(owner.place)) if owner and part in PER_BLOCK else 1
+            parts = _plus(parts, part, times * size)
+        return _expanded(parts)
+
+    def _inside(self, phase: str, block: Block, index: int, found: Owned) -> Parts:
+        """Return the parts of a moment in the block at an index of the whole model."""
+        parts: Parts = {}
+        for (part, owner), size in found.items():
+            is_same_list = owner is not None and owner.stack == block.stack
+            if owner is None or is_same_list or part not in PER_BLOCK:
+                parts = _plus(parts, part, size)
+            else:
+                parts = _plus(parts, part, len(owner.stack.alike(owner.place)) * size)
+        zero = sympy.Integer(0)
+        for place in range(len(block.stack.kept)):
+            other = Block(block.stack, place)
+            others = [i for i in block.stack.alike(place) if i != index]
+            if place != block.place:
+                others.remove(block.stack.kept[place])  # it is in what was found
+            before = sum(i < index for i in others)
+            for part in PER_BLOCK:
+                key = (part, other)
+                done, still = self.kept.get(key, zero), zero
+                if phase == "backward":
+                    still = self.produced.get(key, zero)
+                now = found.get(key, zero)
+                if place < block.place:
+                    done = now
+                if place > block.place:
+                    still = now
+                more = before * done + (len(others) - before) * still
+                parts = _plus(parts, part, more)
+        return _expanded(parts)
+
+
+def _expanded(parts: Parts) -> Parts:
+    found = {name: sympy.expand(formula) for name, formula in parts.items()}
+    return {name: formula for name, formula in found.items() if formula != 0}
 
 
 def _undominated(moments: Sequence[Moment], scale: Scale) -> Iterator[Moment]:
@@ -179,55 +205,79 @@ def _undominated(moments: Sequence[Moment], scale: Scale) -> Iterator[Moment]:
 
 @dataclass
 class _Replay:
-    """Replays the graphs of one capture: forward in order, backward in reverse."""
+    """Replays the graphs of one capture: forward in order, backward in reverse.
+
+    `peaks` are the largest moments of each place, `kept` is what exists when the forward ends and
+    `produced` what exists when the backward ends.
+    """
 
     captured: Capture
     scale: Scale
     stacks: Sequence[Stack]
-    depths: Mapping[str, int]
     vocabulary: frozenset[int]
     transient: Transient
-    found: Run = field(default_factory=Run)
+    root: str = ""
+    peaks: dict[_Place, list[Owned]] = field(default_factory=dict)
+    kept: Owned = field(default_factory=dict)
+    produced: Owned = field(default_factory=dict)
 
-    def run(self, graphs: Sequence[Graphs]) -> Run:
-        held: dict[tuple[int, Node], tuple[str, Size]] = {}
+    def run(self, graphs: Sequence[Graphs]) -> None:
+        given = [self.scale.bytes_of(tensor).formula for tensor in self.captured.inputs]
+        inputs: Owned = {("inputs", None): sum(given, sympy.Integer(0))}
+        held: dict[tuple[int, Node], tuple[tuple[str, Block | None], Size]] = {}
         forwards: list[Timeline] = []
         for number, pair in enumerate(graphs):
             line = Timeline(pair.forward, self.scale)
             forwards.append(line)
-            learned = self._learned(line, self.captured.parameters[number])
+            self.root = self.captured.calls[number].root
+            learned = self._learned(line, self.captured.calls[number].parameters)
+            owners = self._owners(line.nodes)
             kept = {line.base[o] for o in line.outputs() if o is not None}
-            before = self._sum(held.values())
-            if not number:
-                before = _plus(before, "inputs", self._inputs(line, number))
+            before = self._sum(held.values(), inputs)
 
-            def of(node: Node, line: Timeline = line, learned: set[Node] = learned) -> str:
-                return self._forward_part(line, node, learned)
+            def of(
+                node: Node,
+                line: Timeline = line,
+                learned: set[Node] = learned,
+                owners: Mapping[Node, Block | None] = owners,
+            ) -> tuple[str, Block | None]:
+                return self._forward_part(line, node, learned), owners[node]
 
-            self._walk("forward", number, line.replay((), self.transient), before, of)
+            self._walk("forward", line.replay((), self.transient), before, of)
             for node in kept:
                 if node.op != "placeholder":
                     part = self._forward_part(line, node, learned, kept=True)
-                    held[(number, node)] = (part, self.scale.bytes_of(node.meta["val"]))
-        self.found.kept = self._sum(held.values())
+                    size = self.scale.bytes_of(node.meta["val"])
+                    held[(number, node)] = ((part, owners[node]), size)
+        self.kept = self._sum(held.values(), inputs)
+        learned_by: dict[str, tuple[tuple[str, Block | None], Size]] = {}
         for number in reversed(range(len(graphs))):
             backward = graphs[number].backward
             if backward is not None:
-                self._backward(number, graphs[number], forwards[number], held)
-        return self.found
+                self.root = self.captured.calls[number].root
+                before = self._sum(learned_by.values(), inputs)
+                self._backward(number, graphs[number], forwards[number], held, before)
+                learned_by |= self._gradients_of(backward, number)
+        self.produced = self._sum([*held.values(), *learned_by.values()], inputs)
 
-    def _inputs(self, line: Timeline, number: int) -> sympy.Expr:
-        paths = self.captured.parameters[number]
-        given = zip(_placeholders(line.nodes), paths, strict=False)
-        own = [node for node, path in given if not path and not _is_static(node)]
-        return sum((self.scale.bytes_of(n.meta.get("val")).formula for n in own), sympy.Integer(0))
+    def _gradients_of(
+        self, backward: GraphModule, number: int
+    ) -> dict[str, tuple[tuple[str, Block | None], Size]]:
+        """Return the gradients that a backward leaves, by the path of the parameter."""
+        outputs = list(backward.graph.nodes)[-1].args[0]
+        return {
+            path: (self._gradient_part(path), self.scale.bytes_of(output.meta["val"]))
+            for output, path in zip(outputs, self.captured.calls[number].parameters, strict=False)
+            if path and isinstance(output, Node)
+        }
 
     def _backward(
         self,
         number: int,
         pair: Graphs,
         forward: Timeline,
-        held: dict[tuple[int, Node], tuple[str, Size]],
+        held: dict[tuple[int, Node], tuple[tuple[str, Block | None], Size]],
+        before: Owned,
     ) -> None:
         assert pair.backward is not None
         given = _placeholders(pair.backward.graph.nodes)
@@ -237,7 +287,7 @@ class _Replay:
         handed = outputs[: len(outputs) - (len(given) - len(tangents))]
         returned = {forward.base[output] for output in handed if output is not None}
         same: dict[Node, Node] = {}
-        owned: dict[Node, tuple[str, Size]] = {}
+        owned: dict[Node, tuple[str, Block | None]] = {}
         first: dict[Node, Node] = {}
         for node in given:
             made = by_name.get(node.name)
@@ -251,38 +301,43 @@ class _Replay:
                 continue
             first[base] = node
             if base not in returned and (number, base) in held:
-                owned[node] = held.pop((number, base))
+                owned[node], _ = held.pop((number, base))
         line = Timeline(pair.backward, self.scale, same)
         gradients = self._gradients(line, number)
-        before = self._sum(held.values())
+        owners = self._owners(line.nodes)
+        before = self._sum(held.values(), before)
         for node in tangents:
             size = self.scale.bytes_of(node.meta["val"])
-            before = _plus(before, self._part_of_size(node, "activations"), size.formula)
+            before = _plus(before, (self._part_of_size(node, "activations"), None), size.formula)
 
-        def of(node: Node) -> str:
-            if node in owned:
-                return owned[node][0]
-            return gradients.get(node) or self._part_of_size(node, "working")
+        def of(node: Node) -> tuple[str, Block | None]:
+            found = owned.get(node) or gradients.get(node)
+            return found or (self._part_of_size(node, "working"), owners[node])
 
-        steps = line.replay(list(owned), self.transient)
-        self._walk("backward", number, steps, before, of)
+        self._walk("backward", line.replay(list(owned), self.transient), before, of)
         for key in [key for key in held if key[0] == number]:
             del held[key]
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _sum(self, sizes: Iterable[tuple[str, Size]]) -> Parts:
-        parts: Parts = {}
-        for part, size in sizes:
-            parts = _plus(parts, part, size.formula)
+    def _sum(self, sizes: Iterable[tuple[tuple[str, Block | None], Size]], before: Owned) -> Owned:
+        counts: dict[tuple[tuple[str, Block | None], sympy.Expr], int] = {}
+        for key, size in sizes:
+            counts[key, size.formula] = counts.get((key, size.formula), 0) + 1
+        parts = dict(before)
+        for (key, formula), count in counts.items():
+            parts = _plus(parts, key, count * formula)
         return parts
 
     def _learned(self, line: Timeline, paths: Sequence[str]) -> set[Node]:
-        """Return the nodes that depend on a parameter: the others are masks, positions, targets."""
+        """Return the nodes that depend on a parameter, or are drawn by chance: the others are
+        masks, positions, targets, which all blocks share.
+        """
         given = zip(_placeholders(line.nodes), paths, strict=False)
         found = {node for node, path in given if path}
         for node in line.nodes:
-            if any(source in found for source in node.all_input_nodes):
+            is_drawn = any(word in op_name(node) for word in DRAWN)
+            if is_drawn or any(source in found for source in node.all_input_nodes):
                 found.add(node)
         return found
 
@@ -296,27 +351,30 @@ class _Replay:
 
     def _part_of_size(self, node: Node, otherwise: str) -> str:
         for tensor in tensors_in(node.meta.get("val")):
-            sizes = [size for size in tensor.shape if isinstance(size, int)]
-            is_symbolic = len(sizes) < tensor.dim()
-            rows = self.scale.elements(tensor).free_symbols
-            if (is_symbolic or rows) and self.vocabulary & set(sizes):
+            has_classes = any(compat.size_hint(size) in self.vocabulary for size in tensor.shape)
+            if has_classes and self.scale.is_per_token(tensor):
                 return "logits"
         return otherwise
 
-    def _gradients(self, line: Timeline, number: int) -> dict[Node, str]:
+    def _gradient_part(self, path: str) -> tuple[str, Block | None]:
+        block = self._block_at(path)
+        return ("other gradients" if block is None else "block gradients"), block
+
+    def _gradients(self, line: Timeline, number: int) -> dict[Node, tuple[str, Block | None]]:
         """Return the buffers of the backward that are gradients of parameters, or become them."""
-        found: dict[Node, str] = {}
-        for output, path in zip(line.outputs(), self.captured.parameters[number], strict=False):
+        found: dict[Node, tuple[str, Block | None]] = {}
+        for output, path in zip(
+            line.outputs(), self.captured.calls[number].parameters, strict=False
+        ):
             if output is None or not path:
                 continue
-            module = clean_module_path(path).replace("._parameters", "").replace("._buffers", "")
-            in_block = any(module.startswith(f"{stack}.") for stack in self.depths)
+            part = self._gradient_part(path)
             queue = [line.base[output]]
             while queue:
                 node = queue.pop()
                 if node in found or node.op == "placeholder":
                     continue
-                found[node] = "block gradients" if in_block else "other gradients"
+                found[node] = part
                 if _may_hold_a_part(node):
                     wanted = self.scale.elements(node.meta["val"])
                     for buffer in self._read_by(line, node) - {node}:
@@ -333,72 +391,57 @@ class _Replay:
 
     # --- places -----------------------------------------------------------------------------------
 
-    def _walk(
-        self, phase: str, number: int, steps: Iterator[Step], before: Parts, part_of: _PartOf
-    ) -> None:
-        """Note, per place, the parts on entry and those of the largest moments."""
-        place: Place | None = None
-        stretches: dict[Place, list[Parts]] = {}
-        best: dict[Place, list[tuple[int, int]]] = {}
+    def _walk(self, phase: str, steps: Iterator[Step], before: Owned, part_of: _PartOf) -> None:
+        """Note, per place, the parts of its largest moments."""
+        found: dict[_Place, list[Owned]] = {}
+        best: dict[_Place, list[tuple[int, int]]] = {}
         block: Block | None = None
         for step in steps:
-            block, where = self._where(step.kernel.nodes, block)
-            here = Place(phase, number, where, self._end(block))
-            if here != place and here not in self.found.stretches:
-                entry = self._parts(step, before, part_of)
-                self.found.stretches[here] = Stretch(entry, [])
-                stretches[here], best[here] = [], [(-1, -1)] * len(self.scale.points)
-            place = here
+            block, is_outside = self._where(step.kernel.nodes, block)
+            here = (phase, block, is_outside)
             if here not in best:
-                continue
+                found[here], best[here] = [], [(-1, -1)] * len(self.scale.points)
             better = [p for p, value in enumerate(step.total) if value > best[here][p][0]]
             if better:
-                stretches[here].append(self._parts(step, before, part_of))
+                found[here].append(self._parts(step, before, part_of))
                 for p in better:
-                    best[here][p] = (step.total[p], len(stretches[here]) - 1)
-        for here, parts in stretches.items():
+                    best[here][p] = (step.total[p], len(found[here]) - 1)
+        for here, parts in found.items():
             chosen = sorted({which for _, which in best[here] if which >= 0})
-            self.found.stretches[here].peaks = [parts[which] for which in chosen]
+            self.peaks.setdefault(here, []).extend(parts[which] for which in chosen)
 
-    def _parts(self, step: Step, before: Parts, part_of: _PartOf) -> Parts:
-        sums: dict[str, dict[sympy.Expr, int]] = {}
-        for node, size in step.live.items():
-            counts = sums.setdefault(part_of(node), {})
-            counts[size.formula] = counts.get(size.formula, 0) + 1
-        parts = dict(before)
-        for part, counts in sums.items():
-            total = sum((count * formula for formula, count in counts.items()), sympy.Integer(0))
-            parts = _plus(parts, part, total)
+    def _parts(self, step: Step, before: Owned, part_of: _PartOf) -> Owned:
+        parts = self._sum(((part_of(node), size) for node, size in step.live.items()), before)
         if step.transient:
             is_loss = any(_is_ours(n) and not _is_in_a_block(n) for n in step.kernel.nodes)
-            parts = _plus(parts, "loss workspace" if is_loss else "working", step.transient)
+            part = "loss workspace" if is_loss else "working"
+            parts = _plus(parts, (part, None), step.transient)
         return parts
 
-    def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, str]:
-        """Return the block that runs (the last one seen, between blocks) and a place's name."""
+    def _where(self, nodes: Sequence[Node], block: Block | None) -> tuple[Block | None, bool]:
+        """Return the block that runs, or the last one and that what runs is outside of it."""
         for node in nodes:
             seen = self._block_of(node)
             if seen is not None:
-                return seen, self._name(seen)
+                return seen, False
             if block is not None and _module_path(node) is not None:
-                return block, f"outside the blocks, next to {self._name(block)}"
-        if block is None:
-            return None, "outside the blocks" if self.stacks else "the whole model"
-        return block, self._name(block)
+                return block, True
+        return block, False
 
-    def _end(self, block: Block | None) -> str:
-        if block is None:
-            return "first"
-        return "first" if 2 * block.index < self.depths[block.stack.path] else "last"
-
-    def _name(self, block: Block) -> str:
-        """Return the block's path in the model at its full depth."""
-        hidden = block.stack.depth - self.depths[block.stack.path]
-        index = block.index + (hidden if self._end(block) == "last" else 0)
-        return f"{block.stack.path}.{index}"
+    def _owners(self, nodes: Iterable[Node]) -> dict[Node, Block | None]:
+        """Return the block of each node: that of the node before, where it does not say."""
+        found: dict[Node, Block | None] = {}
+        last: Block | None = None
+        for node in nodes:
+            last = self._block_of(node) or (last if _module_path(node) is None else None)
+            found[node] = last
+        return found
 
     def _block_of(self, node: Node) -> Block | None:
-        path = _module_path(node) or ""
+        path = _module_path(node)
+        return None if path is None else self._block_at(f"{self.root}.{path}".strip("."))
+
+    def _block_at(self, path: str) -> Block | None:
         for stack in self.stacks:
             match = re.match(rf"{re.escape(stack.path)}\.(\d+)(\.|$)", path)
             if match:
@@ -406,8 +449,8 @@ class _Replay:
         return None
 
 
-def _plus(parts: Parts, name: str, formula: sympy.Expr) -> Parts:
-    return {**parts, name: parts.get(name, sympy.Integer(0)) + formula}
+def _plus(parts: dict[_Key, sympy.Expr], key: _Key, formula: sympy.Expr) -> dict[_Key, sympy.Expr]:
+    return {**parts, key: parts.get(key, sympy.Integer(0)) + formula}
 
 
 def _placeholders(nodes: Iterable[Node]) -> list[Node]:
@@ -420,11 +463,6 @@ def _may_hold_a_part(node: Node) -> bool:
         return True
     maker = node.args[0] if node.args else None
     return isinstance(maker, Node) and writes_to_an_input(maker)
-
-
-def _is_static(node: Node) -> bool:
-    """Return whether an input has the same size in every call: a buffer, not the user's data."""
-    return all(isinstance(size, int) for t in tensors_in(node.meta.get("val")) for size in t.shape)
 
 
 def _module_path(node: Node) -> str | None:

@@ -49,7 +49,7 @@ class Plan:
         rows = {"": ["without", "with memeff"]}
         rows |= {g: [format_bytes(side.groups[g]) for side in sides] for g in GROUPS}
         rows["peak"] = [format_bytes(side.peak) for side in sides]
-        if self.memory is not None:
+        if self.after.largest_batch is not None:
             most = [f"{s.largest_batch:,}" if s.largest_batch else "none fits" for s in sides]
             rows["largest batch per GPU"] = most
             if self.setting.gpus > 1:

@@ -1,4 +1,4 @@
-"""Sizes of buffers as formulas in the dynamic dimensions, with their values at a few points.
+"""Sizes of buffers as formulas in batch and length, with their values at a few points.
 
 A graph has thousands of buffers, so sums are of numbers at those points; the formula of a sum is
 built only for the moments that matter.
@@ -20,6 +20,12 @@ Values = tuple[int, ...]
 
 BATCH, LENGTH = sympy.symbols("B L", integer=True, positive=True)
 
+NEAR = (-1, 1, -2, 2)
+"""How much longer than a sequence something made from it can be: shifted targets, a token more."""
+
+LEAST_BATCH, LEAST_LENGTH = 11, 13
+"""Smaller ones divide numbers of heads and of experts."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -27,6 +33,72 @@ class Sizes:
 
     batch: int
     length: int
+
+
+@dataclass(frozen=True)
+class Told:
+    """Batch and length that no other size of a model is a multiple of: sizes say how they grow.
+
+    A graph captured with them has numbers for sizes, and 11 x 2039 can only be batch x length.
+    """
+
+    # the sizes, None where it is not told apart: sizes then do not grow with it
+    batch: int | None = None
+    length: int | None = None  # likewise
+    near: tuple[int, ...] = NEAR  # how much longer than the length something of its kind can be
+
+    @staticmethod
+    def apart(sizes: Sizes, constants: Iterable[int]) -> Told:
+        """Return sizes apart from a model's own.
+
+        The length is three quarters of the call's, so that what grows in steps is another number,
+        and not more, as a longer one may be longer than tables of positions are.
+        """
+        others = {size for size in constants if size > 1}
+        batch = _prime(max(LEAST_BATCH, sizes.batch), others, (0,))
+        if sizes.length == 1:
+            return Told(batch)
+        length = _prime(max(LEAST_LENGTH, 3 * sizes.length // 4), {*others, batch}, (0, *NEAR))
+        return Told(batch, length)
+
+    def formula(self, size: int) -> sympy.Expr:
+        """Return what a size is in batch and length; a number that is neither is itself."""
+        if size < 2:
+            return sympy.Integer(size)
+        rest, found = size, sympy.Integer(1)
+        for told, symbol in ((self.batch, BATCH), (self.length, LENGTH)):
+            while told is not None and rest % told == 0:
+                rest, found = rest // told, found * symbol
+        if self.length is not None and not found.has(LENGTH):
+            for near in self.near:
+                times, left = divmod(rest, self.length + near)
+                if not left and times and (times <= 2 or found != 1):
+                    return found * times * (LENGTH + near)
+            for times, near in ((2, -1), (2, 1)):
+                if rest == times * self.length + near:
+                    return found * (times * LENGTH + near)
+        if found == 1 and self.batch is not None and self.length is not None:
+            for near in NEAR:
+                times, left = divmod(size - near, self.batch * self.length)
+                if not left and times == 1:
+                    return BATCH * LENGTH + near
+        return found * rest
+
+
+def _prime(near: int, others: set[int], apart_by: Sequence[int]) -> int:
+    """Return a prime of which no other size is a multiple, give or take; not larger if it can."""
+
+    def fits(number: int) -> bool:
+        if any(number % d == 0 for d in range(2, math.isqrt(number) + 1)):
+            return False
+        return not any(
+            o % (number + by) == 0 or (o > number // 2 and o % number == by % number)
+            for by in apart_by
+            for o in others
+        )
+
+    below = range(near, max(LEAST_BATCH, near // 2), -1)
+    return next(n for candidates in (below, range(near, 1 << 40)) for n in candidates if fits(n))
 
 
 @dataclass(frozen=True)
@@ -39,16 +111,17 @@ class Size:
 
 @dataclass
 class Scale:
-    """The points at which sizes are compared, and the names that the formulas use."""
+    """The points at which sizes are compared, and how sizes are read."""
 
-    names: Mapping[sympy.Symbol, sympy.Symbol]  # dynamo's symbol -> ours (B, L)
+    told: Told  # the batch and the length in the graphs
     # where to look for the largest moment; the first one is the user's own sizes
     points: Sequence[Point]
     _known: dict[sympy.Expr, Size] = field(default_factory=dict)
+    _read: dict[int, sympy.Expr] = field(default_factory=dict)
 
     def of(self, formula: sympy.Expr | int) -> Size:
         """Return a size with its values."""
-        expression = sympy.sympify(formula).xreplace(self.names)
+        expression = sympy.sympify(formula)
         if expression not in self._known:
             values = tuple(int(expression.xreplace(dict(p))) for p in self.points)
             self._known[expression] = Size(expression, values)
@@ -56,18 +129,32 @@ class Scale:
 
     def elements(self, tensor: torch.Tensor) -> sympy.Expr:
         """Return the number of elements as a formula."""
-        return math.prod(map(self._dimension, tensor.shape), start=sympy.Integer(1))
+        return math.prod(map(self.dimension, tensor.shape), start=sympy.Integer(1))
 
     def rows(self, tensor: torch.Tensor) -> sympy.Expr:
         """Return the number of rows: the elements of all dimensions but the last."""
-        return math.prod(map(self._dimension, tensor.shape[:-1]), start=sympy.Integer(1))
+        return math.prod(map(self.dimension, tensor.shape[:-1]), start=sympy.Integer(1))
 
-    def _dimension(self, size: int | torch.SymInt) -> sympy.Expr:
+    def dimension(self, size: int | torch.SymInt) -> sympy.Expr:
         """Return a size; one that depends on data is taken to be as large as the batch's tokens."""
-        formula = compat.size_formula(size).xreplace(self.names)
-        if formula.free_symbols <= {BATCH, LENGTH}:
-            return formula
-        return sympy.Integer(compat.size_hint(size)) or BATCH * LENGTH
+        if not isinstance(size, int):
+            size = compat.size_hint(size) or math.prod(self._tokens)
+        if size not in self._read:
+            self._read[size] = self.told.formula(size)
+        return self._read[size]
+
+    @property
+    def _tokens(self) -> tuple[int, int]:
+        own = self.points[0]
+        return self.told.batch or own[BATCH], self.told.length or own[LENGTH]
+
+    def is_per_token(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has a row for each token, or one less per sequence."""
+        rows = self.rows(tensor)
+        if rows.free_symbols or self.told != Told():
+            return bool(rows.free_symbols)
+        batch, length = self._tokens
+        return bool(rows >= batch * max(length - 1, 1))
 
     def bytes_of(self, value: object) -> Size:
         """Return the bytes of a tensor, or of every tensor in a tuple."""
@@ -99,9 +186,10 @@ def taken(first: Values, second: Iterable[int]) -> Values:
     return tuple(a - b for a, b in zip(first, second, strict=True))
 
 
-def points_around(batch: int, length: int) -> list[Point]:
-    """Return sizes around the user's own, which come first."""
-    wide = {max(1, math.ceil(batch * f)) for f in (1 / batch, 1, 8, 64)}
-    long = {max(2, math.ceil(length * f)) for f in (1 / 4, 1, 4)}
+def points_around(batch: int, length: int, told: Told) -> list[Point]:
+    """Return sizes around the user's own, which come first; those not told apart stay."""
+    wide = {max(1, math.ceil(batch * f)) for f in (1 / batch, 1, 8, 64) if told.batch or f == 1}
+    long = {max(2, math.ceil(length * f)) for f in (1 / 4, 1, 4) if told.length}
+    long |= {length}
     others = [(b, n) for b in sorted(wide) for n in sorted(long) if (b, n) != (batch, length)]
     return [{BATCH: b, LENGTH: n} for b, n in [(batch, length), *others]]

@@ -29,7 +29,7 @@ from memeff_compile.planning.setting import (
     peak,
     read_memory,
 )
-from memeff_compile.planning.sizes import BATCH, LENGTH, Scale, Sizes, points_around
+from memeff_compile.planning.sizes import BATCH, LENGTH, Scale, Sizes, Told, points_around
 from memeff_compile.planning.timeline import Timeline
 from memeff_compile.report import Report
 from tests.support.closeness import needs_compiler
@@ -48,7 +48,7 @@ def replayed(function: Callable[..., Any], *shapes: tuple[int, ...]) -> list[int
     """Return the live bytes while each kernel of a function runs, inputs not counted."""
     inputs = [torch.ones(shape) for shape in shapes]
     graph = make_fx(function, tracing_mode="fake")(*inputs)
-    line = Timeline(graph, Scale({}, points_around(1, 2)))
+    line = Timeline(graph, Scale(Told(), points_around(1, 2, Told())))
     return [step.total[0] for step in line.replay()]
 
 
@@ -121,7 +121,7 @@ def test_report_and_sizes(explained: Explanation) -> None:
     assert explained.vocabulary == VOCABULARY
     assert (explained.sizes.batch, explained.sizes.length) == (B, L)
     assert "engine hybrid" in explained.report.details()
-    assert explained.stacks == (Stacked("blocks", DEPTH, 1),)
+    assert explained.stacks == (Stacked("blocks", (0,) * DEPTH, (0, 1, DEPTH - 1)),)
 
 
 def test_checkpointing_keeps_the_input_of_each_block_and_of_the_head(
@@ -150,11 +150,13 @@ def test_formula_is_the_number(explained: Explanation) -> None:
 @pytest.fixture(scope="module")
 def whole(model: nn.Module) -> Explanation:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explaining, "stacks_of", lambda model: [])
+        patch.setattr(
+            explaining, "stacks_of", lambda model: [stack.whole() for stack in stacks_of(model)]
+        )
         return explain(model, token_ids(B, L), token_ids(B, L))
 
 
-def test_two_small_depths_say_what_the_whole_model_says(
+def test_few_blocks_say_what_the_whole_model_says(
     explained: Explanation, whole: Explanation
 ) -> None:
     assert not whole.stacks
@@ -187,7 +189,7 @@ def test_text_and_json_say_the_same(explained: Explanation) -> None:
     text = explained.text(plan)
     assert f"{plan.after.largest_batch:,}" in text
     assert "each of 2 GPUs, FSDP" in text
-    assert "blocks: 4 blocks, read off at 2 and 3" in text
+    assert "blocks: 4 blocks, read off 3" in text
 
 
 def test_a_declined_model_is_predicted_the_same_before_and_after() -> None:
@@ -224,22 +226,38 @@ class Named(nn.Module):
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [
-        ("aaaaaaaa", (1, 2, 3, 5)),
-        ("abababab", (2, 2, 4, 2)),
-        ("aabaabaab", (3, 3, 6, 1)),
-        ("aaa", None),
-        ("abcdefgh", None),
+        ("aaaaaaaa", {0: [0], 1: [1, 2, 3, 4, 5, 6], 7: [7]}),
+        ("abababab", {0: [0], 1: [1, 3, 5], 2: [2, 4, 6], 7: [7]}),
+        ("aabaabaa", {0: [0], 1: [1, 3, 4, 6], 2: [2, 5], 7: [7]}),
+        ("abbbb", {0: [0], 1: [1, 2, 3], 4: [4]}),
+        ("aaa", {0: [0], 1: [1], 2: [2]}),
+        ("abcdefgh", {place: [place] for place in range(8)}),
     ],
 )
-def test_repeated_blocks_are_found(kinds: str, expected: tuple[int, ...] | None) -> None:
+def test_a_block_of_each_kind_is_captured(kinds: str, expected: dict[int, list[int]]) -> None:
     blocks = nn.ModuleList(Named(kind, place) for place, kind in enumerate(kinds))
-    found = stacks_of(nn.ModuleDict({"layers": blocks}))
-    if expected is None:
-        assert found == []
-    else:
-        (stack,) = found
-        assert (stack.period, stack.small, stack.large, stack.rest) == expected
-        assert stack.large + stack.rest * stack.period == len(kinds)
+    (stack,) = stacks_of(nn.ModuleDict({"layers": blocks}))
+    alike = {index: list(stack.alike(place)) for place, index in enumerate(stack.kept)}
+    assert alike == expected
+    assert stack.is_short == (len(expected) < len(kinds))
+
+
+@pytest.mark.parametrize("sizes", [Sizes(4, 128), Sizes(8, 2048), Sizes(1, 16), Sizes(300, 1)])
+def test_sizes_told_apart_are_read_back(sizes: Sizes) -> None:
+    constants = {2, 3, 8, 12, 16, 32, 64, 101, 128, 768, 2816, 4096, 5632, 50257, 128256, 151936}
+    told = Told.apart(sizes, constants)
+    assert told.batch
+    at = {BATCH: told.batch, LENGTH: told.length or 1}
+    for constant in constants:
+        assert told.formula(constant) == constant
+    written = [BATCH, 3 * BATCH, 12 * BATCH]
+    if told.length:
+        rows = [LENGTH, LENGTH - 1, LENGTH + 1, 2 * LENGTH - 1, 2 * LENGTH + 1]
+        written += [*rows, BATCH * LENGTH, 12 * BATCH * LENGTH, BATCH * (LENGTH - 1)]
+        written += [BATCH * LENGTH - 1, BATCH * LENGTH**2, 32 * LENGTH]
+    for formula in written:
+        read = told.formula(int(formula.subs(at)))
+        assert sympy.expand(read - formula) == 0, formula
 
 
 # --- settings -------------------------------------------------------------------------------------

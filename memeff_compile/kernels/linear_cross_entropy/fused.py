@@ -19,6 +19,7 @@ Expected time on an H200, forward plus backward: 4 * 2NDV / 700e12 plus 8ND * pi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,13 +29,12 @@ from .._triton.compat import described
 from .._triton.launch import start
 from ..device import on_device
 from . import filters, tile_lists
-from .pieces import Knobs, RowGradients, Rows, spans
+from .pieces import Gradients, Kept, Knobs, Operands, RowGradients, Rows, spans, vector
 from .rows import Selection, gather, row_block, select_rows
 from .shapes import (
     FILTER_FORWARD_BYTES,
     FORWARD_BYTES,
     Room,
-    Shapes,
     fused_budget,
     is_minimal,
     piece_width,
@@ -60,19 +60,17 @@ def serves(weight: Tensor) -> bool:
     )
 
 
-def forward(
-    hidden: Tensor,  # (N, D) bf16 or fp16
-    weight: Tensor,  # (V, D) contiguous
-    bias: Tensor | None,  # (V,) or None
-    target: Tensor,  # (N,) int32 or int64
-    column_weight: Tensor | None,  # (V,) or None
-    knobs: Knobs,  # the call's settings, without top
-) -> tuple[Rows, filters.LeftOut]:
-    """Compute what is asked for of every row, and what a filter may leave out of backward."""
+def forward(given: Operands, knobs: Knobs) -> tuple[Rows, filters.LeftOut]:
+    """Compute what is asked for of every row, and what a filter may leave out of backward.
+
+    Args:
+        given: hidden states in bf16 or fp16, the weight contiguous.
+        knobs: without top.
+    """
     from . import fused_kernels as kernels
 
-    rows, depth = hidden.shape
-    vocab = weight.shape[0]
+    hidden, weight, bias, target, column_weight = given
+    (rows, depth), vocab = hidden.shape, weight.shape[0]
     shapes = shapes_for(hidden.device)
     bias, column_weight = vector(bias, None), vector(column_weight, torch.float32)
     with on_device(hidden):
@@ -88,7 +86,8 @@ def forward(
         groups = row_groups(rows, held // bytes_per_row, shapes)
         stats = hidden.new_empty((planes, tiles, groups.size), dtype=torch.float32)
         gathered = hidden.new_empty((groups.size, depth)) if is_compact else hidden
-        found = _results(hidden, rows, knobs, is_compact=is_compact)
+        # Ignored rows, which no kernel writes, are zero.
+        found = Rows.new(hidden, (rows,), knobs, of_zeros=is_compact)
         target_logit = torch.full((rows,), float("nan"), device=hidden.device)
         chooser = None
         if is_filtered:
@@ -117,12 +116,8 @@ def forward(
                 depth,
                 knobs.scale,
                 knobs.softcap,
-                HAS_BIAS=bias is not None,
-                HAS_COLUMN_WEIGHT=column_weight is not None,
+                **given.flags(knobs),
                 HAS_KEPT=is_compact,
-                HAS_SOFTCAP=knobs.softcap > 0,
-                WITH_LOGIT_SUM=knobs.with_logit_sum,
-                WITH_ENTROPY=knobs.with_entropy,
                 PARTS=parts,
                 BM=shapes.rows,
                 BN=shapes.columns,
@@ -169,38 +164,12 @@ ROWS = 8
 TILES = 128
 
 
-def _results(hidden: Tensor, rows: int, knobs: Knobs, *, is_compact: bool) -> Rows:
-    """Allocate a forward pass's results; ignored rows, which no kernel writes, are zero."""
-    new = hidden.new_zeros if is_compact else hidden.new_empty
-    nothing = (0,)
-    return Rows(
-        nll=new((rows,), dtype=torch.float32),
-        lse=new((rows,), dtype=torch.float32),
-        logit_sum=new((rows,) if knobs.with_logit_sum else nothing, dtype=torch.float32),
-        entropy=new((rows,) if knobs.with_entropy else nothing, dtype=torch.float32),
-        top=hidden.new_empty(nothing, dtype=torch.int64),
-    )
-
-
 def backward(
-    grads: RowGradients,  # cotangents of forward's results
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    lse: Tensor,  # (N,) fp32 from forward
-    entropy: Tensor,  # (N,) fp32 from forward, or (0,) where it was not asked for
-    left_out: filters.LeftOut,  # what forward decided to leave out
-    knobs: Knobs,
-    output_mask: tuple[bool, bool, bool],  # which of hidden, weight, bias need a gradient
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    grads: RowGradients, given: Operands, kept: Kept, knobs: Knobs, output_mask: Sequence[bool]
+) -> Gradients:
     """Compute the gradients of hidden, weight and bias that `output_mask` asks for."""
-    with on_device(hidden):
-        return _Backward(
-            grads, aligned(hidden), weight, bias, target, column_weight, lse, entropy, left_out,
-            knobs, output_mask,
-        ).run()  # fmt: skip
+    with on_device(given.hidden):
+        return _Backward(grads, given, kept, knobs, output_mask).run()
 
 
 class _Backward:
@@ -209,17 +178,13 @@ class _Backward:
     def __init__(
         self,
         grads: RowGradients,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        column_weight: Tensor | None,
-        lse: Tensor,
-        entropy: Tensor,
-        left_out: filters.LeftOut,
+        given: Operands,
+        kept: Kept,
         knobs: Knobs,
-        output_mask: tuple[bool, bool, bool],
+        output_mask: Sequence[bool],
     ) -> None:
+        hidden, weight, bias, target, column_weight = given
+        hidden = aligned(hidden)
         self.shapes = shapes_for(hidden.device)
         self.knobs, self.weight = knobs, weight
         self.rows, self.depth = hidden.shape
@@ -227,7 +192,7 @@ class _Backward:
         self.bias, self.column_weight = vector(bias, None), vector(column_weight, torch.float32)
         self.is_plain = is_plain(bias, knobs)
         needs_hidden, needs_weight, needs_bias = output_mask
-        self.selection = select_rows(target, knobs, left_out.row_order)
+        self.selection = select_rows(target, knobs, kept.row_order)
         self.grad_weight = torch.empty_like(weight) if needs_weight else None
         self.grad_bias = torch.empty_like(bias) if needs_bias and bias is not None else None
         # The hidden gradient's own memory holds the gathered rows until it is written.
@@ -235,27 +200,28 @@ class _Backward:
         if self.selection.kept is not None:
             self.hidden = hidden.new_empty(hidden.shape)
             gather(hidden, self.hidden, self.selection, 0, self.shapes)
-        self.row_values = row_values(grads, lse, entropy, self.selection, knobs)
+        self.row_values = row_values(grads, kept, self.selection, knobs)
 
         self.given = (self.bias, self.column_weight, self.selection.target, self.row_values)
-        self.epilogue = epilogue(bias, column_weight, knobs, self.shapes)
+        # what the device function that makes a tile of G is told
+        self.epilogue = {**given.flags(knobs), "UPCAST": self.shapes.is_interpreted}
 
         tile = self.shapes.rows
         self.width = piece_width(self.rows, self.depth, self.vocab, knobs.workspace, self.shapes)
         self.lists: TileLists | None = None
         elements = self.rows * self.width
-        if left_out.active.numel():
-            row_blocks, columns = left_out.active.shape
+        if kept.active.numel():
+            row_blocks, columns = kept.active.shape
             budget = fused_budget(self.rows, knobs.workspace)
             slots = max(budget // (2 * tile * tile), 2 * row_blocks)
-            self.slots = min(slots, left_out.active.numel() + row_blocks)
+            self.slots = min(slots, kept.active.numel() + row_blocks)
             self.groups = tile_lists.group_count(
                 row_blocks, columns, self.slots, knobs.filter_parts, filters.DENSE_SHARE
             )
-            kept = self.selection.kept
+            rows_kept = self.selection.kept
             self.lists = tile_lists.build(
-                left_out.active,
-                row_blocks if kept is None else (kept + tile - 1) // tile,
+                kept.active,
+                row_blocks if rows_kept is None else (rows_kept + tile - 1) // tile,
                 knobs.filter_parts,
                 self.slots,
                 filters.DENSE_SHARE,
@@ -278,7 +244,7 @@ class _Backward:
                 self.sums = hidden.new_empty(hidden.shape, dtype=torch.float32)
             self.piece = hidden.new_empty(elements)
 
-    def run(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def run(self) -> Gradients:
         if self.inside is not None:
             grad_hidden = self._run_inside(self.inside)
         else:
@@ -518,32 +484,23 @@ def is_plain(bias: Tensor | None, knobs: Knobs) -> bool:
     return bias is None and not (knobs.softcap or knobs.with_logit_sum)
 
 
-def row_values(
-    grads: RowGradients, lse: Tensor, entropy: Tensor, selection: Selection, knobs: Knobs
-) -> Tensor:
-    """Gather what a row of G needs, (5, N) fp32 in compact order.
-
-    Args:
-        grads: cotangents of forward's results.
-        lse: (N,) fp32 from forward.
-        entropy: (N,) fp32 from forward, or (0,).
-        selection: the rows that count.
-    """
+def row_values(grads: RowGradients, kept: Kept, selection: Selection, knobs: Knobs) -> Tensor:
+    """Gather what a row of G needs of the rows that count, (5, N) fp32 in compact order."""
     from . import fused_kernels as kernels
 
-    rows = lse.numel()
-    values = lse.new_empty((5, rows))
+    rows = kept.lse.numel()
+    values = kept.lse.new_empty((5, rows))
     block = 512
     kernels._linear_cross_entropy_cotangents_kernel[(-(-rows // block),)](
         selection.order,
         selection.kept,
         selection.target,
-        lse.contiguous(),
+        kept.lse.contiguous(),
         grads.nll.contiguous(),
         grads.lse.contiguous(),
         grads.logit_sum.contiguous() if knobs.with_logit_sum else None,
         grads.entropy.contiguous() if knobs.with_entropy else None,
-        entropy.contiguous() if knobs.with_entropy else None,
+        kept.entropy.contiguous() if knobs.with_entropy else None,
         values,
         rows,
         HAS_KEPT=selection.kept is not None,
@@ -552,20 +509,6 @@ def row_values(
         BLOCK=block,
     )
     return values
-
-
-def epilogue(
-    bias: Tensor | None, column_weight: Tensor | None, knobs: Knobs, shapes: Shapes
-) -> dict[str, Any]:
-    """Return the constants of the device function that makes a tile of G."""
-    return {
-        "HAS_BIAS": bias is not None,
-        "HAS_COLUMN_WEIGHT": column_weight is not None,
-        "HAS_SOFTCAP": knobs.softcap > 0,
-        "WITH_LOGIT_SUM": knobs.with_logit_sum,
-        "WITH_ENTROPY": knobs.with_entropy,
-        "UPCAST": shapes.is_interpreted,
-    }
 
 
 def tiles_of(matrix: Tensor | None, rows: int, columns: int) -> Any:  # noqa: ANN401
@@ -577,8 +520,3 @@ def aligned(hidden: Tensor) -> Tensor:
     """Copy hidden states that cannot be read tile by tile: N x D, once."""
     hidden = hidden.contiguous()
     return hidden if hidden.data_ptr() % 16 == 0 else hidden.clone()
-
-
-def vector(values: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return a vector over the vocabulary as the kernels read it."""
-    return None if values is None else values.to(dtype or values.dtype).contiguous()

@@ -8,17 +8,19 @@ that recomputes products piece by piece.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import compat
-from ...errors import DoubleBackwardError, TargetRangeError, UnsupportedInputError
-from ..checks import FLOATING, INDICES, short, two_devices, two_dtypes, unfloating, unplain
+from ...errors import DoubleBackwardError, TargetRangeError
+from .. import library
+from ..checks import FLOATING, INDICES, require, short, two_devices, two_dtypes, unfloating, unplain
 from ..device import gpu, kernels_serve, tuned, where_it_runs, without_autocast
 from . import filters, fused, hybrid, reference, row_pieces, sorting
-from .pieces import Knobs, RowGradients, Rows
+from .pieces import Kept, Knobs, Operands, RowGradients, Rows
 from .shapes import is_minimal
 
 ENGINE = "linear_cross_entropy.engine"
@@ -40,27 +42,6 @@ ENGINES = {
     ),
     "reference": "plain PyTorch, piece by piece over the vocabulary (any device, also fp64)",
 }
-
-_KNOBS = (
-    "int? ignore_index, float scale, float softcap, bool with_lse, bool with_logit_sum, "
-    "str gradient_filter, int workspace, bool with_entropy=False, bool with_top=False, "
-    'float filter_level=0.0, str filter_parts="both", bool sort_vocabulary=False'
-)
-_LIBRARY = torch.library.Library("memeff", "FRAGMENT")
-_LIBRARY.define(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-    f"Tensor? column_weight, *, {_KNOBS}) -> "
-    "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top, "
-    "Tensor dropped, Tensor active, Tensor row_order)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "linear_cross_entropy_backward(Tensor grad_nll, Tensor grad_lse, Tensor grad_logit_sum, "
-    "Tensor grad_entropy, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
-    "Tensor? column_weight, Tensor lse, Tensor entropy, Tensor active, Tensor row_order, "
-    f"*, {_KNOBS}, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def supports(
@@ -93,12 +74,13 @@ def supports(
 
     Example: supports(torch.ones(3, 4), torch.ones(5, 4), None, torch.zeros(3).long()) is None.
     """
+    given = Operands(hidden, weight, bias, target, column_weight)
     return (
         _setting_fault(softcap, workspace)
         or _filter_fault(gradient_filter, filter_level, filter_parts)
-        or _layout_fault(hidden, weight, bias, target, column_weight)
-        or _dtype_fault(hidden, weight, bias, target, column_weight, dtype)
-        or _shape_fault(hidden, weight, bias, target, column_weight)
+        or _layout_fault(given)
+        or _dtype_fault(given, dtype)
+        or _shape_fault(given)
     )
 
 
@@ -123,31 +105,19 @@ def _filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
     return None
 
 
-def _layout_fault(*tensors: Tensor | None) -> str | None:
-    hidden = tensors[0]
-    assert hidden is not None
-    for name, tensor in zip(_NAMES, tensors, strict=True):
+def _layout_fault(given: Operands) -> str | None:
+    for name, tensor in given._asdict().items():
         if tensor is None:
             continue
-        sentence = unplain(name, tensor) or two_devices(name, tensor, "hidden", hidden)
+        sentence = unplain(name, tensor) or two_devices(name, tensor, "hidden", given.hidden)
         if sentence is not None:
             return sentence
     return None
 
 
-_NAMES = ("hidden", "weight", "bias", "target", "column_weight")
-
-
-def _dtype_fault(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    dtype: torch.dtype | None,
-) -> str | None:
-    floating = {"hidden": hidden, "weight": weight, "bias": bias}
-    for name, tensor in floating.items():
+def _dtype_fault(given: Operands, dtype: torch.dtype | None) -> str | None:
+    hidden, weight, bias, target, column_weight = given
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
         sentence = unfloating(name, tensor)
@@ -175,13 +145,8 @@ def _dtype_fault(
     return None
 
 
-def _shape_fault(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-) -> str | None:
+def _shape_fault(given: Operands) -> str | None:
+    hidden, weight, bias, target, column_weight = given
     if hidden.dim() < 1 or weight.dim() != 2:
         return (
             f"hidden has {hidden.dim()} dimensions and weight {weight.dim()}; (..., D) and (V, D) "
@@ -196,7 +161,7 @@ def _shape_fault(
     for vector, name in ((bias, "bias"), (column_weight, "column_weight")):
         if vector is not None and vector.dim() != 1:
             return f"{name} has {vector.dim()} dimensions; (V,) is needed."
-    for seen, needed, sentence in _size_pairs(hidden, weight, bias, target, column_weight):
+    for seen, needed, sentence in _size_pairs(given):
         if isinstance(seen, int) and isinstance(needed, int) and seen != needed:
             return sentence
     if isinstance(vocab, int) and vocab == 0:
@@ -204,29 +169,21 @@ def _shape_fault(
     return None
 
 
-def _size_pairs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-) -> list[tuple[Any, Any, str]]:
+def _size_pairs(given: Operands) -> list[tuple[Any, Any, str]]:
     """List the sizes that must agree, with the sentence for when they do not."""
+    hidden, weight, bias, target, column_weight = given
     vocab, depth = weight.shape
-    pairs = [
-        (
-            hidden.shape[-1],
-            depth,
-            f"hidden has {hidden.shape[-1]} features and weight {depth}; hidden must be (..., D) "
-            "and weight (V, D).",
-        )
-    ]
+    of_depth = (
+        f"hidden has {hidden.shape[-1]} features and weight {depth}; hidden must be (..., D) and "
+        "weight (V, D)."
+    )
+    of_rows = (
+        f"target has shape {tuple(target.shape)} and hidden {tuple(hidden.shape)}; target must "
+        "have the leading dimensions of hidden."
+    )
+    pairs = [(hidden.shape[-1], depth, of_depth)]
     for seen, needed in zip(target.shape, hidden.shape[:-1], strict=True):
-        sentence = (
-            f"target has shape {tuple(target.shape)} and hidden {tuple(hidden.shape)}; target must "
-            "have the leading dimensions of hidden."
-        )
-        pairs.append((seen, needed, sentence))
+        pairs.append((seen, needed, of_rows))
     for vector, name in ((bias, "bias"), (column_weight, "column_weight")):
         if vector is not None:
             sentence = f"{name} has {vector.shape[0]} elements and weight {vocab} rows."
@@ -234,54 +191,10 @@ def _size_pairs(
     return pairs
 
 
-def check_sizes(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-) -> None:
+def check_sizes(given: Operands) -> None:
     """Refuse sizes that do not agree, symbols among them."""
-    for seen, needed, sentence in _size_pairs(hidden, weight, bias, target, column_weight):
+    for seen, needed, sentence in _size_pairs(given):
         torch._check(seen == needed, lambda sentence=sentence: f"linear_cross_entropy: {sentence}")
-
-
-def _require_support(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    settings: dict[str, Any],
-) -> None:
-    knobs = _knobs(settings)
-    sentence = supports(
-        hidden,
-        weight,
-        bias,
-        target,
-        column_weight,
-        softcap=knobs.softcap,
-        gradient_filter=settings.get("gradient_filter", "exact"),
-        workspace=knobs.workspace,
-        filter_level=knobs.filter_level,
-        filter_parts=knobs.filter_parts,
-    )
-    if sentence is not None:
-        raise UnsupportedInputError(f"linear_cross_entropy: {sentence}")
-
-
-def _knobs(settings: dict[str, Any]) -> Knobs:
-    """Read a call's settings; the dispatcher leaves out those that equal their defaults.
-
-    A filter that would be wrong or has no engine or room is off: label smoothing gives every tile
-    a gradient.
-    """
-    knobs = Knobs(**{name: settings[name] for name in Knobs._fields if name in settings})
-    has_filter = not (knobs.with_logit_sum or knobs.with_entropy or knobs.with_top)
-    if not has_filter or is_minimal(knobs.workspace):
-        return knobs._replace(gradient_filter="exact")
-    return knobs
 
 
 def engine_for(
@@ -301,15 +214,6 @@ def engine_for(
     device = where_it_runs(device)
     fits = dtype in fused.DTYPES and depth % 8 == 0 and not with_top
     return tuned(device, ENGINE, "fused") if fits and gpu(device).is_hopper else "hybrid"
-
-
-def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> str:
-    name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1], with_top=knobs.with_top)
-    return "hybrid" if name == "fused" and not fused.serves(weight) else name
-
-
-def _sorts(knobs: Knobs) -> bool:
-    return knobs.sort_vocabulary and knobs.gradient_filter != "exact"
 
 
 def _found_shapes(hidden: Tensor, vocab: int, rows: int, knobs: Knobs) -> tuple[Any, ...]:
@@ -339,28 +243,69 @@ def check_range(target: Tensor, vocab: int, ignore_index: int | None) -> None:
         )
 
 
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    **settings: Any,  # noqa: ANN401
-) -> tuple[Tensor, ...]:
-    _require_support(hidden, weight, bias, target, column_weight, settings)
-    knobs, rows = _knobs(settings), target.numel()
+class _Call(NamedTuple):
+    """What `linear_cross_entropy` is called with."""
+
+    operands: Operands
+    knobs: Knobs
+
+
+class _Gradients(NamedTuple):
+    """What `linear_cross_entropy_backward` is called with."""
+
+    grads: RowGradients
+    call: _Call
+    kept: Kept
+    output_mask: tuple[bool, bool, bool]
+
+
+_CHECKED = ("softcap", "gradient_filter", "workspace", "filter_level", "filter_parts")
+
+
+def _called(*tensors: Any, **settings: Any) -> _Call:  # noqa: ANN401
+    """Check a call; the dispatcher leaves out settings that equal their defaults.
+
+    A filter that would be wrong or has no engine or room is off: label smoothing gives every tile
+    a gradient.
+    """
+    checked = {name: settings[name] for name in _CHECKED if name in settings}
+    require("linear_cross_entropy", supports(*tensors, **checked))
+    knobs = Knobs(**settings)
+    has_filter = not (knobs.with_logit_sum or knobs.with_entropy or knobs.with_top)
+    if not has_filter or is_minimal(knobs.workspace):
+        knobs = knobs._replace(gradient_filter="exact")
+    return _Call(Operands(*tensors), knobs)
+
+
+def _called_back(*tensors: Any, output_mask: list[bool], **settings: Any) -> _Gradients:  # noqa: ANN401
+    call = _called(*tensors[4:9], **settings)
+    needs_hidden, needs_weight, needs_bias = output_mask
+    mask = needs_hidden, needs_weight, needs_bias and call.operands.bias is not None
+    return _Gradients(RowGradients(*tensors[:4]), call, Kept(*tensors[9:]), mask)
+
+
+def _engine(hidden: Tensor, weight: Tensor, knobs: Knobs) -> Any:  # noqa: ANN401 - a module
+    name = engine_for(hidden.device, hidden.dtype, hidden.shape[-1], with_top=knobs.with_top)
+    if name != "fused":
+        return hybrid if name == "hybrid" else reference
+    if not fused.serves(weight):
+        return hybrid
+    return sorting if knobs.sort_vocabulary and knobs.gradient_filter != "exact" else fused
+
+
+def _forward(given: _Call) -> tuple[Tensor, ...]:
+    (hidden, weight, _, target, _), knobs = given
+    rows = target.numel()
     if rows == 0:
-        return _fake_forward(hidden, weight, bias, target, column_weight, **settings)
-    flat_target = target.reshape(rows)
+        return _fake_forward(given)
     with without_autocast(hidden.device.type):
-        check_range(flat_target, weight.shape[0], knobs.ignore_index)
-        flat_hidden = hidden.reshape(rows, hidden.shape[-1])
-        name = _engine(flat_hidden, weight, knobs)
-        operands = (flat_hidden, weight, bias, flat_target, column_weight, knobs)
-        if name == "fused":
-            found, left_out = (sorting if _sorts(knobs) else fused).forward(*operands)
+        flat = given.operands.flat()
+        check_range(flat.target, weight.shape[0], knobs.ignore_index)
+        engine = _engine(flat.hidden, weight, knobs)
+        found = engine.forward(flat, knobs)
+        if engine in (fused, sorting):
+            found, left_out = found
         else:
-            found = (hybrid if name == "hybrid" else reference).forward(*operands)
             shapes = _found_shapes(hidden, weight.shape[0], rows, knobs)
             left_out = filters.nothing_left_out(hidden, shapes)
     parts = zip(found, knobs.wanted, strict=True)
@@ -369,116 +314,57 @@ def _forward(
     return *shaped, dropped, left_out.active, left_out.row_order
 
 
-def _backward(
-    grad_nll: Tensor,
-    grad_lse: Tensor,
-    grad_logit_sum: Tensor,
-    grad_entropy: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    lse: Tensor,
-    entropy: Tensor,
-    active: Tensor,
-    row_order: Tensor,
-    *,
-    output_mask: list[bool],
-    **settings: Any,  # noqa: ANN401
-) -> tuple[Tensor, Tensor, Tensor]:
-    _require_support(hidden, weight, bias, target, column_weight, settings)
-    knobs, rows = _knobs(settings), target.numel()
-    needs_hidden, needs_weight, needs_bias = output_mask
-    mask = (needs_hidden, needs_weight, needs_bias and bias is not None)
+def _backward(given: _Gradients) -> tuple[Tensor, ...]:
+    grads, (operands, knobs), kept, mask = given
+    hidden, rows = operands.hidden, operands.target.numel()
     if rows == 0:
-        zeros = (hidden, weight, bias)
-        gradients: Any = [
-            torch.zeros_like(tensor) if wanted and tensor is not None else None
-            for tensor, wanted in zip(zeros, mask, strict=True)
-        ]
-    else:
-        with without_autocast(hidden.device.type):
-            grads = RowGradients(
-                grad_nll.reshape(rows),
-                grad_lse.reshape(rows),
-                grad_logit_sum.reshape(rows if knobs.with_logit_sum else 0),
-                grad_entropy.reshape(rows if knobs.with_entropy else 0),
-            )
-            flat_hidden = hidden.reshape(rows, hidden.shape[-1])
-            operands = (flat_hidden, weight, bias, target.reshape(rows), column_weight)
-            of_rows = lse.reshape(rows), entropy.reshape(rows if knobs.with_entropy else 0)
-            name = _engine(flat_hidden, weight, knobs)
-            if name == "fused":
-                left_out = filters.LeftOut(lse.new_empty(0), active, row_order)
-                engine: Any = sorting if _sorts(knobs) else fused
-                if row_pieces.serves(flat_hidden, knobs):
-                    engine = row_pieces
-                gradients = engine.backward(grads, *operands, *of_rows, left_out, knobs, mask)
-            else:
-                engine = hybrid if name == "hybrid" else reference
-                gradients = engine.backward(grads, *operands, *of_rows, knobs, mask)
-    grad_hidden, grad_weight, grad_bias = (
-        hidden.new_empty(0) if gradient is None else gradient for gradient in gradients
-    )
-    if needs_hidden:
-        grad_hidden = grad_hidden.reshape(hidden.shape)
-    return grad_hidden, grad_weight, grad_bias
+        return as_results(zero_gradients(operands, mask), hidden)
+    with without_autocast(hidden.device.type):
+        asked = zip(grads, knobs.wanted, strict=False)
+        grads = RowGradients(*(grad.reshape(rows if wanted else 0) for grad, wanted in asked))
+        entropy = kept.entropy.reshape(rows if knobs.with_entropy else 0)
+        kept = kept._replace(lse=kept.lse.reshape(rows), entropy=entropy)
+        flat = operands.flat()
+        engine = _engine(flat.hidden, flat.weight, knobs)
+        if engine is fused and row_pieces.serves(flat.hidden, knobs):
+            engine = row_pieces
+        return as_results(engine.backward(grads, flat, kept, knobs, mask), hidden)
 
 
-def _fake_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    **settings: Any,  # noqa: ANN401
-) -> tuple[Tensor, ...]:
-    _require_support(hidden, weight, bias, target, column_weight, settings)
-    check_sizes(hidden, weight, bias, target, column_weight)
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    knobs = _knobs(settings)
+def zero_gradients(operands: Sequence[Tensor | None], mask: Sequence[bool]) -> list[Tensor | None]:
+    """Return the gradients that are asked for where there are no rows."""
+    asked = zip(operands, mask, strict=False)
+    return [
+        torch.zeros_like(tensor) if wanted and tensor is not None else None
+        for tensor, wanted in asked
+    ]
 
-    def rows(dtype: torch.dtype, wanted: bool = True) -> Tensor:
-        return hidden.new_empty(target.shape if wanted else (0,), dtype=dtype)
 
-    found = Rows(
-        nll=rows(wide),
-        lse=rows(wide),
-        logit_sum=rows(wide, knobs.with_logit_sum),
-        entropy=rows(wide, knobs.with_entropy),
-        top=rows(torch.int64, knobs.with_top),
-    )
-    shapes = _found_shapes(hidden, weight.shape[0], target.numel(), knobs)
+def as_results(gradients: Sequence[Tensor | None], hidden: Tensor) -> tuple[Tensor, ...]:
+    """Return gradients as an op does: that of `hidden` in its shape, empty ones for None."""
+    of_hidden, *others = (hidden.new_empty(0) if part is None else part for part in gradients)
+    return (of_hidden if gradients[0] is None else of_hidden.reshape(hidden.shape), *others)
+
+
+def _fake_forward(given: _Call) -> tuple[Tensor, ...]:
+    (hidden, weight, _, target, _), knobs = given
+    check_sizes(given.operands)
+    dropped, *shapes = _found_shapes(hidden, weight.shape[0], target.numel(), knobs)
+    shapes = [dropped if dropped == (0,) else target.shape, *shapes]
     left_out = [
         hidden.new_empty(shape, dtype=dtype)
         for shape, dtype in zip(shapes, filters.DTYPES, strict=True)
     ]
-    if shapes[0] != (0,):
-        left_out[0] = rows(torch.float32)
-    return *found, *left_out
+    return *Rows.new(hidden, target.shape, knobs), *left_out
 
 
-def _fake_backward(
-    grad_nll: Tensor,
-    grad_lse: Tensor,
-    grad_logit_sum: Tensor,
-    grad_entropy: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    lse: Tensor,
-    entropy: Tensor,
-    active: Tensor,
-    row_order: Tensor,
-    *,
-    output_mask: list[bool],
-    **settings: Any,  # noqa: ANN401
-) -> tuple[Tensor, Tensor, Tensor]:
-    del grad_nll, grad_lse, grad_logit_sum, grad_entropy, lse, entropy, active, row_order
-    _require_support(hidden, weight, bias, target, column_weight, settings)
+def _fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
+    return fake_gradients(given.call.operands, given.output_mask)
+
+
+def fake_gradients(given: Operands, output_mask: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Return empty gradients of hidden states, weight and bias, where they are asked for."""
+    hidden, weight, bias, *_ = given
     needs_hidden, needs_weight, needs_bias = output_mask
     nothing = [hidden.new_empty(0) for _ in range(3)]
     return (
@@ -494,29 +380,16 @@ def _setup_context(
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, ...],
 ) -> None:
-    hidden, weight, bias, target, column_weight = inputs
     _, lse, _, entropy, top, dropped, active, row_order = output
     ctx.mark_non_differentiable(top, dropped, active, row_order)
-    saved = (hidden, weight, bias, target, column_weight, lse, entropy, active, row_order)
-    ctx.save_for_backward(*saved)
+    ctx.save_for_backward(*inputs, lse, entropy, active, row_order)
     ctx.settings = keyword_only_inputs
 
 
-def _link(
-    ctx: Any,  # noqa: ANN401
-    grad_nll: Tensor,
-    grad_lse: Tensor,
-    grad_logit_sum: Tensor,
-    grad_entropy: Tensor,
-    *without_gradient: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    del without_gradient  # indices, maps and measurements
+def _link(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     mask = list(ctx.needs_input_grad[:3])
-    gradients = torch.ops.memeff.linear_cross_entropy_backward.default(
-        grad_nll,
-        grad_lse,
-        grad_logit_sum,
-        grad_entropy,
+    gradients = linear_cross_entropy_backward(
+        *grads[:4],  # behind them are indices, maps and measurements
         *ctx.saved_tensors,
         **ctx.settings,
         output_mask=mask,
@@ -525,23 +398,33 @@ def _link(
     return (*found, None, None)
 
 
-def _refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:  # noqa: ANN401
+def refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:  # noqa: ANN401
+    """Say to who asks for it that there is no second derivative."""
     raise DoubleBackwardError(
         "linear_cross_entropy: a second derivative of the fused loss was asked for, and the op has "
         "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}."
     )
 
 
-_LIBRARY.impl("linear_cross_entropy", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("linear_cross_entropy_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("memeff::linear_cross_entropy", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("memeff::linear_cross_entropy_backward", _fake_backward, lib=_LIBRARY)
-torch.library.register_autograd(
-    "memeff::linear_cross_entropy", _link, setup_context=_setup_context, lib=_LIBRARY
+_KNOBS = (
+    "int? ignore_index, float scale, float softcap, bool with_lse, bool with_logit_sum, "
+    "str gradient_filter, int workspace, bool with_entropy=False, bool with_top=False, "
+    'float filter_level=0.0, str filter_parts="both", bool sort_vocabulary=False'
 )
-torch.library.register_autograd(
-    "memeff::linear_cross_entropy_backward", _refuse_double_backward, lib=_LIBRARY
+linear_cross_entropy = library.op(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
+    f"Tensor? column_weight, *, {_KNOBS}) -> "
+    "(Tensor nll, Tensor lse, Tensor logit_sum, Tensor entropy, Tensor top, "
+    "Tensor dropped, Tensor active, Tensor row_order)",
+    *library.taking(_called, _forward, _fake_forward),
+    backward=_link,
+    setup_context=_setup_context,
 )
-
-linear_cross_entropy = torch.ops.memeff.linear_cross_entropy.default
-linear_cross_entropy_backward = torch.ops.memeff.linear_cross_entropy_backward.default
+linear_cross_entropy_backward = library.op(
+    "linear_cross_entropy_backward(Tensor grad_nll, Tensor grad_lse, Tensor grad_logit_sum, "
+    "Tensor grad_entropy, Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
+    "Tensor? column_weight, Tensor lse, Tensor entropy, Tensor active, Tensor row_order, "
+    f"*, {_KNOBS}, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+    *library.taking(_called_back, _backward, _fake_backward),
+    backward=refuse_double_backward,
+)

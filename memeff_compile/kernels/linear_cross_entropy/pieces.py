@@ -6,12 +6,12 @@ piece. Both engines walk the vocabulary in pieces, so that the transient is N x 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeAlias
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 MIB = 2**20
 # The smallest piece. A smaller workspace than this piece needs is exceeded rather than refused.
@@ -75,6 +75,32 @@ class Knobs(NamedTuple):
         return self.keeps_ignored_rows or self.with_top
 
 
+class Operands(NamedTuple):
+    """What every engine computes with. An op takes any leading dimensions in the place of N."""
+
+    hidden: Tensor  # (N, D)
+    weight: Tensor  # (V, D)
+    bias: Tensor | None  # (V,) or None
+    target: Tensor  # (N,) int32 or int64
+    column_weight: Tensor | None = None  # (V,) or None
+
+    def flat(self) -> Operands:
+        """Return them with all rows in one axis."""
+        rows = self.target.numel()
+        hidden = self.hidden.reshape(rows, self.hidden.shape[-1])
+        return self._replace(hidden=hidden, target=self.target.reshape(rows))
+
+    def flags(self, knobs: Knobs) -> dict[str, bool]:
+        """Return what the kernels are told at compile time of what there is to be computed."""
+        return {
+            "HAS_BIAS": self.bias is not None,
+            "HAS_COLUMN_WEIGHT": self.column_weight is not None,
+            "HAS_SOFTCAP": knobs.softcap > 0,
+            "WITH_LOGIT_SUM": knobs.with_logit_sum,
+            "WITH_ENTROPY": knobs.with_entropy,
+        }
+
+
 class Rows(NamedTuple):
     """What an engine's forward returns: one element per row each, or (0,) where not asked for.
 
@@ -87,6 +113,15 @@ class Rows(NamedTuple):
     entropy: Tensor  # fp32 or fp64; of every row
     top: Tensor  # int64; of every row
 
+    @classmethod
+    def new(
+        cls, like: Tensor, shape: Sequence[int], knobs: Knobs, *, of_zeros: bool = False
+    ) -> Rows:
+        """Allocate them beside a tensor of inputs."""
+        new, wide = like.new_zeros if of_zeros else like.new_empty, wide_dtype(like.dtype)
+        asked = zip(knobs.wanted, (*4 * [wide], torch.int64), strict=True)
+        return cls(*(new(shape if wanted else (0,), dtype=dtype) for wanted, dtype in asked))
+
 
 class RowGradients(NamedTuple):
     """What an engine's backward is given: a cotangent per row for each differentiable result.
@@ -98,6 +133,35 @@ class RowGradients(NamedTuple):
     lse: Tensor
     logit_sum: Tensor
     entropy: Tensor
+
+
+class Kept(NamedTuple):
+    """What an engine's backward is given of its forward's results."""
+
+    lse: Tensor  # (N,)
+    entropy: Tensor  # (N,), or (0,) where it was not asked for
+    # as in `filters.LeftOut`
+    active: Tensor
+    row_order: Tensor
+
+
+Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of hidden (N, D), of weight, laid out like it, and of bias (V,); None where not asked for."""
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that inputs of a dtype are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def window(buffer: Tensor, rows: int, width: int) -> Tensor:
+    """View the head of a flat buffer as a contiguous (rows, width) matrix."""
+    return buffer[: rows * width].view(rows, width)
+
+
+def vector(values: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """Return a vector over the vocabulary as the kernels read it."""
+    return None if values is None else values.to(dtype or values.dtype).contiguous()
 
 
 class Widths(NamedTuple):

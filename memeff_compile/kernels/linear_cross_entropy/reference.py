@@ -8,36 +8,46 @@ costs nothing, rows with an ignored target are left out of every product.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from .pieces import Knobs, RowGradients, Rows, reference_bytes_per_logit, reference_width, spans
+from .pieces import (
+    Gradients,
+    Kept,
+    Knobs,
+    Operands,
+    RowGradients,
+    Rows,
+    reference_bytes_per_logit,
+    reference_width,
+    spans,
+    wide_dtype,
+    window,
+)
 
 # exp of it is 0 in fp32 and in fp64. Logarithms of probabilities are cut off here where they are
 # multiplied by that probability, so that an impossible column (-inf) adds 0 and not nan.
 LOG_ZERO = -1000.0
 
 
-def forward(
-    hidden: Tensor,  # (N, D) of any floating dtype
-    weight: Tensor,  # (V, D), any strides
-    bias: Tensor | None,  # (V,) or None
-    target: Tensor,  # (N,) int32 or int64
-    column_weight: Tensor | None,  # (V,) or None
-    knobs: Knobs,  # the call's settings
-) -> Rows:
+def forward(given: Operands, knobs: Knobs) -> Rows:
     """Compute what is asked for of every row.
 
-    Returns:
-        (N,) or (0,) each, as `Rows` says.
+    Args:
+        given: of any floating dtype, the weight of any strides.
+        knobs: the call's settings.
     """
+    hidden, weight, _, target, _ = given
     rows = target.shape[0]
-    wide = _wide(hidden.dtype)
+    wide = wide_dtype(hidden.dtype)
     kept = _kept_rows(target, knobs, forward=True)
     if kept is not None:
         hidden, target = hidden[kept], target[kept]
     width = _width(hidden.dtype, rows, weight, knobs, forward=True)
-    found = _statistics(hidden.to(wide), weight, bias, target.long(), column_weight, knobs, width)
+    given = given._replace(hidden=hidden.to(wide), target=target.long())
+    found = _statistics(given, knobs, width)
     if kept is not None:
         parts = zip(found, knobs.wanted, strict=True)
         return Rows(*(_spread(part, kept, rows) if wanted else part for part, wanted in parts))
@@ -52,24 +62,12 @@ def forward(
 
 
 def backward(
-    grads: RowGradients,  # cotangents of forward's results
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    lse: Tensor,  # (N,) from forward
-    entropy: Tensor,  # (N,) from forward, or (0,) where it was not asked for
-    knobs: Knobs,
-    output_mask: tuple[bool, bool, bool],  # which of hidden, weight, bias need a gradient
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of hidden, weight and bias that `output_mask` asks for.
-
-    Returns:
-        (N, D), a tensor laid out like weight, (V,); None where not asked for.
-    """
+    grads: RowGradients, given: Operands, results: Kept, knobs: Knobs, output_mask: Sequence[bool]
+) -> Gradients:
+    """Compute the gradients of hidden, weight and bias that `output_mask` asks for."""
+    (hidden, weight, bias, target, column_weight), (lse, entropy, *_) = given, results
     needs_hidden, needs_weight, needs_bias = output_mask
-    narrow, wide = hidden.dtype, _wide(hidden.dtype)
+    narrow, wide = hidden.dtype, wide_dtype(hidden.dtype)
     all_hidden, vocab = hidden, weight.shape[0]
     width = _width(narrow, hidden.shape[0], weight, knobs, forward=False)
     kept = _kept_rows(target, knobs, forward=False)
@@ -102,10 +100,10 @@ def backward(
 
     for first, stop in spans(0, vocab, width):
         wide_weight = weight[first:stop].to(wide)
-        g = _window(buffer, hidden.shape[0], stop - first)
+        g = window(buffer, hidden.shape[0], stop - first)
         _scaled_products(wide_hidden, wide_weight, bias, first, knobs, g)
         if slopes is not None:
-            slope = _window(slopes, hidden.shape[0], stop - first)
+            slope = window(slopes, hidden.shape[0], stop - first)
             g.div_(knobs.softcap).tanh_()
             torch.mul(g, g, out=slope).neg_().add_(1)
             g.mul_(knobs.softcap)
@@ -114,7 +112,7 @@ def backward(
             g.exp_().mul_(on_probability)
         else:
             # dH/dz = -p (log p + H), so p times (on_probability - on_entropy (log p + H))
-            slant = _window(slants, hidden.shape[0], stop - first)
+            slant = window(slants, hidden.shape[0], stop - first)
             g.clamp_(min=LOG_ZERO)
             torch.add(g, entropy.unsqueeze(1), out=slant).mul_(on_entropy).neg_()
             g.exp_().mul_(slant.add_(on_probability))
@@ -142,10 +140,6 @@ def backward(
     return grad_hidden, grad_weight, grad_bias
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _kept_rows(target: Tensor, knobs: Knobs, *, forward: bool) -> Tensor | None:
     """Return the rows to compute on a CPU, or None where all of them are.
 
@@ -165,16 +159,9 @@ def _spread(part: Tensor, kept: Tensor, rows: int) -> Tensor:
     return whole
 
 
-def _statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    knobs: Knobs,
-    width: int,
-) -> Rows:
+def _statistics(given: Operands, knobs: Knobs, width: int) -> Rows:
     """Walk the vocabulary once, keeping each row's maximum and sums relative to it."""
+    hidden, weight, bias, target, column_weight = given
     rows = hidden.shape[0]
     peak = hidden.new_full((rows,), -torch.inf)
     mass, total, moment = (hidden.new_zeros(rows) for _ in range(3))
@@ -184,7 +171,7 @@ def _statistics(
     raised = torch.empty_like(buffer) if knobs.with_entropy else None
     columns = None if column_weight is None else column_weight.to(hidden.dtype)
     for first, stop in spans(0, weight.shape[0], width):
-        z = _window(buffer, rows, stop - first)
+        z = window(buffer, rows, stop - first)
         _scaled_products(hidden, weight[first:stop].to(hidden.dtype), bias, first, knobs, z)
         if knobs.softcap > 0:
             z.div_(knobs.softcap).tanh_().mul_(knobs.softcap)
@@ -206,7 +193,7 @@ def _statistics(
         shrink = shift.exp()
         if raised is not None:
             # sum of exp(z - base) * (z - base): never positive, so nothing cancels in the entropy
-            power = torch.exp(z.clamp_(min=LOG_ZERO), out=_window(raised, rows, stop - first))
+            power = torch.exp(z.clamp_(min=LOG_ZERO), out=window(raised, rows, stop - first))
             moment = shrink * (moment + shift * mass) + z.mul_(power).sum(1)
             mass = mass * shrink + power.sum(1)
         else:
@@ -229,11 +216,6 @@ def _width(dtype: torch.dtype, rows: int, weight: Tensor, knobs: Knobs, *, forwa
         dtype.itemsize, knobs.softcap > 0, not forward, knobs.with_entropy
     )
     return reference_width(rows, weight.shape[0], knobs.workspace, per_logit, weight.device.type)
-
-
-def _window(buffer: Tensor, rows: int, width: int) -> Tensor:
-    """View the head of a flat buffer as a contiguous (rows, width) matrix."""
-    return buffer[: rows * width].view(rows, width)
 
 
 def _scaled_products(

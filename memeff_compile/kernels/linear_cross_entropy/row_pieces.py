@@ -8,6 +8,8 @@ dtype, as in engine T. That is faster and takes more memory, so it serves the au
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,7 @@ from .._triton import compat as triton_compat
 from .._triton.launch import start
 from ..device import on_device
 from . import fused, total_fused
-from .filters import LeftOut
-from .pieces import Knobs, RowGradients, spans
+from .pieces import Gradients, Kept, Knobs, Operands, RowGradients, spans, vector
 from .rows import gather
 
 
@@ -27,26 +28,12 @@ def serves(hidden: Tensor, knobs: Knobs) -> bool:
 
 
 def backward(
-    grads: RowGradients,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    lse: Tensor,
-    entropy: Tensor,
-    left_out: LeftOut,
-    knobs: Knobs,
-    output_mask: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute the gradients of hidden, weight and bias that `output_mask` asks for.
-
-    Args: as for `fused.backward`; `left_out` is nothing.
-    """
-    del left_out
-    with on_device(hidden):
-        walk = _Backward(hidden, weight, bias, target, knobs, output_mask)
-        walk.read(grads, column_weight, lse, entropy)
+    grads: RowGradients, given: Operands, kept: Kept, knobs: Knobs, output_mask: Sequence[bool]
+) -> Gradients:
+    """Compute the gradients of hidden, weight and bias that `output_mask` asks for."""
+    with on_device(given.hidden):
+        walk = _Backward(given, knobs, output_mask)
+        walk.read(grads, given, kept)
         for index, (first, stop) in enumerate(spans(0, walk.rows, walk.height)):
             walk.piece(index, first, stop - first)
         return walk.gradients()
@@ -55,14 +42,12 @@ def backward(
 class _Backward(total_fused.Walk):
     """The walk whose X is G itself, with a factor of 1 per row."""
 
-    def read(
-        self, grads: RowGradients, column_weight: Tensor | None, lse: Tensor, entropy: Tensor
-    ) -> None:
+    def read(self, grads: RowGradients, given: Operands, kept: Kept) -> None:
         """Gather what the gradients of the logits are made of."""
-        values = fused.row_values(grads, lse, entropy, self.selection, self.knobs)
-        column_weight = fused.vector(column_weight, torch.float32)
+        values = fused.row_values(grads, kept, self.selection, self.knobs)
+        column_weight = vector(given.column_weight, torch.float32)
         self.given = (self.bias, column_weight, self.selection.target, values)
-        self.epilogue = fused.epilogue(self.bias, column_weight, self.knobs, self.shapes)
+        self.epilogue = {**given.flags(self.knobs), "UPCAST": self.shapes.is_interpreted}
         self.row_scale.fill_(1.0)
         self.gathered: Tensor | None = None
         if self.is_compact:

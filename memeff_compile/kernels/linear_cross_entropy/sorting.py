@@ -8,58 +8,38 @@ this is an option for studies and no default.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from . import fused
 from .filters import LeftOut
-from .pieces import Knobs, RowGradients, Rows
+from .pieces import Gradients, Kept, Knobs, Operands, RowGradients, Rows
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    knobs: Knobs,
-) -> tuple[Rows, LeftOut]:
+def forward(given: Operands, knobs: Knobs) -> tuple[Rows, LeftOut]:
     """Compute `fused.forward` over the sorted vocabulary. Arguments and results as there."""
-    order = column_order(hidden, weight, bias, knobs)
-    return fused.forward(hidden, *_sorted(order, weight, bias, target, column_weight, knobs))
+    return fused.forward(*_sorted(column_order(given, knobs), given, knobs))
 
 
 def backward(
-    grads: RowGradients,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    lse: Tensor,
-    entropy: Tensor,
-    left_out: LeftOut,
-    knobs: Knobs,
-    output_mask: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    grads: RowGradients, given: Operands, kept: Kept, knobs: Knobs, output_mask: Sequence[bool]
+) -> Gradients:
     """Compute `fused.backward` over the sorted vocabulary, and undo the sorting."""
-    order = column_order(hidden, weight, bias, knobs)
-    sorted_weight, bias, target, column_weight, knobs = _sorted(
-        order, weight, bias, target, column_weight, knobs
-    )
-    grad_hidden, grad_weight, grad_bias = fused.backward(
-        grads, hidden, sorted_weight, bias, target, column_weight, lse, entropy, left_out, knobs,
-        output_mask,
-    )  # fmt: skip
-    if grad_weight is not None:
-        grad_weight = torch.empty_like(weight).index_copy_(0, order, grad_weight)
-    if grad_bias is not None:
-        grad_bias = torch.empty_like(grad_bias).index_copy_(0, order, grad_bias)
-    return grad_hidden, grad_weight, grad_bias
+    order = column_order(given, knobs)
+    moved, knobs = _sorted(order, given, knobs)
+    of_hidden, of_weight, of_bias = fused.backward(grads, moved, kept, knobs, output_mask)
+    if of_weight is not None:
+        of_weight = torch.empty_like(given.weight).index_copy_(0, order, of_weight)
+    if of_bias is not None:
+        of_bias = torch.empty_like(of_bias).index_copy_(0, order, of_bias)
+    return of_hidden, of_weight, of_bias
 
 
-def column_order(hidden: Tensor, weight: Tensor, bias: Tensor | None, knobs: Knobs) -> Tensor:
+def column_order(given: Operands, knobs: Knobs) -> Tensor:
     """Return the columns by descending mean logit, (V,) int64."""
+    hidden, weight, bias, *_ = given
     mean = hidden.float().mean(0).to(hidden.dtype)
     logits = (weight @ mean).float()
     if bias is not None:
@@ -71,14 +51,8 @@ def column_order(hidden: Tensor, weight: Tensor, bias: Tensor | None, knobs: Kno
 _IGNORED = -1
 
 
-def _sorted(
-    order: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    column_weight: Tensor | None,
-    knobs: Knobs,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Knobs]:
+def _sorted(order: Tensor, given: Operands, knobs: Knobs) -> tuple[Operands, Knobs]:
+    hidden, weight, bias, target, column_weight = given
     places = torch.empty_like(order).scatter_(
         0, order, torch.arange(order.numel(), device=order.device)
     )
@@ -86,10 +60,6 @@ def _sorted(
     if knobs.ignore_index is not None:
         moved = moved.masked_fill(target == knobs.ignore_index, _IGNORED)
         knobs = knobs._replace(ignore_index=_IGNORED)
-    return (
-        weight[order],
-        None if bias is None else bias[order],
-        moved.to(target.dtype),
-        None if column_weight is None else column_weight[order],
-        knobs,
-    )
+    bias = None if bias is None else bias[order]
+    column_weight = None if column_weight is None else column_weight[order]
+    return Operands(hidden, weight[order], bias, moved.to(target.dtype), column_weight), knobs

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from ... import compat
-from ...errors import DoubleBackwardError
 from .. import library
 from ..checks import require
 from ..device import kernels_serve, tuned, where_it_runs, without_autocast
 from . import op as rows_op
 from . import total_fused, total_reference
 from .memory import Size
+from .pieces import Operands
 from .shapes import is_minimal
 from .total_reference import Loss, Totals, total_of
 
@@ -145,19 +145,13 @@ def _forward(given: Loss) -> tuple[Tensor, ...]:
         else:
             rows_op.check_range(flat.target, weight.shape[0], given.ignore_index)
             found = total_reference.run(flat)
-    gradients = [hidden.new_empty(0) if part is None else part for part in found[1:]]
-    if needs_hidden:
-        gradients[0] = gradients[0].reshape(hidden.shape)
-    return (found.total, *gradients)
+    return (found.total, *rows_op.as_results(found[1:], hidden))
 
 
 def _of_nothing(given: Loss) -> Totals:
     """Return the total of no rows, which is 0, or nan where a mean of them is asked for."""
     nothing = given.hidden.new_zeros(0, dtype=given.wide)
-    zeros = [
-        torch.zeros_like(tensor) if wanted and tensor is not None else None
-        for tensor, wanted in zip(given[:3], given.output_mask, strict=True)
-    ]
+    zeros = rows_op.zero_gradients(given[:3], given.output_mask)
     return Totals(total_of(nothing, given.row_weight, given.norm), *zeros)
 
 
@@ -188,16 +182,10 @@ def _by_recomputing(given: Loss) -> Totals:
 
 def _fake_forward(given: Loss) -> tuple[Tensor, ...]:
     _require_support(given)
-    rows_op.check_sizes(*given[:4], None)
-    hidden, weight, bias, *_ = given
-    needs_hidden, needs_weight, needs_bias = given.output_mask
-    nothing = [hidden.new_empty(0) for _ in range(3)]
-    return (
-        hidden.new_empty((), dtype=given.wide),
-        hidden.new_empty(hidden.shape) if needs_hidden else nothing[0],
-        torch.empty_like(weight) if needs_weight else nothing[1],
-        torch.empty_like(bias) if needs_bias and bias is not None else nothing[2],
-    )
+    operands = Operands(*given[:4])
+    rows_op.check_sizes(operands)
+    total = given.hidden.new_empty((), dtype=given.wide)
+    return (total, *rows_op.fake_gradients(operands, given.output_mask))
 
 
 def _scaled(gradient: Tensor, by: Tensor) -> Tensor:
@@ -279,13 +267,6 @@ def _link(
     return (*wanted, None, None, None)
 
 
-def _refuse_double_backward(ctx: Any, *gradients: Tensor) -> None:  # noqa: ANN401
-    raise DoubleBackwardError(
-        "linear_cross_entropy: a second derivative of the fused loss was asked for, and the op has "
-        "only a first one. Compile with options={'memeff.linear_cross_entropy': 'off'}."
-    )
-
-
 linear_cross_entropy_total = library.op(
     "linear_cross_entropy_total(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
     "Tensor? row_weight, Tensor? norm, *, int? ignore_index, float scale, float softcap, "
@@ -300,5 +281,5 @@ linear_cross_entropy_total_backward = library.op(
     "Tensor grad_weight, Tensor grad_bias, Tensor hidden, Tensor weight, Tensor? bias) -> "
     "(Tensor, Tensor, Tensor)",
     *library.taking(_Gradients, _backward, _fake_backward),
-    backward=_refuse_double_backward,
+    backward=rows_op.refuse_double_backward,
 )

@@ -28,7 +28,7 @@ from .._triton import compat as triton_compat
 from .._triton.launch import start
 from ..device import DEFAULT_PROCESSORS, on_device, processors
 from . import fused
-from .pieces import MIB, Knobs, spans
+from .pieces import MIB, Gradients, Knobs, Operands, spans
 from .rows import gather, row_block, select_rows
 from .shapes import Shapes, shapes_for, shapes_for_programs
 from .total_reference import Loss, Totals, total_of
@@ -193,15 +193,8 @@ class Walk:
     factor per row. `height` is R, `columns` the width of a tile of X and `tiles` their number.
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        knobs: Knobs,
-        output_mask: Sequence[bool],
-    ) -> None:
+    def __init__(self, given: Operands, knobs: Knobs, output_mask: Sequence[bool]) -> None:
+        hidden, weight, bias, target, _ = given
         hidden = fused.aligned(hidden)
         self.hidden, self.weight, self.knobs = hidden, weight, knobs
         self.bias = None if bias is None else bias.contiguous()
@@ -252,7 +245,7 @@ class Walk:
         """Return zeros that kernels write to."""
         return self.hidden.new_zeros(sizes, dtype=torch.int32)
 
-    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def gradients(self) -> Gradients:
         """Return what was asked for, behind the last piece."""
         sums = self.bias_sums
         return self.grad_hidden, self.grad_weight, None if sums is None else sums.to(self.bias)
@@ -329,7 +322,7 @@ class _Total(Walk):
     def __init__(self, given: Loss) -> None:
         modifiers = given.ignore_index, given.scale, given.softcap
         knobs = Knobs(*modifiers, False, False, "exact", given.workspace)
-        super().__init__(*given[:4], knobs, given.output_mask)
+        super().__init__(Operands(*given[:4]), knobs, given.output_mask)
         self.factor = given.row_gradients(torch.float32)
         # Ignored rows, which no kernel writes, have a loss of zero.
         new = torch.zeros_like if self.is_compact else torch.empty_like

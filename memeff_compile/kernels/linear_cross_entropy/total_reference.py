@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from .pieces import REFERENCE_AUTO_BYTES, REFERENCE_AUTO_BYTES_ELSEWHERE, spans
+from .pieces import REFERENCE_AUTO_BYTES, REFERENCE_AUTO_BYTES_ELSEWHERE, spans, wide_dtype
 
 # Rows of the narrowest piece: the weight is read once per piece.
 MIN_ROWS = 64
@@ -57,7 +57,7 @@ class Loss(NamedTuple):
     @property
     def wide(self) -> torch.dtype:
         """The dtype of the total."""
-        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+        return wide_dtype(self.hidden.dtype)
 
     def row_gradients(self, dtype: torch.dtype) -> Tensor:
         """Return what the gradient of each row's loss is times: its weight over the norm, or 0.

@@ -19,7 +19,7 @@ from ...errors import TuneError
 from ..device import gpu
 from . import fused, hybrid, reference
 from .op import ENGINE
-from .pieces import Knobs, RowGradients
+from .pieces import Kept, Knobs, Operands, RowGradients
 
 IGNORED = -100
 GIB = 2**30
@@ -99,16 +99,18 @@ class Loss:
         return self._computed("reference", self.hidden.float(), self.weight.float())
 
     def _computed(self, engine: str, hidden: Tensor, weight: Tensor) -> Sequence[Tensor]:
-        operands = hidden, weight, None, self.target, None
+        operands = Operands(hidden, weight, None, self.target)
         nothing, mask = self.grad_nll.new_empty(0), (True, True, False)
         grads = RowGradients(self.grad_nll, torch.zeros_like(self.grad_nll), nothing, nothing)
         if engine == "fused":
-            rows, left_out = fused.forward(*operands, self.knobs)
-            found = fused.backward(grads, *operands, rows.lse, nothing, left_out, self.knobs, mask)
+            rows, (_, *left_out) = fused.forward(operands, self.knobs)
+            kept = Kept(rows.lse, nothing, *left_out)
+            found = fused.backward(grads, operands, kept, self.knobs, mask)
         else:
             other = hybrid if engine == "hybrid" else reference
-            rows = other.forward(*operands, self.knobs)
-            found = other.backward(grads, *operands, rows.lse, nothing, self.knobs, mask)
+            rows = other.forward(operands, self.knobs)
+            kept = Kept(rows.lse, nothing, nothing, nothing)
+            found = other.backward(grads, operands, kept, self.knobs, mask)
         return [rows.nll, *(part for part in found if part is not None)]
 
 

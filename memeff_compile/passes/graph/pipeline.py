@@ -188,9 +188,7 @@ class _Run:
         try:
             done = graph_pass.rewrite(info, found, editor)
             record, notes = _records(graph_pass, done, where, gain)
-            if done.sites > 1:
-                paths = dict.fromkeys(filter(None, map(info.module_path, places)))
-                record = replace(record, also=tuple(p for p in paths if p != record.module))
+            record = _with_all_places(record, info, places)
             editor.commit(graph_pass.dead(found))
         except EditRefused as refused:
             editor.rollback()
@@ -225,7 +223,7 @@ class _Run:
         said = decline.code, _sentence(decline.sentence), _sentence(decline.hint)
         sites = max(decline.sites, 1)
         record = Record(graph_pass.name, "declined", *said, *where, *_bytes(gain), sites)
-        self._append(record, is_counted=decline.sites > 0)
+        self._append(_with_all_places(record, info, nearby), is_counted=decline.sites > 0)
 
     def _append(self, record: Record, *, is_counted: bool) -> None:
         """Add a record, or count its sites into one that says the same (of another layer)."""
@@ -234,6 +232,12 @@ class _Run:
                 self.records[place] = earlier.joined(record)
                 return
         self.records.append(record)
+
+
+def _with_all_places(record: Record, info: GraphInfo, places: Iterable[Node]) -> Record:
+    """Return a record of several places with the modules of all of them."""
+    paths = dict.fromkeys(filter(None, map(info.module_path, places if record.sites > 1 else ())))
+    return replace(record, also=tuple(path for path in paths if path != record.module))
 
 
 def _said(otherwise: _T, answer: Callable[[], _T]) -> _T:

@@ -20,7 +20,7 @@ from memeff_compile.kernels.linear_cross_entropy import (
     sorting,
     total_fused,
 )
-from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients
+from memeff_compile.kernels.linear_cross_entropy.pieces import Kept, Knobs, Operands, RowGradients
 from memeff_compile.kernels.linear_cross_entropy.shapes import room_inside, shapes_for
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
 
@@ -58,7 +58,7 @@ class _EngineF(torch.autograd.Function):
         hidden, weight, bias, target, column_weight, knobs = args
         flat = hidden.reshape(target.numel(), -1), weight, bias, target.reshape(-1), column_weight
         engine = sorting if knobs.sort_vocabulary else fused
-        rows, left_out = engine.forward(*flat, knobs)
+        rows, left_out = engine.forward(Operands(*flat), knobs)
         ctx.save_for_backward(*flat, rows.lse, rows.entropy)
         ctx.knobs, ctx.shape, ctx.left_out = knobs, hidden.shape, left_out
         wanted = zip(rows, knobs.wanted, strict=True)
@@ -68,13 +68,14 @@ class _EngineF(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *operands, entropy = ctx.saved_tensors
-        flat = operands[:-1]
+        *flat, lse, entropy = ctx.saved_tensors
+        operands = Operands(*flat)
         engine = sorting if ctx.knobs.sort_vocabulary else _EngineF.backwards
         cotangents = RowGradients(*(grad.reshape(-1) for grad in grads[:4]))
-        mask = (True, True, flat[2] is not None)
+        kept = Kept(lse, entropy, *ctx.left_out[1:])
+        mask = (True, True, operands.bias is not None)
         grad_hidden, grad_weight, grad_bias = engine.backward(
-            cotangents, *operands, entropy, ctx.left_out, ctx.knobs, mask
+            cotangents, operands, kept, ctx.knobs, mask
         )
         assert grad_hidden is not None
         return grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None
@@ -120,11 +121,11 @@ def test_pieces_of_rows_skip_gradients_that_nobody_needs(
     case = replace(PLAIN, ignored_share=share)
     inputs = make_inputs(case, shape=(75,), depth=24, vocab=201, dtype=torch.float16)
     knobs = Knobs(-100, 1.0, 0.0, False, False, "exact", 0)
-    operands = inputs.tensors()
-    rows, left_out = fused.forward(*operands, knobs)
+    operands = Operands(*inputs.tensors())
+    rows, left_out = fused.forward(operands, knobs)
     nothing = torch.empty(0)
     grads = RowGradients(inputs.grad_nll, torch.zeros(75), nothing, nothing)
-    given = grads, *operands, rows.lse, rows.entropy, left_out, knobs
+    given = grads, operands, Kept(rows.lse, rows.entropy, *left_out[1:]), knobs
     both = row_pieces.backward(*given, (True, True, False))
     one = row_pieces.backward(*given, (*needed, False))
     for found, expected, is_needed in zip(one, both, (*needed, False), strict=True):
@@ -222,8 +223,8 @@ def _order(inputs: Inputs, row_order: Tensor) -> Tensor:
 def test_mass_never_drops_more_than_tau_and_says_what_it_drops(tau: float) -> None:
     inputs = _confident()
     knobs = Knobs(-100, 1.0, 0.0, False, False, "mass", 0, filter_level=tau)
-    flat = inputs.hidden, inputs.weight, None, inputs.target, None
-    _, left_out = fused.forward(*flat, knobs)
+    flat = Operands(inputs.hidden, inputs.weight, None, inputs.target)
+    _, left_out = fused.forward(flat, knobs)
     lost = _lost(inputs, left_out.active, _order(inputs, left_out.row_order))
     assert float(left_out.dropped.max()) <= tau
     # lse is one fp32 number of this size: the last bits of a probability near 1 are its.
@@ -236,7 +237,7 @@ def test_flat_rows_lose_nothing_to_mass() -> None:
     inputs = make_inputs(Case("flat"), shape=(40,), vocab=400, depth=32, dtype=torch.float16)
     inputs.hidden = inputs.hidden * 0.1
     knobs = Knobs(None, 1.0, 0.0, False, False, "mass", 0)
-    _, left_out = fused.forward(inputs.hidden, inputs.weight, None, inputs.target, None, knobs)
+    _, left_out = fused.forward(Operands(inputs.hidden, inputs.weight, None, inputs.target), knobs)
     assert bool(left_out.active.all())
     assert float(left_out.dropped.max()) == 0
 
@@ -245,7 +246,7 @@ def test_block_leaves_out_what_is_everywhere_below_eps() -> None:
     inputs = _confident(ignored=0.0)
     eps = filters.filter_level("block", 0.0, torch.float16) * 16
     knobs = Knobs(None, 1.0, 0.0, False, False, "block", 0, filter_level=eps)
-    _, left_out = fused.forward(inputs.hidden, inputs.weight, None, inputs.target, None, knobs)
+    _, left_out = fused.forward(Operands(inputs.hidden, inputs.weight, None, inputs.target), knobs)
     away = (inputs.hidden.float() @ inputs.weight.float().T).softmax(-1)
     away[torch.arange(len(away)), inputs.target] -= 1
     tile = 32
@@ -280,14 +281,15 @@ def test_filtered_gradients_are_exact_without_the_tiles_left_out(parts: str, sor
 
 def test_groups_of_tiles_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = _confident(rows=70, vocab=300)
-    flat = inputs.hidden, inputs.weight, None, inputs.target, None
+    flat = Operands(inputs.hidden, inputs.weight, None, inputs.target)
     knobs = Knobs(-100, 1.0, 0.0, False, False, "mass", 0, filter_level=0.05)
-    rows, left_out = fused.forward(*flat, knobs)
+    rows, left_out = fused.forward(flat, knobs)
+    kept = Kept(rows.lse, rows.entropy, *left_out[1:])
     grads = RowGradients(inputs.grad_nll, torch.zeros(70), torch.zeros(0), torch.zeros(0))
     mask = (True, True, False)
-    whole = fused.backward(grads, *flat, rows.lse, rows.entropy, left_out, knobs, mask)
+    whole = fused.backward(grads, flat, kept, knobs, mask)
     monkeypatch.setattr(fused, "fused_budget", lambda *sizes: 0)
-    cut = fused.backward(grads, *flat, rows.lse, rows.entropy, left_out, knobs, mask)
+    cut = fused.backward(grads, flat, kept, knobs, mask)
     for one, other in zip(whole[:2], cut[:2], strict=True):
         assert one is not None
         assert other is not None
@@ -321,10 +323,11 @@ def test_the_share_of_tiles_that_count_says_which_kernels_run(
     expected, whole = gradients(active), gradients(torch.ones_like(active))
     found = fused.backward(
         RowGradients(grad_nll, torch.zeros(rows), none, none),
-        hidden, weight, None, target, None, logits.logsumexp(-1), none,
-        filters.LeftOut(none, active, torch.empty(0, dtype=torch.int32)),
-        Knobs(None, 1.0, 0.0, False, False, "block", 0), (True, True, False),
-    )  # fmt: skip
+        Operands(hidden, weight, None, target),
+        Kept(logits.logsumexp(-1), none, active, torch.empty(0, dtype=torch.int32)),
+        Knobs(None, 1.0, 0.0, False, False, "block", 0),
+        (True, True, False),
+    )
     for one, right, wrong in zip(
         found[:2],
         *((expected, whole) if sparse else (whole, expected)),
@@ -339,7 +342,7 @@ def test_poisoned_row_stays_visible_and_alone() -> None:
     inputs = make_inputs(PLAIN, shape=(20,), depth=16, vocab=100, dtype=torch.float16)
     inputs.hidden[3, 4] = float("nan")
     knobs = Knobs(-100, 1.0, 0.0, False, False, "exact", 0)
-    rows, _ = fused.forward(inputs.hidden, inputs.weight, None, inputs.target, None, knobs)
+    rows, _ = fused.forward(Operands(inputs.hidden, inputs.weight, None, inputs.target), knobs)
     assert rows.nll.isnan().tolist() == [row == 3 for row in range(20)]
 
 

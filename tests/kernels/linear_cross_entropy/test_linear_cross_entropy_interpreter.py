@@ -13,12 +13,19 @@ import torch
 from torch import Tensor
 
 from memeff_compile.kernels.linear_cross_entropy import hybrid
-from memeff_compile.kernels.linear_cross_entropy.pieces import Knobs, RowGradients, hybrid_widths
+from memeff_compile.kernels.linear_cross_entropy.pieces import (
+    Kept,
+    Knobs,
+    Operands,
+    RowGradients,
+    hybrid_widths,
+)
 from tests.support import hostile_rows
 from tests.support.oracles import CASES, Case, Inputs, assert_matches_oracle, make_inputs
 
 pytestmark = pytest.mark.interpreter
 
+NO_MAP = torch.empty(0), torch.empty(0)
 NARROW_PIECES = 21 * 64 * 6
 IN_BF16 = {"plain", "weighted logit sum", "entropy of ignored rows", "everything"}
 """Cases for bf16, whose strips and pieces are two buffers; fp32, where they are one, has them all."""
@@ -44,7 +51,7 @@ class _EngineH(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         hidden, weight, bias, target, column_weight, knobs = args
         flat = hidden.reshape(target.numel(), -1), weight, bias, target.reshape(-1), column_weight
-        found = hybrid.forward(*flat, knobs)
+        found = hybrid.forward(Operands(*flat), knobs)
         ctx.save_for_backward(*flat, found.lse, found.entropy)
         ctx.mark_non_differentiable(found.top)
         ctx.knobs, ctx.shape, ctx.has_bias = knobs, hidden.shape, bias is not None
@@ -54,8 +61,9 @@ class _EngineH(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat_grads = RowGradients(*(grad.reshape(-1) for grad in grads[:4]))
         mask = (True, True, ctx.has_bias)
+        *flat, lse, entropy = ctx.saved_tensors
         grad_hidden, grad_weight, grad_bias = hybrid.backward(
-            flat_grads, *ctx.saved_tensors, ctx.knobs, mask
+            flat_grads, Operands(*flat), Kept(lse, entropy, *NO_MAP), ctx.knobs, mask
         )
         assert grad_hidden is not None
         return grad_hidden.view(ctx.shape), grad_weight, grad_bias, None, None, None
@@ -138,8 +146,9 @@ def test_frozen_inputs_are_skipped(mask: tuple[bool, bool, bool]) -> None:
     case = Case("bias", has_bias=True)
     inputs = make_inputs(case, shape=(6,))
     knobs = Knobs(**case.arguments(NARROW_PIECES))
-    rows = hybrid.forward(*inputs.tensors(), knobs)
-    given = *inputs.tensors(), rows.lse, rows.entropy, knobs
+    operands = Operands(*inputs.tensors())
+    rows = hybrid.forward(operands, knobs)
+    given = operands, Kept(rows.lse, rows.entropy, *NO_MAP), knobs
     grads = RowGradients(*inputs.cotangents())
     wanted = hybrid.backward(grads, *given, (True, True, True))
     found = hybrid.backward(grads, *given, mask)

@@ -11,7 +11,9 @@ import torch
 
 from memeff_compile.kernels.linear_cross_entropy import bytes_after, bytes_before, reference
 from memeff_compile.kernels.linear_cross_entropy.pieces import (
+    Kept,
     Knobs,
+    Operands,
     RowGradients,
     hybrid_widths,
     reference_width,
@@ -29,13 +31,12 @@ N, D, V = sympy.symbols("N D V", positive=True, integer=True)
 def run(inputs: Inputs, knobs: Knobs) -> tuple[LiveBytes, LiveBytes, int]:
     """Run engine R both ways; return the counts and the bytes of the returned gradients."""
     with LiveBytes() as forward:
-        outputs = reference.forward(*inputs.tensors(), knobs)
+        outputs = reference.forward(Operands(*inputs.tensors()), knobs)
     grads = RowGradients(*inputs.cotangents())
-    mask = (True, True, inputs.bias is not None)
+    mask, no_map = (True, True, inputs.bias is not None), 2 * [torch.empty(0)]
+    kept = Kept(outputs.lse, outputs.entropy, *no_map)
     with LiveBytes() as backward:
-        gradients = reference.backward(
-            grads, *inputs.tensors(), outputs.lse, outputs.entropy, knobs, mask
-        )
+        gradients = reference.backward(grads, Operands(*inputs.tensors()), kept, knobs, mask)
     returned = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
     return forward, backward, returned
 
