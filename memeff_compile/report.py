@@ -418,7 +418,8 @@ class Report:
             return (
                 'Nothing has been compiled with backend="memeff" yet, or not since the last reset. '
                 '\nCompile a model with torch.compile(model, backend="memeff"), call it once, '
-                "then ask again."
+                "then ask again. \nOnly calls of the module itself are compiled: of a "
+                "LightningModule compile the model inside it."
             )
         texts = (f"changed: {self._changed()}", f"next: {self._next()}")
         wrapped = (textwrap.wrap(text, _WIDTH, subsequent_indent="  ") for text in texts)

@@ -17,16 +17,15 @@ Size: TypeAlias = sympy.Expr | int
 
 
 def bytes_per_token(
-    heads: Size, depth: Size, bits: int, *, group: Size, shares: Size, itemsize: int = 2
+    heads: Size,  # H, D as symbols or numbers
+    depth: Size,  # likewise
+    bits: int,  # of a code
+    *,
+    group: Size,  # tokens that share the scales of a channel of keys; 0 for one per token and head
+    shares: Size,  # groups of channels of a value with scales of their own; not read with group 0
+    itemsize: int = 2,  # bytes of a scale
 ) -> sympy.Expr:
     """Return the bytes of one token's keys and values in codes, in one layer and sequence.
-
-    Args:
-        heads, depth: H, D as symbols or numbers.
-        bits: of a code.
-        group: tokens that share the scales of a channel of keys; 0 for one per token and head.
-        shares: groups of channels of a value with scales of their own; not read with group 0.
-        itemsize: bytes of a scale.
 
     Example: bytes_per_token(8, 128, 4, group=64, shares=2) == 1152.
     """
@@ -103,10 +102,6 @@ def view_bytes(
 ) -> sympy.Expr:
     """Return the bytes of the dense view: keys and values of so many heads, rebuilt in one step.
 
-    Args:
-        batch, heads, tokens, depth: B, H, N, D as symbols or numbers.
-        dtype: of the view.
-
     Example: view_bytes(16, 8, 32768, 128, dtype=torch.bfloat16) == 1 << 31.
     """
     return sympy.Integer(2 * dtype.itemsize) * batch * heads * tokens * depth
@@ -115,9 +110,7 @@ def view_bytes(
 def share_bytes(batch: Size, heads: Size, depth: Size, *, splits: Size) -> sympy.Expr:
     """Return the bytes of the shares that the programs of one query head leave, in fp32.
 
-    Args:
-        batch, heads, depth: B, query heads, D as symbols or numbers.
-        splits: programs per query head; one leaves nothing behind.
+    `heads` are query heads, `splits` programs of each; one leaves nothing behind.
     """
     if splits == 1:
         return sympy.Integer(0)

@@ -1,4 +1,3 @@
-# ruff: noqa: ANN401  (a pool of ten tensors and what follows it, as the dispatcher hands them over)
 """memeff::coded_kv_cache_append, _view and _attention: schemas, validation, engines, fakes.
 
 A cache is ten tensors, the *pool*, that every op takes in the same order; `layout.Layout.shapes`
@@ -54,16 +53,12 @@ _WRITTEN = ", ".join(
 
 
 def supports(
-    q: Tensor, pool: Sequence[Tensor], bits: int, mask: Tensor | None = None
+    q: Tensor,  # (B, Hq, 1, D)
+    pool: Sequence[Tensor],  # the tensors of a cache, as `POOL` names them
+    bits: int,  # of a code
+    mask: Tensor | None = None,  # bool (B or 1, 1, 1, N), or None
 ) -> str | None:
-    """Say in a sentence why attention cannot be served with these inputs, or return None.
-
-    Args:
-        q: (B, Hq, 1, D).
-        pool: the tensors of a cache, as `POOL` names them.
-        bits: of a code.
-        mask: bool (B or 1, 1, 1, N), or None.
-    """
+    """Say in a sentence why attention cannot be served with these inputs, or return None."""
     return supports_pool(pool, bits) or _unlike_query(q, pool) or _unlike_mask(q, mask)
 
 
@@ -280,8 +275,7 @@ def _attention(q: Tensor, *args: Any) -> Tensor:
 def _fake_attention(q: Tensor, *args: Any) -> Tensor:
     pool, (_, _, bits, mask, _) = args[:_COUNT], args[_COUNT:]
     require("coded_kv_cache_attention", supports(q, pool, bits, mask))
-    batch, heads, queries, depth = q.shape
-    return q.new_empty((batch, queries, heads, depth)).transpose(1, 2)
+    return library.heads_inside(q)
 
 
 def _no_backward(ctx: object, *grads: Tensor) -> None:

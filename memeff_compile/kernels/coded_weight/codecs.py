@@ -66,12 +66,7 @@ class Outcome:
     """Whether a weight fitted into the lists that were there, known when the GPU has got so far."""
 
     def __init__(self, needed: Tensor, rooms: Sequence[int]) -> None:
-        """Take what has to be compared.
-
-        Args:
-            needed: lengths that the lists have to have, int32, on the weight's device.
-            rooms: lengths that they have.
-        """
+        """Take the lengths that lists need, int32 on the weight's device, and those they have."""
         self._needed, self._rooms = needed.contiguous(), list(rooms)
         self._fetched: Tensor | None = None
         self._event: torch.cuda.Event | None = None
@@ -79,9 +74,7 @@ class Outcome:
     def shelter(self, value: Tensor, refuge: Tensor) -> None:
         """Have the value copied if it does not fit, so that its own memory may be given up.
 
-        Args:
-            value: contiguous, bf16.
-            refuge: int16, at least as long; pinned memory of the host.
+        The value is contiguous bf16, the refuge as long at least, int16 in pinned memory.
         """
         from . import pair_kernels
 
@@ -117,8 +110,7 @@ class Outcome:
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
     """Return memory of the host for so many weights that kernels on a GPU can write to.
 
-    Returns:
-        int16, pinned; None where there is none, or where a trial shows that it is not written to.
+    It is int16, pinned; None where there is none, or where a trial shows that it is not written to.
     """
     try:
         refuge = torch.zeros(count, dtype=torch.int16, pin_memory=True)
@@ -149,12 +141,9 @@ def histogram(patterns: Tensor, every: int = 1) -> Tensor:
 
 
 def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]:
-    """Return the parts of a bf16 weight in a lossless format, in the order of `form.parts`.
+    """Return the parts of a bf16 weight that is not empty, in the order of a lossless `form.parts`.
 
-    Args:
-        weight: bf16 tensor of any shape, not empty.
-        form: a lossless format.
-        room: spare room, so that `encode_soon` can be used on the parts.
+    With spare room `encode_soon` can be used on the parts.
     """
     patterns = as_patterns(weight)
     if form.codec == "win4":
@@ -170,9 +159,8 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
 def encode_soon(parts: Sequence[Tensor], weight: Tensor, form: Format) -> Outcome | bool:
     """Encode a weight of the same shape into existing parts, with the windows they have.
 
-    Returns:
-        Whether it fitted, or what will know, where the codec need not wait for the GPU. Where it
-        did not, the parts hold no weight any more.
+    Say whether it fitted, or return what will know, where the codec need not wait for the GPU.
+    Where it did not, the parts hold no weight any more.
     """
     patterns = as_patterns(weight)
     if form.codec == "rans":
@@ -398,16 +386,8 @@ def step(parts: Sequence[Tensor], form: Format, gradient: Tensor, by: Step) -> T
     """Turn a gradient into the weight after a step along it, in the gradient's memory.
 
     The bits are those of `torch.optim.SGD` on the decoded weight, on the same GPU. The parts hold
-    no weight afterwards: the new one has to be encoded into them.
-
-    Args:
-        parts: parts of the weight.
-        form: a lossless format.
-        gradient: one that `steps` allows; it is written to.
-        by: the step.
-
-    Returns:
-        The new weight: `gradient`.
+    no weight afterwards: the new one has to be encoded into them. The format is a lossless one, and
+    the gradient, which is returned as the new weight, one that `steps` allows.
     """
     decode_flat(parts, form, gradient.view(-1).view(torch.int16), by)
     return gradient
@@ -486,11 +466,7 @@ def product(
     *,
     setting: Setting | None = None,  # tile, by default what `shapes` says
 ) -> Tensor:
-    """Multiply (M, K) bf16 with the transpose of a win4 weight of (N, K), decoding on the way.
-
-    Returns:
-        (M, N) bf16; sums are taken in fp32.
-    """
+    """Return x times a win4 weight transposed, decoded on the way: (M, N) bf16, summed in fp32."""
     bias = None if bias is None else bias.expand(shape[0]).contiguous()
     given = _Product(_aligned(x), parts, bias, shape)
     setting = setting or _setting(x.shape[0], shape, x.device)
@@ -555,12 +531,9 @@ def products(
     biases: Sequence[Tensor | None],  # (N,) bf16 or None, of each
     sizes: Sequence[Sequence[int]],  # (N, K) of each, one K
 ) -> list[Tensor]:
-    """Multiply one token, (1, K) bf16, with several win4 weights in one launch.
+    """Multiply one token with several win4 weights in one launch: (1, N) bf16 for each.
 
     Each weight has the tiles that it has alone, and so gets the bits of `product`.
-
-    Returns:
-        (1, N) bf16 for each.
     """
     count = len(parts)
     tiles = [shapes.row_tile(shape[0], processors(x.device)) for shape in sizes]

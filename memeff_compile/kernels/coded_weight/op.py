@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,11 +36,7 @@ MAX_WEIGHTS = 1 << 31
 
 
 def supports_weight(weight: Tensor, codec: str = "win4") -> str | None:
-    """Say in a sentence why a tensor cannot be coded, or return None.
-
-    Args:
-        weight: any tensor.
-        codec: a name that `parse` reads.
+    """Say in a sentence why a tensor cannot be coded by a codec that `parse` reads, or return None.
 
     Example: supports_weight(torch.ones(2, 3)) names the dtype.
     """
@@ -70,15 +66,9 @@ def _uses_kernels(tensor: Tensor) -> bool:
 
 
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
-    """Encode a bf16 tensor of any shape.
+    """Return the parts of a bf16 tensor of any shape, in the order of `parse(codec).parts`.
 
-    Args:
-        weight: a tensor that `supports_weight` has nothing against.
-        codec: "win4", "tier", "rans", or one of them with a lossy mode.
-        room: spare room in lists, so that other values fit in later.
-
-    Returns:
-        The parts, in the order of `parse(codec).parts`.
+    With spare room in lists other values fit in later.
 
     Raises:
         UnsupportedInputError: The tensor or the codec cannot be served.
@@ -191,14 +181,19 @@ def _require_fit(
         )
 
 
-def _product(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    bias: Tensor | None,
-    codec: str,
-    size: Sequence[int],
-    trains: bool = False,
-) -> Tensor:
+class _Product(NamedTuple):
+    """What `coded_weight_product` is called with."""
+
+    x: Tensor
+    parts: Sequence[Tensor]
+    bias: Tensor | None
+    codec: str
+    size: Sequence[int]
+    trains: bool = False
+
+
+def _product(given: _Product) -> Tensor:
+    x, parts, bias, codec, size, trains = given
     form = _sizes(codec, parts, size)
     _require_fit(x, parts, bias, size)
     tokens = math.prod(x.shape[:-1])
@@ -211,66 +206,57 @@ def _product(
         return F.linear(x, weight, bias)
 
 
-def _fake_product(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    bias: Tensor | None,
-    codec: str,
-    size: Sequence[int],
-    trains: bool = False,
-) -> Tensor:
-    del trains
+def _fake_product(given: _Product) -> Tensor:
+    x, parts, bias, codec, size, _ = given
     _sizes(codec, parts, size)
     _require_fit(x, parts, bias, size)
     return x.new_empty((*x.shape[:-1], size[0]))
 
 
-def _apart(
-    parts: Sequence[Tensor], biases: Sequence[Tensor | None], codec: str, sizes: Sequence[int]
-) -> list[tuple[Sequence[Tensor], Tensor | None, Sequence[int]]]:
-    """Return parts, bias and size of each weight from those of all."""
-    each = len(parse(codec).parts)
-    count = len(biases)
-    if len(parts) != each * count or len(sizes) != 2 * count:
-        raise UnsupportedInputError(
-            f"coded_weight_linears: {len(parts)} parts and {len(sizes)} sizes were given for "
-            f"{count} weights; {codec} has {each} parts a weight, and a size is two numbers."
-        )
-    return [
-        (parts[n * each : (n + 1) * each], bias, sizes[2 * n : 2 * n + 2])
-        for n, bias in enumerate(biases)
-    ]
+class _Products(NamedTuple):
+    """What `coded_weight_products` is called with."""
+
+    x: Tensor
+    parts: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    codec: str
+    sizes: Sequence[int]
+
+    def apart(self) -> list[_Product]:
+        """Return what `coded_weight_product` is called with for each weight."""
+        x, parts, biases, codec, sizes = self
+        each = len(parse(codec).parts)
+        count = len(biases)
+        if len(parts) != each * count or len(sizes) != 2 * count:
+            raise UnsupportedInputError(
+                f"coded_weight_linears: {len(parts)} parts and {len(sizes)} sizes were given for "
+                f"{count} weights; {codec} has {each} parts a weight, and a size is two numbers."
+            )
+        return [
+            _Product(x, parts[n * each : (n + 1) * each], bias, codec, sizes[2 * n : 2 * n + 2])
+            for n, bias in enumerate(biases)
+        ]
 
 
-def _products(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    codec: str,
-    sizes: Sequence[int],
-) -> list[Tensor]:
+def _products(given: _Products) -> list[Tensor]:
     """Multiply with several weights: one launch for one token, else one after the other."""
-    several = _apart(parts, biases, codec, sizes)
-    tokens, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    form = parse(codec)
-    is_fused = tokens == 1 and _uses_kernels(x)
-    if not is_fused or not all(s[1] == columns and codecs.fuses(form, 1, s) for *_, s in several):
-        return [_product(x, own, bias, codec, size) for own, bias, size in several]
-    for own, bias, size in several:
-        _require_fit(x, own, bias, size)
-    found = codecs.products(x.reshape(1, columns), *zip(*several, strict=True))
+    several, x, form = given.apart(), given.x, parse(given.codec)
+    columns = x.shape[-1]
+    is_fused = math.prod(x.shape[:-1]) == 1 and _uses_kernels(x)
+    is_fused = is_fused and all(
+        each.size[1] == columns and codecs.fuses(form, 1, each.size) for each in several
+    )
+    if not is_fused:
+        return [_product(each) for each in several]
+    for each in several:
+        _require_fit(x, each.parts, each.bias, each.size)
+    operands = ((each.parts, each.bias, each.size) for each in several)
+    found = codecs.products(x.reshape(1, columns), *zip(*operands, strict=True))
     return [rows.view(*x.shape[:-1], rows.shape[-1]) for rows in found]
 
 
-def _fake_products(
-    x: Tensor,
-    parts: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    codec: str,
-    sizes: Sequence[int],
-) -> list[Tensor]:
-    several = _apart(parts, biases, codec, sizes)
-    return [_fake_product(x, own, bias, codec, size) for own, bias, size in several]
+def _fake_products(given: _Products) -> list[Tensor]:
+    return [_fake_product(each) for each in given.apart()]
 
 
 def _product_backward(
@@ -321,14 +307,14 @@ def _fake_linear_backward(grad: Tensor, weight: Tensor) -> Tensor:
     return grad.new_empty((*grad.shape[:-1], weight.shape[1]))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     x, weight, bias, *_ = inputs
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
     ctx.bias_shape = None if bias is None else bias.shape
 
 
-def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _link(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     once = _gradients_once if torch.is_grad_enabled() else _gradients  # create_graph=True
     return (*once(ctx.needs_input_grad, grad, x, weight), None)
@@ -366,19 +352,14 @@ class _Keep(torch.autograd.Function):
     """Keeps the operands; its backward has the gradient of the product."""
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         del bias
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         shape = (*x.shape[:-1], weight.shape[0])
         return torch.empty_strided(shape, (0,) * len(shape), dtype=x.dtype, device=x.device)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _link(ctx, grad)[:3]
 
 
@@ -386,17 +367,13 @@ class _Multiply(torch.autograd.Function):
     """Multiplies; hands the gradient of the product on."""
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        token: Tensor,
-        operands: tuple[Tensor, Tensor, Tensor | None],
-    ) -> Tensor:
+    def forward(ctx: Any, token: Tensor, operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
         del ctx, token
         found: Tensor = coded_weight_linear(*operands, True)
         return found
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -412,14 +389,12 @@ coded_weight_decode = library.op(
 coded_weight_product = library.op(
     "coded_weight_product(Tensor x, Tensor[] parts, Tensor? bias, str codec, SymInt[] size, "
     "bool trains=False) -> Tensor",
-    _product,
-    _fake_product,
+    *library.taking(_Product, _product, _fake_product),
 )
 coded_weight_products = library.op(
     "coded_weight_products(Tensor x, Tensor[] parts, Tensor?[] biases, str codec, SymInt[] sizes) "
     "-> Tensor[]",
-    _products,
-    _fake_products,
+    *library.taking(_Products, _products, _fake_products),
 )
 coded_weight_linears = library.op(
     "coded_weight_linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",

@@ -357,9 +357,7 @@ def decode_rans(parts: Sequence[Tensor], size: int) -> Tensor:
 def normalise(patterns: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """Divide each block by the fraction of its largest weight and keep the top mantissa bits.
 
-    Args:
-        patterns: flat int16 of finite bf16 weights.
-        form: a lossy format.
+    The patterns are flat int16 of finite bf16 weights, the form a lossy one.
 
     Returns:
         Patterns with zeros below the bits kept, and the fractions' 7 bits, one byte per block.

@@ -270,14 +270,8 @@ class CodedWeight(Tensor):
     def step(self, gradient: Tensor, by: codecs.Step) -> Tensor:
         """Turn a gradient into the weight after a step of SGD, in the gradient's memory.
 
-        The weight holds no value afterwards, until the new one is stored.
-
-        Args:
-            gradient: one that `steps` allows; it is written to.
-            by: the step.
-
-        Returns:
-            The new value: `gradient`.
+        The gradient, which `steps` has to allow, is returned as the new value; until that is stored
+        the weight holds none.
         """
         return op.step(self.parts, self.codec, gradient, by)
 
@@ -301,7 +295,7 @@ class CodedWeight(Tensor):
         outer_size: Sequence[int],
         outer_stride: Sequence[int],
         module: torch.nn.Module,
-        mp_policy: Any,  # noqa: ANN401 - FSDP2's MixedPrecisionPolicy
+        mp_policy: Any,  # FSDP2's MixedPrecisionPolicy
     ) -> tuple[tuple[Tensor], None]:
         """Give FSDP2 what it gathers: this rank's values."""
         del mesh, outer_size, outer_stride, module
@@ -336,7 +330,7 @@ class CodedWeight(Tensor):
         parts = [inner[name] for name in parse(codec).parts]
         return CodedWeight(parts, codec, outer_size)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
+    def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the parts, and what others have set on the weight."""
         del protocol
         return _rebuild, (type(self), self.parts, *self._about(), self._set_by_others())
@@ -365,7 +359,7 @@ class CodedWeight(Tensor):
     def _set_by_others(self) -> dict[str, Any]:
         return {name: each for name, each in vars(self).items() if name not in OWN_ATTRIBUTES}
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # noqa: ANN401
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         """Name shape, codec and size; values are not decoded for it."""
         del tensor_contents
         return (
@@ -381,7 +375,7 @@ class CodedWeight(Tensor):
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """Serve what reaches memory past the dispatcher, and turn an eager linear into the op.
 
         A compiler sees the linear, and our pass does it.
@@ -400,11 +394,11 @@ class CodedWeight(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Any,  # noqa: ANN401 - an op overload
+        func: Any,  # an op overload
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """Serve what can be served in coded form; refuse writes; decode for everything else."""
         del types
         if func is _DEVICE:
@@ -424,7 +418,7 @@ class CodedWeight(Tensor):
         return func(*args, **kwargs)
 
 
-def _made_by_a_compiler(kind: type[CodedWeight], *args: Any, **settings: Any) -> Tensor:  # noqa: ANN401
+def _made_by_a_compiler(kind: type[CodedWeight], *args: Any, **settings: Any) -> Tensor:
     """Make a weight of fake parts, of which a compiler's modes are asked for the device."""
     return compat.wrapper_subclass(kind, *args, **settings)
 
@@ -476,7 +470,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     return cast("Tensor", op.coded_weight_linear(x, weight, bias, trains))
 
 
-def _on_values(func: Callable[..., Any], weight: CodedWeight, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+def _on_values(func: Callable[..., Any], weight: CodedWeight, *args: Any, **kwargs: Any) -> Any:
     """Let a reader have the decoded values; torch refuses what it refuses of dense ones."""
     return func(weight.decode().requires_grad_(weight.requires_grad), *args, **kwargs)
 
@@ -503,7 +497,7 @@ def _no_address(func: object, weight: CodedWeight, *args: object) -> NoReturn:
     )
 
 
-def _no_write(func: Any, *args: object, **kwargs: object) -> None:  # noqa: ANN401
+def _no_write(func: Any, *args: object, **kwargs: object) -> None:
     del args, kwargs
     raise CodedWeightError(_write_message(f"Tensor.{func.__name__}"))
 
@@ -624,7 +618,7 @@ def _clone(weight: CodedWeight, **kwargs: object) -> CodedWeight:
     return weight.like([part.clone() for part in weight.parts])
 
 
-def _to_copy(weight: CodedWeight, **kwargs: Any) -> object:  # noqa: ANN401
+def _to_copy(weight: CodedWeight, **kwargs: Any) -> object:
     if kwargs.get("dtype") not in (None, weight.dtype):
         return NotImplemented
     place = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
@@ -642,7 +636,7 @@ def _copy_(weight: CodedWeight, value: Tensor, *args: object) -> CodedWeight:
     return weight
 
 
-def _lerp(selves: Any, others: Any, weights: Any) -> object:  # noqa: ANN401
+def _lerp(selves: Any, others: Any, weights: Any) -> object:
     """Average weights, as `torch.optim.swa_utils` does: whole new values are encoded."""
     if isinstance(selves, Tensor):
         _lerp([selves], [others], weights)
@@ -708,7 +702,7 @@ def _is_on_weight(func: object, args: Sequence[object]) -> bool:
     return any(isinstance(each, CodedWeight) for each in several)
 
 
-def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
+def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise where an op would write to a coded weight."""
     schema = compat.schema(func)
     # Collectives do not say what they write to: the first of what they are given.
@@ -726,7 +720,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             raise CodedWeightError(_write_message(schema.name))
 
 
-def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
+def refuse_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise before an optimizer changes anything, where it would come to a coded weight."""
     computes_gradients = any(each is not None for each in (*args[1:], *kwargs.values()))
     for group in optimizer.param_groups:

@@ -28,15 +28,15 @@ Size: TypeAlias = sympy.Expr | int
 
 
 def bytes_before(
-    rows: Size,
-    depth: Size,
-    vocab: Size,
+    rows: Size,  # N, D, V as symbols or numbers; D does not enter
+    depth: Size,  # likewise
+    vocab: Size,  # likewise
     *,
-    dtype: torch.dtype,
-    upcast: bool = True,
-    returns_logits: bool = False,
-    training: bool = True,
-    compiled: bool = True,
+    dtype: torch.dtype,  # compute dtype of the logits
+    upcast: bool = True,  # whether the model casts 16-bit logits to fp32 for its loss
+    returns_logits: bool = False,  # whether the logits leave the graph and so outlive the loss
+    training: bool = True,  # whether gradients follow
+    compiled: bool = True,  # Inductor if true, eager otherwise
 ) -> sympy.Expr:
     """Return the peak bytes of N x V buffers that the loss takes without us.
 
@@ -48,14 +48,6 @@ def bytes_before(
     backward: that output, its gradient and the gradient of its input, each in the cast's dtype, and
     the logits if they are returned. Measured at the same shape: 24000 MiB (22839 beyond the two
     gradients, which do not exist yet at the peak), formula 24000.
-
-    Args:
-        rows, depth, vocab: N, D, V as symbols or numbers. D does not enter.
-        dtype: compute dtype of the logits.
-        upcast: whether the model casts 16-bit logits to fp32 for its loss.
-        returns_logits: whether the logits leave the graph and so outlive the loss.
-        training: whether gradients follow.
-        compiled: Inductor if true, eager otherwise.
 
     Example: bytes_before(N, D, V, dtype=torch.bfloat16) == 2*N*V.
     """

@@ -13,6 +13,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ..checks import wide
+
 MIB = 2**20
 # The smallest piece. A smaller workspace than this piece needs is exceeded rather than refused.
 MIN_WIDTH = 64
@@ -118,8 +120,8 @@ class Rows(NamedTuple):
         cls, like: Tensor, shape: Sequence[int], knobs: Knobs, *, of_zeros: bool = False
     ) -> Rows:
         """Allocate them beside a tensor of inputs."""
-        new, wide = like.new_zeros if of_zeros else like.new_empty, wide_dtype(like.dtype)
-        asked = zip(knobs.wanted, (*4 * [wide], torch.int64), strict=True)
+        new = like.new_zeros if of_zeros else like.new_empty
+        asked = zip(knobs.wanted, (*4 * [wide(like.dtype)], torch.int64), strict=True)
         return cls(*(new(shape if wanted else (0,), dtype=dtype) for wanted, dtype in asked))
 
 
@@ -147,11 +149,6 @@ class Kept(NamedTuple):
 
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of hidden (N, D), of weight, laid out like it, and of bias (V,); None where not asked for."""
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that inputs of a dtype are computed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def window(buffer: Tensor, rows: int, width: int) -> Tensor:
@@ -189,29 +186,19 @@ def _half_vocab(vocab: int) -> int:
     return max(MIN_WIDTH, -(-vocab // (2 * MIN_WIDTH)) * MIN_WIDTH)
 
 
-def hybrid_budget(rows: int, workspace: int) -> int:
-    """Return the bytes the engine `hybrid` may use for pieces; `workspace` 0 means automatic."""
-    return workspace or max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * rows)
-
-
 @lru_cache(maxsize=1024)
 def hybrid_widths(
     rows: int, depth: int, vocab: int, workspace: int, itemsize: int, processors: int
 ) -> Widths:
-    """Choose the engine `hybrid`'s widths within the workspace.
+    """Choose the engine `hybrid`'s widths within the workspace; 0 means automatic.
 
     16-bit inputs: a strip of fp32 products (4 bytes per element) beside a piece of gradients in the
     input dtype (2 bytes); the strip gets half of the budget. fp32 inputs: the gradient replaces
     the product in place, so strip and piece are one buffer. The piece is then narrowed to where
     the weight-gradient product fills whole waves of multiprocessors.
-
-    Args:
-        rows, depth, vocab: N, D, V.
-        workspace: bytes, 0 = automatic.
-        itemsize: bytes of one element of the inputs, 2 or 4.
-        processors: multiprocessors of the GPU.
     """
-    per_row = hybrid_budget(rows, workspace) // max(rows, 1)
+    budget = workspace or max(HYBRID_AUTO_BYTES, HYBRID_AUTO_BYTES_PER_ROW * rows)
+    per_row = budget // max(rows, 1)
     widest = _half_vocab(vocab)
     if itemsize == 4:
         width = _whole_waves(min(per_row // 4, widest), depth, vocab, processors)
@@ -244,34 +231,23 @@ def _piece_seconds(width: int, depth: int, processors: int) -> float:
 
 
 def reference_bytes_per_logit(
-    itemsize: int, has_softcap: bool, with_gradient: bool, with_entropy: bool = False
+    itemsize: int,  # bytes of one input element: 2 and 4 compute in fp32, 8 in fp64
+    has_softcap: bool,  # backward then keeps the slope beside the product
+    with_gradient: bool,  # backward; 16-bit inputs then also need the rounded gradient
+    with_entropy: bool = False,  # both passes then keep a second piece
 ) -> int:
-    """Return the bytes the engine `reference` holds per element of a piece.
-
-    Args:
-        itemsize: bytes of one input element: 2 and 4 compute in fp32, 8 in fp64.
-        has_softcap: backward then keeps the slope beside the product.
-        with_gradient: backward; 16-bit inputs then also need the rounded gradient.
-        with_entropy: both passes then keep a second piece.
-    """
+    """Return the bytes the engine `reference` holds per element of a piece."""
     wide = max(itemsize, 4)
     if not with_gradient:
         return wide * (1 + with_entropy)
     return wide * (1 + has_softcap + with_entropy) + (2 if itemsize == 2 else 0)
 
 
-def reference_budget(rows: int, workspace: int, bytes_per_logit: int, device_type: str) -> int:
-    """Return the bytes the engine `reference` may use for pieces; `workspace` 0 means automatic."""
-    return workspace or max(
-        REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE),
-        REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows,
-    )
-
-
 def reference_width(
     rows: int, vocab: int, workspace: int, bytes_per_logit: int, device_type: str
 ) -> int:
-    """Choose the engine `reference`'s piece width within the workspace."""
-    budget = reference_budget(rows, workspace, bytes_per_logit, device_type)
+    """Choose the engine `reference`'s piece width within the workspace; 0 means automatic."""
+    automatic = REFERENCE_AUTO_BYTES.get(device_type, REFERENCE_AUTO_BYTES_ELSEWHERE)
+    budget = workspace or max(automatic, REFERENCE_AUTO_COLUMNS * bytes_per_logit * rows)
     width = budget // (bytes_per_logit * max(rows, 1))
     return min(_round_down(width, MIN_WIDTH), _half_vocab(vocab))

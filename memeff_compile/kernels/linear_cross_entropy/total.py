@@ -227,7 +227,7 @@ def _fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
 
 
 def _setup_context(
-    ctx: Any,  # noqa: ANN401
+    ctx: Any,
     inputs: tuple[Any, ...],
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, ...],
@@ -243,9 +243,7 @@ def _setup_context(
 
 
 def _link(
-    ctx: Any,  # noqa: ANN401
-    grad_total: Tensor | None,
-    *without_gradient: None,
+    ctx: Any, grad_total: Tensor | None, *without_gradient: None
 ) -> tuple[Tensor | None, ...]:
     del without_gradient
     if grad_total is None:

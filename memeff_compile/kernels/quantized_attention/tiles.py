@@ -99,11 +99,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Packed:
     """Turn q, k and v into codes: in four launches, or in plain PyTorch for the paper's groups.
 
-    Args:
-        q: (B, H, M, D) bf16, fp16 or fp32.
-        k, v: (B, G, N, D).
-        given: the conditions.
-        settings: the arithmetic.
+    In bf16, fp16 or fp32: q (B, H, M, D), k and v (B, G, N, D).
     """
     _require_rows_in_reach(
         q.shape[0] * q.shape[1] * q.shape[2],
@@ -250,12 +246,7 @@ def _empty(like: Tensor, sizes: tuple[int, int, int, int, int, int], settings: S
 
 
 def packed(made: reference.Codes, settings: Settings) -> Packed:
-    """Lay codes that PyTorch made out as the attention kernel reads them.
-
-    Args:
-        made: the codes.
-        settings: the arithmetic they were made by.
-    """
+    """Lay codes that PyTorch made out as the attention kernel reads them."""
     wide = depth_block(made.q.shape[3], NARROWEST)
     missing = wide - made.q.shape[3]
     after = tiles_of(made.k.shape[2], BLOCK) * BLOCK - made.k.shape[2]

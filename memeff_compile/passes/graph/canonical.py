@@ -364,12 +364,12 @@ def _einsum(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
 
 
 def _attribute(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Reading:
-    """Read ``x.T``, ``x.mT``, ``x.H``: attributes Dynamo records as getattr."""
+    """Read ``x.T`` and ``x.mT``: Dynamo records getattr, since torch 2.14 ops of their own."""
     _require(len(args) == 2 and _is_tensor(args[0]))
     rank = compat.example_value(args[0]).dim()
-    if args[1] == "T" and rank == 2:
+    if args[1] in ("T", aten.numpy_T) and rank == 2:
         return (bind(aten.t.default, (args[0],), {}),)
-    _require(args[1] == "mT" and rank >= 2)
+    _require(args[1] in ("mT", aten.mT) and rank >= 2)
     return (bind(aten.transpose.int, (args[0], -2, -1), {}),)
 
 
@@ -552,6 +552,8 @@ def _read_by_table(node: Node) -> Reading | None:
     target, args, kwargs = node.target, node.args, dict(node.kwargs)
     if isinstance(target, OpOverload):
         return (bind(target, args, kwargs),)
+    if target in (aten.mT, aten.numpy_T) and not kwargs:
+        return _attribute(node, (*args, target), {})
     if isinstance(target, OpOverloadPacket):
         return (_bind_packet(target, args, kwargs),)
     try:
