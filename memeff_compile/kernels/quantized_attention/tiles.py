@@ -23,7 +23,7 @@ from .._triton.compat import described
 from .._triton.conditions import Conditions
 from .._triton.key_tiles import depth_block, rows_of, tiles_of
 from .._triton.launch import start
-from ..device import gpu, on_device, processors
+from ..device import gpu, on_device, processors, starts_early
 from . import reference, shapes
 from .settings import BLOCK, QUERY_ROWS, VALUES, Settings, sampled_queries
 
@@ -46,16 +46,11 @@ class Packed:
     shift: Tensor | None  # (B * H, M) fp32, or None
     # (B * G, N / BLOCK + 1, D) fp32: what rounding took from the values of all blocks up to each,
     # weighed, in steps of their scale; or None
-    rest: Tensor | None
-    counts: Tensor | None  # (B * G, N / BLOCK + 1) fp32: what these weigh, with `rest`
+    rest: Tensor | None = None
+    counts: Tensor | None = None  # (B * G, N / BLOCK + 1) fp32: what these weigh, with `rest`
     # (B * G, 4, D) fp32, without `q_scale`: the last are by what queries are divided
-    k_mean: Tensor | None
-    is_scaled_per_key: bool  # whether each key has a scale
-
-
-def starts_early(tensor: Tensor) -> bool:
-    """Say whether a kernel may start while the one before it ends, and wait before it reads."""
-    return tensor.is_cuda and gpu(tensor.device).starts_early
+    k_mean: Tensor | None = None
+    is_scaled_per_key: bool = False  # whether each key has a scale
 
 
 def _require_rows_in_reach(queries: int, keys: int) -> None:
@@ -109,8 +104,7 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     sizes = {"DEPTH": depth, "DEPTH_BLOCK": wide, "HAS_KEY_MASK": given.key_mask is not None}
     sizes |= {"LIMIT": settings.limit, "ROWS": rows}
     width = wide // 128 or 1
-    is_early = {"EARLY": starts_early(q)}
-    early = {**is_early, **({"launch_pdl": True} if starts_early(q) else {})}
+    is_early, early = _early(q.device)
     with on_device(q):
         start(
             kernels._look_kernel,
@@ -169,6 +163,12 @@ def pack(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings)
     return _with_correction(found, means[..., :depth], k, given, settings) if is_smooth else found
 
 
+def _early(device: torch.device) -> tuple[dict[str, bool], dict[str, bool]]:
+    """Return what a kernel is told that is first of several, and those behind it."""
+    is_early = {"EARLY": starts_early(device)}
+    return is_early, ({**is_early, "launch_pdl": True} if is_early["EARLY"] else is_early)
+
+
 def _strided(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Any, ...]:
     """Return q, k, v and the mask of keys, each with its strides, as the kernels take them."""
     mask, stride = key_tiles.mask_and_stride(given, q)
@@ -217,7 +217,6 @@ def _empty(like: Tensor, sizes: tuple[int, int, int, int, int, int], settings: S
         empty(fp32, key_rows, blocks + 1, depth) if has_rest else None,
         empty(fp32, key_rows, blocks + 1) if has_rest else None,
         empty(fp32, key_rows, 4, depth) if settings.aligns else None,
-        False,
     )
 
 
@@ -244,10 +243,7 @@ def packed(made: reference.Codes, settings: Settings) -> Packed:
         pad(scales, (0, missing)).flatten(0, 1).contiguous(),
         None if correction is None else pad(correction, (0, after)).flatten(0, 1).contiguous(),
         made.shift.flatten(0, 1).contiguous() if settings.with_lse else None,
-        None,
-        None,
-        None,
-        True,
+        is_scaled_per_key=True,
     )
 
 
@@ -327,9 +323,8 @@ def attend_packed(
             CODES_QUERIES=made.q_scale is None,
             LIMIT=settings.limit,
             UPCAST=not q.is_cuda,
-            EARLY=starts_early(q),
             num_warps=shape.warps,
-            **({"launch_pdl": True} if starts_early(q) else {}),
+            **_early(q.device)[1],
             **({} if shape.registers is None else {"maxnreg": shape.registers}),
             **key_tiles.flags_of(given),
         )
