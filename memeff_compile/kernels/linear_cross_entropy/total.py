@@ -25,8 +25,8 @@ from ..checks import require
 from ..device import kernels_serve, tuned, where_it_runs, without_autocast
 from . import op as rows_op
 from . import total_fused, total_reference
+from .call import Operands
 from .memory import Size
-from .pieces import Operands
 from .shapes import is_minimal
 from .total_reference import Loss, Totals, total_of
 

@@ -28,7 +28,8 @@ from .._triton import compat as triton_compat
 from .._triton.launch import start
 from ..device import DEFAULT_PROCESSORS, on_device, processors
 from . import fused
-from .pieces import MIB, Gradients, Knobs, Operands, spans
+from .call import Gradients, Knobs, Operands
+from .pieces import MIB, spans
 from .rows import gather, row_block, select_rows
 from .shapes import Shapes, shapes_for, shapes_for_programs
 from .total_reference import Loss, Totals, total_of

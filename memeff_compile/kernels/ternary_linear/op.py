@@ -90,12 +90,9 @@ class _Gradients(NamedTuple):
 
 
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
-    """Say in a sentence why a linear cannot be served with these inputs, or return None.
+    """Say in a sentence why a linear of x (..., K) cannot be served, or return None.
 
-    Args:
-        x: (..., K).
-        weight: (N, K) before it is packed, or None where there is only the packed one.
-        bias: (N,) or None.
+    There may be no weight (N, K), where there is only the packed one, and no bias (N,).
 
     Example: supports(torch.ones(2, 32), torch.ones(8, 32)) is None.
     """

@@ -102,15 +102,9 @@ def enter(x: Tensor, entry: Entry) -> Tensor:
 
 
 def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Quantise each token (row) of x.
+    """Quantise each token (row) of x, (M, K): codes (M, K) int8 and scale (M,) float32.
 
-    Args:
-        x: (M, K) floating.
-        quantizer: how.
-
-    Returns:
-        codes (M, K) int8 and scale (M,) float32. A token that holds what is no number, or from
-        which no scale can be made, has the scale nan.
+    A token that holds what is no number, or from which no scale can be made, has the scale nan.
 
     Example: codes_and_scale(torch.tensor([[1.0, -2.0]]), Quantizer())[0] is [[64, -127]].
     """
