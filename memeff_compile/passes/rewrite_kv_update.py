@@ -429,8 +429,8 @@ def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node
     for write in info.writes:
         if write.position >= info.positions[match.node]:
             break
-        written = filter(None.__ne__, map(info.tensor, write.targets))
-        if any(compat.storage_key(value) == held for value in written if value is not None):
+        written = [value for value in map(info.tensor, write.targets) if value is not None]
+        if any(compat.storage_key(value) == held for value in written):
             last = write
     return _read_write(last.node) if last is not None and last.targets == (cache.node,) else None
 
