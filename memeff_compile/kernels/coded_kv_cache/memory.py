@@ -75,13 +75,9 @@ def bytes_after(layout: Layout, batch: int, heads: int, tokens: int, itemsize: i
 def pair_bytes(layout: Layout, batch: int, heads: int, tokens: int, itemsize: int) -> int:
     """Return the bytes of two layers that share directions, for so many tokens.
 
-    Args:
-        layout: its `kept` counts all rows that there is room for, first tokens included.
-        batch, heads, tokens: B, H, N.
-        itemsize: of the cache's dtype.
-
-    Codes and scales are there once; lengths of keys and values, windows and rows kept as they came
-    twice; where a row is kept, once. Lengths are float16 in caches of 16 bits.
+    The layout's `kept` counts all rows that there is room for, first tokens included. Codes and
+    scales are there once; lengths of keys and values, windows and rows kept as they came twice;
+    where a row is kept, once. Lengths are float16 in caches of 16 bits.
 
     Example: pair_bytes(Layout(128, 4, kept=332), 1, 8, 32768, 2) == 44752200.
     """

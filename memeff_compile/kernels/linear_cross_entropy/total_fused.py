@@ -242,9 +242,8 @@ class Walk:
     def add_products(self, index: int, first: int, here: int, factor: Tensor | None) -> None:
         """Sum what X gives to the gradients, by the kernels that this Triton has.
 
-        Args:
-            index, first, here: which piece, its first compact row and how many there may be.
-            factor: (R, D) what X is multiplied with for dC, zero behind the last row.
+        A piece has a number, a first compact row, and may have so many. For dC X is multiplied with
+        the factor, (R, D), which is zero behind the last row.
         """
         from . import total_kernels as kernels
 
