@@ -120,18 +120,40 @@ def _check_choice(key: str, value: object, *, values: tuple[str, ...]) -> object
     return value
 
 
-def _check_fraction(key: str, value: Any) -> object:  # noqa: ANN401
-    if value is None:
-        return None
-    if not _is_number(value) or not 0 < value < 1:
-        raise _wrong(key, value, "it takes a number between 0 and 1, or None.")
-    return float(value)
+def _rule(
+    takes: str, fits: Callable[[Any], bool], kept: Callable[[Any], object] = lambda value: value
+) -> Check:
+    """Return the check of what one sentence says, and how a value that fits is kept."""
+
+    def check(key: str, value: object) -> object:
+        if not fits(value):
+            raise _wrong(key, value, f"it takes {takes}.")
+        return kept(value)
+
+    return check
 
 
-def _check_flag(key: str, value: object) -> object:
-    if not isinstance(value, bool):
-        raise _wrong(key, value, "it takes True or False.")
-    return value
+_check_flag = _rule("True or False", lambda value: isinstance(value, bool))
+_check_fraction = _rule(
+    "a number between 0 and 1, or None",
+    lambda value: value is None or (_is_number(value) and 0 < value < 1),
+    lambda value: None if value is None else float(value),
+)
+_check_factor = _rule(
+    "a positive number, by which every tolerance is multiplied",
+    lambda value: _is_number(value) and 0 < value < float("inf"),
+    float,
+)
+_check_folder = _rule(
+    "the path of a folder, which is made when it is needed",
+    lambda value: value is None or (isinstance(value, (str, PathLike)) and bool(str(value))),
+    lambda value: None if value is None else str(value),
+)
+_check_length = _rule(
+    "'auto' or a number of keys",
+    lambda value: value in ("auto", None) or (_is_number(value, int) and value >= 0),
+    lambda value: None if value == "auto" else value,
+)
 
 
 def _check_mode(key: str, value: object) -> object:
@@ -151,22 +173,6 @@ def _check_verify(key: str, value: object) -> object:
     if isinstance(value, bool):
         return "on" if value else "off"
     return _check_choice(key, value, values=("off", "on", "raise"))
-
-
-def _check_factor(key: str, value: Any) -> object:  # noqa: ANN401
-    if not _is_number(value) or not 0 < value < float("inf"):
-        takes = "it takes a positive number, by which every tolerance is multiplied."
-        raise _wrong(key, value, takes)
-    return float(value)
-
-
-def _check_folder(key: str, value: object) -> object:
-    if value is None:
-        return None
-    if not isinstance(value, (str, PathLike)) or not str(value):
-        takes = "it takes the path of a folder, which is made when it is needed."
-        raise _wrong(key, value, takes)
-    return str(value)
 
 
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB)\s*", re.IGNORECASE)
@@ -217,14 +223,6 @@ def _check_level(key: str, site: object, value: object) -> str | tuple[str, ...]
                 f"{', '.join(map(repr, _SITE_LEVELS))}.{_suggest(str(level), _SITE_LEVELS)}"
             )
     return value if isinstance(value, str) else tuple(cast("list[str]", levels))
-
-
-def _check_length(key: str, value: Any) -> object:  # noqa: ANN401
-    if value in ("auto", None):
-        return None
-    if not _is_number(value, int) or value < 0:
-        raise _wrong(key, value, "it takes 'auto' or a number of keys.")
-    return value
 
 
 def _check_pass_name(key: str, name: object, names: Collection[str], star: str = "") -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import Trainer
 
@@ -78,6 +79,17 @@ def sft(folder: Path, model: nn.Module, kind: Any = None) -> Any:
     )
 
 
+def adapted() -> nn.Module:
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    return get_peft_model(llama(), config)  # type: ignore[arg-type]
+
+
+def sft_of_adapters(folder: Path, model: nn.Module) -> Any:
+    """The same on a PEFT model of its own, in place of the one given."""
+    return sft(folder, adapted())
+
+
 def dpo(folder: Path, model: nn.Module) -> Any:
     import trl
 
@@ -138,7 +150,7 @@ def fused() -> list[GraphReport]:
     ]
 
 
-@pytest.mark.parametrize(("make", "graphs"), [(sft, 1), (dpo, 2), (grpo, 1)])
+@pytest.mark.parametrize(("make", "graphs"), [(sft, 1), (sft_of_adapters, 1), (dpo, 2), (grpo, 1)])
 def test_head_spelled_out_is_fused_and_the_curve_is_the_uncompiled_one(
     make: Any, graphs: int, tmp_path: Path
 ) -> None:
@@ -148,7 +160,8 @@ def test_head_spelled_out_is_fused_and_the_curve_is_the_uncompiled_one(
     trainer = make(tmp_path, llama())
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
-            spell_out_head(model, getattr(trainer, "temperature", 1.0))
+            base = model.get_base_model() if isinstance(model, PeftModel) else model
+            spell_out_head(base, getattr(trainer, "temperature", 1.0))
             model.compile(backend="memeff", options=OPTIONS)
     assert_same_curves(curve(trainer), expected)
     assert len(fused()) >= graphs
@@ -165,7 +178,10 @@ def test_trl_own_head_is_left_as_it_is(tmp_path: Path) -> None:
     assert memeff_compile.last_report().graphs
 
 
-def test_sft_with_the_loss_of_the_model_is_fused(tmp_path: Path, trl: Any) -> None:
+@pytest.fixture
+def supervised(trl: Any) -> Any:
+    """Return SFTTrainer with the model's own loss, as docs/use/training-loops.md has it."""
+
     class Supervised(trl.SFTTrainer):  # type: ignore[misc, name-defined]
         def compute_loss(
             self,
@@ -176,9 +192,26 @@ def test_sft_with_the_loss_of_the_model_is_fused(tmp_path: Path, trl: Any) -> No
         ) -> Any:
             return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
+    return Supervised
+
+
+def test_sft_with_the_loss_of_the_model_is_fused(tmp_path: Path, supervised: Any) -> None:
     expected = [{"loss": step["loss"]} for step in curve(sft(tmp_path, llama()))]
     model = llama()
     model.compile(backend="memeff", options=OPTIONS)
-    actual = curve(sft(tmp_path, model, Supervised))
+    actual = curve(sft(tmp_path, model, supervised))
     assert_same_curves([{"loss": step["loss"]} for step in actual], expected)
     assert len(fused()) >= 1
+
+
+def test_head_of_an_adapted_model_is_skipped_by_the_name_it_has(
+    tmp_path: Path, supervised: Any
+) -> None:
+    model = adapted()
+    (name,) = (name for name, _ in model.named_modules() if name.endswith("lm_head"))
+    options = {**OPTIONS, "memeff.skip": {"fuse_linear_cross_entropy": name}}
+    model.compile(backend="memeff", options=options)
+    curve(sft(tmp_path, model, supervised))
+    found = {record.code for record in memeff_compile.last_report().records}
+    assert "skipped" in found
+    assert not found & {"rewrote", "skip_unmatched"}

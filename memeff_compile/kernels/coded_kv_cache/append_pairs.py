@@ -21,11 +21,7 @@ def append_lower(
 ) -> None:
     """Write tokens of the lower layer into its window; beyond `limit` there is no number there.
 
-    Args:
-        k_window, v_window: (B, H, W, D).
-        counts: of the layer.
-        k, v: (B, H, T, D), any strides.
-        limit: tokens that the cache holds.
+    Tokens may have any strides; what is the layer's own is as in `pair_reference.append_lower`.
     """
     from . import append_pairs_kernels as kernels
 

@@ -47,9 +47,7 @@ def shapes_of_pair(
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Return the shapes of what a pair shares, and of what each of its layers has.
 
-    Args:
-        layout: its `kept` counts all rows that there is room for, first tokens included.
-        batch, heads, tokens: B, H, N.
+    The layout's `kept` counts all rows that there is room for, first tokens included.
     """
     every = layout.shapes(batch, heads, tokens)
     front = (batch, heads)

@@ -42,12 +42,9 @@ class Merging:
 
 
 def append_lower(own: Sequence[Tensor], k: Tensor, v: Tensor, limit: int) -> None:
-    """Write tokens of the lower layer into its window; the upper layer's append counts on them.
+    """Write tokens of the lower layer, (B, H, T, D), into its window, for the upper's append.
 
-    Args:
-        own: window of keys, window of values, counts.
-        k, v: (B, H, T, D).
-        limit: tokens that the cache holds.
+    `own` are the windows of keys and of values, and the counts; `limit` tokens fit in the cache.
     """
     k_window, v_window, counts = own
     length, new = int(counts[LENGTH]), k.shape[2]
@@ -166,16 +163,10 @@ def keep_rows(pair: Pair, rows: Sequence[Tensor], coded: int) -> None:
 
 
 def keep(shared: Shared, apart: Tensor, behind: Tensor, settings: Merging) -> Tensor:
-    """Choose what is kept and note where.
+    """Choose what is kept, bool (B, H, n), and note where.
 
-    Args:
-        shared: what a pair shares.
-        apart: (B, H, n) distances.
-        behind: (B, H, n) tokens since the beginning of the sequence, negative for padding.
-        settings: how rows are merged.
-
-    Returns:
-        bool (B, H, n).
+    Layers are `apart`, and tokens `behind` the beginning of their sequence, (B, H, n) each; padding
+    is behind it by less than 0.
     """
     _, _, _, _, places, starts, bound, kept_count, left_over = shared
     is_pinned = (behind >= 0) & (behind < settings.keep_first)

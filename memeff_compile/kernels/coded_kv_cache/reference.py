@@ -91,17 +91,9 @@ def encode(
 
 
 def decode(codes: Tensor, scales: Tensor, bits: int, depth: int, *, is_value: bool) -> Tensor:
-    """Return what codes stand for.
+    """Return what codes stand for, (B, H, n * G, D) float32, or float64 where the scales are.
 
-    Args:
-        codes: (B, H, n, G * D * bits / 8) uint8.
-        scales: as `encode` returns them.
-        bits: of a code.
-        depth: D.
-        is_value: values rather than keys.
-
-    Returns:
-        (B, H, n * G, D) float32, or float64 where the scales are.
+    Codes and scales are as `encode` returns them.
     """
     kind = wide(scales.dtype)
     if bits == PLAIN:
@@ -210,8 +202,7 @@ def view(
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values as a static cache would hold them, zero where nothing is.
 
-    Returns:
-        keys, values: (B, H, N, D) in the dtype of the window.
+    They are (B, H, N, D) in the dtype of the window.
     """
     k_codes, v_codes, k_scales, v_scales, k_window, v_window, k_kept, v_kept, places, counts = pool
     depth, dtype = k_window.shape[3], k_window.dtype
@@ -250,8 +241,7 @@ def attend(
 ) -> Tensor:
     """Attend with one query per sequence to everything in the cache that `mask` shows.
 
-    Returns:
-        (B, Hq, 1, D). A query that sees nothing gets zeros.
+    A query that sees nothing gets zeros.
     """
     batch, heads, queries, depth = q.shape
     kv_heads, length = pool[0].shape[1], int(pool[-1][LENGTH])

@@ -48,11 +48,7 @@ def plan_for(
 
 
 def paired_norms(norms: Sequence[Tensor | None]) -> Tensor | None:
-    """Return norms of keys and values side by side, (B, H, N, 2); a copy only if they are not so.
-
-    Args:
-        norms: of keys and of values, (B, H, N), or two None.
-    """
+    """Return norms of keys and values, (B, H, N) or None, side by side; copied only if need be."""
     first, second = norms
     if first is None or second is None:
         return None
@@ -113,11 +109,7 @@ def attend(
     *,
     plan: Plan | None = None,  # the launch, by default what `plan_for` gives
 ) -> Tensor:
-    """Attend with one query per sequence; the shapes are as the op has checked them.
-
-    Returns:
-        (B, Hq, 1, D) in the dtype of q.
-    """
+    """Attend with one query per sequence; the shapes are as the op has checked them."""
     from . import split_codes_kernels as kernels
 
     k_codes, k_scales, k_window, k_kept, counts = (pool[i] for i in (0, 2, 4, 6, 9))

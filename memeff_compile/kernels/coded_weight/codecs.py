@@ -110,8 +110,7 @@ class Outcome:
 def make_refuge(count: int, device: torch.device) -> Tensor | None:
     """Return memory of the host for so many weights that kernels on a GPU can write to.
 
-    Returns:
-        int16, pinned; None where there is none, or where a trial shows that it is not written to.
+    It is int16, pinned; None where there is none, or where a trial shows that it is not written to.
     """
     try:
         refuge = torch.zeros(count, dtype=torch.int16, pin_memory=True)
@@ -160,9 +159,8 @@ def encode(weight: Tensor, form: Format, room: Room = EXACT_FIT) -> list[Tensor]
 def encode_soon(parts: Sequence[Tensor], weight: Tensor, form: Format) -> Outcome | bool:
     """Encode a weight of the same shape into existing parts, with the windows they have.
 
-    Returns:
-        Whether it fitted, or what will know, where the codec need not wait for the GPU. Where it
-        did not, the parts hold no weight any more.
+    Say whether it fitted, or return what will know, where the codec need not wait for the GPU.
+    Where it did not, the parts hold no weight any more.
     """
     patterns = as_patterns(weight)
     if form.codec == "rans":
@@ -468,11 +466,7 @@ def product(
     *,
     setting: Setting | None = None,  # tile, by default what `shapes` says
 ) -> Tensor:
-    """Multiply (M, K) bf16 with the transpose of a win4 weight of (N, K), decoding on the way.
-
-    Returns:
-        (M, N) bf16; sums are taken in fp32.
-    """
+    """Return x times a win4 weight transposed, decoded on the way: (M, N) bf16, summed in fp32."""
     bias = None if bias is None else bias.expand(shape[0]).contiguous()
     given = _Product(_aligned(x), parts, bias, shape)
     setting = setting or _setting(x.shape[0], shape, x.device)
@@ -537,12 +531,9 @@ def products(
     biases: Sequence[Tensor | None],  # (N,) bf16 or None, of each
     sizes: Sequence[Sequence[int]],  # (N, K) of each, one K
 ) -> list[Tensor]:
-    """Multiply one token, (1, K) bf16, with several win4 weights in one launch.
+    """Multiply one token with several win4 weights in one launch: (1, N) bf16 for each.
 
     Each weight has the tiles that it has alone, and so gets the bits of `product`.
-
-    Returns:
-        (1, N) bf16 for each.
     """
     count = len(parts)
     tiles = [shapes.row_tile(shape[0], processors(x.device)) for shape in sizes]

@@ -66,15 +66,9 @@ def _uses_kernels(tensor: Tensor) -> bool:
 
 
 def encode(weight: Tensor, codec: str, room: codecs.Room = codecs.EXACT_FIT) -> list[Tensor]:
-    """Encode a bf16 tensor of any shape.
+    """Return the parts of a bf16 tensor of any shape, in the order of `parse(codec).parts`.
 
-    Args:
-        weight: a tensor that `supports_weight` has nothing against.
-        codec: "win4", "tier", "rans", or one of them with a lossy mode.
-        room: spare room in lists, so that other values fit in later.
-
-    Returns:
-        The parts, in the order of `parse(codec).parts`.
+    With spare room in lists other values fit in later.
 
     Raises:
         UnsupportedInputError: The tensor or the codec cannot be served.

@@ -21,11 +21,8 @@ MIN_COLUMNS = 16
 def accumulate(grad_weight: Tensor, grad_rows: Tensor, ids: Tensor, padding_idx: int) -> None:
     """Add each row's gradient to its id's row of `grad_weight`, summed in fp32 and rounded once.
 
-    Args:
-        grad_weight: (V, D) of any floating dtype, written to.
-        grad_rows: (N, D) of the same dtype.
-        ids: (N,) int32 or int64 in 0 .. V - 1.
-        padding_idx: the id whose row is left as it is, or -1.
+    The rows (N, D) have the dtype of `grad_weight` (V, D), ids are in 0 .. V - 1, and the row of
+    `padding_idx`, an id or -1, is left as it is.
 
     Example: with ids [2, 0, 2], row 2 of the gradient gains grad_rows[0] + grad_rows[2].
     """

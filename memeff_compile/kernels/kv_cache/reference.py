@@ -22,8 +22,7 @@ def attend(
 ) -> Tensor:
     """Attend to the keys up to `last`, and among those to what `mask` shows.
 
-    Returns:
-        (B, H, M, D), laid out as (B, M, H, D). A query that sees nothing gets zeros.
+    The result is laid out as (B, M, H, D). A query that sees nothing gets zeros.
 
     Example: with last = [[0]] every head's output is the first value of its key-value head.
     """

@@ -28,19 +28,8 @@ from torch import Tensor
 
 from .._triton.launch import start
 from ..device import on_device, processors
-from .pieces import (
-    Gradients,
-    Kept,
-    Knobs,
-    Operands,
-    RowGradients,
-    Rows,
-    Widths,
-    hybrid_widths,
-    spans,
-    vector,
-    window,
-)
+from .call import Gradients, Kept, Knobs, Operands, RowGradients, Rows, vector
+from .pieces import Widths, hybrid_widths, spans, window
 
 # Numbers per row that the statistics kernel keeps between strips.
 STATE = 5
@@ -109,11 +98,6 @@ def product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = Fals
 
     Off CUDA, where products have no fp32 output of 16-bit inputs, the inputs are widened first:
     that serves the interpreter's tests.
-
-    Args:
-        left, right: (N, K) and (K, M) in one dtype.
-        out: (N, M) fp32.
-        accumulate: add to `out` instead of overwriting it.
     """
     if left.dtype == torch.float32 or not left.is_cuda:
         left, right = left.float(), right.float()

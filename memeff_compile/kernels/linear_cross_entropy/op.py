@@ -20,7 +20,7 @@ from .. import library
 from ..checks import FLOATING, INDICES, require, short, two_devices, two_dtypes, unfloating, unplain
 from ..device import gpu, kernels_serve, tuned, where_it_runs, without_autocast
 from . import filters, fused, hybrid, reference, row_pieces, sorting
-from .pieces import Kept, Knobs, Operands, RowGradients, Rows
+from .call import Kept, Knobs, Operands, RowGradients, Rows
 from .shapes import is_minimal
 
 ENGINE = "linear_cross_entropy.engine"
@@ -68,23 +68,20 @@ def supports(
     """
     given = Operands(hidden, weight, bias, target, column_weight)
     return (
-        _setting_fault(softcap, workspace)
-        or _filter_fault(gradient_filter, filter_level, filter_parts)
+        _setting_fault(softcap, workspace, gradient_filter, filter_level, filter_parts)
         or _layout_fault(given)
         or _dtype_fault(given, dtype)
         or _shape_fault(given)
     )
 
 
-def _setting_fault(softcap: float, workspace: int) -> str | None:
+def _setting_fault(
+    softcap: float, workspace: int, gradient_filter: str, level: float, parts: str
+) -> str | None:
     if not softcap >= 0:
         return f"softcap is {softcap}; it must be positive, or 0 for none."
     if isinstance(workspace, int) and workspace < 0:
         return f"workspace is {workspace} bytes; it must be positive, or 0 for automatic."
-    return None
-
-
-def _filter_fault(gradient_filter: str, level: float, parts: str) -> str | None:
     if gradient_filter not in GRADIENT_FILTERS:
         return (
             f"gradient_filter is {gradient_filter!r}; known filters are "

@@ -20,8 +20,7 @@ from .settings import (
     QUERY_ROWS,
     VALUES,
     Settings,
-    groups_of_keys,
-    groups_of_queries,
+    groups_of,
     sampled_queries,
 )
 
@@ -73,13 +72,9 @@ class Codes:
 
 
 def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings) -> Codes:
-    """Turn q, k and v into codes.
+    """Turn q, (B, H, M, D), and k and v, (B, G, N, D), into codes.
 
-    Args:
-        q: (B, H, M, D).
-        k, v: (B, G, N, D).
-        given: the conditions; of these the scale and the mask of keys matter here.
-        settings: the arithmetic.
+    Of the conditions the scale and the mask of keys matter here.
     """
     repeat = q.shape[1] // k.shape[1]
     q, k, v = q.float() * (given.scale * math.log2(math.e)), k.float(), v.float()
@@ -93,8 +88,7 @@ def codes(q: Tensor, k: Tensor, v: Tensor, given: Conditions, settings: Settings
         weight = weight * weights_of(mean, k)
         evened = evened_by(direction)
         q, k = q / evened.repeat_interleave(repeat, 1)[:, :, None], k * evened[:, :, None]
-    of_queries = groups_of_queries(settings.granularity, q.shape[2], q.device)
-    of_keys = groups_of_keys(settings.granularity, k.shape[2], k.device)
+    of_queries, of_keys = groups_of(settings.granularity, q, k)
     q_scale = _largest(q, of_queries) / settings.limit
     k_scale = _largest(k, of_keys) / settings.limit
     kind = VALUES[settings.values]
@@ -251,11 +245,10 @@ def attend(
     given: Conditions,  # the conditions
     settings: Settings,  # the arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the keys that count.
+    """Attend to the keys that count; the result is laid out as (B, M, H, D).
 
-    Returns:
-        (B, H, M, D) in the dtype of q, laid out as (B, M, H, D), and the natural logarithm of the
-        sum of the weights, (B, H, M) fp32, or (B, H, 0) where it is not wanted.
+    Beside it comes the natural logarithm of the sum of the weights, (B, H, M) fp32, or (B, H, 0)
+    where it is not wanted.
     """
     batch, heads, queries, depth = q.shape
     out = q.new_zeros((batch, queries, heads, depth)).transpose(1, 2)

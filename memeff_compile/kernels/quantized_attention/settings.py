@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -115,29 +116,18 @@ def sampled_queries(queries: int) -> tuple[int, int, int]:
     return stride, samples, (samples - 1) * QUERY_ROWS + min(QUERY_ROWS, queries - last)
 
 
-def groups_of_queries(granularity: str, queries: int, device: torch.device) -> Tensor:
-    """Return which queries share a scale, (M,) int64."""
-    place = torch.arange(queries, device=device)
-    found = {
-        "row": place,
-        "token": place,
-        "thread": place // 32 * 8 + place % 8,
-        "warp": place // 32,
-        "block": place // 128,
-        "tensor": place * 0,
-    }
-    return found[granularity]
+_SHARED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "row": (lambda at: at, lambda at: at // BLOCK),
+    "token": (lambda at: at, lambda at: at),
+    "thread": (lambda at: at // 32 * 8 + at % 8, lambda at: at // 64 * 4 + at % 8 // 2),
+    "warp": (lambda at: at // 32, lambda at: at // 64),
+    "block": (lambda at: at // 128, lambda at: at // 64),
+    "tensor": (lambda at: at * 0, lambda at: at * 0),
+}
+"""The group of rows that share a scale by their place, of queries and of keys."""
 
 
-def groups_of_keys(granularity: str, keys: int, device: torch.device) -> Tensor:
-    """Return which keys share a scale, (N,) int64."""
-    place = torch.arange(keys, device=device)
-    found = {
-        "row": place // BLOCK,
-        "token": place,
-        "thread": place // 64 * 4 + place % 8 // 2,
-        "warp": place // 64,
-        "block": place // 64,
-        "tensor": place * 0,
-    }
-    return found[granularity]
+def groups_of(granularity: str, queries: Tensor, keys: Tensor) -> list[Tensor]:
+    """Return which queries and which keys, (B, H, L, D) each, share a scale: (L,) int64 each."""
+    rules = zip(_SHARED[granularity], (queries, keys), strict=True)
+    return [rule(torch.arange(rows.shape[2], device=rows.device)) for rule, rows in rules]

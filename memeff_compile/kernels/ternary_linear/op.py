@@ -19,10 +19,10 @@ from torch import Tensor
 from ...errors import DoubleBackwardError, UnsupportedInputError
 from .. import library
 from ..checks import require, short
-from ..device import kernels_serve
+from ..device import kernels_serve, starts_early
 from . import reference
 from .quantizer import KINDS, NO_ENTRY, Entry, Quantizer, words_for
-from .shapes import MAX_COLUMNS, MAX_GROUP
+from .shapes import MAX_COLUMNS, MAX_GROUP, MAX_VECTORS
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -90,12 +90,9 @@ class _Gradients(NamedTuple):
 
 
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
-    """Say in a sentence why a linear cannot be served with these inputs, or return None.
+    """Say in a sentence why a linear of x (..., K) cannot be served, or return None.
 
-    Args:
-        x: (..., K).
-        weight: (N, K) before it is packed, or None where there is only the packed one.
-        bias: (N,) or None.
+    There may be no weight (N, K), where there is only the packed one, and no bias (N,).
 
     Example: supports(torch.ones(2, 32), torch.ones(8, 32)) is None.
     """
@@ -282,8 +279,9 @@ def _linear(given: _Linear) -> list[Tensor]:
         "leading": x.shape[:-1],
     }
     found = []
-    overlaps = engine.chains(x.device)
-    if engine.serves_vectors(rows.shape[0]):
+    has_kernels = engine is not reference
+    overlaps = has_kernels and starts_early(x.device)
+    if has_kernels and rows.shape[0] <= MAX_VECTORS:
         coded, is_early = None, given.is_early and overlaps
         if engine.codes_first(packed[0].shape[1], sum(w.shape[0] for w in packed), quantizer):
             coded = engine.quantize(rows, quantizer, entry, is_chained=overlaps, is_early=is_early)

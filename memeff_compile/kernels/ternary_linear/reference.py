@@ -102,15 +102,9 @@ def enter(x: Tensor, entry: Entry) -> Tensor:
 
 
 def codes_and_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Quantise each token (row) of x.
+    """Quantise each token (row) of x, (M, K): codes (M, K) int8 and scale (M,) float32.
 
-    Args:
-        x: (M, K) floating.
-        quantizer: how.
-
-    Returns:
-        codes (M, K) int8 and scale (M,) float32. A token that holds what is no number, or from
-        which no scale can be made, has the scale nan.
+    A token that holds what is no number, or from which no scale can be made, has the scale nan.
 
     Example: codes_and_scale(torch.tensor([[1.0, -2.0]]), Quantizer())[0] is [[64, -127]].
     """
@@ -174,18 +168,6 @@ def dequantized_weights(
     codes = unpack_codes(packed, columns).float()
     scale = scale.reshape(()).float()
     return (codes * scale if is_step else codes / scale).to(dtype)
-
-
-def serves_vectors(tokens: int) -> bool:
-    """Return False: few tokens are quantised as many are."""
-    del tokens
-    return False
-
-
-def chains(device: torch.device) -> bool:
-    """Return False: there are no kernels to overlap."""
-    del device
-    return False
 
 
 def quantize(

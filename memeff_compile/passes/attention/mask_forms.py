@@ -85,12 +85,7 @@ class Form:
 
 
 def form_of(formula: Formula, shape: Sequence[Size]) -> Form:
-    """Return the form of a mask whose last two axes are query and key.
-
-    Args:
-        formula: Which keys count.
-        shape: The sizes of the axes: the batch's, then queries and keys.
-    """
+    """Return the form of a mask over axes of a shape, of which the last two are query and key."""
     formula = algebra.decided(formula, shape)
     if formula == TRUE:
         return Form()
@@ -221,11 +216,8 @@ def key_table(form: Form, rank: int) -> Formula:
 def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> Formula:
     """Compare positions by index where equal ids say that they run on without a break.
 
-    Args:
-        formula: Which keys count.
-        positions: For a read of ids, the position at the same index: where two ids of a row are
-            equal, the positions between them go up by one.
-        rank: How many axes there are; the last two are query and key.
+    ``positions`` has for a read of ids the position at the same index: where two ids of a row are
+    equal, the positions between them go up by one. The last two axes are query and key.
 
     Example: ``ids[q] == ids[k] and P[k] <= P[q]`` is ``ids[q] == ids[k] and k <= q``.
     """

@@ -195,26 +195,24 @@ _PASSES_ON = named("to dropout contiguous clone alias slice")
 
 
 def _follow_weights(softmax: Node) -> _Weights | Decline | None:
-    current, steps = softmax, list[Node]()
-    others: list[Node] = []
+    current, steps, others = softmax, list[Node](), list[Node]()
     for _ in range(MAX_STEPS):
         forward = [user for user in current.users if _passes_on(user, current)]
-        products = [user for user in current.users if _multiplied(user, current) is not None]
-        onward = products or forward
-        if not onward:
+        multiplied = ((user, _multiplied(user, current)) for user in current.users)
+        products = [(user, value) for user, value in multiplied if value is not None]
+        onward = next(iter([*(user for user, _ in products), *forward]), None)
+        if onward is None:
             return None
-        others += [user for user in current.users if user is not onward[0]]
+        others += [user for user in current.users if user is not onward]
+        if products and others:
+            return _used_otherwise("weights", others[0])
         if products:
-            if others:
-                return _used_otherwise("weights", others[0])
             rates = {step: rate for step in steps if (rate := _dropout(step)) is not None}
-            for step, rate in rates.items():
-                if compat.known_number(rate) != 0:
-                    return _dropout_active(step)
-            value = _multiplied(products[0], current)
-            assert value is not None
-            return _Weights(products[0], value, steps, _nodes(*rates.values()))
-        current = onward[0]
+            active = (step for step, rate in rates.items() if compat.known_number(rate) != 0)
+            step = next(active, None)
+            weights = _Weights(*products[0], steps, _nodes(*rates.values()))
+            return weights if step is None else _dropout_active(step)
+        current = onward
         steps.append(current)
     return None
 
