@@ -44,8 +44,7 @@ class Mask:
 
     node: Node  # the mask as the function is given it
     taken: Node | None  # where it is true, a key is taken away; None for a mask of other numbers
-    # what turned ``taken`` into ``node``, as nn.MultiheadAttention does first
-    made_by: tuple[Node, ...] = ()
+    made_by: tuple[Node, ...] = ()  # what made it of ``taken``, as nn.MultiheadAttention does first
 
 
 @dataclass(frozen=True)
@@ -373,9 +372,10 @@ class _Expansion:
         masks = self.match.masks
         if not masks:
             return None
-        if all(mask.taken is not None for mask in masks):
-            taken = [self._four_axes(mask, mask.taken) for mask in masks]
-            either = taken[0] if len(taken) == 1 else self.call(aten.bitwise_or.Tensor, *taken)
+        taken = [(mask, mask.taken) for mask in masks if mask.taken is not None]
+        if len(taken) == len(masks):
+            wide = [self._four_axes(*each) for each in taken]
+            either = wide[0] if len(wide) == 1 else self.call(aten.bitwise_or.Tensor, *wide)
             return self.call(aten.bitwise_not.default, either)
         added = [self._cast(self._four_axes(mask, self._as_numbers(mask))) for mask in masks]
         return added[0] if len(added) == 1 else self.call(aten.add.Tensor, *added)
@@ -387,19 +387,14 @@ class _Expansion:
         zeros = self.call(aten.zeros_like.default, node, dtype=self.output.dtype)
         return self.call(aten.masked_fill.Scalar, zeros, node, -math.inf)
 
-    def _four_axes(self, mask: Mask, node: Node | None) -> Node:
+    def _four_axes(self, mask: Mask, node: Node) -> Node:
         """Return a mask that broadcasts to the scores."""
-        assert node is not None
         node = self.info.current(node)
         rank = compat.example_value(node).dim()
-        if mask is self.match.attention:
-            if rank == 3:  # one for each sequence and head
-                return self.call(aten.unflatten.int, node, 0, [-1, self.heads])
-            return self._unsqueezed(node, 0, 0)
-        return self._unsqueezed(node, 1, 1) if rank == 2 else self._unsqueezed(node, 0, 0, 0)
-
-    def _unsqueezed(self, node: Node, *places: int) -> Node:
-        for place in places:
+        is_attention = mask is self.match.attention
+        if is_attention and rank == 3:  # one for each sequence and head
+            return self.call(aten.unflatten.int, node, 0, [-1, self.heads])
+        for place in (0, 0) if is_attention else (1, 1) if rank == 2 else (0, 0, 0):
             node = self.call(aten.unsqueeze.default, node, place)
         return node
 

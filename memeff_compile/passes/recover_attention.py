@@ -44,8 +44,7 @@ class Plan:
 
     causal: bool  # the new call's is_causal
     limit: Any  # keys from this one on are never attended to and cut off; None keeps all
-    # keys and values before they were repeated, or None where they stay as they are
-    bases: tuple[Node, Node] | None
+    bases: tuple[Node, Node] | None  # keys and values before they were repeated; None: they stay
     sentence: str  # what is done, for the report
     said: told_to_op.Said | None = (
         None  # what memeff::attention is told, where PyTorch's call cannot say it
@@ -71,21 +70,18 @@ class RecoverAttention(GraphPass):
         matches: dict[tuple[str, ...], Match] = {}
         for site in find_sites(info):
             answer = site if isinstance(site, Decline) else plan_for(info, site)
-            if answer is None:
-                continue
             node = site.node
-            assert node is not None
+            if answer is None or node is None:
+                continue
             code = answer.code if isinstance(answer, Decline) else ""
             key = (code, answer.sentence, self.skipped(info, node))
             match = matches.setdefault(key, Match())
+            match.sites.append(site if isinstance(site, Site) else Site(node, node, node, node))
             if isinstance(answer, Plan):
-                assert isinstance(site, Site)
-                match.sites.append(site)
                 match.plans.append(answer)
-                continue
-            match.sites.append(Site(node, node, node, node))
-            first = (match.decline or answer).counted(match.sites[0].node)
-            match.decline = replace(first, sites=len(match.sites))
+            else:
+                first = (match.decline or answer).counted(match.sites[0].node)
+                match.decline = replace(first, sites=len(match.sites))
         yield from matches.values()
 
     def check(self, info: GraphInfo, match: Match) -> Decline | None:
@@ -231,13 +227,11 @@ def _masking(info: GraphInfo, site: Site, form: Form) -> tuple[bool, Any, list[s
 
 
 def _shown(info: GraphInfo, site: Site) -> str:
-    return "" if site.mask is None else f"mask {_sizes(info.tensor(site.mask))}"
-
-
-def _sizes(tensor: torch.Tensor | None) -> str:
-    assert tensor is not None
-    sizes = " x ".join(str(compat.size_hint(size)) for size in tensor.shape)
-    return f"({sizes}, {short(tensor.dtype)})"
+    if site.mask is None:
+        return ""
+    mask = info.value(site.mask)
+    sizes = " x ".join(str(compat.size_hint(size)) for size in mask.shape)
+    return f"mask ({sizes}, {short(mask.dtype)})"
 
 
 def _asked(info: GraphInfo, site: Site) -> tuple[Form, Mask | None] | Decline:
@@ -274,13 +268,10 @@ def _kept(site: Site, form: Form, reason: str) -> Decline:
     else:
         code = "empty_rows" if form.empty else "offset_causal"
     said = " and ".join(form.conditions)
-    heads = []
-    if site.softcap:
-        heads.append("the scores are capped by tanh, which PyTorch's kernels do not")
-    if said:
-        empty = " (some query attends to nothing, or may)" if code == "empty_rows" else ""
-        heads.append(f"the mask is {said}{empty}")
-    return Decline(code, f"{'; '.join(heads)}: kept, {reason}", hint, site.node)
+    empty = " (some query attends to nothing, or may)" if code == "empty_rows" else ""
+    capped = "the scores are capped by tanh, which PyTorch's kernels do not" if site.softcap else ""
+    heads = "; ".join(filter(None, (capped, f"the mask is {said}{empty}" if said else "")))
+    return Decline(code, f"{heads}: kept, {reason}", hint, site.node)
 
 
 def _bases(info: GraphInfo, site: Site) -> tuple[tuple[Node, Node] | None, Decline | None]:
@@ -290,15 +281,15 @@ def _bases(info: GraphInfo, site: Site) -> tuple[tuple[Node, Node] | None, Decli
     key, value = _unrepeated(info, site.key), _unrepeated(info, site.value)
     if key is None or value is None:
         return None, None
-    (key_base, key_first), (value_base, value_first) = key, value
-    if not _same_heads(info, key_base, value_base) or not _same_heads(info, site.query, site.key):
+    bases = key[0], value[0]
+    if not _same_heads(info, *bases) or not _same_heads(info, site.query, site.key):
         return None, None
-    for base, first in ((key_base, key_first), (value_base, value_first)):
-        write = info.written_between([base], first, site.node)
-        if write is not None:
-            said = f"`{node_name(write)}` writes to them in between"
-            return None, Decline("mutated", said, node=site.node)
-    return (key_base, value_base), None
+    writes = (info.written_between([base], first, site.node) for base, first in (key, value))
+    write = next(filter(None, writes), None)
+    if write is None:
+        return bases, None
+    said = f"`{node_name(write)}` writes to them in between"
+    return None, Decline("mutated", said, node=site.node)
 
 
 def _same_heads(info: GraphInfo, key: Node, value: Node) -> bool:

@@ -144,7 +144,7 @@ class RewriteKVUpdate(cached.CachedPass):
             match.owned += [first, second]
         with editor.at(match.node):
             mask = visible.mask
-            last = _bound(editor, visible) if mask is None else _last(info, editor, match)
+            last = _bound(editor, visible) if mask is None else _last(info, editor, mask, match)
             taken = (match.call.args["query"], key.node, value.node, last, mask)
             out = editor.call(op_folder.kv_cache_attention, *taken, cached.held_scale(match.call))
             if _is_laid_out_by_head(info, match.node):
@@ -166,19 +166,15 @@ def _is_cache_write(node: Node) -> bool:
 
 def _storages(info: GraphInfo, nodes: Iterable[Node], *, any_op: bool = False) -> frozenset[int]:
     """Return the memory of ``nodes``: of those that outlive the graph, or of all of them."""
-    found = set()
-    for node in nodes:
-        value = info.tensor(node) if any_op or node.op in ("placeholder", "get_attr") else None
-        if value is not None and compat.is_fake(value):
-            found.add(compat.storage_key(value))
-    return frozenset(found)
+    held = (node for node in nodes if any_op or node.op in ("placeholder", "get_attr"))
+    return frozenset(map(compat.storage_key, filter(compat.is_fake, map(info.tensor, held))))
 
 
 def _reads_from(info: GraphInfo, node: Any, storages: frozenset[int]) -> bool:
     """Return whether ``node`` is in one of ``storages``, or a copy of what is, a few steps away."""
     for _ in range(cached.MAX_CHAIN):
         value = info.tensor(node)
-        if value is None or not compat.is_fake(value):
+        if not compat.is_fake(value):
             return False
         if compat.storage_key(value) in storages:
             return True
@@ -220,7 +216,7 @@ def _visible(info: GraphInfo, match: Site) -> Visible | None:
     """Read the mask; None where there is none or it is no boolean mask for all heads alike."""
     mask = match.call.args["attn_mask"]
     value = info.tensor(mask)
-    if value is None or not match.caches or not compat.is_fake(value):
+    if not match.caches or not compat.is_fake(value):
         return None
     cache = info.value(match.caches[0].node)
     by_position = _by_position(info, mask, cache.shape[2])
@@ -305,15 +301,13 @@ def _bound(editor: Editor, visible: Visible) -> Node:
     return editor.call(aten.sub.Scalar, last, visible.minus) if visible.minus else last
 
 
-def _last(info: GraphInfo, editor: Editor, match: Site) -> Node:
+def _last(info: GraphInfo, editor: Editor, mask: Node, match: Site) -> Node:
     """Return where the mask's queries see last, found once for all who take the same mask."""
-    mask, end = match.shown.mask, info.positions[match.node]
-    assert mask is not None
+    end = info.positions[match.node]
     for user in mask.users:
-        if user.target is op_folder.kv_cache_last and user in info.positions:
-            begin = info.positions[user]
-            if begin < end and info.written_alike(mask, begin, end) is None:
-                return user
+        begin = info.positions.get(user, end) if user.target is op_folder.kv_cache_last else end
+        if begin < end and info.written_alike(mask, begin, end) is None:
+            return user
     return editor.call(op_folder.kv_cache_last, mask)
 
 
@@ -410,12 +404,10 @@ def _pair(info: GraphInfo, match: Site) -> tuple[Node, Node, tuple[Node, ...]] |
     if k_positions is not v_positions or k_write is v_write:
         return None
     operands = (key.node, value.node, k_new, v_new, k_positions)
-    tensors = [info.tensor(n) for n in operands]
-    if any(t is None or not compat.is_fake(t) for t in tensors):
+    tensors = [t for t in map(info.tensor, operands) if compat.is_fake(t)]
+    if len(tensors) < len(operands) or op_folder.supports_append(*tensors) is not None:
         return None
-    if op_folder.supports_append(*tensors) is not None:  # type: ignore[arg-type]
-        return None
-    if compat.storage_key(tensors[0]) == compat.storage_key(tensors[1]):  # type: ignore[arg-type]
+    if compat.storage_key(tensors[0]) == compat.storage_key(tensors[1]):
         return None
     first, second = sorted((k_write, v_write), key=lambda n: info.positions[n])
     is_alone = all(not w.users or _is_seen_only_by(w, match.owned) for w in (first, second))
@@ -437,8 +429,8 @@ def _write(info: GraphInfo, match: Site, cache: Cache) -> tuple[Node, Node, Node
     for write in info.writes:
         if write.position >= info.positions[match.node]:
             break
-        written = filter(None.__ne__, map(info.tensor, write.targets))
-        if any(compat.storage_key(value) == held for value in written if value is not None):
+        written = [value for value in map(info.tensor, write.targets) if value is not None]
+        if any(compat.storage_key(value) == held for value in written):
             last = write
     return _read_write(last.node) if last is not None and last.targets == (cache.node,) else None
 
@@ -464,10 +456,10 @@ def _read_write(node: Node) -> tuple[Node, Node, Node] | None:
 
 
 def _nothing_between(
-    info: GraphInfo, first: Node, second: Node, caches: Sequence[torch.Tensor | None]
+    info: GraphInfo, first: Node, second: Node, caches: Sequence[torch.Tensor]
 ) -> bool:
     """Return whether no node between the two writes anything or sees one of the caches."""
-    held = {compat.storage_key(cache) for cache in caches if cache is not None}
+    held = set(map(compat.storage_key, caches))
     lo, hi = info.positions[first], info.positions[second]
     if any(lo < write.position < hi for write in info.writes):
         return False

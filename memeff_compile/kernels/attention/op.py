@@ -254,22 +254,17 @@ def _fake_backward(given: _Gradients) -> tuple[Tensor, ...]:
     return tuple(map(library.heads_inside, given.call[:3]))
 
 
-def _mask_tiles(mask: Tensor) -> Tensor:
-    _require_mask(mask)
-    return classify(mask)
-
-
-def _fake_mask_tiles(mask: Tensor) -> Tensor:
-    _require_mask(mask)
-    return mask.new_empty(table_shape(mask), dtype=torch.uint8)
-
-
-def _require_mask(mask: Tensor) -> None:
+def _readable(mask: Tensor) -> Tensor:
     if mask.dim() != 4 or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
         raise UnsupportedInputError(
             f"attention_mask_tiles: mask is {short(mask.dtype)} with {mask.dim()} dimensions; bool "
             "or a floating dtype of (batch, heads, queries, keys) is needed."
         )
+    return mask
+
+
+def _fake_mask_tiles(mask: Tensor) -> Tensor:
+    return mask.new_empty(table_shape(mask), dtype=torch.uint8)
 
 
 def _setup_context(
@@ -320,7 +315,8 @@ attention_backward = library.op(
     *library.taking(_called_back, _backward, _fake_backward),
 )
 attention_mask_tiles = library.op(
-    "attention_mask_tiles(Tensor mask) -> Tensor", _mask_tiles, _fake_mask_tiles
+    "attention_mask_tiles(Tensor mask) -> Tensor",
+    *library.taking(_readable, classify, _fake_mask_tiles),
 )
 _gradients_once = library.only_first(
     attention_backward,

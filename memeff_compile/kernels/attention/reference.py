@@ -106,11 +106,6 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Operands:
 def attend(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> tuple[Tensor, Tensor]:
     """Attend to the keys that count.
 
-    Args:
-        q: (B, H, M, D).
-        k, v: (B, G, N, D).
-        given: the conditions.
-
     Returns:
         (B, H, M, D) laid out as (B, M, H, D), and the logarithm of the sum of the weights,
         (B, H, M) in fp32 or fp64: minus infinity for a query without keys. Under a mask that is
@@ -151,10 +146,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, each laid out with its heads beside its depth.
 
-    Args:
-        grad_out: (B, H, M, D), of out.
-        q, k, v, given: as for `attend`.
-        out, lse: what it returned.
+    `grad_out` is of out; out and lse are what `attend` returned.
     """
     every = _operands(q, k, v, given)
     grad = grad_out.to(every.q.dtype).reshape(every.q.shape)

@@ -17,17 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._triton import key_tiles
 from .._triton.conditions import Conditions
-from .._triton.key_tiles import (
-    depth_block,
-    find_bounds,
-    flags_of,
-    positions_of,
-    rows_of,
-    tables_of,
-    tiles_of,
-    within,
-)
+from .._triton.key_tiles import depth_block, rows_of, tiles_of
 from .._triton.launch import launch
 from ..device import gpu, on_device
 from .mask_tiles import Dense, dense_of, none_of
@@ -93,7 +85,7 @@ class _Call:
             "HAS_MASK": self.given.mask is not None,
             "IS_BIAS": self.given.is_bias,
             "PER_HEAD": self.given.mask is not None and self.given.mask.shape[1] > 1,
-            **flags_of(self.given),
+            **key_tiles.flags_of(self.given),
         }
 
     def scales(self) -> tuple[float, float]:
@@ -116,7 +108,8 @@ class _Call:
         sizes, tile = (heads, queries, keys), (shape.rows, shape.keys)
         ours = (queries, shape.rows) if ours_are_queries else (keys, shape.keys)
         told = {"ours_are_queries": ours_are_queries, "mean": self.mean}
-        return find_bounds(self.q, self.given, sizes, tile, **told, lse=lse), tiles_of(*ours)
+        found = key_tiles.find_bounds(self.q, self.given, sizes, tile, **told, lse=lse)
+        return found, tiles_of(*ours)
 
     def dense(self, shape: Shape, *, ours_are_queries: bool = True) -> Dense:
         """Return the mask that is a tensor, with the tiles that each tile of ours visits."""
@@ -147,11 +140,11 @@ class _Call:
         ours = heads if ours_are_queries else groups
         arguments = (
             *map(rows_of, read),
-            tables_of(self.given, self.q),
+            key_tiles.tables_of(self.given, self.q),
             self.dense(shape, ours_are_queries=ours_are_queries),
             bounds,
             *others,
-            *positions_of(self.given),
+            *key_tiles.positions_of(self.given),
             (batch * ours, ours, heads // groups, queries, keys, tiles),
         )
         for part in parts:
@@ -162,7 +155,7 @@ class _Call:
 
 def _call(q: Tensor, k: Tensor, v: Tensor, given: Conditions) -> _Call:
     queries, keys = q.shape[2], k.shape[2]
-    given = within(given, queries, keys)
+    given = key_tiles.within(given, queries, keys)
     sizes = (q.shape[0], q.shape[1], k.shape[1], queries, keys, q.shape[3])
     mean = given.has_empty_means(queries, keys)
     return _Call(_rows(q), _rows(k), _rows(v), given, mean, sizes)

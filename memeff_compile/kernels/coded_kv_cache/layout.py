@@ -139,18 +139,8 @@ class Layout:
             k_scales = v_scales = (*front, groups, 1, self.group, 1)
         window = (*front, self.window, self.depth)
         kept = (*front, self.kept, self.depth)
-        return {
-            "k_codes": codes,
-            "v_codes": codes,
-            "k_scales": k_scales,
-            "v_scales": v_scales,
-            "k_window": window,
-            "v_window": window,
-            "k_kept": kept,
-            "v_kept": kept,
-            "places": (*front, self.kept),
-            "counts": (3,),
-        }
+        rows = (window, window, kept, kept, (*front, self.kept))
+        return dict(zip(Pool._fields, (codes, codes, k_scales, v_scales, *rows, (3,)), strict=True))
 
 
 def channel_group(depth: int, scheme: str) -> int:

@@ -30,8 +30,7 @@ _NEARLY_PARALLEL = 1e-4
 def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows of length one, and their lengths, in fp32 or fp64.
 
-    Args:
-        x: (..., D); a row of zeros has length 0 and no direction.
+    A row of zeros has length 0 and no direction.
     """
     x = x.to(wide(x.dtype))
     length = x.norm(dim=-1, keepdim=True)
@@ -39,11 +38,9 @@ def direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distance(lower: Tensor, upper: Tensor) -> Tensor:
-    """Return the angle between rows over pi, 0 to 1.
+    """Return the angle between rows of length one over pi, 0 to 1.
 
-    Args:
-        lower, upper: (..., D) rows of length one, fp32 or fp64: in bf16 a row is not parallel to
-            itself.
+    They are fp32 or fp64: in bf16 a row is not parallel to itself.
     """
     cosine: Tensor = (lower * upper).sum(-1).clamp(-1.0, 1.0)
     return cosine.acos() / torch.pi
@@ -78,13 +75,8 @@ def shared_direction(
 def threshold(apart: Tensor, counted: Tensor, *, gamma: float, reading: str) -> Tensor:
     """Return (B, H): the distance beyond which a row is kept as it came, or for ``similar`` below.
 
-    Not-a-number where no row has a say.
-
-    Args:
-        apart: (B, H, N) distances.
-        counted: bool (B, H, N), rows that have a say.
-        gamma: share of the range of distances that is kept: larger keeps more, 1 all of it.
-        reading: one of `READINGS`.
+    Of (B, H, N) distances, those that are `counted` have a say; it is not-a-number where none has.
+    `gamma` is the share of their range that is kept: larger keeps more, 1 all of it.
     """
     if gamma >= 1:
         return torch.full_like(apart[..., 0], -torch.inf if reading == "distinct" else torch.inf)

@@ -82,12 +82,10 @@ class _TiedEmbedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         if grad_rows is None:
             return grad_weight, None, None
-        if grad_weight is None:
+        if grad_weight is None or torch.is_grad_enabled():
             alone = embedding_backward(grad_rows, ids, ctx.vocab, ctx.padding_idx)
-            return alone, None, None
-        if torch.is_grad_enabled():  # create_graph=True: every step must stay differentiable
-            alone = embedding_backward(grad_rows, ids, ctx.vocab, ctx.padding_idx)
-            return grad_weight + alone, None, None
+            # with create_graph=True every step must stay differentiable
+            return alone if grad_weight is None else grad_weight + alone, None, None
         # Nobody else holds this buffer: the graph feeds the table to nothing but fused heads, whose
         # backward ops return fresh tensors.
         embedding_accumulate(grad_weight, grad_rows, ids, ctx.padding_idx)

@@ -29,7 +29,8 @@ from .._triton.compat import described
 from .._triton.launch import start
 from ..device import on_device
 from . import filters, tile_lists
-from .pieces import Gradients, Kept, Knobs, Operands, RowGradients, Rows, spans, vector
+from .call import Gradients, Kept, Knobs, Operands, RowGradients, Rows, vector
+from .pieces import spans
 from .rows import Selection, gather, row_block, select_rows
 from .shapes import (
     FILTER_FORWARD_BYTES,

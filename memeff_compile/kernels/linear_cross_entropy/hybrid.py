@@ -28,19 +28,8 @@ from torch import Tensor
 
 from .._triton.launch import start
 from ..device import on_device, processors
-from .pieces import (
-    Gradients,
-    Kept,
-    Knobs,
-    Operands,
-    RowGradients,
-    Rows,
-    Widths,
-    hybrid_widths,
-    spans,
-    vector,
-    window,
-)
+from .call import Gradients, Kept, Knobs, Operands, RowGradients, Rows, vector
+from .pieces import Widths, hybrid_widths, spans, window
 
 # Numbers per row that the statistics kernel keeps between strips.
 STATE = 5

@@ -20,7 +20,7 @@ from .. import library
 from ..checks import FLOATING, INDICES, require, short, two_devices, two_dtypes, unfloating, unplain
 from ..device import gpu, kernels_serve, tuned, where_it_runs, without_autocast
 from . import filters, fused, hybrid, reference, row_pieces, sorting
-from .pieces import Kept, Knobs, Operands, RowGradients, Rows
+from .call import Kept, Knobs, Operands, RowGradients, Rows
 from .shapes import is_minimal
 
 ENGINE = "linear_cross_entropy.engine"

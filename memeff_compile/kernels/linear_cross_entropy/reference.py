@@ -14,18 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .pieces import (
-    Gradients,
-    Kept,
-    Knobs,
-    Operands,
-    RowGradients,
-    Rows,
-    reference_bytes_per_logit,
-    reference_width,
-    spans,
-    window,
-)
+from .call import Gradients, Kept, Knobs, Operands, RowGradients, Rows
+from .pieces import reference_bytes_per_logit, reference_width, spans, window
 
 # exp of it is 0 in fp32 and in fp64. Logarithms of probabilities are cut off here where they are
 # multiplied by that probability, so that an impossible column (-inf) adds 0 and not nan.

@@ -16,7 +16,8 @@ from torch import Tensor
 from .._triton import compat as triton_compat
 from ..device import on_device
 from . import fused, total_fused
-from .pieces import Gradients, Kept, Knobs, Operands, RowGradients, spans, vector
+from .call import Gradients, Kept, Knobs, Operands, RowGradients, vector
+from .pieces import spans
 from .rows import gather
 
 

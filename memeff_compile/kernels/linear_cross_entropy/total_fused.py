@@ -28,7 +28,8 @@ from .._triton import compat as triton_compat
 from .._triton.launch import start
 from ..device import DEFAULT_PROCESSORS, on_device, processors
 from . import fused
-from .pieces import MIB, Gradients, Knobs, Operands, spans
+from .call import Gradients, Knobs, Operands
+from .pieces import MIB, spans
 from .rows import gather, row_block, select_rows
 from .shapes import Shapes, shapes_for, shapes_for_programs
 from .total_reference import Loss, Totals, total_of
@@ -241,9 +242,8 @@ class Walk:
     def add_products(self, index: int, first: int, here: int, factor: Tensor | None) -> None:
         """Sum what X gives to the gradients, by the kernels that this Triton has.
 
-        Args:
-            index, first, here: which piece, its first compact row and how many there may be.
-            factor: (R, D) what X is multiplied with for dC, zero behind the last row.
+        A piece has a number, a first compact row, and may have so many. For dC X is multiplied with
+        the factor, (R, D), which is zero behind the last row.
         """
         from . import total_kernels as kernels
 

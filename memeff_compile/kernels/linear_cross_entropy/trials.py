@@ -18,8 +18,8 @@ from ...decisions import Question, Workload
 from ...errors import TuneError
 from ..device import gpu
 from . import fused, hybrid, reference
+from .call import Kept, Knobs, Operands, RowGradients
 from .op import ENGINE
-from .pieces import Kept, Knobs, Operands, RowGradients
 
 IGNORED = -100
 GIB = 2**30

@@ -19,10 +19,10 @@ from torch import Tensor
 from ...errors import DoubleBackwardError, UnsupportedInputError
 from .. import library
 from ..checks import require, short
-from ..device import kernels_serve
+from ..device import kernels_serve, starts_early
 from . import reference
 from .quantizer import KINDS, NO_ENTRY, Entry, Quantizer, words_for
-from .shapes import MAX_COLUMNS, MAX_GROUP
+from .shapes import MAX_COLUMNS, MAX_GROUP, MAX_VECTORS
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -279,8 +279,9 @@ def _linear(given: _Linear) -> list[Tensor]:
         "leading": x.shape[:-1],
     }
     found = []
-    overlaps = engine.chains(x.device)
-    if engine.serves_vectors(rows.shape[0]):
+    has_kernels = engine is not reference
+    overlaps = has_kernels and starts_early(x.device)
+    if has_kernels and rows.shape[0] <= MAX_VECTORS:
         coded, is_early = None, given.is_early and overlaps
         if engine.codes_first(packed[0].shape[1], sum(w.shape[0] for w in packed), quantizer):
             coded = engine.quantize(rows, quantizer, entry, is_chained=overlaps, is_early=is_early)

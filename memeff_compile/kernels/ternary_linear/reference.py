@@ -170,18 +170,6 @@ def dequantized_weights(
     return (codes * scale if is_step else codes / scale).to(dtype)
 
 
-def serves_vectors(tokens: int) -> bool:
-    """Return False: few tokens are quantised as many are."""
-    del tokens
-    return False
-
-
-def chains(device: torch.device) -> bool:
-    """Return False: there are no kernels to overlap."""
-    del device
-    return False
-
-
 def quantize(
     x: Tensor, quantizer: Quantizer, entry: Entry = NO_ENTRY, *, is_chained: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:

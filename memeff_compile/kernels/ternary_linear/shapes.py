@@ -40,11 +40,7 @@ class TileShapes:
 def vector_shapes(words: int, rows: int, tokens: int, processors: int) -> VectorShapes:
     """Return the launch for `tokens` <= 4: the fastest of a sweep, or what is near it.
 
-    Args:
-        words: of 32 bits per row of weights.
-        rows: of weights, of all matrices of the launch.
-        tokens: how many.
-        processors: multiprocessors of the GPU.
+    A row of weights has so many words of 32 bits; rows are those of all matrices of the launch.
     """
     wide = 1 << (words - 1).bit_length()
     if tokens == 1 and wide == 256 and 16 * processors < rows <= 32 * processors:

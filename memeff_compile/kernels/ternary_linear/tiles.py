@@ -29,11 +29,6 @@ from .shapes import (
 )
 
 
-def serves_vectors(tokens: int) -> bool:
-    """Return whether these many tokens are multiplied without tensor cores."""
-    return tokens <= MAX_VECTORS
-
-
 def codes_first(words: int, rows: int, quantizer: Quantizer) -> bool:
     """Return whether up to four tokens are quantised by a kernel before the one that multiplies.
 
@@ -204,11 +199,6 @@ def _quantize_warps(columns: int, tokens: int) -> int:
     if tokens <= MAX_VECTORS:
         return max(1, min(16, columns // 512))
     return max(1, min(16, max(4, columns // 1024), columns // 32))
-
-
-def chains(device: torch.device) -> bool:
-    """Return whether a kernel may start while the one it waits for is still running."""
-    return device.type == "cuda" and gpu(device).starts_early
 
 
 def vectors(

@@ -31,17 +31,14 @@ class Form:
     causal: Size | None = None  # o where ``key <= query + o`` is asked for, None where it is not
     window: Size | None = None  # w where ``key > query - w`` is asked for, None where it is not
     keys: Size | None = None  # n where ``key < n`` is asked for, None where it is not
-    # what is asked of the key alone, and of the row of the batch (padding)
-    tables: tuple[Formula, ...] = ()
+    tables: tuple[Formula, ...] = ()  # asked of the key, and of the row of the batch (padding)
     # equalities of a sum of the query's and a sum of the key's (packed sequences, chunks)
     ids: tuple[Ids, ...] = ()
-    # what is asked of the query alone, and of the row of the batch
-    queries: tuple[Formula, ...] = ()
+    queries: tuple[Formula, ...] = ()  # asked of the query, and of the row of the batch
     length: bool = False  # whether a tensor says how many keys there are (a static cache)
     positions: bool = False  # whether sums read from tensors are compared that no index says
     rest: tuple[Formula, ...] = ()  # everything else that is asked for
-    # whether some query attends to nothing, or may: nobody has proved the contrary
-    empty: bool = False
+    empty: bool = False  # whether some query attends to nothing, or may: no proof of the contrary
 
     @property
     def is_plain(self) -> bool:
@@ -85,12 +82,7 @@ class Form:
 
 
 def form_of(formula: Formula, shape: Sequence[Size]) -> Form:
-    """Return the form of a mask whose last two axes are query and key.
-
-    Args:
-        formula: Which keys count.
-        shape: The sizes of the axes: the batch's, then queries and keys.
-    """
+    """Return the form of a mask over axes of a shape, of which the last two are query and key."""
     formula = algebra.decided(formula, shape)
     if formula == TRUE:
         return Form()
@@ -221,11 +213,8 @@ def key_table(form: Form, rank: int) -> Formula:
 def by_index(formula: Formula, positions: Mapping[Read, Linear], rank: int) -> Formula:
     """Compare positions by index where equal ids say that they run on without a break.
 
-    Args:
-        formula: Which keys count.
-        positions: For a read of ids, the position at the same index: where two ids of a row are
-            equal, the positions between them go up by one.
-        rank: How many axes there are; the last two are query and key.
+    ``positions`` has for a read of ids the position at the same index: where two ids of a row are
+    equal, the positions between them go up by one. The last two axes are query and key.
 
     Example: ``ids[q] == ids[k] and P[k] <= P[q]`` is ``ids[q] == ids[k] and k <= q``.
     """

@@ -72,14 +72,9 @@ class MaskReader:
         return self._values[node]
 
     def mask(self, node: Node, shape: Sequence[Size]) -> Mask | None:
-        """Return which keys a mask lets through, over the axes of the scores.
+        """Return which keys a mask lets through, over the axes of scores of a shape.
 
-        Args:
-            node: The mask.
-            shape: The sizes of the scores, which the mask broadcasts to.
-
-        Returns:
-            None for a mask that is (or may be) a bias.
+        None for a mask that is (or may be) a bias.
         """
         try:
             scalar = broadcast(self.read(node), tuple(shape))
@@ -235,17 +230,9 @@ class _Operands:
 
     def __init__(self, reader: MaskReader, node: Node, call: Call, previous: Value | None) -> None:
         self._reader, self._node, self._call, self._previous = reader, node, call, previous
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the node's result."""
-        dtype: torch.dtype = compat.example_value(self._node).dtype
-        return dtype
-
-    @property
-    def shape(self) -> tuple[Size, ...]:
-        """The shape of the node's result."""
-        return tuple(compat.example_value(self._node).shape)
+        result = reader.info.value(node)
+        self.dtype: torch.dtype = result.dtype
+        self.shape: tuple[Size, ...] = tuple(result.shape)
 
     def given(self, name: str) -> Any:
         """Return an argument as it stands in the call."""
@@ -265,8 +252,7 @@ class _Operands:
 
     def as_value(self, given: Any) -> Value:
         """Return anything that stands where a tensor may stand."""
-        if given is PREVIOUS:
-            assert self._previous is not None
+        if given is PREVIOUS and self._previous is not None:
             return self._previous
         if isinstance(given, Node):
             known = compat.example_value(given)
@@ -452,7 +438,6 @@ def _index(given: _Operands) -> Value:
     first, last = places[0], places[-1]
     _require(last - first + 1 == len(places))
     indices = [given.as_value(chosen[p]) for p in places]
-    _require(all(isinstance(index.scalar, Linear) for index in indices))
     shape = _common_shape([index.shape for index in indices])
     rank = len(shape)
     at: list[Linear] = []
@@ -469,8 +454,7 @@ def _index(given: _Operands) -> Value:
 
 def _gathered(index: Value, shape: tuple[Size, ...], shift: int, size: Size) -> Linear:
     """Return an index as a sum over the result's axes; it must not count from the end."""
-    total = broadcast(index, shape)
-    assert isinstance(total, Linear)
+    total = _sum(broadcast(index, shape))
     low, high = total.lowest(shape), total.highest(shape)
     _require(low is not None and compat.statically_true(low >= 0))
     _require(high is not None and compat.statically_true(high < size))
@@ -534,9 +518,13 @@ def _compared_magnitudes(
 
 def _magnitude(given: _Operands) -> Value:
     value = given.value()
-    if not isinstance(value.scalar, Linear):
+    return Value(value.shape, Magnitude(_sum(value.scalar)))
+
+
+def _sum(scalar: Scalar) -> Linear:
+    if not isinstance(scalar, Linear):
         raise CannotRead
-    return Value(value.shape, Magnitude(value.scalar))
+    return scalar
 
 
 def _as_cases(scalar: Scalar) -> Cases:
@@ -555,9 +543,10 @@ def _one_where(condition: Formula) -> Cases:
 
 def _whole_number(scalar: Scalar) -> int:
     """Return the one number that a sum is everywhere."""
-    if isinstance(scalar, Linear) and scalar.is_constant and isinstance(scalar.constant, int):
-        return scalar.constant
-    raise CannotRead
+    total = _sum(scalar)
+    if not total.is_constant or not isinstance(total.constant, int):
+        raise CannotRead
+    return total.constant
 
 
 def _sum_of(sign: int) -> Callable[[_Operands], Value]:
@@ -632,9 +621,8 @@ def _chosen(condition: Formula, then: Scalar, other: Scalar) -> Scalar:
         raise CannotRead
     if isinstance(other, (Cases, Unknown, Magnitude)):
         raise CannotRead
-    return algebra.either(
-        algebra.both(condition, then), algebra.both(algebra.negated(condition), other)
-    )
+    refused = algebra.negated(condition)
+    return algebra.either(algebra.both(condition, then), algebra.both(refused, other))
 
 
 def _where(given: _Operands) -> Value:
@@ -684,21 +672,16 @@ def _diff(given: _Operands) -> Value:
     """Read differences of neighbours that are the same everywhere, a prepended one included."""
     value = given.value()
     place = given.axis("dim", len(value.shape))
-    scalar = value.scalar
-    if given.plain("n") != 1 or given.has("append") or not isinstance(scalar, Linear):
-        raise CannotRead
+    _require(given.plain("n") == 1 and not given.has("append"))
     index = [algebra.axis(p) for p in range(len(value.shape))]
     index[place] = index[place] + 1
-    step = algebra.substituted(scalar, dict(enumerate(index))) - scalar
+    step = _sum(value.scalar_at(index)) - _sum(value.scalar)
     _require(step.is_constant)
     if given.has("prepend"):
         before = given.value("prepend")
         _require(_is_one(before.shape[place]))
         index[place] = Linear()
-        start, earlier = value.scalar_at(index), before.scalar_at(index)
-        if not isinstance(start, Linear) or not isinstance(earlier, Linear):
-            raise CannotRead
-        _require(start - earlier == step)
+        _require(_sum(value.scalar_at(index)) - _sum(before.scalar_at(index)) == step)
     return Value(given.shape, step)
 
 

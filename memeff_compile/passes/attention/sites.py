@@ -35,8 +35,7 @@ class Site:
     key: Node
     value: Node
     mask: Node | None = None
-    # whether the mask is true where a key is taken away, as in ``masked_fill``
-    takes_away: bool = False
+    takes_away: bool = False  # whether it is true where a key is taken away, as in ``masked_fill``
     # what takes the place of masked scores; None where the mask is added or a call's own
     fill: float | None = None
     masked_in: torch.dtype | None = None  # the dtype in which a chain adds its mask or fills it in
@@ -44,8 +43,7 @@ class Site:
     causal: bool = False
     scale: Any = None
     grouped: bool = False
-    # what stands between the operands and the result; empty for a single call
-    between: list[Node] = field(default_factory=list)
+    between: list[Node] = field(default_factory=list)  # operands and result; empty for a call
     # nodes of symbols that were taken for the numbers they stand for: under ``dynamic=True`` the
     # scale, the softcap and the dropout of a config are symbols
     numbers: list[Node] = field(default_factory=list)
@@ -195,26 +193,24 @@ _PASSES_ON = named("to dropout contiguous clone alias slice")
 
 
 def _follow_weights(softmax: Node) -> _Weights | Decline | None:
-    current, steps = softmax, list[Node]()
-    others: list[Node] = []
+    current, steps, others = softmax, list[Node](), list[Node]()
     for _ in range(MAX_STEPS):
         forward = [user for user in current.users if _passes_on(user, current)]
-        products = [user for user in current.users if _multiplied(user, current) is not None]
-        onward = products or forward
-        if not onward:
+        multiplied = ((user, _multiplied(user, current)) for user in current.users)
+        products = [(user, value) for user, value in multiplied if value is not None]
+        onward = next(iter([*(user for user, _ in products), *forward]), None)
+        if onward is None:
             return None
-        others += [user for user in current.users if user is not onward[0]]
+        others += [user for user in current.users if user is not onward]
+        if products and others:
+            return _used_otherwise("weights", others[0])
         if products:
-            if others:
-                return _used_otherwise("weights", others[0])
             rates = {step: rate for step in steps if (rate := _dropout(step)) is not None}
-            for step, rate in rates.items():
-                if compat.known_number(rate) != 0:
-                    return _dropout_active(step)
-            value = _multiplied(products[0], current)
-            assert value is not None
-            return _Weights(products[0], value, steps, _nodes(*rates.values()))
-        current = onward[0]
+            active = (step for step, rate in rates.items() if compat.known_number(rate) != 0)
+            step = next(active, None)
+            weights = _Weights(*products[0], steps, _nodes(*rates.values()))
+            return weights if step is None else _dropout_active(step)
+        current = onward
         steps.append(current)
     return None
 
