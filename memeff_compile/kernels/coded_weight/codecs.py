@@ -54,7 +54,7 @@ EXACT_FIT = Room()
 
 
 def _run(
-    family: str,  # the kernel's module begins with it; modules are loaded when they are needed
+    module: str,  # of the kernel; it is loaded when it is needed
     kernel: str,  # its name there
     on: Tensor,  # whose GPU runs it
     grid: tuple[int, ...],
@@ -62,7 +62,7 @@ def _run(
     warps: int,
     **constants: Any,
 ) -> None:
-    kernels = import_module(f".{family}_kernels", __package__)
+    kernels = import_module(f".{module}", __package__)
     with on_device(on):
         start(getattr(kernels, kernel), grid, *operands, **constants, num_warps=warps)
 
@@ -93,7 +93,7 @@ class Outcome:
         words, grid = value.view(-1).view(torch.int16), (processors(value.device),)
         operands = (words, self._needed, refuge, *rooms, value.numel())
         sizes = {"COUNT": len(self._rooms), "BLOCK": 1024}
-        _run("pair", "pair_shelter_kernel", value, grid, *operands, **sizes, warps=4)
+        _run("pair_kernels", "pair_shelter_kernel", value, grid, *operands, **sizes, warps=4)
 
     def fetch(self) -> None:
         """Have the lengths brought to the host, without waiting for them."""
@@ -136,7 +136,7 @@ def histogram(patterns: Tensor, every: int = 1) -> Tensor:
     counts = torch.zeros(256, dtype=torch.int32, device=patterns.device)
     grid, sizes = (-(-patterns.numel() // (RUN * every)),), {"BLOCKS": RUN // 1024, "BLOCK": 1024}
     operands = (patterns, counts, every)
-    _run("pair", "pair_histogram_kernel", patterns, grid, *operands, **sizes, warps=4)
+    _run("pair_kernels", "pair_histogram_kernel", patterns, grid, *operands, **sizes, warps=4)
     return counts
 
 
@@ -182,9 +182,9 @@ def _write_patches(
     grid, operands = (starts.numel() - 1,), (patterns, header, *marks, *lists, places.numel())
     if marks:
         warps = shapes.PATCHES_WARPS
-        _run("win4", "win4_patches_kernel", patterns, grid, *operands, warps=warps)
+        _run("win4_kernels", "win4_patches_kernel", patterns, grid, *operands, warps=warps)
     else:
-        _run("pair", "pair_patches_kernel", patterns, grid, *operands, BLOCK=1024, warps=4)
+        _run("pair_kernels", "pair_patches_kernel", patterns, grid, *operands, BLOCK=1024, warps=4)
 
 
 def _patch_lists(starts: Tensor, total: int, room: Room) -> list[Tensor]:
@@ -199,16 +199,16 @@ def _write_win4(
     chunks, words = patterns.numel() // CHUNK, patterns.view(torch.int32)
     counts, marks = _empty(patterns, chunks), _empty(patterns, chunks)
     operands, warps = (words, header, codes, signs, counts, marks), shapes.WIN4_ENCODE_WARPS
-    _run("win4", "win4_encode_kernel", patterns, (chunks,), *operands, warps=warps)
+    _run("win4_kernels", "win4_encode_kernel", patterns, (chunks,), *operands, warps=warps)
     sums, block = (counts, starts, chunks), shapes.STARTS_BLOCK
-    _run("win4", "win4_starts_kernel", patterns, (1,), *sums, BLOCK=block, warps=8)
+    _run("win4_kernels", "win4_starts_kernel", patterns, (1,), *sums, BLOCK=block, warps=8)
     return marks
 
 
 def _best_window(counts: Tensor) -> Tensor:
     """Return the header for weights with these exponents, without waiting for the GPU."""
     header = _empty(counts, 1)
-    _run("win4", "win4_window_kernel", counts, (1,), counts, header, warps=4)
+    _run("win4_kernels", "win4_window_kernel", counts, (1,), counts, header, warps=4)
     return header
 
 
@@ -234,7 +234,7 @@ def _count_tier(patterns: Tensor, header: Tensor) -> Tensor:
     chunks = patterns.numel() // CHUNK
     counts = torch.empty((chunks, 3), dtype=torch.int32, device=patterns.device)
     operands = (patterns, header, counts)
-    _run("tier", "tier_count_kernel", patterns, (chunks,), *operands, BLOCK=1024, warps=4)
+    _run("tier_kernels", "tier_count_kernel", patterns, (chunks,), *operands, BLOCK=1024, warps=4)
     # PyTorch adds up along the last dimension in parallel, along the first one number by number.
     return F.pad(counts.t().contiguous().cumsum(1, dtype=torch.int32), (1, 0)).t()
 
@@ -245,7 +245,7 @@ def _write_tier(patterns: Tensor, parts: Sequence[Tensor]) -> None:
     rooms, words = (second.numel(), third.numel()), patterns.view(torch.int32)
     operands = (words, header, first, second, third, stream_starts, signs, *rooms)
     grid, warps = (patterns.numel() // CHUNK,), shapes.TIER_ENCODE_WARPS
-    _run("tier", "tier_encode_kernel", patterns, grid, *operands, warps=warps)
+    _run("tier_kernels", "tier_encode_kernel", patterns, grid, *operands, warps=warps)
 
 
 def _encode_tier(patterns: Tensor, header: Tensor, room: Room) -> list[Tensor]:
@@ -290,7 +290,7 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
     def launch(words: Tensor, starts: Tensor, *, count: bool) -> None:
         operands = (patterns, table, words, starts, states, counts, chunks)
         grid, how = (-(-chunks // warps),), {"COUNT": count, "WARPS": warps}
-        _run("rans", "rans_encode_kernel", patterns, grid, *operands, **how, warps=warps)
+        _run("rans_kernels", "rans_encode_kernel", patterns, grid, *operands, **how, warps=warps)
 
     launch(patterns, counts, count=True)
     starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
@@ -298,7 +298,7 @@ def _encode_rans(patterns: Tensor, histogram: Sequence[int], room: Room) -> list
     launch(words, starts, count=False)
     signs, operand = _empty(patterns, size // 4), patterns.view(torch.int32)
     grid = (size // CHUNK,)
-    _run("pair", "pair_signs_kernel", patterns, grid, operand, signs, BLOCK=512, warps=4)
+    _run("pair_kernels", "pair_signs_kernel", patterns, grid, operand, signs, BLOCK=512, warps=4)
     header = torch.tensor(rans_table(histogram), dtype=torch.int32, device=patterns.device)
     return [header, words, starts, states, signs]
 
@@ -363,7 +363,7 @@ def decode_flat(parts: Sequence[Tensor], form: Format, out: Tensor, by: Step | N
     }
     size, warps, more = _DECODING[codec]
     grid, kernel = (-(-out.numel() // size),), f"{codec}_decode_kernel"
-    _run(codec, kernel, out, grid, *operands, **fields, **more, warps=warps)
+    _run(f"{codec}_kernels", kernel, out, grid, *operands, **fields, **more, warps=warps)
 
 
 def fuses(
@@ -435,9 +435,9 @@ def _one_row(given: _Product, setting: shapes.RowTile) -> Tensor:
     operand, constants = _multiplied(given, out, setting)
     grid = (-(-given.shape[0] // setting.rows),)
     operands = (x.view(torch.int32), operand, given.shape[1] // 8)
-    fields = {"PATCHES": shapes.PATCHES, "PACKED": setting.packed and x.is_cuda}
-    warps = setting.warps
-    _run("win4", "win4_row_kernel", x, grid, *operands, TILE=constants, **fields, warps=warps)
+    fields: dict[str, Any] = {"PATCHES": shapes.PATCHES, "PACKED": setting.packed and x.is_cuda}
+    fields["TILE"] = constants
+    _run("win4_kernels", "win4_row_kernel", x, grid, *operands, **fields, warps=setting.warps)
     return out
 
 
@@ -482,7 +482,7 @@ def products(
     fields: dict[str, Any] = {f"TILE_{place}": each for place, (_, each) in enumerate(several)}
     fields |= {"COUNT": count, "PATCHES": shapes.PATCHES, "PACKED": tiles[0].packed and x.is_cuda}
     warps = tiles[0].warps
-    _run("win4", "win4_rows_kernel", x, (programs,), *operands, **fields, warps=warps)
+    _run("win4_kernels", "win4_rows_kernel", x, (programs,), *operands, **fields, warps=warps)
     return outs
 
 
@@ -509,12 +509,16 @@ def _tiles(given: _Product, setting: shapes.Tile | shapes.MatrixTile) -> Tensor:
     }
     operands: tuple[Any, ...]
     if isinstance(setting, shapes.MatrixTile):
-        kernel, operands, width = ("matrix", "win4_matrix_kernel"), (x, *parts), columns // GROUP
+        kernel, operands, width = (
+            ("matrix_kernels", "win4_matrix_kernel"),
+            (x, *parts),
+            columns // GROUP,
+        )
         is_even = not (rows % setting.rows or tokens % setting.tokens) and width % splits == 0
         constants |= {"IS_EVEN": is_even, "AHEAD": setting.is_ahead, "WARPS": setting.warps}
         constants["PATCHES"] = setting.patches
     else:
-        kernel, width = ("win4", "win4_tile_kernel"), columns // 8
+        kernel, width = ("win4_kernels", "win4_tile_kernel"), columns // 8
         operands = (x.view(torch.int32), tuple(parts))
         constants |= {"WORDS": setting.words, "STAGES": setting.stages, "UPCAST": not x.is_cuda}
         constants["PATCHES"] = shapes.PATCHES
@@ -528,7 +532,8 @@ def _summed(parts: Tensor, like: Tensor) -> Tensor:
     """Add shares of the columns and round them: (splits, M, N) fp32 to (M, N)."""
     total, block = like.new_empty(parts.shape[1:]), shapes.SUM_BLOCK
     grid, sizes = (-(-total.numel() // block),), {"SPLITS": parts.shape[0], "BLOCK": block}
-    _run("win4", "win4_sum_kernel", like, grid, parts, total, total.numel(), **sizes, warps=4)
+    operands = (parts, total, total.numel())
+    _run("win4_kernels", "win4_sum_kernel", like, grid, *operands, **sizes, warps=4)
     return total
 
 
@@ -545,7 +550,7 @@ def _wide(given: _Product, setting: shapes.WideTile) -> Tensor:
         for words, width in ((codes, columns // 8), (signs, columns // 4))
     ]
     _run(
-        *("matrix", "win4_wide_kernel", x),
+        *("matrix_kernels", "win4_wide_kernel", x),
         (-(-rows // setting.rows), -(-tokens // setting.tokens)),
         *(tiles_of(ordered, setting.tokens, 64), *by_row, turned, header, *lists),
         *(x if bias is None else bias, out, tokens, rows, columns // GROUP, turned.shape[1]),
@@ -572,5 +577,5 @@ def _ordered(x: Tensor) -> tuple[Tensor, Tensor]:
     ordered, turned = torch.empty_like(x), x.new_empty((columns, stride))
     words = (x.view(torch.int32), ordered.view(torch.int32), turned.view(torch.int16))
     operands, grid = (*words, tokens, groups, stride), (groups, -(-tokens // width))
-    _run("win4", "win4_order_kernel", x, grid, *operands, TOKENS=width, warps=8)
+    _run("win4_kernels", "win4_order_kernel", x, grid, *operands, TOKENS=width, warps=8)
     return ordered, turned
