@@ -44,8 +44,7 @@ class Mask:
 
     node: Node  # the mask as the function is given it
     taken: Node | None  # where it is true, a key is taken away; None for a mask of other numbers
-    # what turned ``taken`` into ``node``, as nn.MultiheadAttention does first
-    made_by: tuple[Node, ...] = ()
+    made_by: tuple[Node, ...] = ()  # what made it of ``taken``, as nn.MultiheadAttention does first
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,7 @@ class Asked:
     """What a place asks of attention."""
 
     operands: tuple[Node, Node, Node]  # q, k and v
-    # key_mask, query_ids and key_ids, each None or a node
-    tables: tuple[Any, Any, Any] = (None, None, None)
+    tables: tuple[Any, Any, Any] = (None, None, None)  # key_mask, query_ids, key_ids: None or nodes
     ahead: Any = None  # how far a key may stand ahead of a query; None for any
     behind: Any = None  # how far behind it; None for any
     scale: Any = None  # of the scores; None for that of the head dimension
@@ -309,8 +308,8 @@ def _without_gain(
     if depth > WIDEST:
         return _not_faster(node, f"heads of {depth} were measured to be slower in 8 bits")
     if 4 * depth < 3 * (NARROW if depth <= NARROW else WIDEST):
-        why = f"heads of {depth} leave much of a tile empty, and were not measured to be faster"
-        return _not_faster(node, why)
+        what = "leave much of a tile empty, and were not measured to be faster"
+        return _not_faster(node, f"heads of {depth} {what}")
     is_grouped = compat.size_hint(query.shape[1]) >= 4 * compat.size_hint(key.shape[1])
     least = SHORTEST_GROUPED if is_grouped and depth > NARROW else SHORTEST
     reached = keys

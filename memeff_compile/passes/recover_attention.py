@@ -44,8 +44,7 @@ class Plan:
 
     causal: bool  # the new call's is_causal
     limit: Any  # keys from this one on are never attended to and cut off; None keeps all
-    # keys and values before they were repeated, or None where they stay as they are
-    bases: tuple[Node, Node] | None
+    bases: tuple[Node, Node] | None  # keys and values before they were repeated; None: they stay
     sentence: str  # what is done, for the report
     said: told_to_op.Said | None = (
         None  # what memeff::attention is told, where PyTorch's call cannot say it
