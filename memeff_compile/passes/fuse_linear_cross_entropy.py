@@ -95,8 +95,7 @@ class FuseLinearCrossEntropy(GraphPass):
                 if user in served or user in seen:
                     continue
                 if user is output and isinstance(chain, Chain):
-                    detached = any(s.kind == "detach" for s in chain.steps)
-                    site.outputs.append(outputs.LogitsOutput(node, chain, detached))
+                    site.outputs.append(outputs.LogitsOutput(node, chain))
                     continue
                 is_parted = is_several(user) and all(
                     part in throughs or isinstance(reader.chain(part), Chain) for part in user.users

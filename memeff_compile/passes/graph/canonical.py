@@ -601,9 +601,11 @@ def trace(node: Node) -> Reading | None:
         assert callable(node.target)
         return node.target(*args, **kwargs)
 
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     try:
         with torch.no_grad():
-            graph = compat.trace_one(run, values)
+            graph = make_fx(run, pre_dispatch=True)(*values).graph  # composite ops kept whole
     except Exception:
         # Whatever a lone node cannot do (data-dependent sizes, missing context) means: unread.
         return None
